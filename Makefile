@@ -108,7 +108,7 @@ chaos: $(VENV)/ready  ## real processes, killed, frozen and cut off for SECONDS=
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 fleet: $(VENV)/ready  ## a published fleet of 12 to 60 GPUs in virtual time, with the pool and without
-	$(BIN)/kvpool fleet --page fleet.html $(ARGS)
+	$(BIN)/python -m benchmarks.fleet --page fleet.html $(ARGS)
 
 docs: $(DOCS_VENV)/ready  ## the documentation as a site in site/, with the API reference
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet

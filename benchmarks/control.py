@@ -6,7 +6,7 @@ Two pools of processes, each a master and a server. The master of one has no str
 (`master.stream_port` -1), so all goes by zmq. One process is a client of both, and the same calls
 go to each, round after round. The first row has no pool: a process that answers what it is asked.
 `--secret`: of a cluster with one, so all is encrypted. `--busy`: so many loops run beside.
-(design: control-stream)
+(design: control-plane)
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The master and the servers are processes of their own. One client reads single blocks over tcp, as
 an engine with short prompts does: from the server that leaves, before, during and after its drain;
 and from the memory of a server, while other chains come up from its file and while none does.
-(design: moves, drain, prefetch)
+(design: moves, movers, promotion)
 """
 
 from __future__ import annotations

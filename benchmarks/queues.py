@@ -5,7 +5,7 @@
 The store, its policy and its hints are real; time is virtual. A session's next prompt comes a pause
 after its last answer, waits in one queue for a free engine, and computes what the store does not
 have. So misses lengthen the queue, the queue lengthens the time between two uses of a block, and a
-policy that is too small for that misses again (design: arrivals).
+policy that is too small for that misses again (design: session-hints).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpool import registry
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.store import Store
 from kvpool.tools import workloads
-from kvpool.tools.workloads import Request
+from kvpool.tools.traces import Request
 from kvpool.types import ROOT, Namespace, SessionHint, WriteStatus
 
 BLOCK, PAGE, NAMESPACE, OWNER = 512, 4096, Namespace("queues"), 1

@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator
 from kvpool import registry
 from kvpool.protocols.policy import Decision, Policy
 from kvpool.server.state.entry import Entry
-from kvpool.tools import cache_bounds, policy_study, workloads
+from kvpool.tools import cache_bounds, policy_study, traces, workloads
 from kvpool.tools.dry_pool import BLOCK_SIZE, Foresight, digest_of
-from kvpool.tools.workloads import Request
+from kvpool.tools.traces import Request
 from kvpool_connector.pauses import Answer, Pauses
 
 #: Share of the sessions that must use a block before it counts as `system`.
@@ -45,6 +45,7 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["pauses", "kinds", "names"])
     parser.add_argument("--trace")
+    parser.add_argument("--format", default=traces.AUTO, help=f"of the trace: {traces.NAMES}")
     parser.add_argument("--workload", choices=["codex", "fanout"], default="codex")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--sessions", type=int, default=200)
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--shares", default="0.5,0.75,0.9,1.1")
     given = parser.parse_args()
     if given.trace:
-        requests = workloads.mooncake(given.trace)
+        requests = traces.load(given.trace, given.format).requests
     elif given.workload == "fanout":
         requests = workloads.fan_out(given.sessions // 5, 12, block=given.block_tokens)
     else:
@@ -64,6 +65,8 @@ def main() -> None:
         requests = list(spread(requests, given.spread))
     requests = [one._replace(chain=one.chain[:-1]) for one in requests[: given.limit]]
     requests = [one for one in requests if one.chain]
+    if not requests:
+        raise SystemExit("error: no prompt has a whole block besides its last one")
     working_set = cache_bounds.working_set(requests)
     print(f"{len(requests):,} requests, working set {working_set:,} blocks")
     ways: dict[str, dict[str, Way]] = {
@@ -103,7 +106,7 @@ def hit_rate(
     requests: list[Request], policy: MakePolicy, blocks: int, foresight: Foresight | None
 ) -> float:
     pool = policy_study.play(requests, policy, blocks, foresight)
-    return pool.played.hits / workloads.blocks(requests)
+    return workloads.hit_rate(pool.played.hits, requests)
 
 
 MakePolicy = Callable[[int], Policy[Entry]]

@@ -5,7 +5,7 @@
 The connector's planner and worker on a pool over shared memory; this program plays the engine: each
 step some requests complete blocks, which are saved, and nothing is ever used again. Counted is the
 CPU of all threads of this process, less that of the same steps without saving. The limit is a bare
-loop that copies and hashes the same pieces. (design: save-queue)
+loop that copies and hashes the same pieces. (design: pool-thread)
 """
 
 from __future__ import annotations

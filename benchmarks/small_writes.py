@@ -3,7 +3,7 @@
 python -m benchmarks.small_writes [--rounds 40]
 
 A write in one request is a `Write` with the bytes behind it; in steps it is `Reserve`, the bytes,
-`Seal` (design: small-writes). The client alone is switched from one to the other, each round.
+`Seal`. The client alone is switched from one to the other, each round.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long a chain takes to reach many servers: as a tree, and in other ways.
+"""How long a chain takes to reach many servers: from each other, and in other ways.
 
     python -m benchmarks.spread                        # 16 servers, 3 GB, in virtual time
     sudo python -m benchmarks.spread --namespaces 4    # real servers, each in a network namespace
 
-In virtual time the real `SpreadTree` names the calls; a transfer takes the receiver's budget, a
+In virtual time the real `SpreadPlan` names the calls; a transfer takes the receiver's budget, a
 quarter of its link, or its share of the source's link if that is less. In namespaces the links are
 shaped by `tc`, and the chain is as large as 8 seconds of one budget.
 """
@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool import ClientConfig, Namespace, Pool, connect
-from kvpool.client import spread_tree
-from kvpool.client.spread_tree import Call, SpreadTree, cut
+from kvpool.client import spread_plan
+from kvpool.client.spread_plan import Call, SpreadPlan, cut
 from kvpool.protocols import WriteOptions
 from kvpool.types import ROOT, FetchStatus, Replica, Run, WriteBlock
 
@@ -43,22 +43,22 @@ _NAMESPACE = Namespace("benchmark")
 # --- in virtual time -----------------------------------------------------------------------------
 
 
-def tree_s(receivers: int, *, fan_out: int, size: float = _CHAIN_BYTES) -> tuple[float, float]:
+def spread_s(receivers: int, *, at_once: int, size: float = _CHAIN_BYTES) -> tuple[float, float]:
     """Seconds until all have the chain, and the largest part of one link that serving it took."""
     blocks = int(size // _BLOCK_BYTES)
     run = Run(0, blocks - 1, (Replica("first", "dram"),))
-    usual, vars(spread_tree)["FAN_OUT"] = spread_tree.FAN_OUT, fan_out
+    usual, vars(spread_plan)["FETCHES_MAX"] = spread_plan.FETCHES_MAX, at_once
     try:
-        tree = SpreadTree(cut([run], 1, blocks), [f"r{number}" for number in range(receivers)])
-        return _play(tree)
+        plan = SpreadPlan(cut([run], 1, blocks), [f"r{number}" for number in range(receivers)])
+        return _play(plan)
     finally:
-        vars(spread_tree)["FAN_OUT"] = usual
+        vars(spread_plan)["FETCHES_MAX"] = usual
 
 
-def _play(tree: SpreadTree) -> tuple[float, float]:
+def _play(plan: SpreadPlan) -> tuple[float, float]:
     now, busiest = 0.0, 0.0
     left: dict[Call, float] = {}  # bytes; the request itself counts as its time at full rate
-    while calls := {**left, **{call: _bytes(call) for call in tree.ready()}}:
+    while calls := {**left, **{call: _bytes(call) for call in plan.ready()}}:
         left = calls
         serving = Counter(call.source for call in left)
         rates = {call: min(_SHARE * _LINK, _LINK / serving[call.source]) for call in left}
@@ -70,8 +70,8 @@ def _play(tree: SpreadTree) -> tuple[float, float]:
             if left[call] <= 1e-3:
                 del left[call]
                 blocks = call.piece.end - call.piece.first
-                tree.ended(call, [FetchStatus.FETCHED] * blocks)
-    assert not any(problem for *_, problem in tree.progress())
+                plan.ended(call, [FetchStatus.FETCHED] * blocks)
+    assert not any(problem for *_, problem in plan.progress())
     return now, min(1.0, busiest)
 
 
@@ -91,7 +91,10 @@ def virtual(receivers: int) -> Table:
         ("one after the other", receivers * one, _SHARE),
         ("all from the first server", star, min(1.0, receivers * _SHARE)),
         ("whole copies, doubling", rounds * one, _SHARE),
-        *((f"tree, {n} below each", *tree_s(receivers, fan_out=n)) for n in (1, 2, 3, 4)),
+        *(
+            (f"from each other, {n} from one", *spread_s(receivers, at_once=n))
+            for n in (1, 2, 3, 4)
+        ),
     ]
     for name, seconds, share in rows:
         shown.add_row(name, f"{seconds:.2f}", f"{seconds / one:.2f}", f"{share:.0%}")
@@ -178,10 +181,10 @@ async def measure(names: Sequence[str], mbit: int) -> dict[str, float]:
         await asyncio.sleep(2.0)  # until all are registered
         assert len(await pool.members()) == len(servers)
         receivers = [f"s{number}" for number in range(1, len(servers))]
-        for way in ("one after the other", "tree"):
+        for way in ("one after the other", "spread"):
             chain = await write(pool, way, blocks)
             began = time.perf_counter()
-            for to in [receivers] if way == "tree" else [[one] for one in receivers]:
+            for to in [receivers] if way == "spread" else [[one] for one in receivers]:
                 report = await pool.spread(_NAMESPACE, chain, to=to)
                 assert report.complete, report
             seconds[way] = time.perf_counter() - began

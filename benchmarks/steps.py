@@ -5,7 +5,7 @@
 No model runs: vLLM's real scheduler, block tables and connector, and a worker that this program
 plays. Every request decodes one token a step; some complete a block, which is then saved and
 acknowledged. vLLM makes a request's table of block ids only for the connector that asks for it, and
-with a long context that takes longer than all else here. (design: connector)
+with a long context that takes longer than all else here. (design: pool-thread)
 """
 
 from __future__ import annotations

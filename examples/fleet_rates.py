@@ -1,7 +1,8 @@
 """How fast the engines of `make demo-fleet` are, one prompt at a time: what a model of them needs.
 
 Measured in the run that is to be predicted, before each row and after the last, because other
-programs may have the same cores. `kvpool fleet --demo-results FILE` reads what is written here.
+programs may have the same cores. `python -m benchmarks.fleet
+--demo-results FILE` reads what is written here.
 """
 
 from __future__ import annotations

@@ -428,7 +428,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, help="an SVG file to write")
     parser.add_argument("--vllm-router", type=Path, help="the program of its wheel")
     parser.add_argument(
-        "--results", type=Path, help="a file for `kvpool fleet --demo-results`, with measured rates"
+        "--results",
+        type=Path,
+        help="a file for `benchmarks.fleet --demo-results`, with measured rates",
     )
     chosen = parser.parse_args(arguments)
     if chosen.vllm_router is not None and not os.access(chosen.vllm_router, os.X_OK):
@@ -459,7 +461,7 @@ def main(arguments: Sequence[str]) -> None:
         f"after the engine was killed. It took {time.monotonic() - began:.0f} s."
     )
     if chosen.results is not None:
-        print(f"written to {chosen.results}: kvpool fleet --demo-results {chosen.results}")
+        print(f"written to {chosen.results}, for `benchmarks.fleet --demo-results`")
     if chosen.picture is not None:
         chosen.picture.write_text(picture(rows))
         print(f"drawn in {chosen.picture}")

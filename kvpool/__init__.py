@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvpool.client.match_poller import MatchPoller
     from kvpool.client.opening import connect
     from kvpool.client.pool import Pool
+    from kvpool.client.pool_events import EventPosition, PoolEvent, PoolEventKind
     from kvpool.config import (
         ClientConfig,
         Config,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
         Cluster,
         Demand,
         DeviceRows,
-        EventPosition,
         Explanation,
         HintStatus,
         HostScore,
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
         Member,
         Memory,
         Namespace,
-        PoolEvent,
-        PoolEventKind,
         PrefetchStatus,
         Presence,
         ReadResult,
@@ -123,6 +121,7 @@ _MODULES: Final = {
     "MatchPoller": "kvpool.client.match_poller",
     "Pool": "kvpool.client.pool",
     "connect": "kvpool.client.opening",
+    **dict.fromkeys(("EventPosition", "PoolEvent", "PoolEventKind"), "kvpool.client.pool_events"),
     **dict.fromkeys(("ClientConfig", "Config", "MasterConfig", "ServerConfig"), "kvpool.config"),
     **dict.fromkeys(("local_secret", "read_cluster", "read_secret"), "kvpool.config"),
     **dict.fromkeys(("BadBuffer", "BadKey", "Closed", "ConfigError"), "kvpool.errors"),
@@ -134,7 +133,7 @@ _MODULES: Final = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what a name stands for when it is first used (PEP 562; design: import-time)."""
+    """Import what a name stands for when it is first used (PEP 562; design: layout)."""
     if name in ("dev", "sync"):
         return import_module(f"kvpool.{name}")
     if name not in __all__:

@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt: longer after each failure (design: backoff).
+"""How long to wait before the next attempt: longer after each failure.
 
 Pure: no clock, and the random numbers come from the caller.
 """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import ipaddress
 import os
 import re
 import secrets
@@ -18,17 +17,21 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta
 
+from kvpool import logs
+from kvpool.addresses import announced_parts, is_loopback, split
 from kvpool.arguments import as_text
 from kvpool.errors import ConfigError
-from kvpool.runtime import make_private_directory, runtime_directory
-from kvpool.tenants import is_tenant_name
+from kvpool.runtime import make_private_directory, others_may_read, state_directory
+from kvpool.tenant_names import is_tenant_name
 from kvpool.types import COPIES_MAX, Cluster
 from kvpool.units import parse_bool, parse_duration, parse_size
+
+log = logs.get("kvpool.config")
 
 Size = Annotated[int, Meta(ge=0, le=2**60, extra={"unit": "size"})]
 Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"unit": "seconds"})]
@@ -78,7 +81,7 @@ class MasterConfig(_Section, frozen=True):
     http: str = ""
     #: Port on which callers that ask often get a stream, at the host of `bind`. 0, the default: a
     #: free one; give a number where a firewall has to know it. -1: none, all requests go by zmq
-    #: (design: control-stream).
+    #: (design: control-plane).
     stream_port: Annotated[int, Meta(ge=-1, lt=2**16)] = 0
     #: Listen beyond loopback although access needs no secret.
     insecure: bool = False
@@ -104,7 +107,7 @@ class ServerConfig(_Section, frozen=True):
     tiers: list[str] = msgspec.field(default_factory=list)
     #: When a block is copied to the last tier, if that is not the memory. write_through: as soon as
     #: it is written, so kill -9 loses almost nothing. write_back: when memory would drop it, so
-    #: blocks of conversations that end before that are never written (design: write-modes).
+    #: blocks of conversations that end before that are never written (design: tiers).
     write_mode: str = WRITE_THROUGH
     #: With write_back, a server that is stopped (SIGTERM) takes so long at most to write what only
     #: memory has. Keep it below the time that your service manager gives a process to stop (10 s
@@ -113,6 +116,10 @@ class ServerConfig(_Section, frozen=True):
     #: One address for each transport. With port 0 the system chooses a free port. Settings of a
     #: transport follow a question mark: ucx://10.0.0.1:7461?tls=rc,self&rails=2.
     listen: Addresses = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:0", "shm://"])
+    #: Where others reach this server, if not where it listens (a NAT, a published port): a host,
+    #: 203.0.113.7, or for one transport tcp://203.0.113.7:17460. Empty: where it listens; for
+    #: 0.0.0.0 and [::] the address from which this host reaches a master.
+    announce: Addresses = msgspec.field(default_factory=list)
     #: Interval of heartbeats to the masters. Keep it at most a third of `master.timeout_s`.
     heartbeat_s: Seconds = 1.0
     #: Each block starts at a multiple of this many bytes. A page (4096) lets clients map blocks and
@@ -137,21 +144,17 @@ class ServerConfig(_Section, frozen=True):
     #: Bytes per second that this server fetches from other servers. 0: a quarter of the speed that
     #: its transfers reach, so that clients have the rest (design: moves).
     fetch_rate: Size = 0
-    #: Transfers from other servers at the same time.
+    #: Transfers from one other server at the same time; from all of them twice as many.
     fetches_max: Annotated[int, Meta(ge=1, le=64)] = 2
-    #: Bytes per second that come up from a slower tier before a reader asks, for sessions that
-    #: return and on request. 0: a quarter of the speed at which they come (design: prefetch).
+    #: Bytes per second that come up from a slower tier before a reader asks. 0: a quarter of the
+    #: speed at which they come (design: promotion).
     prefetch_rate: Size = 0
     #: While this server is full and another one has room, hand over the chains that belong there.
     #: If false, they stay until they are evicted, and a server that joins gets new chains only
-    #: (design: join).
+    #: (design: movers).
     balance: bool = True
-    #: Copies of a block that servers make by themselves: up to so many of what is often read from
-    #: other hosts. With 1 only those that were lost and are still read; with 0 none
-    #: (design: lost-copies).
-    copies_max: Annotated[int, Meta(ge=0, le=COPIES_MAX)] = 1
     #: Time that a server which gets SIGTERM takes to hand over its blocks to the others before it
-    #: ends. 0: it ends at once. Give the service manager more (design: drain).
+    #: ends. 0: it ends at once. Give the service manager more (design: movers).
     drain_s: Annotated[float, Meta(ge=0, le=86_400, extra={"unit": "seconds"})] = 0.0
     #: If it is back so soon after SIGTERM, with its file, blocks in that stay. 0: it may not be.
     back_in_s: Annotated[float, Meta(ge=0, le=86_400, extra={"unit": "seconds"})] = 0.0
@@ -166,13 +169,11 @@ class ServerConfig(_Section, frozen=True):
 class ClientConfig(_Section, frozen=True):
     #: Host and port of the masters. One that answers is enough: each knows all blocks.
     masters: list[str] = msgspec.field(default_factory=lambda: [DEFAULT_MASTER])
-    #: Transports to use, best first. Those that are not installed are left out. Settings follow a
+    #: Transports to use, best first. Those that are not installed are left out, and ucx without a
+    #: fabric comes last (design: ucx). Settings follow a
     #: question mark, as in server.listen: ucx?tls=rc,self. In a comma-separated text (in an
     #: environment variable) a comma inside a setting is written %2C: ucx?tls=rc%2Cself,tcp.
     transports: list[str] = msgspec.field(default_factory=lambda: ["inproc", "shm", "ucx", "tcp"])
-    #: If several transports lead to another host, use the one that was fastest on the calls made so
-    #: far. If false, the order of `transports` decides (design: path-selection).
-    measure: bool = True
     #: Timeout of a call without a `timeout` argument.
     timeout_s: Seconds = 5.0
     #: Time without a byte from a server or master after which the client ends its call to it. A
@@ -194,7 +195,7 @@ class ClientConfig(_Section, frozen=True):
     #: the host. direct: between network and device, hashed there, over transports that can do that
     #: (ucx?tls=rc,cuda_copy); what a server has no such path for is a miss, or not stored there.
     #: auto: direct where a network card does it, else staged. Ask the machine first: make
-    #: gpu-acceptance (design: direct-reads, direct-writes).
+    #: gpu-acceptance (design: device-memory).
     device_path: str = STAGED
 
 
@@ -329,7 +330,27 @@ def _read_secret_file(path: str) -> bytes:
             f"secret file {path!r} may be written by other users, who could replace the secret: "
             f"chmod 600 {path}"
         )
+    if path not in _warned and (problem := secret_problem(path)):
+        _warned.add(path)
+        log.warning(problem)
     return content
+
+
+#: Secrets of which a line in the log says that others may read them: one is read again and again.
+_warned: set[str] = set()
+
+
+def secret_problem(path: str) -> str:
+    """What is wrong with the place of a secret, and what to do; empty if nothing is.
+
+    No reason to refuse it: mounts of containers are readable by all, who are one user there.
+    """
+    try:
+        if others_may_read(Path(path)):
+            return f"secret file {path!r} may be read by every user of this host: chmod 600 {path}"
+    except OSError:
+        pass  # who reads it says so
+    return ""
 
 
 def _checked_secret(path: str, secret: bytes) -> bytes:
@@ -341,24 +362,25 @@ def _check_secret_size(what: str, secret: bytes) -> None:
     if not _SECRET_SIZE_MIN <= len(secret) <= _SECRET_SIZE_MAX:
         raise ConfigError(
             f"{what} holds {len(secret)} bytes, expected {_SECRET_SIZE_MIN} to "
-            f"{_SECRET_SIZE_MAX}: openssl rand -hex 32 makes a good one"
+            f"{_SECRET_SIZE_MAX}: (umask 077; openssl rand -hex 32 > FILE) makes a good one"
         )
 
 
 def local_secret_file() -> Path:
     """The file of `local_secret`."""
-    return runtime_directory() / "secret"
+    return state_directory() / "secret"
 
 
 def local_secret() -> bytes:
     """The secret of this user on this host, made by the first process that asks for it.
 
-    It lies in `$XDG_RUNTIME_DIR/kvpool`, or, where that is not set, in `/tmp/kvpool-UID`. A process
-    that knows it is one of this user, or root, because others cannot enter that directory
-    (design: local-only). Raises ConfigError when they can.
+    It lies in `$XDG_STATE_HOME/kvpool`, by default `~/.local/state/kvpool`, where no logout removes
+    it. A process that knows it is one of this user, or root, because others cannot enter that
+    directory (design: authentication). Raises ConfigError when they can.
     """
     path = local_secret_file()
     try:
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
         make_private_directory(path.parent)
         if not path.exists():
             # Complete before it has its name: of processes that start together, all read the first.
@@ -471,16 +493,12 @@ def parse_tier(text: str) -> TierSpec:
 
 def check_bind(address: str, insecure: bool) -> None:
     """Refuse to listen beyond loopback without a secret, unless `insecure`. Raises ConfigError."""
-    try:
-        parts = urlsplit(address if "://" in address else f"tcp://{address}")
-        host = parts.hostname or ""
-        if not host or parts.port is None:
-            raise ValueError
-    except ValueError:
+    parts = split(address)
+    if parts is None:
         raise ConfigError(
-            f"address {address!r}: expected host:port, such as {DEFAULT_MASTER}"
-        ) from None
-    if not _is_loopback(host) and not insecure:
+            f"address {address!r}: expected host:port, such as {DEFAULT_MASTER} or [::1]:7450"
+        )
+    if not is_loopback(parts[1]) and not insecure:
         raise ConfigError(
             f"address {address} is reachable from other machines, but access needs no secret: give "
             "the cluster a secret (--secret-file; ucx does not check it), listen on 127.0.0.1, or "
@@ -488,15 +506,8 @@ def check_bind(address: str, insecure: bool) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _read(path: Path) -> dict[str, Any]:
-    import yaml  # not at the top (design: import-time)
+    import yaml  # not at the top (design: layout)
 
     try:
         loaded = yaml.safe_load(path.read_text())
@@ -532,9 +543,9 @@ def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
     for name, value in raw.items():
         if name not in hints:
             _check_moved(prefix, str(name))
-            known = [f"{prefix}{field}" for field in hints]
-            close = difflib.get_close_matches(f"{prefix}{name}", known, 1, 0.4)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            close = difflib.get_close_matches(str(name), list(hints), 1)  # `server.` is no likeness
+            known = ", ".join(f"{prefix}{field}" for field in hints)
+            hint = f"did you mean {prefix + close[0]!r}?" if close else f"known: {known}"
             raise ConfigError(f"unknown setting {prefix + str(name)!r}; {hint}")
         values[name] = _value(value, hints[name], f"{prefix}{name}")
     try:
@@ -543,8 +554,17 @@ def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
         raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {error}") from None
 
 
+#: Settings that are gone, and what there is in their place.
+_GONE: Final = {
+    "client.measure": "paths are taken in the order of client.transports",
+    "server.copies_max": "lost copies are made again without it; pool.spread makes more of them",
+}
+
+
 def _check_moved(prefix: str, name: str) -> None:
-    """Raises ConfigError for a setting of UCX that is a setting of the transport now."""
+    """Raises ConfigError for a setting that is gone, or is one of the UCX transport now."""
+    if (instead := _GONE.get(prefix + name)) is not None:
+        raise ConfigError(f"setting {prefix + name!r} is gone, remove it: {instead}")
     setting = {"ucx_tls": "tls", "ucx_devices": "net_devices", "ucx_rails": "rails"}.get(name)
     if setting is not None and prefix in ("server.", "client."):
         example = {
@@ -562,6 +582,8 @@ def _value(value: Any, hint: Any, name: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"setting {name!r}: expected a section, got {value!r}")
         return _convert(value, hint, f"{name}.")
+    if isinstance(value, str):  # [$(POD_IP)]:7450 in a manifest, whichever family the cluster has
+        value = re.sub(r"\[(\d+(?:\.\d+){3})\]", r"\1", value)
     meta = next((m for m in get_args(hint)[1:] if isinstance(m, Meta)), None)
     unit = (meta.extra or {}).get("unit") if meta is not None else None
     try:
@@ -587,12 +609,8 @@ def _check_local_only(config: Config) -> None:
     if config.master.insecure or config.server.insecure:
         raise ConfigError("settings 'local_only' and 'insecure' contradict each other")
     for text in (f"tcp://{config.master.bind}", *config.server.listen):
-        address = parse_transport(text).address
-        try:
-            host = urlsplit(address).hostname if not address.startswith("shm:") else None
-        except ValueError:
-            continue  # `check_bind` explains it
-        if host and not _is_loopback(host):
+        parts = split(parse_transport(text).address)  # None: `check_bind` explains it
+        if parts is not None and not is_loopback(parts[1]):
             raise ConfigError(
                 f"setting 'local_only': address {text} is reachable from other machines, "
                 "choose one on 127.0.0.1"
@@ -635,6 +653,12 @@ def _check(config: Config) -> None:
             f"setting 'server.id' is {config.server.id[:40]!r}, "
             "expected at most 256 printable characters"
         )
+    listens = {parse_transport(text).scheme for text in config.server.listen}
+    for chosen in config.server.announce:
+        if (scheme := announced_parts(chosen)[0]) and scheme not in listens:
+            raise ConfigError(
+                f"setting 'server.announce': {chosen!r}: 'server.listen' has no {scheme}"
+            )
     for section in (config.server, config.client):
         _check_masters(section.masters)
 

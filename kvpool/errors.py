@@ -26,7 +26,7 @@ class KvpoolError(Exception):
 
         For objects that keep an error. One that was raised refers to frames, and they to the
         object that keeps it: a cycle, which only a full collection ends
-        (design: garbage-collection).
+        (design: turns).
         """
         return type(self)(*self.args)
 
@@ -77,16 +77,12 @@ class VersionMismatch(PeerError):
     """The peer speaks another protocol version or belongs to another cluster."""
 
 
-class MessageTooNew(VersionMismatch):
-    """The peer is of the release before, which has no such message; it was not sent."""
-
-
 class Unauthenticated(PeerError):
     """The peer did not prove that it knows the cluster's secret."""
 
 
 class Forbidden(PeerError):
-    """The peer is a client of a tenant, and asked for what belongs to others or to operators."""
+    """A tenant asked for what is not its own, or anyone for what this server does not do."""
 
 
 # --- no answer: another replica, else a miss ----------------------------------------
@@ -110,10 +106,6 @@ class ServerLost(Unavailable):
 
 class MasterLost(Unavailable):
     """No master answers."""
-
-
-class MasterTooOld(MasterLost):
-    """Masters answer, but all are of the release before, which does not know the question."""
 
 
 # --- the pool declined --------------------------------------------------------------

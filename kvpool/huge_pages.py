@@ -10,7 +10,6 @@ The server, whose memory it is, wants two things more:
 - pages touched in advance: the first access to a fresh page is several times slower.
 
 All of it is advice. A kernel that refuses any of it gives memory that works, only slower.
-(design: huge-pages)
 """
 
 from __future__ import annotations

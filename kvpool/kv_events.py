@@ -4,7 +4,7 @@ Pure. A message is three frames: topic, sequence number (u64, big endian), and a
 `[seconds, [event, ...], rank]`. Routers are strict about it: one unknown field, or one event too
 many, and vllm-router drops all that it knew of that engine. So these structs have vLLM's fields and
 no others, `batches` keeps within the limits, and `residency` is the one place that chooses how a
-block of the pool is described (design: kv-events).
+block of the pool is described.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Logger:
     """The logger of one module: `log.info("what happened", key=value)`.
 
     Nothing here needs structlog: it takes 80 ms to import, and the first warning may come while a
-    loop has calls to make (design: import-time).
+    loop has calls to make (design: layout).
     """
 
     def __init__(self, name: str) -> None:
@@ -69,7 +69,7 @@ def get(name: str) -> Logger:
 
 def configure(level: str = "info") -> None:
     """Send the logs to stderr. For programs; a library leaves this to its host."""
-    import structlog  # not at the top (design: import-time)
+    import structlog  # not at the top (design: layout)
 
     terminal = sys.stderr.isatty()
     renderer: structlog.typing.Processor = (

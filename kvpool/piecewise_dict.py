@@ -2,7 +2,7 @@
 
 A dict that grows moves all its entries in one step: 0.6 s with 20 million, in which an event loop
 answers nobody. And nobody can walk a dict in several steps while others change it.
-(design: small-pieces)
+(design: turns)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A third party adds a transport, a tier or a policy by declaring it in its own `pyproject.toml`;
 nothing here changes. Only declared entry points are loaded: a name from a message or a file is
-looked up among them, never imported. (design: plug-ins)
+looked up among them, never imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logs.get("kvpool.registry")
 
 def installed(group: str) -> dict[str, EntryPoint]:
     """What is declared in a group, by name."""
-    from importlib.metadata import entry_points  # not at the top (design: import-time)
+    from importlib.metadata import entry_points  # not at the top (design: layout)
 
     return {entry.name: entry for entry in entry_points(group=group)}
 

@@ -1,7 +1,7 @@
 """What every kvpool process has in common: its loop, signals, garbage collection, host id.
 
-A process ends within a second of Ctrl-C or SIGTERM, or, if asked for, with the process that started
-it. Kernel-owned resources (sockets, memfds) are freed with it even after kill -9.
+A process ends within a second of Ctrl-C, SIGTERM or SIGHUP, or, if asked for, with the process that
+started it. Kernel-owned resources (sockets, memfds) are freed with it even after kill -9.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pwd
 import resource
 import signal
 import socket
 import stat
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,7 +31,7 @@ _UID_MIN = 1000  # below are the accounts of services
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on uvloop where it is installed."""
-    import asyncio  # here: `kvpool --help` needs no loop (design: import-time)
+    import asyncio  # here: `kvpool --help` needs no loop (design: layout)
 
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
@@ -59,19 +60,47 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise error from None
 
 
+async def wait_for_all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """The results, when every call has ended. Raises the first error in their order, and not before
+    either: the others may still use memory that the caller gives back then.
+    """
+    import asyncio
+
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return cast(list[T], outcomes)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What asks a process to end in order: it hands over and writes back what it would lose.
+
+    SIGHUP, because a terminal that is closed sends it; but not where it has another meaning (files
+    are read again) or is ignored, as under `nohup`.
+    """
+    on_hangup = signal.getsignal(signal.SIGHUP)
+    hangup = [signal.SIGHUP] if on_hangup is signal.SIG_DFL else []
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
 async def wait_for_signal() -> None:
-    """Wait for Ctrl-C or SIGTERM."""
+    """Wait until this process is asked to end (`stop_signals`)."""
     import asyncio
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = stop_signals()
+    for number in numbers:
         loop.add_signal_handler(number, stop.set)
     try:
         await stop.wait()
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
+        if signal.SIGHUP in numbers and stop.is_set():
+            # A terminal that closes may send it twice: the second one must not end the hand-over.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def die_with_parent() -> None:
@@ -100,7 +129,7 @@ def freeze_gc() -> None:
 
     A full collection stops the loop while it visits every entry, and frees nothing: the index has
     no cycles that outlive a block. Young garbage is still collected, in portions of some thousand
-    objects, because new entries are young, too (design: garbage-collection).
+    objects, because new entries are young, too (design: turns).
     """
     gc.collect()
     gc.freeze()
@@ -171,6 +200,23 @@ def runtime_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"kvpool-{os.geteuid()}"
 
 
+def state_directory() -> Path:
+    """Where a file lies that this user's processes share for as long as there is the user.
+
+    The same for each of them, whatever its session, and neither a logout, which empties
+    `$XDG_RUNTIME_DIR`, nor a reboot takes it away. Without a home that this user can write to, as
+    in containers, it is a directory for temporary files.
+    """
+    if chosen := os.environ.get("XDG_STATE_HOME"):
+        return Path(chosen) / "kvpool"
+    with contextlib.suppress(KeyError):  # a user without an account
+        home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
+        if os.access(home, os.W_OK | os.X_OK, effective_ids=True):
+            return home / ".local/state/kvpool"
+    kept = os.access("/var/tmp", os.W_OK | os.X_OK, effective_ids=True)
+    return Path("/var/tmp" if kept else "/tmp") / f"kvpool-{os.geteuid()}"
+
+
 def make_private_directory(directory: Path) -> None:
     """Make it for this user alone. Raises OSError when it is there and somebody else's.
 
@@ -182,6 +228,17 @@ def make_private_directory(directory: Path) -> None:
     private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
     if not private or found.st_uid != os.geteuid():
         raise PermissionError(0, f"{directory} is not a directory of this user alone")
+
+
+def others_may_read(path: Path) -> bool:
+    """Whether every user of this host can read this file: its mode and its folders let them.
+
+    Raises OSError.
+    """
+    found = path.resolve()
+    return bool(found.stat().st_mode & stat.S_IROTH) and all(
+        folder.stat().st_mode & stat.S_IXOTH for folder in found.parents
+    )
 
 
 def resident_bytes() -> int:

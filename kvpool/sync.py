@@ -11,36 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
+import inspect
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from kvpool import client
 from kvpool.arguments import as_float
 from kvpool.client import opening
-from kvpool.client.buffers import BufferLike, with_device_blocks
+from kvpool.client.buffers import with_device_blocks
 from kvpool.config import ClientConfig, checked_client
 from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
-from kvpool.types import (
-    ROOT,
-    Cluster,
-    Demand,
-    Explanation,
-    HintStatus,
-    HostScore,
-    Match,
-    Member,
-    Namespace,
-    PrefetchStatus,
-    Presence,
-    ReadResult,
-    SessionReport,
-    SpreadReport,
-    WriteStatus,
-)
+from kvpool.types import Cluster, Match, Namespace
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Seconds after a call's own deadline until the pool's loop counts as stuck.
@@ -52,6 +40,28 @@ def connect(
 ) -> Pool:
     """Open a pool, as `kvpool.connect` does. Raises MasterLost when no master answers."""
     return Pool(*masters, config=config, cluster=cluster)
+
+
+def _blocking(
+    method: Callable[Concatenate[client.Pool, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Pool, P], T]:
+    """The same method for threads: its arguments, its docstring, and its result instead of a wait.
+
+    Buffers on a device are resolved in the calling thread, whose current stream is its own.
+    """
+    parameters = list(inspect.signature(method).parameters)
+    where = parameters.index("buffers") - 1 if "buffers" in parameters else None
+
+    def call(self: Pool, *args: P.args, **kwargs: P.kwargs) -> T:
+        given: list[Any] = list(args)
+        named = cast("dict[str, Any]", dict(kwargs))
+        if where is not None and len(given) > where:
+            given[where] = with_device_blocks(given[where])
+        elif where is not None and "buffers" in named:
+            named["buffers"] = with_device_blocks(named["buffers"])
+        return self._run(method(self._pool, *given, **named), named.get("timeout"))
+
+    return cast("Callable[Concatenate[Pool, P], T]", functools.wraps(method)(call))
 
 
 class Pool:
@@ -89,124 +99,23 @@ class Pool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def match(
-        self,
-        namespace: Namespace,
-        chain: Sequence[bytes],
-        *,
-        session: str = "",
-        timeout: float | None = None,
-    ) -> Match:
-        """The longest prefix of `chain` that the pool holds, and why it ends there.
-
-        With a `session` it is an arrival as well. Raises BadKey or UsageError. See
-        `kvpool.Pool.match`.
-        """
-        matching = self._pool.match(namespace, chain, session=session, timeout=timeout)
-        return self._run(matching, timeout)
-
-    def read(
-        self,
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        buffers: Sequence[BufferLike],
-        *,
-        part: int = 0,
-        match: Match | None = None,
-        timeout: float | None = None,
-    ) -> list[ReadResult]:
-        """Fill each buffer with its block: one result per digest; sizes are bytes.
-
-        Raises BadKey, BadBuffer, TooLarge or Unavailable. See `kvpool.Pool.read`.
-        """
-        buffers = with_device_blocks(buffers)  # here: a current stream belongs to its thread
-        return self._run(
-            self._pool.read(namespace, digests, buffers, part=part, match=match, timeout=timeout),
-            timeout,
-        )
-
-    def prefetch(
-        self,
-        namespace: Namespace,
-        chain: Sequence[bytes],
-        *,
-        near: str = "",
-        match: Match | None = None,
-        timeout: float | None = None,
-    ) -> list[PrefetchStatus]:
-        """Have servers bring the blocks of a chain into memory, without waiting for them.
-
-        One status per block. Raises BadKey. See `kvpool.Pool.prefetch`.
-        """
-        call = self._pool.prefetch(namespace, chain, near=near, match=match, timeout=timeout)
-        return self._run(call, timeout)
-
-    def write(
-        self,
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        buffers: Sequence[BufferLike],
-        *,
-        parent: bytes = ROOT,
-        parents: Sequence[bytes] | None = None,
-        part: int = 0,
-        copies: int = 1,
-        visible: bool = True,
-        session: str = "",
-        resume_in: float | None = None,
-        timeout: float | None = None,
-    ) -> list[WriteStatus]:
-        """Store blocks: one status per digest; `resume_in` is seconds.
-
-        Raises BadKey, BadBuffer, TooLarge, UsageError or Unavailable. See `kvpool.Pool.write`.
-        """
-        buffers = with_device_blocks(buffers)  # here, as for `read`
-        return self._run(
-            self._pool.write(
-                namespace,
-                digests,
-                buffers,
-                parent=parent,
-                parents=parents,
-                part=part,
-                copies=copies,
-                visible=visible,
-                session=session,
-                resume_in=resume_in,
-                timeout=timeout,
-            ),
-            timeout,
-        )
-
-    def spread(
-        self,
-        namespace: Namespace,
-        chain: Sequence[bytes],
-        *,
-        to: int | Sequence[str],
-        timeout: float | None = None,
-    ) -> SpreadReport:
-        """Put copies of a chain where it will be read, before its readers come.
-
-        Raises BadKey, UsageError or MasterLost. See `kvpool.Pool.spread`.
-        """
-        return self._run(self._pool.spread(namespace, chain, to=to, timeout=timeout), timeout)
-
-    def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
-        """Hint that a conversation is over. Raises UsageError. See `kvpool.Pool.end`."""
-        return self._run(self._pool.end(session, timeout=timeout), timeout)
-
-    def hint(self, session: str, *, resume_in: float, timeout: float | None = None) -> HintStatus:
-        """Hint that a conversation goes on in `resume_in` seconds.
-
-        Raises UsageError. See `kvpool.Pool.hint`.
-        """
-        hint = self._pool.hint(session, resume_in=resume_in, timeout=timeout)
-        return self._run(hint, timeout)
-
-    def arrived(self, session: str, *, timeout: float | None = None) -> HintStatus:
-        """Hint that a prompt waits. Raises UsageError. See `kvpool.Pool.arrived`."""
-        return self._run(self._pool.arrived(session, timeout=timeout), timeout)
+    match = _blocking(client.Pool.match)
+    contains = _blocking(client.Pool.contains)
+    explain = _blocking(client.Pool.explain)
+    explain_session = _blocking(client.Pool.explain_session)
+    where = _blocking(client.Pool.where)
+    score = _blocking(client.Pool.score)
+    members = _blocking(client.Pool.members)
+    namespaces = _blocking(client.Pool.namespaces)
+    demand = _blocking(client.Pool.demand)
+    read = _blocking(client.Pool.read)
+    write = _blocking(client.Pool.write)
+    prefetch = _blocking(client.Pool.prefetch)
+    spread = _blocking(client.Pool.spread)
+    end = _blocking(client.Pool.end)
+    hint = _blocking(client.Pool.hint)
+    arrived = _blocking(client.Pool.arrived)
+    remove = _blocking(client.Pool.remove)
 
     @contextmanager
     def read_view(
@@ -228,82 +137,6 @@ class Pool:
             yield shown
         finally:
             self._run(view.__aexit__(None, None, None), timeout)
-
-    def remove(
-        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
-    ) -> list[bool]:
-        """Remove blocks, every part and copy; True where the pool had one.
-
-        Raises BadKey or MasterLost. See `kvpool.Pool.remove`.
-        """
-        return self._run(self._pool.remove(namespace, digests, timeout=timeout), timeout)
-
-    def explain(
-        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
-    ) -> list[Explanation]:
-        """Where each block is, or why it is not there.
-
-        Raises BadKey or MasterLost. See `kvpool.Pool.explain`.
-        """
-        return self._run(self._pool.explain(namespace, digests, timeout=timeout), timeout)
-
-    def contains(
-        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
-    ) -> list[bool]:
-        """Which of these blocks the pool has. Raises BadKey or MasterLost.
-
-        See `kvpool.Pool.contains`.
-        """
-        return self._run(self._pool.contains(namespace, digests, timeout=timeout), timeout)
-
-    def where(
-        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
-    ) -> list[Presence | None]:
-        """Where each block is, or None. Raises BadKey or MasterLost. See `kvpool.Pool.where`."""
-        return self._run(self._pool.where(namespace, digests, timeout=timeout), timeout)
-
-    def score(
-        self,
-        namespace: Namespace,
-        chain: Sequence[bytes],
-        hosts: Sequence[str],
-        *,
-        block_bytes: int | None = None,
-        timeout: float | None = None,
-    ) -> list[HostScore]:
-        """What an engine on each of these hosts would load of a chain, in bytes and seconds.
-
-        Raises BadKey, UsageError or MasterLost. See `kvpool.Pool.score`.
-        """
-        scoring = self._pool.score(
-            namespace, chain, hosts, block_bytes=block_bytes, timeout=timeout
-        )
-        return self._run(scoring, timeout)
-
-    def demand(self, *, timeout: float | None = None) -> Demand:
-        """What clients ask for: live working sets. Raises MasterLost. See `kvpool.Pool.demand`."""
-        return self._run(self._pool.demand(timeout=timeout), timeout)
-
-    def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
-        """The namespaces that have blocks, with their numbers of blocks.
-
-        Raises MasterLost. See `kvpool.Pool.namespaces`.
-        """
-        return self._run(self._pool.namespaces(timeout=timeout), timeout)
-
-    def explain_session(self, session: str, *, timeout: float | None = None) -> SessionReport:
-        """What became of the hints about a session. Raises UsageError or MasterLost.
-
-        See `kvpool.Pool.explain_session`.
-        """
-        return self._run(self._pool.explain_session(session, timeout=timeout), timeout)
-
-    def members(self, *, timeout: float | None = None) -> list[Member]:
-        """Every server that a master knows, with its statistics (bytes, counts, seconds).
-
-        Raises MasterLost. See `kvpool.Pool.members`.
-        """
-        return self._run(self._pool.members(timeout=timeout), timeout)
 
     def close(self) -> None:
         """End every running call, with Closed or as a miss, then the thread. Idempotent."""

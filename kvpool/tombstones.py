@@ -1,7 +1,7 @@
 """Why blocks are gone: the reasons of the last departures.
 
 A miss without a reason cannot be explained to the user who asks. So the last `limit` departures are
-recorded. The limit bounds the memory when millions of blocks leave (design: tombstones).
+recorded. The limit bounds the memory when millions of blocks leave.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Tombstones:
     Departures are numbered. `_order` has the block of each, the oldest first, and `_reasons` for
     each block that is gone the number and the status of its last departure: what is in `_order`
     under another number has come back, or left once more. An OrderedDict would move all its
-    records at once now and then: 5 to 12 ms with 65,536 (design: small-pieces).
+    records at once now and then: 5 to 12 ms with 65,536 (design: turns).
     """
 
     def __init__(self, limit: int = 65_536) -> None:
@@ -46,17 +46,26 @@ class Tombstones:
 
     def records(self) -> list[tuple[tuple[Namespace, bytes], ReadStatus]]:
         """Every recorded departure, oldest first, as ((namespace, digest), status)."""
+        return [one for step in self.steps(self.limit) for one in step]
+
+    def steps(self, count: int) -> Iterator[list[tuple[tuple[Namespace, bytes], ReadStatus]]]:
+        """The same in lists of at most `count`, for a walk in steps: without those that came back
+        before their step, or left once more, and without those that left after the first step."""
         named: dict[tuple[str, int], Namespace] = {}
-        found = []
-        for number, key in enumerate(self._order, self._next - len(self._order)):
-            value = self._reasons.get(key)
-            if value is not None and value >> _STATUS_BITS == number:
-                name, parts, digest = key
-                namespace = named.get((name, parts))
-                if namespace is None:
-                    namespace = named[name, parts] = Namespace(name, parts)
-                found.append(((namespace, digest), _STATUSES[value & _STATUS_MASK]))
-        return found
+        order = list(self._order)
+        number = self._next - len(order)
+        for first in range(0, len(order), count):
+            found = []
+            for key in order[first : first + count]:
+                value = self._reasons.get(key)
+                if value is not None and value >> _STATUS_BITS == number:
+                    name, parts, digest = key
+                    namespace = named.get((name, parts))
+                    if namespace is None:
+                        namespace = named[name, parts] = Namespace(name, parts)
+                    found.append(((namespace, digest), _STATUSES[value & _STATUS_MASK]))
+                number += 1
+            yield found
 
     def left(self, namespace: Namespace, digest: bytes, reason: ReadStatus) -> None:
         """Record that a block left. At the limit the oldest record is dropped.

@@ -3,7 +3,7 @@
 A client asks once, when it is opened, and the connector once, when it starts. Where the answer is
 no, nothing else of this module runs. Spans go to the program's own tracer provider: exporters,
 sampling and names of services are set there, for example with `opentelemetry-instrument` and the
-variables OTEL_*. (design: tracing)
+variables OTEL_*.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ SCORED_HOSTS_MAX: Final = 1024
 #: Characters of a session's name.
 SESSION_NAME_MAX: Final = 128
 #: A server with so much of its memory in use is full: what is left is for what clients write until
-#: it has handed over some blocks (design: join).
+#: it has handed over some blocks (design: movers).
 FULL_SHARE: Final = 15 / 16
 #: A server with less in use has room for what full servers hand over, up to `FULL_SHARE`.
 ROOM_SHARE: Final = 13 / 16
@@ -89,7 +89,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
 NAME_MAX: Final = 256
 Name = Annotated[str, Meta(max_length=NAME_MAX)]
-Text = Annotated[str, Meta(max_length=2048)]
+TEXT_MAX: Final = 2048
+Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,8 @@ class WriteStatus(enum.IntEnum):
     ALREADY_STORED = 1
     #: Another writer has reserved the block and will seal or cancel it.
     IN_PROGRESS = 2
-    #: The server could not free enough space by the deadline.
+    #: No server could free enough space by the deadline, or there is none that takes blocks: none
+    #: has registered, or all are lost or draining.
     NO_SPACE = 3
     #: Space is reserved; the bytes have not arrived. Never a final answer.
     RESERVED = 4
@@ -206,7 +208,7 @@ class WriteStatus(enum.IntEnum):
     BYPASSED = 9
     #: Blocks that this write has reserved must be sealed first, because it has reserved as much as
     #: it may, or so that they can be demoted: ask again for this block then. Never a final answer
-    #: (design: budgets, demotion).
+    #: (design: budgets, tiers).
     NOT_YET = 10
     #: The server refused for load: it has as many connections as it may, or has ended one that
     #: moved no byte while others waited for memory; or this client's tenant writes above its rate.
@@ -224,13 +226,13 @@ class WriteStatus(enum.IntEnum):
 
 
 class PrefetchStatus(enum.IntEnum):
-    """What a prefetch does for one block (design: prefetch)."""
+    """What a prefetch does for one block (design: promotion)."""
 
     #: A reader finds it in memory.
     IN_MEMORY = 0
     #: It comes up from a slower tier, or from another server, as soon as the budget allows it.
     COMING = 1
-    #: Too much waits to come up already, or the server is of the release before. Read it as it is.
+    #: Too much waits to come up already. Read it as it is.
     REFUSED = 2
     #: No server has it.
     GONE = 3
@@ -311,7 +313,7 @@ class SpreadTo(NamedTuple):
 class SpreadReport(NamedTuple):
     """Of a chain's blocks the pool has the first `length`; why there are no more says `stopped`.
 
-    One entry for each server that was to get it (design: spread).
+    One entry for each server that was to get it (design: movers).
     """
 
     length: int
@@ -325,7 +327,7 @@ class SpreadReport(NamedTuple):
 
 
 class DrainState(enum.IntEnum):
-    """Whether a server hands over its blocks because it will leave (design: drain)."""
+    """Whether a server hands over its blocks because it will leave (design: movers)."""
 
     OFF = 0
     RUNNING = 1
@@ -369,6 +371,55 @@ class DrainReport(NamedTuple):
     moved_blocks: int = 0
     moved_bytes: int = 0
     left: tuple[Left, ...] = ()
+
+
+class RemovalCursor(NamedTuple):
+    """How far a removal of a namespace has come on one server: of what its process `epoch` had
+    written up to generation `upto`, the next step looks at this piece of this index."""
+
+    epoch: int = 0
+    upto: int = 0
+    tier: int = 0
+    part: int = 0
+    piece: int = 0
+
+
+class Holding(NamedTuple):
+    """What one server has of a namespace: `blocks` of the tier that has most of them, and `bytes`
+    in all of its tiers together."""
+
+    namespace: Namespace
+    blocks: int
+    bytes: int
+
+
+class HoldingsPage(NamedTuple):
+    """A part of what a server has, by name: with `more`, ask again after the last one.
+
+    `begin` is where a removal of what is there now begins.
+    """
+
+    begin: RemovalCursor
+    held: tuple[Holding, ...]
+    more: bool
+
+
+class RemovalStep(NamedTuple):
+    """What a step has removed, of one part, and where to go on; None: that was all."""
+
+    part: int = 0
+    digests: tuple[bytes, ...] = ()
+    bytes: int = 0
+    at: RemovalCursor | None = None
+
+
+class Removal(NamedTuple):
+    """What one call has removed of a namespace, and where the next one goes on; None: all of what
+    was to be removed is gone."""
+
+    blocks: int
+    bytes: int
+    at: RemovalCursor | None
 
 
 class Cluster(NamedTuple):
@@ -454,7 +505,7 @@ class Record(NamedTuple):
 
     `size` bytes at `offset` are one part of a block and have this `checksum`, which covers the key
     as well. If two records overlap, the one with the higher `generation` is valid
-    (design: recovery). It was written with so many `copies`.
+    (design: nvme-format). It was written with so many `copies`.
     """
 
     namespace: Namespace
@@ -548,7 +599,7 @@ class Presence(NamedTuple):
 
 
 class HostScore(NamedTuple):
-    """What a reader on `host` would load of a chain (design: score).
+    """What a reader on `host` would load of a chain.
 
     Of the blocks that the pool has from the head of the chain on, `near` lie on that host with all
     parts and `far` on others; `near_tiers` and `far_tiers` count the same blocks by tier, as in
@@ -566,52 +617,9 @@ class HostScore(NamedTuple):
     measured: bool
 
 
-class PoolEventKind(enum.Enum):
-    """What a `PoolEvent` says."""
-
-    #: Forget everything that earlier events have said: all that is there follows.
-    RESET = "reset"
-    #: That was all of it: what follows has just happened.
-    LIVE = "live"
-    #: A server has these blocks in this tier, and in no other one.
-    STORED = "stored"
-    #: A server has them no more.
-    REMOVED = "removed"
-    #: A server has no block any more.
-    CLEARED = "cleared"
-    #: A server does not answer: what it has cannot be read for now.
-    LOST = "lost"
-    #: A server is there, with what it had before it was lost; or it is new.
-    BACK = "back"
-
-
-class EventPosition(NamedTuple):
-    """Up to where a reader of `Pool.events` has come: a master's stream, and a number in it."""
-
-    stream: int
-    number: int
-
-
-class PoolEvent(NamedTuple):
-    """One change of what the pool has, as a master sees it.
-
-    `position` is that behind this event. `server` and `host` are empty for RESET and LIVE, the rest
-    for all but STORED and REMOVED; `tier` is of STORED, `host` of BACK.
-    """
-
-    kind: PoolEventKind
-    position: EventPosition
-    server: str = ""
-    host: str = ""
-    namespace: Namespace | None = None
-    part: int = 0
-    tier: str = ""
-    digests: tuple[bytes, ...] = ()
-
-
 class WorkingSet(NamedTuple):
     """The live working set of one namespace: `size` bytes, with all parts and copies, of blocks
-    that were asked for and are asked for again (design: working-set)."""
+    that were asked for and are asked for again."""
 
     namespace: Namespace
     size: int
@@ -713,7 +721,7 @@ def program_of(session: str) -> str:
     """The program that a session belongs to: `program=NAME;REST` is one of NAME.
 
     With the marker of a tenant before it, so that programs of two tenants are two. Empty for all
-    other sessions (design: usage).
+    other sessions.
     """
     found = _PROGRAM.match(session)
     return found[1] + found[2] if found is not None else ""
@@ -745,8 +753,7 @@ class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """The figures of one server, as every heartbeat carries them. Bytes, counts and seconds.
 
     A new figure is a field here, and a line in `BlockServer.stats`, which measures it: masters
-    pass this on as a whole, and `kvpool status --json` and `/metrics` show every field
-    (design: metrics).
+    pass this on as a whole, and `kvpool status --json` and `/metrics` show every field.
     """
 
     used: Annotated[Count, Figure("used_bytes", "reserved or stored in that tier")] = 0
@@ -783,7 +790,8 @@ class Member(NamedTuple):
     """A block server as a master sees it.
 
     `capacity` is bytes; `heard_s` is the seconds since the master received its last message.
-    `epoch` changes with each start of the server.
+    `epoch` changes with each start of the server. `left`: it is not `alive` because it has ended in
+    order.
     """
 
     server: str
@@ -795,6 +803,7 @@ class Member(NamedTuple):
     heard_s: float
     capacity: int
     stats: ServerStats
+    left: bool = False
 
 
 class Duration(NamedTuple):

@@ -1,7 +1,7 @@
 """Direct reads as a whole, asked of the product: a server, UCX and a device of this machine.
 
 The lanes are those of UCX_TLS, with one to devices; without it tcp, which only shows that it works
-(design: direct-reads).
+(design: device-memory).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Direct writes as a whole, asked of the product, as `direct.py` asks for reads
-(design: direct-writes)."""
+(design: device-memory)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads of blocks that only a server's HBM tier has, asked of the product.
 
 The server is in this process, and its tier on the same device as the memory that is read into; the
-lanes are those of direct reads (design: hbm-reads).
+lanes are those of direct reads (design: device-memory).
 """
 
 from __future__ import annotations

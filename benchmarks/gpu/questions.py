@@ -1,7 +1,7 @@
 """What direct reads and writes rely on of UCX and a device, asked of UCX itself.
 
 Two workers in this process, the same classes that the transport `ucx` uses. Memory of the host is
-asked first: it shows that the question can be answered at all (design: direct-reads).
+asked first: it shows that the question can be answered at all (design: device-memory).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 vLLM hashes an adapter by its name and path, so a block's key alone does not say which weights the
 adapter had. Here each key is hashed once more, with the fingerprint of the adapter's tensors as the
-workers have them in memory. (design: adapters)
+workers have them in memory. (design: namespace)
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Memory of this process is used in place: the pool gets a block's pieces where th
 device is staged: one gather on the device, one copy to page-locked memory, and the reverse, over
 16 MiB of the device that are taken at the start. Or, where the pool's client takes memory of
 devices, it gets the pieces there, too.
-(design: connector)
+(design: pool-thread)
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from kvpool_connector.kv_layout import (
 
 #: Page-locked host memory of one call; the worker splits larger transfers.
 STAGING_BYTES: Final = 64 << 20
-#: All that staging takes of a device, whatever the model. Copying 16 MiB over a bus takes 0.3 ms or
-#: more: starting the next round costs little beside it.
+#: All that staging takes of a device, whatever the model. Copying half of it over a bus takes
+#: 0.15 ms or more: starting the next round costs little beside it.
 DEVICE_BYTES: Final = 16 << 20
-#: Blocks in a round, whose numbers are on the device as well: 32 KiB.
-_ROUND_BLOCKS: Final = 4096
+#: Blocks in a round, whose numbers are on the device as well: 16 KiB for each of two lanes.
+_ROUND_BLOCKS: Final = 2048
 #: Blocks whose pieces are named in one turn of the loop.
 _BLOCKS_PER_TURN: Final = 8
 #: Longest time that the comparison of a block waits for the engine's own work.
@@ -178,25 +178,35 @@ class HostBlockMemory:
         return pieces
 
 
-class DeviceStage:
-    """What staging takes of a device: one buffer, which never grows, a stream, and a thread.
+class _Lane:
+    """A buffer of a device that never grows, a stream that uses it, and a thread."""
 
-    All groups of a worker share it, so that neither their number nor the length of a prompt changes
-    what is left for the engine. (design: device-memory)
-    """
-
-    def __init__(self, device: torch.device, size: int = DEVICE_BYTES) -> None:
-        self.device = device
-        self.executor = ThreadPoolExecutor(1, "kvpool-stage")
+    def __init__(self, device: torch.device, size: int, name: str) -> None:
+        self.executor = ThreadPoolExecutor(1, name)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # On the stream that uses them: the allocator may hand out what another one still reads.
         with torch.cuda.stream(self.stream):
             self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
             self.numbers = torch.empty(_ROUND_BLOCKS, dtype=torch.int64, device=device)
 
+
+class DeviceStage(_Lane):
+    """What staging takes of a device: a lane for loads, and one for saves, half of `size` each.
+
+    A request waits for a load, and nobody for a save: neither is behind the other. All groups of a
+    worker share it, so that neither their number nor the length of a prompt changes what is left
+    for the engine. (design: device-memory)
+    """
+
+    def __init__(self, device: torch.device, size: int = DEVICE_BYTES) -> None:
+        super().__init__(device, size // 2, "kvpool-load")
+        self.device = device
+        self.saves = _Lane(device, size // 2, "kvpool-save")
+
     @property
     def device_bytes(self) -> int:
-        return self.buffer.nbytes + self.numbers.nbytes
+        lanes: list[_Lane] = [self, self.saves]
+        return sum(lane.buffer.nbytes + lane.numbers.nbytes for lane in lanes)
 
 
 @functools.cache
@@ -208,9 +218,10 @@ def stage_of(device: torch.device) -> DeviceStage:
 class DeviceBlockMemory:
     """Blocks in memory of a device, which the host cannot address. (design: device-memory)
 
-    One thread with a CUDA stream of its own gathers and scatters, so that neither the engine nor
-    the pool waits for it. A part of each block is one row of a page-locked buffer. Blocks go over
-    the device's buffer in rounds, a block that is larger than it in several.
+    Threads with CUDA streams of their own gather and scatter, so that neither the engine nor the
+    pool waits for them. They never wait for the engine: a copy begins when its event was reached.
+    A part of each block is one row of a page-locked buffer. Blocks go over the device's buffer in
+    rounds, a block that is larger than it in several.
     """
 
     def __init__(
@@ -246,7 +257,10 @@ class DeviceBlockMemory:
         return event
 
     async def source(self, block_ids: Sequence[int], after: Any, part: int = 0) -> list[Memory]:
-        staged = await self._do(lambda: self._gather(block_ids, after, part))
+        await _reached(after)
+        staged = await self._do(
+            lambda: self._gather(block_ids, after, part), self._stage.saves.executor
+        )
         return [row.numpy().data for row in staged]
 
     async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
@@ -258,16 +272,28 @@ class DeviceBlockMemory:
     ) -> AsyncIterator[list[Memory]]:
         staged = await self._do(lambda: self._host_rows(len(block_ids)))
         yield [row.numpy().data for row in staged]
+        await _reached(after)  # kernels of the blocks' last user may still run
         await self._do(lambda: self._scatter(block_ids, staged, after, part))
 
-    async def _do(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # A cancelled call must not leave the thread at work on memory that is given back.
-        task = asyncio.get_running_loop().run_in_executor(self._stage.executor, work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            raise
+    async def _do(
+        self, work: Callable[[], torch.Tensor], executor: ThreadPoolExecutor | None = None
+    ) -> torch.Tensor:
+        # A cancelled call must not leave the thread at work on memory that is given back: also when
+        # it is cancelled again, by the load's own timeout and by `close`.
+        job = (executor or self._stage.executor).submit(work)
+        ended = asyncio.wrap_future(job)
+        cancelled = False
+        while not ended.done():
+            try:
+                await asyncio.wait([ended])
+            except asyncio.CancelledError:
+                cancelled = True
+                job.cancel()  # it may not have begun
+        if cancelled:
+            if not ended.cancelled():
+                ended.exception()  # retrieved, or asyncio would log it
+            raise asyncio.CancelledError
+        return ended.result()
 
     def _host_rows(self, count: int) -> torch.Tensor:
         pinned = self._stage.stream is not None
@@ -275,8 +301,9 @@ class DeviceBlockMemory:
 
     def _gather(self, block_ids: Sequence[int], after: Any, part: int) -> torch.Tensor:
         host = self._host_rows(len(block_ids))
-        with self._on_stream(after):
-            for numbers, pieces, staged, rows in self._rounds(block_ids, part, host):
+        lane = self._stage.saves
+        with _on_stream(lane, after):
+            for numbers, pieces, staged, rows in self._rounds(lane, block_ids, part, host):
                 for whole, place in pieces:
                     torch.index_select(whole, 0, numbers, out=place)
                 rows.copy_(staged, non_blocking=True)
@@ -285,46 +312,31 @@ class DeviceBlockMemory:
     def _scatter(
         self, block_ids: Sequence[int], host: torch.Tensor, after: Any, part: int
     ) -> torch.Tensor:
-        with self._on_stream(after):  # kernels of the blocks' last user may still run
-            for numbers, pieces, staged, rows in self._rounds(block_ids, part, host):
+        lane = self._stage
+        with _on_stream(lane, after):
+            for numbers, pieces, staged, rows in self._rounds(lane, block_ids, part, host):
                 staged.copy_(rows, non_blocking=True)
                 for whole, place in pieces:
                     whole.index_copy_(0, numbers, place)
         return host
 
-    @contextmanager
-    def _on_stream(self, after: Any) -> Iterator[None]:
-        """In order after `after`; when it ends, the device has done it."""
-        stream = self._stage.stream
-        # torch refuses to write into tensors made in inference mode, except in that mode.
-        with torch.inference_mode(), torch.cuda.stream(stream):  # no stream: no effect
-            if stream is None:
-                yield
-                return
-            stream.wait_event(after)
-            try:
-                yield
-            finally:
-                stream.synchronize()
-
     def _rounds(
-        self, block_ids: Sequence[int], part: int, host: torch.Tensor
+        self, lane: _Lane, block_ids: Sequence[int], part: int, host: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, list[_Piece], torch.Tensor, torch.Tensor]]:
         """For each round the numbers of its blocks, its pieces, and the same bytes as they are
         staged on the device and on the host.
 
         All rounds use one buffer. The stream keeps their order, so nothing waits in between.
         """
-        stage = self._stage
-        count = max(1, min(stage.buffer.nbytes // self._part_bytes, _ROUND_BLOCKS))
+        count = max(1, min(lane.buffer.nbytes // self._part_bytes, _ROUND_BLOCKS))
         for first in range(0, len(block_ids), count):
             ids = block_ids[first : first + count]
-            numbers = stage.numbers[: len(ids)]
+            numbers = lane.numbers[: len(ids)]
             numbers.copy_(torch.tensor(ids))
             begun = 0
             for window in self._windows[part]:
                 width = sum(whole.shape[1] * whole.shape[2] for whole in window)
-                staged = stage.buffer[: len(ids) * width].view(len(ids), width)
+                staged = lane.buffer[: len(ids) * width].view(len(ids), width)
                 rows = host[first : first + len(ids), begun : begun + width]
                 yield numbers, _pieces(window, staged), staged, rows
                 begun += width
@@ -334,7 +346,7 @@ class DirectBlockMemory:
     """Blocks in memory of a device, which the pool's client takes where they lie.
 
     It gathers, scatters and hashes on the device itself, over 32 MiB that it takes once; nothing is
-    staged here. (design: direct-reads, direct-writes)
+    staged here. (design: device-memory)
     """
 
     def __init__(
@@ -365,8 +377,7 @@ class DirectBlockMemory:
     async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
         [block] = await self._blocks([block_id], part)
         async with asyncio.timeout(_VERIFY_S):
-            while not after.query():  # noqa: ASYNC110 - CUDA cannot wake a loop
-                await asyncio.sleep(_POLL_S)
+            await _reached(after)
         # In a thread: the device is waited for.
         return await asyncio.to_thread(lambda: [row.cpu().numpy().data for row in block])
 
@@ -385,6 +396,28 @@ class DirectBlockMemory:
             if number % _BLOCKS_PER_TURN == _BLOCKS_PER_TURN - 1:
                 await asyncio.sleep(0)  # up to a microsecond for each piece
         return found
+
+
+async def _reached(after: Any) -> None:
+    """Wait for the engine's work before an event, and hold up nothing else meanwhile."""
+    query = getattr(after, "query", None)  # None: no device has work
+    while query is not None and not query():  # noqa: ASYNC110 - CUDA cannot wake a loop
+        await asyncio.sleep(_POLL_S)
+
+
+@contextmanager
+def _on_stream(lane: _Lane, after: Any) -> Iterator[None]:
+    """In order after `after`; when it ends, the device has done it."""
+    # torch refuses to write into tensors made in inference mode, except in that mode.
+    with torch.inference_mode(), torch.cuda.stream(lane.stream):  # no stream: no effect
+        if lane.stream is None:
+            yield
+            return
+        lane.stream.wait_event(after)
+        try:
+            yield
+        finally:
+            lane.stream.synchronize()
 
 
 def _pieces(window: Sequence[torch.Tensor], staged: torch.Tensor) -> list[_Piece]:

@@ -3,7 +3,7 @@
 Read from captured requests of Codex 0.169 and Claude Code 2.1.330, and from the definitions of the
 OpenAI and Anthropic APIs. A field that is missing, of another type or nonsense is as if it were
 not there: a client that says nothing has no session, and nothing that it sends is an error.
-(design: client-sessions)
+(design: session-hints)
 """
 
 from __future__ import annotations

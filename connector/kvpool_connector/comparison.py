@@ -1,7 +1,7 @@
 """How different two blocks of KV are: pure arithmetic on their bytes.
 
 Two engines that compute the same never compute the same bits: batches, kernels and the order of
-sums differ. Two that do not compute the same differ by far more. (design: verification)
+sums differ. Two that do not compute the same differ by far more. (design: namespace)
 """
 
 from __future__ import annotations

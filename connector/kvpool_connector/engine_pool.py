@@ -1,7 +1,6 @@
 """A pool for engines whose hooks call and wait, such as transformers.
 
 Whatever happens to the pool, a call returns by its timeout, with a result that means "nothing".
-(design: other-engines)
 """
 
 from __future__ import annotations
@@ -94,6 +93,9 @@ class EnginePool:
         except KvpoolError as error:  # for example a stored block that is larger than the buffer
             self.counters["failed_calls"] += 1
             self._warn(str(error))
+        except Exception as error:  # a mistake of ours is no reason to end the engine
+            self.counters["failed_calls"] += 1
+            self.pause(f"{type(error).__name__}: {error}")
         return nothing
 
     def look_at(self, results: Iterable[ReadStatus | WriteStatus]) -> None:
@@ -126,7 +128,7 @@ class EnginePool:
         while not self._closing.is_set():
             try:
                 pool = kvpool.sync.connect(config=config, cluster=cluster)
-            except KvpoolError as error:
+            except Exception as error:  # whatever it is, it may be over soon
                 self._warn(f"no pool yet, the engine runs without it: {error}")
                 connected.set()  # who waits for the start has waited for one attempt
                 self._closing.wait(backoff.next_delay())

@@ -1,7 +1,7 @@
 """KV events about the pool's blocks: asks masters where they are, beside the engine's steps.
 
 The state is `published_blocks.py`; this shell runs its questions in the pool's thread, and follows
-what masters report of blocks that come and go. (design: kv-events)
+what masters report of blocks that come and go.
 """
 
 from __future__ import annotations
@@ -80,5 +80,6 @@ class EventFeed:
                 found = await pool.where(namespace, question.digests, timeout=_TIMEOUT_S)
         except KvpoolError:  # asked again
             pass
-        self._answers.append((question.serial, found))
-        self._answered.set()
+        finally:
+            self._answers.append((question.serial, found))
+            self._answered.set()

@@ -1,7 +1,7 @@
 """Fingerprints of an engine's weights: of its tensors in memory, and of their files.
 
 Equal for equal weights on two hosts. Neither reads everything that a large model has: positions are
-drawn from a seed that is the same everywhere. (design: weights)
+drawn from a seed that is the same everywhere. (design: namespace)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
@@ -130,31 +130,45 @@ def _wide(rows: torch.Tensor) -> bool:
 
 
 def files(model: str, revision: str = "", *, digits: int = 12) -> str:
-    """A hash of the weight files and the configuration in a model's directory.
+    """A hash of the weights in a model's directory, whatever its files are called.
 
-    `model` is a directory, or the name of a model in the Hugging Face cache. Each tensor of a
-    safetensors file (of more than 700, an even choice) is read at its beginning, its end and random
-    positions, together about 1 MiB. Raises OSError when a file cannot be read.
+    `model` is a directory, or the name of a model in the Hugging Face cache. Tensors of safetensors
+    files count by name, type and shape, in whichever file they are; each (of more than 700, an even
+    choice) is read at its beginning, its end and random positions, together about 1 MiB. Raises
+    OSError when a file cannot be read.
     """
     folder = _folder(model, revision or "main")
-    hasher = hashlib.sha256()
-    found = sorted(
-        path for path in folder.iterdir() if path.suffix in _WEIGHTS or path.name == "config.json"
-    )
-    weights = [path for path in found if path.name != "config.json"]
-    if not weights:
+    found = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
+    if not found:
         raise OSError(f"no weights in {folder}")
-    samples = max(8, _FILE_SAMPLES // len(weights))
+    tensors: list[_Stored] = []
     for path in found:
-        if path.name == "config.json":
-            hasher.update(_settings(path))
-            continue
-        hasher.update(f"{path.name}:{path.stat().st_size};".encode())
-        with path.open("rb") as file:
-            for offset in sorted(set(_offsets(file, path, samples))):
-                file.seek(offset)
-                hasher.update(file.read(_FILE_SAMPLE))
+        tensors += _stored_tensors(path) or [_Stored("", "", path, 0, path.stat().st_size)]
+    tensors.sort(key=lambda one: (one.name, one.kind, one.last - one.first))
+    hasher = hashlib.sha256()
+    for one in tensors:
+        hasher.update(f"{one.name}:{one.kind}:{one.last - one.first};".encode())
+    chosen = tensors[:: -(-len(tensors) * 3 // _FILE_SAMPLES)]
+    total = sum(one.last - one.first for one in chosen) or 1
+    shares = (_FILE_SAMPLES * (one.last - one.first) // total for one in chosen)
+    # Sorted: files that list no tensors have no name that counts.
+    for sample in sorted(_sample(*one) for one in zip(chosen, shares, strict=True)):
+        hasher.update(sample)
     return hasher.hexdigest()[:digits]
+
+
+def settings(model: str, revision: str = "") -> bytes:
+    """The model's config.json, without the version that wrote it and with its keys sorted; empty if
+    there is none. Raises OSError when it cannot be read."""
+    path = _folder(model, revision or "main") / "config.json"
+    if not path.is_file():
+        return b""
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=dict)
+    except msgspec.DecodeError as error:
+        raise OSError(f"{path}: {error}") from None
+    content.pop("transformers_version", None)
+    return msgspec.json.encode(content, order="deterministic")
 
 
 def _folder(model: str, revision: str) -> Path:
@@ -171,50 +185,57 @@ def _folder(model: str, revision: str) -> Path:
     return cached / "snapshots" / Path(commit).name
 
 
-def _settings(path: Path) -> bytes:
-    """The content of config.json, without the version that wrote it and with its keys sorted."""
-    try:
-        content = msgspec.json.decode(path.read_bytes(), type=dict)
-    except msgspec.DecodeError as error:
-        raise OSError(f"{path}: {error}") from None
-    content.pop("transformers_version", None)
-    return msgspec.json.encode(content, order="deterministic")
+class _Stored(NamedTuple):
+    """A tensor in a file, or, without a name, a file that does not list any."""
+
+    name: str
+    kind: str
+    path: Path
+    first: int
+    last: int
 
 
-def _offsets(file: BinaryIO, path: Path, samples: int) -> list[int]:
-    """Where to read: about `samples` places, in every tensor if the file lists them."""
-    size = path.stat().st_size
-    ranges = _tensor_ranges(file, path) or [(0, size)]
-    step = -(-len(ranges) * 3 // samples)
-    chosen = ranges[::step]
-    total = sum(last - first for first, last in chosen) or 1
-    rng = random.Random(size)
-    offsets = [0]
-    for first, last in chosen:
-        offsets += [first, max(first, last - _FILE_SAMPLE)]
-        more = max(1, samples * (last - first) // total - 2)
-        offsets += [rng.randrange(first, max(first + 1, last - _FILE_SAMPLE)) for _ in range(more)]
-    return offsets
+def _sample(one: _Stored, count: int) -> bytes:
+    """A hash of about `count` places of it: its beginning, its end, and random ones."""
+    first, last = one.first, one.last
+    size = last - first
+    end = max(0, size - _FILE_SAMPLE)
+    rng = random.Random(f"{one.name} {size}")
+    places = {0, end, *(rng.randrange(max(1, end)) for _ in range(count - 2))}
+    hasher = hashlib.sha256(f"{one.name} {size};".encode())
+    with one.path.open("rb") as file:
+        for place in sorted(places):
+            file.seek(first + place)
+            hasher.update(file.read(min(_FILE_SAMPLE, size - place)))
+    return hasher.digest()
 
 
-def _tensor_ranges(file: BinaryIO, path: Path) -> list[tuple[int, int]]:
-    """First and last byte of every tensor; empty for a file that does not list them."""
+def _stored_tensors(path: Path) -> list[_Stored]:
+    """The tensors of a safetensors file; empty for a file that does not list them."""
     size = path.stat().st_size
     if path.suffix != ".safetensors" or size <= 8:
         return []
-    (header,) = struct.unpack("<Q", file.read(8))
-    if header > min(_HEADER_MAX, size - 8):
-        return []
+    with path.open("rb") as file:
+        (header,) = struct.unpack("<Q", file.read(8))
+        if header > min(_HEADER_MAX, size - 8):
+            return []
+        text = file.read(header)
+    begin = 8 + header
     try:
-        tensors: dict[str, Any] = msgspec.json.decode(file.read(header), type=dict)
-        ranges = [
-            (int(first), int(last))
+        tensors: dict[str, Any] = msgspec.json.decode(text, type=dict)
+        found = [
+            _Stored(
+                name,
+                f"{tensor.get('dtype')} {tensor.get('shape')}",
+                path,
+                begin + int(tensor["data_offsets"][0]),
+                begin + int(tensor["data_offsets"][1]),
+            )
             for name, tensor in tensors.items()
             if name != "__metadata__"
-            for first, last in [tensor["data_offsets"]]
         ]
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError, IndexError):
+    except (msgspec.DecodeError, AttributeError, LookupError, TypeError, ValueError):
         return []
-    if any(not 0 <= first <= last <= size - 8 - header for first, last in ranges):
+    if any(not begin <= one.first <= one.last <= size for one in found):
         return []
-    return sorted((8 + header + first, 8 + header + last) for first, last in ranges)
+    return found

@@ -1,7 +1,7 @@
 """How blocks are divided into parts by KV heads, so that engines of any tensor parallel size share.
 
 Part i of a block has KV heads i * H / P to (i + 1) * H / P of every layer, in engines of all sizes;
-each rank has the parts of its own heads. (design: head-parts)
+each rank has the parts of its own heads.
 """
 
 from __future__ import annotations

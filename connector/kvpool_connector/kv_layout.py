@@ -5,7 +5,7 @@ by layer in the order of the layers' names, each in the order in which it lies i
 order was is part of the namespace (`namespace.py`), so bytes of another layout are never read.
 
 A block can also be taken in parts, each of which has some of the KV heads of every layer. A part
-has the same bytes in engines of any tensor parallel size. (design: head-parts)
+has the same bytes in engines of any tensor parallel size.
 """
 
 from __future__ import annotations

@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 import torch
+
+from kvpool_connector.vllm_environment import PLUGINS, environment
 
 _PATHS = "names a place; what was read from it is in hf_config and in the weights' fingerprint"
 _TEXT = "is about text, sampling or answers; KV depends on token ids alone"
@@ -33,6 +38,10 @@ _REQUESTS = "limits which requests are accepted"
 _DRAFTS = "changes which drafts are proposed; the model verifies them, and only then is KV kept"
 _DRAFT_MODEL = "is about the draft model, whose modules and weights are described as they are"
 _HASHED = "changes content that is part of a block's hash"
+_OF_ADAPTERS = (
+    "lora_dtype target_modules enable_tower_connector_lora enable_mixed_moe_lora_format "
+    "enable_moe_shared_loras"
+)
 
 #: By configuration and field, why it is not in the description.
 IRRELEVANT: Final[Mapping[str, Mapping[str, str]]] = {
@@ -117,6 +126,7 @@ IRRELEVANT: Final[Mapping[str, Mapping[str, str]]] = {
             _ROUNDING: "specialize_active_lora",
             _HASHED: "default_mm_loras",
             "concerns the output layer": "max_lora_cls_labels",
+            "is a part of each adapter's fingerprint": _OF_ADAPTERS,
         },
         "SpeculativeConfig": {
             _PATHS: "model revision code_revision draft_load_config",
@@ -182,30 +192,50 @@ _TABLES: Final = {
     "kernel_config": "KernelConfig",
     "diffusion_config": "DiffusionConfig",
 }
-#: Of the model's own configuration: where it came from.
-_HF_IGNORED: Final = frozenset(
-    {"transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "torch_dtype"}
+#: Of the model's own configuration, by reason, what no layer that makes KV reads.
+_HF_IRRELEVANT: Final[Mapping[str, str]] = {
+    "says where it came from": "transformers_version _name_or_path name_or_path _commit_hash "
+    "torch_dtype",
+    "is about text and sampling": "bos_token_id eos_token_id pad_token_id sep_token_id "
+    "decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens "
+    "begin_suppress_tokens bad_words_ids",
+    "is about training": "initializer_range initializer_factor attention_dropout hidden_dropout "
+    "dropout resid_pdrop embd_pdrop attn_pdrop classifier_dropout use_cache "
+    "router_aux_loss_coef router_jitter_noise gradient_checkpointing pretraining_tp",
+    "is about what transformers returns": "output_attentions output_hidden_states "
+    "output_router_logits return_dict torchscript use_return_dict",
+    "concerns the output layer": "tie_word_embeddings id2label label2id num_labels problem_type "
+    "finetuning_task task_specific_params",
+}
+_HF_IGNORED: Final = frozenset(" ".join(_HF_IRRELEVANT.values()).split())
+#: Attributes of modules that are known to change what attention, rotary embeddings, norms,
+#: activations, experts and quantization compute. What else a module has is no part of the name:
+#: sizes show in the shapes of its tensors, and vLLM hangs on modules what it needs for itself.
+_SHAPES_KV: Final = re.compile(
+    r"scal(e|ing)|soft_?cap|window|sliding|sink|alibi|causal|attn_type|temperature|nope|clip_qkv"
+    r"|qk_(layer)?norm|query_key_norm|kv_shar|kv_cache_(torch_)?dtype|attention_(chunk|bias|mult)"
+    r"|^chunk_size$|top_?k|layer_type"
+    r"|rope|rotary|theta|^base$|beta_(fast|slow)|extrapolation|attn_factor|neox|interleaved"
+    r"|eps(ilon)?$|normaliz|norm_(before|after|topk|type)|has_weight|act(ivation)?(_fn|_func)?$"
+    r"|approximate|swiglu|^(alpha|beta|gamma|limit)$|clamp|multiplier"
+    r"|score?(ing)?_func|expert_group|n_group|routed|router_(dtype|weight)"
+    r"|quant|^(params_|out_|weight_|activation_)?dtype$|num_bits|weight_bits|symmetric|strategy"
+    r"|^group_size$|static_input|per_token|has_bias"
 )
-#: Attributes of modules that say where a part of the model is or how much it can hold.
-_MODULE_IGNORED: Final = re.compile(
-    r"rank|prefix|name|path|device|num_local|n_local|_physical|max_model_len|max_num|max_seq"
-    r"|max_batch|workspace|training|compile|^_is_full|^_enforce|^dp_|^ep_|^world"
-)
-#: Sizes of what one of several ranks has; the whole is in the model's own configuration.
-_OF_A_RANK: Final = re.compile(
-    r"num_heads|num_kv_heads|q_size|kv_size|per_partition|tp_size|num_queries|replicas"
-)
+#: Of those, what says how much memory there is, or where.
+_NO_KV: Final = re.compile(r"workspace|max_|path|device")
+#: vLLM puts these around layers where adapters are allowed. Without one they compute the same.
+_WITH_ADAPTERS: Final = "WithLoRA"
 #: A longer text is cut and gets a hash of all of it.
 _TEXT_MAX: Final = 160
 _DEPTH_MAX: Final = 6
 
 
-def described(
-    vllm_config: Any, roots: Iterable[torch.nn.Module], *, any_ranks: bool = False
-) -> dict[str, str]:
+def described(vllm_config: Any, roots: Iterable[torch.nn.Module]) -> dict[str, str]:
     """The description of an engine: readable values by name, in a stable order.
 
-    With `any_ranks` it is the same for every number of tensor parallel ranks.
+    It is the same for every number of tensor parallel ranks, before and after the model was
+    compiled, and with adapters allowed or not.
 
     `roots` are the models that share the KV cache: the model itself, then draft models that have
     KV of their own.
@@ -231,9 +261,16 @@ def described(
                 canonical(getattr(model.multimodal_config, inner))
             )
     text.update(_described_hf(model.hf_config))
+    installed = itertools.chain(*(entry_points(group=group) for group in PLUGINS))
+    text.update((name, shortened(value)) for name, value in environment(os.environ, installed))
     for number, root in enumerate(models):
-        text.update(_described_modules(root, "draft." if number else "module.", any_ranks))
+        text.update(_described_modules(root, "draft." if number else "module."))
     return dict(sorted(text.items()))
+
+
+def described_adapters(lora_config: Any) -> str:
+    """What of its configuration shapes the KV of every request with an adapter."""
+    return canonical({name: getattr(lora_config, name) for name in _OF_ADAPTERS.split()})
 
 
 def _described_fields(config: Any, table: str) -> list[str]:
@@ -256,22 +293,20 @@ def _described_hf(config: Any) -> Iterator[tuple[str, str]]:
     yield from flat(config.to_dict(), "hf.")
 
 
-def _described_modules(
-    root: torch.nn.Module, prefix: str, any_ranks: bool
-) -> Iterator[tuple[str, str]]:
-    """For every class of modules, its plain attributes in all instances.
+def _described_modules(root: torch.nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+    """For every class of modules, the attributes that shape KV in all its instances.
 
     What depends on more than the model's configuration shows here: which rope factors
     `max_model_len` has chosen, how many experts a token uses, scales, windows.
     """
     values: dict[str, dict[str, list[str]]] = {}
     for module in root.modules():
+        if type(module).__name__.endswith(_WITH_ADAPTERS):
+            continue
         kind = values.setdefault(type(module).__name__, {})
         for name, value in vars(module).items():
             plain = isinstance(value, bool | int | float | str | enum.Enum | torch.dtype)
-            if any_ranks and _OF_A_RANK.search(name):
-                continue
-            if plain and not _MODULE_IGNORED.search(name):
+            if plain and _SHAPES_KV.search(name) and not _NO_KV.search(name):
                 kind.setdefault(name, []).append(canonical(value))
             elif name == "quant_method":
                 kind.setdefault(name, []).append(type(value).__name__)

@@ -147,7 +147,7 @@ class Lookups:
         self._late += 1
         self._answered = False
         if self._late >= _SILENT_AFTER:
-            # Otherwise every request would wait for its own timeout (design: backoff).
+            # Otherwise every request would wait for its own timeout.
             self._silent_until = self._clock() + self._pause.next_delay()
 
     def _is_silent(self, now: float) -> bool:

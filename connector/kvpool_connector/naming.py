@@ -27,7 +27,7 @@ class EngineInfo(NamedTuple):
     read. With `stage_ranks` the name is that of any tensor parallel size: so many consecutive ranks
     have the same layers, and what they all say counts once; 0 is a name for this size alone.
     `drops_last_block`: a draft's KV of a block's last token depends on the token behind the block,
-    so the engine computes the last block of each prefix anew. (design: volatile-tail)
+    so the engine computes the last block of each prefix anew.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -108,7 +108,7 @@ class EngineNames:
 
         The names are then those of all engines that have these weights. Only where weights are
         hidden from their fingerprint, and if the engine is to share `alone`, `generation` becomes a
-        field: then nobody else has the name. (design: resets)
+        field: then nobody else has the name. (design: namespace)
         """
         self._alone |= alone
         self._generation = generation
@@ -136,7 +136,13 @@ class EngineNames:
         self.knows_adapters = all(model.adapters for model in models)
         shape = "\n".join(f"{name}={value}" for name, value in models[0].description)
         fields: dict[str, object] = {
-            **engine.fields,
+            # Of files only what memory hides: weights that were updated in place, or come from
+            # other files, are those that the workers see.
+            **{
+                name: value
+                for name, value in engine.fields.items()
+                if name != "weights" or any(model.hidden for model in models)
+            },
             "memory": namespace.digest(" ".join(self._of_stages(m.weights for m in models))),
             "shape": namespace.digest(shape),
             "seed": engine.seed(),

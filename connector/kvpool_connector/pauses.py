@@ -3,7 +3,7 @@
 A session pauses after each answer: shortly after a tool call, while its client runs the tool, and
 perhaps for long after a last answer, while a person thinks. The two are learned apart, from the
 session's own history; before it has one, from what other sessions of this process did last.
-(design: client-sessions)
+(design: session-hints)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It knows no engine, clock or socket. The scheduler half (`scheduler.py`) calls it with what
 happened and carries out what it returns; `now` is in seconds of any one clock.
-(design: connector)
+(design: pool-thread)
 
 One request, as a rule: `on_new_request` returns what to look up; `on_lookup_result` takes the
 matches; `loadable_tokens` tells the engine how many tokens can be loaded, or to ask again;
@@ -61,7 +61,7 @@ class Planner:
         #: For each tracked request: a step after which it has fewer tokens than this completes no
         #: block of it, and `plan_step` need not know that it was scheduled. 0 while it computes its
         #: prompt. The engine compares: a call for each request is too slow.
-        #: (design: quiet-requests)
+        #: (design: pool-thread)
         self.quiet_until: dict[str, int] = {}
         #: Bytes of a block of each group, of one rank; 0 until the ranks have reported them.
         self.block_bytes: tuple[int, ...] = (0,) * len(groups)

@@ -37,7 +37,7 @@ class PoolThread:
     """Runs calls to one pool in a thread of its own; `log_line` is called there.
 
     With `warn_line` it also looks whether the pool is there all the time, and says once when it is
-    lost, why, when the reason is another one, and when it is back. (design: pool-lost)
+    lost, why, when the reason is another one, and when it is back.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class PoolThread:
         while True:
             try:
                 self.pool = pool = await kvpool.connect(config=self._config, cluster=self._cluster)
-            except KvpoolError as error:
-                self._report(f"no pool yet, the engine runs without it: {error}")
+            except Exception as error:  # whatever it is, it may be over soon
+                self._report(f"no pool yet, the engine runs without it: {_text(error)}")
             else:
                 self._connected.set()
                 self._problem = ""
@@ -182,6 +182,10 @@ async def _problem_of(pool: Pool) -> str:
         if match.stopped is not ReadStatus.NO_MASTER:
             return ""
         await pool.members(timeout=_LOOK_TIMEOUT_S)  # the error says why
-    except KvpoolError as error:
-        return str(error)
+    except Exception as error:
+        return _text(error)
     return ""
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, KvpoolError) else f"{type(error).__name__}: {error}"

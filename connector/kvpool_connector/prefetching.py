@@ -1,6 +1,6 @@
 """Which blocks of prompts that wait are to be brought into memory before they are loaded: pure.
 
-(design: prefetch)
+(design: promotion)
 """
 
 from __future__ import annotations

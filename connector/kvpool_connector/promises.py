@@ -3,7 +3,7 @@
 The answer of an engine that prefills is out before its last blocks are in the pool. So the answer
 has a promise, which proxies hand on as it is; the engine that decodes loads what is there, and
 waits for the rest while it comes faster than it would be computed. Pure: no engine, clock or
-socket. (design: promises)
+socket. (design: load-or-recompute)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A save that has ended does not say where the pool put the blocks, and a block may leave the pool at
 any time. So nothing is announced before a master has said where it is, and masters are asked about
-what is announced in turns. (design: kv-events)
+what is announced in turns.
 """
 
 from __future__ import annotations

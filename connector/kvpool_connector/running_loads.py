@@ -1,7 +1,7 @@
 """The loads under way, for those who want the same blocks or the same link: pure.
 
 It knows no engine, clock or socket; `now` is in seconds of any one clock, positions are in tokens.
-(design: shared-loads)
+(design: load-or-recompute)
 """
 
 from __future__ import annotations

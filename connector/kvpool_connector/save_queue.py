@@ -82,7 +82,7 @@ class _Gathered:
 
 
 class SaveQueue:
-    """The saves of one engine, whose `ranks` workers each do every save. (design: save-queue)
+    """The saves of one engine, whose `ranks` workers each do every save. (design: pool-thread)
 
     A block, named by its group and digest, is in one of these states:
 

@@ -12,8 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -23,16 +22,17 @@ from kvpool.kv_events import EventForm, KVEvent, StoredEvent
 from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
 from kvpool_connector.cost_model import StepTimer
 from kvpool_connector.event_feed import EventFeed
-from kvpool_connector.lookups import LATE_REASONS, NO_NAMESPACE, Lookups
+from kvpool_connector.lookups import NO_NAMESPACE, Lookups
 from kvpool_connector.messages import Mismatch, StepWork, WorkerInfo, WorkerReport
 from kvpool_connector.naming import EngineInfo, EngineNames
 from kvpool_connector.planner import Planner
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.prefetching import PrefetchRequest
-from kvpool_connector.promises import PromisedBlocks, PromiseState, promise_name
+from kvpool_connector.promises import PromisedBlocks, promise_name
 from kvpool_connector.save_queue import StoredBlock
 from kvpool_connector.session_names import in_tenant
 from kvpool_connector.settings import Settings
+from kvpool_connector.sharing_watch import SharingWatch, others_of_this_model
 from kvpool_connector.values import (
     LookupRequest,
     PlannerLimits,
@@ -45,8 +45,6 @@ from kvpool_connector.worker import IDLE_S
 _METRICS_EVERY_S: Final = 1.0
 #: The engine's description is sent to its front end this often: one that has missed it gets it.
 _DESCRIBE_EVERY_S: Final = 60.0
-#: Lookups without an answer are in the log this often.
-_WARN_EVERY_S: Final = 60.0
 #: A master answers within a millisecond as a rule. Where the engine computes for other requests, a
 #: lookup that is not waited for so long costs its request a whole step. So long in all per step.
 _WAIT_S: Final = 0.001
@@ -108,9 +106,12 @@ class ConnectorScheduler:
         log_line: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         log_error: Callable[[str], None] | None = None,
+        log_warning: Callable[[str], None] | None = None,
+        replaces: ConnectorScheduler | None = None,
     ) -> None:
+        """`replaces`: one that is used no more. What the engine computes gets a new name."""
         self._settings = settings
-        self._log_error = log_error or log_line
+        self._log_error, self._log_warning = log_error or log_line, log_warning or log_line
         self._thread = thread
         self._log_line = log_line
         self._clock = clock
@@ -155,10 +156,11 @@ class ConnectorScheduler:
         self._restarting: set[str] = set()
         #: Requests of sessions that have no blocks yet: when to repeat that they wait, in order.
         self._arrivals: dict[str, tuple[float, str]] = {}
-        self._late_lookups: Counter[str] = Counter()  # by reason
-        self._warned_at = -_WARN_EVERY_S
-        self._strange_promises = 0
-        self._warned_promises_at = -_WARN_EVERY_S
+        self._watch = SharingWatch(log_line)
+        if replaces is not None:
+            replaces._lookups.close()
+            self._step, self.names.serial = replaces._step, replaces.names.serial
+            self.reset()
 
     def send_events(self, form: EventForm) -> None:
         """Announce the pool's blocks in the engine's stream of KV events from now on."""
@@ -249,6 +251,11 @@ class ConnectorScheduler:
             self._thread.start(partial(self._send_hints, hints))
 
     # --- a step -----------------------------------------------------------------------------
+
+    def next_step(self) -> int:
+        """Number a step in which the pool is not used."""
+        self._step += 1
+        return self._step
 
     def plan_step(
         self, step: EngineStep, still_cached: Callable[[int, int, bytes], bool]
@@ -355,8 +362,8 @@ class ConnectorScheduler:
         while self._lookups.durations:
             label = f"lookup_duration {self._lookups.durations.popleft():.2g}"
             metrics[label] = metrics.get(label, 0) + 1
-        self._warn_late_lookups(metrics, now)
-        self._warn_strange_promises(metrics, now)
+        if self._watch.on_metrics(metrics, now):
+            self._thread.start(partial(self._compare_names, self.namespaces))
         metrics["verified_difference"] = self.planner.verifier.difference
         metrics["load_bytes_rate"] = self.planner.transfer_cost.bandwidth
         prefill_s = self.planner.prefill_cost.seconds(0, _RATE_TOKENS)
@@ -396,30 +403,18 @@ class ConnectorScheduler:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _warn_late_lookups(self, metrics: Mapping[str, float], now: float) -> None:
-        """One line now and then: a pool that answers too late must be seen in the log as well."""
-        for reason in LATE_REASONS:
-            if count := int(metrics.get(f"miss {reason}", 0)):
-                self._late_lookups[reason] += count
-        if self._late_lookups and now - self._warned_at >= _WARN_EVERY_S:
-            late = self._late_lookups
-            reasons = ", ".join(f"{late[name]} {name}" for name in LATE_REASONS if late[name])
-            self._log_line(
-                f"{self._late_lookups.total()} prompts were computed without a lookup: {reasons}"
+    async def _compare_names(self, own: Sequence[Namespace]) -> None:
+        """In the pool's thread."""
+        pool = self._thread.pool
+        try:
+            known = await pool.namespaces() if pool is not None else []
+        except KvpoolError:
+            return
+        if others := others_of_this_model(own, known):
+            self._log_warning(
+                f"other engines of this model share nothing with this one: {'; '.join(others)}; "
+                "kvpool doctor --engine URL for both says why"
             )
-            self._late_lookups.clear()
-            self._warned_at = now
-
-    def _warn_strange_promises(self, metrics: Mapping[str, float], now: float) -> None:
-        """Engines that prefill for this one and share nothing with it: each prompt is computed
-        twice, and no request fails for it."""
-        self._strange_promises += int(metrics.get(f"promise {PromiseState.OTHER_NAME.value}", 0))
-        if self._strange_promises and now - self._warned_promises_at >= _WARN_EVERY_S:
-            self._log_line(
-                f"{self._strange_promises} promises came from engines that share nothing with this "
-                "one (kvpool doctor --engine URL for both says why); their prompts were computed"
-            )
-            self._strange_promises, self._warned_promises_at = 0, now
 
     def _log_mismatch(self, mismatch: Mismatch) -> None:
         """The line that an operator must act on: which engine, which block, and what to do."""
@@ -456,6 +451,7 @@ class ConnectorScheduler:
         self._log_names()
         self.planner.block_bytes = self.names.block_bytes
         self.planner.promise_name = promise_name(self.namespaces)
+        self._watch.on_new_names()
         held, self._held_lookups = self._held_lookups, {}
         for lookup in held.values():
             self.planner.lookup_started(lookup.request_id, self._clock())
@@ -558,7 +554,7 @@ class ConnectorScheduler:
             self._wait_left_s -= time.perf_counter() - began
 
     def _repeat_arrivals(self, now: float) -> None:
-        """Prompts that wait for long: servers would take them for lost. (design: arrivals)"""
+        """Prompts that wait for long: servers would take them for lost. (design: session-hints)"""
         while self._arrivals:
             request_id, (due, session) = next(iter(self._arrivals.items()))
             if now < due:
@@ -569,7 +565,7 @@ class ConnectorScheduler:
             self._thread.start(partial(self._send_arrival, session))
 
     def _start_prefetches(self, *, idle: bool) -> None:
-        """For the prompts that this step has left in the queue. (design: prefetch)"""
+        """For the prompts that this step has left in the queue. (design: promotion)"""
         # The engine asks for the first of its queue only. (An idle one waits for answers later.)
         if self._lookups.waiting and not idle:
             self._take_lookup_results()

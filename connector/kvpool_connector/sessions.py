@@ -2,7 +2,7 @@
 
 Agents name their conversation in headers and fields that vLLM does not know. This middleware passes
 the name on in the fields that vLLM does know, reads from each answer whether the session pauses for
-a tool or has ended, and tells the pool when it will probably resume. (design: client-sessions)
+a tool or has ended, and tells the pool when it will probably resume. (design: session-hints)
 
 What it does not know passes byte for byte, and so does every answer. A fault in here is logged and
 counted, and the request goes on without it.

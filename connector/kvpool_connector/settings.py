@@ -34,17 +34,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
     #: How blocks cross between the engine's GPU and the network. `staged`: through pinned memory.
     #: `direct`: the pool takes them where they lie, over a transport that can do that, such as
-    #: ucx?tls=rc,cuda_copy,self, and nothing else (design: direct-reads, direct-writes).
+    #: ucx?tls=rc,cuda_copy,self, and nothing else (design: device-memory).
     device_path: Literal["staged", "direct"] = "staged"
     #: Name of the tenant. Engines of different tenants share no blocks, and no sessions.
     tenant: str = DEFAULT_TENANT
-    #: The model's name in the pool. Empty: the last part of the path or id passed to the engine.
+    #: The model's name in the pool. Empty: its kind, layers and width, as in qwen3-36x4096.
     model: str = ""
-    #: Name of this version of the weights. Empty: a fingerprint of the weight files.
+    #: Name of this version of the weights. Empty: weights are told by what memory has of them, and
+    #: by their files where memory hides some.
     revision: str = ""
     #: Parts of equal numbers of KV heads that each block is stored in, so that engines of different
-    #: tensor parallel sizes share (design: head-parts). 0: one for each tensor parallel rank, and
-    #: only engines of equal sizes share. Needs `revision`.
+    #: tensor parallel sizes share. 0: one for each tensor parallel rank, and only engines of equal
+    #: sizes share. Needs `revision`.
     kv_head_parts: Annotated[int, Meta(ge=0, le=256)] = 0
     #: `auto` loads a prefix if the estimate is that loading is faster than computing it; `always`
     #: and `never` are for experiments (design: load-or-recompute).
@@ -71,7 +72,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     producer_loads: bool = False
     consumer_saves: bool = False
     #: Have servers bring the blocks of prompts that wait in the engine's queue from slower tiers
-    #: into memory before they are loaded (design: prefetch).
+    #: into memory before they are loaded (design: promotion).
     prefetch: bool = True
     #: Prompts that load at once; further prompts are computed.
     loads_max: Count = 32
@@ -80,7 +81,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: Share of the engine's blocks that unfinished saves may keep from reuse; further saves wait.
     save_share_max: Annotated[float, Meta(gt=0, le=1)] = 0.25
     #: Longest time for which generated blocks wait for further ones, so that one message stores
-    #: them; not once their request has ended. 0: no wait (design: save-queue).
+    #: them; not once their request has ended. 0: no wait (design: pool-thread).
     save_gather_s: Annotated[float, Meta(ge=0, le=10)] = 0.1
     #: Number of further attempts of a refused save, while the engine still has its blocks.
     save_retries: Annotated[int, Meta(ge=0, le=100)] = 3
@@ -94,7 +95,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: the pool's speed by reading a few blocks in the background.
     probe_every_s: Seconds = 5.0
     #: Share of the loads that are computed instead, to compare what the pool has with it; 0: none
-    #: (design: verification).
+    #: (design: namespace).
     verify_rate: Annotated[float, Meta(ge=0, le=1)] = 1 / 2000
 
     @property
@@ -130,8 +131,11 @@ def parse(given: Mapping[str, Any]) -> Settings:
         )
     for master in settings.masters:
         host, _, port = master.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise _refusal(f"master {master!r}: expected host:port, such as 127.0.0.1:7450")
+        bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+        if not host or bare or not port.isdigit() or not 0 < int(port) < 65536:
+            raise _refusal(
+                f"master {master!r}: expected host:port, such as 127.0.0.1:7450 or [fd00::7]:7450"
+            )
     try:
         check_transports(settings.transports)
     except ConfigError as error:

@@ -19,6 +19,7 @@ _LABELLED: Final = {
     "dropped": ("reason", "Blocks that were not saved, by reason."),
     "kv_hint": ("outcome", "Actions of orchestrators' hint envelopes, by what became of them."),
     "promise": ("outcome", "Promises of blocks between engines, by what became of them."),
+    "hook_failed": ("hook", "Exceptions in hooks, after which the pool was left alone."),
     "verification": ("result", "Comparisons of the pool's KV with the engine's own, by result."),
 }
 _PLAIN: Final = {
@@ -54,7 +55,7 @@ _GAUGES: Final = {
     "verified_difference": "Largest difference that the latest comparison has found, 0 to 2.",
     "prefill_tokens_rate": "Estimated prompt tokens per second that the engine computes.",
 }
-#: Not a number: what the engine's name is made of, by field. (design: engine-names)
+#: Not a number: what the engine's name is made of, by field.
 DESCRIPTION: Final = "description"
 #: Histograms: how long each took, in seconds rounded to two digits, which is the label.
 _DURATIONS: Final = {

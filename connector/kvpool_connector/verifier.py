@@ -1,6 +1,6 @@
 """Which loads are computed instead, so that the engine's KV and the pool's can be compared: pure.
 
-It knows no engine, clock, socket or randomness. (design: verification)
+It knows no engine, clock, socket or randomness. (design: namespace)
 """
 
 from __future__ import annotations

@@ -218,8 +218,8 @@ def _fields(
     parallel = vllm_config.parallel_config
     return {
         "tenant": settings.tenant,
-        "model": settings.model or model.model.rstrip("/").rpartition("/")[2],
-        "weights": weights,
+        "model": settings.model or _label(model.hf_text_config),
+        **({"revision": settings.revision} if settings.revision else {"weights": weights}),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization or "none",
         "kv": cache.cache_dtype,
@@ -236,12 +236,15 @@ def _fields(
     }
 
 
-def _weights(vllm_config: Any, settings: Settings) -> tuple[str, str]:
-    """What the files say about the weights, or `unknown` and why.
+def _label(config: Any) -> str:
+    """A readable word for the model, the same wherever its files are: kind, layers, width."""
+    sizes = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    return f"{config.model_type}-{'x'.join(str(size) for size in sizes if size)}"
 
-    The fingerprint of what is in memory comes from the workers; this one tells of tensors that
-    cannot be read there.
-    """
+
+def _weights(vllm_config: Any, settings: Settings) -> tuple[str, str]:
+    """What the files say about the weights, or `unknown` and why; for tensors that cannot be read
+    in the workers' memory."""
     if settings.revision:
         return settings.revision, ""
     model = vllm_config.model_config

@@ -9,6 +9,7 @@ from here; `vllm_plugin.py` alone must work with any version.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
@@ -40,6 +41,7 @@ try:
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+    from vllm.multimodal.processing.inputs import ProcessorInputs
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -74,9 +76,11 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "KVTransferConfig",
+    "ProcessorInputs",
     "SupportsHMA",
     "VllmConfig",
     "WorkerWrapperBase",
+    "engine_resets",
     "get_kv_cache_spec_kind",
     "get_kv_cache_spec_sliding_window",
     "get_pp_group",
@@ -128,6 +132,9 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     (Request, "sampling_params", "hints among a request's extra arguments"),
     (Request, "kv_hints", "hints of an orchestrator"),
     (Request, "priority", "whether blocks are kept for a request"),
+    (Request, "mm_features", "whose name for a picture a block's hash has"),
+    (ProcessorInputs, "get_mm_hashes", "telling a client's names from digests"),
+    (ProcessorInputs, "mm_uuid_items", "telling a client's names from digests"),
     (Request, "lora_request", "the LoRA adapter of a request"),
     (LoRARequest, "lora_int_id", "which loaded adapter a request uses"),
     (LoRARequest, "lora_path", "the name under which vLLM hashes an adapter"),
@@ -170,9 +177,28 @@ def worker_updates() -> tuple[Any, Sequence[str]]:
     return Worker, calls
 
 
+def engine_resets() -> tuple[Any, Any, Any]:
+    """vLLM's engine, the one that runs in a process of its own, and the state in which steps
+    compute nothing.
+
+    Only an engine's process has these. ImportError if a name is gone: resets would fail.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    used = [
+        (EngineCore, name, "resets") for name in ("reset_prefix_cache", "step_fn", "batch_queue")
+    ]
+    used += [(Scheduler, name, "resets") for name in ("pause_state", "set_pause_state")]
+    if gone := missing([*used, (PauseState, "PAUSED_ALL", "resets")]):
+        raise ImportError(gone)
+    return EngineCore, EngineCoreProc, PauseState.PAUSED_ALL
+
+
 def untested() -> str:
     """A sentence about a vLLM that no test of the connector has run with; empty for the others."""
-    if version() == SUPPORTED:
+    if re.fullmatch(rf"{re.escape(SUPPORTED)}(\.\d+)?(\+.*)?", version()):
         return ""
     return (
         f"tested with vLLM {SUPPORTED}, this is {vllm.__version__}: what the connector needs is "
@@ -194,7 +220,5 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def version() -> str:
-    """The part of vLLM's version that must be equal: all of it, unless it is a release."""
-    parts = vllm.__version__.partition("+")[0].split(".")
-    release = len(parts) <= 3 and all(part.isdigit() for part in parts)
-    return ".".join(parts[:2]) if release else vllm.__version__
+    """vLLM's version, all of which must be equal: a patch release may compute otherwise."""
+    return str(vllm.__version__)

@@ -9,13 +9,15 @@ from typing import Any, Final
 
 import torch
 
-from kvpool_connector import fingerprint, kv_shape
+from kvpool_connector import fingerprint, kv_shape, namespace
 from kvpool_connector.head_split import HeadSplit, why_undivided
 from kvpool_connector.messages import ModelInfo
 from kvpool_connector.vllm_interface import LAYERWISE_INFO
 
 #: Tensors that every tensor parallel rank has as a whole.
 _UNDIVIDED: Final = re.compile(r"norm\.|layernorm\.|cos_sin_cache")
+#: In the names of layers that vLLM has put into one for adapters.
+_ADAPTED: Final = re.compile(r"\.base_layer\b")
 #: Bytes of an adapter whose rows are summed, while the engine waits.
 _ADAPTER_SUMMED_BYTES: Final = 16 << 20
 
@@ -48,7 +50,7 @@ def model_info(vllm_config: Any, split: HeadSplit, *, summed_bytes: int | None =
         weights=found.digest,
         hidden=found.hidden + len(left_out),
         packing=_packing(vllm_config),
-        description=tuple(kv_shape.described(vllm_config, roots, any_ranks=split.by_heads).items()),
+        description=tuple(kv_shape.described(vllm_config, roots).items()),
         adapters=vllm_config.lora_config is None or _lora_manager(roots[0]) is not None,
     )
 
@@ -84,8 +86,9 @@ class LoadedAdapters:
             known = self._known.get(number)
             if known is None or known[0]() is not adapter:
                 tensors = _adapter_tensors(adapter)
-                digest = fingerprint.memory(tensors, summed_bytes=_ADAPTER_SUMMED_BYTES).digest
-                known = (weakref.ref(adapter), digest)
+                found_now = fingerprint.memory(tensors, summed_bytes=_ADAPTER_SUMMED_BYTES)
+                options = kv_shape.described_adapters(self._config.lora_config)
+                known = (weakref.ref(adapter), namespace.digest(f"{found_now.digest} {options}"))
             found[number] = known
         self._known = found
         return {number: digest for number, (_, digest) in found.items()}
@@ -120,7 +123,7 @@ def _tensors(
             own = [*module._parameters.items(), *module._buffers.items()]
             for name, tensor in own:
                 if tensor is not None:
-                    yield f"{number}.{prefix}.{name}", tensor
+                    yield f"{number}.{_ADAPTED.sub('', prefix)}.{name}", tensor
 
 
 def _expert_layers(vllm_config: Any) -> set[int]:

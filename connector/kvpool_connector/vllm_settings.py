@@ -3,7 +3,7 @@
 vLLM makes a connector after the weights are loaded, and no method that it calls on a connector
 earlier is always called (`requires_piecewise_for_cudagraph` gets the settings only where CUDA
 graphs are on). So the plugin, which vLLM loads before it parses, has two of vLLM's configuration
-classes end with this check. Both classes are public. (design: settings-check)
+classes end with this check. Both classes are public.
 """
 
 from __future__ import annotations

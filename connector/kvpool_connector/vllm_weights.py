@@ -1,7 +1,7 @@
 """Counts the calls that change the weights of a loaded model in place.
 
 vLLM tells a connector of no update. What is computed between an update and the reset after it, or
-after an update without a reset, must not get the name of the old weights. (design: resets)
+after an update without a reset, must not get the name of the old weights. (design: namespace)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which blocks a hit needs of each KV cache group: all, or the last of a sliding window. Pure.
 
 A layer with a sliding window reads only the last tokens before the one that it computes, so an
-engine goes on from a prefix with those, as it does from its own cache. (design: windows)
+engine goes on from a prefix with those, as it does from its own cache.
 """
 
 from __future__ import annotations

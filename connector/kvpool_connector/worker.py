@@ -2,7 +2,7 @@
 
 The engine's thread starts transfers and collects those that have ended; all else happens in the
 pool's thread. Each load and each save ends once, by its deadline, whatever happens, and is reported
-once. (design: connector, pool-thread)
+once. (design: pool-thread)
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvpool import KvpoolError, Match, Namespace, Pool, ReadStatus, WriteStatus, tracing
 from kvpool_connector.block_memory import BlockMemory
-from kvpool_connector.comparison import TOLERANCES, difference, segments
+from kvpool_connector.hook_guard import FailureLog
 from kvpool_connector.messages import (
     AdapterInfo,
     AdapterKey,
     GroupBlocks,
     LoadRequest,
     LoadResult,
-    Mismatch,
     ModelInfo,
     ProbeRequest,
     ProbeResult,
@@ -39,13 +38,12 @@ from kvpool_connector.messages import (
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.promises import BlockWait
 from kvpool_connector.settings import Settings
+from kvpool_connector.worker_checks import CANCEL_AFTER_S, TransferContext, WorkerChecks
 
 #: A load is at most so many reads, of at least so many bytes each. When a load is aborted, the
 #: reads that have ended count.
 _READS_PER_LOAD: Final = 8
 _READ_BYTES_MIN: Final = 2 << 20
-#: A transfer that the pool's client did not end by its deadline is cancelled so much later.
-_CANCEL_AFTER_S: Final = 1.0
 _CLOSE_S: Final = 5.0
 #: A master that takes longer to say whether a promised block is there is as good as none.
 _LOOK_TIMEOUT_S: Final = 1.0
@@ -62,18 +60,6 @@ class Rank(NamedTuple):
     part: int
     saves: bool
     parts: int = 1
-
-
-class _TransferContext(NamedTuple):
-    """What the transfers of one step have in common, for each group.
-
-    `events`: the device's work up to this step, which transfers wait for. `serial`: of the info
-    that the names are made of.
-    """
-
-    namespaces: Sequence[Namespace]
-    events: Sequence[Any]
-    serial: int
 
 
 class _Span(NamedTuple):
@@ -99,8 +85,15 @@ class FinishedTransfers(NamedTuple):
 class ConnectorWorker:
     """One rank's transfers. Called by the engine's thread only."""
 
-    def __init__(self, settings: Settings, thread: PoolThread, rank: Rank) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        thread: PoolThread,
+        rank: Rank,
+        log_error: Callable[[str, Exception], None] = lambda line, error: None,
+    ) -> None:
         self._settings = settings
+        self._failures = FailureLog(f"rank {rank.number}: ", log_error, self._count)
         self._thread = thread
         self._rank = rank
         self._memory: Sequence[BlockMemory] = ()
@@ -111,13 +104,13 @@ class ConnectorWorker:
         self._info: WorkerInfo | None = None
         self._adapters: Mapping[int, str] = {}  # those that the scheduler half knows
         self._registered = False  # the scheduler half has what `_info` says
-        self._step = 0
+        self._work = StepWork(0)  # of the step that is computed
         self._load_slots = asyncio.Semaphore(settings.transfers_max)
         # A request waits for a load, and none for a save: saves get half of the slots.
-        self._save_slots = asyncio.Semaphore(max(1, settings.transfers_max // 2))
+        slots = asyncio.Semaphore(max(1, settings.transfers_max // 2))
+        self._checks = WorkerChecks(rank.number, rank.part, slots)
         #: Under these names the pool has blocks of another model: no load may end well.
         self._mismatched: set[Namespace] = set()
-        self._idle = False
         self._transfer_ended = threading.Event()
         self._lock = threading.Lock()  # guards what follows: both threads use it
         self._tracer = tracing.tracer()
@@ -139,7 +132,7 @@ class ConnectorWorker:
         `model_info()` describes the model as it is in memory now, `loaded_adapters()` the LoRA
         adapters beside it: workers that differ cannot share blocks. `whole_model_info()` also
         notices a change of a few weights; it is used when they may have been changed in place.
-        `weight_changes()` counts the calls that may have done that. (design: resets)
+        `weight_changes()` counts the calls that may have done that. (design: namespace)
         """
         self._memory = memory
         self._whole_model_info = whole_model_info or model_info
@@ -166,12 +159,19 @@ class ConnectorWorker:
         self._registered = False
 
     def start_loads(self, work: StepWork) -> None:
-        """Start the loads of a step; returns at once, unless the weights have changed."""
+        """Start the loads of a step; returns at once, unless the weights have changed.
+
+        Raises nothing: what cannot be started has failed.
+        """
         if self._info is not None and work.weights_wanted:
-            changes = self._weight_changes()
-            if changes != self._changes_seen or self._info.serial < work.serial_min:
-                self._changes_seen = changes
-                self._describe_again(work.serial_min)
+            try:
+                changes = self._weight_changes()
+                if changes != self._changes_seen or self._info.serial < work.serial_min:
+                    self._changes_seen = changes
+                    self._describe_again(work.serial_min)
+            except Exception as error:  # nobody knows what this rank computes now
+                self._info = None
+                self._failures.add("describing the model", error)
         self._registered = self._is_named_by(work)
         if not work.loads:
             return
@@ -179,45 +179,46 @@ class ConnectorWorker:
         context = self._context(work)
         self._add_running(len(work.loads))
         for load in work.loads:
-            begin = self._traced("kvpool.load", partial(self._load, load, context, began))
-            if not self._registered or not self._thread.start(begin):
+            if context is None or not self._start(
+                self._traced("kvpool.load", partial(self._load, load, context, began))
+            ):
                 missing = [i for blocks in load.blocks for i in blocks.block_ids]
                 self._load_ended(load, 0, missing, 0.0)
 
     def start_saves(self, work: StepWork) -> None:
-        """Start the saves of a step, which was computed, and what is beside; returns at once."""
-        self._step = work.step
-        self._idle = work.idle
+        """Start the saves of a step, which was computed, and what is beside; returns at once.
+
+        Raises nothing: what cannot be started has failed.
+        """
+        self._work = work
         self._registered = self._is_named_by(work)
         if not work.saves and work.probe is None and work.verify is None:
             return
         context = self._context(work)
         self._add_running(len(work.saves) + (work.probe is not None) + (work.verify is not None))
         for save in work.saves:
-            if not self._registered or not self._has(save.adapters):
+            if context is None or not self._has(save.adapters):
                 self._count("save_error ModelChanged", 1)
                 self._save_ended(save, 0, _all_refused(save, WriteStatus.BYPASSED))
-            elif not self._thread.start(
-                self._traced("kvpool.save", partial(self._save, save, context))
-            ):
+            elif not self._start(self._traced("kvpool.save", partial(self._save, save, context))):
                 self._save_ended(save, 0, _all_refused(save, WriteStatus.NO_MASTER))
-        if work.probe is not None:
-            started = self._registered and self._thread.start(
-                partial(self._probe, work.probe, context)
-            )
-            if not started:
-                self._probe_ended(0, 0.0)
-        if (verify := work.verify) is not None:
-            started = self._registered and self._has(verify.adapters)
-            if not started or not self._thread.start(partial(self._verify, verify, context)):
-                self._verify_ended(VerifyResult(verify.job, 0))
+        if work.probe is not None and (
+            context is None or not self._start(partial(self._probe, work.probe, context))
+        ):
+            self._check_ended(ProbeResult(0, 0.0))
+        if (verify := work.verify) is not None and (
+            context is None
+            or not self._has(verify.adapters)
+            or not self._start(partial(self._verify, verify, context))
+        ):
+            self._check_ended(VerifyResult(verify.job, 0))
 
     def take_finished(self) -> FinishedTransfers:
         """The loads that have ended since the last call.
 
         Waits for one at most `IDLE_S`, if the engine has nothing else to do.
         """
-        if self._idle and self._running:
+        if self._work.idle and self._running:
             self._transfer_ended.wait(IDLE_S)
         self._transfer_ended.clear()
         with self._lock:
@@ -228,10 +229,10 @@ class ConnectorWorker:
         """For the scheduler half: what has ended, and this worker's info until it has that."""
         with self._lock:
             report, self._report = self._report, WorkerReport(0)
-        report.step = self._step
+        report.step = self._work.step
         if not self._registered and self._info is not None:
             report.worker_infos.append(self._info)
-        adapters = self._loaded_adapters()
+        adapters = self._adapters_now()
         if adapters != self._adapters:
             self._adapters = adapters
             report.adapters.append(AdapterInfo(self._rank.number, adapters))
@@ -269,24 +270,45 @@ class ConnectorWorker:
         """Whether these LoRA adapters are the loaded ones: vLLM may have reloaded one."""
         if not adapters:
             return True
-        loaded = self._loaded_adapters()
+        loaded = self._adapters_now()
         return all(loaded.get(number) == by_rank[self._rank.number] for number, by_rank in adapters)
 
-    def _context(self, work: StepWork) -> _TransferContext:
-        return _TransferContext(
-            work.namespaces, [memory.record_event() for memory in self._memory], self._serial
-        )
+    def _adapters_now(self) -> Mapping[int, str]:
+        try:
+            return self._loaded_adapters()
+        except Exception as error:  # requests with one are computed
+            self._failures.add("describing adapters", error)
+            return {}
+
+    def _context(self, work: StepWork) -> TransferContext | None:
+        """None: this step's blocks have no name, or their memory cannot be used."""
+        if not self._registered:
+            return None
+        try:
+            events = [memory.record_event() for memory in self._memory]
+        except Exception as error:
+            self._failures.add("recording an event", error)
+            return None
+        return TransferContext(work.namespaces, events, self._serial)
+
+    def _start(self, work: _Work) -> bool:
+        """Whether it runs in the pool's thread now."""
+        try:
+            return self._thread.start(work)
+        except Exception as error:
+            self._failures.add("starting a transfer", error)
+            return False
 
     # --- in the pool's thread ---------------------------------------------------------------
 
-    async def _load(self, load: LoadRequest, context: _TransferContext, began: float) -> None:
+    async def _load(self, load: LoadRequest, context: TransferContext, began: float) -> None:
         missing = [block for blocks in load.blocks for block in blocks.block_ids]
         size, wait, limit_s = 0, None, load.timeout_s
         if load.wait_limits is not None:
             wait = BlockWait(load.wait_limits, len(missing))
             limit_s += load.wait_limits.limit_s
         try:
-            async with asyncio.timeout(limit_s + _CANCEL_AFTER_S):
+            async with asyncio.timeout(limit_s + CANCEL_AFTER_S):
                 pool = self._thread.pool
                 for blocks in load.blocks if pool is not None else ():
                     until = began + load.timeout_s
@@ -316,7 +338,7 @@ class ConnectorWorker:
     async def _read(
         self,
         pool: Pool | None,
-        context: _TransferContext,
+        context: TransferContext,
         blocks: GroupBlocks,
         until: float,
         wait: BlockWait | None,
@@ -358,7 +380,7 @@ class ConnectorWorker:
     ) -> Match | None:
         """Where the first of these blocks are, as soon as there is one. None: none comes in time.
 
-        A look is one small message to a master. (design: promises)
+        A look is one small message to a master. (design: load-or-recompute)
         """
         while True:
             began = time.monotonic()
@@ -375,7 +397,7 @@ class ConnectorWorker:
     async def _read_part(
         self,
         pool: Pool,
-        context: _TransferContext,
+        context: TransferContext,
         blocks: GroupBlocks,
         span: _Span,
         part: int,
@@ -423,13 +445,13 @@ class ConnectorWorker:
         self._count("load_bytes", size)
         self._count("load_blocks_missing", len(missing))
 
-    async def _save(self, save: SaveRequest, context: _TransferContext) -> None:
+    async def _save(self, save: SaveRequest, context: TransferContext) -> None:
         # What is not written by the end counts as refused, so that it is tried again.
         refused = _all_refused(save, WriteStatus.NO_MASTER)
         size = 0
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self._settings.save_timeout_s + _CANCEL_AFTER_S):
+            async with asyncio.timeout(self._settings.save_timeout_s + CANCEL_AFTER_S):
                 pool = self._thread.pool
                 if not self._rank.saves:  # another rank has the same bytes
                     refused = {}
@@ -466,7 +488,7 @@ class ConnectorWorker:
     async def _write(
         self,
         pool: Pool,
-        context: _TransferContext,
+        context: TransferContext,
         blocks: GroupBlocks,
         save: SaveRequest,
         part: int,
@@ -476,7 +498,7 @@ class ConnectorWorker:
         memory = self._memory[blocks.group]
         for first in range(0, len(blocks.digests), memory.blocks_per_transfer):
             digests = blocks.digests[first : first + memory.blocks_per_transfer]
-            async with self._save_slots:
+            async with self._checks.slots:
                 source = await memory.source(
                     blocks.block_ids[first : first + memory.blocks_per_transfer],
                     context.events[blocks.group],
@@ -506,110 +528,29 @@ class ConnectorWorker:
         self._transfer_ended.set()
         self._count("save_bytes", size)
 
-    async def _probe(self, probe: ProbeRequest, context: _TransferContext) -> None:
-        pool = self._thread.pool
-        began = time.monotonic()
-        size = 0
+    async def _probe(self, probe: ProbeRequest, context: TransferContext) -> None:
+        result = ProbeResult(0, 0.0)
         try:
-            async with asyncio.timeout(probe.timeout_s + _CANCEL_AFTER_S):
-                for blocks in probe.blocks if pool is not None else ():
-                    assert pool is not None
-                    memory = self._memory[blocks.group]
-                    scratch = [
-                        bytearray(memory.block_bytes // memory.parts) for _ in blocks.digests
-                    ]
-                    for part in range(memory.parts):
-                        results = await pool.read(
-                            context.namespaces[blocks.group],
-                            blocks.digests,
-                            scratch,
-                            part=self._rank.part + part,
-                            match=blocks.match,
-                            timeout=probe.timeout_s,
-                        )
-                        size += sum(result.size for result in results if result.status.hit)
-        except (KvpoolError, TimeoutError):
-            pass  # what came until then is the measurement
+            result = await self._checks.probe(self._thread.pool, self._memory, probe, context)
         finally:
-            self._probe_ended(size, time.monotonic() - began)
+            self._count("probes", 1)
+            self._check_ended(result)
 
-    def _probe_ended(self, size: int, seconds: float) -> None:
-        self._count("probes", 1)
-        with self._lock:
-            self._report.probes.append(ProbeResult(size, seconds))
-            self._running -= 1
-        self._transfer_ended.set()
-
-    async def _verify(self, verify: VerifyRequest, context: _TransferContext) -> None:
-        """Compare block by block: memory has at most one of the pool's. (design: verification)"""
+    async def _verify(self, verify: VerifyRequest, context: TransferContext) -> None:
         result = VerifyResult(verify.job, 0)
         try:
-            async with asyncio.timeout(verify.timeout_s + _CANCEL_AFTER_S):
-                pool = self._thread.pool
-                for blocks in verify.blocks if pool is not None else ():
-                    assert pool is not None
-                    for part in range(self._memory[blocks.group].parts):
-                        result = await self._compare(
-                            pool, context, blocks, part, verify.timeout_s, result
-                        )
-        except (KvpoolError, TimeoutError):
-            pass  # what was compared until then counts
+            result = await self._checks.verify(self._thread.pool, self._memory, verify, context)
         finally:
             if result.mismatch is not None:
                 self._mismatched.update(context.namespaces)
-            self._verify_ended(result)
+            self._check_ended(result)
 
-    async def _compare(
-        self,
-        pool: Pool,
-        context: _TransferContext,
-        blocks: GroupBlocks,
-        part: int,
-        timeout_s: float,
-        result: VerifyResult,
-    ) -> VerifyResult:
-        """The result with one more part of a block; unchanged if the pool has it no more."""
-        memory = self._memory[blocks.group]
-        for layer in memory.layers:
-            if layer.dtype not in TOLERANCES:
-                return result._replace(problem=f"{layer.layer} has elements of type {layer.dtype}")
-        theirs = bytearray(memory.block_bytes // memory.parts)
-        async with self._save_slots:
-            [read] = await pool.read(
-                context.namespaces[blocks.group],
-                blocks.digests,
-                [theirs],
-                part=self._rank.part + part,
-                match=blocks.match,
-                timeout=timeout_s,
-            )
-            if not read.status.hit or read.size != len(theirs):
-                return result
-            [block] = blocks.block_ids
-            pieces = await memory.host_source(block, context.events[blocks.group], part)
-        if part == 0:
-            result = result._replace(compared=result.compared + 1)
-        for layer, pairs in segments(memory.layers, pieces, theirs):
-            found, tolerance = difference(pairs, layer.dtype), TOLERANCES[layer.dtype]
-            mismatch = result.mismatch
-            if found > tolerance and (mismatch is None or found > mismatch.difference):
-                mismatch = Mismatch(
-                    self._rank.number,
-                    self._rank.part + part,
-                    blocks.group,
-                    blocks.digests[0],
-                    layer.layer,
-                    found,
-                    tolerance,
-                )
-            worst = max(result.difference, found)
-            result = result._replace(difference=worst, mismatch=mismatch)
-            await asyncio.sleep(0)  # loads go first
-        return result
-
-    def _verify_ended(self, result: VerifyResult) -> None:
+    def _check_ended(self, result: ProbeResult | VerifyResult) -> None:
         with self._lock:
-            self._report.verified.append(result)
+            if isinstance(result, ProbeResult):
+                self._report.probes.append(result)
+            else:
+                self._report.verified.append(result)
             self._running -= 1
         self._transfer_ended.set()
 

@@ -4,7 +4,6 @@ LMCache's key has the model's name, rank, group, salt and a hash of the tokens. 
 type nor the shape of the bytes, which come with the objects; nor the weights, of which LMCache
 knows nothing: for these there is the setting `revision`. Ranks and groups are part of the digest,
 so that what one task asks for is as a rule in one namespace, and in one message.
-(design: other-engines)
 """
 
 from __future__ import annotations

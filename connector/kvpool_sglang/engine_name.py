@@ -3,7 +3,6 @@
 HiCache hands its storage the model's name, and nothing of weights, overrides and quantization: by
 that alone two engines that compute different keys and values share them. But a storage lives in
 the scheduler's process, where the engine's arguments are, and the files of the weights can be read.
-(design: other-engines)
 """
 
 from __future__ import annotations
@@ -92,6 +91,9 @@ def fields(arguments: Any, model: str, revision: str) -> dict[str, str]:
     name = PurePath(arguments.model_path).name  # a path is another one on another host
     try:
         weights = fingerprint.files(arguments.model_path, arguments.revision or "")
+        given["config.json"] = fingerprint.settings(
+            arguments.model_path, arguments.revision or ""
+        ).decode()
     except OSError as error:
         if not revision:
             raise ConfigError(

@@ -1,7 +1,5 @@
-"""Pages of SGLang's host memory: their bytes in place, and the name of everything that shapes them.
-
-(design: other-engines)
-"""
+"""Pages of SGLang's host memory: their bytes in place, and the name of everything that shapes
+them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the keys and values of a model depend on, as a namespace; and models that are refused.
-
-(design: other-engines)
-"""
+"""What the keys and values of a model depend on, as a namespace; and models that are refused."""
 
 from __future__ import annotations
 
@@ -15,16 +12,15 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvpool import Namespace, UsageError
-from kvpool_connector import fingerprint, namespace
+from kvpool_connector import namespace
 from kvpool_transformers.blocks import BlockLayout
+from kvpool_transformers.model_state import NAMES_ONLY, ModelState
 
 #: Change it when any field, or the bytes of a block, get another meaning.
-_FORMAT: Final = "transformers/1"
+_FORMAT: Final = "transformers/2"
 _SUPPORTED: Final = (5, 19)
 #: Their keys depend on how long the text is *in all*, so a prefix has no keys of its own.
 _ROPES_BY_LENGTH: Final = ("dynamic", "longrope")
-#: Fields of a configuration that change no key and no value.
-_NAMES_ONLY: Final = ("_name_or_path", "transformers_version", "architectures", "use_cache")
 
 
 def check_version() -> str:
@@ -68,37 +64,30 @@ def check_model(model: Any) -> None:
                 "all of whose layers keep every token are supported, not sliding windows, linear "
                 "attention or hybrids of them"
             )
-    for parameter, tensor in model.named_parameters():
-        if tensor.device.type == "meta":
-            raise UsageError(f"{parameter} is not in memory: a model on a disk has no name")
 
 
-def why_not_now(model: Any) -> str:
+def why_not_now(model: Any, state: ModelState) -> str:
     """What about this moment makes keys that nobody else may have; empty if nothing does."""
-    if model.training:
-        return "the model is in training mode: call model.eval()"
-    device = next(model.parameters()).device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(next(model.parameters()).device.type):
         return "autocast is on, which computes in another type than the model's"
-    return ""
+    return state.moment
 
 
-def namespace_of(model: Any, layout: BlockLayout, salt: str) -> Namespace:
+def namespace_of(
+    model: Any, state: ModelState, digest: str, layout: BlockLayout, salt: str
+) -> Namespace:
     """Everything that must be equal for two processes to share blocks, as readable text.
 
-    Reads the weights, about 1 MiB and sums of 64 MiB on a CPU (design: weights).
+    `digest` is that of the state's bytes.
     """
     config = model.config.get_text_config(decoder=True)
-    settings = {key: value for key, value in config.to_dict().items() if key not in _NAMES_ONLY}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    weights = fingerprint.memory(tensors)
-    if weights.hidden:
-        raise UsageError(f"{weights.hidden} tensors of the model cannot be read: it has no name")
+    settings = {key: value for key, value in config.to_dict().items() if key not in NAMES_ONLY}
     return namespace.name(
         {
             "model": type(model).__name__,
             "config": namespace.digest(json.dumps(settings, sort_keys=True, default=str)),
-            "memory": weights.digest,
+            "modules": state.structure,
+            "memory": digest,
             "attention": getattr(config, "_attn_implementation", None) or "eager",
             "device": next(model.parameters()).device.type,
             "layout": layout.name,
@@ -109,15 +98,6 @@ def namespace_of(model: Any, layout: BlockLayout, salt: str) -> Namespace:
         parts=1,
         format=_FORMAT,
     )
-
-
-def weights_state(model: Any) -> int:
-    """Another number when weights may have been changed in place since the last call.
-
-    An optimizer's step, `load_state_dict` and `to` are seen; writing through `.data` is not.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    return hash(tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
 
 
 def _ropes_of(settings: Iterable[Any]) -> Iterator[object]:

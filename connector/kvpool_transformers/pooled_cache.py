@@ -6,10 +6,10 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from transformers import DynamicCache
@@ -22,9 +22,9 @@ from kvpool_transformers.model_name import (
     check_model,
     check_version,
     namespace_of,
-    weights_state,
     why_not_now,
 )
+from kvpool_transformers.model_state import ModelState
 
 #: Seconds that a prompt waits for the pool, at most, even if computing would take longer.
 LOAD_TIMEOUT_S: Final = 2.0
@@ -34,6 +34,8 @@ SAVE_TIMEOUT_S: Final = 10.0
 SAVES_MAX: Final = 4
 #: A load that was slow is tried again now and then: each decision against one makes it less so.
 _FORGET: Final = 0.9
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +51,27 @@ class Prefilled:
     why: str = ""
 
 
+@dataclass(slots=True)
+class _Origin:
+    """Of which state of the model a cache's keys and values are. It hangs on the cache."""
+
+    structure: str
+    digest: str
+    namespace: Namespace
+    layout: BlockLayout
+    #: The chain of its text, as far as it was loaded or handed to a save.
+    done: list[bytes]
+
+
 class PooledCache:
     """A prefix cache in a pool, for one model in this process. Not for several threads at once.
 
     `pool` is a master's address, a `ClientConfig`, an open `kvpool.sync.Pool` (which stays yours to
     close), or None: then everything is computed. Without a master the model runs all the same; the
     log has one warning, and the pool is used as soon as it is there.
+
+    Each prompt, and each save, reads all of the model's weights once, so that a change is seen
+    however it was made: on a CPU that takes about as long as a token of an answer, or less.
 
     `load` decides when: `auto`, only what comes faster than it was computed lately, and no longer
     than that; `always` and `never` are for experiments. Processes with another `salt` share
@@ -85,19 +102,17 @@ class PooledCache:
         self._save_timeout_s = save_timeout_s
         takes = inspect.signature(model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._state = 0
-        self._layout = BlockLayout([])
-        self._namespace = Namespace("transformers/unnamed")
-        self._name()
-        #: The chain of the last text, as far as it was loaded or handed to a save.
-        self._done: list[bytes] = []
+        self._origin: _Origin | None = None
+        self._refused = ""
+        self._namespace = self._look(ModelState(model)).namespace
         self._compute_s = 0.0  # recent seconds per computed token; 0 before the first
         self._load_s = 0.0  # the same of loaded ones
         self._saves: set[Future[None]] = set()
         self._saver = ThreadPoolExecutor(1, "kvpool-save")
         #: The last `prefill`.
         self.last = Prefilled()
-        #: `tokens_loaded`, `tokens_computed`; `saves_dropped`, `blocks_` and a status of a write.
+        #: `tokens_loaded`, `tokens_computed`; `saves_dropped`, `saves_of_changed_weights`;
+        #: `blocks_` and a status of a write.
         self.counters: Counter[str] = Counter()
         if isinstance(pool, str):
             pool = ClientConfig(masters=[pool], timeout_s=load_timeout_s)
@@ -115,7 +130,7 @@ class PooledCache:
 
     @property
     def namespace(self) -> Namespace:
-        """The name under which this model's blocks are shared."""
+        """The name under which this model's blocks were shared at the last prompt."""
         return self._namespace
 
     def prefill(self, ids: Sequence[int] | torch.Tensor) -> DynamicCache:
@@ -127,12 +142,13 @@ class PooledCache:
         """
         began = time.perf_counter()
         tokens = _tokens(ids)
-        if reason := why_not_now(self._model):
-            past, loaded = DynamicCache(config=self._model.config), 0
-            self._done = []
-        else:
-            self._name()
-            past, loaded, reason = self._loaded(tokens[:-1])
+        past: Any = DynamicCache(config=self._model.config)
+        loaded, reason = 0, "no pool"
+        if self._pool.is_ready:
+            origin, reason = self._attempt(lambda: self._look(self._now()))
+            if origin is not None:
+                past.kvpool_origin = origin
+                loaded, reason = self._loaded(past, tokens[:-1], origin)
         load_s = time.perf_counter() - began
         self._compute(past, tokens[loaded:-1])
         computed = len(tokens) - 1 - loaded
@@ -143,30 +159,36 @@ class PooledCache:
         self.counters["tokens_loaded"] += loaded
         self.counters["tokens_computed"] += computed
         self.save(tokens, past)
-        return past
+        return cast(DynamicCache, past)
 
     def save(self, ids: Sequence[int] | torch.Tensor, past: Any) -> None:
         """Save all full blocks of a cache whose first tokens are `ids`, in the background.
 
         The bytes are copied before it returns. For what `model.generate` has added: the next turn
         of a conversation begins with it. `ids` and `past` must belong together: nobody can check
-        that later. Other caches than `prefill` makes, of several texts for example, are not saved.
+        that later. Only a cache that `prefill` has made is saved, with one text in it, and only if
+        the model is still, or again, what it was then.
         """
         tokens = _tokens(ids)
-        if not self._pool.is_ready or why_not_now(self._model) or not self._layout.fits(past):
+        origin: _Origin | None = getattr(past, "kvpool_origin", None)
+        if origin is None or not self._pool.is_ready or not origin.layout.fits(past):
             return
         keys = chain(tokens[: past.get_seq_length()])
-        there = _common(keys, self._done)
+        there = _common(keys, origin.done)
         self._saves = {save for save in self._saves if not save.done()}
         if there == len(keys):
             return
         if len(self._saves) >= SAVES_MAX:
             self.counters["saves_dropped"] += 1
             return
-        rows = self._layout.take(past, there, len(keys))
+        state, _ = self._attempt(self._now)
+        if state is None or state.structure != origin.structure:
+            self.counters["saves_of_changed_weights"] += 1
+            return
+        rows = origin.layout.take(past, there, len(keys))
         parent = keys[there - 1] if there else ROOT
-        self._saves.add(self._saver.submit(self._store, keys[there:], rows, parent))
-        self._done = keys
+        self._saves.add(self._saver.submit(self._store, origin, state, keys[there:], rows, parent))
+        origin.done = keys
 
     def generate(self, ids: Sequence[int] | torch.Tensor, **options: Any) -> list[int]:
         """`model.generate` after `prefill`, and `save` after it: the text with its continuation."""
@@ -193,15 +215,38 @@ class PooledCache:
 
     # --- inside --------------------------------------------------------------------------
 
-    def _name(self) -> None:
-        """Name the model anew if its weights may be others than they were."""
-        state = weights_state(self._model)
-        if state != self._state:
+    def _attempt(self, work: Callable[[], T]) -> tuple[T | None, str]:
+        """What `work` returns, or why the model is not shared: that must not end a prompt."""
+        try:
+            return work(), ""
+        except Exception as error:  # whatever hangs on a model is looked at
+            why = str(error) if isinstance(error, UsageError) else repr(error)
+        if why != self._refused:
+            self._refused = why
+            log.warning("kvpool: not shared as long as %s", why)
+        return None, why
+
+    def _now(self) -> ModelState:
+        """The model as it is. Raises UsageError if nothing of it may be shared at this moment."""
+        state = ModelState(self._model)
+        if why := why_not_now(self._model, state):
+            raise UsageError(why)
+        return state
+
+    def _look(self, state: ModelState) -> _Origin:
+        """Read all weights, and name the model anew if it is another than at the last prompt."""
+        digest, last = state.digest(), self._origin
+        if last is None or state.structure != last.structure:
+            check_model(self._model)
             probe = DynamicCache(config=self._model.config)
             self._compute(probe, [0])
-            self._layout = BlockLayout.of(probe)
-            self._namespace = namespace_of(self._model, self._layout, self._salt)
-            self._state = state
+            layout = BlockLayout.of(probe)
+        else:
+            layout = last.layout
+        if last is None or (state.structure, digest) != (last.structure, last.digest):
+            self._namespace = namespace_of(self._model, state, digest, layout, self._salt)
+        self._origin = _Origin(state.structure, digest, self._namespace, layout, [])
+        return self._origin
 
     @torch.no_grad()
     def _compute(self, past: DynamicCache, tokens: Sequence[int]) -> None:
@@ -210,42 +255,43 @@ class PooledCache:
             self._model(input_ids=ids, past_key_values=past, use_cache=True, **self._last_logits)
 
     @torch.no_grad()
-    def _loaded(self, tokens: Sequence[int]) -> tuple[DynamicCache, int, str]:
-        """A cache with the longest prefix that the pool has, its tokens, and why it ends."""
-        past = DynamicCache(config=self._model.config)
-        keys, self._done = chain(tokens), []
+    def _loaded(
+        self, past: DynamicCache, tokens: Sequence[int], origin: _Origin
+    ) -> tuple[int, str]:
+        """Append the longest prefix that the pool has; its tokens, and why it ends."""
+        keys = chain(tokens)
         budget_s = self._budget_s(len(keys))
         if not keys or budget_s <= 0:
-            return past, 0, "shorter than a block" if not keys else "computing is faster"
+            return 0, "shorter than a block" if not keys else "computing is faster"
         began = time.perf_counter()
         nothing: tuple[torch.Tensor | None, str] = (None, "no pool")
-        rows, why = self._pool.call(lambda pool: self._read(pool, keys, budget_s), nothing)
+        rows, why = self._pool.call(lambda pool: self._read(pool, keys, budget_s, origin), nothing)
         if rows is None or not len(rows):
-            return past, 0, why
-        self._layout.fill(past, rows)
-        self._done = keys[: len(rows)]
+            return 0, why
+        origin.layout.fill(past, rows)
+        origin.done = keys[: len(rows)]
         loaded = len(rows) * BLOCK_TOKENS
         self._load_s = (time.perf_counter() - began) / loaded
-        return past, loaded, why
+        return loaded, why
 
     def _read(
-        self, pool: kvpool.sync.Pool, keys: list[bytes], budget_s: float
+        self, pool: kvpool.sync.Pool, keys: list[bytes], budget_s: float, origin: _Origin
     ) -> tuple[torch.Tensor | None, str]:
         until = time.monotonic() + budget_s
-        match = pool.match(self._namespace, keys, timeout=budget_s)
+        match = pool.match(origin.namespace, keys, timeout=budget_s)
         self._pool.look_at([match.stopped])
         left_s = until - time.monotonic()
         if not match.length or left_s <= 0:
             return None, match.stopped.label if not match.length else "it took too long to look"
-        rows = self._layout.rows(match.length)
+        rows = origin.layout.rows(match.length)
         buffers = [memoryview(row.numpy()) for row in rows]
         results = pool.read(
-            self._namespace, keys[: match.length], buffers, match=match, timeout=left_s
+            origin.namespace, keys[: match.length], buffers, match=match, timeout=left_s
         )
         self._pool.look_at(result.status for result in results)
         for position, result in enumerate(results):
             # A shorter block is a hit for the pool, and fills a part of the buffer.
-            if not result.status.hit or result.size != self._layout.block_bytes:
+            if not result.status.hit or result.size != origin.layout.block_bytes:
                 return rows[:position], result.status.label
         return rows, match.stopped.label
 
@@ -261,11 +307,23 @@ class PooledCache:
             return 0.0
         return min(self._load_timeout_s, tokens * self._compute_s)
 
-    def _store(self, keys: Sequence[bytes], rows: torch.Tensor, parent: bytes) -> None:
+    def _store(
+        self,
+        origin: _Origin,
+        state: ModelState,
+        keys: Sequence[bytes],
+        rows: torch.Tensor,
+        parent: bytes,
+    ) -> None:
+        # Read again, after they were used: they may have changed on the way. Who trains beside
+        # this writes while it reads, which gives a hash that is not this one.
+        if state.digest() != origin.digest:
+            self.counters["saves_of_changed_weights"] += 1
+            return
         buffers = [memoryview(row.numpy()) for row in rows]
         statuses = self._pool.call(
             lambda pool: pool.write(
-                self._namespace, keys, buffers, parent=parent, timeout=self._save_timeout_s
+                origin.namespace, keys, buffers, parent=parent, timeout=self._save_timeout_s
             ),
             list[WriteStatus](),
         )

@@ -53,6 +53,7 @@ class Process:
     def __init__(self, words: list[str], masters: list[str]) -> None:
         node, ip = ray.get_runtime_context().get_node_id()[:8], get_node_ip_address()
         self._where = f"node {node} at {ip}"
+        ip = f"[{ip}]" if ":" in ip else ip
         here = {"{ip}": ip, "{id}": f"{socket.gethostname()}-{node}"}
         for name, value in here.items():
             words = [word.replace(name, value) for word in words]

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from kvpool import __version__
-from kvpool.cli import events, inspect, leave, measure, model, run, spread, tenant, top, usage
+from kvpool.cli import events, inspect, leave, measure, remove, run, spread, tenant, top, usage
 
 app = typer.Typer(
     name="kvpool",
@@ -32,11 +32,11 @@ for command in (
     inspect.explain,
     inspect.doctor,
     leave.drain,
+    remove.remove,
     spread.spread,
     events.events,
     measure.replay,
     measure.bench,
-    model.fleet,
     tenant.tenant_key,
 ):
     app.command()(command)

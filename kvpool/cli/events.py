@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, cast
 import typer
 
 from kvpool import runtime
+from kvpool.addresses import split
 from kvpool.cli.shared import (
     ClusterName,
     ConfigFile,
@@ -31,6 +32,7 @@ from kvpool.types import Namespace
 
 if TYPE_CHECKING:
     from kvpool.kv_events import EventForm
+    from kvpool.net.event_publisher import EventPublisher
     from kvpool.net.http_server import Page
 
 #: Longest topic: subscribers compare it with each message's.
@@ -130,7 +132,7 @@ async def _events(
         )
         publisher.start()
         try:
-            console.print(f"publishing at {publisher.endpoint}", highlight=False, soft_wrap=True)
+            await _say_where(publisher)
             reader = pool.events()
             async with _served(pages_of_events(publisher, stream, reader), at):
                 await publish_pool(reader, stream, publisher)
@@ -178,7 +180,7 @@ async def _engine_events(
         subscriber: EventSubscriber | None = None
         try:
             subscriber = EventSubscriber(engine.endpoint, engine.replay_endpoint)
-            console.print(f"publishing at {publisher.endpoint}", highlight=False, soft_wrap=True)
+            await _say_where(publisher)
             reader, counts = pool.events(), EngineCounts()
             async with _served(pages_of_events(publisher, stream, reader, counts), at):
                 await publish_engine(subscriber.batches(), reader, stream, publisher, counts)
@@ -193,18 +195,27 @@ async def _served(
     served: Mapping[str, Callable[[], Page]], at: StreamAddress
 ) -> AsyncIterator[None]:
     """Their metrics, where `--http` says."""
+    from kvpool.net.announced import reachable
     from kvpool.net.http_server import pages
 
     async with pages(served, at.http, at.public) as serving:
         if serving is not None:
-            console.print(f"metrics, health, ready at http://{serving.address}", markup=False)
+            shown = await reachable(serving.address)
+            console.print(f"metrics, health, ready at http://{shown}", markup=False)
         yield
+
+
+async def _say_where(publisher: EventPublisher) -> None:
+    from kvpool.net.announced import reachable
+
+    shown = await reachable(publisher.endpoint)
+    console.print(f"publishing at {shown}", highlight=False, soft_wrap=True)
 
 
 def _check_endpoint(endpoint: str, insecure: bool) -> None:
     """Raises ConfigError for what is no tcp endpoint, and beyond loopback unless `insecure`."""
     scheme, _, address = endpoint.partition("://")
-    if scheme != "tcp" or not address.rpartition(":")[2].isdigit():
+    if scheme != "tcp" or split(address) is None:
         raise ConfigError(f"{endpoint!r}: expected an address such as tcp://127.0.0.1:5600")
     try:
         check_bind(address, insecure)

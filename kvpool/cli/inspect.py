@@ -25,7 +25,7 @@ from kvpool.cli.shared import (
     run,
 )
 from kvpool.config import Config, cluster_of
-from kvpool.errors import ConfigError, Unavailable
+from kvpool.errors import ConfigError
 from kvpool.types import OTHERS, Demand, Explanation, Member, Namespace, SessionReport
 
 if TYPE_CHECKING:
@@ -58,14 +58,11 @@ def status(
 
     settings = query_settings(config, masters, cluster, secret_file, local_only)
 
-    async def main() -> tuple[list[Member], list[tuple[Namespace, int]], Demand | None]:
+    async def main() -> tuple[list[Member], list[tuple[Namespace, int]], Demand]:
         async with await open_pool(settings) as pool:
             members = await pool.members(timeout=QUERY_S)
             namespaces = await pool.namespaces(timeout=QUERY_S) if not as_json else []
-            try:
-                return members, namespaces, await pool.demand(timeout=QUERY_S)
-            except Unavailable:  # a master of the release before does not measure it
-                return members, namespaces, None
+            return members, namespaces, await pool.demand(timeout=QUERY_S)
 
     members, namespaces, demand = run(main())
     if as_json:

@@ -15,9 +15,21 @@ from kvpool.units import parse_size
 
 if TYPE_CHECKING:
     from kvpool.tools.replay import ReplayOptions
-    from kvpool.tools.workloads import Request
+    from kvpool.tools.traces import Request
 
-Trace = Annotated[Path | None, typer.Argument(help="Trace in the Mooncake format (JSON lines).")]
+Trace = Annotated[
+    Path | None, typer.Argument(help="Recorded trace, also gzipped; - is stdin. See --format.")
+]
+TraceFormat = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        help="Format of the trace: auto, mooncake, qwen-bailian, multi-turn or sharegpt.",
+    ),
+]
+TimeUnit = Annotated[
+    str | None, typer.Option(help="Of the trace's times: s or ms. Default: what the format says.")
+]
 Workload = Annotated[str, typer.Option(help="Generated if no trace is given: codex or fanout.")]
 Servers = Annotated[
     str, typer.Option(help="Number of block servers; with --dry several, e.g. 1,4,16.")
@@ -37,7 +49,10 @@ BlockSize = Annotated[
 Sessions = Annotated[int, typer.Option(min=1, help="Sessions in all; of fanout: groups.")]
 Concurrent = Annotated[int, typer.Option(min=1, help="Sessions, or groups, at the same time.")]
 BlockTokens = Annotated[
-    int, typer.Option(min=64, help="With --dry: tokens in a block of a generated workload.")
+    int | None,
+    typer.Option(
+        min=1, help="Tokens in a block. Default: what a trace's format says, 512 if generated."
+    ),
 ]
 InFlight = Annotated[
     int | None,
@@ -90,6 +105,8 @@ Picture = Annotated[
 
 def replay(
     trace: Trace = None,
+    format: TraceFormat = "auto",
+    time_unit: TimeUnit = None,
     workload: Workload = "codex",
     servers: Servers = "",
     clients: Clients = 4,
@@ -97,7 +114,7 @@ def replay(
     block_size: BlockSize = None,
     sessions: Sessions = 200,
     concurrent: Concurrent = 24,
-    block_tokens: BlockTokens = 512,
+    block_tokens: BlockTokens = None,
     in_flight: InFlight = None,
     transports: EngineTransports = "shm,tcp",
     limit: Limit = None,
@@ -121,7 +138,7 @@ def replay(
     if dry:
         try:
             name, requests = replays.requests_of(
-                trace, workload, sessions, concurrent, seed, block_tokens
+                trace, workload, sessions, concurrent, seed, block_tokens, format, time_unit
             )
             requests = requests[:limit]
             blocks = replays.capacities_in_blocks(capacity or "5000blocks", block_size, requests)
@@ -131,15 +148,10 @@ def replay(
         _dry(name, requests, policy, blocks, counts, hints, seed, picture, as_json)
         return
     try:
-        if hints:
-            raise ConfigError("--hints needs --dry: only there the times of the trace are kept")
-        counts = replays.server_counts(servers or "2", most=64)
-        if len(counts) > 1:
-            raise ConfigError("several numbers of --servers need --dry")
         options = replays.options(
             trace=trace,
             workload=workload,
-            servers=counts[0],
+            servers=_one_count(servers, hints),
             clients=clients,
             capacity=capacity,
             block_size=block_size,
@@ -153,10 +165,25 @@ def replay(
             tiers=tier or (),
             kill_at=kill_at,
             events=events,
+            format=format,
+            unit=time_unit,
+            block_tokens=block_tokens,
         )
     except KvpoolError as error:
         fail(error)
     _play(options, picture, as_json)
+
+
+def _one_count(servers: str, hints: bool) -> int:
+    """How many servers a run without --dry has. Raises ConfigError."""
+    from kvpool.tools import replay as replays
+
+    if hints:
+        raise ConfigError("--hints needs --dry: only there the times of the trace are kept")
+    counts = replays.server_counts(servers or "2", most=64)
+    if len(counts) > 1:
+        raise ConfigError("several numbers of --servers need --dry")
+    return counts[0]
 
 
 def _play(options: ReplayOptions, picture: Path | None, as_json: bool) -> None:

@@ -36,6 +36,17 @@ if TYPE_CHECKING:
     from kvpool.server.block_server import BlockServer
     from kvpool.server.identity_file import IdentityFile
 
+ServerId = Annotated[
+    str | None, typer.Option(help="Id of this server, unique in the cluster, e.g. gpu-17.")
+]
+Announce = Annotated[
+    str | None,
+    typer.Option(
+        help="Where others reach this server, if not where it listens: a host, e.g. "
+        "203.0.113.7, or for one transport tcp://203.0.113.7:17460."
+    ),
+]
+
 
 def dev(
     capacity: Annotated[str, typer.Option(help="Memory of each server, e.g. 1GiB.")] = "1GiB",
@@ -124,7 +135,7 @@ def master(
             shown: AbstractAsyncContextManager[Routes] = nullcontext({})
             if wanted.http:
                 shown = status_page(running, wanted.timeout_s / 2)
-            async with shown as views, tenants.watched() if tenants else nullcontext():
+            async with shown as views, tenants.watched(running.tasks) if tenants else nullcontext():
                 served = {**metrics.pages_of_master(running), **views}
                 async with _pages(served, wanted, settings):
                     console.print(f"master at {running.address}")
@@ -167,9 +178,7 @@ def server(
         str | None,
         typer.Option(help="Eviction policy: lru, arc, lease, density or an installed one."),
     ] = None,
-    id: Annotated[
-        str | None, typer.Option(help="Id of this server, unique in the cluster, e.g. gpu-17.")
-    ] = None,
+    id: ServerId = None,
     identity_file: Annotated[
         str | None,
         typer.Option(
@@ -184,6 +193,7 @@ def server(
             "Settings of a transport follow a question mark: ucx://10.0.0.1:7501?tls=rc."
         ),
     ] = None,
+    announce: Announce = None,
     http: Http = None,
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
@@ -209,6 +219,7 @@ def server(
             "server.id": id,
             "server.identity_file": identity_file,
             "server.listen": listen,
+            "server.announce": announce,
             "server.http": http,
             "server.insecure": insecure or None,
             "server.drain_s": drain,
@@ -263,7 +274,7 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
         runtime.freeze_gc()  # before the start, which adds all blocks of a file
         await running.start()
         pages = _pages(metrics.pages_of_server(running), wanted, settings)
-        async with pages, tenants.watched() if tenants else nullcontext():
+        async with pages, tenants.watched(running.tasks) if tenants else nullcontext():
             registering = asyncio.create_task(_registered(running, settings))
             stopped = asyncio.create_task(runtime.wait_for_signal())
             # An id that is taken ends the server; a master that is not reachable yet does not.
@@ -275,7 +286,7 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
                 await stopped
             registering.cancel()
             if wanted.drain_s and stopped.done():
-                await _drain(running, wanted.drain_s)
+                await _drain(running, wanted)
     finally:
         if running is not None:
             await running.close()
@@ -291,11 +302,18 @@ def _say_what_it_offers(running: BlockServer) -> None:
     )
 
 
-async def _drain(running: BlockServer, within_s: float) -> None:
-    """Hand over the blocks; a second signal ends it."""
+async def _drain(running: BlockServer, config: ServerConfig) -> None:
+    """Hand over the blocks, with `server.back_in_s` not those in its file; a second signal ends
+    it."""
     import asyncio
 
-    draining = asyncio.create_task(running.drain(within_s))
+    from kvpool.protocols import Peer
+    from kvpool.types import DrainOrder
+    from kvpool.wire import messages as wire
+
+    order = DrainOrder(begin=True, within_s=config.drain_s, back_in_s=config.back_in_s)
+    drain = running.extensions.handler(wire.Drain)
+    draining = asyncio.create_task(drain(Peer(running.server), order, wait=True))
     stopped = asyncio.create_task(runtime.wait_for_signal())
     await asyncio.wait([draining, stopped], return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, stopped):
@@ -335,6 +353,7 @@ async def _pages(
     wanted: MasterConfig | ServerConfig,
     settings: Config,
 ) -> AsyncIterator[None]:
+    from kvpool.net.announced import reachable
     from kvpool.net.http_server import pages
 
     # Not protected by the cluster's secret: a scraper or a browser need not have it.
@@ -342,7 +361,8 @@ async def _pages(
     async with pages(served, wanted.http, public) as serving:
         if serving is not None:
             what = "status page, metrics" if "/" in served else "metrics"
-            console.print(f"{what}, health, ready at http://{serving.address}", markup=False)
+            shown = await reachable(serving.address)
+            console.print(f"{what}, health, ready at http://{shown}", markup=False)
         yield
 
 

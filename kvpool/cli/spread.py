@@ -59,7 +59,7 @@ def spread(
     transports: TransportNames = None,
     as_json: Json = False,
 ) -> None:
-    """Have servers fetch a chain, as a tree, before its readers come.
+    """Have servers fetch a chain, also from each other, before its readers come.
 
     Exit code 0 only if the pool has the whole chain, and each of the servers has it, too.
     """
@@ -78,7 +78,7 @@ def spread(
                 report = await pool.spread(wanted, chain, to=receivers, timeout=within_s)
             except UsageError as error:
                 raise ConfigError(f"--to {to}: {error}") from None
-            from kvpool.client.spread_tree import NO_SUCH_NAME
+            from kvpool.client.spread_plan import NO_SUCH_NAME
 
             wrong = [one.server for one in report.servers if one.problem == NO_SUCH_NAME]
             for name in wrong[:_WRONG_NAMES_MAX]:

@@ -11,7 +11,7 @@ import typer
 from kvpool.cli.shared import ClusterName, ConfigFile, SecretFile, console, fail, settings_of
 from kvpool.config import TenantKey, cluster_of, read_secret
 from kvpool.errors import ConfigError, KvpoolError
-from kvpool.tenants import is_tenant_name
+from kvpool.tenant_names import is_tenant_name
 from kvpool.types import Cluster
 
 

@@ -95,7 +95,7 @@ async def _look(pool: Pool, view: Top) -> None:
         members = await pool.members(timeout=QUERY_S)
         try:
             demand = await pool.demand(timeout=QUERY_S)
-        except KvpoolError:  # of a tenant, or from a master of the release before
+        except KvpoolError:  # of a tenant
             demand = None
         view.seen(time.monotonic(), members, demand)
     except Unavailable as error:  # the master may be restarting: try again

@@ -60,4 +60,6 @@ def usage(
         print(json.dumps([as_json_object(one) for one in found]))
     else:
         console.print(usage_table(by.value, found))
+        if not found:
+            console.print("nobody yet" if members else "no server has registered")
     raise typer.Exit(0 if any(member.alive for member in members) else 1)

@@ -264,7 +264,7 @@ def _tensor(piece: Any, index: int) -> torch.Tensor:
             f"buffer {index} lies on a device, which needs torch: pip install 'kvpool[torch]'"
         ) from None
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # no CUDA, odd array
-        from kvpool.device_copy import first_line  # not at the top (design: import-time)
+        from kvpool.device_copy import first_line  # not at the top (design: layout)
 
         raise BadBuffer(f"buffer {index} cannot be used: {first_line(error)}") from None
     if tensor.data_ptr() != piece.__cuda_array_interface__["data"][0]:  # torch has copied it
@@ -277,7 +277,7 @@ def _array(tensor: Any, index: int) -> Any:
     try:
         return _byte_row(tensor, index).numpy()
     except (TypeError, RuntimeError) as error:  # without memory, conjugated, of another device
-        from kvpool.device_copy import first_line  # not at the top (design: import-time)
+        from kvpool.device_copy import first_line  # not at the top (design: layout)
 
         raise BadBuffer(f"buffer {index} cannot be used: {first_line(error)}") from None
 

@@ -5,7 +5,7 @@ No byte of such a block is in host memory, so the device computes its checksum
 that row. One in several rows, as engines have it, is received into memory of this client on the
 same device, verified there, and then scattered to its rows, all blocks of a round in one launch.
 So wrong bytes never reach the rows of such a block, and in a block of one row they are a miss, as
-on the host (design: direct-reads).
+on the host (design: device-memory).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvpool.checksum import block_seeds
 from kvpool.client.buffers import DeviceBlock
 from kvpool.client.device_staging import first_bytes, until, wait_for_stream
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_kernels
-from kvpool.device.thread import DeviceThread
+from kvpool.device.thread import DeviceFailed, DeviceThread
 from kvpool.device_copy import first_line
-from kvpool.errors import Closed, DeadlineExceeded, TooLarge, Unavailable
+from kvpool.errors import Closed, DeadlineExceeded, TooLarge
 from kvpool.protocols import DeviceArrival, DeviceReadBlock, DeviceToken, ReadOptions
 from kvpool.types import DIRECT_PIECES_MAX, ReadResult, ReadStatus
 
@@ -116,7 +116,7 @@ class Devices:
             try:
                 self._threads[device] = DeviceThread(device)
             except RuntimeError as error:
-                raise Unavailable(f"device {device}: {first_line(error)}") from None
+                raise DeviceFailed(f"device {device}: {first_line(error)}") from None
         return self._threads[device]
 
     def close(self) -> None:

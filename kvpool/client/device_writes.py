@@ -2,7 +2,7 @@
 
 A block in one row is sent from that row. Blocks in several rows, as engines have them, are gathered
 in memory of this client on the same device, all of a round in one launch, and sent from there. The
-device hashes them in one more launch; no byte is in the host's memory (design: direct-writes).
+device hashes them in one more launch; no byte is in the host's memory (design: device-memory).
 
 The host is the way round: where no such path leads to a server, or it fails, `auto` copies the
 blocks for that server to pinned memory and sends them from there.
@@ -26,6 +26,7 @@ from kvpool.client.device_staging import until, wait_for_stream
 from kvpool.client.servers import Servers
 from kvpool.config import AUTO, DIRECT
 from kvpool.device.checksum import copy_rows, unsigned
+from kvpool.device.thread import DeviceFailed
 from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
@@ -85,7 +86,7 @@ class DirectWrites:
         self._counters = counters
         #: Servers that had the right bytes when they were asked.
         self._checked: set[str] = set()
-        #: `auto` has seen wrong bytes: all is staged.
+        #: `auto` has seen wrong bytes, or a device that fails: all is staged.
         self._distrusted = False
         self._reasons: set[tuple[str, str]] = set()
 
@@ -115,27 +116,34 @@ class DirectWrites:
         """Have `write_blocks` send blocks, in order, once the device has gathered and hashed them.
 
         `names` are their digests and parents. However it ends, nothing reads the blocks' memory any
-        more. Raises Unavailable when a device fails.
+        more. Raises Unavailable when a device fails; with `auto` the blocks that are left then have
+        no status, and may be staged.
         """
-        statuses = dict.fromkeys(blocks, WriteStatus.DEADLINE)
+        done: dict[int, WriteStatus] = {}
         try:
             # Before the first byte: its owner's work may still fill that memory.
             await wait_for_stream(blocks.values(), deadline)
             for one in _rounds(blocks):
                 async with AsyncExitStack() as stack:
                     places: DeviceTargets = {}
-                    if one.in_rows:
-                        memory = await stack.enter_async_context(
-                            self._devices.scratch(one.device, deadline)
-                        )
-                        places = direct.places_in(memory, one.in_rows)
-                    ready = await self._gather(options, names, blocks, one, places, deadline)
+                    try:
+                        if one.in_rows:
+                            memory = await stack.enter_async_context(
+                                self._devices.scratch(one.device, deadline)
+                            )
+                            places = direct.places_in(memory, one.in_rows)
+                        ready = await self._gather(options, names, blocks, one, places, deadline)
+                    except DeviceFailed as error:
+                        if self._path != AUTO:
+                            raise
+                        self._give_up(error)
+                        return done
                     # The scratch memory is this round's until no transfer uses it any more.
                     written = await write_blocks(ready)
-                    statuses.update(zip(one.numbers, written, strict=True))
+                    done.update(zip(one.numbers, written, strict=True))
         except DeadlineExceeded:
             pass
-        return statuses
+        return dict.fromkeys(blocks, WriteStatus.DEADLINE) | done
 
     async def write_to(
         self,
@@ -150,9 +158,9 @@ class DirectWrites:
         auto = self._path == AUTO
         if auto and self._distrusted:
             return await self._through_host(blocks, through_host, deadline)
-        token = await self._devices.token(_tensor(blocks[0]).device, deadline)
-        send = partial(_send, options, blocks, token, self._to_host(deadline), deadline)
         try:
+            token = await self._devices.token(_tensor(blocks[0]).device, deadline)
+            send = partial(_send, options, blocks, token, self._to_host(deadline), deadline)
             statuses = await self._servers.device_call(
                 server, send, deadline, only_fabrics=auto, counted_as="write"
             )
@@ -291,6 +299,11 @@ class DirectWrites:
             for position, status in zip(wrong, again, strict=True):
                 found[position] = status
         return found
+
+    def _give_up(self, error: DeviceFailed) -> None:
+        if not self._distrusted:
+            self._distrusted = True
+            log.warning("direct writes failed: staged from now on", error=str(error))
 
     def _note(self, server: str, error: KvpoolError, blocks: int) -> None:
         """Count what goes through the host, and say why, once for a server and reason."""

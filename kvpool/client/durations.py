@@ -2,7 +2,7 @@
 
 Durations are rounded to two digits, so a sum is right to 5 %, every histogram can be made of the
 counts, and there are some hundred of them for each operation and transport. A duration costs a
-microsecond, once for a message and never for a block. (design: client-durations)
+microsecond, once for a message and never for a block.
 """
 
 from __future__ import annotations

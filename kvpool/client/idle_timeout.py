@@ -33,8 +33,8 @@ class InactivityTimer:
 
         async with InactivityTimer(silence_s=1.0) as timer: ...
 
-    Raises ServerUnresponsive otherwise (design: unresponsive-servers). A touch, which comes with
-    every chunk that is received, is one assignment: the loop's timer looks for it when it fires.
+    Raises ServerUnresponsive otherwise (design: hedging). A touch, which comes with every chunk
+    that is received, is one assignment: the loop's timer looks for it when it fires.
 
     With `may_leave` that is asked, once, when nothing was received for `ask_s`, while the block
     goes on. If its answer is True, and there is still silence, the block ends then.

@@ -1,6 +1,6 @@
 """What a reader on each of several hosts would load of a chain, and how long that takes: pure.
 
-The sums behind `Pool.score`. It knows no clock and no socket (design: score).
+The sums behind `Pool.score`. It knows no clock and no socket.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Final, Protocol
 
@@ -10,7 +11,7 @@ from kvpool.client.known_spans import KnownSpans
 from kvpool.client.masters import Masters
 from kvpool.client.presence import presence
 from kvpool.client.servers import Servers
-from kvpool.errors import BadKey, MasterLost, MasterTooOld, Unavailable
+from kvpool.errors import BadKey, MasterLost, Unavailable
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BlockKey,
@@ -74,9 +75,7 @@ async def match(
         try:
             found = await masters.ask(question, wire.FindReply, deadline)
             batch = _runs(found, at, count, page.spans_before)
-        except Unavailable as error:
-            if isinstance(error, MasterTooOld) and page.ask_without_marks():
-                continue
+        except Unavailable:
             return Match(tuple(runs), at, ReadStatus.NO_MASTER)
         session = ""  # it has arrived
         reached = batch[-1].last + 1 if batch else at
@@ -102,29 +101,32 @@ class _Page:
         self._known = known
         #: Spans of the last question whose keys it does not have.
         self.spans_before = 0
-        self._plain = False  # no master knows what a mark is
         self._unknown = False  # the last answer ended at a mark
         self._was_unknown = False  # an earlier one did
 
     def question(
         self, at: int, session: str, observes: bool
     ) -> tuple[wire.Find | wire.FindChain, int]:
-        """About the blocks from position `at` on, the first of a span; and how many they are."""
+        """About the blocks from position `at` on; and how many they are."""
         first, size = at // spans.SPAN_BLOCKS, self._size
+        where = self._namespace.name, self._namespace.parts, size
+        if at % spans.SPAN_BLOCKS:  # all that fitted into the last answer: the rest of that span
+            self.spans_before = 0
+            end = min((first + 1) * spans.SPAN_BLOCKS, self._count)
+            keys = self._packed[at * size : end * size]
+            return wire.Find(*where, keys, True, session, observes), end - at
         # At least one key: so an answer ends with a reason, or at the end of the question.
         most = min(first + wire.SPANS_MAX, (self._count - 1) // spans.SPAN_BLOCKS)
-        ask_all = self._plain or self._unknown
-        known = 0 if ask_all else self._known.count(self._marks, first, most)
+        known = 0 if self._unknown else self._known.count(self._marks, first, most)
         self.spans_before = known
         begin = at + known * spans.SPAN_BLOCKS
         goes_on = at and not known and not self._unknown  # all that was asked for is there
-        keys_max = _MATCH_KEYS if goes_on or self._plain else _FIRST_KEYS
+        keys_max = _MATCH_KEYS if goes_on else _FIRST_KEYS
         end = min(begin + keys_max // spans.SPAN_BLOCKS * spans.SPAN_BLOCKS, self._count)
-        where = self._namespace.name, self._namespace.parts, size
         keys = self._packed[begin * size : end * size]
         last = end // spans.SPAN_BLOCKS
         # What follows was asked for with the first question.
-        behind = self._marks[last : last + wire.SPANS_MAX] if not at and not self._plain else []
+        behind = self._marks[last : last + wire.SPANS_MAX] if not at else []
         if not known and not behind:
             return wire.Find(*where, keys, True, session, observes), end - at
         before = spans.pack_marks(self._marks[first : first + known])
@@ -142,11 +144,6 @@ class _Page:
             end = first + self.spans_before if self._was_unknown else last + 1
             self._known.discard(self._marks[last:end])
             self._was_unknown = True
-
-    def ask_without_marks(self) -> bool:
-        """From the next question on; False if that was so before."""
-        before, self._plain = self._plain, True
-        return not before
 
 
 class Lookup:
@@ -183,12 +180,13 @@ class Lookup:
         """As `Pool.explain`."""
         size = check_digests(digests)
         answers: list[Explanation] = []
-        for first in range(0, len(digests), BATCH_BLOCKS_MAX):
-            batch = digests[first : first + BATCH_BLOCKS_MAX]
+        while len(answers) < len(digests):
+            batch = digests[len(answers) : len(answers) + BATCH_BLOCKS_MAX]
             request = wire.Explain(namespace.name, namespace.parts, size, b"".join(batch))
             explained = await self._masters.ask(request, wire.Explained, deadline)
-            if len(explained.blocks) != len(batch):
-                raise MasterLost(f"a master answered for {len(explained.blocks)} of {len(batch)}")
+            count = len(explained.blocks)
+            if not (0 < count <= len(batch) if explained.more else count == len(batch)):
+                raise MasterLost(f"a master answered for {count} of {len(batch)}")
             answers += [
                 Explanation(
                     BlockKey(namespace, digest),
@@ -196,7 +194,7 @@ class Lookup:
                     tuple(Replica(*replica) for replica in replicas),
                     text,
                 )
-                for digest, (status, text, replicas) in zip(batch, explained.blocks, strict=True)
+                for digest, (status, text, replicas) in zip(batch, explained.blocks, strict=False)
             ]
         return answers
 
@@ -247,21 +245,14 @@ class Lookup:
         """
         results = [ReadResult(ReadStatus.NO_MASTER)] * len(digests)
         runs: list[Run] = []
-        for first in range(0, len(digests), _FIND_KEYS):
-            batch = digests[first : first + _FIND_KEYS]
-            try:
-                packed = b"".join(batch)
-                request = wire.Find(namespace.name, namespace.parts, len(batch[0]), packed, False)
-                found = await self._masters.ask(request, wire.FindReply, deadline)
-                batch_runs = _runs(found, first, len(batch))
-            except Unavailable:
-                break
-            runs += batch_runs
-            found_at = {i for run in batch_runs for i in range(run.first, run.last + 1)}
-            misses = iter(found.misses)
-            for position in range(first, first + len(batch)):
-                if position not in found_at:
-                    results[position] = ReadResult(_miss(next(misses, 0)))
+        with contextlib.suppress(Unavailable):
+            async for first, count, found, reasons in self._found(namespace, digests, deadline):
+                runs += found
+                found_at = {i for run in found for i in range(run.first, run.last + 1)}
+                misses = iter(reasons)
+                for position in range(first, first + count):
+                    if position not in found_at:
+                        results[position] = ReadResult(_miss(next(misses, 0)))
         return results, self._candidates(runs, part, len(digests))
 
     async def where(
@@ -299,21 +290,40 @@ class Lookup:
 
         Positions of runs count from the first block of their page. Raises BadKey, MasterLost.
         """
-        size = check_digest_size(digests)
+        check_digest_size(digests)
         check_digest_types(digests)
         if len(set(map(len, digests))) != 1:
             check_digests(digests)
-        for first in range(0, len(digests), _FIND_KEYS):
+        try:
+            async for first, count, runs, _ in self._found(namespace, digests, deadline, observes):
+                yield (
+                    count,
+                    [run._replace(first=run.first - first, last=run.last - first) for run in runs],
+                )
+        except Unavailable as error:  # an answer that contradicts itself is none
+            raise MasterLost(str(error)) from None
+
+    async def _found(
+        self,
+        namespace: Namespace,
+        digests: Sequence[bytes],
+        deadline: float,
+        observes: bool = False,
+    ) -> AsyncIterator[tuple[int, int, list[Run], bytes]]:
+        """Answers about these blocks, in turn: the first and the number of blocks that it is about,
+        the runs found, and why each of the others is a miss. Raises Unavailable."""
+        first = 0
+        while first < len(digests):
             batch = digests[first : first + _FIND_KEYS]
+            packed, size = b"".join(batch), len(batch[0])
             request = wire.Find(
-                namespace.name, namespace.parts, size, b"".join(batch), False, observes=observes
+                namespace.name, namespace.parts, size, packed, False, observes=observes
             )
-            try:
-                found = await self._masters.ask(request, wire.FindReply, deadline)
-                runs = _runs(found, 0, len(batch))
-            except Unavailable as error:  # an answer that contradicts itself is none
-                raise MasterLost(str(error)) from None
-            yield len(batch), runs
+            found = await self._masters.ask(request, wire.FindReply, deadline)
+            runs = _runs(found, first, len(batch))
+            count = _answered(found) if found.more else len(batch)
+            yield first, count, runs, found.misses
+            first += count
 
     async def holders(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
@@ -354,8 +364,9 @@ class Lookup:
 def _runs(found: wire.FindReply, first: int, count: int, spans_before: int = 0) -> list[Run]:
     """The runs of an answer, with positions in the whole chain.
 
-    Without a reason it may end inside of the `spans_before` the keys, behind one of them. Raises
-    Unavailable for an answer that contradicts itself: that master did not answer.
+    With `more` it is about the first blocks only. Without a reason it may end inside of the
+    `spans_before` the keys, behind one of them. Raises Unavailable for an answer that contradicts
+    itself: that master did not answer.
     """
     runs = []
     position = covered = 0
@@ -366,9 +377,18 @@ def _runs(found: wire.FindReply, first: int, count: int, spans_before: int = 0) 
         covered += position - run_first
         runs.append(Run(first + run_first, first + run_last, tuple(Replica(*r) for r in replicas)))
     unknown = covered < spans_before * spans.SPAN_BLOCKS and not covered % spans.SPAN_BLOCKS
-    if not found.misses and covered != count and not (unknown and covered == position):
+    if found.more:
+        complete = 0 < _answered(found) <= count and (found.misses or covered == position)
+    else:
+        complete = found.misses or covered == count or (unknown and covered == position)
+    if not complete:
         raise Unavailable(f"a master answered for {covered} of {count} blocks")
     return runs
+
+
+def _answered(found: wire.FindReply) -> int:
+    """The number of blocks that an answer is about."""
+    return sum([last + 1 - first for first, last, _ in found.runs]) + len(found.misses)
 
 
 def _read_status(value: int) -> ReadStatus:

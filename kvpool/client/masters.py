@@ -11,8 +11,6 @@ from kvpool.config import ClientConfig
 from kvpool.errors import (
     DeadlineExceeded,
     MasterLost,
-    MasterTooOld,
-    MessageTooNew,
     Overloaded,
     PeerError,
     Unavailable,
@@ -57,14 +55,13 @@ class Masters:
         *,
         patient: bool = False,
     ) -> wire.M:
-        """The first good answer. Raises MasterLost when no master answers within `attempt_s`, and
-        MasterTooOld when none knows the message.
+        """The first good answer. Raises MasterLost when no master answers within `attempt_s`.
 
         A `patient` caller waits until the deadline.
 
         A request of a client may be sent twice, because it changes nothing that matters. So when
         the preferred master sends nothing for `hedge_s`, all masters are asked at once, that one
-        included: it may only be slow (design: unresponsive-servers).
+        included: it may only be slow (design: hedging).
         """
         request = wire.encode(message)
         if self._places.locked():
@@ -162,8 +159,6 @@ class Masters:
         """The error to raise; the first one after `_LOST_AFTER_S` without an answer is logged."""
         now = asyncio.get_running_loop().time()
         why = "; ".join(map(str, problems))
-        if problems and all(isinstance(one, MessageTooNew) for one in problems):
-            return MasterTooOld(why)
         if self._failing_since is None:
             self._failing_since = now
         elif not self._logged_lost and now - self._failing_since >= _LOST_AFTER_S:

@@ -10,6 +10,7 @@ part, so no lookup waits for the interpreter lock (design: pool-thread).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
@@ -23,8 +24,6 @@ from kvpool.config import ClientConfig
 from kvpool.errors import (
     Closed,
     MasterLost,
-    MasterTooOld,
-    MessageTooNew,
     Overloaded,
     PeerError,
     Unavailable,
@@ -35,8 +34,7 @@ from kvpool.net.zmq_polled import PolledLinks
 from kvpool.net.zmq_rpc import RECONNECT_AFTER_S
 from kvpool.types import Cluster, Match, Namespace, check_session
 from kvpool.wire import messages as wire
-from kvpool.wire.frames import Envelope, decode_envelope, envelope_id
-from kvpool.wire.versions import SpokenVersion
+from kvpool.wire.frames import decode_envelope, envelope_id
 
 #: Requests without a reply are looked through so often: to send them again, or to end them.
 _TICK_S: Final = 0.005
@@ -62,12 +60,12 @@ class MatchPoller:
         cluster: Cluster,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to connect to the masters. Raises ConfigError for an address that is not valid."""
+        """Begin to connect to the masters. Raises ConfigError for an address that is not valid,
+        Unavailable when this process can open no socket."""
         self._config = config
         self._clock = clock
         self._tenant = cluster.tenant
         self._links = PolledLinks(config.masters, cluster)
-        self._spoken = [SpokenVersion() for _ in range(len(self._links))]
         self._preferred = 0
         self._known = KnownSpans()
         self._next_id = 0
@@ -177,22 +175,13 @@ class MatchPoller:
         hedge_s = min(self._config.hedge_s, (chain.deadline - now) / 2)
         request = _Request(chain, *wire.encode(question.message), hedge_at=now + hedge_s)
         self._requests[id] = request
-        if not self._send(id, request, self._preferred, now) or request.too_new:
+        if not self._send(id, request, self._preferred, now):
             self._send_to_all(id, request, now)
-        self._end_if_refused(id, request, "", now)
 
     def _send(self, id: int, request: _Request, link: int, now: float) -> bool:
-        version = self._spoken[link].at(now)
-        try:
-            body = wire.translate(request.type, request.body, version)
-        except MessageTooNew:
-            request.asked[link] = version
-            request.refused.add(link)
-            request.too_new.add(link)
-            return True
-        sent = self._links.send(link, request.type, body, id, version)
+        sent = self._links.send(link, request.type, request.body, id)
         if sent:
-            request.asked[link] = version
+            request.asked.add(link)
             self.connected = True
             self._unanswered_since.setdefault(link, now)
         return sent
@@ -211,11 +200,6 @@ class MatchPoller:
         now = self._clock()
         try:
             envelope = decode_envelope(message, self._links.cluster)
-            if self._refused_version(request, link, envelope, now):
-                self._send(id, request, link, now)
-                if link not in request.too_new:
-                    return
-                raise MessageTooNew(f"a master speaks protocol {envelope.version}")
             answer = wire.decode_answer(wire.FindReply, envelope.type, envelope.body)
         except (Unavailable, Overloaded, PeerError) as error:
             request.refused.add(link)
@@ -228,19 +212,9 @@ class MatchPoller:
 
     def _end_if_refused(self, id: int, request: _Request, why: str, now: float) -> None:
         """End a question that every master has refused to which it could be sent."""
-        if request.refused and request.refused == request.asked.keys():
+        if request.refused == request.asked:
             del self._requests[id]
-            too_old = request.too_new == request.refused
-            self._go_on(request.chain, MasterTooOld(why) if too_old else MasterLost(why), now)
-
-    def _refused_version(
-        self, request: _Request, link: int, envelope: Envelope, now: float
-    ) -> bool:
-        """A master of the release before has refused the question, and can be asked in its own."""
-        asked = request.asked.get(link)
-        if asked is None or envelope.type != wire.TYPES[wire.Error]:
-            return False
-        return self._spoken[link].refused(asked, envelope.version, now)
+            self._go_on(request.chain, MasterLost(why), now)
 
     def _tick(self) -> None:
         """Send what could not be sent, ask further masters, end what is too old."""
@@ -260,7 +234,8 @@ class MatchPoller:
     def _reconnect(self, request: _Request, now: float) -> None:
         for link in request.asked:
             if now - self._unanswered_since.get(link, now) >= RECONNECT_AFTER_S:
-                self._links.reopen(link)
+                with contextlib.suppress(Unavailable):  # it has no descriptors left: later
+                    self._links.reopen(link)
                 del self._unanswered_since[link]
 
     def _forget(self, lookup: _Lookup) -> None:
@@ -292,9 +267,8 @@ class _Request:
     type: int
     body: bytes
     hedge_at: float
-    asked: dict[int, int] = field(default_factory=dict)  # by link: in which protocol version
+    asked: set[int] = field(default_factory=set)  # links
     refused: set[int] = field(default_factory=set)  # links
-    too_new: set[int] = field(default_factory=set)  # links of it to older masters, not sent
 
 
 class _Question(NamedTuple):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvpool import registry, tracing
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig, checked_client, checked_cluster
-from kvpool.errors import MasterLost
+from kvpool.errors import KvpoolError, MasterLost, Unavailable
 from kvpool.net.diagnose import diagnose_unreachable
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.types import Cluster
@@ -20,8 +20,20 @@ async def connect(
     """Open a pool on the masters at `host:port`; any one of them is enough.
 
     A cluster with a secret is `Cluster(name, secret)`. Raises MasterLost when none answers within
-    `timeout_s` of the configuration; ConfigError for a value that is not valid.
+    `timeout_s` of the configuration; ConfigError for a value that is not valid; Unavailable when
+    this process cannot open a file or a socket.
     """
+    try:
+        return await _connect(masters, config, cluster)
+    except OSError as error:
+        if isinstance(error, KvpoolError):
+            raise
+        raise Unavailable(f"cannot open a pool: {error}") from error
+
+
+async def _connect(
+    masters: Sequence[str], config: ClientConfig | None, cluster: str | Cluster
+) -> Pool:
     cluster = checked_cluster(cluster)
     if config is None:
         config = ClientConfig(masters=list(masters)) if masters else ClientConfig()
@@ -48,7 +60,7 @@ async def connect(
 
 
 def _pool_class() -> Callable[..., Pool]:
-    """One that begins spans, where the environment asks for them (design: tracing)."""
+    """One that begins spans, where the environment asks for them."""
     tracer = tracing.tracer()
     if tracer is None:
         return Pool

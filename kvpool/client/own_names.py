@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kvpool.errors import BadKey, UsageError
-from kvpool.tenants import marker_of, qualified
+from kvpool.tenant_names import marker_of, qualified
 from kvpool.types import SESSION_NAME_MAX, Namespace
 
 

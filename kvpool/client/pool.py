@@ -23,14 +23,15 @@ from kvpool.client.location_cache import LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.own_names import own_namespace, own_session
-from kvpool.client.pool_events import EventReader
+from kvpool.client.pool_events import EventPosition, EventReader
 from kvpool.client.prefetch import PrefetchCalls
 from kvpool.client.reader import Reader
+from kvpool.client.removal import Removals
 from kvpool.client.score import Scorer
 from kvpool.client.servers import Servers, device_lack, gather_errors
 from kvpool.client.shared_copies import SharedCopies
 from kvpool.client.spread import Spreader
-from kvpool.client.spread_tree import RECEIVERS_MAX
+from kvpool.client.spread_plan import RECEIVERS_MAX
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
 from kvpool.config import DIRECT, ClientConfig, check_device_path
@@ -54,7 +55,7 @@ from kvpool.protocols import (
     WriteOptions,
 )
 from kvpool.runtime import Host, this_host
-from kvpool.tenants import unqualified
+from kvpool.tenant_names import unqualified
 from kvpool.types import (
     ARRIVED,
     BATCH_BLOCKS_MAX,
@@ -67,7 +68,6 @@ from kvpool.types import (
     Demand,
     DrainOrder,
     DrainReport,
-    EventPosition,
     Explanation,
     HintStatus,
     HostScore,
@@ -119,7 +119,6 @@ class Pool:
     | `shared_copies` | blocks | that servers fetched because many chains share them |
     | `versions_removed` | copies | that had other bytes than another writer's copy |
     | `hedged` | delays | of a server that sent nothing for `hedge_s` |
-    | `chosen_SCHEME` | changes | to a transport that was measured to be faster |
     | `failed_SCHEME` | failures | of a transport, which comes last for a while |
     | `staged_read_bytes`, `staged_write_bytes` | bytes | copied to; from CUDA devices |
     | `direct_read_bytes` | bytes | received into CUDA devices and verified there |
@@ -177,6 +176,8 @@ class Pool:
             config, lookup, servers, locations, self._staging, self._direct, rates, counters
         )
         versions = Versions(lookup, reader, servers, counters)
+        #: Removes whole namespaces: for operators, and for tenants their own.
+        self.removals = Removals(servers, self._tenant)
         self._spreader = Spreader(lookup, servers, counters)
         self._prefetches = PrefetchCalls(lookup, servers, self._spreader, counters)
         self._shared_copies = SharedCopies(lookup, servers, counters, config.copies_max)
@@ -235,7 +236,7 @@ class Pool:
         One message to a master for each 4,096 digests. As `match`, it is no use of the blocks and
         pins none: a block may be gone when it is read. A digest may occur twice. Raises BadKey for
         empty `digests` and for those that are not 16 to 32 bytes or differ in length; MasterLost
-        when no master answers (design: flat-keys).
+        when no master answers.
         """
         return await self._lookup.contains(self._own(namespace), digests, self._begin(timeout))
 
@@ -303,7 +304,7 @@ class Pool:
         first of them has reported a block.
 
         Raises BadKey for an empty `chain` or wrong digests; UsageError for wrong `hosts` (1 to
-        1,024 names) or `block_bytes`; MasterLost when no master answers (design: score).
+        1,024 names) or `block_bytes`; MasterLost when no master answers.
         """
         deadline = self._begin(timeout)
         if (
@@ -350,8 +351,7 @@ class Pool:
         """What clients ask for: live working sets, as the master that answers has measured.
 
         All clients ask the first master of their list while it answers; what other clients ask
-        another one is not in it. Raises MasterLost, also where a master of the release before
-        answers.
+        another one is not in it. Raises MasterLost.
         """
         demand = await self._lookup.demand(self._begin(timeout))
         sets = [one._replace(namespace=self._as_seen(one.namespace)) for one in demand.working_sets]
@@ -408,7 +408,7 @@ class Pool:
         match: Match | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[list[View]]:
-        """The pool's own memory, pinned inside the `with`: no copy (design: zero-copy-views).
+        """The pool's own memory, pinned inside the `with`: no copy (design: pins).
 
         The views are read-only: one per digest. Blocks of a server on another host, or behind a
         transport without views, are misses with the status REFUSED: use `read` for them. Raises
@@ -440,7 +440,7 @@ class Pool:
 
         `near` is the id of a server, or of a host (`Member.host`): a server there fetches what it
         lacks, as with `spread`, in the background and for 30 seconds at most. If no server lives
-        there, blocks come up where they are. Raises BadKey as `match` does (design: prefetch).
+        there, blocks come up where they are. Raises BadKey as `match` does (design: promotion).
         """
         deadline = self._begin(self._config.attempt_s if timeout is None else timeout)
         check_digests(chain)
@@ -543,7 +543,7 @@ class Pool:
         to: int | Sequence[str],
         timeout: float | None = None,
     ) -> SpreadReport:
-        """Put copies of a chain where it will be read, before its readers come (design: spread).
+        """Put copies of a chain where it will be read, before its readers come (design: movers).
 
         `to` is how many servers should have it afterwards, or which: ids of servers, or of hosts
         (`Member.host`), of which the server with the most room gets it. They fetch it from each
@@ -574,7 +574,7 @@ class Pool:
         back_in_s: float = 0.0,
         timeout: float | None = None,
     ) -> DrainReport:
-        """Have the other servers fetch all blocks of `server`, which will leave (design: drain).
+        """Have the other servers fetch all blocks of `server`, which will leave (design: movers).
 
         Returns when it has begun; `drain_report` says how far it is. From now on `server` takes no
         blocks, and serves those that it has. With `back_in_s` it will be back so soon: blocks that
@@ -624,7 +624,7 @@ class Pool:
         Servers keep the session's blocks until they are read or the session writes, for 120 seconds
         at most; call it again while the prompt waits, up to 10 minutes. Advice, as `hint` is, and
         within the same budget of bytes. `match` with a session does the same in one message. Raises
-        UsageError (design: arrivals).
+        UsageError (design: session-hints).
         """
         return await self._hint(wire.Hint(self._session(session), ARRIVED), timeout)
 
@@ -724,7 +724,7 @@ class Pool:
         return await self._servers.call(server, ask, deadline)
 
     def _staging(self) -> Staging:
-        """The pinned memory for blocks on devices; its module loads numpy (design: import-time)."""
+        """The pinned memory for blocks on devices; its module loads numpy (design: layout)."""
         if self._closed:  # a call that was running when the pool was closed
             raise Closed("the pool is closed")
         if self._device_staging is None:
@@ -734,7 +734,7 @@ class Pool:
         return self._device_staging
 
     def _direct(self) -> DirectReads:
-        """What direct reads need; its modules load numpy (design: import-time)."""
+        """What direct reads need; its modules load numpy (design: layout)."""
         if self._closed:
             raise Closed("the pool is closed")
         if self._direct_reads is None:
@@ -770,7 +770,7 @@ class Pool:
         """The deadline of a call that starts now.
 
         Raises Closed after `close` or a fork, and in another thread or loop; UsageError for a
-        timeout that is no bound, because every call must end (design: deadlines).
+        timeout that is no bound, because every call must end (design: hedging).
         """
         if self._closed:
             raise Closed("the pool is closed")

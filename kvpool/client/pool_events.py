@@ -9,14 +9,15 @@ before it, and the reader is right at each moment about what it has read of. (de
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvpool import logs
 from kvpool.backoff import Backoff
 from kvpool.client.lookup import Asks
 from kvpool.errors import BadKey, BadMessage, MasterLost
-from kvpool.types import EventPosition, Namespace, PoolEvent, PoolEventKind
+from kvpool.types import Namespace
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client")
@@ -27,12 +28,60 @@ _POLL_S: Final = 0.05
 _RETRY_S: Final = 0.2
 _RETRY_S_MAX: Final = 5.0
 #: What the numbers of `wire.MapChange.kind` mean.
+
+
+class PoolEventKind(enum.Enum):
+    """What a `PoolEvent` says."""
+
+    #: Forget everything that earlier events have said: all that is there follows.
+    RESET = "reset"
+    #: That was all of it: what follows has just happened.
+    LIVE = "live"
+    #: A server has these blocks in this tier, and in no other one.
+    STORED = "stored"
+    #: A server has them no more.
+    REMOVED = "removed"
+    #: A server has no block any more.
+    CLEARED = "cleared"
+    #: A server does not answer: what it has cannot be read for now.
+    LOST = "lost"
+    #: A server is there, with what it had before it was lost; or it is new.
+    BACK = "back"
+    #: The same as LOST, of a server that has ended in order, such as for an upgrade.
+    LEFT = "left"
+
+
+class EventPosition(NamedTuple):
+    """Up to where a reader of `Pool.events` has come: a master's stream, and a number in it."""
+
+    stream: int
+    number: int
+
+
+class PoolEvent(NamedTuple):
+    """One change of what the pool has, as a master sees it.
+
+    `position` is that behind this event. `server` and `host` are empty for RESET and LIVE, the rest
+    for all but STORED and REMOVED; `tier` is of STORED, `host` of BACK.
+    """
+
+    kind: PoolEventKind
+    position: EventPosition
+    server: str = ""
+    host: str = ""
+    namespace: Namespace | None = None
+    part: int = 0
+    tier: str = ""
+    digests: tuple[bytes, ...] = ()
+
+
 _KINDS: Final = (
     PoolEventKind.STORED,
     PoolEventKind.REMOVED,
     PoolEventKind.CLEARED,
     PoolEventKind.LOST,
     PoolEventKind.BACK,
+    PoolEventKind.LEFT,
 )
 
 

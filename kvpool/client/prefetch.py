@@ -1,4 +1,4 @@
-"""Asks servers to bring the blocks of a chain into memory before they are read (design: prefetch).
+"""Asks servers to bring the blocks of a chain into memory before they are read (design: promotion).
 
 No call waits for a disk or for a copy: a server answers at once and goes on by itself, and copies
 near the reader are spread in the background.
@@ -16,7 +16,7 @@ from kvpool import logs
 from kvpool.client.lookup import Lookup
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.spread import Spreader
-from kvpool.errors import KvpoolError, MasterLost, Overloaded, PeerError
+from kvpool.errors import KvpoolError, MasterLost, Overloaded
 from kvpool.protocols import Channel, SupportsPrefetch
 from kvpool.types import BATCH_BLOCKS_MAX, Match, Namespace, PrefetchStatus, ReadStatus
 
@@ -158,10 +158,7 @@ class PrefetchCalls:
                 channel: Channel, batch: Sequence[bytes] = batch
             ) -> list[PrefetchStatus]:
                 if isinstance(channel, SupportsPrefetch):
-                    # A server of the release before refuses: that says nothing about the
-                    # connection.
-                    with contextlib.suppress(PeerError):
-                        return await channel.prefetch(namespace, part, batch, deadline=deadline)
+                    return await channel.prefetch(namespace, part, batch, deadline=deadline)
                 return [PrefetchStatus.REFUSED] * len(batch)
 
             statuses += await self._servers.call(server, prefetch, deadline)

@@ -50,12 +50,13 @@ if TYPE_CHECKING:
 
     from kvpool.client.device_direct import DirectReads
     from kvpool.client.device_staging import Staging
+    from kvpool.device.thread import DeviceFailed
 
 log = logs.get("kvpool.client")
 
 #: A property of the enum would be called for each block.
 _HIT, _NOT_YET, _CORRUPT = ReadStatus.HIT, ReadStatus.NOT_YET, ReadStatus.CORRUPT
-#: A server that hands over a block has evicted it: another one may have it (design: join).
+#: A server that hands over a block has evicted it: another one may have it (design: movers).
 _EVICTED = ReadStatus.EVICTED
 
 
@@ -314,7 +315,9 @@ class Reader:
         self, state: ReadState, blocks: dict[int, DeviceBlock]
     ) -> dict[int, DeviceBlock]:
         """From the network into the devices; returns the blocks that are to be staged instead."""
-        from kvpool.client import device_direct  # not at the top (design: import-time)
+        # not at the top (design: layout)
+        from kvpool.client import device_direct
+        from kvpool.device.thread import DeviceFailed
 
         if self._path == DIRECT:
             device_direct.check_sizes(blocks, "read")
@@ -340,7 +343,14 @@ class Reader:
 
         if not chosen:
             return blocks
-        found = await self._direct().read(chosen, fetch_rows, state.deadline)
+        candidates = {i: list(state.candidates[i]) for i in chosen}
+        try:
+            found = await self._direct().read(chosen, fetch_rows, state.deadline)
+        except DeviceFailed as error:
+            if self._path == DIRECT:
+                raise
+            self._give_up_direct(state, candidates, error)
+            return blocks
         for position, result in found.items():
             state.results[position] = result
         left = {i: block for i, block in blocks.items() if i not in chosen}
@@ -362,6 +372,19 @@ class Reader:
                 "triton is not installed, or they are large and in pieces"
             )
             log.info("blocks for devices are staged", device_path=AUTO, blocks=blocks, why=why)
+
+    def _give_up_direct(
+        self, state: ReadState, candidates: Mapping[int, list[str]], error: DeviceFailed
+    ) -> None:
+        """All once more, through the host: what has come is in rows that nobody has verified."""
+        if self._path != STAGED:
+            self._path = STAGED
+            log.warning("direct reads failed: staged from now on", error=str(error))
+        for position, servers in candidates.items():
+            state.candidates[position] = servers
+            state.results[position] = ReadResult(ReadStatus.DEADLINE)
+        state.indirect.clear()
+        state.direct_corrupt.clear()
 
     async def _acquit_the_way(self, state: ReadState) -> None:
         """Have servers look at their copies before these are read once more: then a wrong one may
@@ -458,8 +481,6 @@ class Reader:
                     server,
                     lambda channel: channel.read(options, blocks, deadline=state.deadline),
                     state.deadline,
-                    sum(sizes),
-                    _bytes_read,
                     "read",
                 )
         except (Unavailable, PeerError, Overloaded) as error:
@@ -555,7 +576,7 @@ class Reader:
 
     async def _refetch_from_masters(self, state: ReadState) -> None:
         """Blocks that are not where the cache or the match says: ask a master, once. They may have
-        moved since (design: location-cache, join)."""
+        moved since (design: movers)."""
         missing = [i for i, result in enumerate(state.results) if result.status is not _HIT]
         if not missing or self._loop.time() >= state.deadline:
             return
@@ -633,10 +654,6 @@ async def _receive(
     if not isinstance(channel, SupportsDeviceRead):
         raise Overloaded("this transport receives nothing into memory on devices")
     return await channel.read_to_device(options, blocks, deadline=deadline)
-
-
-def _bytes_read(results: Sequence[ReadResult]) -> int:
-    return sum([result.size for result in results])
 
 
 def miss_reason(error: KvpoolError) -> ReadStatus:

@@ -1,5 +1,5 @@
 """Asks a master once where a chain is, and computes what a reader on each of several hosts would
-load (design: score)."""
+load."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
 """How a client reaches servers: by which path, and what it does when a path or a server fails.
 
 Two kinds of trouble are kept apart. A path that *fails* (refused, reset, nonsense) is closed and
-the next path is taken; a server without a working path is lost for a while (design: backoff). A
-server that is *slow* (frozen, cut off, overloaded) sends nothing for `hedge_s`: then it is asked
-after the others, and when there are no others it is given up after `attempt_s`
-(design: unresponsive-servers).
-
-Where several paths lead to another host, the one that was measured to be faster is taken
-(`path_selector.py`).
+the next path is taken; a server without a working path is lost for a while. A server that is *slow*
+(frozen, cut off, overloaded) sends nothing for `hedge_s`: then it is asked after the others, and
+when there are no others it is given up after `attempt_s` (design: hedging).
 """
 
 from __future__ import annotations
@@ -18,22 +14,21 @@ import functools
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from typing import Any, Final, NamedTuple, TypeVar
 
 from kvpool import logs
 from kvpool.backoff import Backoff
 from kvpool.client.durations import Durations
 from kvpool.client.masters import Masters
-from kvpool.client.path_selector import PathSelector
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
+    Forbidden,
     KvpoolError,
     LinkBroken,
     MasterLost,
-    MessageTooNew,
     Overloaded,
     PeerError,
     ServerLost,
@@ -41,7 +36,7 @@ from kvpool.errors import (
 )
 from kvpool.protocols import (
     Channel,
-    NeedsMeasurement,
+    OverFabric,
     ReachesDevices,
     SupportsReachability,
     SupportsZeroCopyView,
@@ -62,11 +57,8 @@ _BACKOFF_S_MAX: Final = 5.0
 _REFRESH_S: Final = 0.5
 #: Members that a client accepts from a master.
 _MEMBERS_MAX: Final = 4096
-
-
-def no_bytes(_: object) -> int:
-    """The byte count of calls without payload."""
-    return 0
+#: The purpose of the task that asks a master for the addresses of all servers.
+_ADDRESSES: Final = "addresses"
 
 
 class _Path(NamedTuple):
@@ -99,12 +91,12 @@ class KnownServer:
         self.host = ""
         self.epoch = 0
         self.paths: list[_Path] = []  # best first: those inside this host, then the remote ones
-        self.remote: PathSelector[_Path] | None = None  # where there are several remote paths
         self.channels: dict[_Path, Channel] = {}
         self.connecting = asyncio.Lock()
         self.retry_at = 0.0
         self.slow_until = 0.0
         self.worked_at = -math.inf  # a call succeeded
+        self.path_failed = False  # and no master was asked for the addresses since
 
 
 class Servers:
@@ -133,7 +125,7 @@ class Servers:
         self._refreshed_at = 0.0
         self._broken_until: dict[_Path, float] = {}  # paths that failed are tried last until then
         self._closing: set[asyncio.Task[None]] = set()
-        self._preparing: dict[_Path, asyncio.Task[None]] = {}
+        self._background: dict[_Path | str, asyncio.Task[None]] = {}  # one for each purpose
 
     def __repr__(self) -> str:
         return f"servers={sorted(self._records)}"
@@ -163,24 +155,21 @@ class Servers:
         server: str,
         operation: Callable[[Channel], Awaitable[T]],
         deadline: float,
-        size: int = 0,
-        bytes_moved: Callable[[T], int] = no_bytes,
         counted_as: str = "",
     ) -> T:
-        """Run `operation` on the best path that works. Raises ServerLost when no path does.
+        """Run `operation` on the best path that works. Raises ServerLost, or Forbidden as it came.
 
         It may run twice: a connection that the server closed while it was idle shows that only
-        when it is used, and says nothing about the server. `size`: the bytes that the operation
-        moves if all goes well; `bytes_moved`: those that it moved, from its result; `counted_as`:
-        the operation in `durations`, where an answer counts.
+        when it is used, and says nothing about the server. `counted_as`: the operation in
+        `durations`, where an answer counts.
         """
         record = self._records.get(server)
         if record is None or not record.paths or self._loop.time() < record.retry_at:
             record = await self._resolve(server, deadline)
         before = record.epoch, record.paths
         try:
-            order = self._paths_in_order(record, size)
-            return await self._call(record, order, operation, deadline, bytes_moved, counted_as)
+            order = self._paths_in_order(record)
+            return await self._call(record, order, operation, deadline, counted_as)
         except ServerLost as error:
             why = str(error)  # and not the error, which refers to this frame
         # It may be elsewhere now. It becomes lost only when no master knows of that:
@@ -191,8 +180,8 @@ class Servers:
             record.retry_at = self._loop.time() + record.backoff.next_delay()
             record.paths = []
             raise ServerLost(why)
-        order = self._paths_in_order(record, size)
-        return await self._call(record, order, operation, deadline, bytes_moved, counted_as)
+        order = self._paths_in_order(record)
+        return await self._call(record, order, operation, deadline, counted_as)
 
     async def device_call(
         self,
@@ -214,7 +203,7 @@ class Servers:
 
         if order:
             with contextlib.suppress(ServerLost):
-                return await self._call(record, order, operation, deadline, no_bytes, counted_as)
+                return await self._call(record, order, operation, deadline, counted_as)
         raise Overloaded(f"server {server} has no path to devices here that works")
 
     def reaches_devices(self, server: str, *, only_fabrics: bool) -> bool:
@@ -258,16 +247,12 @@ class Servers:
             if given_up:
                 # The network may be at fault instead: where there are other ways to that host,
                 # they are taken for a while.
-                for path in record.channels if record.remote is not None else ():
-                    if not self._transports[path.scheme].same_host:
-                        self._mark_broken(path)
+                remote = [p for p in record.paths if not self._transports[p.scheme].same_host]
+                for path in record.channels.keys() & set(remote) if len(remote) > 1 else set():
+                    self._mark_broken(path)
                 self._close_channels(record)
             if not known:  # one line, however many calls wait for it
                 log.warning("server is silent", server=server)
-
-    def _is_mute(self, record: KnownServer) -> bool:
-        """No call to it has succeeded for as long as an attempt may be silent."""
-        return self._loop.time() - record.worked_at >= self._config.attempt_s
 
     def rank(self, servers: Iterable[str]) -> list[str]:
         """The same servers, each once, best first: this host's, others, then slow and lost ones."""
@@ -312,15 +297,17 @@ class Servers:
                     self._path_failed(record, path, None, error)
                     continue
             if isinstance(channel, SupportsZeroCopyView):
+                if record.path_failed:
+                    self._renew_addresses()
                 return channel
         raise Overloaded(f"server {server} has no transport here that can show its memory")
 
     async def close(self) -> None:
         """End every call and connection; returns when their copies have stopped."""
-        if preparing := list(self._preparing.values()):
-            for task in preparing:
+        if background := list(self._background.values()):
+            for task in background:
                 task.cancel()
-            await asyncio.wait(preparing)
+            await asyncio.wait(background)
         for record in self._records.values():
             self._close_channels(record)
         if self._closing:
@@ -362,10 +349,35 @@ class Servers:
             self._find_paths(record, info.addresses)
         return Member(**fields)
 
+    def _renew_addresses(self) -> None:
+        """Ask a master for the addresses, in the background: no call waits for it.
+
+        A path that fails beside one that works may be an address of before a restart, and the
+        server has a new one. Asked once for all failures until now, and not sooner than
+        `_REFRESH_S` after the last answer; what is still wrong fails again, and asks again.
+        """
+
+        async def renew() -> None:
+            with contextlib.suppress(KvpoolError):
+                await self.refresh(self._loop.time() + self._config.attempt_s)
+
+        lately = self._loop.time() < self._refreshed_at + _REFRESH_S
+        if lately or _ADDRESSES in self._background:
+            return
+        for record in self._records.values():
+            record.path_failed = False
+        self._start(_ADDRESSES, renew)
+
+    def _start(self, purpose: _Path | str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `work` in the background until `close`, once at a time for each purpose."""
+        if purpose not in self._background:
+            task = self._background[purpose] = self._loop.create_task(work())
+            task.add_done_callback(lambda _: self._background.pop(purpose, None))
+
     def _find_paths(self, record: KnownServer, addresses: Sequence[str]) -> None:
         """The paths that this client can take, in its order of preference."""
         by_scheme = {address.partition("://")[0]: address for address in addresses}
-        local, remote, unmeasured = [], [], []
+        local, remote = [], []
         for scheme, transport in self._transports.items():
             if scheme not in by_scheme:
                 continue
@@ -376,19 +388,10 @@ class Servers:
                 continue
             if transport.same_host:
                 local += [path] if record.host == self._host.id else []
-            elif (
-                self._config.measure
-                and isinstance(transport, NeedsMeasurement)
-                and transport.needs_measurement
-            ):
-                unmeasured.append(path)
             else:
                 remote.append(path)
-        remote += unmeasured
-        if not self._config.measure or len(remote) < 2:
-            record.remote = None
-        elif record.remote is None or record.remote.paths != remote:
-            record.remote = PathSelector(remote)
+        # Over tcp's lanes ucx is slower than tcp (design: ucx).
+        remote.sort(key=lambda path: not _is_fast(self._transports[path.scheme]))
         record.paths = [*local, *remote]
 
     # --- calls ---------------------------------------------------------------------------
@@ -399,7 +402,6 @@ class Servers:
         order: Sequence[_Path],
         operation: Callable[[Channel], Awaitable[T]],
         deadline: float,
-        bytes_moved: Callable[[T], int],
         counted_as: str,
     ) -> T:
         began = self._loop.time()
@@ -414,19 +416,16 @@ class Servers:
                         last = path == order[-1]
                         channel = await self._connect(record, path, deadline, last=last)
                     result = await operation(channel)
-                except MessageTooNew as error:  # nothing was sent: the path is as good as before
-                    raise ServerLost(f"server {record.server}: {error}") from None
-                except BaseException as error:
-                    # Of a cancelled call, too: a trial that hangs is one that has failed.
-                    if record.remote is not None:
-                        record.remote.record_failure(path, self._loop.time())
-                    if not isinstance(error, Unavailable | PeerError):
-                        raise
+                except Forbidden:  # an answer: the server, and the path, are as good as before
+                    raise
+                except (Unavailable, PeerError) as error:
                     problem = str(error)  # and not the error, which refers to this frame
                     if self._loop.time() >= deadline:
                         # A call with a short deadline proves nothing about the path, nor does one
-                        # that had to wait for others.
-                        if deadline - began >= self._config.attempt_s and self._is_mute(record):
+                        # that had to wait for others, nor one beside others that succeed.
+                        attempt_s = self._config.attempt_s
+                        mute = self._loop.time() - record.worked_at >= attempt_s
+                        if mute and deadline - began >= attempt_s:
                             self._path_failed(record, path, channel, error)
                         raise DeadlineExceeded(f"server {record.server}: {error}") from None
                     if reused and first and isinstance(error, LinkBroken):
@@ -434,36 +433,22 @@ class Servers:
                     self._path_failed(record, path, channel, error)
                     break
                 record.worked_at = self._loop.time()
+                if record.path_failed:
+                    self._renew_addresses()
                 if record.backoff.failures:
                     record.backoff.reset()
                 if counted_as:
                     took = self._loop.time() - started
                     self.durations.record(counted_as, path.scheme, took)
-                if record.remote is not None:
-                    self._record_call(record, record.remote, path, bytes_moved(result), started)
                 return result
         raise ServerLost(f"server {record.server}: {problem}")
 
-    def _paths_in_order(self, record: KnownServer, size: int = 0) -> list[_Path]:
+    def _paths_in_order(self, record: KnownServer) -> list[_Path]:
         """Preference order, except that a path that failed lately comes last."""
-        order = record.paths
-        if record.remote is None and not self._broken_until:
-            return order
+        if not self._broken_until:
+            return record.paths
         now = self._loop.time()
-
-        def broken(path: _Path) -> bool:
-            return self._is_broken(path, now)
-
-        if record.remote is not None:
-            local = order[: len(order) - len(record.remote.paths)]
-            # No trial while a local path works, nor while a remote path is in trouble: what is
-            # measured then says nothing about the usual day.
-            idle = all(map(broken, local)) and not any(map(broken, record.remote.paths))
-            if idle and size and (path := record.remote.candidate(now)) is not None:
-                self._prepare(record, record.remote, path)
-            selected = record.remote.select(size if idle else 0, now, record.channels)
-            order = [*local, *selected]
-        return sorted(order, key=broken)
+        return sorted(record.paths, key=lambda path: self._is_broken(path, now))
 
     def _is_broken(self, path: _Path, now: float) -> bool:
         return self._broken_until.get(path, 0.0) > now
@@ -477,42 +462,9 @@ class Servers:
             if path.scheme not in self._to_devices:
                 continue
             transport = self._transports[path.scheme]
-            slow = isinstance(transport, NeedsMeasurement) and transport.needs_measurement
-            if not (self._is_broken(path, now) or (only_fabrics and slow)):
+            if not (self._is_broken(path, now) or (only_fabrics and not _is_fast(transport))):
                 paths.append(path)
         return paths
-
-    def _prepare(self, record: KnownServer, selector: PathSelector[_Path], path: _Path) -> None:
-        """Connect a path that is to be tried, in the background: no call waits for it."""
-
-        async def connect() -> None:
-            try:
-                await self._connect(record, path, self._loop.time() + self._config.attempt_s)
-            except (Unavailable, PeerError, Overloaded) as error:
-                selector.record_failure(path, self._loop.time())
-                self._path_failed(record, path, None, error)
-
-        if path in record.channels or path in self._preparing:
-            return
-        task = self._preparing[path] = self._loop.create_task(connect())
-        task.add_done_callback(lambda _: self._preparing.pop(path, None))
-
-    def _record_call(
-        self,
-        record: KnownServer,
-        selector: PathSelector[_Path],
-        path: _Path,
-        size: int,
-        started: float,
-    ) -> None:
-        """Let the selector know how long a call took."""
-        now = self._loop.time()
-        before = selector.best
-        if selector.record(path, size, now - started, now):
-            self._counters[f"chosen_{path.scheme}"] += 1
-            log.info(
-                "faster path", server=record.server, address=path.address, before=before.address
-            )
 
     # --- channels ------------------------------------------------------------------------
 
@@ -542,7 +494,9 @@ class Servers:
                         client=self._host.process,
                         deadline=until,
                     )
-                except ConfigError as error:  # the server's mistake, not the caller's
+                except (ConfigError, OSError) as error:  # not the caller's mistake
+                    if isinstance(error, Unavailable):
+                        raise
                     raise LinkBroken(str(error)) from None
                 except asyncio.CancelledError:
                     # Hedged while it connected: the next call takes another path first.
@@ -564,6 +518,7 @@ class Servers:
             self._abort_and_close(record.channels.pop(path))
         known = self._is_broken(path, self._loop.time())
         self._mark_broken(path)
+        record.path_failed = True
         self._counters[f"failed_{path.scheme}"] += 1
         if not known:
             why = str(error)
@@ -586,6 +541,11 @@ class Servers:
         task = self._loop.create_task(channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _is_fast(transport: Transport) -> bool:
+    """False for one that is fast over a fabric only, where there is none."""
+    return not isinstance(transport, OverFabric) or transport.has_fabric
 
 
 def device_lack(transports: Mapping[str, Transport]) -> str:

@@ -8,7 +8,6 @@ server fetch a copy of them, in the background, until there are enough copies (d
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Collection
 from typing import Final
@@ -84,10 +83,7 @@ class SharedCopies:
             async def fetch(channel: Channel) -> list[FetchStatus]:
                 if not isinstance(channel, SupportsFetch):
                     return []
-                # A server of the release before refuses: that says nothing about the connection.
-                with contextlib.suppress(PeerError):
-                    return await channel.fetch(namespace, part, chain, source, deadline=deadline)
-                return []
+                return await channel.fetch(namespace, part, chain, source, deadline=deadline)
 
             statuses = await self._servers.call(server, fetch, deadline) if chain else []
         except (Unavailable, PeerError, Overloaded) as error:  # a later chain tries it again
@@ -115,12 +111,10 @@ class SharedCopies:
             async def offer(channel: Channel, digest: bytes = digest) -> bytes | None:
                 if not isinstance(channel, SupportsFetch):
                     return None
-                with contextlib.suppress(PeerError):
-                    (offered,) = await channel.offer(
-                        namespace, part, [digest], receiver, deadline=deadline
-                    )
-                    return offered.parent if offered.status.hit else None
-                return None
+                (offered,) = await channel.offer(
+                    namespace, part, [digest], receiver, deadline=deadline
+                )
+                return offered.parent if offered.status.hit else None
 
             parent = await self._servers.call(source, offer, deadline)
             if parent is None:

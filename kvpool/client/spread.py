@@ -1,30 +1,29 @@
 """Has servers fetch a chain before its readers come; each that has a piece feeds the next.
 
-`SpreadTree` decides who fetches what from whom. Here the calls are made, and the time ends
-(design: spread).
+`SpreadPlan` decides who fetches what from whom. Here the calls are made, and the time ends
+(design: movers).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 from kvpool.client.lookup import Lookup
 from kvpool.client.servers import Servers
-from kvpool.client.spread_tree import (
+from kvpool.client.spread_plan import (
     CANNOT_FETCH,
     NO_TIME,
     SERVER_LOST,
     Call,
-    SpreadTree,
+    SpreadPlan,
     choose_receivers,
     cut,
     receivers_at,
 )
-from kvpool.errors import MasterLost, Overloaded, PeerError, Unavailable
+from kvpool.errors import Forbidden, MasterLost, Overloaded, Unavailable
 from kvpool.protocols import Channel, SupportsFetch
 from kvpool.types import FetchStatus, Match, Namespace, ReadStatus, SpreadReport, SpreadTo
 
@@ -61,23 +60,23 @@ class Spreader:
         else:
             receivers, problems = receivers_at(members, to)
         pieces = cut(match.runs, namespace.parts, match.length)
-        tree = SpreadTree(pieces, receivers)
-        await self._run(tree, namespace, chain, deadline)
-        brought = [SpreadTo(*one) for one in tree.progress()]
+        plan = SpreadPlan(pieces, receivers)
+        await self._run(plan, namespace, chain, deadline)
+        brought = [SpreadTo(*one) for one in plan.progress()]
         brought += [SpreadTo(name, 0, 0, problem) for name, problem in problems.items()]
         self._counters["spread_blocks"] += sum(one.fetched for one in brought)
         return SpreadReport(match.length, match.stopped, tuple(brought))
 
     async def _run(
-        self, tree: SpreadTree, namespace: Namespace, chain: Sequence[bytes], deadline: float
+        self, plan: SpreadPlan, namespace: Namespace, chain: Sequence[bytes], deadline: float
     ) -> None:
-        """Make the calls of the tree until it is over, or until the deadline."""
+        """Make the calls of the plan until it is over, or until the deadline."""
         loop = asyncio.get_running_loop()
         running: list[asyncio.Task[None]] = []  # in the order in which they began
         try:
             while loop.time() < deadline:
-                for call in tree.ready():
-                    step = self._call(tree, call, namespace, chain, deadline)
+                for call in plan.ready():
+                    step = self._call(plan, call, namespace, chain, deadline)
                     running.append(loop.create_task(step))
                 if not running:
                     return
@@ -95,13 +94,13 @@ class Spreader:
 
     async def _call(
         self,
-        tree: SpreadTree,
+        plan: SpreadPlan,
         call: Call,
         namespace: Namespace,
         chain: Sequence[bytes],
         deadline: float,
     ) -> None:
-        """One call; its answer is in the tree when this returns."""
+        """One call; its answer is in the plan when this returns."""
         loop = asyncio.get_running_loop()
         part, first, end, _ = call.piece
         until = min(deadline, loop.time() + _FETCH_S)
@@ -109,24 +108,23 @@ class Spreader:
         async def fetch(channel: Channel) -> list[FetchStatus]:
             if not isinstance(channel, SupportsFetch):
                 return []
-            # A server of the release before refuses: that says nothing about the connection.
-            with contextlib.suppress(PeerError):
-                return await channel.fetch(
-                    namespace, part, chain[first:end], call.source, extra=True, deadline=until
-                )
-            return []
+            return await channel.fetch(
+                namespace, part, chain[first:end], call.source, extra=True, deadline=until
+            )
 
         try:
             statuses = await self._servers.call(call.receiver, fetch, until)
         except (Unavailable, Overloaded):
-            tree.lost(call, NO_TIME if loop.time() >= deadline else SERVER_LOST)
+            plan.lost(call, NO_TIME if loop.time() >= deadline else SERVER_LOST)
+        except Forbidden:
+            plan.lost(call, CANNOT_FETCH)
         else:
             if len(statuses) != end - first:
-                tree.lost(call, CANNOT_FETCH)
+                plan.lost(call, CANNOT_FETCH)
                 return
             if FetchStatus.FETCHED not in statuses and not all(one.present for one in statuses):
                 await asyncio.sleep(_ASK_AGAIN_S)
-            tree.ended(call, statuses)
+            plan.ended(call, statuses)
 
 
 def _blocks_of(match: Match, parts: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ class TracedPool(Pool):
     """A `Pool` that begins a span for each match, read and write, in the caller's context.
 
     A miss is no error of a span: it is counted in its attributes, by reason. An exception is one.
-    Attributes hold no keys and no names of sessions (design: tracing).
+    Attributes hold no keys and no names of sessions.
     """
 
     def __init__(self, *arguments: Any, tracer: Tracer, **settings: Any) -> None:

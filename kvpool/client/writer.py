@@ -128,7 +128,9 @@ class BatchState:
     def results(self, now: float) -> list[WriteStatus]:
         """One status per block; where no server was asked, there is none, or no time was left."""
         late = now >= self.deadline
-        unasked = WriteStatus.DEADLINE if late else WriteStatus.SERVER_LOST
+        unasked = WriteStatus.DEADLINE
+        if not late:  # without a server there is no space: none was lost on the way
+            unasked = WriteStatus.SERVER_LOST if self.servers else WriteStatus.NO_SPACE
         return [unasked if status is None else status for status in self.statuses]
 
 
@@ -194,7 +196,9 @@ class Writer:
             write_blocks = functools.partial(
                 self._write_blocks, options, copies=copies, deadline=deadline
             )
-            statuses |= await direct.write(options, names, chosen, write_blocks, deadline)
+            written = await direct.write(options, names, chosen, write_blocks, deadline)
+            statuses |= written
+            device |= {i: block for i, block in chosen.items() if i not in written}
         if device:
             statuses |= await self._staging().write(device, send, deadline)
         for value, count in Counter(map(int, statuses.values())).items():
@@ -425,10 +429,6 @@ class Writer:
             server,
             lambda channel: channel.write(options, blocks, deadline=deadline),
             deadline,
-            sum([block.size for block in blocks]),
-            lambda answer: sum(
-                [b.size for b, status in zip(blocks, answer, strict=True) if status is _STORED]
-            ),
             "write",
         )
 

@@ -1,4 +1,4 @@
 """Work on blocks where they lie, on a device: checksums, gather and scatter.
 
-Nothing here imports torch before it is called (design: import-time).
+Nothing here imports torch before it is called (design: layout).
 """

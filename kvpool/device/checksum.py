@@ -2,7 +2,7 @@
 
 The checksum is that of `kvpool.checksum`, bit for bit. Both have two forms: Triton kernels for
 CUDA, with one launch for a batch (`kernels.py`), and a program of torch for any device (`xxh3.py`)
-(design: device-checksum).
+(design: checksums).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 Import it only where `kvpool.device.checksum.uses_kernels` says so: it needs triton. Each function
 here makes one launch for a whole batch, on the thread's current stream. With `TRITON_INTERPRET=1`
 the same kernels run on a CPU, word for word, which is how the tests compare them with xxhash
-(design: device-checksum).
+(design: checksums).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

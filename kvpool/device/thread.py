@@ -1,7 +1,7 @@
 """A thread with a stream of its own on one device, for work that an event loop waits for.
 
 CUDA cannot wake a loop, and a loop that waits for a device does nothing else. The thread sleeps on
-an event behind its work (design: direct-reads).
+an event behind its work (design: device-memory).
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 S = TypeVar("S")
+
+
+class DeviceFailed(Unavailable):
+    """Work on a device could not be done; the servers and the ways to them may be well."""
 
 
 class DeviceThread:
@@ -47,7 +51,7 @@ class DeviceThread:
         of the result.
 
         However it ends, also when it is cancelled, the device has ended the work, or never begins
-        it. Raises Unavailable when the device reports an error, Closed after `close`.
+        it. Raises DeviceFailed for an error of the device or of its compiler, Closed after `close`.
         """
         if self._closed:
             raise Closed("the pool is closed")
@@ -67,8 +71,9 @@ class DeviceThread:
             raise asyncio.CancelledError
         try:
             return ended.result()
-        except RuntimeError as error:  # any error of CUDA
-            raise Unavailable(f"device {self._device}: {first_line(error)}") from None
+        # Of CUDA, or of what compiles kernels when they are first used: it may lack a C compiler.
+        except Exception as error:
+            raise DeviceFailed(f"device {self._device}: {first_line(error)}") from None
 
     def close(self) -> None:
         """Waits for the work that has begun."""

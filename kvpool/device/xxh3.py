@@ -2,7 +2,7 @@
 
 XXH3 takes a long input as *stripes* of 64 bytes, eight 64-bit lanes each. Sixteen stripes, 1 KiB,
 are summed in parallel; then the eight accumulators are scrambled. So there is a chain of one short
-step for each KiB, and everything else is parallel (design: device-checksum).
+step for each KiB, and everything else is parallel (design: checksums).
 
 torch has no arithmetic on uint64. int64 wraps around in the same way; only shifts to the right, and
 the product of 128 bits at the end, need care.

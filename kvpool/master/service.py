@@ -2,7 +2,7 @@
 
 Each request is answered at once, without an `await`, so no request sees a half-applied change. A
 master writes no file and knows no other master: after a restart, the servers send it their whole
-inventories. (design: inventory)
+inventories. (design: announcements)
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
-from kvpool import logs
+from kvpool import logs, spans
 from kvpool.audit import AuditLog
 from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Forbidden, Overloaded, Unauthenticated
-from kvpool.master.state.change_ring import LoggedChange
+from kvpool.master.state.change_ring import PAGE_SIZE, LoggedChange, size_of
 from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import ChainMatch, Directory, MapCursor
 from kvpool.master.state.hint_log import HintLog
 from kvpool.master.state.server_record import SequenceCheck
+from kvpool.net.announced import reachable
 from kvpool.protocols import Caller, CountsConnections, Listener, Network
 from kvpool.spans import MarkedChain
-from kvpool.tenants import marker_of
+from kvpool.supervision import Supervisor
+from kvpool.tenant_names import marker_of
 from kvpool.types import (
     ARRIVED,
+    BATCH_BLOCKS_MAX,
     Demand,
     HintStatus,
     Namespace,
@@ -40,8 +43,10 @@ from kvpool.wire.access import check_access
 
 log = logs.get("kvpool.master")
 
-#: Of the members in one reply, so that it stays below BODY_SIZE_MAX with the longest names.
-_PAGE_BYTES = 512 << 10
+#: Copies of one block that an answer names, so that they fit into a message with the longest names.
+_REPLICAS_MAX: Final = 256
+#: Servers for a write that an answer names.
+_PLACES_MAX: Final = 64
 
 #: Pairs of id and caller whose refusal was logged. At the limit all are forgotten, so that a caller
 #: that makes up ids costs no memory, only log lines, one for each of its messages.
@@ -51,9 +56,9 @@ _REFUSED_MAX: Final = 1024
 _HOLES_EVERY: Final = 16
 _HOLES_MAX: Final = 128
 
-#: Of one answer about what has changed, and of a part of a snapshot: well below a millisecond.
+#: Of one answer about what has changed, and copies of a part of a snapshot: a millisecond or two.
 _CHANGES_BLOCKS: Final = 2048
-_SNAPSHOT_BLOCKS: Final = 1024
+_SNAPSHOT_BLOCKS: Final = 512
 
 M = TypeVar("M", bound=wire.Message)
 S = TypeVar("S", bound=wire.ServerMessage)
@@ -96,6 +101,9 @@ class Master:
         self.unknown_spans = 0
         self._counted_matches = 0
         self._listener: Listener | None = None
+        self._address = ""
+        #: The long-lived tasks of this master.
+        self.tasks = Supervisor(rng)
         self._ticker: asyncio.Task[None] | None = None
         self._started = 0.0
         #: Requests that were answered, by kind.
@@ -131,15 +139,16 @@ class Master:
 
     @property
     def address(self) -> str:
-        """`host:port`, once started."""
-        return self._listener.address if self._listener is not None else ""
+        """`host:port`, once started. If it listens on all of this host's, one that others reach."""
+        return self._address
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address is taken or not loopback."""
         check_bind(self._config.bind, self._config.insecure or self._network.authenticated)
         self._started = self._now()
         self._listener = await self._network.serve(self._config.bind, self.handle)
-        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        self._address = await reachable(self._listener.address)
+        self._ticker = self.tasks.forever("tick", self._tick)
         log.info("master is up", address=self.address)
 
     async def close(self) -> None:
@@ -243,13 +252,12 @@ class Master:
         return asyncio.get_running_loop().time()
 
     async def _tick(self) -> None:
-        while True:
-            self.directory.tick(self._now())
-            self._audit.flush(self._now())
-            # A sweep runs in small steps between requests: a lost server may have had millions
-            # of blocks.
-            sweeping = self.directory.sweep()
-            await asyncio.sleep(0.001 if sweeping else self._config.timeout_s / 6)
+        self.directory.tick(self._now())
+        self._audit.flush(self._now())
+        # A sweep runs in small steps between requests: a lost server may have had millions of
+        # blocks.
+        sweeping = self.directory.sweep()
+        await asyncio.sleep(0.001 if sweeping else self._config.timeout_s / 6)
 
     # --- from servers ------------------------------------------------------------------
 
@@ -360,7 +368,7 @@ class Master:
         runs, reasons = self.directory.find(namespace, digests)
         if not m.observes:
             self._demand.asked(namespace, digests, self._now())
-        return _found(runs, reasons.values())
+        return _found(runs, reasons)
 
     def _match(self, m: wire.Find | wire.FindChain) -> wire.FindReply:
         namespace, chain = wire.unpack_chain(m)
@@ -368,11 +376,11 @@ class Master:
         if m.session:
             self._add_hint(m.session, ARRIVED)
         match = self.directory.match_chain(namespace, chain)
-        missed = () if match.stopped in (None, ReadStatus.HIT) else (match.stopped,)
+        missed = {} if match.stopped in (None, ReadStatus.HIT) else {match.length: match.stopped}
         if not m.observes:
             self._demand.asked_chain(namespace, chain, self._now(), behind)
             self._count_match(namespace, chain, match)
-        return _found(match.runs, missed)
+        return _found(match.runs, missed, spans.SPAN_BLOCKS)
 
     def _count_match(self, namespace: Namespace, chain: MarkedChain, match: ChainMatch) -> None:
         self._demand.matched(match.runs)
@@ -399,7 +407,8 @@ class Master:
             namespace, digests, m.parent, m.size, m.host, m.copies, m.session
         )
         return wire.PlaceReply(
-            list(placement.servers), bytes([min(copies, 255) for copies in placement.copies])
+            list(placement.servers[:_PLACES_MAX]),
+            bytes([min(copies, 255) for copies in placement.copies]),
         )
 
     def _members(self, m: wire.Members, caller: Caller) -> wire.MembersReply:
@@ -421,7 +430,7 @@ class Master:
                 }
             )
             size += wire.encoded_size(info)
-            if page and size > _PAGE_BYTES:
+            if page and size > PAGE_SIZE:
                 more = True
                 break
             page.append(info)
@@ -494,12 +503,17 @@ class Master:
         )
 
     def _snapshot(self, m: wire.Snapshot) -> wire.SnapshotReply:
-        begins = not m.namespace
-        changes = self.directory.servers() if begins else []
-        part, at = self.directory.snapshot(
-            MapCursor(m.namespace, m.parts, m.piece), _SNAPSHOT_BLOCKS
-        )
-        changes += part
+        """All servers come first, in pages, and then their blocks."""
+        changes: list[LoggedChange] = []
+        at: MapCursor | None = MapCursor(m.namespace, m.parts, m.piece)
+        more = False
+        if not (m.parts or m.piece):
+            changes, more = self.directory.servers(m.namespace)
+            at = MapCursor(changes[-1].server) if more else MapCursor()
+        if at is not None and not more:
+            left = PAGE_SIZE - sum([one.size for one in changes])
+            part, at = self.directory.snapshot(at, _SNAPSHOT_BLOCKS, left, self._stream)
+            changes += part
         return wire.SnapshotReply(
             self._stream,
             self.directory.changes.last,
@@ -510,12 +524,14 @@ class Master:
 
     def _explain(self, m: wire.Explain) -> wire.Explained:
         namespace, digests = wire.unpack_question(m)
-        return wire.Explained(
-            [
-                (answer.status, answer.text, _replicas(answer.replicas))
-                for answer in self.directory.explain(namespace, digests)
-            ]
-        )
+        answers: list[tuple[int, str, list[tuple[str, str, int]]]] = []
+        size = 0
+        for one in self.directory.explain(namespace, digests[:BATCH_BLOCKS_MAX]):
+            size += 64 + size_of(one.text) + _size_of(one.replicas)
+            if answers and size > PAGE_SIZE:
+                break
+            answers.append((one.status, one.text, _replicas(one.replicas)))
+        return wire.Explained(answers, len(answers) < len(digests))
 
 
 def _from_anyone(answer: Callable[[M], wire.Message]) -> Callable[[M, Caller], wire.Message]:
@@ -568,11 +584,37 @@ def _map_change(change: LoggedChange) -> wire.MapChange:
     )
 
 
-def _found(runs: Sequence[Run], reasons: Iterable[ReadStatus]) -> wire.FindReply:
+def _found(runs: Sequence[Run], reasons: Mapping[int, ReadStatus], step: int = 1) -> wire.FindReply:
+    """An answer about as many of the blocks as fit into a message; of a chain a multiple of `step`,
+    if that is possible."""
+    size, more = 0, False
+    for run in runs if len(runs) > 1 else ():
+        size += 32 + _size_of(run.replicas)
+        if size > PAGE_SIZE and run is not runs[0]:
+            end = run.first - run.first % step or run.first
+            runs = [one._replace(last=min(one.last, end - 1)) for one in runs if one.first < end]
+            reasons = {at: reason for at, reason in reasons.items() if at < end}
+            more = True
+            break
     return wire.FindReply(
-        [(run.first, run.last, _replicas(run.replicas)) for run in runs], bytes(reasons)
+        [(run.first, run.last, _replicas(run.replicas)) for run in runs],
+        bytes(reasons.values()),
+        more,
     )
 
 
 def _replicas(replicas: tuple[Replica, ...]) -> list[tuple[str, str, int]]:
+    if len(replicas) > _REPLICAS_MAX:  # so many of each part
+        most = max(1, _REPLICAS_MAX // len({one.part for one in replicas}))
+        named: Counter[int] = Counter()
+        kept = []
+        for one in replicas:
+            named[one.part] += 1
+            if named[one.part] <= most:
+                kept.append(one)
+        replicas = tuple(kept)
     return [(replica.server, replica.tier, replica.part) for replica in replicas]
+
+
+def _size_of(replicas: Sequence[Replica]) -> int:
+    return sum([16 + size_of(one.server, one.tier) for one in replicas[:_REPLICAS_MAX]])

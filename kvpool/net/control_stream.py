@@ -5,7 +5,7 @@ is good once, and, in a cluster with a secret, two keys. So who may use a stream
 decided by CURVE as before, and only those two know the keys. What travels is sealed with them:
 AES-256-GCM, a key for each direction, the number of the message as its nonce, so that none can be
 read, changed, left out, repeated or put elsewhere. When a stream ends for any reason, zmq carries
-on. (design: control-stream)
+on. (design: control-plane)
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, cast
-from urllib.parse import urlsplit
 
 from kvpool import logs
+from kvpool.addresses import join, listening, split
 from kvpool.errors import BadFrame, ConfigError, PeerError, Unavailable
 from kvpool.protocols import Caller
+from kvpool.shares import Shares
 from kvpool.wire.auth import STREAM_KEY_SIZE, TOKEN_SIZE
 from kvpool.wire.message_stream import MESSAGE_SIZE_MAX, MessageReader, with_size
 from kvpool.wire.messages import StreamOffer
@@ -213,7 +214,8 @@ async def open_stream(
 
     Raises Unavailable when there is none, or it is not open after OFFER_S.
     """
-    host = urlsplit(f"//{address}").hostname
+    parts = split(address)
+    host = parts[1] if parts is not None else ""
     if not offer.port or not host:
         raise Unavailable(f"the master at {address} offers no stream: {offer.problem}")
     if len(offer.keys) not in (0, 2 * STREAM_KEY_SIZE) or len(offer.token) != TOKEN_SIZE:
@@ -238,7 +240,7 @@ async def open_stream(
         raise
     if stream is not None:
         stream.abort()
-    raise Unavailable(f"the stream at {host}:{offer.port} cannot be opened: {why}")
+    raise Unavailable(f"the stream at {join(host, offer.port)} cannot be opened: {why}")
 
 
 # --- the master's end --------------------------------------------------------------------------
@@ -259,11 +261,12 @@ class MasterStreams:
         self._sealed = sealed
         self._offers: dict[bytes, _Offer] = {}
         self._unopened: dict[_MasterEnd, None] = {}
-        self._streams: dict[_MasterEnd, None] = {}
+        self._streams: dict[_MasterEnd, str] = {}  # and the tenant of its caller
         #: Those with messages that wait for their answer, the next one first.
         self._asking: deque[_MasterEnd] = deque()
         self._planned = False
-        self._max = min(_STREAMS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._shares = Shares(min(_STREAMS_MAX, files_max // 4))
         self._server: asyncio.Server | None = None
         self._port = 0
         self._broken = 0  # since the last line
@@ -278,10 +281,12 @@ class MasterStreams:
         """Accept streams at this host and port; 0 is a free one. Raises ConfigError."""
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(lambda: _MasterEnd(self), host, port)
+            self._server = await loop.create_server(
+                lambda: _MasterEnd(self), **listening(host, port)
+            )
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port} for streams: {error.strerror or error}; "
+                f"cannot listen on {join(host, port)} for streams: {error.strerror or error}; "
                 "choose another master.stream_port"
             ) from None
         self._port = self._server.sockets[0].getsockname()[1]
@@ -296,7 +301,7 @@ class MasterStreams:
 
     def offer(self, caller: Caller) -> StreamOffer:
         """A stream for this caller, who has asked for one over zmq."""
-        if problem := self._problem():
+        if problem := self._problem(caller.tenant):
             return StreamOffer(0, b"", b"", problem)
         now = asyncio.get_running_loop().time()
         # They are in the order of their time.
@@ -309,18 +314,23 @@ class MasterStreams:
         self._offers[token] = _Offer(caller, keys, now + OFFER_S)
         return StreamOffer(self._port, token, keys, "")
 
-    def _problem(self) -> str:
+    def _problem(self, tenant: str) -> str:
         if self._server is None:
             return "it is told to have none"
         if self._sealed and not can_seal():
             return "it lacks the package cryptography: pip install 'kvpool[encryption]'"
-        if len(self._streams) >= self._max and not self._end_idle():
-            return f"{self._max} streams are in use"
+        while not self._shares.room(tenant):
+            if not self._end_idle(tenant):
+                self._shares.refuse(tenant)
+                return f"{self._shares.held(tenant)} of {self._shares.total} streams are in use"
         return ""
 
-    def _end_idle(self) -> bool:
-        """End the stream that was not used for the longest time, if that is long enough."""
-        oldest = min(self._streams, key=lambda end: end.used_at, default=None)
+    def _end_idle(self, tenant: str) -> bool:
+        """End the stream that was not used for the longest time, if that is long enough: of this
+        tenant while there is room for others."""
+        full = self._shares.used >= self._shares.total
+        ends = [end for end, of in self._streams.items() if full or of == tenant]
+        oldest = min(ends, key=lambda end: end.used_at, default=None)
         if oldest is None or oldest.used_at > asyncio.get_running_loop().time() - _IDLE_S:
             return False
         oldest.abort()
@@ -359,10 +369,13 @@ class MasterStreams:
     def redeem(self, end: _MasterEnd, token: bytes) -> _Offer | None:
         """What was offered with this token, once."""
         offer = self._offers.pop(token, None)
-        if offer is None or offer.until < end.used_at or len(self._streams) >= self._max:
+        if offer is None or offer.until < end.used_at:
+            return None
+        tenant = offer.caller.tenant
+        if not self._shares.take(tenant):
             return None
         del self._unopened[end]
-        self._streams[end] = None
+        self._streams[end] = tenant
         return offer
 
     def broken(self, end: _MasterEnd, error: PeerError) -> None:
@@ -377,7 +390,9 @@ class MasterStreams:
         if end in self._unopened:
             self.refused += 1
         self._unopened.pop(end, None)
-        self._streams.pop(end, None)
+        tenant = self._streams.pop(end, None)
+        if tenant is not None:
+            self._shares.give_back(tenant)
 
 
 class _MasterEnd(_End):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from typing import Final
-from urllib.parse import urlsplit
 
-from kvpool.net.zmq_rpc import endpoint
+from kvpool.addresses import split
+from kvpool.net.zmq_address import endpoint
 from kvpool.types import Cluster
 
 #: Longest wait for the greeting of a master that does not answer.
@@ -44,11 +44,13 @@ async def diagnose_unreachable(masters: Iterable[str], cluster: Cluster) -> str:
 
 async def _mechanism(address: str) -> bytes | None:
     """NULL, CURVE, or None when there is no ZMTP greeting at that address."""
-    parts = urlsplit(endpoint(address))
+    parts = split(endpoint(address))
+    if parts is None:
+        return None  # an ipc
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(_GREETING_S):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            reader, writer = await asyncio.open_connection(*parts[1:])
             writer.write(_OUR_GREETING)
             greeting = await reader.readexactly(_GREETING_SIZE)
     except (OSError, TimeoutError, EOFError):

@@ -24,6 +24,8 @@ import zmq
 from kvpool import logs
 from kvpool.errors import ConfigError
 from kvpool.kv_events import EventBatch, KVEvent, batches, encode_batch
+from kvpool.net.zmq_address import bind
+from kvpool.supervision import Supervisor
 
 log = logs.get("kvpool.events")
 
@@ -158,6 +160,8 @@ class EventPublisher:
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._descriptor = -1
+        #: The long-lived tasks of this publisher.
+        self.tasks = Supervisor()
         self._pump: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -220,7 +224,7 @@ class EventPublisher:
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
         try:
-            socket.bind(endpoint)
+            bind(socket, endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"cannot publish at {endpoint}: {zmq.strerror(error.errno or 0)}; expected an "
@@ -247,7 +251,7 @@ class EventPublisher:
         if taken == _REQUESTS_BURST:
             asyncio.get_running_loop().call_soon(self._take_if_open)
         if self._readers and (self._pump is None or self._pump.done()):
-            self._pump = asyncio.get_running_loop().create_task(self._serve_readers())
+            self._pump = self.tasks.until_done("replays", self._serve_readers)
 
     def _reader(self, frames: list[bytes]) -> _Reader | None:
         until = asyncio.get_running_loop().time() + _READER_TIMEOUT_S

@@ -18,6 +18,7 @@ import zmq.asyncio
 from kvpool import logs
 from kvpool.errors import BadMessage, ConfigError
 from kvpool.kv_events import BATCH_BYTES_MAX, EventBatch, decode_batch
+from kvpool.net.zmq_address import answers_on_ipv6, is_ipv6, is_named
 
 log = logs.get("kvpool.events")
 
@@ -99,27 +100,39 @@ class EventSubscriber:
         self._replay_endpoint = replay_endpoint
         self._sequence = Sequence()
         self._context = zmq.asyncio.Context()
-        self._sub = self._context.socket(zmq.SUB)
+        self._endpoint = endpoint
+        self._ipv6 = is_ipv6(endpoint)
+        self._sub = self._open()
+
+    def _open(self) -> zmq.asyncio.Socket:
+        """Raises ConfigError."""
+        socket = self._context.socket(zmq.SUB)
         for socket_option, value in (
             (zmq.SUBSCRIBE, b""),
             (zmq.RCVHWM, _QUEUED_MAX),
             (zmq.LINGER, 0),
+            (zmq.IPV6, self._ipv6),
             (zmq.MAXMSGSIZE, BATCH_BYTES_MAX),
             (zmq.HEARTBEAT_IVL, 1000),
             (zmq.HEARTBEAT_TIMEOUT, 5000),
         ):
-            self._sub.setsockopt(socket_option, value)
+            socket.setsockopt(socket_option, value)
         try:
-            self._sub.connect(endpoint)
+            socket.connect(self._endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
-                f"cannot read {endpoint}: {zmq.strerror(error.errno or 0)}; expected an address "
-                "such as tcp://127.0.0.1:5557"
+                f"cannot read {self._endpoint}: {zmq.strerror(error.errno or 0)}; expected an "
+                "address such as tcp://127.0.0.1:5557"
             ) from None
+        return socket
 
     async def batches(self) -> AsyncIterator[EngineBatch]:
         """Each message once, in order. It waits for an engine that is not there."""
+        if is_named(self._endpoint) and await answers_on_ipv6(self._endpoint):
+            self._sub.close(0)
+            self._ipv6 = True
+            self._sub = self._open()
         if self._replay_endpoint:
             async for one in self._replay(None):  # what the engine has sent before
                 yield one
@@ -152,8 +165,13 @@ class EventSubscriber:
     async def _replay(self, before: int | None) -> AsyncIterator[EngineBatch]:
         """Messages from the next one on, up to `before`, as far as the engine has kept them."""
         first = self._sequence.next or 0
-        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            log.warning("cannot ask for a replay", why=zmq.strerror(error.errno or 0))
+            return
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, self._ipv6 or is_ipv6(self._replay_endpoint))
         socket.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
         try:
             socket.connect(self._replay_endpoint)

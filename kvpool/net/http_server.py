@@ -1,33 +1,39 @@
 """A small HTTP server for probes, scrapers and browsers: metrics, health, readiness, a page.
 
 One request per connection, GET or HEAD, a bounded head, a deadline. It runs on the loop that it
-reports on, so an answer shows that the loop is not blocked. It only reads state. (design: metrics)
+reports on, so an answer shows that the loop is not blocked. It only reads state.
 
 What browsers show is guarded in two more ways (`PageView`): a site that made its own name point to
 this address gets nothing, and more requests than a few people make are refused at once.
-(design: status-page)
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
-from ipaddress import ip_address
 from typing import Final, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl
 
 from kvpool import logs
+from kvpool.addresses import is_loopback, join, listening, network_of, split
 from kvpool.config import check_bind
 from kvpool.errors import ConfigError, UsageError
 
 #: Of a request's line and headers together.
 _HEAD_MAX: Final = 8 << 10
-#: From the connection to the last byte of the answer.
-_REQUEST_S: Final = 5.0
-#: Connections at the same time; more are closed without an answer.
-_CONNECTIONS_MAX: Final = 32
+#: From the connection to the end of its request's head. Probes and scrapers need milliseconds.
+_HEAD_S: Final = 1.0
+#: From there to the last byte of the answer.
+_ANSWER_S: Final = 5.0
+#: Connections at the same time. For one more the oldest of the peer with most of them ends, so
+#: that nobody keeps a probe out: neither others, nor what is idle here.
+_CONNECTIONS_MAX: Final = 128
+#: What the kernel keeps until they are accepted.
+_BACKLOG: Final = 256
 
 #: Of all views together: requests per second, and at once.
 _VIEWS_PER_S: Final = 50.0
@@ -52,8 +58,20 @@ class PageView(NamedTuple):
     answer: Callable[[Mapping[str, str]], Page]
 
 
+@dataclass(frozen=True, slots=True)
+class PageInSteps:
+    """A page that is long: others have their turn of the loop between its pieces."""
+
+    steps: Callable[[], Iterator[bytes]]
+    content_type: str
+
+    def __call__(self) -> Page:
+        """The whole page at once."""
+        return Page(HTTPStatus.OK, b"".join(self.steps()), self.content_type)
+
+
 #: What is served, by path.
-Routes: TypeAlias = Mapping[str, Callable[[], Page] | PageView]
+Routes: TypeAlias = Mapping[str, Callable[[], Page] | PageView | PageInSteps]
 
 
 @asynccontextmanager
@@ -78,23 +96,24 @@ class Pages:
         self._views = _VIEWS_AT_ONCE  # requests for views that may come now
         self._counted_at = 0.0
         self._server: asyncio.Server | None = None
-        self._requests: set[asyncio.Task[None]] = set()
+        #: Those that are open, oldest first, and whose they are.
+        self._requests: dict[asyncio.Task[None], str] = {}
 
     @property
     def address(self) -> str:
         """`host:port`, once started."""
         if self._server is None:
             return ""
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join(*self._server.sockets[0].getsockname()[:2])
 
     async def start(self, address: str, *, insecure: bool = False) -> None:
         """Listen at `host:port`. Raises ConfigError when it is taken or not loopback."""
         check_bind(address, insecure)
-        host, _, port = address.rpartition(":")
+        where = split(address)
+        assert where is not None
         try:
             self._server = await asyncio.start_server(
-                self._connected, host.strip("[]"), int(port), limit=_HEAD_MAX
+                self._connected, limit=_HEAD_MAX, **listening(*where[1:], _BACKLOG)
             )
         except OSError as error:
             raise ConfigError(
@@ -114,27 +133,34 @@ class Pages:
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._requests) >= _CONNECTIONS_MAX:
-            writer.transport.abort()
-            return
+            self._end_oldest()
+        peer = writer.get_extra_info("peername")
         request = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._requests.add(request)
-        request.add_done_callback(self._requests.discard)
+        self._requests[request] = network_of(str(peer[0])) if peer else ""
+        request.add_done_callback(lambda done: self._requests.pop(done, None))
+        # One that is cancelled before its first step closes nothing itself.
+        request.add_done_callback(lambda _: writer.transport.abort())
+
+    def _end_oldest(self) -> None:
+        ((peer, _),) = Counter(self._requests.values()).most_common(1)
+        oldest = next(one for one, whose in self._requests.items() if whose == peer)
+        del self._requests[oldest]
+        oldest.cancel()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(_REQUEST_S):
+            async with asyncio.timeout(_HEAD_S):
                 head = await reader.readuntil(b"\r\n\r\n")
+            async with asyncio.timeout(_ANSWER_S):
                 local = writer.get_extra_info("sockname")[0]
-                writer.write(self._answer(head, local))
+                writer.write(await self._answer(head, local))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, EOFError, asyncio.LimitOverrunError):
             pass  # not a request, or too slow: no answer
-        finally:
-            writer.transport.abort()
 
-    def _answer(self, head: bytes, local: str) -> bytes:
+    async def _answer(self, head: bytes, local: str) -> bytes:
         line, *fields = head.decode("latin-1").split("\r\n")
         method, _, rest = line.partition(" ")
         target, _, version = rest.rpartition(" ")
@@ -143,7 +169,7 @@ class Pages:
         elif method not in ("GET", "HEAD"):
             page = _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD only")
         else:
-            page = self._page(target, _host_of(fields), local)
+            page = await self._whole_page(target, _host_of(fields), local)
         lines = (
             f"HTTP/1.1 {page.status.value} {page.status.phrase}",
             f"Content-Type: {page.content_type}",
@@ -154,6 +180,20 @@ class Pages:
             "\r\n",
         )
         return "\r\n".join(lines).encode() + (b"" if method == "HEAD" else page.body)
+
+    async def _whole_page(self, target: str, host: str, local: str) -> Page:
+        path = target.partition("?")[0]
+        make = self._pages.get(path)
+        if not isinstance(make, PageInSteps):
+            return self._page(target, host, local)
+        pieces = []
+        try:
+            for piece in make.steps():
+                pieces.append(piece)
+                await asyncio.sleep(0)
+        except Exception:
+            return _failed(path)
+        return Page(HTTPStatus.OK, b"".join(pieces), make.content_type)
 
     def _page(self, target: str, host: str, local: str) -> Page:
         path, _, query = target.partition("?")
@@ -172,8 +212,7 @@ class Pages:
         except UsageError as error:
             return _sentence(HTTPStatus.BAD_REQUEST, str(error))
         except Exception:
-            log.exception("a page could not be made", path=path)
-            return _sentence(HTTPStatus.INTERNAL_SERVER_ERROR, "see the log")
+            return _failed(path)
 
     def _may_view(self) -> bool:
         """Whether another view may be made now: a bucket that fills by `_VIEWS_PER_S`."""
@@ -184,6 +223,12 @@ class Pages:
             return False
         self._views -= 1
         return True
+
+
+def _failed(path: str) -> Page:
+    """The answer where an exception is handled."""
+    log.exception("a page could not be made", path=path)
+    return _sentence(HTTPStatus.INTERNAL_SERVER_ERROR, "see the log")
 
 
 def _fields_of(query: str) -> dict[str, str]:
@@ -206,12 +251,7 @@ def _may_name(host: str, local: str) -> bool:
     A script of a foreign site may read an answer of this host's loopback if the site's own name
     points there (DNS rebinding). Its requests have that name as their Host.
     """
-    if not ip_address(local.partition("%")[0]).is_loopback or host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return not is_loopback(local) or is_loopback(host.strip("[]"))
 
 
 def _sentence(status: HTTPStatus, text: str) -> Page:

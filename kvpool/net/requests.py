@@ -10,26 +10,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
 
 from kvpool import logs
-from kvpool.errors import Closed, DeadlineExceeded, KvpoolError, Overloaded, PeerError
-from kvpool.protocols import Caller, Handler
-from kvpool.wire.frames import (
-    PROTOCOL_VERSION,
-    Envelope,
-    decode_envelope,
-    encode_envelope,
-    envelope_id,
+from kvpool.errors import (
+    Closed,
+    DeadlineExceeded,
+    InvariantViolated,
+    KvpoolError,
+    Overloaded,
+    PeerError,
 )
-from kvpool.wire.messages import TYPES, Error, encode, translate
-from kvpool.wire.versions import SpokenVersion
+from kvpool.protocols import Caller, Handler
+from kvpool.wire.frames import Envelope, decode_envelope, encode_envelope, envelope_id
+from kvpool.wire.messages import encode, refusal
 
 log = logs.get("kvpool.link")
 
 #: Requests one caller may have in flight to one master.
 PENDING_MAX = 4096
-_ERROR: Final = TYPES[Error]
 
 
 class PendingRequests:
@@ -44,9 +42,8 @@ class PendingRequests:
         self._cluster = cluster
         self._loop = asyncio.get_running_loop()
         self._next_id = 0
-        self._spoken = SpokenVersion()
         # An error is a result, too: a future that raises its exception is in a cycle with the frame
-        # that waited (design: garbage-collection).
+        # that waited (design: turns).
         self._pending: dict[int, asyncio.Future[Envelope | KvpoolError]] = {}
         self._messages: dict[int, bytes] = {}
         self._closed = False
@@ -71,26 +68,9 @@ class PendingRequests:
     ) -> tuple[int, bytes]:
         """Transmit one request, as (id, message), and wait for its reply: (type, body).
 
-        A master that speaks only an older version refuses it, and is asked once more in that one.
         Raises DeadlineExceeded, Overloaded (too many wait already), Closed, and PeerError when
-        the reply is not valid, or the older version has no such message.
+        the reply is not valid.
         """
-        while True:
-            version = self._spoken.at(self._loop.time())
-            translated = translate(type, body, version)
-            reply = await self._exchange(type, translated, version, transmit, deadline)
-            now = self._loop.time()
-            if reply.type != _ERROR or not self._spoken.refused(version, reply.version, now):
-                return reply.type, reply.body
-
-    async def _exchange(
-        self,
-        type: int,
-        body: bytes,
-        version: int,
-        transmit: Callable[[int, bytes], None],
-        deadline: float,
-    ) -> Envelope:
         if self._closed:
             raise Closed(f"the link to master {self._address} is closed")
         if len(self._pending) >= PENDING_MAX:
@@ -100,7 +80,7 @@ class PendingRequests:
         self._pending[id] = future
         timer = self._loop.call_at(deadline, self._expire, future)
         try:
-            message = encode_envelope(type, self._cluster, id, body, version=version)
+            message = encode_envelope(type, self._cluster, id, body)
             self._messages[id] = message
             transmit(id, message)
             reply = await future
@@ -110,7 +90,7 @@ class PendingRequests:
             self._messages.pop(id, None)
         if isinstance(reply, KvpoolError):
             raise reply.fresh()
-        return reply
+        return reply.type, reply.body
 
     def on_reply(self, message: bytes) -> None:
         """Give a received message to the caller that waits for it, if there still is one."""
@@ -148,15 +128,13 @@ def answer(handler: Handler, cluster: int, message: bytes, caller: Caller) -> by
     id = envelope_id(message)
     if id is None:
         return None
-    version = PROTOCOL_VERSION
     try:
         envelope = decode_envelope(message, cluster)
-        version = envelope.version
         type, body = handler(envelope.type, envelope.body, caller)
-        body = translate(type, body, version)
-        return encode_envelope(type, cluster, id, body, version=version)
+        return encode_envelope(type, cluster, id, body)
     except Exception as error:
-        if not isinstance(error, KvpoolError):  # a bug: only this request fails
+        # A bug: only this request fails.
+        if not isinstance(error, KvpoolError) or isinstance(error, InvariantViolated):
             log.exception("a request failed")
-        type, body = encode(Error(error.__class__.__name__, str(error)[:2048]))
-        return encode_envelope(type, cluster, id, body, version=version)
+        type, body = encode(refusal(error))
+        return encode_envelope(type, cluster, id, body)

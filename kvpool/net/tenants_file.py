@@ -20,6 +20,7 @@ from kvpool import logs
 from kvpool.config import Config, cluster_of, read_secret
 from kvpool.errors import ConfigError
 from kvpool.file_stamp import Stamp, stamp
+from kvpool.supervision import Supervisor
 from kvpool.tenants import Tenant, TenantKeys, parse_tenants
 from kvpool.types import Cluster
 from kvpool.wire import auth
@@ -72,11 +73,12 @@ class TenantsFile:
         return cls(settings.tenants_file, cluster_of(settings)) if settings.tenants_file else None
 
     @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
+    async def watched(self, tasks: Supervisor) -> AsyncIterator[None]:
         """Inside it, changes are noticed within a second, and at once on SIGHUP."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self._look_now.set)
-        watching = loop.create_task(self._watch())
+        # A bug must not end it: a later file may revoke a secret.
+        watching = tasks.forever("tenants file", self._watch)
         try:
             yield
         finally:
@@ -85,18 +87,14 @@ class TenantsFile:
             await asyncio.wait([watching])
 
     async def _watch(self) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(_LOOK_EVERY_S):
-                    await self._look_now.wait()
-            except TimeoutError:
-                pass
-            asked = self._look_now.is_set()
-            self._look_now.clear()
-            try:
-                await self.look(asked=asked)
-            except Exception:  # a bug must not end the watch: a later file may revoke a secret
-                log.exception("cannot look at the tenants file")
+        try:
+            async with asyncio.timeout(_LOOK_EVERY_S):
+                await self._look_now.wait()
+        except TimeoutError:
+            pass
+        asked = self._look_now.is_set()
+        self._look_now.clear()
+        await self.look(asked=asked)
 
     async def look(self, *, asked: bool = False) -> bool:
         """Read the files if they have changed, or if `asked`; True when they are used now."""
@@ -157,7 +155,7 @@ class TenantsFile:
 
 
 def _read_yaml(path: Path) -> object:
-    import yaml  # not at the top (design: import-time)
+    import yaml  # not at the top (design: layout)
 
     class Loader(yaml.SafeLoader):
         """Refuses a setting that is written twice, of which YAML would take the last."""

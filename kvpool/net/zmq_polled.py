@@ -28,7 +28,8 @@ class PolledLinks:
     """One link to each master, named by its position. For one thread at a time."""
 
     def __init__(self, addresses: Sequence[str], cluster: Cluster) -> None:
-        """Begin to connect. Raises ConfigError for an address that is not valid."""
+        """Begin to connect. Raises ConfigError for an address that is not valid, Unavailable when
+        this process can open no socket."""
         self.cluster = cluster_id(cluster.name)
         self._addresses = list(addresses)
         self._keys = curve_keys(cluster) if cluster.secret else None
@@ -46,12 +47,12 @@ class PolledLinks:
     def __len__(self) -> int:
         return len(self._addresses)
 
-    def send(self, link: int, type: int, body: bytes, id: int, version: int) -> bool:
+    def send(self, link: int, type: int, body: bytes, id: int) -> bool:
         """Queue one request; False when the link is not connected, or its queue is full."""
-        message = encode_envelope(type, self.cluster, id, body, version=version)
+        message = encode_envelope(type, self.cluster, id, body)
         try:
             self._sockets[link].send(message, _NOBLOCK)
-        except zmq.Again:
+        except zmq.ZMQError:
             return False
         return True
 
@@ -64,11 +65,13 @@ class PolledLinks:
         return messages
 
     def reopen(self, link: int) -> None:
-        """Replace the socket: zmq gives a connection up after an invalid handshake, silently."""
-        old = self._sockets[link]
+        """Replace the socket: zmq gives a connection up after an invalid handshake, silently.
+
+        Raises Unavailable when this process can open none; then the old one stays.
+        """
+        old, self._sockets[link] = self._sockets[link], self._open(self._addresses[link])
         self._poller.unregister(old)
         old.close(0)
-        self._sockets[link] = self._open(self._addresses[link])
 
     def close(self) -> None:
         """Idempotent."""

@@ -18,12 +18,12 @@ import os
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils import z85
 
 from kvpool import logs
+from kvpool.addresses import numeric
 from kvpool.audit import LOG_EVERY_S, AuditLog
 from kvpool.backoff import Backoff
 from kvpool.errors import (
@@ -32,6 +32,7 @@ from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
     Unauthenticated,
+    Unavailable,
 )
 from kvpool.net.control_stream import (
     OFFER_S,
@@ -41,6 +42,7 @@ from kvpool.net.control_stream import (
     open_stream,
 )
 from kvpool.net.requests import PENDING_MAX, PendingRequests, answer
+from kvpool.net.zmq_address import answers_on_ipv6, bind, endpoint, host_of, is_ipv6, is_named
 from kvpool.protocols import Caller, Handler, Link, Listener
 from kvpool.tenants import TenantKeys
 from kvpool.types import Cluster
@@ -148,7 +150,7 @@ class ZmqNetwork:
             # Before the first socket that needs it: without it, libzmq would admit everybody who
             # knows the masters' public key.
             self._gate = Gate(self._context, self._callers)
-        socket = self._context.socket(zmq.ROUTER)
+        socket = new_socket(self._context, zmq.ROUTER)
         _limit(socket)
         if self._keys is not None:
             assert self._keys.masters_secret is not None
@@ -158,7 +160,7 @@ class ZmqNetwork:
         if self._callers is not None:
             socket.zap_domain = ZAP_DOMAIN
         try:
-            socket.bind(where)
+            bind(socket, where)
         except zmq.ZMQError as error:
             socket.close(0)
             raise ConfigError(
@@ -169,7 +171,7 @@ class ZmqNetwork:
             socket, handler, self._cluster, self._callers, sealed=self._keys is not None
         )
         self._listeners.append(listener)
-        host = urlsplit(f"//{listener.address}").hostname  # as zmq understood it; an ipc: none
+        host = host_of(listener.address)  # as zmq understood it; an ipc: none
         if host and self._stream_port != NO_STREAMS:
             try:
                 await listener.streams.listen(host, self._stream_port)
@@ -237,20 +239,6 @@ def curve_keys(cluster: Cluster) -> CurveKeys:
     return CurveKeys(zmq.curve_public(masters), masters, zmq.curve_public(own), own)
 
 
-def endpoint(address: str) -> str:
-    """`host:port` as zmq writes it. Raises ConfigError for anything but host:port or ipc://path."""
-    if "://" not in address:
-        address = f"tcp://{address}"
-    try:
-        parts = urlsplit(address)
-        valid = parts.scheme == "ipc" or (parts.hostname and parts.port is not None)
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ConfigError(f"address {address!r}: expected host:port, such as 127.0.0.1:7450")
-    return address
-
-
 def _limit(socket: zmq.Socket[bytes]) -> None:
     """Set a limit on everything that a peer can make this process store."""
     socket.setsockopt(zmq.MAXMSGSIZE, BODY_SIZE_MAX + HEADER_SIZE)
@@ -264,16 +252,32 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.BACKLOG, _BACKLOG)
 
 
-def open_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: CurveKeys | None
-) -> zmq.Socket[bytes]:
-    """A caller's socket to the master at `address`, which connects and reconnects by itself.
+def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """Raises Unavailable when this process can open none."""
+    try:
+        return context.socket(kind)
+    except zmq.ZMQError as error:
+        why = zmq.strerror(error.errno or 0)
+        raise Unavailable(f"cannot open a socket: {why}; see `ulimit -n`") from None
 
-    Raises ConfigError for an address that is not valid.
+
+def open_dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    keys: CurveKeys | None,
+    *,
+    ipv6: bool = False,
+) -> zmq.Socket[bytes]:
+    """A caller's socket to the master at `address`, which connects and reconnects by itself; to a
+    name over IPv4, or over `ipv6`.
+
+    Raises ConfigError for an address that is not valid, Unavailable when this process can open no
+    socket.
     """
     where = endpoint(address)
-    socket = context.socket(zmq.DEALER)
+    socket = new_socket(context, zmq.DEALER)
     _limit(socket)
+    socket.setsockopt(zmq.IPV6, ipv6 or is_ipv6(where))
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     # Queue for established connections only: a request to a master that ended must not reach
@@ -316,12 +320,13 @@ class _Socket:
 
     def _drain(self) -> None:
         self._drain_planned = True  # replies that are sent meanwhile plan no other one
+        more = True  # also after an error: no other edge tells of the messages behind that one
         try:
             more = self._take_messages()
         finally:
             self._drain_planned = False
-        if more:
-            self._drain_soon()
+            if more:
+                self._drain_soon()
 
     def _take_messages(self) -> bool:
         """Receive a burst of messages; True if there may be more."""
@@ -385,7 +390,10 @@ class _ZmqLink:
         self._retry: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._unanswered_since: float | None = None
+        self._ipv6 = False
         self._socket = self._open_socket()
+        self._choosing: asyncio.Task[None] | None = None
+        self._choose_family()
         # Opened after STREAM_AFTER replies, if this process can have one.
         self._stream: CallerStream | None = None
         self._connected: set[CallerStream] = set()
@@ -398,7 +406,21 @@ class _ZmqLink:
         self._ask_again = Backoff(_ASK_AGAIN_S, _ASK_AGAIN_MAX_S)
 
     def _open_socket(self) -> _Socket:
-        return _Socket(open_dealer(self._context, self._address, self._keys), self._on_message)
+        dealer = open_dealer(self._context, self._address, self._keys, ipv6=self._ipv6)
+        return _Socket(dealer, self._on_message)
+
+    def _choose_family(self) -> None:
+        """Where the master is a name: begin to ask it, unless that is under way."""
+        if is_named(endpoint(self._address)) and (self._choosing is None or self._choosing.done()):
+            self._choosing = self._loop.create_task(
+                self._use_family_that_answers(), name=f"family of master {self._address}"
+            )
+
+    async def _use_family_that_answers(self) -> None:
+        ipv6 = await answers_on_ipv6(self._address)
+        if ipv6 is not self._ipv6 and not self._socket.closed:
+            self._ipv6 = ipv6
+            self._open_anew()
 
     def __repr__(self) -> str:
         return f"<Link {self._address} pending={len(self._requests)}>"
@@ -443,9 +465,10 @@ class _ZmqLink:
     async def _open_stream(self) -> None:
         try:
             stream = await self.ask_stream()
-        except KvpoolError as error:
+        except Exception as error:  # whatever it is, nobody waits for it, and zmq goes on
             self._ask_at = self._loop.time() + self._ask_again.next_delay()
-            log.debug("requests to a master stay with zmq", master=self._address, why=str(error))
+            report = log.debug if isinstance(error, KvpoolError) else log.exception
+            report("requests to a master stay with zmq", master=self._address, why=str(error))
         else:
             self._before_stream, self._stream = self._requests.last_id, stream
             self._opened_at = self._loop.time()
@@ -478,15 +501,27 @@ class _ZmqLink:
         now = self._loop.time()
         since = self._unanswered_since
         if since is not None and now - since >= RECONNECT_AFTER_S and not self._socket.closed:
-            self._drop_stream()
-            self._socket.close()
-            self._socket = self._open_socket()
             self._unanswered_since = now
+            if self._open_anew():
+                self._drop_stream()
+                self._choose_family()
+
+    def _open_anew(self) -> bool:
+        """Replace the socket. Where this process can open none, the old one stays."""
+        try:
+            fresh = self._open_socket()
+        except Unavailable as error:
+            log.warning("cannot connect anew", master=self._address, why=str(error))
+            return False
+        self._socket.close()
+        self._socket = fresh
+        return True
 
     def close(self) -> None:
         self._socket.close()
-        if self._opening is not None:
-            self._opening.cancel()
+        for task in (self._opening, self._choosing):
+            if task is not None:
+                task.cancel()
         self._drop_stream()
         if self._retry is not None:
             self._retry.cancel()
@@ -494,8 +529,9 @@ class _ZmqLink:
         self._requests.close()
 
     async def wait_closed(self) -> None:
-        if self._opening is not None:
-            await asyncio.wait([self._opening])
+        for task in (self._opening, self._choosing):
+            if task is not None:
+                await asyncio.wait([task])
         for stream in list(self._connected):
             await stream.disconnected
 
@@ -557,7 +593,7 @@ class _ZmqListener:
             return  # not a request of this protocol: no reply
         identity, message = parts
         key = _property(frame, "User-Id") if self._callers is not None else ""
-        reply = self._answer(message, Caller(_property(frame, "Peer-Address"), key=key))
+        reply = self._answer(message, Caller(_peer_address(frame), key=key))
         if reply is not None:
             # A full queue means that this peer does not read. Its reply is dropped and its request
             # ends at its deadline; other peers do not wait.
@@ -586,6 +622,12 @@ def _property(frame: zmq.Frame | None, name: str) -> str:
     with contextlib.suppress(zmq.ZMQError):  # an ipc peer has no address
         return str(frame.get(name)) if frame is not None else ""
     return ""
+
+
+def _peer_address(frame: zmq.Frame | None) -> str:
+    """One name for one host: who comes over IPv4 to `[::]` is shown as IPv6."""
+    shown = _property(frame, "Peer-Address")
+    return str(numeric(shown) or shown)
 
 
 def _revoked(type: int, body: bytes, caller: Caller) -> tuple[int, bytes]:
@@ -625,9 +667,10 @@ class KnownCallers:
             self._flush.cancel()
 
     def _write_rest(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, self._flush = asyncio.get_running_loop(), None
         self._audit.flush(loop.time())
-        self._flush = loop.call_later(LOG_EVERY_S, self._write_rest) if len(self._audit) else None
+        if len(self._audit):
+            self._flush = loop.call_later(LOG_EVERY_S, self._write_rest)
 
 
 class Gate:
@@ -636,7 +679,7 @@ class Gate:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], callers: KnownCallers) -> None:
         self._callers = callers
         self.refused = 0
-        socket = context.socket(zmq.ROUTER)
+        socket = new_socket(context, zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(_GATE_ADDRESS)
         self._socket = _Socket(socket, self._receive)

@@ -4,7 +4,7 @@
     REGISTRY.register(PoolMetrics(pool))
 
 Counters and durations are read when Prometheus asks: nothing is counted twice. vLLM's connector
-exports the same durations in the engine's `/metrics`. (design: client-durations)
+exports the same durations in the engine's `/metrics`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Final
 from rich.markup import escape
 from rich.table import Table
 
-from kvpool.tenants import tenant_of
+from kvpool.tenant_names import tenant_of
 from kvpool.types import Demand, Member
 from kvpool.units import human
 

@@ -20,14 +20,23 @@ import msgspec
 from kvpool import registry
 from kvpool.client.device_staging import ROUND
 from kvpool.client.pool import Pool
-from kvpool.config import ClientConfig, Config, cluster_of, parse_transport
+from kvpool.config import (
+    ClientConfig,
+    Config,
+    cluster_of,
+    local_secret_file,
+    parse_transport,
+    secret_problem,
+)
 from kvpool.device_copy import first_line
 from kvpool.errors import ConfigError, KvpoolError
+from kvpool.memory_limits import MemoryLimits, tightest
 from kvpool.net.diagnose import diagnose_unreachable
 from kvpool.net.zmq_rpc import ZmqNetwork, stream_problem
 from kvpool.ops.demand import judged, memory_of
 from kvpool.protocols import SupportsStatusText
 from kvpool.types import Cluster, Member, Namespace
+from kvpool.units import human
 
 _TRIAL_SIZE = 1 << 20
 
@@ -43,14 +52,16 @@ class Finding(NamedTuple):
 
 async def examine(settings: Config) -> list[Finding]:
     """Look at this machine, the masters, the servers, and one real block on each transport."""
-    findings = [_python(), _loop(), _kernel(), await _huge_pages(), *_transports(settings.client)]
+    findings = [_python(), _loop(), _kernel(), await _huge_pages(), _secret(settings)]
+    findings.append(_limits(settings, MemoryLimits()))
+    findings += _transports(settings.client)
     findings.append(await asyncio.to_thread(device_memory, settings.client))  # imports torch
     for address in settings.client.masters:
         findings.append(await _master(settings, address))
         if findings[-1].verdict == "ok":
             findings.append(await _stream(settings, address))
-    findings += await _pool(settings)
-    return findings
+    about = await _pool(settings)
+    return findings + _unchecked(about) + about
 
 
 def _python() -> Finding:
@@ -93,6 +104,39 @@ async def _huge_pages() -> Finding:
     if mode == "never" and _kernel_version() >= (6, 1):
         return Finding("huge pages", "ok", "shared memory: never; made of small ones afterwards")
     return Finding("huge pages", "warn", f"shared memory: {mode}", f"echo advise > {path}")
+
+
+def _limits(settings: Config, limits: MemoryLimits) -> Finding:
+    """What a server that is started here could have."""
+    memory, reserved = tightest(limits.memory()), tightest(limits.huge_pages())
+    text = f"{human(max(0, memory.free))} ({memory.name})"
+    if reserved.free > 0:
+        text += f", huge pages {human(reserved.free)} ({reserved.name})"
+    shm = tightest(limits.named_shared_memory())
+    over_ucx = any(one.startswith("ucx") for one in settings.client.transports)
+    if over_ucx and shm.free < _SHM_MIN:
+        text += f"; {shm.name} has {human(shm.free)}, and UCX needs more"
+        return Finding("memory limits", "warn", text, f"raise {shm.advice}")
+    locked = tightest(limits.locked())
+    if over_ucx and Path("/sys/class/infiniband").exists() and locked.free < memory.free:
+        text += f"; {locked.name} has {human(max(0, locked.free))}, and RDMA locks a whole segment"
+        return Finding("memory limits", "warn", text, f"raise {locked.advice}")
+    return Finding("memory limits", "ok", text)
+
+
+#: Of /dev/shm, for the queues of UCX's workers. Docker gives 64 MiB.
+_SHM_MIN = 256 << 20
+
+
+def _secret(settings: Config) -> Finding:
+    if settings.local_only:
+        return Finding("secret", "ok", f"of this user: {local_secret_file()}")
+    if not settings.secret_file:
+        return Finding("secret", "ok", "none: who reaches the pool may use it")
+    if problem := secret_problem(settings.secret_file):
+        what, _, advice = problem.rpartition(": ")
+        return Finding("secret", "warn", what, f"{advice}; make another one if others were there")
+    return Finding("secret", "ok", f"{settings.secret_file}, not for every user of this host")
 
 
 def _transports(config: ClientConfig) -> list[Finding]:
@@ -185,18 +229,15 @@ async def _stream(settings: Config, address: str) -> Finding:
 
 
 async def _pool(settings: Config) -> list[Finding]:
-    """Write, read and remove a block on every transport to every living server."""
-    findings = []
+    """Compare what masters know, and write, read and remove a block on every transport to every
+    living server. Nothing where no master answers."""
+    client = settings.client
     try:
         async with _client(
-            cluster_of(settings),
-            _asking(settings.client, settings.client.masters, settings.client.transports),
+            cluster_of(settings), _asking(client, client.masters, client.transports)
         ) as pool:
             members = await pool.members()
-            findings += compared(await pool.namespaces())
-            findings += differing([member for member in members if member.alive])
-            findings += await _memory(pool, members)
-            findings += crowded([member for member in members if member.alive])
+            findings = await _compared(pool, members)
     except KvpoolError:
         return []
     for member in members:
@@ -205,27 +246,45 @@ async def _pool(settings: Config) -> list[Finding]:
                 Finding(
                     f"server {member.server}",
                     "warn",
-                    f"silent for {member.heard_s:.0f} s",
-                    "look at its log, or wait until it is forgotten",
+                    f"{'ended in order, ' if member.left else ''}silent for {member.heard_s:.0f} s",
+                    "start it again, or wait until it is forgotten"
+                    if member.left
+                    else "look at its log, or wait until it is forgotten",
                 )
             )
             continue
-        specs = {parse_transport(spec).scheme: spec for spec in settings.client.transports}
-        schemes = [address.partition("://")[0] for address in member.addresses]
-        findings += [
-            await _trial(settings, member, scheme, specs[scheme])
-            for scheme in schemes
-            if scheme in specs and scheme != "inproc"
-        ]
+        findings += await _trials(settings, member)
     return findings
+
+
+async def _compared(pool: Pool, members: list[Member]) -> list[Finding]:
+    """Namespaces with each other, servers with each other, memory with what is in use."""
+    living = [member for member in members if member.alive]
+    findings = [*differing(living), *crowded(living)]
+    try:
+        return compared(await pool.namespaces()) + findings + await _memory(pool, members)
+    except KvpoolError as error:
+        advice = "look at the master's log, and try again"
+        text = f"neither compared nor judged: {error}"
+        return [*findings, Finding("namespaces, memory", "warn", text, advice)]
+
+
+def _unchecked(about: list[Finding]) -> list[Finding]:
+    """What `_pool` found nothing to check for: silence is no `ok`."""
+    if not any(one.check.startswith("server ") for one in about):
+        text = "none is known: no block was written or read"
+        return [Finding("servers", "fail", text, "see what masters say above")]
+    looked = {check.split()[0] for one in about for check in one.check.split(", ")}
+    untold = {
+        "model": Finding("namespaces", "ok", "no two of one model are apart"),
+        "memory": Finding("memory", "ok", "not judged: no working set was measured yet"),
+    }
+    return [] if "namespaces" in looked else [untold[one] for one in untold if one not in looked]
 
 
 async def _memory(pool: Pool, members: list[Member]) -> list[Finding]:
     """Memory against the live working set; nothing where masters do not measure it yet."""
-    try:
-        demand = await pool.demand()
-    except KvpoolError:
-        return []
+    demand = await pool.demand()
     if not demand.working_sets:
         return []
     verdict, text = judged(demand, memory_of(members))
@@ -236,6 +295,23 @@ async def _memory(pool: Pool, members: list[Member]) -> list[Finding]:
         advice = "are servers lost, or do their sizes differ much?"
         findings.append(Finding("chains", "warn", text, advice))
     return findings
+
+
+async def _trials(settings: Config, member: Member) -> list[Finding]:
+    specs = {parse_transport(spec).scheme: spec for spec in settings.client.transports}
+    offered = [address.partition("://")[0] for address in member.addresses]
+    shared = [scheme for scheme in offered if scheme in specs and scheme != "inproc"]
+    if not shared:
+        return [
+            Finding(
+                f"server {member.server}",
+                "fail",
+                f"no block was tried: it has {', '.join(offered) or 'no transport'}, and this "
+                f"client uses {', '.join(specs)}",
+                "add one that it has (--transport, setting client.transports)",
+            )
+        ]
+    return [await _trial(settings, member, scheme, specs[scheme]) for scheme in shared]
 
 
 def crowded(members: list[Member]) -> list[Finding]:
@@ -264,6 +340,7 @@ ADVICE = {
     "dtype": "give every engine the same --dtype",
     "kv": "give every engine the same --kv-cache-dtype",
     "weights": "their weight files differ: rightly apart, or set the same revision",
+    "revision": "set the same revision, or none, where the weights are the same",
     "memory": "their weights in memory differ: rightly apart, unless the engines are still loading",
     "shape": "their models or options differ: `kvpool doctor --engine URL --engine URL` names them",
     "tp": "set the same --tensor-parallel-size, or the same kv_head_parts and revision",
@@ -274,6 +351,8 @@ ADVICE = {
     "tenant": "tenants share nothing",
     "generation": "the weights of one engine were updated while it ran: restart the others",
 }
+#: Engines that differ in nothing else have other weights, as two models of one size do.
+_OTHER_WEIGHTS = {"memory", "weights"}
 #: Pairs of namespaces that are reported, at most.
 _APART_MAX = 8
 
@@ -300,7 +379,7 @@ def compared(namespaces: list[tuple[Namespace, int]]) -> list[Finding]:
             findings.append(
                 Finding(
                     f"model {model}",
-                    "warn",
+                    "ok" if apart and set(apart) <= _OTHER_WEIGHTS else "warn",
                     f"{blocks} blocks are apart from the others: {', '.join(texts)}",
                     advice or "make these fields equal to share blocks",
                 )
@@ -327,15 +406,6 @@ def differing(members: Sequence[Member]) -> list[Finding]:
         more = f" and {len(odd) - _SERVERS_NAMED_MAX} more" if len(odd) > _SERVERS_NAMED_MAX else ""
         findings.append(Finding(subject, "warn", f"{names}{more}: {text}", advice))
 
-    known = [one.stats.counters for one in members if one.stats.counters]  # after a heartbeat
-    older = [one for one in members if one.stats.counters and not _can_fetch(one)]
-    if 0 < len(older) < len(known):
-        warn(
-            "releases of servers",
-            older,
-            "an older release than the others; no copies of what many chains share are made there",
-            "upgrade them one by one (docs/operate.md)",
-        )
     median = sorted(member.capacity for member in members)[(len(members) - 1) // 2]
     large = [one for one in members if one.capacity > _MEMORY_MEDIANS_MAX * median]
     if large:
@@ -358,10 +428,6 @@ def differing(members: Sequence[Member]) -> list[Finding]:
             "give every server of a pool the same tiers",
         )
     return findings
-
-
-def _can_fetch(member: Member) -> bool:
-    return "fetched_bytes" in member.stats.counters
 
 
 async def _trial(settings: Config, member: Member, scheme: str, spec: str) -> Finding:

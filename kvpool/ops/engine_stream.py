@@ -3,7 +3,7 @@
 An engine's own stream has tokens and hashes, and knows nothing of what the pool evicts. The pool
 has no tokens. Here the two meet by their hashes: a block that the engine has told of is announced
 wherever the pool has it, also after the engine itself has evicted it, until the pool has lost it,
-too. (design: engine-relay)
+too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from kvpool.client.pool_events import PoolEvent, PoolEventKind
 from kvpool.kv_events import (
     EVENT_BLOCKS_MAX,
     OWNERSHIP,
@@ -33,7 +34,7 @@ from kvpool.kv_events import (
 )
 from kvpool.ops.pool_stream import COPIES_MAX, PoolStream
 from kvpool.piecewise_dict import PiecewiseDict
-from kvpool.types import Namespace, PoolEvent, PoolEventKind
+from kvpool.types import Namespace
 
 #: Blocks of the engine that are known, each some 500 bytes; beyond it the one that the engine
 #: stored first is forgotten, and with it where the pool has it.

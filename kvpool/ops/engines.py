@@ -1,7 +1,7 @@
 """`kvpool doctor --engine`: compares the names under which engines share, field by field.
 
 An engine with KVPoolConnector describes itself in its `/metrics`, one series for each field. What
-is read there may come from anybody: it is bounded, and only shown. (design: engine-names)
+is read there may come from anybody: it is bounded, and only shown.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from kvpool.errors import ConfigError
 from kvpool.ops.doctor import ADVICE, Finding
+from kvpool.runtime import wait_for_all
 
 #: The metric and the labels that the connector describes its engine with.
 METRIC: Final = "vllm:kvpool_name_info"
@@ -55,7 +56,7 @@ class DescribedEngine(NamedTuple):
 
 async def examine_engines(addresses: list[str]) -> list[Finding]:
     """Read what these engines say of themselves, and compare all with the first one."""
-    pages = await asyncio.gather(*(asyncio.to_thread(read_engines, one) for one in addresses))
+    pages = await wait_for_all(asyncio.to_thread(read_engines, one) for one in addresses)
     engines: list[DescribedEngine] = []
     findings: list[Finding] = []
     for address, page in zip(addresses, pages, strict=True):
@@ -91,8 +92,12 @@ def read_engines(address: str) -> list[DescribedEngine] | Finding:
 
 
 def _read_page(url: str, outcome: queue.SimpleQueue[bytes | Exception]) -> None:
+    # No proxy of the environment: it would answer in the engine's place.
+    direct = urllib.request.ProxyHandler({})
     try:
-        with urllib.request.build_opener(_NoRedirect).open(url, timeout=_TIMEOUT_S) as answer:
+        with urllib.request.build_opener(direct, _NoRedirect).open(
+            url, timeout=_TIMEOUT_S
+        ) as answer:
             outcome.put(answer.read(_PAGE_BYTES_MAX + 1))
     except (OSError, ValueError, http.client.HTTPException) as error:
         outcome.put(error)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool import logs
+from kvpool.client.pool_events import PoolEvent, PoolEventKind
 from kvpool.net.event_publisher import EventPublisher
 from kvpool.net.event_subscriber import EngineBatch
 from kvpool.ops.engine_stream import EngineStream
 from kvpool.ops.pool_stream import PoolStream
-from kvpool.types import PoolEvent, PoolEventKind
 
 log = logs.get("kvpool.events")
 

@@ -4,7 +4,7 @@ for probes.
     /metrics   every figure of `kvpool status`, and what the process costs
     /health    200 while the loop turns
     /ready     200 when it is of use: a server when a master knows it, a publisher when it has told
-               all that the pool has
+               all that the pool has, and none of its tasks is failing
 
 Names are `kvpool_<subject>_<unit>`, sizes in bytes, times in seconds. A master tells of every
 server that it knows (label `server`), so that scraping masters is enough; a server of itself.
@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
-from typing import Final, get_type_hints
+from itertools import islice
+from typing import Any, Final, get_type_hints
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -31,12 +33,13 @@ from prometheus_client.registry import Collector
 from kvpool.client.pool_events import EventReader
 from kvpool.master.service import Master
 from kvpool.net.event_publisher import EventPublisher
-from kvpool.net.http_server import Page
+from kvpool.net.http_server import Page, PageInSteps
 from kvpool.ops.demand import labelled_tenant
 from kvpool.ops.engine_stream import EngineStream
 from kvpool.ops.event_service import EngineCounts
 from kvpool.ops.pool_stream import PoolStream
 from kvpool.server.block_server import BlockServer
+from kvpool.supervision import Supervisor
 from kvpool.types import Consumer, Demand, Figure, Member, ServerStats, TierUsage
 
 #: Of a server's counters, those that go up and down.
@@ -57,12 +60,15 @@ _LEVELS: Final = frozenset(
 #: Counters come from servers over the wire; what could be no name of ours is left out.
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_total)")
 
+#: Samples of one metric that are made in one turn of the loop: 2 ms.
+_SAMPLES: Final = 500
 #: A publisher that has not read all changes of the pool for so long is not ready.
 _BEHIND_S: Final = 5.0
 
 #: What a master knows of a server besides the figures that the server reports.
 _SEEN_BY_MASTER: Final[Mapping[Figure, Callable[[Member], float]]] = {
     Figure("up", "1 while it and a master hear of each other"): lambda m: m.alive,
+    Figure("left", "1 after it has ended in order, until it is back"): lambda m: m.left,
     Figure("heard_seconds", "since its last heartbeat"): lambda m: m.heard_s,
     Figure("capacity_bytes", "of the tier that holds the pool"): lambda m: m.capacity,
 }
@@ -141,7 +147,7 @@ def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
         yield from _of_demand(master.demand(now()))
         yield from _of_members(master.directory.members(now()))
 
-    return _pages(collect, lambda: None)
+    return _pages(collect, lambda: None, master.tasks)
 
 
 def pages_of_server(server: BlockServer) -> dict[str, Callable[[], Page]]:
@@ -151,7 +157,7 @@ def pages_of_server(server: BlockServer) -> dict[str, Callable[[], Page]]:
     def unready() -> str | None:
         return None if server.registered else "no master knows this server yet"
 
-    return _pages(lambda: _of_members([_member(server, now())]), unready)
+    return _pages(lambda: _of_members([_member(server, now())]), unready, server.tasks)
 
 
 def pages_of_events(
@@ -201,31 +207,42 @@ def pages_of_events(
             return None
         return f"the pool's changes were read {pool.behind_s:.0f} s ago"
 
-    return _pages(collect, unready)
+    return _pages(collect, unready, publisher.tasks)
 
 
 def _pages(
-    collect: Callable[[], Iterable[Metric]], unready: Callable[[], str | None]
+    collect: Callable[[], Iterable[Metric]], unready: Callable[[], str | None], tasks: Supervisor
 ) -> dict[str, Callable[[], Page]]:
     registry = CollectorRegistry()
     registry.register(_Collector(collect))
+    registry.register(_Collector(lambda: _of_tasks(tasks)))
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
 
-    def metrics() -> Page:
-        return Page(HTTPStatus.OK, generate_latest(registry), CONTENT_TYPE_LATEST)
-
     def ready() -> Page:
-        problem = unready()
-        if problem is None:
+        problem = unready() or tasks.problem
+        if not problem:
             return Page(HTTPStatus.OK, b"ready\n")
         return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}\n".encode())
 
     return {
-        "/metrics": metrics,
+        "/metrics": PageInSteps(lambda: _text_of(registry.collect()), CONTENT_TYPE_LATEST),
         "/health": lambda: Page(HTTPStatus.OK, b"alive\n"),
         "/ready": ready,
     }
+
+
+def _text_of(metrics: Iterable[Metric]) -> Iterator[bytes]:
+    """The text of a page, in pieces. Metrics of one name that follow each other are one."""
+    registry = CollectorRegistry()
+    before = ""
+    for metric in metrics:
+        one = _Collector(partial(iter, [metric]))
+        registry.register(one)
+        text = generate_latest(registry)
+        registry.unregister(one)
+        yield text.split(b"\n", 2)[2] if metric.name == before else text  # without its head
+        before = metric.name
 
 
 class _Collector(Collector):
@@ -241,45 +258,56 @@ class _Collector(Collector):
         return self._collect()
 
 
+def _of_tasks(tasks: Supervisor) -> Iterator[Metric]:
+    failures = CounterMetricFamily(
+        "kvpool_task_failures", "exceptions that a task went on after, by task", labels=["task"]
+    )
+    for name, count in sorted(tasks.failures.items()):
+        failures.add_metric([name], count)
+    yield failures
+
+
 def _of_members(members: Iterable[Member]) -> Iterator[Metric]:
     members = sorted(members)
     for figure, value in _SEEN_BY_MASTER.items():
-        yield _family("server", figure, [([m.server], value(m)) for m in members])
+        yield from _family("server", figure, [([m.server], value(m)) for m in members])
     for field, figure in _SERVER_FIGURES.items():
-        yield _family("server", figure, [([m.server], getattr(m.stats, field)) for m in members])
+        yield from _family(
+            "server", figure, [([m.server], getattr(m.stats, field)) for m in members]
+        )
     for name in sorted({name for m in members for name in m.stats.counters}):
         if _NAME.fullmatch(name) and name not in _SERVER_METRICS:
             figure = Figure(name, "as the server counts it", name not in _LEVELS)
             counts = [([m.server], m.stats.counters.get(name)) for m in members]
-            yield _family("server", figure, counts)
+            yield from _family("server", figure, counts)
     tiers = [([m.server, tier.name], tier) for m in members for tier in m.stats.usage]
     for field, figure in _TIER_FIGURES.items():
-        values = [(labels, getattr(tier, field)) for labels, tier in tiers]
+        values: Any = [(labels, getattr(tier, field)) for labels, tier in tiers]
         if any(isinstance(value, dict) for _, value in values):
-            values = [
+            values = (
                 ([*labels, reason], count)
                 for labels, counts in values
                 for reason, count in sorted(counts.items())
-            ]
-            yield _family("tier", figure, values, "reason")
+            )
+            yield from _family("tier", figure, values, "reason")
         else:
-            yield _family("tier", figure, values)
+            yield from _family("tier", figure, values)
     yield from _of_consumers(members)
 
 
 def _of_consumers(members: Iterable[Member]) -> Iterator[Metric]:
-    """Each server names a bounded number of them, those that have most (design: usage)."""
+    """Each server names a bounded number of them, those that have most."""
     found = [([m.server, one.by, one.name], one) for m in members for one in m.stats.consumers]
     for field, figure in _CONSUMER_FIGURES.items():
-        samples = [(labels, getattr(one, field)) for labels, one in found]
+        samples: Iterable[Any] = ((labels, getattr(one, field)) for labels, one in found)
         more = {"tiers": ["tier"], "evicted_by": ["by_tenant"]}.get(field, [])
         if more:
-            samples = [
+            samples = (
                 ([*labels, name], value)
                 for labels, values in samples
                 for name, value in sorted(values.items())
-            ]
-        yield _family("consumer", figure, samples, *more)
+            )
+        yield from _family("consumer", figure, samples, *more)
 
 
 def _of_demand(demand: Demand) -> Iterator[Metric]:
@@ -305,15 +333,18 @@ def _family(
     figure: Figure,
     samples: Iterable[tuple[Sequence[str], float | None]],
     *more_labels: str,
-) -> Metric:
-    """One metric, with a sample for every server or tier that has a value."""
+) -> Iterator[Metric]:
+    """One metric, with a sample for every server or tier that has a value; in pieces."""
     kind = CounterMetricFamily if figure.grows else GaugeMetricFamily
     labels = [*_LABELS[subject], *more_labels]
-    family = kind(f"kvpool_{subject}_{figure.metric}", figure.help, labels=labels)
-    for values, sample in samples:
-        if sample is not None:
+    left = ((values, sample) for values, sample in samples if sample is not None)
+    while True:
+        family = kind(f"kvpool_{subject}_{figure.metric}", figure.help, labels=labels)
+        for values, sample in islice(left, _SAMPLES):
             family.add_metric(values, sample)
-    return family
+        yield family
+        if len(family.samples) < _SAMPLES:
+            return
 
 
 def _member(server: BlockServer, now: float) -> Member:

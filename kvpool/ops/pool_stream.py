@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, TypeAlias
 
+from kvpool.client.pool_events import PoolEvent, PoolEventKind
 from kvpool.kv_events import (
     EVENT_BLOCKS_MAX,
     OWNERSHIP,
@@ -23,7 +24,7 @@ from kvpool.kv_events import (
     short_hash,
 )
 from kvpool.piecewise_dict import PiecewiseDict
-from kvpool.types import Namespace, PoolEvent, PoolEventKind
+from kvpool.types import Namespace
 
 #: Copies of blocks that a stream knows, each some 150 bytes; further ones are left out.
 COPIES_MAX: Final = 20_000_000
@@ -78,8 +79,8 @@ class PoolStream:
                             yield batch
             case PoolEventKind.CLEARED:
                 yield from self._forget(event.server)
-            case PoolEventKind.LOST | PoolEventKind.BACK:
-                lost = event.kind is PoolEventKind.LOST
+            case PoolEventKind.LOST | PoolEventKind.LEFT | PoolEventKind.BACK:
+                lost = event.kind is not PoolEventKind.BACK
                 copies = self._servers.setdefault(event.server, _Copies())
                 if copies.lost is not lost:
                     yield from self._show(event.server, copies, lost=lost)

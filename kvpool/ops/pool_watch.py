@@ -21,11 +21,13 @@ _STEPS: Final = 3
 
 
 class ServerState(Enum):
-    """What an operator calls a server. LATE: heartbeats are missing, and it still counts as up."""
+    """What an operator calls a server. LATE: heartbeats are missing, and it still counts as up.
+    LEFT: it has ended in order, and may come back."""
 
     UP = "up"
     LATE = "late"
     LEAVING = "leaving"
+    LEFT = "left"
     LOST = "lost"
 
 
@@ -36,7 +38,7 @@ LATE_S: Final = 1.5
 def state_of(member: Member, late_s: float = LATE_S) -> ServerState:
     """The state of a server, as masters know it."""
     if not member.alive:
-        return ServerState.LOST
+        return ServerState.LEFT if member.left else ServerState.LOST
     if member.heard_s > late_s:
         return ServerState.LATE
     return ServerState.LEAVING if member.stats.draining else ServerState.UP
@@ -82,6 +84,7 @@ class _Seen(NamedTuple):
 
     epoch: int
     alive: bool
+    left: bool
     draining: bool
     broken: dict[str, str]  # tiers out of service, or that take no writes
     read: int
@@ -110,7 +113,7 @@ class PoolWatch:
         for member in members:
             known = self._seen.get(member.server)
             one = seen[member.server] = _seen(member)
-            if not first and (known is None or known[:4] != one[:4]):
+            if not first and (known is None or known[:5] != one[:5]):
                 for event, text in _differences(known, one):
                     self.events.append(WatchEvent(now, member.server, event, text))
             came, went = _moved(known, one)
@@ -159,6 +162,7 @@ def _seen(member: Member) -> _Seen:
     return _Seen(
         member.epoch,
         member.alive,
+        member.left,
         member.stats.draining,
         {
             tier.name: "is out of service" if tier.lost else "takes no writes"
@@ -183,16 +187,20 @@ def _differences(known: _Seen | None, now: _Seen) -> Iterator[tuple[str, str]]:
     if known is None:
         yield "joined", "it has registered"
         return
-    if known.epoch != now.epoch:
+    if now.alive and known.left:
+        yield "back", "it had ended in order, and has registered again"
+    elif known.epoch != now.epoch:
         yield "restarted", "it has registered again"
     elif now.alive and not known.alive:
         yield "back", "its heartbeats come again"
-    if known.alive and not now.alive:
-        yield "lost", "no heartbeat comes, or it has ended"
+    if now.left and not known.left:
+        yield "left", "it has ended in order"
+    elif known.alive and not now.alive:
+        yield "lost", "no heartbeat comes"
     if now.draining and not known.draining:
         yield "leaving", "its blocks go to other servers"
-    if known.draining and not now.draining and now.alive:
-        yield "stays", "its drain is over or cancelled"
+    if known.draining and not now.draining and now.alive and known.epoch == now.epoch:
+        yield "stays", "its drain is cancelled"
     for tier, text in now.broken.items():
         if known.broken.get(tier) != text:
             yield "tier", f"tier {tier} {text}"

@@ -1,7 +1,7 @@
 """The status page of a master, and the JSON that it draws: `/`, `/api/v1/pool`, `/api/v1/servers`.
 
 The figures are those of `kvpool status --json` and `/metrics`. Every answer is bounded: lists have
-a limit, servers come in pages. docs/operate.md describes the fields. (design: status-page)
+a limit, servers come in pages. docs/operate.md describes the fields.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SECURITY: Final = ("X-Content-Type-Options: nosniff", "Referrer-Policy: no-refe
 async def status_page(master: Master, late_s: float) -> AsyncIterator[Routes]:
     """What to serve, as long as the `with` lasts; a task looks at the pool once a second."""
     page = StatusPage(master, late_s)
-    watching = asyncio.get_running_loop().create_task(page.watch())
+    watching = master.tasks.forever("status page", page.watch)
     try:
         yield page.routes()
     finally:
@@ -71,11 +71,11 @@ class StatusPage:
         self._tiers: list[dict[str, Any]] = []  # as of the last sample
 
     async def watch(self) -> None:
-        while True:
-            self._sample()
-            await asyncio.sleep(0)  # with a thousand servers each part takes some milliseconds
-            self._tiers = _tiers([one for one in self._members() if one.alive])
-            await asyncio.sleep(_SAMPLE_S)
+        """Take one sample, and wait until the next one is due."""
+        self._sample()
+        await asyncio.sleep(0)  # with a thousand servers each part takes some milliseconds
+        self._tiers = _tiers([one for one in self._members() if one.alive])
+        await asyncio.sleep(_SAMPLE_S)
 
     def routes(self) -> Routes:
         html = files("kvpool.ops").joinpath("status_page.html").read_text()

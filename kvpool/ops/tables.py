@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvpool.ops.bars import FillBar
-from kvpool.tenants import tenant_of
+from kvpool.tenant_names import tenant_of
 from kvpool.types import Member, Namespace, TierUsage
 from kvpool.units import human
 
@@ -64,6 +64,8 @@ def members_table(members: list[Member]) -> Table:
 
 
 def _state(member: Member) -> str:
+    if member.left:
+        return f"[yellow]left {member.heard_s:.0f} s ago[/]"
     if not member.alive:
         return f"[red]silent {member.heard_s:.0f} s[/]"
     if member.stats.draining:

@@ -21,6 +21,7 @@ _STYLES: Final = {
     ServerState.UP: "green",
     ServerState.LATE: "yellow",
     ServerState.LEAVING: "yellow",
+    ServerState.LEFT: "yellow",
     ServerState.LOST: "red",
 }
 #: Of one server; of all of them.
@@ -238,7 +239,7 @@ class _Screen:
         line = Text("> " if selected else "  ")
         line.append_text(name)
         text, style = state.value, _STYLES[state]
-        if state in (ServerState.LOST, ServerState.LATE):
+        if state in (ServerState.LOST, ServerState.LEFT, ServerState.LATE):
             text = f"{text} {_short_age(member.heard_s)}"
         elif any(tier.lost for tier in member.stats.usage):
             text, style = "tier lost", "red"

@@ -1,4 +1,4 @@
-"""Who has what of a pool, and what readers got: the figures of all servers (design: usage)."""
+"""Who has what of a pool, and what readers got: the figures of all servers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Small `Protocol`s, no base classes: an implementation inherits nothing. Times are seconds of the
 running loop's clock; a `deadline` is a point on it. Every error is one of `kvpool.errors`, never an
-OSError. `kvpool.testing` checks an implementation against these contracts (design: plug-ins).
+OSError. `kvpool.testing` checks an implementation against these contracts.
 
     A transport never retries.   A channel never caches.   A tier never allocates.
 """
@@ -16,6 +16,7 @@ from kvpool.protocols.tier import (
     DeviceMemory,
     DeviceToken,
     Encrypts,
+    KeepsSome,
     Mappable,
     PersistentTier,
     ReportsDropped,
@@ -32,7 +33,7 @@ from kvpool.protocols.transport import (
     DeviceWriteBlock,
     IdleTimeout,
     Listener,
-    NeedsMeasurement,
+    OverFabric,
     Peer,
     ReachesDevices,
     ReadOptions,
@@ -44,6 +45,7 @@ from kvpool.protocols.transport import (
     SupportsFetch,
     SupportsPrefetch,
     SupportsReachability,
+    SupportsRemoveAll,
     SupportsZeroCopyView,
     Transport,
     View,
@@ -71,12 +73,13 @@ __all__ = [
     "Evictable",
     "Handler",
     "IdleTimeout",
+    "KeepsSome",
     "LearnsFromArrivals",
     "Link",
     "Listener",
     "Mappable",
-    "NeedsMeasurement",
     "Network",
+    "OverFabric",
     "Peer",
     "PersistentTier",
     "Policy",
@@ -91,6 +94,7 @@ __all__ = [
     "SupportsFetch",
     "SupportsPrefetch",
     "SupportsReachability",
+    "SupportsRemoveAll",
     "SupportsStatusText",
     "SupportsZeroCopyView",
     "Tier",

@@ -48,7 +48,7 @@ class CountsConnections(Protocol):
 
     @property
     def streams(self) -> int:
-        """Callers that ask on a stream (design: control-stream)."""
+        """Callers that ask on a stream (design: control-plane)."""
 
     @property
     def refused_connections(self) -> int:

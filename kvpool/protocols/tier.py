@@ -43,8 +43,8 @@ class Tier(Protocol):
     All offsets and sizes are bytes. Offsets are multiples of `alignment`, sizes are any; the bytes
     between the end of a write and the next multiple may change. Any number of calls run at
     once. After a call has returned, failed or been cancelled, it touches neither its buffer nor the
-    tier's memory. Every call raises UsageError for bytes outside of 0 to `capacity`, and Closed
-    after `close`.
+    tier's memory. No call takes more than 5 ms of the loop at a time. Every call raises UsageError
+    for bytes outside of 0 to `capacity`, and Closed after `close`.
     """
 
     @property
@@ -120,7 +120,7 @@ class DeviceAddressable(Protocol):
     """A tier whose memory is on a device, for transports that move bytes from and to a device.
 
     A block of it is read from there into memory on another device, without a stop in that of a
-    host (design: hbm-reads).
+    host (design: device-memory).
     """
 
     @property
@@ -164,7 +164,7 @@ class PersistentTier(Protocol):
     exists, and what is evicted. Calls for different extents may run at once. For one extent the
     order is: write its bytes, `persist` it, and `erase` it before its bytes are overwritten. If
     that `erase` is missing, a record of overwritten bytes remains. It costs one miss, because each
-    read compares the checksum (G1). (design: recovery)
+    read compares the checksum (G1). (design: nvme-format)
     """
 
     async def persist(self, records: Sequence[Record]) -> None:
@@ -173,8 +173,8 @@ class PersistentTier(Protocol):
         Called when the bytes have been written. Until it returns, `recover` may find any subset of
         `records`; the same after Unavailable, which it raises when the medium fails. Raises
         UsageError for an extent that does not fit; then none of the records is stored. A tier may
-        have room for a limited number of namespaces: it leaves out a record of another namespace
-        without an error, and counts it.
+        have room for a limited number of namespaces, of each tenant its share: it leaves out a
+        record of another one without an error, and counts it (`KeepsSome`).
         """
 
     async def erase(self, offsets: Sequence[int]) -> None:
@@ -218,6 +218,14 @@ class Encrypts(Protocol):
     def use_key(self, key: bytes) -> None:
         """Before `recover`: these 32 bytes, which the same cluster has after each start and nobody
         else has. What the tier encrypts with is derived from them."""
+
+
+@runtime_checkable
+class KeepsSome(Protocol):
+    """A persistent tier that may leave out a record of `persist`, and knows which."""
+
+    def keeps(self, offset: int) -> bool:
+        """Whether the record of the extent that starts there was stored, and not left out."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""What a transport must do: the server's half and the client's half (design: who-owns-what)."""
+"""What a transport must do: the server's half and the client's half (design: ownership)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvpool.types import (
     DrainReport,
     Extent,
     FetchStatus,
+    HoldingsPage,
     Namespace,
     Offer,
     Pin,
@@ -22,6 +23,8 @@ from kvpool.types import (
     ReadBlock,
     ReadResult,
     ReadStatus,
+    Removal,
+    RemovalCursor,
     Reservation,
     SessionHint,
     WriteBlock,
@@ -79,7 +82,7 @@ class ReserveRequest(NamedTuple):
     blocks that a server fetches: the time of the last use of each, in microseconds of the loop's
     clock. They keep it, and only blocks that were used before are evicted for them (design: moves).
     `copies` says with how many copies each is written, 1 without it; 0 is an extra copy, which is
-    worth less than any other (design: lost-copies).
+    worth less than any other (design: movers).
     """
 
     namespace: Namespace
@@ -212,13 +215,21 @@ class Connection(Protocol):
     def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[PrefetchStatus]:
-        """These blocks are read soon: bring them into memory, within a budget (design: prefetch).
+        """These blocks are read soon: bring them into memory, within a budget (design: promotion).
 
         Answers at once. It is no use of a block.
         """
 
+    async def holdings(self, after: tuple[str, int]) -> HoldingsPage:
+        """What this server has, by namespace: those behind this name and number of parts. Of a
+        tenant's client only that tenant's."""
+
+    async def remove_all(self, namespace: Namespace, at: RemovalCursor) -> Removal:
+        """Remove the next blocks of a namespace, as many as a call may take time for: every part,
+        from every tier, and nothing that was written after `holdings` gave `begin`."""
+
     async def drain(self, order: DrainOrder) -> DrainReport:
-        """Begin to hand over all blocks of this server, or stay, or only report (design: drain)."""
+        """Begin to hand over all blocks of this server, or stay, or only report."""
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         """The memory of extents that this connection has reserved or pinned."""
@@ -273,7 +284,8 @@ class Listener(Protocol):
 
     @property
     def address(self) -> str:
-        """`scheme://...`, the address to which a client connects."""
+        """`scheme://...`, the address to which a client connects; where it listens on every address
+        of the host, that is what it says, and its server knows what to tell clients."""
 
     async def close(self) -> None:
         """Stop accepting and end every connection. Idempotent.
@@ -387,7 +399,7 @@ class Channel(Protocol):
 
 
 class View(NamedTuple):
-    """A block in the pool's own memory, read-only (design: zero-copy-views).
+    """A block in the pool's own memory, read-only (design: pins).
 
     Valid inside the `with`, until either side closes: that ends the pins, and the memory may then
     be used for another block.
@@ -438,7 +450,7 @@ class DeviceArrival(NamedTuple):
 @runtime_checkable
 class SupportsDeviceRead(Protocol):
     """A channel that receives blocks into memory on a device, without a stop in that of the host
-    (design: direct-reads)."""
+    (design: device-memory)."""
 
     async def read_to_device(
         self, options: ReadOptions, blocks: Sequence[DeviceReadBlock], *, deadline: float
@@ -481,7 +493,7 @@ class SupportsFetch(Protocol):
 
 @runtime_checkable
 class SupportsPrefetch(Protocol):
-    """A channel over which a server can be asked to bring blocks into memory (design: prefetch)."""
+    """A channel over which a server can be asked to bring blocks into memory."""
 
     async def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
@@ -490,8 +502,21 @@ class SupportsPrefetch(Protocol):
 
 
 @runtime_checkable
+class SupportsRemoveAll(Protocol):
+    """A channel over which whole namespaces are removed from a server."""
+
+    async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
+        """As `Connection.holdings`."""
+
+    async def remove_all(
+        self, namespace: Namespace, at: RemovalCursor, *, deadline: float
+    ) -> Removal:
+        """As `Connection.remove_all`."""
+
+
+@runtime_checkable
 class SupportsDrain(Protocol):
-    """A channel over which a server can be asked to hand over its blocks (design: drain)."""
+    """A channel over which a server can be asked to hand over its blocks (design: movers)."""
 
     async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
         """As `Connection.drain`."""
@@ -551,14 +576,13 @@ class RequiresCertificates(Protocol):
 
 
 @runtime_checkable
-class NeedsMeasurement(Protocol):
-    """A transport that should be used only after it was measured to be faster
-    (design: path-selection)."""
+class OverFabric(Protocol):
+    """A transport that is faster than others over an RDMA fabric, and not without one
+    (design: ucx)."""
 
     @property
-    def needs_measurement(self) -> bool:
-        """True when nothing on this machine shows that the transport is faster than others: the
-        client uses the others first, until it has measured this one."""
+    def has_fabric(self) -> bool:
+        """Whether this machine and the transport's settings have one."""
 
 
 @runtime_checkable
@@ -592,7 +616,7 @@ BlocksToHost: TypeAlias = Callable[[Sequence[DeviceWriteBlock]], Awaitable[list[
 @runtime_checkable
 class SupportsDeviceWrite(Protocol):
     """A channel that sends blocks from memory on a device, without a stop in that of the host
-    (design: direct-writes)."""
+    (design: device-memory)."""
 
     async def write_from_device(
         self,

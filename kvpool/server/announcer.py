@@ -17,12 +17,20 @@ from typing import Final, NamedTuple
 
 from kvpool import logs
 from kvpool.backoff import Backoff
-from kvpool.errors import ConfigError, DeadlineExceeded, KvpoolError, Unavailable
+from kvpool.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvariantViolated,
+    KvpoolError,
+    Unavailable,
+)
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import Link
 from kvpool.runtime import task_group
 from kvpool.server.state.entry import Change, Stretch
+from kvpool.server.state.missed import Missed, MissedBlock
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.supervision import Supervisor
 from kvpool.types import ReadStatus, ServerStats
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
@@ -31,11 +39,13 @@ log = logs.get("kvpool.server")
 
 #: Changes that may wait for one master, and the share of this server's blocks that may. With more,
 #: a new inventory is cheaper. The share lets an inventory of millions of blocks end while many of
-#: them change (design: inventory).
+#: them change (design: announcements).
 _PENDING_MAX: Final = 100_000
 _PENDING_SHARE: Final = 0.25
 #: Blocks in one piece of an inventory.
 _PIECE_BLOCKS: Final = wire.ANNOUNCED_BLOCKS_MAX
+#: Bytes of the changes in one message, with the longest names: below BODY_SIZE_MAX with one more.
+_CHANGES_SIZE: Final = 768 << 10
 #: Pieces of an inventory that are sent before the first of them is answered.
 _PIECES_IN_FLIGHT: Final = 4
 #: Heartbeat intervals after which a message is sent again at the latest, if it is not answered.
@@ -45,6 +55,9 @@ _PIECE_STEPS: Final = 8
 #: Seconds between two batches of changes that no caller waits for. Batches save work: the fixed
 #: cost of a message is higher, at both ends, than that of a few more changes in it.
 _NEWS_GAP_S: Final = 0.005
+#: Seconds between two messages with blocks that readers missed: whoever makes up keys decides how
+#: many there are, and a change that is made meanwhile waits for such a message.
+_MISSED_GAP_S: Final = 0.05
 #: Seconds between two inventories to a master whose map differs after each of them.
 _RESYNC_DELAY_MAX_S: Final = 60.0
 #: Seconds after which a master that could not list all blocks gets the inventory again.
@@ -111,6 +124,7 @@ class Announcer:
         stats: Callable[[float], ServerStats],
         apply_hints: Callable[[Sequence[wire.WireHint]], list[wire.WireHintAnswer]],
         others_have_room: Callable[[], None] = lambda: None,
+        tasks: Supervisor | None = None,
     ) -> None:
         self._identity = identity
         self._store = store
@@ -120,6 +134,7 @@ class Announcer:
         self._stats = stats
         self._apply_hints = apply_hints
         self._others_have_room = others_have_room
+        self._tasks = tasks or Supervisor()
         self._loop = asyncio.get_running_loop()
         self._state = AnnouncerState.UNREGISTERED
         self._answers = False  # the last request was answered
@@ -145,6 +160,8 @@ class Announcer:
         self._hint_answers: list[wire.WireHintAnswer] = []  # for the next heartbeat
         self._refused_at: float | None = None  # when a master first said that the id is taken
         self._last_batch_at = 0.0
+        self._missed = Missed()
+        self._missed_due = 0.0  # when they may be told
         self._next_heartbeat = 0.0
         self.problem: KvpoolError | None = None
         self._task: asyncio.Task[None] | None = None
@@ -156,8 +173,10 @@ class Announcer:
 
     def start(self) -> None:
         """Start the task that announces."""
-        name = f"announce to {self._link.address}"
-        self._task = self._loop.create_task(self._run(), name=name)
+        # However it fails, masters must hear of this server, or they take it for lost.
+        self._task = self._tasks.forever(
+            f"announce to {self._link.address}", self._announce, pause_max_s=self._heartbeat_s
+        )
 
     async def close(self) -> None:
         """Stop, and send `Leave`, waiting at most 0.2 s for the master's answer."""
@@ -193,6 +212,18 @@ class Announcer:
             self._unregister()
         self._wake.set()
 
+    def correct(self, missed: Sequence[MissedBlock]) -> None:
+        """Tell the master, after all changes, that these are not here, if that is so then."""
+        if missed and self._state is not AnnouncerState.UNREGISTERED:
+            for (namespace, part), group in itertools.groupby(missed, key=lambda one: one[:2]):
+                self._missed.add(namespace, part, [digest for _, _, digest in group])
+            self._wake.set()
+
+    @property
+    def dropped_corrections(self) -> int:
+        """Missed blocks that the master was not told about, because too many waited."""
+        return self._missed.shares.refused.total()
+
     def heartbeat_soon(self) -> asyncio.Future[None]:
         """Send a heartbeat at once. Done when the master has answered one that was sent after this
         call."""
@@ -212,25 +243,27 @@ class Announcer:
             self._urgent.set()
         return future
 
-    async def _run(self) -> None:
-        """Register, send the inventory, then changes and heartbeats, for ever."""
-        while True:
-            try:
-                if self._state is AnnouncerState.UNREGISTERED:
-                    await self._register()
-                    await self._send_inventory()
-                await self._send_changes()
-                if self._loop.time() >= self._next_heartbeat:
-                    await self._send_heartbeat()
-                if self._answers:
-                    self.problem = None
-                await self._wait()
-            except Unavailable as error:
-                self._failed(error)
-                await asyncio.sleep(self._heartbeat_s / 10)
-            except KvpoolError as error:
-                self._failed(error)
-                await asyncio.sleep(self._heartbeat_s)
+    async def _announce(self) -> None:
+        """Register, and send the inventory; then changes, and heartbeats: what is due of these."""
+        try:
+            if self._state is AnnouncerState.UNREGISTERED:
+                await self._register()
+                await self._send_inventory()
+            await self._send_changes()
+            if self._loop.time() >= self._next_heartbeat:
+                await self._send_heartbeat()
+            if self._answers:
+                self.problem = None
+            await self._wait()
+        except Unavailable as error:
+            self._failed(error)
+            await asyncio.sleep(self._heartbeat_s / 10)
+        except KvpoolError as error:
+            self._failed(error)
+            await asyncio.sleep(self._heartbeat_s)
+        except Exception as error:  # a bug, of a policy for example: nobody waits for it
+            self._failed(InvariantViolated(f"{type(error).__name__}: {error}"))
+            raise
 
     async def _request(
         self, message: wire.Message, answer: type[wire.M], within_s: float | None = None
@@ -303,7 +336,7 @@ class Announcer:
         )
 
     async def _send_inventory(self) -> None:
-        """All blocks, in pieces; changes meanwhile are queued and follow (design: inventory)."""
+        """All blocks, in pieces; changes meanwhile are queued and follow."""
         # Queue changes from here on, before the inventory is read: a block that is sealed while the
         # pieces are sent is in none of them. No await between these lines and `inventory`.
         self._pending.clear()
@@ -366,10 +399,17 @@ class Announcer:
         while await self._batch_due():
             count = min(len(self._pending), wire.ANNOUNCED_BLOCKS_MAX)
             batch = [self._pending.popleft() for _ in range(count)]
+            batch += self._corrections(wire.ANNOUNCED_BLOCKS_MAX - count)
+            if not batch:
+                continue
+            groups, fitting = _fitting(_grouped(batch))
+            # The others go next, but for corrections, which a later reader asks for again.
+            self._pending.extendleft(reversed(batch[fitting:count]))
+            count = min(count, fitting)
             self._sequence += 1
             identity = self._identity
             message = wire.Announce(
-                identity.server, identity.epoch, self._token, self._sequence, _grouped(batch)
+                identity.server, identity.epoch, self._token, self._sequence, groups
             )
             if not await self._deliver(message):
                 raise Unavailable("the master missed an announcement")
@@ -383,8 +423,27 @@ class Announcer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._last_batch_at + _NEWS_GAP_S):
                     await self._urgent.wait()
-        self._last_batch_at = self._loop.time()
-        return bool(self._pending)
+        self._last_batch_at = now = self._loop.time()
+        return bool(self._pending) or (bool(self._missed.blocks) and now >= self._missed_due)
+
+    def _corrections(self, room: int) -> list[Change]:
+        """That missed blocks are not here; none before they are due, or while there are changes.
+
+        The master's map is compared with what this server held after the last change that is
+        applied there. So these must be true of that moment: nothing has changed since.
+        """
+        now = self._loop.time()
+        if now < self._missed_due or not self._missed.blocks:
+            return []
+        self._missed_due = now + _MISSED_GAP_S
+        if self._pending or self._store.has_changes or len(self._missed.blocks) > room:
+            return []
+        reason = self._store.change_log.tombstones.reason
+        return [
+            Change(namespace, part, digest, reason(namespace, digest))
+            for namespace, part, digest in self._missed.take()
+            if self._store.peek(namespace, part, digest) is None
+        ]
 
     async def _send_heartbeat(self) -> None:
         now = self._loop.time()
@@ -458,7 +517,7 @@ class Announcer:
         """Send the inventory: at once the first time, then after growing delays.
 
         An inventory mends any difference but a wrong count of ours, and that must not become a
-        storm of inventories (design: map-fingerprint).
+        storm of inventories (design: announcements).
         """
         self.differences += 1
         now = self._loop.time()
@@ -481,8 +540,11 @@ class Announcer:
         self._wake.clear()
         if self._pending or self._state is AnnouncerState.UNREGISTERED:
             return
+        until = self._next_heartbeat
+        if self._missed.blocks:
+            until = min(until, self._missed_due)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self._next_heartbeat):
+            async with asyncio.timeout_at(until):
                 await self._wake.wait()
 
     def _failed(self, error: KvpoolError) -> None:
@@ -507,6 +569,7 @@ class Announcer:
         """An inventory is due. Callers that wait are released: `flushed` covers living masters."""
         self._state = AnnouncerState.UNREGISTERED
         self._pending.clear()
+        self._missed.take()  # an inventory says more
         self._marks.clear()
         self._acknowledge(self._enqueued)
 
@@ -527,21 +590,22 @@ def _pieces(steps: Iterator[list[Stretch]]) -> Iterator[list[wire.BlockChanges]]
     """The pieces of an inventory, at least one. Each is made when it is asked for, in a time that
     does not depend on the number of blocks: of at most `_PIECE_STEPS` steps."""
     piece: list[wire.BlockChanges] = []
-    blocks = taken = sent = 0
+    blocks = size = taken = sent = 0
     for stretches in steps:
         for group in itertools.chain.from_iterable(map(_packed, stretches)):
-            count = len(group.digests) // group.digest_size
-            if blocks + count > _PIECE_BLOCKS:
+            count = _blocks_of(group)
+            if blocks + count > _PIECE_BLOCKS or size > _CHANGES_SIZE:
                 yield piece
                 sent += 1
-                piece, blocks, taken = [], 0, 0
+                piece, blocks, size, taken = [], 0, 0, 0
             piece.append(group)
             blocks += count
+            size += _size_of(group)
         taken += 1
         if taken >= _PIECE_STEPS:
             yield piece
             sent += 1
-            piece, blocks, taken = [], 0, 0
+            piece, blocks, size, taken = [], 0, 0, 0
     if piece or not sent:
         yield piece
 
@@ -558,6 +622,27 @@ def _packed(stretch: Stretch) -> Iterator[wire.BlockChanges]:
             yield wire.BlockChanges(
                 namespace.name, namespace.parts, size, packed, part, tier, status
             )
+
+
+def _fitting(groups: list[wire.BlockChanges]) -> tuple[list[wire.BlockChanges], int]:
+    """Those that fit into one message, from the first on, and how many blocks they have."""
+    size = blocks = 0
+    for number, group in enumerate(groups):
+        if size > _CHANGES_SIZE:
+            return groups[:number], blocks
+        size += _size_of(group)
+        blocks += _blocks_of(group)
+    return groups, blocks
+
+
+def _blocks_of(group: wire.BlockChanges) -> int:
+    return len(group.digests) // group.digest_size
+
+
+def _size_of(group: wire.BlockChanges) -> int:
+    """Bytes that it takes in a message; perhaps more, because each namespace that is new to a
+    master takes it some 20 us: 192 of them fit."""
+    return max(128 + 4 * len(group.namespace), _CHANGES_SIZE // 192) + len(group.digests)
 
 
 def _grouped(changes: Sequence[Change]) -> list[wire.BlockChanges]:

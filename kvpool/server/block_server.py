@@ -2,12 +2,8 @@
 
 context.py       what the connections share: the store, its memory, the counters
 connection.py    one client's reservations and pins
-balancer.py      hands over chains to servers that have room, while this one is full
-copy_keeper.py   has copies made of what is read
-drainer.py       hands over all blocks before the server leaves
-fetcher.py       blocks from and to other servers, which peer_servers.py reaches
+extension.py     what a server can do besides: moves/ between servers, removal.py of namespaces
 consumers.py     who has what of this server
-prefetcher.py    blocks that come up from a slower tier before they are read
 quota_keeper.py  what each tenant may have of each tier
 announcer.py     one master's view of this server
 tier_mover.py    bytes between tiers
@@ -25,6 +21,7 @@ from typing import Final
 from kvpool import logs
 from kvpool.config import WRITE_BACK, ServerConfig, check_bind, parse_transport
 from kvpool.errors import ConfigError, Unauthenticated, Unavailable
+from kvpool.net.announced import announced
 from kvpool.protocols import (
     Addressable,
     BelongsToOwner,
@@ -42,22 +39,19 @@ from kvpool.protocols import (
 from kvpool.protocols.policy import Policy
 from kvpool.runtime import Host, this_host
 from kvpool.server.announcer import Announcer, Identity
-from kvpool.server.balancer import Balancer
 from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
-from kvpool.server.copy_keeper import CopyKeeper
-from kvpool.server.drainer import Drainer
-from kvpool.server.fetcher import Fetcher
-from kvpool.server.peer_servers import PeerServers
-from kvpool.server.prefetcher import Prefetcher
+from kvpool.server.extension import Extensions, ServerParts
 from kvpool.server.quota_keeper import QuotaKeeper
 from kvpool.server.state.budget import START, Limits
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import DRAIN_S
-from kvpool.tenants import Tenant, TenantKeys, qualified
-from kvpool.types import ARRIVED, NAME_MAX, Cluster, DrainReport, HintStatus, ServerStats
+from kvpool.supervision import Supervisor
+from kvpool.tenant_names import qualified
+from kvpool.tenants import Tenant, TenantKeys
+from kvpool.types import ARRIVED, NAME_MAX, Cluster, HintStatus, ServerStats
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
 
@@ -114,34 +108,20 @@ class BlockServer:
             in_place_tiers=[n for n, tier in enumerate(tiers) if _is_on_a_device(tier)],
         )
         _limit(store, config)
-        self._context = ServerContext(self.server, store, self.tiers, config.connections_max)
-        self._peers = PeerServers(
-            self.server,
-            self.host,
-            config.masters,
-            cluster=cluster,
-            network=network,
-            transports=transports,
-        )
-        self._fetcher = Fetcher(
-            self._context, self._peers, rate=config.fetch_rate, transfers_max=config.fetches_max
+        #: The long-lived tasks of this server.
+        self.tasks = Supervisor(self._rng)
+        self._context = ServerContext(
+            self.server, store, self.tiers, config.connections_max, self.tasks, self.epoch
         )
         context = self._context
-        self._prefetcher = Prefetcher(
-            store, context.mover, context.on_change, rate=config.prefetch_rate
-        )
+        self.extensions = Extensions()
+        others = (self.host, cluster, network, transports)
+        self.extensions.add_all(ServerParts(config, context, self.extensions, *others))
         #: What each tenant may have; `apply` it before `start` (design: quotas).
-        self.quotas = QuotaKeeper(store, context.on_change)
-        durable = len(tiers) > 1 and isinstance(tiers[-1], PersistentTier)
-        self._drainer = Drainer(self._context, self._peers, durable=durable)
-        self._balancer = Balancer(self._context, self._peers, enabled=config.balance)
-        self._keeper = CopyKeeper(
-            self._context,
-            self._peers,
-            copies_max=config.copies_max,
-            inside=[scheme for scheme, one in transports.items() if one.same_host],
-        )
+        self.quotas = QuotaKeeper(store, context.on_change, self.tasks)
         self._listeners: list[Listener] = []
+        #: Where clients reach this server, one for each transport.
+        self.addresses: list[str] = []
         self._connection_id = 0
 
     def __repr__(self) -> str:
@@ -161,11 +141,6 @@ class BlockServer:
     def tier(self) -> Tier:
         """The memory that clients write into and read out of."""
         return self.tiers[self._context.store.front_tier]
-
-    @property
-    def addresses(self) -> list[str]:
-        """Where clients reach this server, one for each transport."""
-        return [listener.address for listener in self._listeners]
 
     @property
     def registered(self) -> bool:
@@ -200,11 +175,17 @@ class BlockServer:
             await context.mover.recover()
             self.quotas.trim()
             context.mover.start()
-            self._prefetcher.start()
+            for extension in self.extensions.all:
+                extension.start()
             for address in addresses:
                 scheme, _, rest = address.partition("://")
-                listener = await self._transports[scheme].listen(address if rest else "", self)
+                transport = self._transports[scheme]
+                listener = await transport.listen(address if rest else "", self)
                 self._listeners.append(listener)
+                reached = listener.address
+                if not transport.same_host:
+                    reached = await announced(reached, config.announce, config.masters)
+                self.addresses.append(reached)
             identity = Identity(
                 self.server,
                 self.epoch,
@@ -223,11 +204,11 @@ class BlockServer:
                     config.heartbeat_s,
                     stats=self.stats,
                     apply_hints=self._apply_hints,
-                    others_have_room=self._balancer.others_have_room,
+                    others_have_room=self.extensions.others_have_room,
+                    tasks=self.tasks,
                 )
                 announcer.start()
                 context.announcers.append(announcer)
-            self._balancer.start()
         except BaseException:
             await self.close()
             raise
@@ -245,26 +226,19 @@ class BlockServer:
                 )
             await asyncio.sleep(0.01)
 
-    async def drain(self, within_s: float) -> DrainReport:
-        """Have other servers fetch every block, for `within_s` at most; with `server.back_in_s` not
-        those in its file (design: drain)."""
-        self._drainer.begin(within_s, back_in_s=self._config.back_in_s)
-        return await self._drainer.wait()
-
     async def close(self) -> None:
         """Leave the masters, end every connection, free the memory. Idempotent."""
         context = self._context
-        await self._balancer.close()
-        await self._drainer.close()
-        await self._keeper.close()
+        for extension in self.extensions.all:
+            await extension.leave()
         announcers, context.announcers = context.announcers, []
         for announcer in announcers:
             await announcer.close()
-        listeners, self._listeners = self._listeners, []
+        listeners, self._listeners, self.addresses = self._listeners, [], []
         for listener in listeners:
             await listener.close()
-        await self._peers.close()
-        await self._prefetcher.close()
+        for extension in self.extensions.all:
+            await extension.close()
         await self.quotas.close()
         is_lazy = context.store.write_back is not None
         await context.mover.close(self._config.flush_s if is_lazy else DRAIN_S)
@@ -279,15 +253,7 @@ class BlockServer:
         peer = _as_shown(peer)
         context.admit(peer, asyncio.get_running_loop().time())
         self._connection_id += 1
-        connection = ServerConnection(
-            context,
-            self._fetcher,
-            self._prefetcher,
-            self._drainer,
-            self._keeper,
-            self._connection_id,
-            peer,
-        )
+        connection = ServerConnection(context, self.extensions, self._connection_id, peer)
         context.connected(connection)
         return connection
 
@@ -312,7 +278,8 @@ class BlockServer:
         and rates, and end the connections whose secret is not good any more. The first call comes
         before `start`."""
         self.quotas.apply(tenants)
-        self._context.rates.replace({one.name: one.rate for one in tenants.values()})
+        rates = {one.name: one.rate for one in tenants.values()}
+        self._context.rates.replace(rates, asyncio.get_running_loop().time())
         ended: Counter[str] = Counter()
         for connection in list(self._context.connections):
             proved, link = connection.peer.proved, connection.peer.link
@@ -373,8 +340,7 @@ class BlockServer:
         context.audit.flush(now)
         front, base = store.front, store.backing
         clients = context.clients(now)
-        drained = self._drainer.report()
-        return ServerStats(
+        stats = ServerStats(
             used=store.used_bytes,
             blocks=store.stored,
             pins=front.pins,
@@ -385,9 +351,6 @@ class BlockServer:
             rss=self.host.resident(),
             victim_age_s=base.policy.victim_age(now),
             counters={
-                "fetched_bytes": 0,  # a server that cannot fetch does not have it
-                "handed_over_blocks": 0,
-                "handed_over_bytes": 0,
                 # Prometheus sees no increase from nothing to one: what alerts ask for is there.
                 "corrupt_blocks": 0,
                 "over_limit_blocks": 0,
@@ -396,6 +359,8 @@ class BlockServer:
                 **context.counters,
                 "connections": len(context.connections),
                 "connections_max": self._config.connections_max,
+                "dropped_corrections": store.change_log.missed.shares.refused.total()
+                + sum(one.dropped_corrections for one in context.announcers),
                 "unlisted_blocks": sum(one.unlisted for one in context.announcers),
                 "map_differences": sum(one.differences for one in context.announcers),
                 "evicted_blocks": store.evicted,
@@ -403,7 +368,6 @@ class BlockServer:
                 "moved_blocks": context.compactor.moved_blocks,
                 "moved_bytes": context.compactor.moved_bytes,
                 "dirty_bytes": front.dirty_bytes,
-                **self._prefetcher.counters,
                 **store.spared_writes,
                 "quarantined": front.quarantined,
                 "quarantined_bytes": front.quarantined_bytes,
@@ -412,10 +376,11 @@ class BlockServer:
             usage=context.mover.usage(now),
             clients=clients[:_CLIENTS_SHOWN],
             draining=context.draining,
-            drain_left_blocks=drained.left_blocks,
-            drain_left_bytes=drained.left_bytes,
             consumers=context.consumers.report(),
         )
+        for extension in self.extensions.all:
+            stats = extension.completed(stats)
+        return stats
 
 
 def _as_shown(peer: Peer) -> Peer:

@@ -15,26 +15,29 @@ from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.errors import Overloaded
 from kvpool.protocols import DeviceAddressable, Peer, ReserveRequest
 from kvpool.server.context import ServerContext
-from kvpool.server.copy_keeper import CopyKeeper
-from kvpool.server.drainer import Drainer
-from kvpool.server.fetcher import Fetcher
-from kvpool.server.prefetcher import Prefetcher
+from kvpool.server.extension import Extensions
 from kvpool.server.state.clearing import MAKING_ROOM
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.store import Store
 from kvpool.types import (
     ClientUsage,
     DrainOrder,
     DrainReport,
     Extent,
     FetchStatus,
+    HoldingsPage,
     Namespace,
     Offer,
     Pin,
     PrefetchStatus,
     ReadStatus,
+    Removal,
+    RemovalCursor,
     Reservation,
     WriteStatus,
 )
 from kvpool.units import human
+from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
 
@@ -44,7 +47,7 @@ _HASH_STEP: Final = 1 << 20
 _REMOVE_VISIBLE_S: Final = 1.0
 #: A reader that gets no block now, because all are in a slow tier or other readers have pinned all
 #: they may, is answered after this long: a server must not look dead because its disk is slow
-#: (design: unresponsive-servers).
+#: (design: hedging).
 _PIN_WAIT_S: Final = 0.05
 _NO_ROOM: Final = Pin(ReadStatus.REFUSED)
 _ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
@@ -61,19 +64,13 @@ class ServerConnection:
     def __init__(
         self,
         context: ServerContext,
-        fetcher: Fetcher,
-        prefetcher: Prefetcher,
-        drainer: Drainer,
-        keeper: CopyKeeper,
+        extensions: Extensions,
         id: int,
         peer: Peer,
     ) -> None:
         self.peer = peer
         self._context = context
-        self._fetcher = fetcher
-        self._prefetcher = prefetcher
-        self._drainer = drainer
-        self._keeper = keeper
+        self._extensions = extensions
         self._store = context.store
         self._id = id
         #: What `peer.link` and the store showed when they were last looked at, and since when.
@@ -210,7 +207,7 @@ class ServerConnection:
             return
 
     def _already_stored(self, request: ReserveRequest) -> list[Reservation]:
-        """Answers of a server that will leave: writers go elsewhere at once (design: drain)."""
+        """Answers of a server that will leave: writers go elsewhere at once (design: movers)."""
         namespace, part, digests, *_ = request
         here = [self._store.peek(namespace, part, digest) is not None for digest in digests]
         return [
@@ -255,7 +252,8 @@ class ServerConnection:
             return self._pin(namespace, part, digests, buffer_sizes, view, in_place_above)
 
         pins = pin_now()
-        self._keeper.read(namespace, part, digests, self.peer)
+        for on_read in self._extensions.on_read:
+            on_read(namespace, part, digests, self.peer.name)
         later = [
             digest
             for digest, pin in zip(digests, pins, strict=True)
@@ -327,26 +325,32 @@ class ServerConnection:
     ) -> list[bool]:
         removed = self._store.remove(namespace, digests, part=part, checksums=checksums)
         if any(removed):
-            self._context.audit.removed(
-                self._loop.time(),
-                tenant=self.peer.tenant,
-                client=self.peer.name,
-                address=self.peer.address,
-                blocks=sum(removed),
-                request="Remove",
-            )
-        self._fetcher.revoke(namespace, digests, part)
+            self._context.audit_removed(self.peer, sum(removed), "Remove")
+        self._extensions.removed(namespace, digests, part)
         self._context.on_change()
         await self._context.mover.erase()  # it must not be back after a restart
-        await self._fetcher.pass_on(namespace, digests, part, checksums)
+        for pass_on in self._extensions.pass_on:
+            await pass_on(namespace, digests, part, checksums)
         await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
         return removed
+
+    # Of the extensions: the table says who answers, or that nobody does.
+
+    async def holdings(self, after: tuple[str, int]) -> HoldingsPage:
+        page: HoldingsPage = await self._extensions.handler(wire.Holdings)(self.peer, after)
+        return page
+
+    async def remove_all(self, namespace: Namespace, at: RemovalCursor) -> Removal:
+        remove_all = self._extensions.handler(wire.RemoveAll)
+        removal: Removal = await remove_all(self.peer, namespace, at)
+        return removal
 
     def offer(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
     ) -> list[Offer]:
-        self._keeper.server_fetches(receiver)
-        return self._fetcher.offer(namespace, part, digests, receiver)
+        offer = self._extensions.handler(wire.Propose)
+        offers: list[Offer] = offer(self.peer, namespace, part, digests, receiver)
+        return offers
 
     async def fetch(
         self,
@@ -358,51 +362,54 @@ class ServerConnection:
         extra: bool = False,
         deadline: float,
     ) -> list[FetchStatus]:
-        statuses = await self._fetcher.fetch(
-            namespace, part, digests, source, extra=extra, deadline=deadline
+        fetch = self._extensions.handler(wire.Fetch)
+        statuses: list[FetchStatus] = await fetch(
+            self.peer, namespace, part, digests, source, extra=extra, deadline=deadline
         )
-        if extra:
-            brought = zip(digests, statuses, strict=True)
-            new = [digest for digest, status in brought if status is FetchStatus.FETCHED]
-            self._keeper.brought_extra(namespace, part, new)
         return statuses
 
     def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[PrefetchStatus]:
-        return self._prefetcher.prefetch(namespace, part, digests)
+        prefetch = self._extensions.handler(wire.Prefetch)
+        statuses: list[PrefetchStatus] = prefetch(self.peer, namespace, part, digests)
+        return statuses
 
     async def drain(self, order: DrainOrder) -> DrainReport:
-        if order.begin:
-            self._drainer.begin(order.within_s, back_in_s=order.back_in_s)
-        elif order.cancel:
-            await self._drainer.cancel()
-        return self._drainer.report()
+        report: DrainReport = await self._extensions.handler(wire.Drain)(self.peer, order)
+        return report
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[bool]:
+        def store_of(tier: int | None) -> Store:
+            return self._store.front if tier is None else self._store.stores[tier]
+
         half = namespace_seed(namespace, part)
         corrupt = [False] * len(digests)
-        bad: dict[int | None, list[bytes]] = {}  # by tier
+        bad: dict[int | None, dict[bytes, Entry | None]] = {}  # by tier
         for position, digest in enumerate(digests):
             # One at a time: a batch could pin more than a connection may.
             pins = self._pin(namespace, part, [digest], [1 << 62], in_place_above=-1)
             try:
                 for pin in pins:
+                    entry = store_of(pin.tier).blocks(namespace, part).get(digest)
                     if pin.extent is not None and await self._is_corrupt(
                         pin, pin.extent, block_seed(half, digest)
                     ):
                         corrupt[position] = True
-                        bad.setdefault(pin.tier, []).append(digest)
+                        bad.setdefault(pin.tier, {})[digest] = entry
             finally:
                 self.unpin(pins)
         if bad:
             log.error("blocks are corrupt", server=self._context.server, blocks=sum(corrupt))
             self._context.counters["corrupt_blocks"] += sum(corrupt)
             # Where they were read from only: what another tier has is checked when it is read.
-            for tier, gone in bad.items():
-                store = self._store.front if tier is None else self._store.stores[tier]
+            for tier, found in bad.items():
+                store = store_of(tier)
+                here = store.blocks(namespace, part)
+                # Not what a writer has stored anew meanwhile, under the same name.
+                gone = [digest for digest, entry in found.items() if here.get(digest) is entry]
                 store.remove(namespace, gone, ReadStatus.CORRUPT, part)
             self._context.on_change()
             await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)

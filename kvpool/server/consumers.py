@@ -1,26 +1,25 @@
 """Who has what of this server, and what its readers get: by tenant, namespace and program.
 
 Bytes come from the accounts and indexes of the stores, which count them anyway. Reads are counted
-here, once for each call. All lists are bounded, and what does not fit is summed as OTHERS
-(design: usage).
+here, once for each call. All lists are bounded, and what does not fit is summed as OTHERS.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
 from typing import Final
 
 from kvpool.server.state.tiered_store import TieredStore
-from kvpool.tenants import tenant_of
+from kvpool.tenant_names import tenant_of
 from kvpool.types import NAME_MAX, OTHERS, Consumer, Namespace
 
 #: Names of each kind whose reads are counted apart.
 NAMES_MAX: Final = 1024
 #: Indexes of a tier whose bytes are listed by namespace; a look must not take long.
-_INDEXES_MAX: Final = 4096
+_INDEXES_MAX: Final = 2048
 #: Consumers of each kind that one heartbeat names: those that have most.
 _SHOWN: Final[Mapping[str, int]] = {"tenant": 16, "namespace": 8, "program": 8}
 
@@ -54,10 +53,12 @@ class Consumers:
         """A call got `hits` blocks of `size` bytes, `last` the last of them, and missed others."""
         known = bool(hits)
         names = {"tenant": tenant_of(namespace.name), "namespace": namespace.name}
-        if hits and self._store.front.policy.program_bytes:
+        if hits:
             entry = self._store.front.blocks(namespace, part).get(last)
             session = entry.session if entry is not None else None
-            names["program"] = session.program if session is not None else ""
+            program = session.program if session is not None else ""
+            if program or self._reads["program"]:  # what is of none, too, once there are programs
+                names["program"] = program
         for kind, name in names.items():
             reads = self._of(kind, name, new=known)
             reads.hits += hits
@@ -67,21 +68,21 @@ class Consumers:
     def report(self) -> list[Consumer]:
         """The largest consumers of each kind, and the sum of the others."""
         stores = list(zip(self._tier_names, self._store.stores, strict=True))
-        of_tenants: dict[str, Counter[str]] = {}
-        of_namespaces: dict[str, Counter[str]] = {}
-        of_programs: dict[str, Counter[str]] = {}
+        of_tenants: dict[str, Counter[str]] = defaultdict(Counter)
+        of_namespaces: dict[str, Counter[str]] = defaultdict(Counter)
+        of_programs: dict[str, Counter[str]] = defaultdict(Counter)
         for tier, store in stores:
             listed = 0
             for account in store.accounts:
-                of_tenants.setdefault(account.name, Counter())[tier] += account.used
+                of_tenants[account.name][tier] += account.used
                 listed += account.used
             for index in islice(store.indexes, _INDEXES_MAX):
-                of_namespaces.setdefault(index.namespace.name, Counter())[tier] += index.used
+                of_namespaces[index.namespace.name][tier] += index.used
                 listed -= index.used
             if listed:
-                of_namespaces.setdefault(OTHERS, Counter())[tier] += listed
+                of_namespaces[OTHERS][tier] += listed
             for program, size in store.policy.program_bytes.items():
-                of_programs.setdefault(program, Counter())[tier] += size
+                of_programs[program][tier] += size
         evicted = {one.name: one.evicted_by for one in self._store.backing.accounts}
         return [
             *self._largest("tenant", of_tenants, evicted),
@@ -134,9 +135,11 @@ def _sum(
     stored: Counter[str] = Counter()
     evicted_by: Counter[str] = Counter()
     counts = [reads[one] for one in names if one in reads]
-    for one in names:
-        stored.update(tiers.get(one, {}))
-        evicted_by.update(evicted.get(one, {}))
+    for one in names:  # thousands, perhaps: Counter.update takes a microsecond even for nothing
+        for tier, size in tiers.get(one, {}).items():
+            stored[tier] += size
+        if one in evicted:
+            evicted_by.update(evicted[one])
     shown = dict(evicted_by.most_common(_SHOWN[kind]))
     if len(shown) < len(evicted_by):
         shown[OTHERS] = evicted_by.total() - sum(shown.values())

@@ -21,7 +21,8 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.state.write_rates import WriteRates
 from kvpool.server.tier_mover import TierMover
-from kvpool.tenants import marker_of
+from kvpool.supervision import Supervisor
+from kvpool.tenant_names import marker_of
 from kvpool.types import ClientUsage, Reservation, WriteStatus
 
 log = logs.get("kvpool.server")
@@ -53,16 +54,25 @@ class ServerContext:
     """
 
     def __init__(
-        self, server: str, store: TieredStore, tiers: Sequence[Tier], connections_max: int
+        self,
+        server: str,
+        store: TieredStore,
+        tiers: Sequence[Tier],
+        connections_max: int,
+        tasks: Supervisor,
+        epoch: int = 0,
     ) -> None:
         self.server = server
+        self.epoch = epoch  # random for each start of the process
         self.store = store
         self.tiers = tiers
         memory = tiers[store.front_tier]
         assert isinstance(memory, Addressable)
         #: The memory that clients write into and read out of.
         self.memory: Addressable = memory
-        self.mover = TierMover(store, tiers, self.on_change)
+        #: The long-lived tasks of this server.
+        self.tasks = tasks
+        self.mover = TierMover(store, tiers, self.on_change, self.tasks)
         self.compactor = Compactor(store.front, memory, self.on_change)
         self.consumers = Consumers(store, [tier.name for tier in tiers])
         self.announcers: list[Announcer] = []
@@ -72,7 +82,7 @@ class ServerContext:
         self.shares = ConnectionShares(connections_max)
         for one in store.stores:
             one.on_rejected_victim = self._policy_is_wrong
-        #: This server will leave: it takes no blocks any more (design: drain).
+        #: This server will leave: it takes no blocks any more (design: movers).
         self.draining = False
         #: Who removed what, and who asked for what is not theirs.
         self.audit = AuditLog()
@@ -87,11 +97,22 @@ class ServerContext:
             log.error("policy chose a block that may not be evicted", block=key)
         self.counters["rejected_victims"] += 1
 
+    def audit_removed(self, peer: Peer, blocks: int, request: str) -> None:
+        """This client has removed so many blocks."""
+        self.audit.removed(
+            asyncio.get_running_loop().time(),
+            tenant=peer.tenant,
+            client=peer.name,
+            address=peer.address,
+            blocks=blocks,
+            request=request,
+        )
+
     def admit(self, peer: Peer, now: float) -> None:
         """Make sure that this client may have one more connection; raises Overloaded if it may not.
 
         An idle one may end for it: of the client that has most, the one that is idle for the
-        longest time (design: connection-shares).
+        longest time (design: bounds).
         """
         if problem := self.shares.problem(_sharer(peer)):
             self.counters["refused_connections"] += 1
@@ -125,9 +146,13 @@ class ServerContext:
     def publish(self) -> None:
         """Queue the store's changes for every master, and wake the mover."""
         changes = self.store.take_changes()
+        log = self.store.change_log
+        missed = log.missed.take() if log.missed.blocks else []
         held = self.store.fingerprint if self.announcers else None
         for announcer in self.announcers:
             announcer.enqueue(changes, held)
+            if missed:
+                announcer.correct(missed)
         self.mover.wake()
 
     def on_change(self) -> None:

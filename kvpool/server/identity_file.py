@@ -20,7 +20,7 @@ from typing import Final
 from kvpool import logs
 from kvpool.config import ServerConfig
 from kvpool.errors import ConfigError
-from kvpool.runtime import make_private_directory, runtime_directory
+from kvpool.runtime import make_private_directory, runtime_directory, state_directory
 
 log = logs.get("kvpool.server")
 
@@ -31,8 +31,8 @@ class IdentityFile:
     """The secret of the server `config.id` of a cluster. Use with `with`: it holds the file's lock.
 
     With `server.identity_file` the secret is `kept`. Without, it lies in a directory of this user
-    that may be empty after a reboot; it is removed when the server ends in order, because the id
-    is free then. A server without an id gets another one each time it starts, and no file.
+    that no logout empties (an earlier release's in the runtime directory), until the server ends in
+    order: the id is free then. Without an id there is no file, and another secret at each start.
     """
 
     def __init__(self, config: ServerConfig, cluster: str) -> None:
@@ -46,7 +46,12 @@ class IdentityFile:
         elif config.id:
             named = "\0".join((cluster, config.id, *sorted(config.masters)))
             name = hashlib.sha256(named.encode()).hexdigest()[:32]
-            self._path = runtime_directory() / f"{name}.identity"
+            self._path = state_directory() / f"{name}.identity"
+            earlier = runtime_directory() / self._path.name
+            with contextlib.suppress(OSError):  # it is not there, or not this user's
+                owners = {earlier.lstat().st_uid, earlier.parent.lstat().st_uid}
+                if owners == {os.geteuid()} and not self._path.exists():
+                    self._path = earlier
 
     def __enter__(self) -> IdentityFile:
         """Raises ConfigError when another process holds the file, or it is not usable."""
@@ -54,6 +59,7 @@ class IdentityFile:
             return self
         try:
             if not self.kept:
+                self._path.parent.parent.mkdir(parents=True, exist_ok=True)
                 make_private_directory(self._path.parent)
             self._fd = self._open_locked(self._path)
             self.secret = self._read_or_make(self._path)

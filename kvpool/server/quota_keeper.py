@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from kvpool import logs
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.supervision import Supervisor
 from kvpool.tenants import Tenant
 from kvpool.units import human
 
@@ -20,8 +21,11 @@ class QuotaKeeper:
     `on_change` is called after evictions.
     """
 
-    def __init__(self, store: TieredStore, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, store: TieredStore, on_change: Callable[[], None], tasks: Supervisor
+    ) -> None:
         self._store = store
+        self._tasks = tasks
         self._on_change = on_change
         self._trimming: asyncio.Task[None] | None = None
 
@@ -36,7 +40,7 @@ class QuotaKeeper:
         if self._trimming is not None and not self._trimming.done():
             return
         if any(one.used > one.limit for store in self._store.stores for one in store.accounts):
-            self._trimming = asyncio.get_running_loop().create_task(self._trim())
+            self._trimming = self._tasks.until_done("quotas", self._trim)
 
     async def close(self) -> None:
         """Idempotent."""

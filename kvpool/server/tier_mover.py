@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 from kvpool import logs
 from kvpool.backoff import Backoff
 from kvpool.checksum import block_seed, checksum, hasher, namespace_seed
 from kvpool.errors import Unavailable
-from kvpool.protocols import Addressable, PersistentTier, ReportsDropped, Tier
+from kvpool.protocols import Addressable, KeepsSome, PersistentTier, ReportsDropped, Tier
+from kvpool.runtime import wait_for_all
 from kvpool.server import tier_traffic
-from kvpool.server.state.entry import MOVER
+from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
+from kvpool.supervision import Supervisor
 from kvpool.types import Extent, Namespace, ReadStatus, Record, TierUsage
 
 log = logs.get("kvpool.mover")
@@ -109,14 +112,20 @@ class TierMover:
     """
 
     def __init__(
-        self, store: TieredStore, tiers: Sequence[Tier], on_change: Callable[[], None]
+        self,
+        store: TieredStore,
+        tiers: Sequence[Tier],
+        on_change: Callable[[], None],
+        supervisor: Supervisor,
     ) -> None:
         self._store = store
+        self._supervisor = supervisor
         self._tiers = tiers
         self._on_change = on_change
         self._durable = {
             n: tier for n, tier in enumerate(tiers) if isinstance(tier, PersistentTier)
         }
+        self._keeps = {n: one.keeps for n, one in enumerate(tiers) if isinstance(one, KeepsSome)}
         self._traffic = [tier_traffic.TierTraffic() for _ in tiers]
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -134,7 +143,7 @@ class TierMover:
         self._promoting_max = min(64 << 20, max(front.capacity // 4, 1))
 
     async def recover(self) -> None:
-        """Add what the backing tier still holds from an earlier life (design: recovery).
+        """Add what the backing tier still holds from an earlier life (design: nvme-format).
 
         What is lost of it is counted by reason: those of the tier, and `refused`, for records of
         one block or of one place that the store has already.
@@ -166,10 +175,17 @@ class TierMover:
             why=", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())),
         )
 
+    def keeps(self, entry: Entry) -> bool:
+        """Whether a block of the backing tier is there again after a restart."""
+        tier = self._store.backing_tier
+        return tier in self._durable and (
+            tier not in self._keeps or self._keeps[tier](entry.offset)
+        )
+
     def start(self) -> None:
         if len(self._tiers) > 1:
             for _ in range(_DEMOTE_BATCHES):
-                self._spawn(self._demote_forever())
+                self._own(self._supervisor.forever("write-back", self._write_back))
 
     async def close(self, flush_s: float = DRAIN_S) -> None:
         """Stop when all dirty blocks that are of use are written back, or after `flush_s`.
@@ -227,7 +243,7 @@ class TierMover:
         self, namespace: Namespace, part: int, digests: Sequence[bytes], size_max: int
     ) -> Mapping[TierTransfer, asyncio.Task[bool]]:
         """Start to promote about `size_max` bytes for which no reader has asked yet: what is under
-        way now, each with the task that ends with whether it has arrived (design: prefetch)."""
+        way now, each with the task that ends with whether it has arrived (design: promotion)."""
         return self._start_promotions(namespace, part, digests, size_max, prefetch=True)
 
     def _start_promotions(
@@ -297,65 +313,69 @@ class TierMover:
 
     # --- demotion -------------------------------------------------------------------------------
 
-    async def _demote_forever(self) -> None:
-        while True:
-            waited = self._store.waiting
-            copies = self._store.next_writebacks(_DEMOTE_BYTES, _DEMOTE_BLOCKS, _now())
-            if self._store.has_changes:  # the reservations below have evicted blocks
-                self._on_change()
-            if copies:
-                if not await self._demote(copies):
-                    await asyncio.sleep(_AFTER_FAILURE_S)
-            elif 0 < self._store.waiting < waited:  # the disk has refused those that were next
-                await asyncio.sleep(0)
+    async def _write_back(self) -> None:
+        """The next batch, or the wait for one."""
+        waited = self._store.waiting
+        copies = self._store.next_writebacks(_DEMOTE_BYTES, _DEMOTE_BLOCKS, _now())
+        if self._store.has_changes:  # the reservations below have evicted blocks
+            self._on_change()
+        if copies:
+            if not await self._demote(copies):
+                await asyncio.sleep(_AFTER_FAILURE_S)
+        elif 0 < self._store.waiting < waited:  # the disk has refused those that were next
+            await asyncio.sleep(0)
+        else:
+            self._wake.clear()
+            if await self.erase() or self._store.read_only:
+                await self._wake.wait()
             else:
-                self._wake.clear()
-                if await self.erase() or self._store.read_only:
-                    await self._wake.wait()
-                else:
-                    await asyncio.sleep(_AFTER_FAILURE_S)
-            if not self._store.is_under_pressure:
-                await self.wait_for_readers()
+                await asyncio.sleep(_AFTER_FAILURE_S)
+        if not self._store.is_under_pressure:
+            await self.wait_for_readers()
 
     async def _demote(self, copies: list[TierTransfer]) -> bool:
-        """One batch; given up when the backing tier goes offline meanwhile. True if some arrived.
+        """A batch for each tier. True if some of each arrived."""
+        batches: dict[int, list[TierTransfer]] = {}
+        for copy in copies:
+            batches.setdefault(copy.target, []).append(copy)
+        return all(await wait_for_all(itertools.starmap(self._demote_to, batches.items())))
+
+    async def _demote_to(self, tier: int, copies: list[TierTransfer]) -> bool:
+        """One batch; one for the backing tier is given up when that goes offline meanwhile.
 
         A stuck device may still read from our memory afterwards. That does no harm: what it then
-        writes has no record. (Memory that it may still write into, by a promotion, stays reserved.)
+        writes has no record, and nothing is written to that tier any more. (Memory that it may
+        still write into, by a promotion, stays reserved.)
         """
         waiting = dict.fromkeys(copies, False)
-        writing: asyncio.Task[bool] = self._spawn(self._write_batch(waiting))
-        lost = asyncio.ensure_future(self._backing_lost.wait())
+        ends = [lost := asyncio.ensure_future(self._backing_lost.wait())]
+        if tier != self._store.backing_tier:  # another batch may get its extents
+            ends.clear()
+        writing: asyncio.Task[bool] = self._spawn(self._write_batch(tier, waiting))
         try:
-            await asyncio.wait([writing, lost], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([writing, *ends], return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost.cancel()
             self._report(waiting, waiting)
-        if not writing.done() or writing.cancelled():
-            return False
-        if (error := writing.exception()) is not None:
-            log.error("demotion failed", why=repr(error))
-            return False
-        return writing.result()
+        return writing.done() and not writing.cancelled() and writing.result()
 
-    async def _write_batch(self, waiting: dict[TierTransfer, bool]) -> bool:
+    async def _write_batch(self, tier: int, waiting: dict[TierTransfer, bool]) -> bool:
         """Write the bytes, then the records, and report at once, unless the batch was given up.
 
         A call that removes a block meanwhile must find its copy either without a record, or in the
         backing store: so nothing is awaited between the record and the report.
         """
         copies = list(waiting)
-        to_backing = any(copy.target == self._store.backing_tier for copy in copies)
-        if to_backing and not await self._erase():  # before their old extents are written over
+        # Before their old extents are written over:
+        if tier == self._store.backing_tier and not await self._erase():
             return False
-        moved = await asyncio.gather(*map(self._move, copies))
+        moved = await wait_for_all(map(self._move, copies))
         done = dict(zip(copies, moved, strict=True))
         await self._persist(done)
-        arrived = {copy.target: good for copy, good in sorted(done.items(), key=itemgetter(1))}
+        arrived = any(done.values())
         self._report(waiting, done)
-        for tier, any_good in arrived.items():
-            self._batch_done(tier, good=any_good)
-        return all(arrived.values())
+        self._batch_done(tier, good=arrived)
+        return arrived
 
     def _report(self, waiting: dict[TierTransfer, bool], good: dict[TierTransfer, bool]) -> None:
         """Report the transfers in `waiting` to the store, once."""
@@ -390,7 +410,7 @@ class TierMover:
             erasable = self._store.take_erasable()
             if erasable and backing_tier in self._durable:
                 try:
-                    with self._watchdog(backing_tier):
+                    with self._calling(backing_tier):
                         await self._durable[backing_tier].erase(erasable)
                 except Unavailable as error:
                     # Nothing may be written into their extents before: this would erase its record.
@@ -438,7 +458,7 @@ class TierMover:
                 )
             )
         try:
-            with self._watchdog(backing_tier):
+            with self._calling(backing_tier):
                 await durable.persist(records)
         except Unavailable as error:
             self._write_failed(backing_tier, error)
@@ -458,7 +478,7 @@ class TierMover:
         memory = self._memory.view(copy.extent.offset if up else entry.offset, size)
         flow.begin(_now())
         try:
-            with self._watchdog(other):
+            with self._calling(other):
                 if up:
                     await tier.read_into(entry.offset, memory)
                 else:
@@ -497,7 +517,7 @@ class TierMover:
         for start in range(0, extent.size, _HASH_STEP):
             part = buffer[: extent.size - start]
             try:
-                with self._watchdog(tier):
+                with self._calling(tier):
                     await self._tiers[tier].read_into(extent.offset + start, part)
             except Unavailable as error:
                 self._read_failed(tier, error)
@@ -508,8 +528,12 @@ class TierMover:
     # --- failures -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _watchdog(self, tier: int) -> Iterator[None]:
-        """Take the tier offline if the body takes longer than `_STUCK_S`."""
+    def _calling(self, tier: int) -> Iterator[None]:
+        """Around each call of a tier, which is taken offline if that takes longer than `_STUCK_S`.
+
+        What a tier may not raise, by its contract, is Unavailable, too: what it failed to do must
+        be cleared up in the same way.
+        """
         loop = asyncio.get_running_loop()
 
         def late() -> None:
@@ -519,6 +543,14 @@ class TierMover:
         alarms = [loop.call_later(_STUCK_S, late)]
         try:
             yield
+        except Unavailable:
+            raise
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            if problem != self._traffic[tier].bug:  # with its traceback, once
+                self._traffic[tier].bug = problem
+                log.exception("a tier has failed", tier=self._tiers[tier].name)
+            raise Unavailable(problem) from error
         finally:
             for alarm in alarms:
                 alarm.cancel()
@@ -550,7 +582,8 @@ class TierMover:
             log.error("tier is read-only", tier=self._tiers[tier].name, why=traffic.write_error)
             stopping = store.stop_writing()
             next(stopping, None)  # at once, before a writer asks for space
-            self._spawn(self._retry_writes(tier, stopping))
+            retry = functools.partial(self._retry_writes, tier, stopping)
+            self._own(self._supervisor.until_done("try a read-only tier", retry))
 
     async def _retry_writes(self, tier: int, stopping: Iterator[None]) -> None:
         """Until the tier takes writes again, or goes offline."""
@@ -583,17 +616,21 @@ class TierMover:
             log.error("tier is out of service", tier=self._tiers[tier].name, why=why)
             if tier == self._store.backing_tier:
                 self._backing_lost.set()
-            self._spawn(self._announce_lost(self._store.take_offline(tier)))
+            announce = functools.partial(self._announce_lost, self._store.take_offline(tier))
+            self._own(self._supervisor.until_done("announce a lost tier", announce))
             self._on_change()
 
     async def _announce_lost(self, entries: list[Any]) -> None:
-        for first in range(0, len(entries), _LOST_STEP):
-            self._store.report_lost(entries[first : first + _LOST_STEP])
+        while entries:
+            self._store.report_lost(entries[:_LOST_STEP])
+            del entries[:_LOST_STEP]
             self._on_change()
             await asyncio.sleep(0)
 
     def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        task = asyncio.get_running_loop().create_task(work)
+        return self._own(asyncio.get_running_loop().create_task(work))
+
+    def _own(self, task: asyncio.Task[_T]) -> asyncio.Task[_T]:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

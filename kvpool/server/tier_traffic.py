@@ -53,6 +53,7 @@ class TierTraffic:
         self.read_failures_in_a_row = 0
         self.failed_batches_in_a_row = 0  # of which no block has arrived
         self.write_error = ""  # the last one
+        self.bug = ""  # the last error that a tier may not raise
         self.corrupt = 0
         self.dropped: dict[str, int] = {}  # at the start, by reason
 

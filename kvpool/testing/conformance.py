@@ -27,6 +27,7 @@ from kvpool.protocols import Policy, Tier, Transport
 from kvpool.testing import (
     connector_checks,
     device_checks,
+    loop_checks,
     move_checks,
     policy_checks,
     tier_checks,
@@ -62,9 +63,9 @@ def _defined(kind: type[C], *modules: ModuleType) -> dict[str, C]:
 
 #: Every check, by name. One about a capability that is not declared raises NotDeclared.
 TRANSPORT_CHECKS: Final = _defined(
-    TransportCheck, transport_checks, ending_checks, move_checks, device_checks
+    TransportCheck, transport_checks, ending_checks, loop_checks, move_checks, device_checks
 )
-TIER_CHECKS: Final = _defined(TierCheck, tier_checks)
+TIER_CHECKS: Final = _defined(TierCheck, tier_checks, loop_checks)
 POLICY_CHECKS: Final = _defined(PolicyCheck, policy_checks)
 CONNECTOR_CHECKS: Final = _defined(ConnectorCheck, connector_checks)
 
@@ -72,7 +73,7 @@ CONNECTOR_CHECKS: Final = _defined(ConnectorCheck, connector_checks)
 async def check_transport(make: Callable[[], Transport], *, address: str = "") -> None:
     """Everything that `Transport`, `Listener`, `Channel` and the capabilities that a channel
     declares (`SupportsZeroCopyView`, `SupportsFetch`, `SupportsPrefetch`, `SupportsDrain`,
-    `SupportsDeviceRead`, `SupportsDeviceWrite`) promise.
+    `SupportsRemoveAll`, `SupportsDeviceRead`, `SupportsDeviceWrite`) promise.
 
     `make` is called once for the server's side of each check and once for the client's, which in
     production are two processes; a transport that lives inside one process returns the same
@@ -96,7 +97,7 @@ async def check_tier(make: Callable[[int], Tier]) -> None:
 
 
 def check_policy(make: Callable[[int], Policy[Any]]) -> None:
-    """Everything that `Policy` promises, alone and in a real store. Reads no clock.
+    """Everything that `Policy` promises, alone and in a real store.
 
     `make` gets the capacity of a store in bytes. Raises ConformanceError at the first check that
     fails.

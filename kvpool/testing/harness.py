@@ -42,6 +42,7 @@ from kvpool.types import (
     DrainReport,
     Extent,
     FetchStatus,
+    HoldingsPage,
     Namespace,
     Offer,
     Pin,
@@ -49,6 +50,8 @@ from kvpool.types import (
     ReadBlock,
     ReadResult,
     ReadStatus,
+    Removal,
+    RemovalCursor,
     Reservation,
     WriteBlock,
     WriteStatus,
@@ -193,6 +196,9 @@ class Recorder:
         self.refuse_clients: KvpoolError | None = None
         #: Raised by `reserve`.
         self.refuse_writes: KvpoolError | None = None
+        #: Raised by `pin`, `remove` and `report_corruption`; the names of those that raised it.
+        self.refuse_others: KvpoolError | None = None
+        self.refused: list[str] = []
         #: Each request about blocks that move: its name, and then its arguments.
         self.moves: list[tuple[Any, ...]] = []
         #: What is answered to these instead of what the real server would do, by their names; an
@@ -230,6 +236,12 @@ class Recorder:
 
     def forbidden(self, peer: Peer, message: str, why: str) -> None:
         self._server.forbidden(peer, message, why)
+
+    def refuse(self, name: str) -> None:
+        """Raises `refuse_others`, if it is set."""
+        if self.refuse_others is not None:
+            self.refused.append(name)
+            raise self.refuse_others
 
     def answer(self, name: str, *arguments: Any) -> Any:
         """Record a request about moves. What is laid down for it; None if nothing is."""
@@ -347,6 +359,7 @@ class _Watched:
         view: bool = False,
         in_place_above: int | None = None,
     ) -> list[Pin]:
+        self._recorder.refuse("pin")
         pins = await self._inner.pin(
             namespace, part, digests, buffer_sizes, view=view, in_place_above=in_place_above
         )
@@ -366,6 +379,7 @@ class _Watched:
         part: int | None = None,
         checksums: Sequence[int] = (),
     ) -> list[bool]:
+        self._recorder.refuse("remove")
         removed = await self._inner.remove(namespace, digests, part, checksums)
         await self._recorder.answering.wait()
         return removed
@@ -373,6 +387,7 @@ class _Watched:
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[bool]:
+        self._recorder.refuse("report_corruption")
         dropped = await self._inner.report_corruption(namespace, part, digests)
         await self._recorder.answering.wait()
         return dropped
@@ -412,6 +427,14 @@ class _Watched:
     ) -> list[PrefetchStatus]:
         statuses = self._recorder.answer("prefetch", namespace, part, list(digests))
         return statuses or self._inner.prefetch(namespace, part, digests)
+
+    async def holdings(self, after: tuple[str, int]) -> HoldingsPage:
+        found: HoldingsPage | None = self._recorder.answer("holdings", after)
+        return found if found is not None else await self._inner.holdings(after)
+
+    async def remove_all(self, namespace: Namespace, at: RemovalCursor) -> Removal:
+        done: Removal | None = self._recorder.answer("remove_all", namespace, at)
+        return done if done is not None else await self._inner.remove_all(namespace, at)
 
     async def drain(self, order: DrainOrder) -> DrainReport:
         report: DrainReport | None = self._recorder.answer("drain", order)
@@ -490,11 +513,16 @@ class Stage(Scene):
         return listener
 
     async def connect(
-        self, address: str = "", *, cluster: Cluster = CLUSTER, client: str = "a client"
+        self,
+        address: str = "",
+        *,
+        cluster: Cluster = CLUSTER,
+        client: str = "a client",
+        within_s: float = CALL_S,
     ) -> Channel:
         """One more client."""
         channel = await self.client_transport.connect(
-            address or self.address, cluster=cluster, client=client, deadline=self.within()
+            address or self.address, cluster=cluster, client=client, deadline=self.within(within_s)
         )
         self._channels.append(channel)
         return channel

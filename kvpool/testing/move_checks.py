@@ -12,7 +12,13 @@ from collections.abc import Awaitable
 from typing import Final, Protocol, cast
 
 from kvpool.errors import DeadlineExceeded, Overloaded, Unavailable
-from kvpool.protocols import Channel, SupportsDrain, SupportsFetch, SupportsPrefetch
+from kvpool.protocols import (
+    Channel,
+    SupportsDrain,
+    SupportsFetch,
+    SupportsPrefetch,
+    SupportsRemoveAll,
+)
 from kvpool.testing.harness import (
     NAMESPACE,
     NotDeclared,
@@ -29,11 +35,15 @@ from kvpool.types import (
     DrainReport,
     DrainState,
     FetchStatus,
+    Holding,
+    HoldingsPage,
     Left,
     Namespace,
     Offer,
     PrefetchStatus,
     ReadStatus,
+    Removal,
+    RemovalCursor,
     SessionHint,
 )
 
@@ -203,6 +213,29 @@ async def a_drain_arrives_as_it_was_ordered(stage: Stage) -> None:
 
 
 @TransportCheck
+async def a_namespace_is_removed_as_it_was_asked_for(stage: Stage) -> None:
+    """What the server has, and each step: every field arrives, at its largest, too."""
+    channel = await stage.connect()
+    if not isinstance(channel, SupportsRemoveAll):
+        raise NotDeclared("over this channel no namespace is removed as a whole")
+    large = Namespace("n" * 512, 256)
+    at = RemovalCursor(1 << 63, 1 << 60, 3, 255, 1 << 20)
+    held = (Holding(NAMESPACE, 3, 4096), Holding(large, 1 << 30, 1 << 60))
+    for found in (HoldingsPage(RemovalCursor(), (), False), HoldingsPage(at, held, True)):
+        stage.recorder.laid_down["holdings"] = found
+        got_held = await channel.holdings(("n" * 512, 256), deadline=stage.within())
+        stage.expect(got_held == found, f"{found}", describe(got_held))
+        asked = stage.recorder.moves.pop()
+        stage.expect(asked == ("holdings", ("n" * 512, 256)), "the place", describe(asked))
+    for done in (Removal(0, 0, None), Removal(7, 1 << 50, RemovalCursor(5, 4, 1, 2, 3))):
+        stage.recorder.laid_down["remove_all"] = done
+        got = await channel.remove_all(large, at, deadline=stage.within())
+        stage.expect(got == done, f"{done}", describe(got))
+        asked = stage.recorder.moves.pop()
+        stage.expect(asked == ("remove_all", large, at), "the step", describe(asked))
+
+
+@TransportCheck
 async def a_closed_channel_moves_nothing(stage: Stage) -> None:
     """Every request about moves ends with Unavailable then."""
     channel: Channel = await stage.connect()
@@ -213,6 +246,9 @@ async def a_closed_channel_moves_nothing(stage: Stage) -> None:
         calls.append(channel.fetch(NAMESPACE, 0, keys, "source", deadline=until))
     if isinstance(channel, SupportsPrefetch):
         calls.append(channel.prefetch(NAMESPACE, 0, keys, deadline=until))
+    if isinstance(channel, SupportsRemoveAll):
+        calls.append(channel.holdings(("", 0), deadline=until))
+        calls.append(channel.remove_all(NAMESPACE, RemovalCursor(), deadline=until))
     if isinstance(channel, SupportsDrain):
         calls.append(channel.drain(DrainOrder(begin=True, within_s=1.0), deadline=until))
     if not calls:

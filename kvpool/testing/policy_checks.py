@@ -1,13 +1,14 @@
 """What an eviction policy must do, one check for each promise of `kvpool.protocols.Policy`.
 
 The first checks call the policy directly; the last ones put it into a real store, whose `check`
-runs after every step. None of them reads a clock: time is an argument.
+runs after every step. Time is an argument; one check reads a clock, to compare costs.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -145,6 +146,10 @@ def a_rejected_block_comes_back_when_it_is_offered(promise: Promise, make: MakeP
     blocks.pinned = set(pinned)
     blocks.drain()
     blocks.pinned = set()
+    kept = [block for block in pinned if block.is_candidate]
+    promise.expect(not kept, "a rejected block to leave the queue", f"{len(kept)} are in it")
+    early = blocks.drain()
+    promise.expect(not early, "no victim before it is offered again", f"{len(early)} victims")
     for block in pinned:
         blocks.policy.add_candidate(block)
     found = set(blocks.drain())
@@ -222,6 +227,71 @@ def bypass_ends(promise: Promise, make: MakePolicy) -> None:
             blocks.policy.touch(block, blocks.now)
     victim = blocks.victim()
     promise.expect(victim in blocks.here, "a victim in the end", repr(victim))
+
+
+@PolicyCheck
+def a_block_that_was_read_outlives_those_that_were_only_written(
+    promise: Promise, make: MakePolicy
+) -> None:
+    """Reserving and sealing are one use, so one read more is two, and it is the later one, too."""
+    blocks = Blocks(promise, make, 20)
+    read = blocks.here[::2]
+    for block in read:
+        blocks.now += 0.001
+        blocks.policy.touch(block, blocks.now)
+    order = blocks.drain()
+    early = sum(block in read for block in order[:10])
+    promise.expect(not early, "those that nobody has read to go first", f"{early} read ones went")
+
+
+@PolicyCheck
+def the_time_of_a_use_is_made_unique(promise: Promise, make: MakePolicy) -> None:
+    """`last_used` is the time in microseconds; of two uses the later one has the larger number."""
+    blocks = Blocks(promise, make, 8)
+    stamps = []
+    for block in blocks.here:
+        blocks.policy.touch(block, 5.0)
+        stamps.append(block.last_used)
+    promise.expect(stamps == sorted(set(stamps)), "growing numbers", str(stamps))
+    right = all(5_000_000 <= stamp < 5_001_000 for stamp in stamps)
+    promise.expect(right, "5 s in microseconds", str(stamps))
+
+
+@PolicyCheck
+def the_age_is_that_of_the_next_victim(promise: Promise, make: MakePolicy) -> None:
+    """In seconds, since its last use; of blocks that are alike and used at the same time."""
+    blocks = Blocks(promise, make, 6)
+    age = blocks.policy.victim_age(blocks.now + 100.0)
+    promise.expect(99.9 <= age <= 100.1, "100 s", f"{age} s")
+
+
+@PolicyCheck
+def a_call_takes_as_long_with_many_blocks(promise: Promise, make: MakePolicy) -> None:
+    """O(log n): with 32 times as many blocks a turn takes as long, but for a little."""
+    few, many = (min(_turns(promise, make, count)) for count in (500, 16_000))
+    limit = 8 * few + 20e-6
+    promise.expect(
+        many <= limit,
+        f"at most {limit * 1e6:.0f} us for a block that comes and one that goes, of 16,000",
+        f"{many * 1e6:.0f} us, and {few * 1e6:.0f} us of 500",
+    )
+
+
+def _turns(promise: Promise, make: MakePolicy, count: int) -> list[float]:
+    """Seconds of a block that comes, one that is read, the age, and a victim that leaves; the mean
+    of several, some times."""
+    blocks, took = Blocks(promise, make, count), []
+    for turn in range(12):
+        began = time.perf_counter()
+        for number in range(8):
+            blocks.admitted((turn, number))
+            blocks.policy.touch(blocks.here[-1 - number], blocks.now)
+            blocks.policy.victim_age(blocks.now)
+            victim = blocks.victim()
+            if victim is not None:
+                blocks.policy.remove(victim)
+        took.append((time.perf_counter() - began) / 8)
+    return took
 
 
 @PolicyCheck

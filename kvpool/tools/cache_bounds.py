@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from kvpool.tools.workloads import Request, blocks
+from kvpool.tools.traces import Request
+from kvpool.tools.workloads import hit_rate
 
 _NEVER = 1 << 60
 
@@ -70,7 +71,7 @@ def belady(requests: Sequence[Request], capacity: int) -> float:
             end, _, id = heappop(furthest)
             if kept.get(id) == -end:
                 del kept[id]
-    return hits / blocks(requests)
+    return hit_rate(hits, requests)
 
 
 def isolated(requests: Sequence[Request], capacity: int, count: int) -> float:
@@ -79,7 +80,7 @@ def isolated(requests: Sequence[Request], capacity: int, count: int) -> float:
     hits = sum(
         caches[number % count].play(request.chain) for number, request in enumerate(requests)
     )
-    return hits / blocks(requests)
+    return hit_rate(hits, requests)
 
 
 def ideal(requests: Sequence[Request]) -> float:
@@ -92,7 +93,7 @@ def ideal(requests: Sequence[Request]) -> float:
                 break
             hits += 1
         seen.update(request.chain)
-    return hits / blocks(requests)
+    return hit_rate(hits, requests)
 
 
 def working_set(requests: Sequence[Request]) -> int:

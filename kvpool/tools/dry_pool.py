@@ -5,7 +5,7 @@ code of the product; only messages and bytes are left out. Announcements arrive 
 and with them hints once a second, as in production. The result depends on the requests alone.
 
 Servers may have a disk below their memory. Its transfers take time, which a `DryPool` does not
-have: whoever plays one carries them out (`kvpool.fleet.disks`).
+have: whoever plays one carries them out (`benchmarks.fleet.disks`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
-from kvpool.tools.workloads import Request
+from kvpool.tools.traces import Request
 from kvpool.types import (
     ARRIVED,
     ROOT,

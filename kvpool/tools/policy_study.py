@@ -22,7 +22,7 @@ from kvpool import registry
 from kvpool.errors import ConfigError
 from kvpool.tools import cache_bounds, workloads
 from kvpool.tools.dry_pool import DryPool, Foresight, PolicyOf
-from kvpool.tools.workloads import Request
+from kvpool.tools.traces import Request
 from kvpool.types import WriteStatus
 
 #: The name of the bound among the policies.
@@ -163,7 +163,7 @@ def real_hit_rate(
     pool = play(
         paced, _policy_of(policy), capacity, servers=servers, hosts=1, heartbeat_s=heartbeat_s
     )
-    return pool.played.hits / workloads.blocks(requests)
+    return workloads.hit_rate(pool.played.hits, requests)
 
 
 def _policy_of(name: str) -> PolicyOf:
@@ -187,7 +187,7 @@ def _row(options: StudyOptions, name: str, capacity: int, servers: int) -> Study
     return StudyRow(
         name,
         capacity,
-        played.hits / workloads.blocks(options.requests),
+        workloads.hit_rate(played.hits, options.requests),
         time.monotonic() - started,
         servers,
         sum(store.evicted for store in stores),

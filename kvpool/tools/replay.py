@@ -24,11 +24,12 @@ from kvpool import registry
 from kvpool.client.opening import connect
 from kvpool.config import ClientConfig, ServerConfig, parse_tier
 from kvpool.errors import ConfigError, ServerLost
-from kvpool.runtime import task_group
-from kvpool.tools import cache_bounds, workloads
+from kvpool.runtime import task_group, wait_for_all
+from kvpool.tools import cache_bounds, traces, workloads
 from kvpool.tools import policy_study as dry
 from kvpool.tools.replay_report import ReplayReport, TransportTraffic, progress
 from kvpool.tools.subprocesses import Child, process_of, servers_up
+from kvpool.tools.traces import Request
 from kvpool.types import DrainState
 from kvpool.units import parse_size
 
@@ -44,7 +45,7 @@ class ReplayOptions:
     """What to play and on what. Sizes in bytes; `capacity` is that of all servers together."""
 
     name: str
-    requests: list[workloads.Request]
+    requests: list[Request]
     servers: int
     clients: int
     capacity: int
@@ -102,9 +103,14 @@ def options(
     tiers: Sequence[str] = (),
     kill_at: float | None = None,
     events: str = "",
+    format: str = traces.AUTO,
+    unit: str | None = None,
+    block_tokens: int | None = None,
 ) -> ReplayOptions:
     """From what a user says to what is played. Raises ConfigError."""
-    name, requests = requests_of(trace, workload, sessions, concurrent, seed)
+    name, requests = requests_of(
+        trace, workload, sessions, concurrent, seed, block_tokens, format, unit
+    )
     defaults = _TRACE if trace is not None else _CODEX
     if policy not in registry.installed(registry.POLICIES):
         have = sorted(registry.installed(registry.POLICIES))
@@ -168,11 +174,15 @@ def requests_of(
     sessions: int,
     concurrent: int,
     seed: int,
-    block_tokens: int = 512,
-) -> tuple[str, list[workloads.Request]]:
+    block_tokens: int | None = None,
+    format: str = traces.AUTO,
+    unit: str | None = None,
+) -> tuple[str, list[Request]]:
     """A workload and its name. Raises ConfigError."""
     if trace is not None:
-        return trace.name, workloads.mooncake(trace)
+        recorded = traces.load(trace, format, block=block_tokens, unit=unit)
+        return recorded.name, recorded.requests
+    block_tokens = block_tokens or 512
     if workload == "codex":
         name = f"codex, {min(concurrent, sessions)} of {sessions} sessions at a time"
         return name, workloads.codex(sessions, concurrent, block=block_tokens, seed=seed)
@@ -191,7 +201,7 @@ def server_counts(text: str, most: int) -> list[int]:
 
 
 def capacities_in_blocks(
-    text: str, block_size: str | None, requests: Sequence[workloads.Request]
+    text: str, block_size: str | None, requests: Sequence[Request]
 ) -> list[int]:
     """`5000blocks,25000blocks`, parts of the working set (`0.5ws`), or sizes and a block's size.
 
@@ -216,7 +226,7 @@ _BLOCKS = "blocks"
 _WORKING_SETS = "ws"
 
 
-def _part_of_working_set(share: str, requests: Sequence[workloads.Request]) -> int:
+def _part_of_working_set(share: str, requests: Sequence[Request]) -> int:
     try:
         part = float(share)
     except ValueError:
@@ -293,7 +303,7 @@ async def _play(
     last: dict[int, asyncio.Task[None]] = {}
     shown = 0.0
 
-    async def one(request: workloads.Request, engine: _Engine, before: Any) -> None:
+    async def one(request: Request, engine: _Engine, before: Any) -> None:
         try:
             if before is not None:
                 await before
@@ -306,13 +316,13 @@ async def _play(
     async with asyncio.TaskGroup() as group:
         for number, request in enumerate(options.requests):
             if number == kill_at:
-                await asyncio.gather(*last.values())
+                await wait_for_all(last.values())
                 report.killed_after = report.hits, report.blocks
                 await pool.kill_and_start()
             while events and number >= events[0][0]:
                 _, event = events.pop(0)
                 if event == "kill":  # what is on its way to that server is lost, and no miss here
-                    await asyncio.gather(*last.values())
+                    await wait_for_all(last.values())
                     await pool.kill_one()
                 else:
                     happening = group.create_task(pool.join() if event == "join" else pool.drain())

@@ -38,9 +38,6 @@ class Engine:
     async def play(self, chain: list[int]) -> dict[str, Any]:
         """One prompt. `hit` counts the leading blocks that came back right."""
         digests = [self._payload.digest(id) for id in chain]
-        started = time.perf_counter()
-        match = await self._pool.match(self._namespace, digests)
-        matched = time.perf_counter()
         answer: dict[str, Any] = {
             "total": len(chain),
             "hit": 0,
@@ -48,8 +45,13 @@ class Engine:
             "read_s": 0.0,
             "write_s": 0.0,
             "statuses": {},
-            "match_s": matched - started,
+            "match_s": 0.0,
         }
+        if not chain:  # shorter than a block
+            return answer
+        started = time.perf_counter()
+        match = await self._pool.match(self._namespace, digests)
+        answer["match_s"] = time.perf_counter() - started
         step = len(self._memory)
         for first in range(0, match.length, step):
             piece = digests[first : min(first + step, match.length)]

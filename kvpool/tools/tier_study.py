@@ -5,7 +5,7 @@ request reads the prefix that is here, waits for those blocks that lie on the di
 rest. The disk moves one block after the other, so reads and writes wait for each other. A token is
 128 KiB, as with a model of 8B; a block is 512 tokens in a trace, 2,048 in the generated workload.
 Compared are the modes of `server.write_mode`, and writing back only what was read before. For each,
-and each size of the memory (design: write-modes):
+and each size of the memory (design: tiers):
 
     hits         of all blocks that are asked for, the share that is here
     memory       the share that is here in memory
@@ -34,9 +34,9 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
-from kvpool.tools import workloads
+from kvpool.tools import traces, workloads
 from kvpool.tools.dry_pool import digest_of
-from kvpool.tools.workloads import Request
+from kvpool.tools.traces import Request
 from kvpool.types import ROOT, Namespace, ReadStatus, Record, SessionHint, WriteStatus
 
 _NAMESPACE: Final = Namespace("tiers")
@@ -44,6 +44,7 @@ _OWNER: Final = 1
 #: Every block has this size in the store, which does not look at bytes.
 _SIZE: Final = 4096
 _BLOCK_BYTES: Final = 64 << 20
+_BLOCK_TOKENS: Final = 512
 _WRITES_AT_ONCE: Final = 2
 #: Blocks that a reader asks for at a time.
 _READ_AHEAD: Final = 16
@@ -325,13 +326,13 @@ def _row(
     one = Play(mode, memory, disk, transfer_s).run(requests, hints, None)
     killed = Play(mode, memory, disk, transfer_s).run(requests, hints, _window(requests)[0])
     return [
-        f"{one.hits / one.asked:.1%}",
-        f"{one.memory_hits / one.asked:.1%}",
-        f"{one.half_hits / one.half_asked:.1%}",
-        f"{killed.half_hits / killed.half_asked:.1%}",
+        f"{one.hits / max(1, one.asked):.1%}",
+        f"{one.memory_hits / max(1, one.asked):.1%}",
+        f"{one.half_hits / max(1, one.half_asked):.1%}",
+        f"{killed.half_hits / max(1, killed.half_asked):.1%}",
         f"{one.to_disk / max(1, one.written):.1%}",
         f"{quantile(one.read_waits, 0.5) * 1e3:.0f}, {quantile(one.read_waits, 0.99) * 1e3:.0f}",
-        f"{quantile(one.write_waits, 0.99) * 1e3:.0f}, {max(one.write_waits) * 1e3:.0f}",
+        f"{quantile(one.write_waits, 0.99) * 1e3:.0f}, {max(one.write_waits, default=0) * 1e3:.0f}",
         f"{one.refused}",
     ]
 
@@ -340,6 +341,7 @@ def main() -> None:
     """Play one workload in every mode with every size of memory, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--format", default=traces.AUTO, help=f"of the trace: {traces.NAMES}")
     parser.add_argument("--sessions", type=int, default=100, help="of the codex workload")
     parser.add_argument("--working-set", type=int, help="blocks")
     parser.add_argument("--disk", type=float, default=4.0, help="of the working set")
@@ -349,7 +351,9 @@ def main() -> None:
     wanted = parser.parse_args()
     block_bytes = _BLOCK_BYTES
     if wanted.trace is not None:
-        name, requests = wanted.trace.name, workloads.mooncake(wanted.trace)
+        trace = traces.load(wanted.trace, wanted.format)
+        name, requests = trace.name, trace.requests
+        block_bytes = block_bytes * trace.block // _BLOCK_TOKENS
         working_set = wanted.working_set or 50_000
     else:
         name, requests = "codex", workloads.codex(wanted.sessions, 24, block=2048)
@@ -371,7 +375,7 @@ def main() -> None:
             table.add_row(f"{share:g}", mode.name, *row)
             console.print(share, mode.name, *row)
     ample = Play(MODES[0], disk, 0, transfer_s).run(requests, hints, None)
-    table.add_row(f"{wanted.disk:g}", "no disk", f"{ample.hits / ample.asked:.1%}")
+    table.add_row(f"{wanted.disk:g}", "no disk", f"{ample.hits / max(1, ample.asked):.1%}")
     console.print(table)
 
 

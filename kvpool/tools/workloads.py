@@ -2,14 +2,13 @@
 
 `codex` generates agentic traffic calibrated to published aggregates of Codex on SWE-bench Pro (610
 traces: median 33 turns, 94.2 % of the input repeated); `fan_out` has agents that start children
-with their own context; `mooncake` reads traces in the format of the Mooncake FAST'25 paper. What a
-cache should do with the same requests: `cache_bounds`.
+with their own context. Recorded ones: `traces`. What a cache should do with the same requests:
+`cache_bounds`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -20,18 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ConfigError
+from kvpool.tools import traces
+from kvpool.tools.traces import Request
 
 Bytes = npt.NDArray[np.uint8]
-
-
-class Request(NamedTuple):
-    """One prompt: the ids of its blocks, head first. Equal ids mean an equal prefix up to there."""
-
-    session: int
-    chain: tuple[int, ...]
-    time_s: float = 0.0
-    #: Seconds until the session's next prompt; None: this is its last one.
-    resumes_s: float | None = None
 
 
 class Turn(NamedTuple):
@@ -43,7 +34,7 @@ class Turn(NamedTuple):
     gap_s: float  # until the next prompt
 
 
-# --- generators and readers ------------------------------------------------------------
+# --- generators ------------------------------------------------------------------------
 
 
 def codex(
@@ -164,46 +155,18 @@ def codex_sessions(count: int, seed: int) -> Iterator[list[Turn]]:
 
 
 def mooncake(path: str | Path) -> list[Request]:
-    """A trace file: one JSON object a line with `timestamp` (ms) and `hash_ids`.
-
-    Raises ConfigError that names the line.
-    """
-    timed: list[tuple[float, Request]] = []
-    try:
-        with open(path) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    timed.append(_parse(line, f"{path}, line {number}"))
-    except OSError as error:
-        raise ConfigError(f"trace {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"trace {path}: expected JSON lines, got something binary") from None
-    if not timed:
-        raise ConfigError(f"trace {path} has no requests")
-    timed.sort(key=lambda entry: entry[0])
-    return [request._replace(session=n) for n, (_, request) in enumerate(timed)]
-
-
-def _parse(line: str, where: str) -> tuple[float, Request]:
-    try:
-        row = json.loads(line)
-        ids, timestamp = row["hash_ids"], float(row["timestamp"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ConfigError(
-            f'{where}: expected {{"timestamp": ms, "hash_ids": [...]}}, got {line[:60].strip()!r}'
-        ) from None
-    if not math.isfinite(timestamp):
-        raise ConfigError(f"{where}: timestamp is {timestamp}, expected milliseconds")
-    if not isinstance(ids, list) or not ids or not all(type(id) is int for id in ids):
-        raise ConfigError(f"{where}: hash_ids is {str(ids)[:60]!r}, expected a list of integers")
-    if len(set(ids)) != len(ids):
-        raise ConfigError(f"{where}: an id is twice in hash_ids")
-    return timestamp, Request(0, tuple(ids), timestamp / 1000)
+    """`traces.load(path).requests`, under the name that scripts know: of a trace in any format."""
+    return traces.load(path).requests
 
 
 def blocks(requests: Sequence[Request]) -> int:
     """Block references in all requests."""
     return sum(len(request.chain) for request in requests)
+
+
+def hit_rate(hits: int, requests: Sequence[Request]) -> float:
+    """The share of all block references; 0 where no prompt has a block."""
+    return hits / max(1, blocks(requests))
 
 
 # --- contents ---------------------------------------------------------------------------

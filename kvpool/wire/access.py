@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from kvpool.errors import Forbidden
-from kvpool.tenants import marker_of
+from kvpool.tenant_names import marker_of
 from kvpool.wire import messages as wire
 
 
@@ -59,6 +59,10 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Prefetch: _OWN,
     wire.Prefetched: _NO_REQUEST,
     wire.SendToken: _ANSWERED,  # it is about this connection
+    wire.Holdings: _ANSWERED,  # of its own namespaces
+    wire.HoldingsReply: _NO_REQUEST,
+    wire.RemoveAll: _OWN,
+    wire.RemovedAll: _NO_REQUEST,
     wire.Drain: _OPERATOR,  # also its report, which lists namespaces
     wire.Drained: _NO_REQUEST,
     wire.Register: _OPERATOR,

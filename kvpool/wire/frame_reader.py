@@ -17,7 +17,7 @@ import xxhash
 
 from kvpool.errors import BadFrame, InvariantViolated, KvpoolError
 from kvpool.protocols import IdleTimeout
-from kvpool.wire.frames import HEADER_SIZE, PROTOCOL_VERSION, Frame, decode_header
+from kvpool.wire.frames import HEADER_SIZE, Frame, decode_header
 from kvpool.wire.messages import TYPES, Error
 
 #: Received ahead of the frame that is asked for; what is more waits in the kernel.
@@ -104,8 +104,6 @@ class FrameReader:
         self.full = False
         #: Some of a frame has arrived, and not all of it.
         self.begun = False
-        #: Of the peer, in the last header.
-        self.version = PROTOCOL_VERSION
         self._buffer = memoryview(bytearray(READ_AHEAD))
         self._filled = 0
         #: Where the next bytes go.
@@ -173,7 +171,7 @@ class FrameReader:
         if self._filled < HEADER_SIZE or self._choose is None:
             return False
         try:
-            type, body_size, payload_size, self.version = decode_header(self._buffer)
+            type, body_size, payload_size = decode_header(self._buffer)
             head_size = HEADER_SIZE + body_size
             if self._filled < head_size:
                 if self._filled == len(self._buffer):
@@ -224,7 +222,7 @@ class FrameReader:
         self.memory = self._buffer[filled:]
 
     def _grow(self, head_size: int) -> None:
-        """For one body: twice what has arrived, not what its header claims (design: frame-reader).
+        """For one body: twice what has arrived, not what its header claims (design: bounds).
 
         A peer must send bytes to make us allocate some.
         """

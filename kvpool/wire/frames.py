@@ -17,10 +17,8 @@ import xxhash
 from kvpool.errors import BadFrame, VersionMismatch
 from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX
 
-#: What this release speaks, and the oldest that it still understands: one release back, so that a
-#: pool can be upgraded one process at a time (design: protocol-versions).
+#: All processes of a pool speak the same (design: streams).
 PROTOCOL_VERSION: Final = 4
-PROTOCOL_VERSION_MIN: Final = 3
 BODY_SIZE_MAX: Final = 1 << 20
 PAYLOAD_SIZE_MAX: Final = BATCH_BLOCKS_MAX * BLOCK_SIZE_MAX
 HEADER_SIZE: Final = 16
@@ -45,7 +43,6 @@ class Header(NamedTuple):
     type: int
     body_size: int
     payload_size: int
-    version: int
 
 
 class Envelope(NamedTuple):
@@ -54,7 +51,6 @@ class Envelope(NamedTuple):
     type: int
     id: int
     body: bytes
-    version: int
 
 
 def cluster_id(cluster: str) -> int:
@@ -62,15 +58,11 @@ def cluster_id(cluster: str) -> int:
     return xxhash.xxh3_64_intdigest(cluster.encode()) & 0xFFFFFFFF
 
 
-def encode_frame(
-    type: int, body: bytes, payload_size: int = 0, *, version: int | None = None
-) -> bytes:
-    """Header and body of a frame, of this version or `version`; the payload follows it on the
-    stream."""
+def encode_frame(type: int, body: bytes, payload_size: int = 0) -> bytes:
+    """Header and body of a frame; the payload follows it on the stream."""
     if len(body) > BODY_SIZE_MAX:
         raise BadFrame(f"body of {len(body)} bytes, limit {BODY_SIZE_MAX}")
-    version = version or PROTOCOL_VERSION
-    return _DATA.pack(_DATA_MAGIC, version, type, len(body), payload_size) + body
+    return _DATA.pack(_DATA_MAGIC, PROTOCOL_VERSION, type, len(body), payload_size) + body
 
 
 def decode_header(header: bytes | bytearray | memoryview) -> Header:
@@ -83,17 +75,14 @@ def decode_header(header: bytes | bytearray | memoryview) -> Header:
         raise BadFrame(f"body of {body_size} bytes, limit {BODY_SIZE_MAX}")
     if payload_size > PAYLOAD_SIZE_MAX:
         raise BadFrame(f"payload of {payload_size} bytes, limit {PAYLOAD_SIZE_MAX}")
-    return Header(type, body_size, payload_size, version)
+    return Header(type, body_size, payload_size)
 
 
-def encode_envelope(
-    type: int, cluster: int, id: int, body: bytes, *, version: int | None = None
-) -> bytes:
-    """One control-plane message, of this version or `version`."""
+def encode_envelope(type: int, cluster: int, id: int, body: bytes) -> bytes:
+    """One control-plane message."""
     if len(body) > BODY_SIZE_MAX:
         raise BadFrame(f"body of {len(body)} bytes, limit {BODY_SIZE_MAX}")
-    version = version or PROTOCOL_VERSION
-    return _CONTROL.pack(_CONTROL_MAGIC, version, type, cluster, id) + body
+    return _CONTROL.pack(_CONTROL_MAGIC, PROTOCOL_VERSION, type, cluster, id) + body
 
 
 def decode_envelope(message: bytes, cluster: int) -> Envelope:
@@ -106,13 +95,14 @@ def decode_envelope(message: bytes, cluster: int) -> Envelope:
     _check_version(version)
     if theirs != cluster:
         raise VersionMismatch("peer belongs to another cluster (setting `cluster`)")
-    return Envelope(type, id, message[HEADER_SIZE:], version)
+    return Envelope(type, id, message[HEADER_SIZE:])
 
 
 def _check_version(version: int) -> None:
-    if not PROTOCOL_VERSION_MIN <= version <= PROTOCOL_VERSION:
+    if version != PROTOCOL_VERSION:
         raise VersionMismatch(
-            f"peer speaks protocol {version}, this is {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}"
+            f"peer speaks protocol {version}, this process {PROTOCOL_VERSION}: run the same "
+            "release of kvpool in all processes of a pool"
         )
 
 

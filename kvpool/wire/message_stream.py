@@ -1,7 +1,7 @@
 """Control messages on a stream of bytes: each one behind its size, u32, little-endian.
 
 A pure reader: it is fed what arrives, in pieces of any size, and knows no socket. It never keeps
-more than one message that is not complete. (design: control-stream)
+more than one message that is not complete. (design: control-plane)
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Annotated, Final, TypeVar
 
@@ -23,8 +23,8 @@ from msgspec import Meta
 from kvpool.errors import (
     BadMessage,
     Forbidden,
+    InvariantViolated,
     KvpoolError,
-    MessageTooNew,
     Overloaded,
     Unauthenticated,
     VersionMismatch,
@@ -37,8 +37,10 @@ from kvpool.types import (
     COPIES_MAX,
     DIGEST_SIZE_MAX,
     DIGEST_SIZE_MIN,
+    NAME_MAX,
     ROOT,
     SESSION_NAME_MAX,
+    TEXT_MAX,
     Count,
     Name,
     Namespace,
@@ -49,7 +51,6 @@ from kvpool.types import (
     Total,
 )
 from kvpool.wire.auth import KEY_ID_SIZE, NONCE_SIZE, PROOF_SIZE, STREAM_KEY_SIZE, TOKEN_SIZE
-from kvpool.wire.frames import PROTOCOL_VERSION
 
 #: Digests in one control-plane message.
 DIGESTS_MAX: Final = 16_384
@@ -73,6 +74,7 @@ HINT_ANSWERS_MAX: Final = 256
 Small = Annotated[int, Meta(ge=0, lt=2**16)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
+WireCursor = tuple[Hash64, Total, Small, Small, Count]
 Marks = Annotated[bytes, Meta(max_length=SPANS_MAX * MARK_SIZE)]
 SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
 #: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
@@ -283,7 +285,7 @@ class SendToken(Message, frozen=True):
     about to write some, or of the server that has been asked for some.
 
     They show what the lanes do with that memory, before a block goes that way
-    (design: direct-writes, hbm-reads).
+    (design: device-memory).
     """
 
     content: Annotated[bytes, Meta(min_length=8, max_length=8)]
@@ -368,6 +370,42 @@ class Drained(Message, frozen=True):
     left: Annotated[list[tuple[NamespaceName, Name, Count, Count]], Meta(max_length=64)]
 
 
+class Holdings(Message, frozen=True):
+    """What does this server have of the namespaces whose names, and parts, come after these?"""
+
+    after: NamespaceName = ""
+    parts: Annotated[int, Meta(ge=0, le=256)] = 0
+
+
+class HoldingsReply(Message, frozen=True):
+    """Name, parts, blocks and bytes of each, in order; with `more`, ask again after the last one.
+    `begin`: where a removal of what is there now begins."""
+
+    begin: WireCursor
+    held: Annotated[
+        list[tuple[NamespaceName, Annotated[int, Meta(ge=1, le=256)], Count, Total]],
+        Meta(max_length=NAMESPACES_MAX),
+    ]
+    more: bool
+
+
+class RemoveAll(Message, frozen=True):
+    """Forget some of the blocks of this namespace, from this place on: epoch, generation up to
+    which blocks were written, tier, part, piece of the index."""
+
+    namespace: NamespaceName
+    parts: Annotated[int, Meta(ge=1, le=256)]
+    at: WireCursor
+
+
+class RemovedAll(Message, frozen=True):
+    """What was removed; with `at`, ask again from there."""
+
+    blocks: Count
+    bytes: Total
+    at: WireCursor | None
+
+
 class Error(Message, frozen=True):
     """The request was refused; the name of the error and a sentence. Both planes."""
 
@@ -442,7 +480,7 @@ class HeartbeatReply(Message, frozen=True, omit_defaults=True):
     The reply to a heartbeat has the hints after `hints_heard`, and the number of the last one; the
     number of the server's last message that was applied (`sequence`), and how many blocks the
     master lists for it. With `differs` these are not the blocks that the server holds. With
-    `others_have_room` the server is full, and another one is not (design: join).
+    `others_have_room` the server is full, and another one is not (design: movers).
     """
 
     known: bool
@@ -503,7 +541,7 @@ class Find(Keys, frozen=True, omit_defaults=True):
     """Where blocks are. With `prefix` the answer ends at the first miss: a match.
 
     With a `session`, a prompt of that session has arrived: as `Hint` with a `resume_s` of 0. Who
-    only `observes` does not want the blocks: the question is no demand (design: working-set).
+    only `observes` does not want the blocks: the question is no demand.
     """
 
     prefix: bool
@@ -524,8 +562,11 @@ class FindChain(Keys, frozen=True, omit_defaults=True):
     observes: bool = False
 
 
-class FindReply(Message, frozen=True):
+class FindReply(Message, frozen=True, omit_defaults=True):
     """Runs of blocks, and a status byte for each position that is in none (with `prefix`, one).
+
+    With `more` it is about the first blocks only, as many as fit well into a message: runs and
+    bytes tell how many. Ask again for the others.
 
     An answer to `FindChain` that has no such byte, and ends inside of the spans of `before`: the
     master does not know the next one, and has to be asked for the keys of its blocks.
@@ -533,6 +574,7 @@ class FindReply(Message, frozen=True):
 
     runs: Annotated[list[WireRun], Meta(max_length=DIGESTS_MAX)]
     misses: Annotated[bytes, Meta(max_length=DIGESTS_MAX)]
+    more: bool = False
 
 
 class Place(Keys, frozen=True, omit_defaults=True):
@@ -558,7 +600,7 @@ class Members(Message, frozen=True):
     after: Name = ""
 
 
-class MemberInfo(Message, frozen=True):
+class MemberInfo(Message, frozen=True, omit_defaults=True):
     """One server; `stats` are those of its last heartbeat."""
 
     server: Name
@@ -570,6 +612,7 @@ class MemberInfo(Message, frozen=True):
     heard_s: Seconds
     capacity: Count
     stats: ServerStats
+    left: bool = False
 
 
 class MembersReply(Message, frozen=True):
@@ -614,13 +657,15 @@ class Explain(Keys, frozen=True):
     pass
 
 
-class Explained(Message, frozen=True):
-    """Per block: status, sentence, replicas."""
+class Explained(Message, frozen=True, omit_defaults=True):
+    """Per block: status, sentence, replicas. With `more` of the first ones only, as many as fit
+    well: ask again for the others."""
 
     blocks: Annotated[
         list[tuple[Small, Text, Annotated[list[WireReplica], Meta(max_length=4096)]]],
         Meta(max_length=DIGESTS_MAX),
     ]
+    more: bool = False
 
 
 class Namespaces(Message, frozen=True):
@@ -717,7 +762,7 @@ class SnapshotReply(Message, frozen=True):
 
 class AskStream(Message, frozen=True):
     """Asks for a stream on which this caller's requests to the master travel from then on
-    (design: control-stream)."""
+    (design: control-plane)."""
 
 
 class StreamOffer(Message, frozen=True):
@@ -793,100 +838,24 @@ TYPES: Final[dict[type[Message], int]] = {
     FindChain: 60,
     AskStream: 61,
     StreamOffer: 62,
+    Holdings: 63,
+    HoldingsReply: 64,
+    RemoveAll: 65,
+    RemovedAll: 66,
 }
 PAYLOAD: Final = 6
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: Final = {type: msgspec.msgpack.Decoder(type) for type in TYPES}
+
 _BY_NUMBER: Final = {number: type for type, number in TYPES.items()}
 
 M = TypeVar("M", bound=Message)
 
 
-#: What came with protocol 4, by the struct that has it. A peer of protocol 3 refuses it, so it is
-#: not sent any. Such a field has a default, which stands for what a peer of protocol 3 means; its
-#: struct omits defaults. With the next version these lines go (design: protocol-versions).
-NEW_FIELDS: Final[Mapping[type[msgspec.Struct], frozenset[str]]] = {
-    Hello: frozenset({"tenant", "key"}),
-    ServerStats: frozenset({"draining", "drain_left_blocks", "drain_left_bytes", "consumers"}),
-    Find: frozenset({"session", "observes"}),
-    Place: frozenset({"session"}),
-    HeartbeatReply: frozenset({"others_have_room"}),
-    Heartbeat: frozenset({"hint_answers"}),
-    Reserve: frozenset({"copies"}),
-    Read: frozenset({"to_device"}),
-    Remove: frozenset({"checksums"}),
-}
-#: Messages that a peer of protocol 3 does not know.
-NEW_MESSAGES: Final[frozenset[type[Message]]] = frozenset(
-    {
-        Propose,
-        Proposed,
-        Fetch,
-        Fetched,
-        Drain,
-        Drained,
-        Prefetch,
-        Prefetched,
-        Demands,
-        DemandsReply,
-        ExplainSession,
-        SessionExplained,
-        Changes,
-        ChangesReply,
-        Snapshot,
-        SnapshotReply,
-        FindChain,
-        Write,
-        Written,
-        SendToken,
-        AskStream,
-        StreamOffer,
-    }
-)
-
-
-def is_known(kind: type[Message], version: int) -> bool:
-    """Whether a peer that speaks this version knows the message."""
-    return version >= PROTOCOL_VERSION or kind not in NEW_MESSAGES
-
-
-def encode(message: Message, version: int | None = None) -> tuple[int, bytes]:
-    """(type number, body), as a peer of that version understands it; None: of this version.
-
-    Raises VersionMismatch when it has no such message.
-    """
-    if version is not None and version < PROTOCOL_VERSION:
-        message = _as_of(version, message)
+def encode(message: Message) -> tuple[int, bytes]:
+    """(type number, body)."""
     return TYPES[type(message)], _ENCODER.encode(message)
-
-
-def translate(number: int, body: bytes, version: int) -> bytes:
-    """The same for a message that is encoded already, in this version. Raises VersionMismatch."""
-    if version >= PROTOCOL_VERSION:
-        return body
-    kind = _BY_NUMBER[number]
-    return encode(decode(kind, number, body), version)[1]
-
-
-def _as_of(version: int, message: Message) -> Message:
-    if type(message) in NEW_MESSAGES:
-        raise MessageTooNew(
-            f"{type(message).__name__} needs protocol {PROTOCOL_VERSION}, the peer speaks {version}"
-        )
-    old = _without_new_fields(message)
-    assert isinstance(old, Message)
-    return old
-
-
-def _without_new_fields(part: object) -> object:
-    """A copy in which new fields have their defaults, in structs inside of it, too."""
-    if isinstance(part, list):
-        return [_without_new_fields(item) for item in part]
-    if not isinstance(part, msgspec.Struct):
-        return part
-    known = set(part.__struct_fields__) - NEW_FIELDS.get(type(part), frozenset())
-    return type(part)(**{name: _without_new_fields(getattr(part, name)) for name in known})
 
 
 def encoded_size(part: Message) -> int:
@@ -920,6 +889,13 @@ def decode_answer(expected: type[M], number: int, body: bytes) -> M:
     error = decode(Error, number, body)
     kind = _REFUSALS.get(error.code, BadMessage)
     raise kind(f"the peer refused: {error.text} ({error.code})")
+
+
+def refusal(error: Exception) -> Error:
+    """What a peer is told of an error. Of a bug only that it is one: its text may name others."""
+    known = isinstance(error, KvpoolError) and not isinstance(error, InvariantViolated)
+    text = str(error) if known else "a bug there, which its log describes"
+    return Error(type(error).__name__[:NAME_MAX], text[:TEXT_MAX])
 
 
 def message_type(number: int) -> type[Message] | None:

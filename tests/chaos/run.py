@@ -193,7 +193,7 @@ class Chaos:
     async def _held(self, pool: Pool, block_set: BlockSet, batch: list[bytes]) -> list[set[str]]:
         """The servers that have each block, as reads of each server show; no master is asked.
 
-        Not with `Pool.read`: that one finds what has been handed over (design: join).
+        Not with `Pool.read`: that one finds what has been handed over (design: movers).
         """
         held: list[set[str]] = [set() for _ in batch]
         options = ReadOptions(block_set.namespace, 0)

@@ -164,9 +164,15 @@ async def test_a_lost_server_is_a_miss_with_a_reason(two_servers: dev.Dev, schem
 
 
 @pytest.mark.parametrize("scheme", ["shm", UCX])
-async def test_the_next_transport_is_used_when_one_fails(pool_dev: dev.Dev, scheme: str) -> None:
+async def test_the_next_transport_is_used_when_one_fails(
+    pool_dev: dev.Dev, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if scheme == "ucx":
+        from kvpool_transports.ucx import UcxTransport
+
+        monkeypatch.setattr(UcxTransport, "has_fabric", True)  # else tcp came first
     chain = keys("fallback", 4)
-    config = ClientConfig(masters=[pool_dev.address], transports=[scheme, "tcp"], measure=False)
+    config = ClientConfig(masters=[pool_dev.address], transports=[scheme, "tcp"])
     async with pool_dev.pool(config) as pool:
         await pool.write(NAMESPACE, chain, values(chain, LARGE))
         (server,) = pool_dev.servers

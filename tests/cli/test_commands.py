@@ -66,7 +66,7 @@ def test_a_shell_completes_commands_and_options() -> None:
 
 
 def test_names_are_printed_as_they_are() -> None:
-    assert "':x:'" in kvpool("fleet", ":x:").stderr  # and not as a picture
+    assert "keys :x:" in kvpool("explain", ":x:", "--namespace", "n").stderr  # and not as a picture
 
 
 def test_status_without_a_server_is_a_failure(pool: LocalPool) -> None:

@@ -75,6 +75,7 @@ DEFAULTS = {
         "capacity": 1 << 30,
         "tiers": [],
         "listen": ["tcp://127.0.0.1:0", "shm://"],
+        "announce": [],
         "heartbeat_s": 1.0,
         "alignment": 4096,
         "policy": "lru",
@@ -88,7 +89,6 @@ DEFAULTS = {
         "fetches_max": 2,
         "prefetch_rate": 0,
         "balance": True,
-        "copies_max": 1,
         "drain_s": 0.0,
         "back_in_s": 0.0,
         "prefault": True,
@@ -98,7 +98,6 @@ DEFAULTS = {
     "client": {
         "masters": ["127.0.0.1:7450"],
         "transports": ["inproc", "shm", "ucx", "tcp"],
-        "measure": True,
         "timeout_s": 5.0,
         "attempt_s": 1.0,
         "hedge_s": 0.1,
@@ -203,6 +202,9 @@ def test_a_wrong_duration() -> None:
     [
         ("server: {capcity: 1GiB}", "did you mean 'server.capacity'"),
         ("sever: {}", "did you mean 'server'"),
+        ("server: {copies_max: 2}", "'server.copies_max' is gone, remove it: lost copies"),
+        ("client: {measure: false}", "'client.measure' is gone, remove it: paths are taken"),
+        ("server: {zeal_max: 2}", "unknown setting 'server.zeal_max'; known: server.id"),
         ("server: {capacity: 64GB}", "setting 'server.capacity'.*did you mean 64GiB"),
         ("server: {heartbeat_s: 0}", "heartbeat_s"),
         ("server: {connections_max: many}", "connections_max"),

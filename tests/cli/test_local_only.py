@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +30,7 @@ SOMEBODY = 65534
 
 @pytest.fixture(autouse=True)
 def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return tmp_path / "kvpool"
 
 
@@ -104,6 +105,44 @@ def test_the_secret_is_made_once(directory: Path) -> None:
     assert [path.name for path in directory.iterdir()] == ["secret"]
     assert stat.S_IMODE(local_secret_file().stat().st_mode) == 0o600
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_the_secret_outlives_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the last one of a user `$XDG_RUNTIME_DIR` is emptied; other sessions have none."""
+    monkeypatch.delenv("XDG_STATE_HOME")
+    account = SimpleNamespace(pw_dir=str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: account)
+    session = tmp_path / "session"
+    session.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    secret = local_secret()
+    shutil.rmtree(session)
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert local_secret() == secret
+    assert local_secret_file() == tmp_path / "home/.local/state/kvpool/secret"
+
+
+@pytest.mark.parametrize("home", ["/proc", None])
+def test_without_a_home_it_is_kept_with_temporary_files(
+    home: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    refused = ["/proc"]
+
+    def account(uid: int) -> SimpleNamespace:
+        if home is None:
+            raise KeyError(uid)
+        return SimpleNamespace(pw_dir=home)
+
+    def access(path: object, *_: object, **__: object) -> bool:
+        return str(path) not in refused
+
+    monkeypatch.setattr("pwd.getpwuid", account)
+    monkeypatch.setattr(os, "access", access)
+    for place in ("/var/tmp", "/tmp"):
+        assert str(local_secret_file()) == f"{place}/kvpool-{os.geteuid()}/secret"
+        refused.append(place)
 
 
 def test_processes_that_start_together_have_one_secret(directory: Path) -> None:

@@ -79,7 +79,7 @@ async def test_a_restarted_server_starts_empty_and_says_so(cluster: ProcessClust
         assert await pool.write_to("server-0", NAMESPACE, key("new"), b"x") is WriteStatus.STORED
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_everything_ends_within_a_second(cluster: ProcessCluster, number: int) -> None:
     servers = list(cluster.servers.values())
     assert len(open_sockets(servers)) == 2

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,3 +117,17 @@ def test_old_objects_are_not_visited_again() -> None:
     done = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert done.strip() == "True True (1000, 3, 1000000)"
     assert gc.get_threshold() != (1000, 3, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("on_hangup", "stops"),
+    [(signal.SIG_DFL, True), (signal.SIG_IGN, False), (lambda *_: None, False)],
+    ids=["by default", "under nohup", "files are read again"],
+)
+def test_a_closed_terminal_ends_a_process_in_order(on_hangup: Any, stops: bool) -> None:
+    before = signal.signal(signal.SIGHUP, on_hangup)
+    try:
+        assert (signal.SIGHUP in runtime.stop_signals()) is stops
+        assert {signal.SIGINT, signal.SIGTERM} <= {*runtime.stop_signals()}
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -23,7 +22,6 @@ from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
-from kvpool.client.path_selector import AGAIN_S, AGAIN_S_MAX
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers
 from kvpool.client.shared_copies import SharedCopies
@@ -32,7 +30,6 @@ from kvpool.client.writer import Writer
 from kvpool.errors import BadMessage, DeadlineExceeded, KvpoolError, LinkBroken, Overloaded
 from kvpool.protocols import WriteOptions
 from kvpool.wire import messages as wire
-from tests.client.test_path_selector import World
 from tests.conftest import NAMESPACE, buffers, keys, values
 
 HIT, NOT_YET = ReadResult(ReadStatus.HIT, 100), ReadResult(ReadStatus.NOT_YET)
@@ -97,21 +94,6 @@ def test_a_round_takes_the_first_gap_that_fits(
     staging = Staging.__new__(Staging)
     staging._capacity, staging._used = 100, used
     assert staging._gap(size) == start
-
-
-def test_a_slower_path_is_tried_again_after_30_s_then_twice_as_long_to_half_an_hour() -> None:
-    world = World(tcp=1e9, ucx=1e8)
-    trials: list[float] = []
-    while len(trials) < 10:
-        before = world.now
-        if world.call() == "ucx":
-            if not trials or before - trials[-1] > AGAIN_S / 2:
-                trials.append(before)
-        else:
-            world.now += 0.2
-    gaps = [second - first for first, second in pairwise(trials)]
-    expected = [min(AGAIN_S * 2**number, AGAIN_S_MAX) for number in range(len(gaps))]
-    assert gaps == pytest.approx(expected, abs=2)
 
 
 # --- reads -----------------------------------------------------------------------------------
@@ -197,7 +179,7 @@ async def test_a_server_that_makes_no_progress_is_left_for_another() -> None:
 async def test_one_block_with_another_replica_is_enough_to_leave_a_silent_server(
     sole: tuple[bool, bool],
 ) -> None:
-    """Blocks whose location is remembered are asked for together (design: location-cache)."""
+    """Blocks whose location is remembered are asked for together."""
     servers = ScriptedServers("a")
     servers.answers["b"] = [[HIT, HIT]]
     reading = reader(servers, ScriptedLookup("b"), hedge_s=0.05, attempt_s=0.3)

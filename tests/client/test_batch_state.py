@@ -51,3 +51,20 @@ def test_when_every_server_was_asked_there_is_no_other() -> None:
     state.answered("a", [0], [WriteStatus.NO_SPACE], needed)
     assert state.next_batches(needed) == {}
     assert state.results(0.0) == [WriteStatus.NO_SPACE]
+
+
+@pytest.mark.parametrize(
+    ("servers", "now", "status"),
+    [
+        ([], 8.9, WriteStatus.NO_SPACE),
+        (["a"], 8.9, WriteStatus.SERVER_LOST),
+        ([], 9.0, WriteStatus.DEADLINE),
+        (["a"], 9.0, WriteStatus.DEADLINE),
+    ],
+)
+def test_a_block_that_no_server_was_asked_for_says_why(
+    servers: list[str], now: float, status: WriteStatus
+) -> None:
+    """There was none, it was gone at once, or there was no time."""
+    state, _ = batch(1, servers)
+    assert state.results(now) == [status]

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from kvpool import ClientConfig, MasterLost, connect
+from kvpool import ClientConfig, MasterLost, connect, registry
 from kvpool.config import MasterConfig
+from kvpool.errors import Unavailable
 from kvpool.master.service import Master
 from kvpool.net.zmq_rpc import ZmqNetwork
 
@@ -58,3 +59,14 @@ async def test_two_hundred_clients_come_at_once() -> None:
         await pool.close()
     await master.close()
     network.close()
+
+
+async def test_what_the_system_refuses_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example a file of a transport, where the process has no descriptors left."""
+
+    def refuse(names: object) -> object:
+        raise OSError(24, "Too many open files", "importlib")
+
+    monkeypatch.setattr(registry, "transports", refuse)
+    with pytest.raises(Unavailable, match="Too many open files"):
+        await connect("127.0.0.1:9")

@@ -428,7 +428,8 @@ def test_threads_have_streams_of_their_own(
         targets = [empty(), empty()]
         assert all(hits(pool.read(NAMESPACE, chain, targets)))
         assert [content(target) for target in targets] == data
-    assert marked == ["MainThread"] * 2  # once for a device and a call
+        pool.read(NAMESPACE, chain, buffers=targets)
+    assert marked == ["MainThread"] * 3  # once for a device and a call
 
 
 # --- what it refuses ----------------------------------------------------------------------------

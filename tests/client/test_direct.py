@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from kvpool import (
     dev,
 )
 from kvpool.client import device_direct as direct
-from kvpool.client import reader
+from kvpool.client import device_writes, reader
 from kvpool.client.servers import Servers
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned
 from kvpool.device.thread import DeviceThread
@@ -101,7 +102,6 @@ def configured(served: dev.Dev, path: str, *transports: str) -> ClientConfig:
         device_path=path,
         attempt_s=10.0,
         timeout_s=30.0,
-        measure=False,
     )
 
 
@@ -324,7 +324,7 @@ async def auto(
     served: dev.Dev, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Pool]:
     """A client to which the server is on another host, behind a fabric; its device is fast."""
-    monkeypatch.setattr(UcxTransport, "needs_measurement", False)
+    monkeypatch.setattr(UcxTransport, "has_fabric", True)
     monkeypatch.setattr(direct, "is_fast", lambda block: True)
     async with served.pool(configured(served, "auto")) as pool:
         pool._servers._host = dataclasses.replace(pool._servers._host, id="elsewhere")
@@ -359,7 +359,7 @@ async def test_auto_is_staged_where_memory_is_shared(
     served: dev.Dev, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server of this host is not asked over the network for what is beside it."""
-    monkeypatch.setattr(UcxTransport, "needs_measurement", False)
+    monkeypatch.setattr(UcxTransport, "has_fabric", True)
     monkeypatch.setattr(direct, "is_fast", lambda block: True)
     chain = keys("beside", 2)
     await writer.write(NAMESPACE, chain, values(chain, SIZE))
@@ -604,6 +604,69 @@ async def test_an_error_of_the_device_is_told(client: Pool, writer: Pool, gpu: F
     assert not client.counters["failed_ucx"]
     targets = [layers(gpu) for _ in chain]
     assert labels(await client.read(NAMESPACE, chain, targets)) == ["hit"] * 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+        type("CompilationError", (Exception,), {})("at 1:0"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("step", ["device_checksums", "copy_rows", "_allocate"])
+async def test_auto_goes_through_the_host_when_the_device_cannot_verify(
+    auto: Pool,
+    writer: Pool,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    step: str,
+    error: Exception,
+) -> None:
+    """No compiler for kernels, no memory: every block comes, with one warning, and later ones do
+    not try any more."""
+    calls = []
+
+    def fails(*of: Any) -> None:
+        calls.append(of)
+        raise error
+
+    chain = keys("no compiler", 5)
+    data = values(chain, SIZE)
+    await writer.write(NAMESPACE, chain, data)
+    monkeypatch.setattr(direct, step, fails)
+    for _ in range(2):
+        targets = [layers(gpu) for _ in chain]
+        assert labels(await auto.read(NAMESPACE, chain, targets)) == ["hit"] * 5
+        assert [joined(gpu, target) for target in targets] == data
+    assert len(calls) == 1
+    assert caplog.text.count("staged from now on") == 1
+    assert not auto.counters["failed_ucx"]
+
+
+@pytest.mark.parametrize("step", ["hash_rows", "copy_rows", "_allocate", "_upload"])
+async def test_auto_writes_through_the_host_when_the_device_cannot_send(
+    auto: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    calls = []
+
+    def fails(*of: Any) -> None:
+        calls.append(of)
+        raise subprocess.CalledProcessError(1, ["gcc", "main.c"])
+
+    monkeypatch.setattr(device_writes if step == "copy_rows" else direct, step, fails)
+    for batch in ("one", "two"):
+        chain = keys(batch, 5)
+        data = values(chain, SIZE)
+        sources = [[gpu.tensor(block[:1000]), gpu.tensor(block[1000:])] for block in data]
+        written = await auto.write(NAMESPACE, chain, sources)
+        assert [status.name for status in written] == ["STORED"] * 5
+        found = buffers(5, SIZE)
+        assert labels(await writer.read(NAMESPACE, chain, found)) == ["hit"] * 5
+        assert [bytes(one) for one in found] == data
+    assert len(calls) == (2 if step == "_upload" else 1)  # the token is tried with each batch
 
 
 async def test_closing_the_pool_ends_direct_reads(

@@ -10,9 +10,9 @@ import pytest
 
 from kvpool import BadKey, Namespace, PoolEvent, PoolEventKind, Replica, dev
 from kvpool.client import pool_events
+from kvpool.client.pool_events import EventPosition
 from kvpool.errors import MasterLost
 from kvpool.runtime import this_host
-from kvpool.types import EventPosition
 from kvpool.wire.messages import ChangesReply, Message
 from tests.conftest import NAMESPACE, eventually, keys, patient, values
 
@@ -43,8 +43,11 @@ async def test_events_begin_with_all_that_is_there_and_go_on(pool_dev: dev.Dev) 
         gone = await until(events, PoolEventKind.REMOVED)
         assert (gone.digests, gone.server) == ((chain[0],), server.server)
         await pool_dev.servers[0].close()
-        lost = await until(events, PoolEventKind.LOST)
-        assert lost.server == server.server
+        left = await until(events, PoolEventKind.LEFT)
+        assert left.server == server.server
+        assert [one.left for one in await pool.members()] == [True]
+        snapshot = pool.events()
+        assert (await until(snapshot, PoolEventKind.LEFT)).server == server.server
 
 
 async def test_events_go_on_behind_a_position(pool_dev: dev.Dev) -> None:

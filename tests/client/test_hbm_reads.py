@@ -297,7 +297,7 @@ async def auto(
     served: dev.Dev, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Pool]:
     """A client to which the server is on another host, behind a fabric; its device is fast."""
-    monkeypatch.setattr(UcxTransport, "needs_measurement", False)
+    monkeypatch.setattr(UcxTransport, "has_fabric", True)
     monkeypatch.setattr(direct, "is_fast", lambda block: True)
     async with served.pool(configured(served, "auto")) as pool:
         pool._servers._host = dataclasses.replace(pool._servers._host, id="elsewhere")

@@ -1,4 +1,4 @@
-"""`import kvpool` loads what a client needs, and nothing of a server (design: import-time)."""
+"""`import kvpool` loads what a client needs, and nothing of a server (design: layout)."""
 
 from __future__ import annotations
 

@@ -33,9 +33,8 @@ TOKEN = bytes(16)
 class NearMaster:
     """A link to a master in this process."""
 
-    def __init__(self, version: int = 4) -> None:
+    def __init__(self) -> None:
         self.master = Master(MasterConfig(), cast(Any, None))
-        self.version = version
         self.asked: list[wire.Find | wire.FindChain] = []
         self.is_silent = False
         self._sent: dict[str, int] = {}
@@ -46,7 +45,6 @@ class NearMaster:
     async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
         if self.is_silent:
             raise DeadlineExceeded("silent")
-        body = wire.translate(type, body, self.version)
         kind = wire.message_type(type)
         assert kind is not None
         message = wire.decode(kind, type, body)
@@ -230,23 +228,6 @@ async def test_a_master_that_knows_less_is_asked_for_keys() -> None:
             master.is_silent = master is not answering
         assert await found(lookup) == expected
         assert await found(lookup) == expected
-
-
-async def test_masters_of_the_release_before_get_keys_alone() -> None:
-    old = NearMaster(version=3)
-    old.announce(CHAIN)
-    lookup = lookup_of(old)
-    for _ in range(2):
-        assert await found(lookup) == (len(CHAIN), ReadStatus.HIT)
-        assert await found(lookup, CHAIN[:40]) == (40, ReadStatus.HIT)
-    assert {kind for kind, _, _ in old.taken()} == {"Find"}
-    # Beside one of this release, which answers.
-    new = NearMaster()
-    new.announce(CHAIN)
-    mixed = lookup_of(old, new)
-    for _ in range(2):
-        assert await found(mixed) == (len(CHAIN), ReadStatus.HIT)
-    assert new.taken()
 
 
 async def test_a_namespace_of_its_own_for_each_mark() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -355,3 +356,33 @@ def test_wrong_calls(
     poller.close()
     with pytest.raises(Closed):
         poller.start("d", [(SPACE, keys("x", 1))])
+
+
+def test_a_poller_that_can_open_no_socket_keeps_the_one_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's scheduler calls it: nothing of this is an error there."""
+    context: zmq.Context[Any] = zmq.Context()
+    master, clock = FakeMaster(context), Clock()
+    poller = MatchPoller(ClientConfig(masters=[master.address]), Cluster(), clock)
+
+    def refuse(*_: Any) -> Any:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    try:
+        poller.start("silent", [(SPACE, keys("chain", 2))])
+        while not poller.is_sent("silent"):
+            poller.poll(0.005)
+        master.take()
+        clock.ahead_s += 60.0
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Context, "socket", refuse)
+            (ended,) = poller.poll()
+        assert ended.matches[0].stopped is ReadStatus.NO_MASTER
+        poller.start("again", [(SPACE, keys("chain", 2))])
+        while not poller.is_sent("again"):
+            poller.poll(0.005)
+        master.take()
+    finally:
+        poller.close()
+        context.destroy(linger=0)

@@ -214,6 +214,17 @@ async def test_no_space_is_said_by_the_deadline(pool_dev: dev.Dev) -> None:
         assert await waiting == [WriteStatus.STORED]
 
 
+async def test_without_a_server_there_is_no_space(pool_dev: dev.Dev) -> None:
+    """And none was lost: nothing broke on the way. With one that has gone it is the same."""
+    async with dev.serve("4MiB", servers=0) as empty, empty.pool() as pool:
+        (key,) = keys("nowhere", 1)
+        assert await pool.write(NAMESPACE, [key], values([key])) == [WriteStatus.NO_SPACE]
+    async with pool_dev.pool() as pool:
+        for server in pool_dev.servers:
+            await server.close()
+        assert await pool.write(NAMESPACE, [key], values([key])) == [WriteStatus.NO_SPACE]
+
+
 async def test_a_wrong_checksum_is_a_miss_and_the_block_goes(pool: Pool, pool_dev: dev.Dev) -> None:
     """G1: flipped bits in the pool's memory are never handed out."""
     (server,) = pool_dev.servers

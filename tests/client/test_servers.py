@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from kvpool import ReadStatus, WriteStatus, dev
+from kvpool import Match, Member, Pool, ReadStatus, WriteStatus, dev
 from kvpool.client import servers as servers_module
-from kvpool.errors import LinkBroken
+from kvpool.errors import LinkBroken, MasterLost
 from kvpool.protocols import SupportsZeroCopyView
 from tests.conftest import NAMESPACE, keys
 
@@ -20,6 +21,12 @@ def fail(servers: servers_module.Servers, address: str) -> None:
     (record,) = servers._records.values()
     path = servers_module._Path("tcp", address)
     servers._path_failed(record, path, None, LinkBroken("gone"))
+
+
+async def is_read(pool: Pool, chain: Sequence[bytes], match: Match) -> bool:
+    """Whether the block of 100 bytes is found."""
+    (result,) = await pool.read(NAMESPACE, chain, [bytearray(100)], match=match)
+    return result.status is ReadStatus.HIT
 
 
 async def test_paths_that_failed_are_forgotten_in_time(
@@ -85,6 +92,66 @@ async def test_a_server_with_other_addresses_is_called_there_at_once(pool_dev: d
         statuses = await pool.write(NAMESPACE, keys("moved", 1), [b"a" * 100])
         assert statuses == [WriteStatus.STORED]
         assert not record.retry_at
+
+
+@pytest.mark.parametrize("views", [False, True])
+async def test_addresses_are_renewed_when_one_path_of_several_fails(
+    monkeypatch: pytest.MonkeyPatch, pool_dev: dev.Dev, views: bool
+) -> None:
+    """The server has restarted with another address for its fastest path; the others still work."""
+    monkeypatch.setattr(servers_module, "_REFRESH_S", 0.0)
+    async with pool_dev.pool() as pool:
+        chain = keys("renewed", 1)
+        assert await pool.write(NAMESPACE, chain, [b"a" * 100]) == [WriteStatus.STORED]
+        match = await pool.match(NAMESPACE, chain)
+        (record,) = pool._servers._records.values()
+        paths = record.paths
+        record.paths = [servers_module._Path("tcp", "tcp://127.0.0.1:1"), *paths]
+        if views:
+            async with pool.read_view(NAMESPACE, chain, match=match):
+                pass
+        else:
+            assert await is_read(pool, chain, match)
+        assert pool.counters["failed_tcp"] == 1
+        (renewal,) = pool._servers._background.values()
+        await renewal
+        assert record.paths == paths
+        assert not record.path_failed
+
+
+async def test_addresses_are_asked_for_once_and_again_when_no_master_answered(
+    monkeypatch: pytest.MonkeyPatch, pool_dev: dev.Dev
+) -> None:
+    monkeypatch.setattr(servers_module, "_REFRESH_S", 0.0)
+    async with pool_dev.pool() as pool:
+        chain = keys("asked once", 1)
+        assert await pool.write(NAMESPACE, chain, [b"a" * 100]) == [WriteStatus.STORED]
+        match = await pool.match(NAMESPACE, chain)
+        servers, asked, answer = pool._servers, 0, asyncio.Event()
+        (record,) = servers._records.values()
+
+        async def lost(deadline: float, *, patient: bool = False) -> list[Member]:
+            nonlocal asked
+            asked += 1
+            await answer.wait()
+            raise MasterLost("no master answers")
+
+        monkeypatch.setattr(servers, "refresh", lost)
+        for round_number in range(1, 3):
+            answer.clear()
+            for _ in range(3):  # one renewal, however many paths fail while it waits
+                fail(servers, "tcp://127.0.0.1:1")
+                assert await is_read(pool, chain, match)
+                await asyncio.sleep(0)
+            assert asked == round_number
+            assert record.path_failed  # since that one was asked: it is asked again
+            answer.set()
+            (renewal,) = servers._background.values()
+            await renewal
+            fail(servers, "tcp://127.0.0.1:1")
+        answer.clear()
+        assert await is_read(pool, chain, match)
+    assert not servers._background  # closing the pool ends it
 
 
 async def test_memory_is_shown_over_the_next_path_when_the_first_is_broken(

@@ -11,8 +11,6 @@ from kvpool import Pool, dev
 from kvpool.client import shared_copies
 from kvpool.client.shared_copies import needs_copy
 from kvpool.config import ClientConfig
-from kvpool.errors import BadMessage
-from kvpool.server.connection import ServerConnection
 from kvpool.types import ROOT, ReadStatus
 from tests.conftest import NAMESPACE, eventually, keys, value, values
 
@@ -105,28 +103,6 @@ async def test_a_pool_that_is_closed_leaves_no_copy_behind(monkeypatch: pytest.M
             task = pool._shared_copies._task
             assert task is not None
         assert task.cancelled()
-
-
-async def test_a_server_of_the_release_before_is_asked_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Chains begin there, without a copy, and its connections are as good as before."""
-    asked = 0
-
-    async def refused(*_: object, **__: object) -> list[object]:
-        nonlocal asked
-        asked += 1
-        raise BadMessage("message type 30 is not a request to a server")
-
-    monkeypatch.setattr(ServerConnection, "fetch", refused)
-    async with dev.serve("8MiB", servers=2) as running, running.pool() as pool:
-        await write(pool, PROMPT)
-        for number in range(16):
-            await chat(pool, number)
-        assert asked == 1
-        assert not any(name.startswith("failed_") for name in pool.counters)
-        assert all(len(one) == 1 for one in await holders(pool, PROMPT))
-        assert sum(server.store.stored for server in running.servers) == 5 + 32
 
 
 def test_when_a_copy_is_needed() -> None:

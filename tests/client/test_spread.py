@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,11 @@ from kvpool.client import spread as spread_module
 from kvpool.errors import BadMessage
 from kvpool.server.block_server import BlockServer
 from kvpool.server.connection import ServerConnection
-from kvpool.server.fetcher import Fetcher
-from kvpool.server.state.fetches import FetchBudget
+from kvpool.server.moves.fetcher import Fetcher
+from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.types import FetchStatus, ReadStatus, SpreadTo, WriteStatus
 from tests.conftest import NAMESPACE, buffers, key, keys, values
+from tests.support.moves import moves_of
 
 CHAIN = keys("shared", 100)
 LISTEN = ("inproc://",)
@@ -33,7 +35,7 @@ def check(running: dev.Dev) -> None:
     for server in running.servers:
         server.stack.check()
         assert not server.store.reservations
-        assert len(server._fetcher.fetches) == 0
+        assert len(moves_of(server).fetcher.fetches) == 0
 
 
 async def write(pool: Pool, chain: Sequence[bytes] = CHAIN) -> None:
@@ -74,11 +76,11 @@ async def test_receivers_feed_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
         source: str,
         *,
         extra: bool,
-        deadline: float,
+        **more: Any,
     ) -> list[FetchStatus]:
         assert extra  # they go first when there is no room
         sources.setdefault(source, set()).add(self._context.server)
-        return await fetch(self, namespace, part, digests, source, extra=extra, deadline=deadline)
+        return await fetch(self, namespace, part, digests, source, extra=extra, **more)
 
     monkeypatch.setattr(Fetcher, "fetch", noted)
     async with dev.serve("8MiB", servers=8, listen=LISTEN) as running, running.pool() as pool:
@@ -88,12 +90,9 @@ async def test_receivers_feed_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
         report = await pool.spread(NAMESPACE, CHAIN, to=others, timeout=60)
         assert report.complete
         assert [one.server for one in report.servers] == others
-        assert sources == {
-            first.server: set(others[:2]),
-            others[0]: set(others[2:4]),
-            others[1]: set(others[4:6]),
-            others[2]: set(others[6:7]),
-        }
+        # A chain is fetched piece by piece, so a holder serves others while it still receives.
+        assert len(sources) >= 4, sources
+        assert set().union(*sources.values()) == set(others)
 
 
 async def test_what_has_no_room_or_is_lost_is_explained() -> None:
@@ -140,7 +139,7 @@ async def test_it_ends_by_its_timeout_and_goes_on_later() -> None:
     async with dev.serve("8MiB", servers=3, listen=LISTEN) as running, running.pool() as pool:
         await write(pool)
         for server in running.servers:
-            server._fetcher.budget = FetchBudget(200e3)  # 800 KB takes 4 s
+            moves_of(server).fetcher.budget = FetchBudget(200e3)  # 800 KB takes 4 s
         loop = asyncio.get_running_loop()
         began = loop.time()
         report = await pool.spread(NAMESPACE, CHAIN, to=3, timeout=1.0)
@@ -149,7 +148,7 @@ async def test_it_ends_by_its_timeout_and_goes_on_later() -> None:
         await asyncio.sleep(0.5)
         check(running)  # nothing of the call is left
         for server in running.servers:
-            server._fetcher.budget = FetchBudget(1e9)
+            moves_of(server).fetcher.budget = FetchBudget(1e9)
         report = await pool.spread(NAMESPACE, CHAIN, to=3)
         assert report.complete
         assert sum(one.fetched for one in report.servers) < 200
@@ -178,7 +177,9 @@ async def test_all_parts_are_brought() -> None:
                 assert all(server.stack.peek(halves, part, digest) for digest in CHAIN)
 
 
-async def test_servers_of_the_release_before_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_breaks_the_protocol_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def refuse(*arguments: object, **more: object) -> list[FetchStatus]:
         raise BadMessage("message type 21 is not a request")
 
@@ -186,7 +187,7 @@ async def test_servers_of_the_release_before_are_left_out(monkeypatch: pytest.Mo
         await write(pool)
         monkeypatch.setattr(ServerConnection, "fetch", refuse)
         (one,) = (await pool.spread(NAMESPACE, CHAIN, to=2)).servers
-        assert (one.blocks, one.problem) == (0, "it cannot fetch")
+        assert (one.blocks, one.problem) == (0, "server lost")
 
 
 async def test_wrong_calls() -> None:
@@ -204,7 +205,7 @@ async def test_a_cancelled_spread_leaves_nothing(monkeypatch: pytest.MonkeyPatch
     async with dev.serve("8MiB", servers=4, listen=LISTEN) as running, running.pool() as pool:
         await write(pool)
         for server in running.servers:
-            server._fetcher.budget = FetchBudget(100e3)
+            moves_of(server).fetcher.budget = FetchBudget(100e3)
         for delay_s in (0.0, 0.003, 0.05, 0.3):
             task = asyncio.create_task(pool.spread(NAMESPACE, CHAIN, to=4, timeout=30))
             await asyncio.sleep(delay_s)

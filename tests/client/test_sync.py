@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import threading
@@ -20,6 +21,15 @@ from tests.conftest import NAMESPACE, buffers, key, keys, value, values
 def address(dev_in_thread: dev.Dev) -> str:
     """Of a pool that runs in a thread of its own."""
     return dev_in_thread.address
+
+
+def test_a_call_takes_and_tells_what_the_pool_s_does() -> None:
+    """A signature and a docstring of each, and no coroutine for a thread."""
+    for name in ("match", "read", "write", "prefetch", "remove", "members"):
+        here, there = getattr(kvpool.sync.Pool, name), getattr(kvpool.Pool, name)
+        assert inspect.signature(here) == inspect.signature(there), name
+        assert here.__doc__ == there.__doc__
+        assert not inspect.iscoroutinefunction(here), name
 
 
 def test_threads_share_a_pool(address: str) -> None:

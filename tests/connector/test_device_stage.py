@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,3 +174,99 @@ def test_a_fingerprint_needs_little_memory_beside_the_weights(
         fingerprint._summed(weights[1][1], 1)
         fingerprint._summed(weights[2][1], 1)
     assert seen.largest <= 8 * 512
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_call_that_is_cancelled_again_has_left_its_memory(
+    monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """By a load's own timeout, and then by `close`. What has not begun never does."""
+    memory = staged(caches(LAYOUTS["LBHNC"]), 4096)
+    go_on, running = threading.Event(), threading.Event()
+    at_work: list[Sequence[int]] = []
+    gather = memory._gather
+
+    def slow(ids: Sequence[int], after: Any, part: int) -> torch.Tensor:
+        at_work.append(ids)
+        running.set()
+        assert go_on.wait(10)
+        return gather(ids, after, part)
+
+    monkeypatch.setattr(memory, "_gather", slow)
+    first = asyncio.create_task(memory.source([1], None))
+    assert await asyncio.to_thread(running.wait, 10)
+    cancelled = first if begun else asyncio.create_task(memory.source([2], None))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        cancelled.cancel()
+    await asyncio.sleep(0.01)
+    assert not first.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert at_work == [[1]]
+    await asyncio.wait([first])
+
+
+class Step:
+    """The event behind a step of the engine, as CUDA's."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.asked = asyncio.Event()
+
+    def query(self) -> bool:
+        self.asked.set()
+        return self.ended
+
+    async def was_asked(self) -> None:
+        async with asyncio.timeout(10):
+            await self.asked.wait()
+        self.asked.clear()
+
+
+async def load(memory: DeviceBlockMemory, block: int, after: Step) -> None:
+    async with memory.target([block], after) as (place,):
+        place[:] = bytes(BLOCK_BYTES)  # type: ignore[index]
+
+
+async def test_a_copy_waits_for_its_own_step_and_for_no_later_one() -> None:
+    """A load whose step has ended, beside a save and a load of the next step, a long prefill."""
+    layers = caches(LAYOUTS["LBHNC"])
+    memory = staged(layers, 4096)
+    this, next_one = Step(), Step()
+    this.ended = True
+    saving = asyncio.create_task(memory.source([2], next_one))
+    await next_one.was_asked()
+    loading = asyncio.create_task(load(memory, 4, next_one))
+    await next_one.was_asked()
+    async with asyncio.timeout(10):
+        await load(memory, 1, this)
+        await memory.host_source(3, this)
+    assert not any(cache[1].any() for cache in layers.values())
+    # Their step has not ended: it may still write the one, and read the other.
+    assert all(cache[4].any() for cache in layers.values())
+    for cache in layers.values():
+        cache[2] = 7
+    expected = joined((await in_place(layers).source([2], None))[0])
+    next_one.ended = True
+    assert joined((await saving)[0]) == expected
+    await loading
+    assert not any(cache[4].any() for cache in layers.values())
+
+
+async def test_a_load_is_not_behind_a_save_in_its_thread() -> None:
+    """Nobody waits for a save, and a request for a load."""
+    memory = staged(caches(LAYOUTS["LBHNC"]), 4096)
+    go_on, step = threading.Event(), Step()
+    step.ended = True
+    saves = memory._stage.saves
+    saves.executor.submit(go_on.wait, 10)
+    saving = asyncio.create_task(memory.source([2], None))
+    async with asyncio.timeout(10):
+        await load(memory, 1, step)
+    assert not saving.done()
+    go_on.set()
+    await saving
+    assert memory._stage.buffer.data_ptr() != saves.buffer.data_ptr()
+    assert memory._stage.device_bytes == 4096 + 32768

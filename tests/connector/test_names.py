@@ -169,7 +169,7 @@ def test_what_a_rank_finds_is_in_the_name(rank: int, other: dict[str, object]) -
     [
         {"seed": lambda: "1"},
         {"fields": {"model": "other", "weights": "files"}},
-        {"fields": {"model": "tiny", "weights": "others"}},
+        {"fields": {"model": "tiny", "revision": "2"}},
         {"kinds": ("window",)},
     ],
 )
@@ -178,6 +178,16 @@ def test_what_the_scheduler_half_knows_is_in_the_name(other: dict[str, Any]) -> 
     names.on_info(info(0))
     assert names.on_info(info(1))
     assert names.namespaces != named(info(0), info(1)).namespaces
+
+
+@pytest.mark.parametrize("hidden", [0, 3])
+def test_files_count_where_memory_hides_weights_and_only_there(hidden: int) -> None:
+    """An engine that was updated in place shares with one that was started with those weights."""
+    others = EngineNames(engine()._replace(fields={"model": "tiny", "weights": "others"}))
+    for rank in (0, 1):
+        others.on_info(info(rank, hidden=hidden))
+    names = named(info(0, hidden=hidden), info(1, hidden=hidden))
+    assert (others.namespaces == names.namespaces) is (hidden == 0)
 
 
 def test_what_may_have_changed_has_no_name_until_every_rank_has_described_it_anew() -> None:

@@ -22,6 +22,7 @@ from kvpool_connector.messages import (
     ProbeRequest,
     SaveRequest,
     StepWork,
+    VerifyRequest,
 )
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.worker import ConnectorWorker, Rank
@@ -55,15 +56,22 @@ def closed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> PoolThread:
     return thread
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MasterLost("nobody there"), "nobody there"),
+        (OSError(24, "too many files"), "OSError: [Errno 24] too many files"),
+    ],
+)
 def test_it_connects_as_soon_as_there_is_a_master(
-    monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     tries = []
 
     async def connect(**options: Any) -> NoPool:
         tries.append(options["config"].masters)
         if len(tries) < 4:
-            raise MasterLost("nobody there")
+            raise error
         return NoPool()
 
     monkeypatch.setattr(kvpool, "connect", connect)
@@ -73,7 +81,7 @@ def test_it_connects_as_soon_as_there_is_a_master(
     thread.close(10)
     assert tries == [["127.0.0.1:9"]] * 4
     assert lines == [
-        "no pool yet, the engine runs without it: nobody there",
+        f"no pool yet, the engine runs without it: {said}",
         "connected to the pool at 127.0.0.1:9",
     ]
 
@@ -173,3 +181,47 @@ def test_without_a_thread_every_transfer_ends_at_once(closed: PoolThread) -> Non
     assert (saved.job, saved.size) == (7, 0)
     assert set(saved.refused) == {(0, digest, WriteStatus.NO_MASTER) for digest in CHAIN}
     assert [(one.size, one.seconds) for one in report.probes] == [(0, 0.0)]
+
+
+def raising(*_: object) -> Any:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("broken", ["start", "record_event", "model_info", "adapters"])
+def test_a_worker_raises_nothing_into_its_engine_and_ends_every_transfer(
+    broken: str, closed: PoolThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    worker = ConnectorWorker(
+        SETTINGS, closed, Rank(0, 0, True), lambda line, error: logged.append(line)
+    )
+    memory = memory_of({"layer.0": torch.zeros(8, 4096, dtype=torch.uint8)})
+    changes = iter(range(100))
+    worker.register(
+        [memory],
+        partial(ModelInfo, packing="kernel"),
+        raising if broken == "adapters" else dict,
+        raising if broken == "model_info" else None,
+        (lambda: next(changes)) if broken == "model_info" else int,
+    )
+    monkeypatch.setattr(memory, "record_event", raising if broken == "record_event" else object)
+    monkeypatch.setattr(closed, "start", raising if broken == "start" else lambda work: False)
+    load = LoadRequest("r", (GroupBlocks(0, CHAIN, (1, 2)),), 1.0)
+    blocks = (GroupBlocks(0, CHAIN, (3, 4), (ROOT, CHAIN[0])),)
+    work = StepWork(1, (Namespace("n"),), serials=(1,))
+    work.loads.append(load)
+    work.saves.append(SaveRequest(7, blocks, adapters=frozenset({(1, ("x",))})))
+    work.saves.append(SaveRequest(8, blocks))
+    work.verify = VerifyRequest(9, blocks, 1.0)
+    for _ in range(3):
+        worker.start_loads(work)
+        worker.start_saves(work)
+        finished, report = worker.take_finished(), worker.take_report()
+        assert (finished.loaded, finished.bad_blocks) == ({"r"}, {1, 2})
+        assert [one.job for one in report.saves] == [7, 8]
+        assert [one.job for one in report.verified] == [9]
+        assert [one.complete for one in report.loads] == [False]
+    assert len(logged) == 1, "each reason once"
+    assert logged[0].startswith("rank 0: ")
+    assert "failed with RuntimeError: planted; the engine goes on without" in logged[0]
+    assert any(name.startswith("hook_failed ") for name in worker.take_counters())

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.fleet import demo_results
 from examples import fleet_rates, vllm_fleet
 from examples.agent_sessions import FAMILIES, Session, long_session, recorded
 from examples.fleet_report import HINTS, WITH, WITHOUT, Answered, Row, picture, table, wrong
-from kvpool.fleet import demo_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,7 +144,7 @@ def test_blocks_have_the_same_number_after_the_same_blocks_only() -> None:
 async def test_every_engine_is_probed_with_prompts_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is written is what `kvpool fleet --demo-results` reads."""
+    """What is written is what `python -m benchmarks.fleet --demo-results` reads."""
     monkeypatch.setattr(fleet_rates, "_SAVED_S", 0.0)
     seen: dict[tuple[int | None, str, str], int] = {}
     asked: list[tuple[int | None, str, str]] = []

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvpool.cli.app import app
-from kvpool.fleet import demo, demo_results
-from kvpool.fleet.events import EventQueue
-from kvpool.fleet.links import SharedLink
+from benchmarks.fleet import demo, demo_results
+from benchmarks.fleet.__main__ import app
+from benchmarks.fleet.events import EventQueue
+from benchmarks.fleet.links import SharedLink
 
 #: Two sessions of two turns, of which the second one begins after the first one's first answer and
 #: shares its blocks.
@@ -215,10 +215,10 @@ def test_work_on_one_machine_is_shared_and_no_engine_uses_more_than_its_own() ->
 
 def test_the_command_prints_what_was_measured_beside_what_is_predicted(tmp_path: Path) -> None:
     file = str(results(tmp_path))
-    done = CliRunner().invoke(app, ["fleet", "--demo-results", file], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["--demo-results", file], catch_exceptions=False)
     assert done.exit_code == 0
     assert "of 1 rows" in done.output
-    done = CliRunner().invoke(app, ["fleet", "--demo-results", file, "--json"])
+    done = CliRunner().invoke(app, ["--demo-results", file, "--json"])
     (row,) = json.loads(done.stdout)["rows"]
     assert row["measured"] == {"hit_rate": 0.0, "first_s": 0.5, "seconds": 3.0}
     # Three prompts with 5 tokens after the first one each, one of them after another.
@@ -237,13 +237,13 @@ def test_a_file_that_is_none_is_an_error(tmp_path: Path, text: str | None, said:
     file = tmp_path / "other.json"
     if text is not None:
         file.write_text(text)
-    done = CliRunner().invoke(app, ["fleet", "--demo-results", str(file)])
+    done = CliRunner().invoke(app, ["--demo-results", str(file)])
     assert done.exit_code != 0
     assert said in " ".join(done.output.split())
 
 
 def test_probes_that_are_missing_are_named(tmp_path: Path) -> None:
     file = results(tmp_path, probes=[one for one in PROBES if one["kind"] != "crowd"])
-    done = CliRunner().invoke(app, ["fleet", "--demo-results", str(file)])
+    done = CliRunner().invoke(app, ["--demo-results", str(file)])
     assert done.exit_code != 0
     assert "no probe is crowd" in " ".join(done.output.split())

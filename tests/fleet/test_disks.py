@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpool.fleet.constants import Constants
-from kvpool.fleet.events import EventQueue
-from kvpool.fleet.loads import PoolLoad
-from kvpool.fleet.memory import FleetMemory
-from kvpool.fleet.options import Hints, Incident, Scope
+from benchmarks.fleet.constants import Constants
+from benchmarks.fleet.events import EventQueue
+from benchmarks.fleet.memory import FleetMemory
+from benchmarks.fleet.options import Hints, Incident, Scope
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry
 from kvpool.tools.dry_pool import DryPool, Placing
-from kvpool.types import SessionHint
 from tests.conftest import NAMESPACE, key
 from tests.fleet.test_fleet import run
 
@@ -45,7 +43,6 @@ class Bench:
         disk: int = 128,
         *,
         write_back: bool = False,
-        prefetch: bool = True,
         turns: bool = False,
         constants: Constants = CONSTANTS,
     ) -> None:
@@ -53,7 +50,7 @@ class Bench:
         self.pool = DryPool(1, memory, lambda size: LRU(), disk=disk, write_back=write_back)
         self.memory = FleetMemory(
             *([self.pool], 1, self.events, constants, _BYTES),
-            **{"shared": True, "prefetch": prefetch, "disk_turns": turns},
+            **{"shared": True, "disk_turns": turns},
         )
 
     def save(self, blocks: Sequence[bytes]) -> None:
@@ -119,65 +116,6 @@ def test_the_policy_is_that_of_the_disk_as_in_a_server() -> None:
 
     pool = DryPool(1, 4, policy, disk=64)
     assert asked == [next(iter(pool.servers.values())).store.backing.allocator.capacity]
-
-
-def returned(
-    *, prefetch: bool, in_s: float = 60.0, blocks: int = 2, constants: Constants = CONSTANTS
-) -> tuple[Bench, float]:
-    """A session's blocks have left memory; it is told when it returns, and returns then. How long
-    the load takes."""
-    bench = Bench(memory=64, prefetch=prefetch, constants=constants)
-    bench.memory.save(0, NAMESPACE, chain("kept", blocks), SessionHint("agent"), 0.0)
-    bench.events.run()
-    bench.save(chain("other", 64))
-    bench.events.run()
-    told = bench.events.now
-    bench.memory.resumes(0, "agent", in_s, told)
-    took: list[float] = []
-
-    def ended(load: PoolLoad) -> None:
-        bench.memory.stop_load(load)
-        took.append(bench.events.now - told - in_s)
-
-    begin = (0, NAMESPACE, chain("kept", blocks), ended)
-    bench.events.at(told + in_s, bench.memory.start_load, *begin)
-    bench.events.run()
-    return bench, took[0]
-
-
-def test_blocks_come_up_before_their_session_returns() -> None:
-    """A disk reads two blocks a second: both take one, if they are asked for only then."""
-    bench, seconds = returned(prefetch=True)
-    assert seconds < 0.01
-    front = bench.pool.stores[0]
-    assert front.prefetched.blocks_came == 2
-    assert front.prefetched.wasted == 0
-    assert bench.memory.moved_bytes().disk_read == 200
-    bench.pool.check()
-    assert returned(prefetch=False)[1] == pytest.approx(1.0, abs=0.01)
-
-
-def test_what_comes_up_early_takes_an_eighth_of_memory_and_no_more() -> None:
-    fast = CONSTANTS.changed({"disk_read_bytes_s": 20_000.0})
-    bench, seconds = returned(prefetch=True, blocks=20, constants=fast)
-    assert bench.pool.stores[0].prefetched.blocks_came == 8
-    assert seconds == pytest.approx(12 / 200, abs=0.005)
-
-
-def test_nothing_comes_up_long_before_its_time() -> None:
-    bench = Bench(memory=64)
-    bench.memory.save(0, NAMESPACE, chain("kept", 2), SessionHint("agent"), 0.0)
-    bench.events.run()
-    bench.save(chain("other", 64))
-    bench.events.run()
-    told = bench.events.now
-    bench.memory.resumes(0, "agent", 100.0, told)
-    front = bench.pool.stores[0]
-    came: list[int] = []
-    for seconds in (97.8, 98.7):
-        bench.events.at(told + seconds, lambda: came.append(front.prefetched.blocks_came))
-    bench.events.run()
-    assert came == [0, 1]
 
 
 def test_a_chain_longer_than_memory_comes_through_it_piece_by_piece() -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.fleet.fleet import Fleet
-from kvpool.fleet.master_costs import Cost, MasterCosts, measured
-from kvpool.fleet.master_load import MasterLoad, large_pools, levers, of_instance
-from kvpool.fleet.options import FleetOptions
+from benchmarks.fleet.fleet import Fleet
+from benchmarks.fleet.master_costs import Cost, MasterCosts, measured
+from benchmarks.fleet.master_load import MasterLoad, large_pools, levers, of_instance
+from benchmarks.fleet.options import FleetOptions
 
 COSTS = MasterCosts(
     blocks=1_000,

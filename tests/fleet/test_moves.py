@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.fleet.constants import Constants
-from kvpool.fleet.events import EventQueue
-from kvpool.fleet.memory import FleetMemory
-from kvpool.fleet.options import Incident
+from benchmarks.fleet.constants import Constants
+from benchmarks.fleet.events import EventQueue
+from benchmarks.fleet.memory import FleetMemory
+from benchmarks.fleet.options import Incident
 from kvpool.server.eviction.lru import LRU
 from kvpool.tools.dry_pool import DryPool
 from kvpool.types import ROOT

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.fleet.admission import Admission
+from benchmarks.fleet.constants import Constants
+from benchmarks.fleet.events import EventQueue
+from benchmarks.fleet.hbm_cache import HbmCache
+from benchmarks.fleet.links import QueuedLink, SharedLink
+from benchmarks.fleet.memory import FleetMemory
+from benchmarks.fleet.mixed import MixedDecoder
+from benchmarks.fleet.options import Hints, Incident
+from benchmarks.fleet.prompts import Prompt
+from benchmarks.fleet.routers import ROUTERS, RouterFacts
+from benchmarks.fleet.sessions import LOADS, PromptBlocks
 from kvpool.errors import ConfigError
-from kvpool.fleet.admission import Admission
-from kvpool.fleet.constants import Constants
-from kvpool.fleet.events import EventQueue
-from kvpool.fleet.hbm_cache import HbmCache
-from kvpool.fleet.links import QueuedLink, SharedLink
-from kvpool.fleet.memory import FleetMemory
-from kvpool.fleet.mixed import MixedDecoder
-from kvpool.fleet.options import Hints, Incident
-from kvpool.fleet.prompts import Prompt
-from kvpool.fleet.routers import ROUTERS, RouterFacts
-from kvpool.fleet.sessions import LOADS, PromptBlocks
 from kvpool.server.eviction.lru import LRU
 from kvpool.tools.dry_pool import DryPool
 from kvpool.tools.workloads import Turn

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from kvpool.cli.app import app
-from kvpool.fleet.options import FleetOptions
-from kvpool.fleet.pictures import pictures
-from kvpool.fleet.tables import DEFAULT, TABLES, studies
+from benchmarks.fleet.__main__ import app
+from benchmarks.fleet.options import FleetOptions
+from benchmarks.fleet.pictures import pictures
+from benchmarks.fleet.tables import DEFAULT, TABLES, studies
 
 #: Small enough for a second.
 SMALL = ("--sessions", "6", "--concurrent", "3", "--block-tokens", "4096", "--jobs", "1")
@@ -22,7 +22,7 @@ SMALL = ("--sessions", "6", "--concurrent", "3", "--block-tokens", "4096", "--jo
 
 def test_one_command_makes_a_page_with_tables_and_pictures(tmp_path: Path) -> None:
     page = tmp_path / "fleet.html"
-    arguments = ["fleet", "headline", "memory", "--gpus", "12", *SMALL, "--page", str(page)]
+    arguments = ["headline", "memory", "--gpus", "12", *SMALL, "--page", str(page)]
     arguments += ["--pictures", str(tmp_path)]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -50,7 +50,7 @@ def _figures(page: str) -> list[str]:
 def test_a_page_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Path) -> None:
     for option in ("--page", "--pictures"):
         missing = str(tmp_path / "missing" / "fleet.html")
-        done = CliRunner().invoke(app, ["fleet", "headline", option, missing])
+        done = CliRunner().invoke(app, ["headline", option, missing])
         assert done.exit_code != 0
         assert "no such directory" in done.output.replace("\n", " ")
 
@@ -73,7 +73,7 @@ def test_the_cases_of_each_table_have_names_of_their_own(name: str) -> None:
 
 
 def test_constants_of_the_other_model_have_their_sources() -> None:
-    done = CliRunner().invoke(app, ["fleet", "--constants", "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["--constants", "--json"], catch_exceptions=False)
     rows = {row["name"]: row for row in json.loads(done.stdout)["constants"]}
     assert rows["disk_read_bytes_s"]["kind"] == "specification"
     assert rows["kv_bytes, of links-70b"]["value"] == 80 * 8 * 128 * 2 * 2
@@ -83,7 +83,7 @@ def test_constants_of_the_other_model_have_their_sources() -> None:
 
 
 def test_json_has_every_row() -> None:
-    arguments = ["fleet", "one", *SMALL, "--json"]
+    arguments = ["one", *SMALL, "--json"]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     (study,) = json.loads(done.stdout)["studies"]
     (row,) = study["rows"]

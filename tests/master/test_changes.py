@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 
 from kvpool.client import pool_events
-from kvpool.client.pool_events import EventReader
+from kvpool.client.pool_events import EventPosition, EventReader, PoolEvent, PoolEventKind
 from kvpool.config import MasterConfig
 from kvpool.errors import MasterLost
 from kvpool.master.service import Master
 from kvpool.master.state.block_map import MARK_BITS
 from kvpool.master.state.change_ring import ChangeKind, ChangeRing, LoggedChange
 from kvpool.master.state.directory import Directory, MapCursor
-from kvpool.types import EventPosition, Namespace, PoolEvent, PoolEventKind, ReadStatus, ServerStats
+from kvpool.types import Namespace, ReadStatus, ServerStats
 from kvpool.wire import messages as wire
 
 NAMESPACES = [Namespace("a", 1), Namespace("a", 2), Namespace("b", 1)]
@@ -126,7 +126,7 @@ class View:
             self.resets += 1
         elif kind is PoolEventKind.CLEARED:
             self.held = {name: tier for name, tier in self.held.items() if name[0] != server}
-        elif kind in (PoolEventKind.LOST, PoolEventKind.BACK):
+        elif kind in (PoolEventKind.LOST, PoolEventKind.LEFT, PoolEventKind.BACK):
             self.servers[server] = kind is PoolEventKind.BACK
         elif event.namespace is not None:
             for one in event.digests:

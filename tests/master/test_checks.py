@@ -11,6 +11,7 @@ from kvpool.master.state.block_map import MARK_BITS, BlockMap
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.locations import Location, ServerInventory
 from kvpool.master.state.server_record import SequenceCheck
+from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.types import Namespace
 from tests.conftest import keys
 from tests.master.test_directory import directory_of
@@ -42,7 +43,7 @@ def latest(directory: Directory, server: str) -> ServerInventory:
 
 def split(directory: Directory) -> None:
     held = directory._locations.by_id[directory._blocks[ONE][CHAIN[2]] >> MARK_BITS]
-    directory._locations._sets.clear()
+    directory._locations._sets = PiecewiseDict()
     assert held.locations
 
 

@@ -16,7 +16,7 @@ from kvpool.ops.demand import demand_table, judged, labelled_tenant, memory_of
 from kvpool.ops.metrics import pages_of_master
 from kvpool.spans import MarkedChain
 from kvpool.tools import workloads
-from kvpool.tools.workloads import Request
+from kvpool.tools.traces import Request
 from kvpool.types import Demand, ReadStatus, Replica, Run, WorkingSet
 from tests.conftest import NAMESPACE, keys, values
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvpool.config import MasterConfig
 from kvpool.fingerprint import MapFingerprint, location_seed
+from kvpool.master.state.change_ring import ChangeKind
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Refusal, SequenceCheck
 from kvpool.piecewise_dict import PIECE_KEYS
@@ -411,6 +412,32 @@ def test_a_piece_of_an_inventory_that_comes_again_changes_nothing() -> None:
     assert directory.check_sequence("s", 1, 7) is SequenceCheck.NEXT
     assert prefix(directory, keys("second", 2)) == 2
     directory.check()
+
+
+def test_who_has_said_that_it_ends_has_left_and_is_not_lost() -> None:
+    directory = directory_of("s")
+    directory.heartbeat("s", 1, ServerStats(), 0.0)
+
+    def told() -> tuple[bool, bool, ChangeKind]:
+        (member,) = directory.members(0.0)
+        return member.alive, member.left, directory.servers()[0][-1].kind
+
+    assert not directory.leave("s", 2), "another process of it"
+    assert told() == (True, False, ChangeKind.BACK)
+    assert directory.leave("s", 1)
+    at = directory.changes.last
+    directory.tick(5.0)
+    assert told() == (False, True, ChangeKind.LEFT)
+    assert directory.changes.last == at, "its silence is no news"
+    directory.heartbeat("s", 1, ServerStats(), 6.0)  # the message was late, or it stays
+    assert told() == (True, False, ChangeKind.BACK)
+    for now in (6.0, 7.0, 8.0, 9.0):
+        directory.tick(now)
+    assert told() == (False, False, ChangeKind.LOST)
+    directory.leave("s", 1)
+    assert told() == (False, True, ChangeKind.LEFT)
+    directory.register("s", 2, "h", [], ["dram"], 1 << 20, 10.0)
+    assert told() == (True, False, ChangeKind.BACK)
 
 
 def test_a_master_that_slept_gives_no_credit_from_the_future() -> None:

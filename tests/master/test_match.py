@@ -282,3 +282,8 @@ def test_the_map_of_a_namespace_forgets_spans_block_by_block() -> None:
     blocks.split(5 << 64)  # in no span
     blocks.split(5 << 64 | 77)  # in one that is none any more
     assert len(blocks.spans) == 0
+
+
+def test_an_empty_chain_matches() -> None:
+    match = Directory(timeout_s=3.0, forget_s=60.0).match(ONE, [])
+    assert (match.runs, match.length) == ((), 0)

@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 from kvpool.master.state.directory import Directory
-from kvpool.master.state.placement import DRAWN, SHARED_FROM, Recent
+from kvpool.master.state.placement import DRAWN, SHARED_FROM
+from kvpool.master.state.server_record import Claims
 from kvpool.types import ROOT, Namespace, ReadStatus, ServerStats
 
 ONE = Namespace("one")
@@ -46,8 +47,9 @@ def place(
     host: str = "nowhere",
     copies: int = 1,
     session: str = "",
+    namespace: Namespace = ONE,
 ) -> tuple[str, ...]:
-    return directory.place(ONE, [key(name)], parent, size, host, copies, session).servers
+    return directory.place(namespace, [key(name)], parent, size, host, copies, session).servers
 
 
 def test_the_writers_host_is_preferred_as_long_as_it_has_room() -> None:
@@ -168,6 +170,55 @@ def test_a_server_that_comes_back_empty_does_not_get_everything() -> None:
     assert 300 / 5 < sent["empty"] < 300 / 5 * 3
 
 
+@pytest.mark.parametrize("used", [0, CAPACITY])
+def test_what_a_tenant_claims_steers_others_little(used: int) -> None:
+    """One message a server names more bytes than the server can have."""
+    mine, evil = Namespace("@globex/m"), Namespace("@acme/m")
+    directory = pool(*"abcdefgh")
+    beat(directory, 1.0, **dict.fromkeys("abcdefgh", ServerStats(used=used)))
+    sent = Counter(place(directory, f"w{n}", namespace=mine, size=10)[0] for n in range(400))
+    assert set(sent.values()) == {50}
+    named: set[str] = set()
+    for n in range(100):
+        if len(named) < 7:
+            named.add(place(directory, f"e{n}", namespace=evil, size=2**48 - 1)[0])
+    assert len(named) == 7, "to the tenant itself its claims count"
+    sent = Counter(place(directory, f"v{n}", namespace=mine, size=10)[0] for n in range(400))
+    assert max(sent.values()) < 400 * 0.4
+    assert min(sent.values()) > 400 / 16
+    newcomer = Namespace("@initech/m")
+    sent = Counter(place(directory, f"u{n}", namespace=newcomer)[0] for n in range(80))
+    assert set(sent.values()) == {10}
+
+
+def test_claims_are_forgotten_by_tenant_and_together() -> None:
+    claims = Claims()
+    claims.add("acme", 1000)
+    claims.add("globex", 24)
+    for _ in range(3):
+        claims.keep(0.5)
+    assert claims.of("acme") == 125
+    assert claims.believed("globex", 1e9) == 128
+    assert claims.believed("globex", 7.0) == 10
+    claims.add("globex", 1)
+    assert claims.of("globex") == 4
+    claims.keep(2.0**-40)
+    assert claims.of("acme") == claims.believed("globex", 1e9) == 0.0
+    claims.add("acme", 5)
+    assert claims.of("acme") == claims.believed("globex", 1e9) == 5
+
+
+def test_made_up_tenants_cost_bounded_memory() -> None:
+    claims = Claims()
+    for n in range(5000):
+        claims.add(f"t{n}", 1)
+    assert sum(claims.of(f"t{n}") for n in range(5000)) < 1100
+    assert claims.believed("nobody", 1e9) == 5000
+    claims.keep(0.0)
+    claims.add("t4999", 1)
+    assert claims.of("t4999") == 1
+
+
 STRANGE = [math.nan, math.inf, -math.inf, -1.0, 1e300]
 
 
@@ -230,15 +281,17 @@ def test_a_restarted_server_is_chosen_and_a_forgotten_one_is_not() -> None:
     assert directory.explain(ONE, [key("y")])[0].status is ReadStatus.NEVER_WRITTEN
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    recent: Recent[int] = Recent(4)
-    for n in range(100):
-        recent.put(key(str(n)), n)
-        recent.put(key(str(n)), n)
-        assert recent.get(key(str(n))) == n
-        assert recent.get(key(str(max(0, n - 3)))) == max(0, n - 3)
-        assert len(recent) <= 8
-    assert recent.get(key("0")) is None
+def test_no_tenant_makes_a_master_forget_where_others_are() -> None:
+    """Its sessions and new chains, however many: nor do its keys decide for them."""
+    mine, evil = Namespace("@globex/m"), Namespace("@acme/m")
+    directory = pool("a", "b", "c")
+    beat(directory, 1.0, **dict.fromkeys("abc", FULL))
+    first = place(directory, "chat 1", session="@globex/s", namespace=mine)[0]
+    begun = place(directory, "chain", namespace=mine, size=4000)[0]
+    for n in range(40_000):
+        place(directory, f"e{n}", session=f"@acme/{n}", namespace=evil)
+    assert place(directory, "chain", namespace=mine, size=4000)[0] == begun
+    assert place(directory, "chat 2", session="@globex/s", namespace=mine)[0] == first
 
 
 def test_a_full_server_is_sent_that_another_one_has_room() -> None:

@@ -73,3 +73,17 @@ def test_no_step_moves_all_records() -> None:
     assert len(stones) == 20_000
     assert len(stones._order) == 20_000
     assert max(map(len, stones._reasons.pieces())) < 4 * PIECE_KEYS
+
+
+def test_a_walk_in_steps_has_what_is_gone_from_begin_to_end() -> None:
+    stones = Tombstones(limit=1000)
+    gone = keys("walk", 100)
+    for digest in gone:
+        stones.left(SPACES[0], digest, ReadStatus.EVICTED)
+    met = []
+    for step, records in enumerate(stones.steps(10)):
+        assert len(records) <= 10, "a step takes a millisecond at most"
+        met += [digest for (_, digest), _ in records]
+        stones.came_back(SPACES[0], gone[50 + step])  # ahead of the walk
+        stones.left(SPACES[0], gone[20 + step], ReadStatus.REMOVED)  # is announced as a change
+    assert met == [*gone[:20], *gone[22:50], *gone[55:]]

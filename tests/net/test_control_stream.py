@@ -457,12 +457,36 @@ async def test_a_stream_that_is_open_stays_open(monkeypatch: pytest.MonkeyPatch)
 
 async def test_more_offers_than_streams_open_no_more_than_there_may_be() -> None:
     async with served() as master:
-        master.streams._max = 1
+        master.streams._shares.total = 1
         first, second = master.streams.offer(Caller()), master.streams.offer(Caller())
         await opened(master, first)
         with pytest.raises(Unavailable):
             await opened(master, second)
         assert len(master.streams) == 1
+
+
+async def test_streams_of_one_tenant_leave_room_for_those_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endings(monkeypatch, _IDLE_S=0.1)
+    acme, globex = Caller(tenant="acme"), Caller(tenant="globex")
+    async with served() as master:
+        streams = master.streams
+        streams._shares.total = 8
+        mine = await opened(master, streams.offer(globex))
+        theirs = [await opened(master, streams.offer(acme)) for _ in range(3)]
+        assert streams.offer(acme).problem == "3 of 8 streams are in use"
+        assert not streams.offer(Caller(tenant="initech")).problem
+        assert len(streams) == 4
+        await asyncio.sleep(0.15)
+        assert not streams.offer(acme).problem, "its own idle ones give way"
+        assert len(streams) < 4
+        await asyncio.sleep(0.01)
+        assert not mine.ended
+        for stream in (*theirs, mine):
+            stream.abort()
+        await eventually(lambda: len(streams) == 0)
+        assert [streams._shares.held(name) for name in ("acme", "globex")] == [0, 0]
 
 
 async def test_offers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,11 +566,11 @@ async def test_a_caller_that_reads_no_replies_is_cut_off(monkeypatch: pytest.Mon
 async def test_an_idle_stream_gives_way_to_another_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     endings(monkeypatch, _IDLE_S=0.2)
     async with served() as master:
-        master.streams._max = 2
+        master.streams._shares.total = 2
         links: list[Any] = [master.connect() for _ in range(3)]
         await on_stream(links[0])
         await on_stream(links[1])
-        assert master.streams.offer(Caller()).problem == "2 streams are in use"
+        assert master.streams.offer(Caller()).problem == "2 of 2 streams are in use"
         await asyncio.sleep(0.25)
         await ask(links[0])  # so the other one is idle
         await on_stream(links[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from http import HTTPStatus
 from types import SimpleNamespace
 
@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from kvpool import dev
 from kvpool.errors import ConfigError
 from kvpool.net import http_server
-from kvpool.net.http_server import Page, Pages, PageView, pages
+from kvpool.net.http_server import Page, PageInSteps, Pages, PageView, pages
 from kvpool.ops import metrics
+from kvpool.types import Figure
 from tests.conftest import NAMESPACE, eventually, keys, values
 
 BIG = 256 << 10
@@ -167,20 +168,60 @@ async def test_bad_requests_get_an_answer_or_none_and_disturb_nobody(of_server: 
     assert (await ask(of_server))[0] == 200
 
 
-async def test_connections_are_bounded(of_server: str) -> None:
-    host, _, port = of_server.rpartition(":")
-    silent = [await asyncio.open_connection(host, int(port)) for _ in range(32)]
+PROBE = b"GET /health HTTP/1.1\r\n\r\n"
+
+
+async def idle(address: str, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connections that ask for nothing, which the server has seen."""
+    host, _, port = address.rpartition(":")
+    opened = [await asyncio.open_connection(host, int(port)) for _ in range(count)]
+    assert _split(await raw(address, b"GET /nothing HTTP/1.1\r\n\r\n"))[0] == 404
+    return opened
+
+
+async def test_connections_are_bounded_and_a_probe_gets_in(
+    of_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_HEAD_S", 60.0)
+    silent = await idle(of_server, http_server._CONNECTIONS_MAX + 8)
     try:
-        assert await raw(of_server, b"GET /health HTTP/1.1\r\n\r\n") == b""
+        for _ in range(4):
+            assert _split(await raw(of_server, PROBE))[0] == 200
+        # The oldest have given way, and only they.
+        async with asyncio.timeout(5):
+            assert await silent[0][0].read() == b""
+        assert not silent[-1][0].at_eof()
     finally:
         for _, writer in silent:
             writer.close()
-    for _ in range(100):
-        if answer := await raw(of_server, b"GET /health HTTP/1.1\r\n\r\n"):
-            assert _split(answer)[0] == 200
-            return
-        await asyncio.sleep(0.02)
-    pytest.fail("connections that have gone still count")
+
+
+async def test_who_has_most_connections_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one connection of another peer, which came first and takes its time."""
+    monkeypatch.setattr(http_server, "_CONNECTIONS_MAX", 8)
+    async with pages({"/health": lambda: PLAIN}, "[::]:0", insecure=True) as serving:
+        assert serving is not None
+        port = serving.address.rpartition(":")[2]
+        try:
+            reader, writer = await asyncio.open_connection("::1", int(port))
+        except OSError:
+            pytest.skip("this host has no IPv6")
+        writer.write(PROBE[:10])
+        crowd = await idle(f"127.0.0.1:{port}", 20)
+        writer.write(PROBE[10:])
+        assert _split(await asyncio.wait_for(reader.read(), 5))[0] == 200
+        for _, one in [*crowd, (reader, writer)]:
+            one.close()
+
+
+async def test_a_connection_without_a_request_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_HEAD_S", 0.05)
+    async with pages({"/health": lambda: PLAIN}, "127.0.0.1:0") as serving:
+        assert serving is not None
+        ((reader, writer),) = await idle(serving.address, 1)
+        async with asyncio.timeout(http_server._ANSWER_S - 1):
+            assert await reader.read() == b""
+        writer.close()
 
 
 async def test_names_that_a_server_made_up_do_not_spoil_the_page(pool_dev: dev.Dev) -> None:
@@ -233,3 +274,49 @@ async def test_the_command_serves_them() -> None:
     finally:
         running.kill()
         await running.wait()
+
+
+async def test_others_have_their_turn_while_a_long_page_is_made() -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def steps() -> Iterator[bytes]:
+        before = turns
+        for number in range(50):
+            yield b"%d\n" % number
+            assert turns > before + number
+
+    other = asyncio.create_task(others())
+    routes = {"/long": PageInSteps(steps, "text/plain")}
+    try:
+        served = await Pages(routes)._whole_page("/long?x=1", "localhost", "127.0.0.1")
+    finally:
+        other.cancel()
+    assert served.status is HTTPStatus.OK
+    assert served.body.split() == [b"%d" % number for number in range(50)]
+
+
+async def test_a_long_page_that_fails_halfway_is_an_error_and_no_half_page() -> None:
+    def steps() -> Iterator[bytes]:
+        yield b"half"
+        raise ValueError
+
+    routes = {"/long": PageInSteps(steps, "text/plain")}
+    served = await Pages(routes)._whole_page("/long", "localhost", "127.0.0.1")
+    assert (served.status, served.body) == (HTTPStatus.INTERNAL_SERVER_ERROR, b"see the log\n")
+
+
+@pytest.mark.parametrize("servers", [499, 500, 501, 1200])
+def test_a_metric_in_pieces_is_one_metric_with_every_sample(servers: int) -> None:
+    samples = [([f"s{number}"], 1.0) for number in range(servers)]
+    pieces = list(metrics._text_of(metrics._family("server", Figure("up", "if it runs"), samples)))
+    assert max(piece.count(b"{") for piece in pieces) <= metrics._SAMPLES
+    text = b"".join(pieces).decode()
+    (family,) = parsed(text)
+    assert len({sample.labels["server"] for sample in family.samples}) == servers
+    assert text.count("# HELP") == text.count("# TYPE") == 1

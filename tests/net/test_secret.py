@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -218,6 +220,20 @@ def test_a_secret_that_others_may_write_is_refused(tmp_path: Path, mode: int) ->
         read_secret(str(path))
     path.chmod(0o644)
     assert read_secret(str(path)) == b"0123456789abcdef"
+
+
+def test_a_secret_that_all_may_read_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # pytest's own is private
+        os.chmod(place, 0o755)
+        path = Path(place) / "secret"
+        path.write_text("0123456789abcdef")
+        for mode, lines in ((0o600, 0), (0o644, 1), (0o644, 1)):
+            path.chmod(mode)
+            assert read_secret(str(path))
+            assert caplog.text.count(f"chmod 600 {path}") == lines
+    assert "every user of this host" in caplog.text
 
 
 def test_white_space_round_a_secret_does_not_count(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,13 @@ import pytest
 
 from kvpool import ClientConfig, Namespace, Pool, ReadStatus, dev
 from kvpool.config import Config
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, MasterLost
 from kvpool.net.control_stream import MasterStreams
 from kvpool.ops import doctor
 from kvpool.ops.doctor import compared, device_memory, differing
 from kvpool.types import Member, ReadResult, ServerStats
 from kvpool.wire import messages as wire
-from tests.conftest import eventually, keys, values
+from tests.conftest import keys, values
 
 
 def named(**fields: str) -> Namespace:
@@ -42,9 +44,6 @@ def test_groups_of_one_engine_are_not_taken_for_two() -> None:
     assert not compared([(Namespace("anything = else"), 1), (Namespace("x"), 1)])
 
 
-OLDER = ServerStats(counters={"connections": 1})
-
-
 def member(name: str, **more: Any) -> Member:
     figures = ServerStats(counters={"fetched_bytes": 0})
     usual = Member(name, 1, "host", (), ("dram",), True, 0.0, 1 << 30, figures)
@@ -55,17 +54,13 @@ def test_servers_that_are_alike_are_not_mentioned() -> None:
     assert differing([]) == []
     assert differing([member("a", capacity=1 << 40)]) == []
     assert differing([member("a"), member("b", capacity=4 << 30), member("c")]) == []
-    assert differing([member("a", stats=OLDER), member("b", stats=OLDER)]) == []
     assert differing([member("a"), member("b", stats=ServerStats())]) == []  # no heartbeat yet
 
 
 def test_servers_of_a_mixed_pool_are_named() -> None:
     usual = [member(f"s{n}") for n in range(5)]
-    (finding,) = differing([*usual, member("old", stats=OLDER)])
-    assert (finding.check, finding.verdict) == ("releases of servers", "warn")
-    assert finding.text.startswith("old: an older release")
     (finding,) = differing([*usual, member("large", capacity=5 << 30)])
-    assert finding.check == "memory of servers"
+    assert (finding.check, finding.verdict) == ("memory of servers", "warn")
     assert finding.text.startswith("large: more than 4 times")
     with_disk = [member(f"d{n:02}", tiers=("dram", "nvme")) for n in range(20)]
     (finding,) = differing([*usual, *with_disk])
@@ -89,16 +84,6 @@ def test_a_server_is_large_beside_the_one_in_the_middle(sizes: list[int], large:
     members = [member(str(n), capacity=size << 30) for n, size in enumerate(sizes)]
     named = [one.text.partition(":")[0].split(", ") for one in differing(members)]
     assert named == ([large] if large else [])
-
-
-async def test_a_pool_of_this_release_is_not_mixed(two_servers: dev.Dev) -> None:
-    async with two_servers.pool() as pool:
-        directory = two_servers.master.directory
-        await eventually(lambda: all(one.stats.counters for one in directory.members(0.0)))
-        one, other = await pool.members()
-    assert differing([one, other]) == []
-    (finding,) = differing([one, other._replace(stats=OLDER)])
-    assert finding.check == "releases of servers"
 
 
 async def test_the_namespaces_of_a_pool_are_listed(pool_dev: dev.Dev, pool: Pool) -> None:
@@ -253,6 +238,57 @@ async def test_it_says_how_to_start_what_is_missing() -> None:
     finding = await doctor._master(settings("127.0.0.1:9"), "127.0.0.1:9")
     assert (finding.check, finding.verdict) == ("master 127.0.0.1:9", "fail")
     assert finding.advice == "start it: kvpool master --bind 127.0.0.1:9"
+
+
+async def test_a_check_that_finds_nothing_to_check_says_so(pool_dev: dev.Dev) -> None:
+    found = await doctor.examine(settings(pool_dev.address, "ucx"))
+    (server,) = [one for one in found if one.check == "server dev-0"]
+    assert server.verdict == "fail"
+    assert "no block was tried" in server.text
+    assert "uses ucx" in server.text
+    said = {one.check: one.text for one in await doctor.examine(settings(pool_dev.address))}
+    assert "no two of one model" in said["namespaces"]
+    assert said["memory"].startswith("not judged")
+    found = await doctor.examine(settings("127.0.0.1:9"))
+    (servers,) = [one for one in found if one.check == "servers"]
+    assert (servers.verdict, servers.text) == (
+        "fail",
+        "none is known: no block was written or read",
+    )
+
+
+async def test_what_a_master_does_not_tell_is_a_finding(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(self: Pool, **options: Any) -> Any:
+        raise MasterLost("it told nothing")
+
+    monkeypatch.setattr(Pool, "namespaces", refused)
+    found = await doctor.examine(settings(pool_dev.address))
+    (finding,) = [one for one in found if "it told nothing" in one.text]
+    assert (finding.check, finding.verdict) == ("namespaces, memory", "warn")
+    assert not [one for one in found if one.check in ("namespaces", "memory")]
+    assert [one.verdict for one in found if one.check == "server dev-0 over tcp"] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "mode", "verdict"),
+    [(0o755, 0o644, "warn"), (0o755, 0o604, "warn"), (0o755, 0o640, "ok"), (0o700, 0o644, "ok")],
+)
+async def test_it_looks_who_may_read_the_secret(folder: int, mode: int, verdict: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # pytest's own is private
+        os.chmod(place, folder)
+        path = Path(place) / "secret"
+        path.write_text("0123456789abcdef")
+        path.chmod(mode)
+        finding = doctor._secret(Config(secret_file=str(path)))
+        assert finding.verdict == verdict
+        assert (f"chmod 600 {path}" in finding.advice) is (verdict == "warn")
+        link = Path(place) / "link"
+        link.symlink_to(path)
+        assert doctor._secret(Config(secret_file=str(link))).verdict == verdict
+    assert doctor._secret(Config()).text.startswith("none")
+    assert doctor._secret(Config(local_only=True)).verdict == "ok"
 
 
 def test_the_largest_of_several_names_is_what_others_are_compared_with() -> None:

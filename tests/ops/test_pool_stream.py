@@ -110,9 +110,10 @@ def test_a_block_of_several_parts_is_stored_when_all_are_there() -> None:
     assert not router.known
 
 
-def test_a_lost_server_is_lost_with_all_its_blocks_and_back_with_them() -> None:
+@pytest.mark.parametrize("kind", [PoolEventKind.LOST, PoolEventKind.LEFT])
+def test_a_lost_server_is_lost_with_all_its_blocks_and_back_with_them(kind: PoolEventKind) -> None:
     stream, router = PoolStream(ONE), Subscriber()
-    lost, back = PoolEvent(PoolEventKind.LOST, AT, "a"), PoolEvent(PoolEventKind.BACK, AT, "a")
+    lost, back = PoolEvent(kind, AT, "a"), PoolEvent(PoolEventKind.BACK, AT, "a")
     router.take(taken(stream, stored("a", ONE, 1, 2), stored("b", ONE, 2)))
     router.take(taken(stream, lost, lost, stored("a", ONE, 3), removed("a", ONE, 1)))
     assert router.known == {2: {far("b")}}

@@ -34,6 +34,7 @@ def moved(read: int, written: int = 0, **more: Any) -> ServerStats:
         ({"heard_s": 1.6}, ServerState.LATE),
         ({"stats": ServerStats(draining=True)}, ServerState.LEAVING),
         ({"alive": False, "stats": ServerStats(draining=True)}, ServerState.LOST),
+        ({"alive": False, "left": True, "heard_s": 60.0}, ServerState.LEFT),
     ],
 )
 def test_states(changed: dict[str, Any], state: ServerState) -> None:
@@ -61,6 +62,22 @@ def test_the_life_of_a_server_is_told_once_each() -> None:
     told = ["joined", "leaving", "stays", "lost", "back", "restarted", "tier", "tier", "forgotten"]
     assert [one.event for one in watch.events] == told
     assert [one.at for one in watch.events] == list(range(1, 10))
+
+
+def test_an_upgrade_is_no_incident() -> None:
+    """A server is drained, ends, and its next process comes; a crash in between is told, too."""
+    watch = PoolWatch()
+    draining = ServerStats(draining=True)
+    ended = member(alive=False, left=True, stats=draining)
+    for at, one in enumerate(
+        [member(), member(stats=draining), ended, ended, member(epoch=2), member(epoch=2)]
+    ):
+        watch.sample(float(at), [one], AskedTotals())
+    assert [one.event for one in watch.events] == ["leaving", "left", "back"]
+    watch.sample(6.0, [member(epoch=2, alive=False)], AskedTotals())
+    watch.sample(7.0, [member(epoch=2, alive=False, left=True)], AskedTotals())
+    watch.sample(8.0, [member(epoch=2)], AskedTotals())
+    assert [one.event for one in watch.events][3:] == ["lost", "left", "back"]
 
 
 def test_servers_that_were_there_at_the_first_look_are_no_news() -> None:

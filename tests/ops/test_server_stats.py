@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import structs
@@ -19,6 +20,7 @@ from kvpool.master.service import Master
 from kvpool.ops import metrics
 from kvpool.ops.tables import as_json_object
 from kvpool.server.block_server import BlockServer
+from kvpool.server.moves import Moves
 from kvpool.types import ClientUsage, Consumer, Member, ServerStats, TierUsage
 from kvpool.wire import messages as wire
 from tests.wire.offline import NoNetwork
@@ -106,19 +108,24 @@ async def test_every_figure_is_in_status_json() -> None:
 
 
 async def test_a_server_measures_every_figure(pool_dev: dev.Dev) -> None:
-    """`BlockServer.stats` leaves none at its default for lack of a line."""
+    """`BlockServer.stats` and its extensions leave none at its default for lack of a line."""
     measured = pool_dev.servers[0].stats(0.0)
     assert measured.rss > 0
     assert measured.counters
     assert [tier.name for tier in measured.usage] == ["dram"]
-    source = ast.parse(textwrap.dedent(inspect.getsource(BlockServer.stats)))
+    fields = {field.name for field in structs.fields(ServerStats)}
+    assert given(BlockServer.stats, "ServerStats") | given(Moves.completed, "replace") == fields
+
+
+def given(method: Callable[..., ServerStats], name: str) -> set[str | None]:
+    """The keywords of the one call of this name."""
     (call,) = (
         node
-        for node in ast.walk(source)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ServerStats"
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method))))
+        if isinstance(node, ast.Call)
+        and name in (getattr(node.func, "id", ""), getattr(node.func, "attr", ""))
     )
-    measured_fields = {keyword.arg for keyword in call.keywords}
-    assert measured_fields == {field.name for field in structs.fields(ServerStats)}
+    return {keyword.arg for keyword in call.keywords}
 
 
 async def test_the_page_has_the_process_and_the_interpreter(pool_dev: dev.Dev) -> None:

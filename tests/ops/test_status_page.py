@@ -72,7 +72,7 @@ async def test_its_figures_are_those_of_status(pool_dev: dev.Dev, address: str) 
     }
     whole = await look(address, "/api/v1/pool")
     assert (whole["version"], whole["kvpool"]) == (1, kvpool.__version__)
-    assert whole["servers"] == {"up": 1, "late": 0, "leaving": 0, "lost": 0}
+    assert whole["servers"] == {"up": 1, "late": 0, "leaving": 0, "left": 0, "lost": 0}
     assert whole["memory"]["blocks"] == 3
     assert whole["memory"]["used"] == member.stats.used
     assert whole["matches"] == {

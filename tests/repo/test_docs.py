@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +30,11 @@ NAMED = re.compile(r"`([\w./-]+\.py)(?:: ([\w.]+)(?:\(\))?)?`")
 TEST_NAME = re.compile(r"`(test_\w+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 ANCHOR = re.compile(r'<a id="([^"]+)"></a>')
-CITED = re.compile(r"\(design: ([a-z0-9, \n#-]+?)\)")
+#: `(design: pins)`, `(design: pins, moves)` and `(G9, design: pins)`, also over the end of a line.
+CITED = re.compile(r"design:\s([a-z0-9, \n#:-]+)\)")
+#: A decision of docs/design.md: its heading and its text.
+DECISION = re.compile(r"^### (.+)\n((?:(?!#).*\n)*)", re.MULTILINE)
+DECISION_WORDS = 160
 CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
 
@@ -127,12 +133,43 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert not dead, dead
 
 
-def test_sections_that_code_cites_exist() -> None:
-    design = ROOT / "docs/design.md"
-    names = ANCHOR.findall(design.read_text())
-    assert len(names) == len(set(names)), "an anchor stands twice"
-    for path in python_files():
-        if path.relative_to(ROOT).parts[0] in PRODUCT:
-            for cited in CITED.findall(path.read_text()):
-                for one in cited.replace("#", "").split(","):
-                    assert one.strip() in names, f"{path}: no section {one.strip()!r}"
+def decisions() -> dict[str, str]:
+    """The text of each decision, by the name under which it is cited."""
+    found = DECISION.findall((ROOT / "docs/design.md").read_text())
+    named = {slug(heading): text for heading, text in found}
+    assert len(named) == len(found), "a heading stands twice"
+    return named
+
+
+def test_a_decision_is_short_and_names_the_test_that_holds_it() -> None:
+    wrong = []
+    for name, text in decisions().items():
+        if len(text.split()) > DECISION_WORDS:
+            wrong.append(f"{name}: more than {DECISION_WORDS} words")
+        files = [file for file, _ in NAMED.findall(text)]
+        if not any((ROOT / file).is_file() for file in files if Path(file).match("test_*.py")):
+            wrong.append(f"{name}: no test")
+    assert not wrong, wrong
+
+
+def test_what_is_cited_is_a_decision() -> None:
+    known, unknown = decisions(), []
+    for path in [*python_files(), *documents()]:
+        for cited in CITED.findall(path.read_text()):
+            names = filter(None, re.split(r"[,\s#:]+", cited))
+            unknown += [f"{path.relative_to(ROOT)}: {name}" for name in names if name not in known]
+    assert not unknown, f"docs/design.md has no such decision: {unknown}"
+
+
+def test_the_commands_that_make_a_secret_make_a_private_file(tmp_path: Path) -> None:
+    made = 0
+    for path in [*documents(), *(ROOT / "deploy").rglob("*.yaml")]:
+        for command in re.findall(r"[^`\n]*rand -hex 32 > [\w/]+\)?", path.read_text()):
+            line = command.strip("# ")
+            (tmp_path / "deploy/kubernetes").mkdir(parents=True, exist_ok=True)
+            subprocess.run(["sh", "-c", line], cwd=tmp_path, check=True)
+            (file,) = (one for one in tmp_path.rglob("secret") if one.is_file())
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600, f"{path}: {line}"
+            file.unlink()
+            made += 1
+    assert made >= 4

@@ -63,33 +63,38 @@ def files(*folders: str) -> list[Path]:
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "arguments", "logs", "runtime"),
     (
-        *("types", "units", "tenants", "backoff", "piecewise_dict", "spans", "kv_events"),
-        *("file_stamp", "tracing", "sorting"),
+        *("types", "units", "tenant_names", "tenants", "backoff", "piecewise_dict", "spans"),
+        *("kv_events", "file_stamp", "tracing", "sorting", "addresses"),
     ),
     (
         *("protocols", "config", "wire"),
         *("audit", "checksum", "fingerprint", "tombstones", "device_copy", "huge_pages"),
-        "device",
+        *("shares", "device", "supervision", "memory_limits"),
     ),
     ("net", "registry"),
     ("client", "server", "master"),
     ("sync", "dev", "ops", "testing"),
     ("tools",),
-    ("fleet",),
     ("cli",),
     ("__main__",),
 )
 #: Of their own layer these may import, too; nobody else imports a neighbour.
 NEIGHBOURS = {
-    "tenants": {"units"},
+    "tenants": {"units", "tenant_names"},
     "wire": {"protocols", "fingerprint"},
     "config": {"wire"},
     "checksum": set(),
     "device": {"checksum", "device_copy"},
+    "memory_limits": {"huge_pages"},
     "testing": {"dev"},
 }
-FLEET_PLAYS = tuple(f"kvpool_connector.{one}" for one in ("planner", "values", "messages"))
-PURE = ("kvpool.wire", "kvpool.server.state", "kvpool.server.eviction", "kvpool.master.state")
+PURE = (
+    "kvpool.wire",
+    "kvpool.server.state",
+    "kvpool.server.moves.state",
+    "kvpool.server.eviction",
+    "kvpool.master.state",
+)
 #: The root package re-exports what a program imports.
 ROOT_EXPORTS = {"client", "config", "errors", "registry", "types", "sync", "dev"}
 
@@ -150,11 +155,13 @@ def test_the_pure_rooms_are_pure() -> None:
         "types",
         "errors",
         "tombstones",
+        "shares",
         "fingerprint",
         "piecewise_dict",
         "sorting",
         "spans",
         "protocols",
+        "tenant_names",
         "tenants",
     )
     for path in files(*PURE):
@@ -162,14 +169,15 @@ def test_the_pure_rooms_are_pure() -> None:
             known = within(name, *(f"kvpool.{one}" for one in ours), *PURE)
             pure = name.partition(".")[0] in PURE_STDLIB | {"msgspec", "xxhash"}
             assert known or pure, f"{path} imports {name}"
-    for path in files("kvpool.server.state", "kvpool.server.eviction", "kvpool.master.state"):
+    for path in files(*PURE[1:]):
         assert not [n for n in imports(path) if within(n, "kvpool.wire")], path
     for path in files("kvpool.wire"):
         assert not [n for n in imports(path) if within(n, *PURE[1:])], path
 
 
 def test_transports_and_tiers_know_contracts_only() -> None:
-    helpers = ("checksum", "device", "device_copy", "file_stamp", "huge_pages", "logs")
+    helpers = ("addresses", "checksum", "device", "device_copy", "file_stamp", "huge_pages")
+    helpers += ("logs", "memory_limits", "shares", "tenant_names")
     allowed = ("types", "errors", "protocols", "wire", *helpers)
     for path in files("transports", "tiers"):
         for name in imports(path):
@@ -193,9 +201,7 @@ def test_connectors_and_examples_use_the_public_api() -> None:
 def test_the_pool_names_no_plug_in() -> None:
     for path in files("kvpool"):
         for name in imports(path):
-            # The model of a fleet plays engines, with the decisions of the connector.
-            plays = within(name, *FLEET_PLAYS) and room(path) == "fleet"
-            assert plays or not within(name, *PLUGINS, "tests"), f"{path}: {name}"
+            assert not within(name, *PLUGINS, "tests", "benchmarks"), f"{path}: {name}"
             if "testing" not in path.parts:
                 assert not within(name, "kvpool.testing"), f"{path}: {name}"
 
@@ -223,3 +229,14 @@ def test_every_package_is_typed() -> None:
     for package in ("kvpool", *PLUGINS):
         rooms = [room for room in (ROOT / package, *ROOT.glob(f"*/{package}")) if room.is_dir()]
         assert [room for room in rooms if (room / "py.typed").exists()] == rooms != [], package
+
+
+def test_no_gather_leaves_others_running() -> None:
+    """The first error ends a bare `gather`, and the other calls go on in memory that is free."""
+    for path in files("kvpool", "transports", "tiers", "connector"):
+        if "testing" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("asyncio.gather"):
+                waits = [one.arg for one in node.keywords]
+                assert waits == ["return_exceptions"], f"{path}:{node.lineno}: runtime.wait_for_all"

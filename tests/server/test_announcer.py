@@ -23,7 +23,8 @@ from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import ROOT, Namespace, ServerStats
 from kvpool.wire import messages as wire
-from tests.conftest import eventually, keys
+from kvpool.wire.frames import BODY_SIZE_MAX
+from tests.conftest import eventually, key, keys
 
 ONE = Namespace("one")
 HEARTBEAT_S = 0.02
@@ -84,6 +85,13 @@ class Setup:
             self.store.seal(1, answer.id, 0, 0.0)
         self.announcer.enqueue(self.store.take_changes(), self.store.fingerprint)
 
+    def read(self, namespace: Namespace, digests: list[bytes]) -> None:
+        """As a connection of a reader does, which a master may have sent here."""
+        sizes = [64] * len(digests)
+        self.store.unpin(2, self.store.pin(2, namespace, 0, digests, 0.0, sizes))
+        self.announcer.enqueue(self.store.take_changes(), self.store.fingerprint)
+        self.announcer.correct(self.store.change_log.missed.take())
+
     async def until_known(self, digests: list[bytes]) -> None:
         known = self.master.directory
         await eventually(lambda: known.match(ONE, digests).length == len(digests))
@@ -100,6 +108,108 @@ async def running(blocks: list[bytes]) -> AsyncIterator[Setup]:
         yield setup
     finally:
         await setup.announcer.close()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_bug_in_a_heartbeat_ends_no_announcements(
+    times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server stays known, the next blocks are told, and the log says what has failed."""
+    left = times
+    async with running(keys("before", 3)) as setup:
+
+        def bug(_: object) -> list[Any]:
+            nonlocal left
+            if left:
+                left -= 1
+                raise KeyError("a bug in a policy")
+            return []
+
+        setup.announcer._apply_hints = bug
+        await eventually(lambda: not left and setup.announcer.registered)
+        after = keys("after", 2)
+        setup.write(after)
+        async with asyncio.timeout(1):
+            await setup.announcer.flushed()
+        await setup.until_known(after)
+        await eventually(lambda: setup.announcer.problem is None)
+    lines = [line for line in caplog.messages if "runs again" in line]
+    assert len(lines) == times
+    assert "announce to" in lines[0]
+
+
+async def test_a_block_that_a_master_lists_by_mistake_is_corrected_when_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Soon, not with the next heartbeat."""
+    monkeypatch.setattr("tests.server.test_announcer.HEARTBEAT_S", 60.0)
+    async with running(keys("here", 1)) as setup:
+        await eventually(lambda: setup.announcer.registered)
+        directory, wrong = setup.master.directory, keys("wrong", 3)
+        directory.stored("s", ONE, 0, 0, wrong)
+        for number in range(2):  # the second one waits a moment
+            setup.read(ONE, [wrong[number]])
+            await eventually(lambda n=number: directory.match(ONE, [wrong[n]]).length == 0)  # type: ignore[misc]
+        assert directory.match(ONE, wrong[2:]).length == 1
+        assert directory.match(ONE, keys("here", 1)).length == 1
+
+
+async def test_a_correction_waits_for_the_changes_that_came_before_it() -> None:
+    """Else the map is compared with what the server held before them, and an inventory is sent."""
+    async with running(keys("here", 2)) as setup:
+        await eventually(lambda: setup.announcer.registered)
+        setup.store.remove(ONE, keys("here", 1))  # queued a little later
+        setup.announcer.correct([(ONE, 0, keys("here", 1)[0])])
+        sent = setup.link.sent["Heartbeat"]
+        await eventually(lambda: setup.link.sent["Heartbeat"] > sent + 5)
+        assert setup.announcer.differences == 0
+        setup.read(ONE, [])
+        await eventually(lambda: len(setup.master.directory) == 1)
+        assert setup.link.sent["Inventory"] == 1
+
+
+async def test_a_block_that_was_missed_and_is_here_by_then_is_not_corrected() -> None:
+    async with running(keys("here", 1)) as setup:
+        await eventually(lambda: setup.announcer.registered)
+        late, now = keys("late", 3), setup.link.sent
+        setup.read(ONE, keys("never", 1))  # the next ones wait a while
+        await eventually(lambda: now["Announce"] == 1)
+        setup.read(ONE, late)
+        setup.write(late)
+        await setup.until_known(late)
+        setup.read(ONE, keys("gone", 1))
+        await eventually(lambda: now["Announce"] == 3)
+        assert setup.master.directory.match(ONE, late).length == 3
+        assert setup.announcer.differences == 0
+        assert now["Inventory"] == 1
+
+
+async def test_keys_that_never_were_cost_a_master_little_and_others_nothing() -> None:
+    """Also while the master pauses: neither a queue overflows nor is an inventory sent."""
+    evil, mine = Namespace("@acme/none"), Namespace("@globex/m")
+    async with running(keys("here", 1)) as setup:
+        await eventually(lambda: setup.announcer.registered)
+        directory, wrong = setup.master.directory, keys("wrong", 1)
+        directory.differs = lambda *heartbeat: False  # type: ignore[method-assign]
+        directory.stored("s", mine, 0, 0, wrong)
+        announced: list[int] = []
+        apply = setup.master._apply
+
+        def watched(server: str, changes: Any) -> int:
+            announced.append(sum(len(digests) for _, _, digests, _ in changes))
+            return apply(server, changes)
+
+        setup.master._apply = watched  # type: ignore[method-assign]
+        setup.link.lost = "requests"
+        for number in range(200):
+            setup.read(evil, keys(f"e{number}", 1024))
+        setup.read(mine, wrong)
+        await asyncio.sleep(3 * HEARTBEAT_S)
+        setup.link.lost = ""
+        await eventually(lambda: directory.match(mine, wrong).length == 0)
+        assert sum(announced) < 1100
+        assert setup.announcer.dropped_corrections > 190 * 512
+        assert setup.link.sent["Inventory"] == 1
 
 
 async def test_a_server_that_leaves_is_lost_at_once() -> None:
@@ -195,6 +305,46 @@ async def test_pieces_are_no_larger_than_a_message_may_be(monkeypatch: pytest.Mo
     await eventually(lambda: setup.announcer.registered)
     assert sum(sizes) >= 1_050
     assert max(sizes) <= 100
+    setup.master.directory.check()
+    await setup.announcer.close()
+
+
+async def test_long_names_of_namespaces_make_no_message_too_large() -> None:
+    """A tenant chooses them: with 600, no master would know this server or its changes any more."""
+    setup = Setup()
+    names = [f"{number:04}".ljust(512, "\N{BANKNOTE WITH DOLLAR SIGN}") for number in range(600)]
+    handle, largest = setup.master.handle, 0
+
+    def measured(type: int, body: bytes) -> tuple[int, bytes]:
+        nonlocal largest
+        largest = max(largest, len(body))
+        return handle(type, body)
+
+    setup.master.handle = measured  # type: ignore[method-assign,assignment]
+
+    def write(digest: bytes) -> None:
+        for name in names:
+            request = ReserveRequest(Namespace(name), 0, [digest], [ROOT], [64])
+            (answer,) = setup.store.reserve(1, request, 0.0)
+            setup.store.seal(1, answer.id, 0, 0.0)
+        setup.announcer.enqueue(setup.store.take_changes(), setup.store.fingerprint)
+
+    write(key("gone"))
+    for name in names:  # an inventory says why
+        setup.store.remove(Namespace(name), [key("gone")])
+    write(key("before"))
+    setup.announcer.start()
+    await eventually(lambda: setup.announcer.registered and len(setup.master.directory) == 600)
+    write(key("after"))
+    await asyncio.wait_for(setup.announcer.flushed(), 5)
+    assert len(setup.master.directory) == 1200
+    assert largest <= BODY_SIZE_MAX
+    assert setup.link.sent["Register"] == 1
+    for name in names:
+        setup.read(Namespace(name), keys("nobody has these", 1))
+    await asyncio.sleep(0)
+    await eventually(lambda: not setup.link.in_flight)
+    assert largest <= BODY_SIZE_MAX
     setup.master.directory.check()
     await setup.announcer.close()
 

@@ -103,6 +103,17 @@ def test_programs_are_bounded() -> None:
     stack.check()
 
 
+def test_reads_of_no_program_count_beside_those_of_programs() -> None:
+    stack = stack_of(8)
+    consumers = Consumers(stack, ["dram"])
+    write_quickly(stack.front, keys(1, 1), SessionHint("program=agent;1"))
+    write_quickly(stack.front, keys(2, 1), SessionHint("alone"))
+    for last in (2, 1, 2, 2):
+        consumers.read(POOL, 0, keys(last, 1)[0], 1, PAGE, 0)
+    report = named(consumers.report(), "program")
+    assert {name: one.hit_blocks for name, one in report.items()} == {"agent": 1, "": 2}
+
+
 def write_quickly(books: Store, digests: list[bytes], session: SessionHint) -> None:
     from kvpool.protocols import ReserveRequest
     from kvpool.types import ROOT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,10 @@ CONFIG = ServerConfig(id="gpu-17")
 
 
 @pytest.fixture(autouse=True)
-def runtime_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "kvpool"
+def state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home/state"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path / "home/state/kvpool"
 
 
 def with_file(path: Path) -> ServerConfig:
@@ -55,14 +57,50 @@ def test_a_secret_outlives_a_crash(tmp_path: Path, kept: bool) -> None:
         assert (again.secret, again.kept) == (secret, kept)
 
 
-def test_a_secret_in_the_runtime_directory_ends_with_its_server(runtime_directory: Path) -> None:
+def test_a_secret_in_the_state_directory_ends_with_its_server(state_directory: Path) -> None:
     with IdentityFile(CONFIG, "c") as first:
-        (file,) = runtime_directory.iterdir()
+        (file,) = state_directory.iterdir()
         assert file.stat().st_mode & 0o777 == 0o600
-        assert runtime_directory.stat().st_mode & 0o777 == 0o700
-    assert not list(runtime_directory.iterdir())
+        assert state_directory.stat().st_mode & 0o777 == 0o700
+    assert not list(state_directory.iterdir())
     with IdentityFile(CONFIG, "c") as second:
         assert second.secret != first.secret
+
+
+def test_a_logout_takes_no_secret_away(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    secret = crashed(CONFIG)
+    shutil.rmtree(tmp_path / "run")
+    with IdentityFile(CONFIG, "c") as again:
+        assert again.secret == secret
+
+
+@pytest.mark.parametrize("where", ["earlier", "both", "somebody else's"])
+def test_a_secret_that_an_earlier_release_left_is_found(
+    tmp_path: Path, state_directory: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has its id back after an upgrade; what it has made since comes first."""
+    secret = crashed(CONFIG)
+    (file,) = state_directory.iterdir()
+    earlier = tmp_path / "run/kvpool" / file.name
+    earlier.parent.mkdir(parents=True, mode=0o700)
+    shutil.copy(file, earlier)
+    if where == "both":
+        earlier.write_text("of another server")
+    else:
+        file.unlink()
+    if where == "somebody else's":
+        lstat = Path.lstat
+
+        def of_another(path: Path) -> os.stat_result:
+            found = lstat(path)
+            return os.stat_result([*found[:4], found.st_uid + (path == earlier.parent), *found[5:]])
+
+        monkeypatch.setattr(Path, "lstat", of_another)
+    with IdentityFile(CONFIG, "c") as again:
+        assert (again.secret == secret) is (where != "somebody else's")
+        assert len(again.secret) == 32
+    assert earlier.exists() is (where != "earlier")
 
 
 def test_a_kept_secret_stays(tmp_path: Path) -> None:
@@ -139,10 +177,10 @@ def test_a_file_that_cannot_be_locked_is_closed(
     assert descriptors() == before
 
 
-def test_a_server_without_an_id_has_no_file(runtime_directory: Path) -> None:
+def test_a_server_without_an_id_has_no_file(state_directory: Path) -> None:
     with IdentityFile(ServerConfig(), "c") as nameless:
         assert nameless.secret == b""
-        assert not runtime_directory.exists()
+        assert not state_directory.exists()
     with pytest.raises(ConfigError, match=r"server\.id"):
         load(flags={"server.identity_file": "own"})
 
@@ -174,16 +212,16 @@ def test_a_damaged_file_is_named_and_left_alone(tmp_path: Path, content: str) ->
 
 
 def test_a_file_that_cannot_be_made_is_an_error_only_if_it_was_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, runtime_directory: Path
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, state_directory: Path
 ) -> None:
     with (
         pytest.raises(ConfigError, match="No such file"),
         IdentityFile(with_file(tmp_path / "missing" / "own"), "c"),
     ):
         pass
-    runtime_directory.mkdir(mode=0o755)  # as another user could, in /tmp
-    runtime_directory.chmod(0o755)
+    state_directory.mkdir(mode=0o755, parents=True)  # as another user could, in /tmp
+    state_directory.chmod(0o755)
     with IdentityFile(CONFIG, "c") as without:
         assert without.secret == b""
     assert "waits for its id" in caplog.text
-    assert not os.listdir(runtime_directory)
+    assert not os.listdir(state_directory)

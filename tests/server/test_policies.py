@@ -355,9 +355,75 @@ class Insists(LRU[Entry]):
         return self._heap[0][1]
 
 
+class KeepsRejected(LRU[Entry]):
+    """What may not go stays in the queue."""
+
+    def victim(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+    ) -> Entry | Decision | None:
+        rejected = []
+        while isinstance(block := self.oldest(), Entry):
+            if evictable(block):
+                break
+            rejected.append(block)
+            self.drop_oldest()
+        else:
+            block = None
+        for one in rejected:
+            self.add_candidate(one)
+        if block is not None:
+            self.drop_oldest()
+        return block
+
+
+class IgnoresReads(LRU[Entry]):
+    """First in, first out."""
+
+    def touch(self, block: Entry, now: float) -> None:
+        if block.policy_data < 2:
+            super().touch(block, now)
+        block.policy_data += 1
+
+
+class Scans(LRU[Entry]):
+    """Looks at every block for each victim."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        super().__init__(capacity)
+        self.all: list[Entry] = []
+
+    def add_candidate(self, block: Entry) -> None:
+        self.all.append(block)
+        super().add_candidate(block)
+
+    def victim(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+    ) -> Entry | Decision | None:
+        min(self.all, key=lambda block: block.last_used, default=None)
+        return super().victim(newcomer, evictable, now)
+
+
+class InMilliseconds(LRU[Entry]):
+    def victim_age(self, now: float) -> float:
+        return super().victim_age(now) * 1000
+
+
+class OneStamp(LRU[Entry]):
+    """Two uses at the same time have the same number."""
+
+    def touch(self, block: Entry, now: float) -> None:
+        super().touch(block, now)
+        block.last_used = int(now * 1e6)
+
+
 @pytest.mark.parametrize(
     ("policy", "check"),
     [
+        (KeepsRejected, "a_rejected_block_comes_back_when_it_is_offered"),
+        (IgnoresReads, "a_block_that_was_read_outlives_those_that_were_only_written"),
+        (Scans, "a_call_takes_as_long_with_many_blocks"),
+        (InMilliseconds, "the_age_is_that_of_the_next_victim"),
+        (OneStamp, "the_time_of_a_use_is_made_unique"),
         (ForgetsToAsk, "no_victim_that_may_not_go"),
         (ForgetsToAsk, "random_histories_in_a_store"),
         (KeepsTheRemoved, "a_removed_block_is_no_victim"),

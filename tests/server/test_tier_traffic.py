@@ -9,6 +9,7 @@ import pytest
 from kvpool import dev
 from kvpool.server.tier_mover import PROMOTED_BYTES_MIN, _PromotionWaiter
 from kvpool.server.tier_traffic import TransferStats
+from tests.support.moves import moves_of
 
 
 def test_transfers_that_overlap_share_their_seconds() -> None:
@@ -55,6 +56,6 @@ async def test_a_reader_waits_for_all_of_its_blocks_or_for_enough_bytes(
 async def test_only_a_last_tier_that_lasts_makes_a_server_durable() -> None:
     """Otherwise what a server does not hand over before a restart is lost."""
     async with dev.serve(tiers=["dram:1MiB", "dram:2MiB"]) as running:
-        assert not running.servers[0]._drainer._durable
+        assert not moves_of(running.servers[0]).drainer._durable
     async with dev.serve(tiers=["dram:1MiB"]) as running:
-        assert not running.servers[0]._drainer._durable
+        assert not moves_of(running.servers[0]).drainer._durable

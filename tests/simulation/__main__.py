@@ -33,6 +33,8 @@ from tests.simulation.open_failures import OPEN_FAILURES
 from tests.simulation.planted import BUGS as OF_CLUSTERS
 from tests.simulation.planted import FIRST_SEED, Bug
 from tests.simulation.planted_devices import DEVICE_BUGS
+from tests.simulation.reports import REPORTS
+from tests.simulation.task_faults import TASK_FAULT
 from tests.simulation.truth import PROBES
 from tests.simulation.world import HistoryReport, run
 from tests.simulation.wrong_maps import FAULTS_OF_MAPS
@@ -56,14 +58,14 @@ _WORLDS: Final = (
     "tenants",
     "one-request",
 )
-_PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, *FAULTS_OF_MAPS, HOARD, *_WORLDS)
+_PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, *FAULTS_OF_MAPS, HOARD, TASK_FAULT, REPORTS, *_WORLDS)
 BUGS: Final = (*OF_CLUSTERS, *DEVICE_BUGS)
 _OPS: Final = 40
 #: Seeds that one process plays before it reports.
 _CHUNK: Final = 20
 #: Each planted bug must be found within this many seeds; one of `FIRST_SEED` is rarer.
-_BUG_SEEDS: Final = 200
-_RARE_BUG_SEEDS: Final = 1000
+_BUG_SEEDS: Final = 400
+_RARE_BUG_SEEDS: Final = 2000
 _COMMAND: Final = "python -m tests.simulation"
 #: Child processes run here, so that they find the package `tests`.
 _ROOT: Final = Path(__file__).resolve().parents[2]

@@ -1,7 +1,7 @@
 """Which sessions' prompts wait at one store, by a second list that is kept independently.
 
 An arrival's blocks are no victims while its prompt waits, within the budget of hints; and the wait
-ends with the first use. (design: arrivals)
+ends with the first use. (design: session-hints)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Copies that are made: spread by clients, lost and made again, extra ones, and what must hold.
+"""Copies that are made: spread by clients, lost and made again, and what must hold.
 
-A copy comes by a fetch, so the oracles of moves hold for it. Here is what they cannot see: the tree
-of a spread, the number of copies, and which of them goes first.
+A copy comes by a fetch, so the oracles of moves hold for it. Here is what they cannot see: who
+fetches from whom in a spread, the number of copies, and which of them goes first.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpool.client import spread as spread_module
-from kvpool.client.spread_tree import (
-    FAN_OUT,
+from kvpool.client.spread_plan import (
+    FETCHES_MAX,
     LEAVING,
     NO_SUCH_NAME,
     NO_TIME,
     SERVER_LOST,
     Call,
-    SpreadTree,
+    SpreadPlan,
 )
 from kvpool.errors import Unavailable
 from kvpool.types import Namespace, ReadStatus
@@ -47,18 +46,18 @@ class Copies:
         self._world = world
         outer = self
 
-        class WatchedTree(SpreadTree):
+        class WatchedPlan(SpreadPlan):
             """A receiver serves what it has sealed, and two others at a time."""
 
             def ready(self) -> list[Call]:
                 calls = super().ready()
                 for call in calls:
                     outer.begins(call)
-                if max(self._serving.values(), default=0) > FAN_OUT:
-                    world.loop.fail(f"G10: more than {FAN_OUT} servers fetch from one")
+                if max(self._serving.values(), default=0) > FETCHES_MAX:
+                    world.loop.fail(f"G10: more than {FETCHES_MAX} servers fetch from one")
                 return calls
 
-        vars(spread_module)["SpreadTree"] = WatchedTree
+        vars(spread_module)["SpreadPlan"] = WatchedPlan
         #: Of the spreads that are under way; several clients may spread at the same time.
         self._chains: list[tuple[Namespace, Sequence[bytes]]] = []
 
@@ -94,8 +93,6 @@ class Copies:
         world, rng = self._world, self._world.rng["copies"]
         await asyncio.sleep(max(0.0, world.settled_from - world.loop.now) + 0.1)
         with contextlib.suppress(Unavailable):  # on a network that loses messages by itself
-            await self._read_often(client, rng)
-        with contextlib.suppress(Unavailable):
             await self._lose_a_copy(client, rng)
         with contextlib.suppress(Unavailable):
             await self._lose_a_receiver(client, rng)
@@ -164,23 +161,6 @@ class Copies:
             into = [bytearray(len(value(ONE, digest, 0))) for digest in chain]
             await client.pool.read(ONE, chain, into, timeout=5.0)
             await asyncio.sleep(1.0)
-
-    async def _read_often(self, client: SimClient, rng: random.Random) -> None:
-        """What other hosts read often has `copies_max` copies in the end, and never more."""
-        world, copies_max = self._world, self._world.plan.copies_max
-        chain = await self._write(client, rng, 1)
-        if not chain:
-            return
-        began = world.loop.now
-        await self._read(client, chain, _READ_S)
-        holders: Counter[str] = Counter()
-        for digest in chain:
-            count = len(world.truth.history(ONE, digest, 0).holders)
-            holders[digest.hex()[:12]] = count
-            if count > max(1, copies_max) and world.settled_since(began):
-                world.loop.fail(f"copies: {count} of {digest.hex()[:12]}, limit {copies_max}")
-        if max(holders.values()) > 1:
-            world.truth.probes.add("a block that is read often has got a copy")
 
     async def _lose_a_copy(self, client: SimClient, rng: random.Random) -> None:
         """Of two copies one is lost: the chain that is read has two again, the other one not."""

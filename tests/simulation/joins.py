@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.errors import Unavailable
-from kvpool.server import balancer as balancer_module
-from kvpool.server.balancer import Balancer, is_full
-from kvpool.server.state.drain_plan import BlockName
+from kvpool.server.moves import balancer as balancer_module
+from kvpool.server.moves.balancer import Balancer, is_full
+from kvpool.server.moves.state.drain_plan import BlockName, name_of
+from kvpool.server.moves.state.share_plan import SHARED_FROM, ChainOwners
 from kvpool.server.state.entry import Entry
-from kvpool.server.state.share_plan import SHARED_FROM, Shares
 from tests.simulation.blocks import ONE
+from tests.support.moves import moves_of
 
 if TYPE_CHECKING:
     from tests.simulation.nodes import ServerNode
@@ -45,7 +46,7 @@ class Joins:
     def watch(self, node: ServerNode) -> None:
         """A server's process has begun."""
         assert node.server is not None
-        balancer = node.server._balancer
+        balancer = moves_of(node.server).balancer
         changed = vars(balancer)
         vars(balancer_module)["CHAIN_SHARE"] = 1.0  # these servers have room for few chains
         others_have_room, hand_over = balancer.others_have_room, balancer._hand_over
@@ -65,14 +66,15 @@ class Joins:
             self._world.moves.check_alone(node, wanted)
             return await offer(target, wanted)
 
-        async def watched_forget(names: Sequence[BlockName]) -> None:
+        async def watched_forget(entries: Sequence[Entry]) -> None:
+            names = [name_of(entry) for entry in entries]
             for name in names:
                 self._check_forgotten(name, *asked[0])
             self._moved += len(names)
             began = self._world.loop.now
             if node.tiers is not None:
                 node.tiers.handed_over.update((n.namespace, n.digest, n.part) for n in names)
-            await forget(names)
+            await forget(entries)
             self._stay_away(node.name, names, began)
             may_kill = self._world.plan.disk and self._killed is None and not self._over
             if may_kill and self._rng.random() < 0.3:
@@ -151,7 +153,7 @@ class Joins:
         names = [one.name for one in self._world.servers if one.process.alive and one.server]
         if not balancer._plan._shares._weights.keys() >= set(names):
             return  # the master that was asked had just come back (seed 643593)
-        shares = Shares(dict.fromkeys(names, self._world.plan.capacity))
+        shares = ChainOwners(dict.fromkeys(names, self._world.plan.capacity))
         # The first block that is here decides, also where blocks before it lie elsewhere.
         owner = shares.owner(chain[0].digest, names) if chain else target
         if owner != target:

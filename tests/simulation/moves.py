@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool.errors import Unavailable
 from kvpool.protocols import Channel, SupportsFetch
-from kvpool.server import fetcher
-from kvpool.server.state.fetches import FetchBudget
+from kvpool.server.moves import fetcher
+from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.types import DrainState, FetchStatus, Namespace, ReadStatus, WriteStatus
 from tests.simulation.blocks import ONE
+from tests.support.moves import moves_of
 
 if TYPE_CHECKING:
     from kvpool.client.pool import Pool
-    from kvpool.server.state.drain_plan import BlockName
+    from kvpool.server.moves.state.drain_plan import BlockName
     from kvpool.server.state.entry import Entry
     from tests.simulation.nodes import ServerNode
     from tests.simulation.users import SimClient
@@ -106,7 +107,10 @@ class Moves:
         node = node or rng.choice(world.servers)
         now, life = world.loop.now, self._life(node)
         # One that runs gets a new deadline, and knows what it did before that (seed 940257).
-        runs = node.server is not None and node.server._drainer.report().state is DrainState.RUNNING
+        runs = (
+            node.server is not None
+            and moves_of(node.server).drainer.report().state is DrainState.RUNNING
+        )
         began = self._drains_began[life] = self._drains_began.get(life, now) if runs else now
         await pool.drain(node.name, within_s=rng.choice(_DRAIN_S))
         state = DrainState.RUNNING
@@ -212,7 +216,7 @@ class Moves:
         """Every server stays."""
         for node in self._world.servers:
             if node.server is not None and node.process.alive:
-                await node.process.spawn(node.server._drainer.cancel())
+                await node.process.spawn(moves_of(node.server).drainer.cancel())
 
     # --- what must hold -----------------------------------------------------------------------
 
@@ -281,7 +285,7 @@ class Moves:
         """
         world = self._world
         leaving = [node for node in world.servers if node.server and node.server._context.draining]
-        drains = [node.server._drainer.report().state for node in leaving if node.server]
+        drains = [moves_of(node.server).drainer.report().state for node in leaving if node.server]
         if any(state is not DrainState.DONE for state in drains):
             return  # of several, the last one checks
         lives = {self._life(node) for node in leaving}
@@ -348,7 +352,7 @@ class Moves:
     def watch(self, node: ServerNode) -> None:
         """A server's process has begun."""
         assert node.server is not None
-        drainer = node.server._drainer
+        drainer = moves_of(node.server).drainer
         offer_to, cancel = drainer._offer_to, drainer.cancel
 
         async def watched_cancel() -> None:
@@ -364,7 +368,7 @@ class Moves:
         vars(drainer).update(_offer_to=watched_offer_to, cancel=watched_cancel)
         budget = WatchedBudget(self._world.plan.fetch_rate)
         budget.fail = self._world.loop.fail
-        node.server._fetcher.budget = budget
+        moves_of(node.server).fetcher.budget = budget
 
     def _life(self, node: ServerNode) -> str:
         return node.store.life if node.server is not None else ""

@@ -14,7 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from tests.simulation.platter import DISK_FAULTS, DiskFault
+from tests.simulation.reports import REPORTS, meet
 from tests.simulation.stranger import Stranger
+from tests.simulation.task_faults import TASK_FAULT, strike
 from tests.simulation.wrong_maps import MapFaults
 
 if TYPE_CHECKING:
@@ -85,6 +87,8 @@ class Nemesis:
             self._kinds += [partial(self._harm_disk, fault) for fault in disk_faults]
             self._kinds += [self._cut_power] * ("power cut" in faults)
         self._kinds += [self._hoard] * (HOARD in faults)
+        self._kinds += [partial(strike, world)] * (TASK_FAULT in faults)
+        self._kinds += [partial(meet, world)] * (REPORTS in faults)
         maps = MapFaults(world, world.rng["maps"])
         self._kinds += [maps.wrong_map] * ("wrong map" in faults)
         self._kinds += [maps.impostor] * ("impostor" in faults)

@@ -27,6 +27,7 @@ from kvpool.server.state.store import Store
 from kvpool.types import ROOT, HintStatus, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 from tests.simulation.arrivals import ArrivalOracle
 from tests.simulation.blocks import values
+from tests.simulation.memory import SimTier
 from tests.simulation.tenants import TenantOracle
 from tests.simulation.truth import BlockPart, GroundTruth
 
@@ -152,6 +153,7 @@ class WatchedStore(Store):
         self.corrupted: set[tuple[int, int]] = (
             set()
         )  # (offset, generation) that a fault has changed
+        self.is_memory = isinstance(memory, SimTier)
         #: (kind, owner, id) -> (offset, size): pins, reservations, and extents in quarantine.
         self.held: dict[tuple[str, int, int], tuple[int, int]] = {}
         self._entries: dict[tuple[str, int, int], Entry] = {}
@@ -475,6 +477,11 @@ class WatchedStore(Store):
     ) -> list[bool]:
         if self.tenants is not None:
             self.tenants.removing(namespace)
+        if reason is ReadStatus.CORRUPT and part is not None and self.is_memory:
+            for digest in digests:
+                here = self.peek(namespace, part, digest)
+                if here is not None and (here.offset, here.generation) not in self.corrupted:
+                    self.truth.fail(f"G1: {here!r} leaves as corrupt, but no fault changed it")
         removed = super().remove(namespace, digests, reason, part, checksums)
         self.inspect_now_and_then()
         return removed

@@ -8,6 +8,8 @@ from typing import Final
 
 from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS, HOARD
 from tests.simulation.platter import PAGE
+from tests.simulation.reports import REPORTS
+from tests.simulation.task_faults import TASK_FAULT
 from tests.simulation.wrong_maps import FAULTS_OF_MAPS
 
 ALIGNMENT: Final = 64
@@ -51,7 +53,7 @@ class WorldPlan:
     prefetches: bool = False  # clients have blocks brought up from disks
     prefetch_rate: int = 0  # bytes per second; 0: a quarter of what is measured
     fresh_s: float = 2.0  # what was used so lately is not evicted for a prefetch
-    copies_max: int = 0  # copies of a block that servers make by themselves
+    copies: bool = False  # clients spread chains, servers make lost copies again
     tenants: bool = False  # two tenants beside the pool itself, whose quotas change
     one_request_max: int = 0  # bytes of a write that comes in one request
 
@@ -112,9 +114,13 @@ class WorldPlan:
         plan = replace(plan, joins=joins and "joins" not in without)
         rng = random.Random(f"{seed}/copies")
         if plan.moves and not plan.joins and rng.random() < 0.6 and "copies" not in without:
-            plan = replace(plan, copies_max=rng.choice([1, 2, 2, 3]))
+            plan = replace(plan, copies=True)
         if random.Random(f"{seed}/strangers").random() < 0.4 and HOARD not in without:
             plan = replace(plan, faults=plan.faults | {HOARD})
+        if random.Random(f"{seed}/tasks").random() < 0.15 and TASK_FAULT not in without:
+            plan = replace(plan, faults=plan.faults | {TASK_FAULT})
+        if verify and random.Random(f"{seed}/reports").random() < 0.2 and REPORTS not in without:
+            plan = replace(plan, faults=plan.faults | {REPORTS})
         rng = random.Random(f"{seed}/maps")
         of_maps = {name for name in FAULTS_OF_MAPS if rng.random() < 0.35}
         plan = replace(plan, faults=plan.faults | (of_maps - without))

@@ -75,10 +75,10 @@ DEVICE_BUGS: Sequence[Bug] = (
         """\
                     # The scratch memory is this round's until no transfer uses it any more.
                     written = await write_blocks(ready)
-                    statuses.update(zip(one.numbers, written, strict=True))""",
+                    done.update(zip(one.numbers, written, strict=True))""",
         """\
                 written = await write_blocks(ready)
-                statuses.update(zip(one.numbers, written, strict=True))""",
+                done.update(zip(one.numbers, written, strict=True))""",
     ),
     Bug(
         "pieces-swapped",

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpool.server import prefetcher
+from kvpool.server.moves import prefetcher
 from kvpool.server.state import tiered_store
 from kvpool.server.state.entry import Entry, Session
 from kvpool.types import PrefetchStatus
 from tests.simulation.moves import WatchedBudget
+from tests.support.moves import moves_of
 
 if TYPE_CHECKING:
     from tests.simulation.nodes import ServerNode
@@ -44,7 +45,7 @@ class Prefetches:
         assert node.server is not None
         budget = WatchedBudget(self._world.plan.prefetch_rate)
         budget.fail = self._world.loop.fail
-        node.server._prefetcher.budget = budget
+        moves_of(node.server).prefetcher.budget = budget
         node.store.prefetches = self
 
     # --- what must hold -----------------------------------------------------------------------

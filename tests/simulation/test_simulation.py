@@ -74,11 +74,31 @@ PINNED_AS_DRAWN = {
 NO_DISK = frozenset(
     {
         *("disk", "contests", "crowds", "circles", "hoard"),
-        *("sessions", "moves", "joins", "prefetches", "tenants", "one-request"),
+        *(
+            "sessions",
+            "moves",
+            "joins",
+            "prefetches",
+            "tenants",
+            "one-request",
+            "task fails",
+            "reports meet",
+        ),
     }
 )
 #: Without write-back and moves, the same as before servers could do that.
-NO_WRITE_BACK = frozenset({"write-back", "moves", "joins", "prefetches", "tenants", "one-request"})
+NO_WRITE_BACK = frozenset(
+    {
+        "write-back",
+        "moves",
+        "joins",
+        "prefetches",
+        "tenants",
+        "one-request",
+        "task fails",
+        "reports meet",
+    }
+)
 #: Without contests, crowds and circles, a seed gives the same world as before they were added.
 NO_CONTESTS = frozenset(
     {
@@ -93,6 +113,8 @@ NO_CONTESTS = frozenset(
         "prefetches",
         "tenants",
         "one-request",
+        "task fails",
+        "reports meet",
     }
 )
 

@@ -24,12 +24,14 @@ from kvpool import registry, spans
 from kvpool.client import spread
 from kvpool.config import WRITE_BACK, WRITE_THROUGH, ClientConfig, MasterConfig, ServerConfig
 from kvpool.errors import ConfigError, Unavailable
+from kvpool.master import service
 from kvpool.master.service import Master
 from kvpool.protocols import Tier, Transport
 from kvpool.runtime import Host
-from kvpool.server import announcer, balancer
+from kvpool.server import announcer, block_server
 from kvpool.server.block_server import BlockServer
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
+from kvpool.server.moves import balancer
 from kvpool.types import Cluster, Namespace
 from kvpool_tiers.nvme.format import pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
@@ -53,10 +55,12 @@ from tests.simulation.platter import PAGE, Platter
 from tests.simulation.prefetches import Prefetches
 from tests.simulation.random_streams import RandomStreams
 from tests.simulation.sandbox import sandbox
+from tests.simulation.task_faults import FaultySupervisor, TaskFault
 from tests.simulation.tenants import Tenants
 from tests.simulation.tiers import CircularNvme, DiskMemory, TierOracle, WatchedDiskStore, offset_in
 from tests.simulation.truth import GroundTruth
 from tests.simulation.users import SimClient
+from tests.support.moves import moves_of
 
 HEARTBEAT_S: Final = 1.0
 SILENT_AFTER_S: Final = 3.0
@@ -112,7 +116,7 @@ class World:
         self.moves = Moves(self)
         self.joins = Joins(self)
         self.prefetches = Prefetches(self)
-        self.copies = Copies(self) if plan.copies_max else None
+        self.copies = Copies(self) if plan.copies else None
         self.tenants = Tenants(self) if plan.tenants else None
         if plan.tenants:
             self.catalog.others = OF_TENANTS
@@ -283,7 +287,6 @@ class World:
             alignment=plan.alignment,
             write_mode=WRITE_BACK if plan.write_back else WRITE_THROUGH,
             fetch_rate=plan.fetch_rate,
-            copies_max=plan.copies_max,
         )
         tiers: list[Tier] = [tier]
         stores = [store]
@@ -305,6 +308,8 @@ class World:
             secret=node.name.encode() if plan.kept_secrets else b"",
             keeps_secret=plan.kept_secrets,
         )
+        if self.copies is None:  # with fetches between servers two runs of a seed may differ
+            moves_of(server).keeper._closed = True
         self.moves.watch(node)
         self.joins.watch(node)
         self.prefetches.watch(node)
@@ -529,8 +534,8 @@ def _errors_reported(loop: SimLoop) -> Iterator[None]:
 
     class Reporter(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.exc_info is not None and record.exc_info[1] is not None:
-                error = record.exc_info[1]
+            error = record.exc_info[1] if record.exc_info is not None else None
+            if error is not None and not isinstance(error, TaskFault):
                 loop.fail(f"{record.getMessage()}: {type(error).__name__}: {error}")
 
     logger = logging.getLogger("kvpool")
@@ -564,12 +569,15 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         (announcer, "_PIECE_BLOCKS"),
         (spans, "SPAN_BLOCKS"),
         (balancer, "CHAIN_SHARE"),
-        (spread, "SpreadTree"),
+        (spread, "SpreadPlan"),
+        (block_server, "Supervisor"),
+        (service, "Supervisor"),
         (requests, "ONE_REQUEST_MAX"),
         (requests, "ONE_REQUEST_MAPPED_MAX"),
     )
     before = [(module, name, vars(module)[name]) for module, name in changed]
     vars(spans)["SPAN_BLOCKS"] = 2
+    vars(block_server)["Supervisor"] = vars(service)["Supervisor"] = FaultySupervisor
     vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
     vars(requests)["ONE_REQUEST_MAX"] = plan.one_request_max
     vars(requests)["ONE_REQUEST_MAPPED_MAX"] = plan.one_request_max
@@ -587,6 +595,7 @@ def run(
     plan = WorldPlan.draw(seed, ops, without)
     with _small_pool(plan):
         world = World(plan, trace)
+        FaultySupervisor.fail = world.loop.fail
         with _errors_reported(world.loop), sandbox(world.loop.fail), _no_collection():
             try:
                 world.loop.run(world.history())

@@ -1,8 +1,8 @@
 """Faults of maps and identities: a master's map is changed at random, and an impostor speaks.
 
 A map that was changed must be right again after two heartbeats and the delivery of an inventory
-(design: map-fingerprint). What an impostor sends is refused, except a registration for an id that
-is free (design: server-identity): `WatchedDirectory.register` judges that.
+(design: announcements). What an impostor sends is refused, except a registration for an id that is
+free (design: server-identity): `WatchedDirectory.register` judges that.
 """
 
 from __future__ import annotations

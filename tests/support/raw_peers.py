@@ -32,7 +32,7 @@ class Raw:
         if message is not None:
             await self.send(frame(message))
         header = await self._exactly(HEADER_SIZE)
-        number, body_size, payload_size, _ = decode_header(header)
+        number, body_size, payload_size = decode_header(header)
         body = await self._exactly(body_size)
         await self._exactly(payload_size)
         return wire.decode_answer(answer, number, body)
@@ -45,7 +45,7 @@ class Raw:
                 while more := await self._loop.sock_recv(self.socket, 1 << 16):
                     got += more
         while got:
-            number, body_size, payload_size, _ = decode_header(got)
+            number, body_size, payload_size = decode_header(got)
             if number == wire.TYPES[wire.Error]:
                 return wire.decode(wire.Error, number, got[HEADER_SIZE:][:body_size]).code
             got = got[HEADER_SIZE + body_size + payload_size :]
@@ -63,7 +63,7 @@ class Raw:
 @contextlib.asynccontextmanager
 async def raw(running: dev.Dev, scheme: str = "tcp") -> AsyncIterator[Raw]:
     """A new connection, before the handshake."""
-    (server,) = running.servers
+    server = running.servers[0]
     address = next(a for a in server.addresses if a.startswith(scheme)).partition("://")[2]
     loop = asyncio.get_running_loop()
     family = socket.AF_UNIX if scheme == "shm" else socket.AF_INET

@@ -6,6 +6,7 @@ python -m tests.support.remote_client MASTER SCHEMES
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -47,7 +48,11 @@ async def read(pool: Pool, name: str, count: int, size: int, timeout: float) -> 
 
 async def main() -> None:
     loop = asyncio.get_running_loop()
-    config = ClientConfig(masters=[sys.argv[1]], transports=sys.argv[2].split(","), measure=False)
+    with contextlib.suppress(ImportError):  # ucx comes where it stands, also without a fabric
+        from kvpool_transports.ucx import UcxTransport
+
+        UcxTransport.has_fabric = True  # type: ignore[assignment, method-assign]
+    config = ClientConfig(masters=[sys.argv[1]], transports=sys.argv[2].split(","))
     async with await connect(config=config) as pool:
         print(json.dumps({"connected": True}), flush=True)
         while line := await loop.run_in_executor(None, sys.stdin.readline):

@@ -11,6 +11,7 @@ from kvpool.client.pool import Pool
 from kvpool.types import WriteStatus
 from kvpool.wire import messages as wire
 from tests.conftest import keys
+from tests.support.moves import drain
 from tests.support.tenant_pool import MODEL, TenantPool, tenant, tenant_pool
 
 SIZE = 8192
@@ -71,7 +72,7 @@ async def test_a_refusal_for_the_limit_says_so(
         assert "a block of 512 KiB is above its limit of a tier, 409" in vars(line)["why"]
         async with await pool.client(tenant("blue")) as client:
             await write(client, 6, 1)
-        await pool.server.drain(0.5)  # it takes no blocks any more, of nobody
+        await drain(pool.server, 0.5)  # it takes no blocks any more, of nobody
         async with pool.raw(tenant("blue")) as blue:
             packed = keys(7, 1)[0], 0, bytes(32)
             reserve = wire.Reserve("@blue/llama", 1, 32, *packed, [SIZE], 1.0)

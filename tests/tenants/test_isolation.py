@@ -107,6 +107,7 @@ DATA_PLANE = [
     wire.Reserve(**ACME, part=0, parents=bytes(32 * 4), sizes=[64] * 4, wait_s=1.0),
     wire.Remove(**ACME),
     wire.Remove(**ACME, part=0, checksums=[0] * 4),
+    wire.RemoveAll("@acme/llama", 1, (0, 1 << 40, 0, 0, 0)),
     wire.ReportCorruption(**ACME, part=0),
     wire.Fetch(**ACME, part=0, source="s", wait_s=1.0),
     wire.Prefetch(**ACME, part=0),

@@ -17,6 +17,7 @@ from kvpool import ConfigError, MasterLost, WriteStatus, connect, read_cluster, 
 from kvpool.errors import Forbidden, LinkBroken, Unauthenticated
 from kvpool.net.tenants_file import TenantsFile
 from kvpool.net.zmq_rpc import STREAM_AFTER, ZmqNetwork
+from kvpool.supervision import Supervisor
 from kvpool.types import Cluster
 from kvpool.wire import messages as wire
 from tests.conftest import eventually, keys, values
@@ -210,7 +211,7 @@ async def test_a_secret_that_comes_after_its_name_is_noticed(pool: TenantPool) -
 async def test_a_change_is_noticed_within_a_second_and_at_once_on_sighup(pool: TenantPool) -> None:
     seen: list[set[str]] = []
     pool.of_server.on_change(lambda tenants: seen.append(set(tenants)))
-    async with pool.of_server.watched():
+    async with pool.of_server.watched(Supervisor()):
         pool.write_tenants(only="blue")
         await eventually(lambda: seen[-1] == {"blue"}, 3.0)
         await asyncio.sleep(0.05)

@@ -7,17 +7,8 @@ import re
 import pytest
 
 from kvpool.errors import ConfigError, UsageError
-from kvpool.tenants import (
-    WHOLE,
-    Share,
-    Tenant,
-    check_fit,
-    marker_of,
-    parse_tenants,
-    qualified,
-    tenant_of,
-    unqualified,
-)
+from kvpool.tenant_names import marker_of, qualified, tenant_of, unqualified
+from kvpool.tenants import WHOLE, Share, Tenant, check_fit, parse_tenants
 
 
 @pytest.mark.parametrize(

@@ -750,6 +750,68 @@ loop.run_until_complete(main())
 # --- what the bytes mean -----------------------------------------------------------------------
 
 
+async def test_no_tenant_takes_the_table_of_namespaces_from_the_others(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tiny namespaces of one leave room for what others keep over a restart."""
+    capacity = (NAMESPACES + 620) * PAGE
+    mine = [
+        record((NAMESPACES + n) * PAGE, 100, 5000 + n, Namespace(f"@globex/{n // 200}"))
+        for n in range(600)
+    ]
+    tiny = [record(n * PAGE, 100, n + 1, Namespace(f"@acme/{n}")) for n in range(NAMESPACES)]
+    with tier_at(path, capacity) as tier:
+        await tier.persist(tiny)
+        left_out = tier.not_persisted
+        assert 500 < left_out < 520
+        await tier.persist(mine)
+        assert all(tier.keeps(one.offset) for one in mine)
+        assert sum(tier.keeps(one.offset) for one in tiny) == NAMESPACES - left_out
+        assert not tier.keeps(tiny[-1].offset)
+        assert tier.not_persisted == left_out
+        lines = [one for one in caplog.messages if "not kept for a restart" in one]
+        assert len(lines) == 1
+        assert "acme" in lines[0]
+        await tier.erase([one.offset for one in tiny[:10]])
+        await tier.persist(tiny[-6:])
+        assert tier.keeps(tiny[-1].offset), "as much as it gave back"
+    with tier_at(path, capacity) as tier:
+        found = await tier.recover()
+        assert {one.namespace for one in mine} < {one.namespace for one in found}
+        assert tier.not_persisted == 0
+        await tier.persist(tiny)
+        again = sum(tier.keeps(one.offset) for one in tiny)
+        assert again <= NAMESPACES // 2 + 1, "a restart gives nothing more"
+        # Names that the table has still, without extents, count as others do.
+        await tier.erase([one.offset for one in tiny])
+        await tier.persist(mine)
+        await tier.persist([one._replace(generation=one.generation + 9000) for one in tiny])
+        assert sum(tier.keeps(one.offset) for one in tiny) <= NAMESPACES // 2 + 1
+
+
+async def test_a_file_in_which_one_tenant_has_all_namespaces_is_read_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of an older release may be; others have room when it has given back enough."""
+    capacity = (NAMESPACES + 20) * PAGE
+    tiny = [record(n * PAGE, 100, n + 1, Namespace(f"@acme/{n}")) for n in range(NAMESPACES)]
+    with monkeypatch.context() as older:
+        older.setattr("kvpool_tiers.nvme.namespaces.tenant_of", lambda name: "")
+        with tier_at(path, capacity) as tier:
+            await tier.persist(tiny)
+            assert tier.not_persisted == 0
+    mine = record((NAMESPACES + 1) * PAGE, 100, 5000, Namespace("@globex/m"))
+    with tier_at(path, capacity) as tier:
+        assert set(await tier.recover()) == set(tiny)
+        await tier.persist([mine])
+        assert not tier.keeps(mine.offset)
+        await tier.erase([0])
+        await tier.persist([tiny[0]])
+        assert not tier.keeps(0), "it has more than its share"
+        await tier.persist([mine])
+        assert tier.keeps(mine.offset)
+
+
 async def test_more_namespaces_than_fit_are_served_and_not_remembered(path: Path) -> None:
     capacity = (NAMESPACES + 10) * PAGE
     with tier_at(path, capacity) as tier:

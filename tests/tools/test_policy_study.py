@@ -16,7 +16,8 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.tools import policy_study as dry
 from kvpool.tools.cache_bounds import belady, lru, working_set
 from kvpool.tools.dry_pool import DryPool
-from kvpool.tools.workloads import Request, blocks, codex, fan_out
+from kvpool.tools.traces import Request
+from kvpool.tools.workloads import blocks, codex, fan_out
 
 
 def best(requests: list[Request], capacity: int) -> int:

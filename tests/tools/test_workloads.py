@@ -1,16 +1,15 @@
-"""The generator, the trace reader, and the yardsticks that a replay is held against."""
+"""The generator, and the yardsticks that a replay is held against."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvpool.errors import ConfigError
 from kvpool.tools.cache_bounds import LruCache, ideal, isolated, lru
-from kvpool.tools.workloads import Payload, Request, blocks, codex, mooncake
+from kvpool.tools.traces import Request
+from kvpool.tools.workloads import Payload, blocks, codex, hit_rate
 
 
 def test_the_generator_reproduces_its_check_values() -> None:
@@ -20,6 +19,11 @@ def test_the_generator_reproduces_its_check_values() -> None:
     assert lru(requests, 5_000) == pytest.approx(0.7384, abs=5e-5)
     assert ideal(requests) == pytest.approx(0.9306, abs=5e-5)
     assert isolated(requests, 5_000, 8) == pytest.approx(0.104, abs=5e-4)
+
+
+def test_prompts_without_a_block_have_no_hits() -> None:
+    assert hit_rate(0, [Request(0, ())]) == 0.0
+    assert ideal([Request(0, ())]) == lru([Request(0, ())], 10) == 0.0
 
 
 def test_one_seed_is_one_workload() -> None:
@@ -38,37 +42,6 @@ def test_the_offline_cache_is_least_recently_used_tail_first() -> None:
         assert cache.play(chain) == hits
         order = [id for id in order if id not in chain] + list(reversed(chain))
         order = order[-10:]
-
-
-def test_a_trace_is_read_in_order(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(
-        '{"timestamp": 9, "input_length": 1, "output_length": 1, "hash_ids": [1, 3]}\n'
-        '\n{"timestamp": 5, "hash_ids": [1, 2]}\n'
-    )
-    assert mooncake(trace) == [Request(0, (1, 2), 0.005), Request(1, (1, 3), 0.009)]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "no requests"),
-        ("nonsense", "line 1.*nonsense"),
-        ('{"timestamp": 1, "hash_ids": []}', "line 1: hash_ids"),
-        ('{"timestamp": 1, "hash_ids": ["x"]}', "list of integers"),
-        ('{"timestamp": 1, "hash_ids": [1, 1]}', "twice"),
-        ('{"timestamp": 1, "hash_ids": [true]}', "list of integers"),
-        ('{"timestamp": NaN, "hash_ids": [1]}', "line 1: timestamp is nan"),
-        ('{"timestamp": 1, "hash_ids": [1]}\n{"hash_ids": [1]}', "line 2"),
-    ],
-)
-def test_a_bad_trace_names_the_line(tmp_path: Path, text: str, says: str) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        mooncake(trace)
-    with pytest.raises(ConfigError, match="No such file"):
-        mooncake(tmp_path / "nowhere")
 
 
 def test_every_wrong_byte_is_counted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvpool.protocols import (
     SupportsDrain,
     SupportsFetch,
     SupportsPrefetch,
+    SupportsRemoveAll,
     SupportsZeroCopyView,
     Tier,
     Transport,
@@ -47,6 +49,7 @@ from kvpool.types import (
     DrainOrder,
     DrainReport,
     FetchStatus,
+    HoldingsPage,
     Namespace,
     Offer,
     Pin,
@@ -55,6 +58,8 @@ from kvpool.types import (
     ReadResult,
     ReadStatus,
     Record,
+    Removal,
+    RemovalCursor,
     WriteBlock,
     WriteStatus,
 )
@@ -115,7 +120,7 @@ async def test_transport(scheme: str, check: str) -> None:
 async def test_transport_with_every_write_in_steps(
     scheme: str, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with a server of the release before, which knows no other."""
+    """As those that are too large, or that a server cannot take at once."""
     for limit in ("ONE_REQUEST_MAX", "ONE_REQUEST_MAPPED_MAX"):
         monkeypatch.setattr(requests, limit, 0)
     await TRANSPORT_CHECKS[check](makers()[scheme])
@@ -251,6 +256,16 @@ class Through:
         assert isinstance(self.inner, SupportsPrefetch)
         return await self.inner.prefetch(*asked, deadline=deadline)
 
+    async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
+        assert isinstance(self.inner, SupportsRemoveAll)
+        return await self.inner.holdings(after, deadline=deadline)
+
+    async def remove_all(
+        self, namespace: Namespace, at: RemovalCursor, *, deadline: float
+    ) -> Removal:
+        assert isinstance(self.inner, SupportsRemoveAll)
+        return await self.inner.remove_all(namespace, at, deadline=deadline)
+
     async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
         assert isinstance(self.inner, SupportsDrain)
         return await self.inner.drain(order, deadline=deadline)
@@ -343,6 +358,38 @@ class Retrying(Through):
         with suppress(Overloaded):
             return await self.inner.write(writing, blocks, deadline=deadline)
         return await self.inner.write(writing, blocks, deadline=deadline)
+
+
+class Rereading(Through):
+    """Does not take no for an answer from a read."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        with suppress(Overloaded):
+            return await self.inner.read(reading, blocks, deadline=deadline)
+        return await self.inner.read(reading, blocks, deadline=deadline)
+
+
+class Thinking(Through):
+    """Keeps the loop while it reads."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        time.sleep(0.02)  # noqa: ASYNC251, which is what it does wrong
+        return await self.inner.read(reading, blocks, deadline=deadline)
+
+
+class Dialling(UnixTransport):
+    """Connects for as long as it takes."""
+
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
+        return await super().connect(
+            address, cluster=cluster, client=client, deadline=deadline + 60
+        )
 
 
 class Patient(Through):
@@ -602,6 +649,8 @@ BROKEN: dict[str, Callable[[], ThroughTransport]] = {
     "a_drain_arrives_as_it_was_ordered": lambda: ThroughTransport(Terse),
     "a_closed_channel_moves_nothing": lambda: ThroughTransport(Undead),
     "nobody_there_is_unavailable": Raw,
+    "a_refused_call_is_made_once": lambda: ThroughTransport(Rereading),
+    "no_call_keeps_the_loop": lambda: ThroughTransport(Thinking),
     "nothing_stays_when_both_sides_close": Leaking,
     "bytes_are_taken_while_they_are_pinned": lambda: ThroughTransport(
         store=lambda store: Books(store, unpin_early)
@@ -613,6 +662,11 @@ BROKEN: dict[str, Callable[[], ThroughTransport]] = {
         store=lambda store: Books(store, forget_the_books)
     ),
 }
+
+
+async def test_a_connect_without_a_deadline_is_noticed() -> None:
+    with pytest.raises(ConformanceError, match="an end by the deadline"):
+        await TRANSPORT_CHECKS["connecting_to_a_silent_server_keeps_its_deadline"](Dialling)
 
 
 @pytest.mark.parametrize("check", BROKEN)
@@ -691,6 +745,27 @@ class Late(FileTier):
 
     async def _write(self, offset: int, buffer: memoryview) -> None:
         await asyncio.sleep(0.001)
+        await super().write_from(offset, buffer)
+
+
+class Keeping(Dram):
+    """Stores the caller's buffer, and no copy of it."""
+
+    async def write_from(self, offset: int, buffer: memoryview) -> None:
+        await super().write_from(offset, buffer)
+        self.kept = offset, buffer
+
+    async def read_into(self, offset: int, buffer: memoryview) -> None:
+        where, kept = self.kept
+        await super().write_from(where, kept)
+        await super().read_into(offset, buffer)
+
+
+class Slow(Dram):
+    """Waits for its medium on the loop's thread."""
+
+    async def write_from(self, offset: int, buffer: memoryview) -> None:
+        time.sleep(0.02)  # noqa: ASYNC251, which is what it does wrong
         await super().write_from(offset, buffer)
 
 
@@ -781,6 +856,8 @@ def unsealed(capacity: int) -> Tier:
         ("neighbours_are_left_alone", Sprawling),
         ("a_cancelled_call_stops", Late),
         ("nothing_lies_outside", Endless),
+        ("a_buffer_is_the_callers_again", Keeping),
+        ("no_call_of_a_tier_keeps_the_loop", Slow),
         ("a_view_is_the_memory_itself", Copying),
         ("capacity_is_what_was_asked_for", Greedy),
         ("nobody_can_resize_it", unsealed),

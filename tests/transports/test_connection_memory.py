@@ -1,7 +1,7 @@
 """What connections leave behind: nothing, however they end, and without a garbage collection.
 
-Servers hardly ever collect garbage (design: garbage-collection), so a cycle that holds a buffer of
-64 KiB would be lost memory.
+Servers hardly ever collect garbage (design: turns), so a cycle that holds a buffer of 64 KiB would
+be lost memory.
 """
 
 from __future__ import annotations

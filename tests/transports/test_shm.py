@@ -115,6 +115,27 @@ def shm_address(running: dev.Dev) -> str:
     return next(a for a in server.addresses if a.startswith("shm:"))
 
 
+# --- addresses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", ["n" * 86, "n" * 256, "ü" * 256])
+def test_a_server_with_a_long_id_has_an_address(server: str) -> None:
+    """Kubernetes' node names have 253 characters, and a socket's name 107 bytes."""
+    address = shm._free_address(server)
+    assert address != shm._free_address(server)  # two servers of one id on a host
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(shm._socket_name(address))
+
+
+@pytest.mark.parametrize("kind", ["@", "/"])
+def test_a_socket_name_that_is_too_long_is_named_with_its_limit(kind: str) -> None:
+    assert len(shm._socket_name(f"shm://{kind}{'n' * 106}")) == 107
+    with pytest.raises(ConfigError, match=r"has 108 bytes.* 107 at most"):
+        shm._socket_name(f"shm://{kind}{'n' * 107}")
+    with pytest.raises(ConfigError, match="108 bytes"):
+        shm._socket_name(f"shm://{kind}a{'ü' * 53}")
+
+
 # --- before the handshake ------------------------------------------------------------------
 
 

@@ -115,12 +115,15 @@ async def test_lanes_that_ucx_has_not_are_a_config_error(installed: None) -> Non
             await UcxTransport(tls="nonsense").listen("", pool.servers[0])
 
 
-async def test_no_common_lane_is_another_path(installed: None) -> None:
+async def test_no_common_lane_is_another_path(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server shares memory only, the client has tcp only: the next transport takes the call."""
+    monkeypatch.setattr(UcxTransport, "has_fabric", True)  # else tcp came first
     transports = {"ucx": UcxTransport(tls="posix,self"), "tcp": TcpTransport()}
     listen = ["ucx://127.0.0.1:0", "tcp://127.0.0.1:0"]
     async with dev.serve("64MiB", listen=tuple(listen), transports=transports) as running:
-        config = ClientConfig(masters=[running.address], transports=["ucx", "tcp"], measure=False)
+        config = ClientConfig(masters=[running.address], transports=["ucx", "tcp"])
         client = Pool(
             config,
             cluster=Cluster(),
@@ -158,7 +161,7 @@ async def test_a_wrong_introduction_ends_that_link_only(installed: None, garbage
         host, port = running.servers[0].addresses[0].removeprefix("ucx://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(frame(Hello("default", "test")))
-        type, body_size, _, _ = decode_header(await reader.readexactly(HEADER_SIZE))
+        type, body_size, _ = decode_header(await reader.readexactly(HEADER_SIZE))
         assert type == TYPES[Welcome]
         await reader.readexactly(body_size)
         writer.write(encode_frame(PAYLOAD, b"", len(garbage)) + garbage)
@@ -202,18 +205,15 @@ async def test_a_mute_server_costs_nothing_but_time(installed: None) -> None:
     assert len(os.listdir("/proc/self/fd")) < before + 5
 
 
-async def test_a_client_that_may_choose_reads_right(running: Running) -> None:
-    """ucx is tried on the calls themselves: whatever comes of it, every byte is right."""
+async def test_without_a_fabric_tcp_comes_first(running: Running) -> None:
     async with running.client("ucx", "tcp", timeout_s=20, attempt_s=10) as pool:
         chain = await stored(pool, "chosen", 8)
-        for _ in range(12):
-            got = buffers(8, SIZE)
-            results = await pool.read(NAMESPACE, chain, got)
-            assert all(result.status.hit for result in results)
-            assert got == values(chain, SIZE)
-        assert pool.counters["failed_ucx"] == pool.counters["failed_tcp"] == 0
+        got = buffers(8, SIZE)
+        results = await pool.read(NAMESPACE, chain, got)
+        assert all(result.status.hit for result in results)
+        assert got == values(chain, SIZE)
         (known,) = pool._servers._records.values()
-        assert {path.scheme for path in known.channels} == {"ucx", "tcp"}
+        assert {path.scheme for path in known.channels} == {"tcp"}
 
 
 # --- dead and frozen -----------------------------------------------------------------------
@@ -505,17 +505,19 @@ def test_settings_are_written_behind_the_name(installed: None) -> None:
         registry.transport("ucx?rails=17")
 
 
-def test_ucx_is_unproven_without_a_fabric(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ucx_knows_whether_it_has_a_fabric(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It comes before tcp only where it has what tcp has not."""
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.setattr(ucx, "_rdma_devices", lambda: ["mlx5_0"])
-    for lanes, verbs, needs_measurement in (
-        ("", True, True),
-        ("rc,self", False, True),
-        ("rc", True, False),
+    for lanes, verbs, has_fabric in (
+        ("", True, False),
+        ("rc,self", False, False),
+        ("rc", True, True),
     ):
         monkeypatch.setattr(ucx, "_has", lambda _, verbs=verbs: verbs)
-        assert UcxTransport(tls=lanes).needs_measurement is needs_measurement
+        assert UcxTransport(tls=lanes).has_fabric is has_fabric
 
 
 @pytest.mark.parametrize("doing", ["read", "write"])

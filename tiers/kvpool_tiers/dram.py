@@ -8,12 +8,12 @@ would kill every process that maps it with SIGBUS (design: shared-memory).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
 
 from kvpool.errors import Closed, ConfigError, UsageError
 from kvpool.huge_pages import HUGE_PAGE, HugePageMapping
+from kvpool.memory_limits import MemoryLimits, tightest
 
 
 class Dram:
@@ -23,24 +23,17 @@ class Dram:
     alignment = 4096
     survives_restart = False
 
-    def __init__(self, capacity: int, *, prefault: bool = True) -> None:
-        """Raises ConfigError when the machine does not have that much memory.
+    def __init__(
+        self, capacity: int, *, prefault: bool = True, limits: MemoryLimits | None = None
+    ) -> None:
+        """Raises ConfigError when a limit of the machine or this process leaves less memory.
 
         With `prefault` a thread touches every page in the background: the first write to fresh
         memory is several times slower than later ones. Where the administrator has reserved enough
-        huge pages, the memory lies in those; else the kernel is asked for huge pages
-        (design: huge-pages).
+        huge pages, the memory lies in those; else the kernel is asked for huge pages.
         """
-        available = memory_available()
-        if capacity > available:
-            raise ConfigError(
-                f"capacity is {capacity} bytes, the machine has {available} available: "
-                "lower `capacity`"
-            )
         self.capacity = max(capacity - capacity % self.alignment, self.alignment)
-        self.huge_pages = (
-            _free_huge_pages() * HUGE_PAGE >= self.capacity > 0 == (self.capacity % HUGE_PAGE)
-        )
+        self.huge_pages = _fits(capacity, self.capacity, limits or MemoryLimits())
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         if self.huge_pages:
             flags |= os.MFD_HUGETLB
@@ -87,22 +80,26 @@ class Dram:
 
 
 def memory_available() -> int:
-    """Bytes that can be allocated without swapping, within the cgroup's limit."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as lines:
-        available = next(int(line.split()[1]) for line in lines if "MemAvailable" in line) << 10
-    with (
-        contextlib.suppress(OSError, ValueError),
-        open("/sys/fs/cgroup/memory.max") as limit,
-        open("/sys/fs/cgroup/memory.current") as used,
-    ):
-        available = min(available, int(limit.read()) - int(used.read()))
-    return available
+    """Bytes that can be allocated without swapping, within this process's limits."""
+    return tightest(MemoryLimits().memory()).free
 
 
-def _free_huge_pages() -> int:
-    try:
-        with open("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages") as count:
-            return int(count.read())
-    except (OSError, ValueError):
-        return 0
+def _fits(wanted: int, capacity: int, limits: MemoryLimits) -> bool:
+    """Whether the memory lies in reserved huge pages. Raises ConfigError if it fits nowhere.
+
+    A page beyond a limit would not be refused later: it ends the process.
+    """
+    reserved = tightest(limits.huge_pages())
+    huge = capacity % HUGE_PAGE == 0 and reserved.free >= capacity
+    bound = tightest(
+        [*([] if huge else limits.memory()), *limits.mapped(), *limits.file_size()],
+    )
+    if wanted > bound.free:
+        more = f" or raise {bound.advice}" if bound.advice else ""
+        if not huge and reserved.free > 0:
+            more += f"; {reserved.name} have {reserved.free}, too few for all of it"
+        raise ConfigError(
+            f"capacity is {wanted} bytes, {bound.name} has {max(0, bound.free)} available: "
+            f"lower `capacity`{more}"
+        )
+    return huge

@@ -16,7 +16,7 @@ from kvpool.errors import BadBuffer, Closed, ConfigError, UsageError
 from kvpool.protocols import DeviceToken
 from kvpool_tiers.dram import memory_available
 
-if TYPE_CHECKING:  # torch takes seconds to import: only `Hbm.__init__` does (design: import-time)
+if TYPE_CHECKING:  # torch takes seconds to import: only `Hbm.__init__` does (design: layout)
     import torch
 
 _TOKEN_SIZE: Final = 8

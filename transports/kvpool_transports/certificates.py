@@ -1,4 +1,4 @@
-"""The certificates of one side of tls, as its files say now (design: certificates)."""
+"""The certificates of one side of tls, as its files say now (design: authentication)."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ from kvpool.errors import DeadlineExceeded, LinkBroken
 #: Bytes copied and then hashed while they are in the cache.
 STEP = 256 << 10
 #: A piece up to this size is copied without giving up the GIL, because that takes longer than the
-#: copy. xxhash keeps the GIL for such a piece, too. (design: copy-pool)
+#: copy. xxhash keeps the GIL for such a piece, too. (design: turns)
 SMALL_PIECE_MAX = 64 << 10
 #: Up to this, the loop's thread copies: waking threads takes longer, on a busy machine ten times as
-#: long as the copy (design: copy-pool).
+#: long as the copy (design: turns).
 INLINE_MAX = 8 << 20
 #: Bytes that it copies in one turn of the loop: a third of a millisecond, a whole one at worst.
 TURN_MAX = 2 << 20
@@ -132,12 +132,11 @@ class CopyPool:
         self._flags.update(dict.fromkeys(flags))
         try:
             async with asyncio.timeout_at(deadline):
-                done = await asyncio.gather(
-                    *(
-                        loop.run_in_executor(self._executor, _copy_all, share, flag)
-                        for share, flag in zip(shares, flags, strict=True)
-                    )
-                )
+                runs = [
+                    loop.run_in_executor(self._executor, _copy_all, share, flag)
+                    for share, flag in zip(shares, flags, strict=True)
+                ]
+                await asyncio.gather(*runs, return_exceptions=True)
         except TimeoutError:
             raise DeadlineExceeded(_LATE) from None
         finally:
@@ -146,7 +145,7 @@ class CopyPool:
                 del self._flags[flag]
                 share.clear()  # an exception may keep this frame, and must not keep the memory
         self._check_not_stopped()
-        return [sum_ for share in done for sum_ in share]
+        return [sum_ for run in runs for sum_ in run.result()]
 
     def _check_not_stopped(self) -> None:
         if self._stopped:

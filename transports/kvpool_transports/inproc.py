@@ -36,11 +36,14 @@ from kvpool.types import (
     DrainOrder,
     DrainReport,
     FetchStatus,
+    HoldingsPage,
     Namespace,
     Offer,
     PrefetchStatus,
     ReadBlock,
     ReadResult,
+    Removal,
+    RemovalCursor,
     WriteBlock,
     WriteStatus,
 )
@@ -297,6 +300,16 @@ class _InprocChannel:
     ) -> list[PrefetchStatus]:
         async with self._connection() as connection, self._until(deadline):
             return connection.prefetch(namespace, part, digests)
+
+    async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
+        async with self._connection() as connection, self._until(deadline):
+            return await connection.holdings(after)
+
+    async def remove_all(
+        self, namespace: Namespace, at: RemovalCursor, *, deadline: float
+    ) -> Removal:
+        async with self._connection() as connection, self._until(deadline):
+            return await connection.remove_all(namespace, at)
 
     async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
         async with self._connection() as connection, self._until(deadline):

@@ -41,9 +41,8 @@ from kvpool.protocols import (
 )
 from kvpool.types import Cluster
 from kvpool.wire.frame_reader import FrameReader, no_payload
-from kvpool.wire.frames import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Frame
+from kvpool.wire.frames import Frame
 from kvpool.wire.messages import Error, Hello, M, Message, Welcome, decode_answer
-from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.mapped_channel import MappedChannel
@@ -55,6 +54,10 @@ from kvpool_transports.streams.stream import Ending, Stream, encode_message, wai
 _ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
 _DIAL_AGAIN_S = 0.01  # the server's queue of new connections is full
 _UCRED = struct.Struct("iII")
+#: Of the name of a Unix socket: the kernel has 108, and ends a path with a zero.
+_NAME_BYTES_MAX = 107
+#: Of a server's id, in the name of its socket.
+_SHOWN_BYTES = 64
 #: A writer gets two descriptors; no server passes more.
 _DESCRIPTORS_MAX = 2
 #: Other users whose refusals are logged as a warning, each once.
@@ -77,7 +80,7 @@ class ShmTransport:
         if not isinstance(store.tier, Mappable):
             raise ConfigError(f"tier {store.tier.name!r} cannot be mapped: use tcp")
         listener = _ShmListener(store, store.tier)
-        listener.start(address or f"shm://@kvpool-{store.server}-{secrets.token_hex(8)}")
+        listener.start(address or _free_address(store.server))
         return listener
 
     async def connect(
@@ -196,7 +199,7 @@ class _ShmListener:
         with sock, contextlib.suppress(OSError):
             why = f"shm is for processes of user {os.geteuid()}, this one is of user {uid}"
             error = Error(Unauthenticated.__name__, why)
-            sock.send(encode_message(error, PROTOCOL_VERSION_MIN))  # before its first word
+            sock.send(encode_message(error))  # before its first word
 
 
 class _ShmSession(StreamSession):
@@ -218,7 +221,7 @@ class _ShmSession(StreamSession):
 
     async def welcome(self, hello: Hello, welcome: Welcome) -> None:
         fds = [self._read_only, self._writable] if hello.writer else [self._read_only]
-        frame = encode_message(welcome, self.stream.version)
+        frame = encode_message(welcome)
         # Past the stream, which can send no descriptors, but in order: the client has answered
         # everything that the stream has sent.
         try:
@@ -268,7 +271,7 @@ class _Mapping:
 
     So this process's resident memory has of the segment only what it has read or written. It lies
     in huge pages, as far as the server could get them; at an address that is not aligned they would
-    be mapped here as small ones. (design: one-mapping)
+    be mapped here as small ones. (design: shared-memory)
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -313,7 +316,6 @@ class _Segment:
         self._inode = 0
         self._size = 0
         self._mapping: _Mapping | None = None
-        self._spoken = SpokenVersion()
         self._becoming_writer = asyncio.Lock()
         self._closed = False
 
@@ -345,7 +347,6 @@ class _Segment:
         try:
             with os_errors(f"server at {self._address}"):
                 _, stream = await loop.create_connection(Stream, sock=sock)
-            stream.speak(self._spoken.at(loop.time()))
         except BaseException:
             sock.close()
             raise
@@ -353,12 +354,8 @@ class _Segment:
 
     async def _dial(self, deadline: float, *, writer: bool) -> socket.socket:
         """A connection after the handshake, the segment mapped."""
-        return await requests.dial_in_common_version(
-            self._spoken, functools.partial(self._try_to_dial, deadline, writer)
-        )
-
-    async def _try_to_dial(self, deadline: float, writer: bool) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        with os_errors(f"server at {self._address}"):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         bare = _BareStream(sock)
         try:
             with os_errors(f"server at {self._address}"):
@@ -372,7 +369,6 @@ class _Segment:
                     server="",
                     deadline=deadline,
                     writer=writer,
-                    spoken=self._spoken,
                 )
             with os_errors(f"segment of {self._address}"):
                 self._adopt(bare.take_descriptors(2 if writer else 1), welcome.segment_size)
@@ -417,15 +413,7 @@ class _BareStream:
         self._socket = sock
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
-        self._version = PROTOCOL_VERSION
         self._descriptors: list[int] = []
-
-    @property
-    def version(self) -> int:
-        return min(self._version, self._reader.version)
-
-    def speak(self, version: int) -> None:
-        self._version = version
 
     def take_descriptors(self, count: int) -> list[int]:
         """What the server has passed: `count` descriptors, which the caller closes."""
@@ -444,7 +432,7 @@ class _BareStream:
         # A server that has hung up already may have sent its reason: `receive` has it.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             async with asyncio.timeout_at(deadline):
-                await self._loop.sock_sendall(self._socket, encode_message(message, self.version))
+                await self._loop.sock_sendall(self._socket, encode_message(message))
 
     async def receive(self, *, deadline: float) -> Frame:
         complete = self._reader.ask(no_payload)
@@ -527,8 +515,19 @@ def _ambiguous_user() -> int | None:
         return None
 
 
+def _free_address(server: str) -> str:
+    """An address that nobody has. A long id is cut: the name only helps who lists sockets."""
+    shown = server.encode()[:_SHOWN_BYTES].decode(errors="ignore")
+    return f"shm://@kvpool-{shown}-{secrets.token_hex(8)}"
+
+
 def _socket_name(address: str) -> str:
     name = address.removeprefix("shm://")
-    if name == address or not name or len(name) > 100:
+    if name == address or not name:
         raise ConfigError(f"address {address!r}: expected shm://@name or shm:///path")
+    if len(name.encode()) > _NAME_BYTES_MAX:
+        raise ConfigError(
+            f"address {address!r}: its name has {len(name.encode())} bytes, and that of a Unix "
+            f"socket {_NAME_BYTES_MAX} at most: give a shorter one"
+        )
     return "\0" + name[1:] if name.startswith("@") else name

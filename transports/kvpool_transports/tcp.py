@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Callable
-from functools import partial
 from typing import Final
-from urllib.parse import urlsplit
 
 from kvpool import logs
+from kvpool.addresses import is_loopback, join, listening, parse
 from kvpool.errors import ConfigError
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.types import Cluster
-from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.channel import StreamChannel
 from kvpool_transports.streams.pool import StreamPool, os_errors
@@ -55,7 +52,6 @@ class TcpTransport:
         self, address: str, *, cluster: Cluster, client: str, deadline: float
     ) -> Channel:
         host, port = parse(address, self.scheme)
-        spoken = SpokenVersion()
 
         async def dial(deadline: float) -> Stream:
             with os_errors(f"server at {address}"):
@@ -68,7 +64,6 @@ class TcpTransport:
                     client=client,
                     server="",
                     deadline=deadline,
-                    spoken=spoken,
                     binding=binding,
                 )
             except BaseException:
@@ -76,15 +71,13 @@ class TcpTransport:
                 raise
             return stream
 
-        streams = StreamPool(
-            lambda deadline: requests.dial_in_common_version(spoken, partial(dial, deadline))
-        )
+        streams = StreamPool(dial)
         async with streams.stream(deadline):
             pass  # the server is there and speaks our protocol; the stream stays for later
         return StreamChannel(address, streams)
 
     def _warn_once(self, host: str, cluster: Cluster) -> None:
-        """A secret suggests protection, and here it protects the handshake only (design: tls)."""
+        """A secret suggests protection, and here it protects the handshake only."""
         if cluster.secret and not self._warned and not is_loopback(host):
             self._warned = True
             log.warning(
@@ -118,15 +111,13 @@ class TcpListener:
         host, port = parse(address or f"{self._scheme}://127.0.0.1:0", self._scheme)
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._accept, host, port, backlog=BACKLOG)
+            self._server = await loop.create_server(self._accept, **listening(host, port, BACKLOG))
         except (OSError, ValueError) as error:  # ValueError: a name that is none, `a..b`
             why = error.strerror if isinstance(error, OSError) else None
             raise ConfigError(
                 f"cannot listen on {address}: {why or error}; choose another address"
             ) from None
-        host, port = self._server.sockets[0].getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        self._address = f"{self._scheme}://{host}:{port}"
+        self._address = f"{self._scheme}://{join(*self._server.sockets[0].getsockname()[:2])}"
 
     @property
     def address(self) -> str:
@@ -150,22 +141,3 @@ def tune(transport: asyncio.BaseTransport) -> None:
     with contextlib.suppress(OSError, AttributeError):  # the loop may have no sockets (simulation)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether no other machine can reach it. Of names only `localhost` is known to be that."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def parse(address: str, scheme: str) -> tuple[str, int]:
-    """Host and port. Raises ConfigError."""
-    try:
-        parts = urlsplit(address)
-        if parts.scheme == scheme and parts.hostname and parts.port is not None:
-            return parts.hostname, parts.port
-    except ValueError:
-        pass
-    raise ConfigError(f"address {address!r}: expected {scheme}://host:port")

@@ -3,7 +3,7 @@
 With a secret no authority is needed: the proof of the handshake covers the server's certificate, as
 the channel binding `tls-server-end-point` of RFC 5929 does, so a peer in the middle, who has
 another certificate, cannot relay it. With `ca` a client checks the certificate itself, and a server
-asks its clients for theirs. (design: tls)
+asks its clients for theirs. (design: authentication)
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import ssl
 from functools import partial
 from typing import Final, NamedTuple
 
+from kvpool.addresses import join, listening_socket, parse
 from kvpool.errors import ConfigError, KvpoolError, LinkBroken, Unauthenticated
 from kvpool.protocols import BlockStore, Listener
 from kvpool.types import Cluster
 from kvpool_transports.certificates import Certificates, Files, read
 from kvpool_transports.streams.server import HELLO_S, Sessions
 from kvpool_transports.streams.stream import Stream, address_of
-from kvpool_transports.tcp import BACKLOG, TcpTransport, parse, tune
+from kvpool_transports.tcp import BACKLOG, TcpTransport, tune
 
 #: After an accept that failed.
 _ACCEPT_AGAIN_S: Final = 0.1
@@ -93,7 +94,7 @@ class TlsTransport(TcpTransport):
 
 class _TlsListener:
     """Accepts connections by itself, and not by the loop: a connection counts as a stranger's from
-    its first byte on, before TLS, so that silent ones are bounded (design: strangers)."""
+    its first byte on, before TLS, so that silent ones are bounded (design: bounds)."""
 
     def __init__(
         self, sessions: Sessions, certificates: Certificates, listening: socket.socket
@@ -101,8 +102,7 @@ class _TlsListener:
         self._sessions = sessions
         self._certificates = certificates
         self._listening = listening
-        host, port = listening.getsockname()[:2]
-        self._address = f"tls://[{host}]:{port}" if ":" in host else f"tls://{host}:{port}"
+        self._address = f"tls://{join(*listening.getsockname()[:2])}"
         self._loop = asyncio.get_running_loop()
         self._paused: asyncio.TimerHandle | None = None
         self._listen()
@@ -188,12 +188,9 @@ class _Arrival(NamedTuple):
 def _listen(address: str) -> socket.socket:
     """Raises ConfigError."""
     host, port = parse(address or "tls://127.0.0.1:0", "tls")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return listening_socket(host, port, BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {address}: {error.strerror or error}; choose another address"
         ) from None
-    listening.setblocking(False)
-    return listening

@@ -30,7 +30,6 @@ import struct
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -38,6 +37,7 @@ import numpy as np
 import xxhash
 
 from kvpool import logs
+from kvpool.addresses import is_loopback, parse
 from kvpool.errors import (
     BadFrame,
     ConfigError,
@@ -46,6 +46,7 @@ from kvpool.errors import (
     PeerError,
     VersionMismatch,
 )
+from kvpool.memory_limits import MemoryLimits, tightest
 from kvpool.protocols import (
     BlocksToHost,
     BlockStore,
@@ -81,7 +82,6 @@ from kvpool.wire.messages import (
     decode,
     decode_answer,
 )
-from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.channel import StreamChannel, read_answer
@@ -89,7 +89,7 @@ from kvpool_transports.streams.payload import cut
 from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import HELLO_S, Sessions, StreamSession
 from kvpool_transports.streams.stream import Stream
-from kvpool_transports.tcp import TcpListener, is_loopback, parse, tune
+from kvpool_transports.tcp import TcpListener, tune
 from kvpool_transports.ucx_worker import Transfer, UcxPath, Worker, Workers
 
 if TYPE_CHECKING:
@@ -153,6 +153,8 @@ class UcxTransport:
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
         host, _ = parse(address or "ucx://127.0.0.1:0", "ucx")
+        if self.has_fabric:
+            _check_lockable(store.tier.capacity, MemoryLimits())
         workers = await self._workers(host)
         session = _Session if self.device_lack else _DeviceSession
         sessions = Sessions(store, mapped=False, scheme="ucx", session=session)
@@ -177,8 +179,6 @@ class UcxTransport:
         def make() -> UcxStream:
             return UcxStream(workers.current(), workers.copies)
 
-        spoken = SpokenVersion()
-
         async def dial(deadline: float) -> Stream:
             loop = asyncio.get_running_loop()
             with os_errors(f"server at {address}"):
@@ -191,7 +191,6 @@ class UcxTransport:
                             client=client,
                             server="",
                             deadline=deadline,
-                            spoken=spoken,
                         )
                         await _exchange_addresses(stream, workers, deadline)
                         await stream.handshake_token(deadline)
@@ -200,9 +199,7 @@ class UcxTransport:
                         raise
             return stream
 
-        streams = StreamPool(
-            lambda deadline: requests.dial_in_common_version(spoken, partial(dial, deadline))
-        )
+        streams = StreamPool(dial)
         try:
             async with streams.stream(deadline):
                 pass  # the server is there and speaks our protocol; the stream stays for later
@@ -228,7 +225,7 @@ class UcxTransport:
     @property
     def device_lack(self) -> str:
         """Empty where a lane to devices is named and this UCX has it. Of these lanes it is not
-        known here whether the machine has what they need (design: direct-reads)."""
+        known here whether the machine has what they need (design: device-memory)."""
         if not _words(self._lanes) & {"cuda", "gdr", "all"}:
             return (
                 "ucx is given no lane to devices: name one, as in ucx?tls=rc,cuda_copy, or in "
@@ -237,10 +234,10 @@ class UcxTransport:
         return "" if _has("cuda") else "the UCX of this machine was built without CUDA"
 
     @property
-    def needs_measurement(self) -> bool:
-        """True unless a lane of a fabric is set and usable: over tcp UCX is not faster than tcp."""
+    def has_fabric(self) -> bool:
+        """Whether a lane of a fabric is set and usable: over tcp UCX is not faster than tcp."""
         named = any(lane.strip().startswith(_FABRICS) for lane in self._lanes.split(","))
-        return not (named and _rdma_devices() and _has("ib"))
+        return named and bool(_rdma_devices()) and _has("ib")
 
     @property
     def _lanes(self) -> str:
@@ -282,7 +279,7 @@ class UcxDeviceChannel(UcxChannel):
     """One whose UCX has lanes to devices: it registers a buffer there, and receives into it or
     sends from it."""
 
-    #: The server may send from memory of its devices (design: hbm-reads).
+    #: The server may send from memory of its devices (design: device-memory).
     _takes_from_devices = True
 
     async def read_to_device(
@@ -703,7 +700,7 @@ class UcxStream(Stream):
         return joined
 
     async def _copy(self, source: Pieces, target: Pieces, deadline: float) -> None:
-        """Copy in a thread, so that the loop's other calls go on (design: copy-pool)."""
+        """Copy in a thread, so that the loop's other calls go on (design: turns)."""
         job = CopyJob(tuple(source), tuple(target), None)
         await self._copies.run([job], deadline=deadline)
 
@@ -832,6 +829,16 @@ def _fabric() -> str:
         f"RDMA devices {', '.join(devices)}, but the UCX of this wheel was built without verbs: "
         "install UCX on the system and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
     )
+
+
+def _check_lockable(capacity: int, limits: MemoryLimits) -> None:
+    """Raises ConfigError where a network card may not have the whole segment."""
+    bound = tightest(limits.locked())
+    if capacity > bound.free:
+        raise ConfigError(
+            f"capacity is {capacity} bytes, {bound.name} has {max(0, bound.free)} available, and "
+            f"RDMA locks all of it: lower `capacity` or raise {bound.advice}"
+        )
 
 
 def _rdma_devices() -> list[str]:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 from kvpool.types import Namespace
 
-#: Changes that are kept, and the blocks in them: some 40 bytes for each block.
+#: Changes that are kept, the blocks in them, and bytes of their keys and names.
 CHANGES_MAX: Final = 65_536
 BLOCKS_MAX: Final = 1 << 18
+SIZE_MAX: Final = 32 << 20
+#: Bytes of one answer, and one change more: well below what a message may have.
+PAGE_SIZE: Final = 512 << 10
 
 
 class ChangeKind(enum.IntEnum):
@@ -31,6 +35,8 @@ class ChangeKind(enum.IntEnum):
     LOST = 3
     #: A server is there, with the blocks that it had.
     BACK = 4
+    #: The same as LOST, of a server that has said that it ends.
+    LEFT = 5
 
 
 class LoggedChange(NamedTuple):
@@ -50,6 +56,17 @@ class LoggedChange(NamedTuple):
     def blocks(self) -> int:
         return len(self.digests) // self.digest_size if self.digest_size else 0
 
+    @property
+    def size(self) -> int:
+        """Bytes of a message that it takes; perhaps more."""
+        name = self.namespace.name if self.namespace is not None else ""
+        return 128 + len(self.digests) + size_of(name, self.server, self.tier, self.host)
+
+
+def size_of(*texts: str) -> int:
+    """Bytes that these take in UTF-8; perhaps more."""
+    return sum([len(text) if text.isascii() else 4 * len(text) for text in texts])
+
 
 class ChangeRing:
     """The last changes, numbered from 1 without a gap."""
@@ -61,6 +78,7 @@ class ChangeRing:
         self._changes_max = changes_max
         self._blocks_max = blocks_max
         self._blocks = 0
+        self._size = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -75,8 +93,15 @@ class ChangeRing:
         self.last += 1
         self._kept.append(change)
         self._blocks += change.blocks
-        while len(self._kept) > self._changes_max or self._blocks > self._blocks_max:
-            self._blocks -= self._kept.popleft().blocks
+        self._size += change.size
+        while (
+            len(self._kept) > self._changes_max
+            or self._blocks > self._blocks_max
+            or self._size > SIZE_MAX
+        ):
+            oldest = self._kept.popleft()
+            self._blocks -= oldest.blocks
+            self._size -= oldest.size
 
     def add_blocks(
         self,
@@ -96,19 +121,22 @@ class ChangeRing:
             packed = b"".join(alike)
             self.add(LoggedChange(kind, server, namespace, part, tier, size, packed))
 
-    def since(self, number: int, blocks: int) -> tuple[list[LoggedChange], int] | None:
+    def since(
+        self, number: int, blocks: int, size: int = PAGE_SIZE
+    ) -> tuple[list[LoggedChange], int] | None:
         """Changes after `number`, oldest first, and the number of the last of them.
 
-        About so many blocks, and at least one change if there is one. None: some are missing, or
-        this log has not reached that number.
+        About so many blocks, changes and bytes of a message, and at least one change if there is
+        one. None: some are missing, or this log has not reached that number.
         """
         first = number + 1 - (self.last - len(self._kept) + 1)
         if first < 0 or number > self.last:
             return None
         found: list[LoggedChange] = []
-        while first < len(self._kept) and blocks > 0 and len(found) < blocks:
-            change = self._kept[first]
+        for change in islice(self._kept, first, first + blocks):
             found.append(change)
             blocks -= change.blocks
-            first += 1
+            size -= change.size
+            if blocks <= 0 or size <= 0:
+                break
         return found, number + len(found)

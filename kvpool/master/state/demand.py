@@ -8,7 +8,6 @@ count, and a block that was evicted meanwhile does, because the request for it i
 
 Only blocks whose hash is below a threshold are followed, and each stands for as many as the
 threshold leaves out (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015).
-(design: working-set)
 """
 
 from __future__ import annotations
@@ -19,12 +18,15 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvpool import spans
+from kvpool.shares import Recent
 from kvpool.spans import MarkedChain
+from kvpool.tenant_names import tenant_of
 from kvpool.types import Demand, Namespace, Run, WorkingSet
 
 #: Blocks followed at once. With more, the threshold is halved.
 FOLLOWED_MAX: Final = 8192
-#: Namespaces with figures of their own; one more drops the one that was asked for longest ago.
+#: Namespaces with figures of their own; one more drops the one that was asked for longest ago, of
+#: a tenant that has more than its part.
 NAMESPACES_MAX: Final = 256
 #: The figures are means over about this many seconds.
 _MEAN_S: Final = 600.0
@@ -58,7 +60,7 @@ class DemandMeter:
         self._asked: OrderedDict[int, float] = OrderedDict()
         self._threshold = 1 << _HASH_BITS
         self._changed_at = 0.0
-        self._figures: OrderedDict[Namespace, _Figures] = OrderedDict()
+        self._figures: Recent[Namespace, tuple[Namespace, _Figures]] = Recent(NAMESPACES_MAX)
         # Sums over the last matches, which fade with each: prompts that were found, their servers;
         # blocks that were looked behind a hole, and the others of those prompts.
         self._chains = 0.0
@@ -101,13 +103,10 @@ class DemandMeter:
         size: int = 0,
     ) -> None:
         """Hashes of what was asked for, each of so many blocks."""
-        figures = self._figures.get(namespace)
-        if figures is None:
-            figures = self._figures[namespace] = _Figures(now)
-            if len(self._figures) > NAMESPACES_MAX:
-                self._figures.popitem(last=False)
-        else:
-            self._figures.move_to_end(namespace)
+        tenant = tenant_of(namespace.name)
+        known = self._figures.get(tenant, namespace) or (namespace, _Figures(now))
+        self._figures.put(tenant, namespace, known)
+        figures = known[1]
         figures.block_bytes = size or figures.block_bytes
         threshold, last_asked = self._threshold, self._asked
         stands_for = (1 << _HASH_BITS) / threshold
@@ -141,10 +140,10 @@ class DemandMeter:
             WorkingSet(
                 namespace, min(_SIZE_MAX, round(blocks * figures.block_bytes)), round(blocks)
             )
-            for namespace, figures in self._figures.items()
+            for namespace, figures in self._figures.values()
             for blocks in [figures.mean(now)]
         ]
-        began = min((figures.began for figures in self._figures.values()), default=now)
+        began = min((figures.began for _, figures in self._figures.values()), default=now)
         return Demand(
             now - began,
             tuple(sorted((one for one in sets if one.size), key=lambda one: -one.size)),

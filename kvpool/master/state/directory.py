@@ -2,21 +2,25 @@
 
 Pure, and soft state: all of it can be rebuilt from the servers' inventories, so losing it costs two
 heartbeats and no data. Only a server says which blocks it has; the clock only decides which servers
-count as reachable, never which bytes are right. (design: announcements, inventory, tombstones)
+count as reachable, never which bytes are right. (design: announcements)
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from operator import itemgetter
 from typing import Final, NamedTuple
+
+import xxhash
 
 from kvpool import spans
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, entry_hash, location_seed
-from kvpool.master.state.block_map import MARK_BITS, BlockMap
-from kvpool.master.state.change_ring import ChangeKind, ChangeRing, LoggedChange
+from kvpool.master.state.block_map import MARK_BITS, BlockMap, NamespaceMap
+from kvpool.master.state.change_ring import PAGE_SIZE, ChangeKind, ChangeRing, LoggedChange, size_of
 from kvpool.master.state.locations import (
     BlockLocations,
     Location,
@@ -26,13 +30,15 @@ from kvpool.master.state.locations import (
 )
 from kvpool.master.state.placement import Placement, Placer
 from kvpool.master.state.server_record import Refusal, SequenceCheck, ServerRecord
-from kvpool.piecewise_dict import PiecewiseDict, compact
+from kvpool.piecewise_dict import compact
 from kvpool.spans import MarkedChain
+from kvpool.tenant_names import marker_of, tenant_of
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     FULL_SHARE,
     ROOM_SHARE,
     ROOT,
+    TEXT_MAX,
     BlockKey,
     Explanation,
     Match,
@@ -50,6 +56,13 @@ _BLOCK_SIZE: Final = 4096
 
 #: Spans that are looked up at once.
 _SPANS_STEP: Final = 128
+#: Of the number in a `MapCursor`: below the number of a piece the place of a copy in it, which has
+#: bits of the hash of the block, and below them of its server and part.
+_RANK_BITS: Final = 16
+_RANK_MASK: Final = (1 << _RANK_BITS) - 1
+_HASH_MASK: Final = (1 << 12) - 1
+_PLACE_BITS: Final = 12 + _RANK_BITS
+_PLACE_MASK: Final = (1 << _PLACE_BITS) - 1
 
 
 class ChainMatch(NamedTuple):
@@ -62,7 +75,7 @@ class ChainMatch(NamedTuple):
 
 
 class MapCursor(NamedTuple):
-    """How far a snapshot has come: a namespace, and the number of its next piece."""
+    """How far a snapshot has come: a namespace, and its next piece and place in that."""
 
     name: str = ""
     parts: int = 0
@@ -96,13 +109,13 @@ class Directory:
         self.changes = ChangeRing()
         self._servers: dict[str, ServerRecord] = {}
         self._placer = Placer()  # knows the living ones that will stay
-        self._blocks: PiecewiseDict[Namespace, BlockMap] = PiecewiseDict()
+        self._blocks = NamespaceMap()
         self._count = 0  # blocks of all namespaces
         self._locations = LocationTable()
         self._version = 0  # grows when an inventory or a server becomes readable, or stops being so
         self._last_tick: float | None = None
         self._least_fill = 1.0  # of the servers that live and stay, at the last tick
-        self._walk: Iterator[tuple[Namespace, BlockMap, dict[bytes, int]]] | None = None
+        self._walk: Iterator[int] | None = None
         self._walk_again = False  # an inventory was retired after the walk of `sweep` began
 
     def __len__(self) -> int:
@@ -110,9 +123,7 @@ class Directory:
 
     def namespaces(self, after: tuple[str, int], count: int) -> list[tuple[Namespace, int]]:
         """At most `count` namespaces that have blocks, and how many, in order of name and parts."""
-        later = (name for name in self._blocks if (name.name, name.parts) > after)
-        first = heapq.nsmallest(count, later, key=lambda name: (name.name, name.parts))
-        return [(name, len(self._blocks[name])) for name in first]
+        return [(one, len(self._blocks[one])) for one in islice(self._blocks.after(*after), count)]
 
     # --- servers ---------------------------------------------------------------------
 
@@ -226,7 +237,7 @@ class Directory:
         """Whether this master lists other blocks than the server had after message `sequence`.
 
         False if it cannot know: this message is older, or newer, than the last one.
-        (design: map-fingerprint)
+        (design: announcements)
         """
         record = self._servers.get(server)
         if record is None or record.epoch != epoch or record.sequence != sequence:
@@ -240,16 +251,16 @@ class Directory:
         return record.inventory.blocks if record is not None else 0
 
     def others_have_room(self, server: str) -> bool:
-        """Whether this server is full, and another one that stays is not (design: join)."""
+        """Whether this server is full, and another one that stays is not (design: movers)."""
         record = self._servers.get(server)
         return record is not None and record.fill >= FULL_SHARE and self._least_fill < ROOM_SHARE
 
     def leave(self, server: str, epoch: int) -> bool:
-        """Mark a server that shuts down as lost; False when this process of it is not known."""
+        """A server shuts down; False when this process of it is not known."""
         record = self._servers.get(server)
         if record is None or record.epoch != epoch:
             return False
-        self._set_alive(record, False)
+        self._set_alive(record, False, left=True)
         return True
 
     def tick(self, now: float) -> None:
@@ -270,6 +281,8 @@ class Directory:
                 self._forget(record)
             elif silent_s >= self.timeout_s:
                 self._set_alive(record, False)
+        if self._walk is None and self._locations.has_grown:
+            self._walk_again = True
         fills = [one.fill for one in self._servers.values() if one.alive and not one.draining]
         self._least_fill = min(fills, default=1.0)
 
@@ -286,6 +299,7 @@ class Directory:
                 heard_s=max(0.0, now - record.last_seen),
                 capacity=record.capacity,
                 stats=record.stats,
+                left=record.left,
             )
             for record in self._servers.values()
         ]
@@ -335,7 +349,7 @@ class Directory:
         """The first of the `digests` for which there is room, and those that are listed already.
 
         Where there is none, servers that are lost make room: their blocks are swept step by step,
-        so it is there a little later. (design: bounded-map)
+        so it is there a little later. (design: bounds)
         """
         record = self._servers[server]
         room = self._room(record, len(digests))
@@ -487,9 +501,9 @@ class Directory:
     def match(self, namespace: Namespace, digests: Sequence[bytes]) -> Match:
         """The longest prefix of blocks that can be read. It is no use of them (G9). (design: pins)
 
-        All digests have the same size.
+        All digests have the same size. Without any, everything asked for is here.
         """
-        chain = MarkedChain(len(digests[0]), b"".join(digests))
+        chain = MarkedChain(len(digests[0]) if digests else 1, b"".join(digests))
         runs, length, stopped = self.match_chain(namespace, chain)
         assert stopped is not None  # all keys are here
         return Match(tuple(runs), length, stopped)
@@ -546,6 +560,7 @@ class Directory:
         if held is not None:
             self._resolve(held)
         holders = [self._servers[one.server] for one in held.replicas] if held else []
+        tenant = tenant_of(namespace.name)
         ranked = self._placer.rank(
             key=digests[0] if digests else b"",
             parent=parent,
@@ -554,9 +569,10 @@ class Directory:
             host=host,
             copies=copies,
             session=session,
+            tenant=tenant,
         )
         for record in ranked[:copies]:
-            record.offer(size)
+            record.offer(tenant, size)
         return Placement(
             tuple(record.server for record in ranked), self._complete_replicas(namespace, digests)
         )
@@ -568,57 +584,78 @@ class Directory:
         return len(found) - found.count(None)
 
     def explain(self, namespace: Namespace, digests: Sequence[bytes]) -> list[Explanation]:
-        """For each block: where it is, or why it is a miss, as text."""
+        """For each block: where it is, or why it is a miss, as text of TEXT_MAX characters at most.
+
+        It names no namespace of another tenant than that of `namespace`.
+        """
         _, reasons = self.find(namespace, digests)
         blocks = self._blocks.get(namespace)
+        texts: dict[tuple[BlockLocations | None, ReadStatus], str] = {}  # not one for each block
         answers = []
         for position, digest in enumerate(digests):
             held = self._held(blocks, digest)
             status = reasons.get(position, ReadStatus.HIT)
             replicas = held.replicas if held is not None else ()
-            text = self._explanation(namespace, held, status)
+            text = texts.get((held, status))
+            if text is None:
+                text = self._explanation(namespace, held, status)[:TEXT_MAX]
+                texts[held, status] = text
             answers.append(Explanation(BlockKey(namespace, digest), status, replicas, text))
         return answers
 
-    def servers(self) -> list[LoggedChange]:
-        """Every server that has a record, as changes: BACK, and LOST if it is lost."""
-        found = []
-        for record in self._servers.values():
-            found.append(LoggedChange(ChangeKind.BACK, record.server, host=record.host))
+    def servers(self, after: str = "", size: int = PAGE_SIZE) -> tuple[list[LoggedChange], bool]:
+        """The servers that have a record and whose names come behind `after`, in order, as changes:
+        BACK, and LOST or LEFT if it is gone. About `size` bytes; and whether there are more."""
+        found: list[LoggedChange] = []
+        for name in sorted(name for name in self._servers if name > after):
+            if size <= 0:
+                return found, True
+            record = self._servers[name]
+            found.append(LoggedChange(ChangeKind.BACK, name, host=record.host))
             if not record.alive:
-                found.append(LoggedChange(ChangeKind.LOST, record.server))
-        return found
+                found.append(LoggedChange(_gone(record), name))
+            size -= 256 + 2 * size_of(name, record.host)
+        return found, False
 
     def snapshot(
-        self, after: MapCursor, blocks: int
+        self, after: MapCursor, blocks: int, size: int = PAGE_SIZE, seed: int = 0
     ) -> tuple[list[LoggedChange], MapCursor | None]:
         """What the map has behind `after`, as changes, and where to go on; None: that was all.
 
-        A piece of the map at least, and about so many blocks. A block that is here during the whole
-        walk is met, perhaps twice (`PiecewiseDict.pieces`).
+        About so many copies of blocks, and bytes of a message. A copy that is here during the whole
+        walk is met, perhaps twice (`PiecewiseDict.pieces`). The `seed` is the same for the whole
+        walk, and not known to those who choose keys.
         """
         found: dict[tuple[Namespace, Location, int], list[bytes]] = {}
-        at: MapCursor | None = after
-        while blocks > 0 and at is not None:
-            namespace = Namespace(at.name, at.parts) if at.name else None
-            held = self._blocks.get(namespace) if namespace is not None else None
-            piece = held.piece(at.piece) if held is not None else None
-            if namespace is None or piece is None:
-                later = self.namespaces((at.name, at.parts), 1)
-                at = MapCursor(later[0][0].name, later[0][0].parts) if later else None
+        at: MapCursor | None = None
+        for namespace, number, piece, first in self._pieces_after(after):
+            at = MapCursor(namespace.name, namespace.parts, number << _PLACE_BITS)
+            if blocks <= 0 or size <= 0:
+                break
+            blocks -= 1
+            for place, one, digest in self._copies(piece, first, seed):
+                if blocks <= 0 or size <= 0:
+                    at = at._replace(piece=number << _PLACE_BITS | place)
+                    break
+                blocks -= 1
+                if one.inventory.retired:
+                    continue
+                digests = found.setdefault((namespace, one, len(digest)), [])
+                size -= len(digest)
+                if not digests:
+                    tier = self._tier_of(one)
+                    size -= 128 + size_of(namespace.name, one.inventory.server, tier)
+                digests.append(digest)
+            else:
+                at = None
                 continue
-            at = at._replace(piece=at.piece + 1)
-            blocks -= 1 + len(piece)
-            for digest, tag in piece.items():
-                for one in self._locations.by_id[tag >> MARK_BITS].locations:
-                    if not one.inventory.retired:
-                        found.setdefault((namespace, one, len(digest)), []).append(digest)
+            break
         return [
             LoggedChange(
                 *(ChangeKind.STORED, one.inventory.server, namespace, one.part),
-                *(self._tier_name(one.inventory.server, one.tier), size, b"".join(digests)),
+                *(self._tier_of(one), length, b"".join(digests)),
             )
-            for (namespace, one, size), digests in found.items()
+            for (namespace, one, length), digests in found.items()
         ], at
 
     def check(self) -> None:
@@ -675,7 +712,8 @@ class Directory:
                     raise InvariantViolated(f"{name} is in an inventory that no server has")
 
     def sweep(self, limit: int = 512) -> bool:
-        """Remove retired locations from some of the blocks; False when none are left.
+        """Remove retired locations from some of the blocks, and sets of locations that no block
+        has; False when none are left.
 
         A step visits at least `limit` blocks, if there are as many, and at most one piece of the
         map more. So a lost server with millions of blocks does not stall the loop.
@@ -684,25 +722,22 @@ class Directory:
             if not self._walk_again:
                 return False
             self._walk_again = False
-            self._walk = self._pieces()
+            self._walk = self._sweep_all()
         while limit > 0:
-            step = next(self._walk, None)
-            if step is None:
+            visited = next(self._walk, 0)
+            if not visited:
                 self._walk = None
-                if not self._walk_again:  # every set with a retired location was found
-                    self._locations.drop_retired()
                 return self._walk_again
-            limit -= 1 + len(step[2])
-            self._sweep_piece(*step)
+            limit -= visited
         return True
 
     # --- inside ----------------------------------------------------------------------
 
-    def _set_alive(self, record: ServerRecord, alive: bool) -> None:
-        if record.alive is not alive:
-            record.alive = alive
+    def _set_alive(self, record: ServerRecord, alive: bool, *, left: bool = False) -> None:
+        if record.alive is not alive or left > record.left:
+            record.alive, record.left = alive, left
             self._version += 1
-            kind = ChangeKind.BACK if alive else ChangeKind.LOST
+            kind = ChangeKind.BACK if alive else _gone(record)
             self.changes.add(LoggedChange(kind, record.server, host=record.host if alive else ""))
             if alive and not record.draining:
                 self._placer.add(record)
@@ -710,7 +745,7 @@ class Directory:
                 self._placer.remove(record)
 
     def _set_draining(self, record: ServerRecord, draining: bool) -> None:
-        """A server that will leave is read, and not chosen for writes (design: drain)."""
+        """A server that will leave is read, and not chosen for writes (design: movers)."""
         if record.draining is not draining:
             record.draining = draining
             if draining:
@@ -810,6 +845,53 @@ class Directory:
             inventory.lost = True
             self._retire(inventory)
 
+    def _pieces_after(
+        self, at: MapCursor
+    ) -> Iterator[tuple[Namespace, int, dict[bytes, int], int]]:
+        """The pieces of the map from there on: their namespaces and numbers, and from which place
+        in them on. Change nothing meanwhile."""
+        number, first = at.piece >> _PLACE_BITS, at.piece & _PLACE_MASK
+        here = [Namespace(at.name, at.parts)] if at.name else []
+        for namespace in itertools.chain(here, self._blocks.after(at.name, at.parts)):
+            blocks = self._blocks.get(namespace)
+            if not here or namespace is not here[0]:
+                number = first = 0
+            while blocks is not None and (piece := blocks.piece(number)) is not None:
+                yield namespace, number, piece, first
+                number, first = number + 1, 0
+
+    def _copies(
+        self, piece: dict[bytes, int], first: int, seed: int
+    ) -> Iterator[tuple[int, Location, bytes]]:
+        """The copies of the blocks in a piece, retired ones too, in order of their places in it,
+        from place `first` on.
+
+        A copy has the same place as long as it is here, whatever else comes and goes: by the hash
+        of its block, and then by that of its server and part.
+        """
+        hashed = xxhash.xxh3_64_intdigest
+        ranked: dict[int, list[tuple[int, Location]]] = {}  # once for each set of locations
+        order = sorted(
+            (hashed(digest, seed) & _HASH_MASK, digest, tag >> MARK_BITS)
+            for digest, tag in piece.items()
+        )
+        for number, same in itertools.groupby(order, key=itemgetter(0)):
+            if number < first >> _RANK_BITS:
+                continue
+            copies = []
+            for _, digest, id in same:
+                if id not in ranked:
+                    here = self._locations.by_id[id].locations
+                    names = [f"{one.inventory.server}/{one.part}".encode() for one in here]
+                    ranks = [hashed(name, seed) & _RANK_MASK for name in names]
+                    ranked[id] = list(zip(ranks, here, strict=True))
+                copies += [(number << _RANK_BITS | rank, one, digest) for rank, one in ranked[id]]
+            copies.sort(key=itemgetter(0))
+            yield from (copy for copy in copies if copy[0] >= first)
+
+    def _tier_of(self, one: Location) -> str:
+        return self._tier_name(one.inventory.server, one.tier)
+
     def _tier_name(self, server: str, tier: int) -> str:
         record = self._servers.get(server)
         return record.tiers[tier] if record is not None and tier < len(record.tiers) else "?"
@@ -839,6 +921,15 @@ class Directory:
                 if blocks is not None:
                     for piece in blocks.pieces():
                         yield namespace, blocks, piece
+
+    def _sweep_all(self) -> Iterator[int]:
+        """A walk through the map: how much is visited in each step."""
+        self._locations.walk += 1
+        for namespace, blocks, piece in self._pieces():
+            count = 1 + len(piece)
+            self._sweep_piece(namespace, blocks, piece)
+            yield count
+        yield from self._locations.drop_unused()
 
     def _sweep_piece(self, namespace: Namespace, blocks: BlockMap, piece: dict[bytes, int]) -> None:
         by_id = self._locations.by_id
@@ -999,9 +1090,11 @@ class Directory:
         return f"{status.label}: it was stored earlier"
 
     def _unknown_namespace(self, namespace: Namespace) -> str:
-        if not len(self._blocks):
-            return "the pool holds no blocks"
-        others = ", ".join(sorted(repr(other.name) for other in self._blocks)[:3])
+        marker = marker_of(tenant_of(namespace.name))
+        first = islice(self._blocks.after(marker), 3)
+        others = ", ".join([repr(one.name) for one in first if one.name.startswith(marker)])
+        if not others:
+            return f"{'this tenant has' if marker else 'the pool holds'} no blocks"
         return (
             f"namespace {namespace.name!r} with {namespace.parts} part(s) has no blocks; "
             f"namespaces with blocks: {others}"
@@ -1029,6 +1122,11 @@ class _Removal(NamedTuple):
             after.tag if after.locations else None,
             all(one.inventory.server == server or one.inventory.retired for one in after.locations),
         )
+
+
+def _gone(record: ServerRecord) -> ChangeKind:
+    """What is told of a server that is not alive."""
+    return ChangeKind.LEFT if record.left else ChangeKind.LOST
 
 
 def _uncount(digest: bytes, inventory: ServerInventory, seed: int) -> None:

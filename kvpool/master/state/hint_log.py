@@ -7,20 +7,24 @@ of victim. (design: session-hints)
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import islice
 from typing import Final, NamedTuple
 
+from kvpool.shares import Recent, Shares
+from kvpool.tenant_names import tenant_of
 from kvpool.types import ARRIVED, HintStatus, SessionReport
 
 #: Hints that are kept for servers to fetch.
 KEPT_MAX: Final = 65_536
-#: Sessions whose hints can be explained; one more drops the one with the oldest news.
+#: Sessions whose hints can be explained; one more drops the one with the oldest news, of a tenant
+#: that has more than its part.
 EXPLAINED_MAX: Final = 4096
 #: Servers whose answers are kept for one session. Its blocks are on a few.
 ANSWERS_MAX: Final = 64
 #: Two heartbeats: a server fetches a hint within this time. Until then it is not overwritten.
 _FETCHED_S: Final = 2.0
+#: That come of age in one call: more than one comes in it.
+_AGED_MAX: Final = 64
 
 
 class LoggedHint(NamedTuple):
@@ -48,38 +52,48 @@ class HintLog:
         self.last = 0
         self._ring: list[LoggedHint] = []
         self._kept = kept
-        self._news: OrderedDict[str, _SessionNews] = OrderedDict()
+        #: Those that may not be overwritten yet, and the number of the first of them.
+        self._fresh = Shares(kept)
+        self._fresh_from = 1
+        self._news: Recent[str, _SessionNews] = Recent(EXPLAINED_MAX)
 
     def add(self, session: str, resume_in: float | None, now: float) -> HintStatus:
-        """Append a hint. REFUSED when the ring is full of hints that servers may still fetch."""
+        """Append a hint. REFUSED when its tenant has its share of the ring, or the ring is full, of
+        hints that servers may still fetch."""
+        tenant = tenant_of(session)
+        self._age(now)
+        if not self._fresh.take(tenant):
+            return HintStatus.REFUSED
         hint = LoggedHint(session, resume_in, now)
         if len(self._ring) < self._kept:
             self._ring.append(hint)
         else:
-            index = self.last % self._kept
-            if now - self._ring[index].received_at < _FETCHED_S:
-                return HintStatus.REFUSED
-            self._ring[index] = hint
+            self._ring[self.last % self._kept] = hint
         self.last += 1
         kind = "ends" if resume_in is None else "arrived" if resume_in == ARRIVED else "resumes"
-        news = self._news.get(session)
-        if news is None:
-            news = self._news[session] = _SessionNews()
-            if len(self._news) > EXPLAINED_MAX:
-                self._news.popitem(last=False)
-        self._news.move_to_end(session)
+        news = self._news.get(tenant, session) or _SessionNews()
+        self._news.put(tenant, session, news)
         news.hints[kind] = hint
         return HintStatus.ACCEPTED
 
+    def _age(self, now: float) -> None:
+        """Hints that servers have had time to fetch may be overwritten; some at a time."""
+        for _ in range(min(_AGED_MAX, self.last + 1 - self._fresh_from)):
+            hint = self._ring[(self._fresh_from - 1) % self._kept]
+            if now - hint.received_at < _FETCHED_S:
+                break
+            self._fresh.give_back(tenant_of(hint.session))
+            self._fresh_from += 1
+
     def answered(self, server: str, session: str, status: HintStatus, now: float) -> None:
         """What a server made of a hint about this session."""
-        news = self._news.get(session)
+        news = self._news.get(tenant_of(session), session)
         if news is not None and (server in news.answers or len(news.answers) < ANSWERS_MAX):
             news.answers[server] = (status, now)
 
     def explain(self, session: str, now: float) -> SessionReport:
         """What became of the hints about a session, as far as this master knows."""
-        news = self._news.get(session) or _SessionNews()
+        news = self._news.get(tenant_of(session), session) or _SessionNews()
         return SessionReport(
             [(max(0.0, now - hint.received_at), hint.resume_in) for hint in news.hints.values()],
             [
@@ -90,7 +104,7 @@ class HintLog:
 
     def latest(self, count: int) -> list[LoggedHint]:
         """The last hint of each of the `count` sessions that were hinted at last, latest first."""
-        news = islice(reversed(self._news.values()), count)
+        news = islice(self._news.values(), count)
         return [max(one.hints.values(), key=lambda hint: hint.received_at) for one in news]
 
     def since(self, number: int, count: int) -> tuple[list[LoggedHint], int]:

@@ -8,12 +8,16 @@ pointer, and whether it can be read is computed once for all of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
 
 from kvpool.fingerprint import MapFingerprint
 from kvpool.master.state.block_map import MARK_BITS
+from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.types import ReadStatus, Replica
+
+#: Sets of locations that may be useless before the map is walked for them.
+_SLACK: Final = 1024
 
 
 class ServerInventory:
@@ -34,7 +38,7 @@ class ServerInventory:
 
     def __init__(self, server: str) -> None:
         self.server = server
-        #: Its blocks, to be compared with what the server holds (design: map-fingerprint).
+        #: Its blocks, to be compared with what the server holds (design: announcements).
         self.listed = MapFingerprint()
         self.retired = False
         self.lost = False  # retired together with the process that had the blocks
@@ -70,7 +74,7 @@ class BlockLocations:
 
     The map of blocks stores `tag`, always this one int object, or one with the same `id` and the
     mark of a span (`BlockMap`), because the garbage collector visits neither ints nor dicts of them
-    (design: garbage-collection).
+    (design: turns).
 
     `version` is the directory's when the fields below it were derived. If it is older, call
     `resolve` before reading them.
@@ -87,6 +91,7 @@ class BlockLocations:
         "status",
         "tag",
         "version",
+        "walk",
     )
 
     def __init__(self, id: int, parts: int, locations: tuple[Location, ...]) -> None:
@@ -101,6 +106,7 @@ class BlockLocations:
         #: Results of `LocationTable.add` and `remove`: an announcement repeats the same step.
         self.after_add: dict[Location, Step] = {}
         self.after_remove: dict[tuple[str, int], Step] = {}
+        self.walk = 0  # of the map, in which it was used last; the steps are of that time
 
     def resolve(self, replicas: tuple[Replica, ...], lost: set[int], version: int) -> None:
         """Derive the status from the `replicas` that can be read at this `version`.
@@ -122,19 +128,35 @@ class BlockLocations:
 
 
 class LocationTable:
-    """Every set of locations that some block has, once."""
+    """The sets of locations that blocks have, each once.
+
+    Which of them no block has any more shows a walk through the map: what was in no piece of it,
+    and was not used meanwhile. So a set is used by `touch`, or by what calls it.
+    """
 
     def __init__(self) -> None:
         #: By `id`. Only ids that are in the map of blocks may be looked up.
         self.by_id: dict[int, BlockLocations] = {}
-        self._sets: dict[tuple[int, frozenset[Location]], BlockLocations] = {}
+        self._sets: PiecewiseDict[tuple[int, frozenset[Location]], BlockLocations] = PiecewiseDict()
         self._last_id = 0
-        self._kept = 0  # sets after the last `drop_retired`
+        self._kept = 0  # sets after the last walk
+        #: Number of the walk that is under way, or was the last one.
+        self.walk = 0
+
+    def __len__(self) -> int:
+        return len(self._sets)
 
     @property
     def has_grown(self) -> bool:
-        """There are so many more sets than before that some may be useless: sweep the map."""
-        return len(self._sets) > 2 * self._kept + 1024
+        """There are so many more sets than before that some may be useless: walk."""
+        return len(self._sets) > 2 * self._kept + _SLACK
+
+    def touch(self, held: BlockLocations) -> None:
+        """It is used in this walk. Steps from before may lead to sets that this walk drops."""
+        if held.walk != self.walk:
+            held.walk = self.walk
+            held.after_add.clear()
+            held.after_remove.clear()
 
     def get(self, parts: int, locations: Iterable[Location]) -> BlockLocations:
         """The one object for these locations."""
@@ -146,6 +168,7 @@ class LocationTable:
             self._last_id += 1
             held = self._sets[key] = BlockLocations(self._last_id, parts, tuple(ordered))
             self.by_id[held.id] = held
+        self.touch(held)
         return held
 
     def add(self, held: BlockLocations, location: Location) -> Step:
@@ -174,20 +197,21 @@ class LocationTable:
     def unretired(self, held: BlockLocations) -> BlockLocations:
         """`held` without locations in retired inventories; `held` itself when it has none."""
         kept = [one for one in held.locations if not one.inventory.retired]
-        return self.get(held.parts, kept) if len(kept) < len(held.locations) else held
+        if len(kept) < len(held.locations):
+            return self.get(held.parts, kept)
+        self.touch(held)
+        return held
 
-    def drop_retired(self) -> None:
-        """Forget the sets with a retired location, and all remembered steps: no block has them."""
-        stale = [
-            (key, held)
-            for key, held in self._sets.items()
-            if any(one.inventory.retired for one in held.locations)
-        ]
-        if stale:
-            for key, held in stale:
-                del self._sets[key]
+    def drop_unused(self) -> Iterator[int]:
+        """Forget the sets that were not used since `walk` was counted up, in small steps: how many
+        were looked at in each."""
+        for piece in self._sets.pieces():
+            unused = [key for key, held in piece.items() if held.walk != self.walk]
+            for key in unused:
+                held = piece.pop(key)
                 del self.by_id[held.id]
-            for held in self._sets.values():
-                held.after_add.clear()
+                held.after_add.clear()  # steps lead back to it
                 held.after_remove.clear()
+            self._sets.changed(-len(unused))
+            yield 1 + len(piece) + len(unused)
         self._kept = len(self._sets)

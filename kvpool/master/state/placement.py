@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Sequence
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import xxhash
 
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.server_record import ServerRecord
+from kvpool.shares import Recent
 from kvpool.types import ROOT
-
-V = TypeVar("V")
 
 
 class Placement(NamedTuple):
@@ -43,11 +42,11 @@ SHARED_FROM: Final = 4
 #: A session stays on its server, unless that is so many times as loaded as the least loaded one:
 #: many chains may have one name.
 _STAYS_FACTOR: Final = 2.0
-#: Blocks whose branches are counted, and new chains whose server is remembered, at least.
-_BRANCHES_KEPT: Final = 8192
-_CHAINS_KEPT: Final = 128
-#: Sessions whose server is remembered, at least.
-_SESSIONS_KEPT: Final = 8192
+#: Blocks whose branches are counted, and new chains whose server is remembered.
+_BRANCHES_KEPT: Final = 16_384
+_CHAINS_KEPT: Final = 256
+#: Sessions whose server is remembered.
+_SESSIONS_KEPT: Final = 16_384
 
 
 class Placer:
@@ -61,11 +60,11 @@ class Placer:
         self._records: list[ServerRecord] = []  # in the order of their names
         self._by_host: dict[str, list[ServerRecord]] = {}
         #: By a block: the first blocks of the chains that went on from it, up to `SHARED_FROM`.
-        self._branches: Recent[tuple[bytes, ...]] = Recent(_BRANCHES_KEPT)
+        self._branches: Recent[bytes, tuple[bytes, ...]] = Recent(_BRANCHES_KEPT)
         #: By its first new block: where a new chain was sent.
-        self._begun: Recent[str] = Recent(_CHAINS_KEPT)
+        self._begun: Recent[bytes, str] = Recent(_CHAINS_KEPT)
         #: By session: where its last blocks were sent.
-        self._sessions: Recent[str] = Recent(_SESSIONS_KEPT)
+        self._sessions: Recent[str, str] = Recent(_SESSIONS_KEPT)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -107,6 +106,7 @@ class Placer:
         host: str,
         copies: int,
         session: str = "",
+        tenant: str = "",
     ) -> list[ServerRecord]:
         """Servers for `size` bytes whose first digest is `key`, best first; `DRAWN` or a few more.
 
@@ -115,35 +115,26 @@ class Placer:
         3. Where this `session` was sent before: what it leaves behind when it begins anew is known
            to be of no use only where the new chain lies.
         4. The ones to which the fewest bytes were sent lately, for their memory. One with room
-           counts as less loaded, and one on the writer's `host` a little, unless it is full.
+           counts as less loaded, and one on the writer's `host` a little, unless it is full. What
+           others have claimed counts at most as much as the mean of this `tenant`'s own claims.
 
         With several `copies` the best servers of different hosts come first, because all servers of
         a host fail together.
         """
         drawn = {record.server: record for record in self._draw(key, host, copies)}
         drawn.update((record.server, record) for record in holders)
-        name = session.encode()
-        before = self._record(self._sessions.get(name) or "") if session else None
+        before = self._record(self._sessions.get(tenant, session) or "") if session else None
         if before is not None:
             drawn[before.server] = before
         servers = list(drawn.values())
-        if not servers:
+        if len(servers) < 2:  # there is nothing to compare
             return servers
         keeping = {record.server for record in holders}
         begun = None
-        if not keeping or self._branch(parent, key) >= SHARED_FROM:
+        if not keeping or self._branch(tenant, parent, key) >= SHARED_FROM:
             keeping = set()
-            begun = self._begun.get(key)
-        median = sorted([record.capacity for record in servers])[(len(servers) - 1) // 2]
-        believed_max = max(1.0, _CAPACITY_MEDIANS_MAX * median)
-
-        def loaded(record: ServerRecord) -> float:
-            load = record.offered / min(max(1, record.capacity), believed_max)
-            if record.capacity - record.stats.used - record.bytes_placed >= size:
-                load /= _ROOM_FACTOR * (_LOCAL_FACTOR if record.host == host else 1.0)
-            return load
-
-        loads = {record.server: loaded(record) for record in servers}
+            begun = self._begun.get(tenant, key)
+        loads = _loads(servers, tenant, size, host)
         if begun is None and before is not None:
             stays = loads[before.server] <= _STAYS_FACTOR * min(loads.values())
             begun = before.server if stays else None
@@ -154,9 +145,9 @@ class Placer:
 
         servers.sort(key=order)  # of equal ones the first that was drawn
         if not keeping:
-            self._begun.put(key, servers[0].server)
+            self._begun.put(tenant, key, servers[0].server)
         if session:
-            self._sessions.put(name, servers[0].server)
+            self._sessions.put(tenant, session, servers[0].server)
         if copies > 1:
             best_of_host = {record.host: record for record in reversed(servers)}
             servers.sort(key=lambda record: best_of_host[record.host] is not record)
@@ -183,34 +174,30 @@ class Placer:
             drawn.append(self._records[(hashed >> 32) * count >> 32])
         return drawn
 
-    def _branch(self, parent: bytes, first: bytes) -> int:
+    def _branch(self, tenant: str, parent: bytes, first: bytes) -> int:
         """Count the chain that goes on from `parent` with `first`; SHARED_FROM or how many did."""
         if parent == ROOT:
             return 0
-        firsts = self._branches.get(parent) or ()
+        firsts = self._branches.get(tenant, parent) or ()
         # Another part or writer of a chain is no branch; nor is one that is written again.
         if first not in firsts and len(firsts) < SHARED_FROM:
             firsts = (*firsts, first)
-        self._branches.put(parent, firsts)
+        self._branches.put(tenant, parent, firsts)
         return len(firsts)
 
 
-class Recent(Generic[V]):
-    """What was put last under a key: `kept` keys at least, and twice as many at most."""
-
-    def __init__(self, kept: int) -> None:
-        self._kept = kept
-        self._young: dict[bytes, V] = {}
-        self._old: dict[bytes, V] = {}
-
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)
-
-    def get(self, key: bytes) -> V | None:
-        value = self._young.get(key)
-        return self._old.get(key) if value is None else value
-
-    def put(self, key: bytes, value: V) -> None:
-        if len(self._young) >= self._kept and key not in self._young:
-            self._old, self._young = self._young, {}
-        self._young[key] = value
+def _loads(servers: Sequence[ServerRecord], tenant: str, size: int, host: str) -> dict[str, float]:
+    """How loaded each of the servers is, as the writer of `size` bytes for this tenant sees it."""
+    median = sorted([record.capacity for record in servers])[(len(servers) - 1) // 2]
+    believed_max = max(1.0, _CAPACITY_MEDIANS_MAX * median)
+    offered_max = sum([record.offered.of(tenant) for record in servers]) / len(servers)
+    placed_max = sum([record.placed.of(tenant) for record in servers]) / len(servers)
+    loads = {}
+    for record in servers:
+        offered = record.offered.believed(tenant, offered_max)
+        placed = record.placed.believed(tenant, placed_max)
+        load = offered / min(max(1, record.capacity), believed_max)
+        if record.capacity - record.stats.used - placed >= size:
+            load /= _ROOM_FACTOR * (_LOCAL_FACTOR if record.host == host else 1.0)
+        loads[record.server] = load
+    return loads

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvpool.master.state.locations import ServerInventory
+from kvpool.tenant_names import TENANTS_MAX
 from kvpool.types import ServerStats
 
 #: Pieces of one inventory that a server may have sent ahead of one that has not arrived yet.
@@ -21,6 +22,8 @@ EARLIER_MAX: Final = 4
 _FORMER_EPOCHS: Final = 8
 #: A conversation has several turns in this time, so that each server's share of them shows.
 _OFFERED_HALVES_S: Final = 60.0
+#: Below it claims are counted in bytes again: then those that are forgotten cost no memory.
+_UNIT_MIN: Final = 2.0**-32
 
 
 class Refusal(NamedTuple):
@@ -45,6 +48,48 @@ class SequenceCheck(enum.Enum):
     GAP = "gap"  # one before it is missing, or the server is unknown: ask for an inventory
 
 
+class Claims:
+    """Bytes that writers were sent to one server with, by tenant. Pure, O(1) but for `keep` now and
+    then.
+
+    Whoever asks says how many, and nobody has seen them: one tenant's claims decide little about
+    where the blocks of others go (`believed`).
+    """
+
+    __slots__ = ("_parts", "_total", "_unit")
+
+    def __init__(self) -> None:
+        self._parts: dict[str, float] = {}  # in units
+        self._total = 0.0  # in units
+        self._unit = 1.0  # bytes
+
+    def add(self, tenant: str, size: int) -> None:
+        """A writer of this tenant was sent here with so many bytes."""
+        if tenant not in self._parts and len(self._parts) > TENANTS_MAX:
+            tenant = ""  # such names are made up
+        units = size / self._unit
+        self._parts[tenant] = self._parts.get(tenant, 0.0) + units
+        self._total += units
+
+    def of(self, tenant: str) -> float:
+        """The bytes of this tenant."""
+        return self._parts.get(tenant, 0.0) * self._unit
+
+    def believed(self, tenant: str, others_max: float) -> float:
+        """As this tenant sees them: all of its own, and at most `others_max` bytes of others."""
+        own = self.of(tenant)
+        return own + min(max(0.0, self._total * self._unit - own), others_max)
+
+    def keep(self, share: float) -> None:
+        """Forget all but this share of each tenant's bytes."""
+        self._unit *= share
+        if self._unit < _UNIT_MIN:
+            sizes = {tenant: units * self._unit for tenant, units in self._parts.items()}
+            self._parts = {tenant: size for tenant, size in sizes.items() if size >= 1.0}
+            self._total = sum(self._parts.values())
+            self._unit = 1.0
+
+
 @dataclass(slots=True)
 class ServerRecord:
     """A block server as this master knows it.
@@ -57,6 +102,7 @@ class ServerRecord:
     |            |                                | of `earlier` until the last piece           |
     | live       | alive, `inventory` is complete | readable                                    |
     | lost       | not `alive`, the rest is kept  | not readable: SERVER_LOST                   |
+    | left       | the same, and `left`           | the same                                    |
 
     | from                | event                                        | to             |
     |---------------------|----------------------------------------------|----------------|
@@ -64,15 +110,16 @@ class ServerRecord:
     | registered          | announcement 1                               | live           |
     | registered, live    | piece 0 of an inventory (also after a GAP)   | syncing        |
     | syncing             | last piece                                   | live           |
-    | any of these three  | it leaves, or no heartbeat for `timeout_s`   | lost           |
-    | lost                | heartbeat or register with the same epoch    | as it was      |
+    | any of these three  | no heartbeat for `timeout_s`                 | lost           |
+    | any but unknown     | it says that it ends                         | left           |
+    | lost, left          | heartbeat or register with the same epoch    | as it was      |
     | any but unknown     | register with a new epoch: it was restarted  | registered     |
-    | lost                | nothing for `forget_s`                       | unknown        |
+    | lost, left          | nothing for `forget_s`                       | unknown        |
 
     A process that shows `token` is this server. With another token nothing is changed, and the id
     may be registered only when the server is lost, or forgotten if its token is `kept` over
     restarts.
-    (design: server-identity, announcements, inventory)
+    (design: server-identity, announcements)
     """
 
     server: str
@@ -90,6 +137,7 @@ class ServerRecord:
     #: Of earlier processes of this server, whose last messages may still arrive.
     former_epochs: deque[int] = field(default_factory=lambda: deque(maxlen=_FORMER_EPOCHS))
     alive: bool = True
+    left: bool = False  # it is not alive because it has ended in order
     draining: bool = False  # it will leave: no new blocks are placed there
     sequence: int = 0  # of the last announcement or inventory that was applied
     pieces: int = 1  # of inventory `sequence` that have arrived without a gap
@@ -97,28 +145,29 @@ class ServerRecord:
     syncing: bool = False  # pieces of inventory `sequence` are missing
     earlier: list[ServerInventory] = field(default_factory=list)  # replaced by the arriving one
     stats: ServerStats = field(default_factory=ServerStats)
-    bytes_placed: int = 0  # that writers were sent here with, since the last heartbeat
+    placed: Claims = field(default_factory=Claims)  # since the last heartbeat
     beats: int = 0  # heartbeats that came
     beat_at: float = 0.0  # when the last heartbeat came
-    offered: float = 0.0  # the same, of which each minute half is forgotten (design: placement)
+    #: The same, of which each minute half is forgotten (design: placement).
+    offered: Claims = field(default_factory=Claims)
 
     @property
     def fill(self) -> float:
         """The share of its memory in use, by its last heartbeat; 1 before the first one."""
         return self.stats.used / max(1, self.capacity) if self.beats else 1.0
 
-    def offer(self, size: int) -> None:
-        """A writer was sent here with so many bytes."""
-        self.bytes_placed += size
-        self.offered += size
+    def offer(self, tenant: str, size: int) -> None:
+        """A writer of this tenant was sent here with so many bytes."""
+        self.placed.add(tenant, size)
+        self.offered.add(tenant, size)
 
     def beat(self, stats: ServerStats, now: float) -> None:
         """A heartbeat has come: what was placed until now is in its figures."""
-        self.offered *= 0.5 ** (max(0.0, now - self.beat_at) / _OFFERED_HALVES_S)
+        self.offered.keep(0.5 ** (max(0.0, now - self.beat_at) / _OFFERED_HALVES_S))
         self.beats += 1
         self.beat_at = self.last_seen = now
         self.stats = stats
-        self.bytes_placed = 0
+        self.placed.keep(0.0)
 
     def shows(self, token: bytes) -> bool:
         """Whether this is the token of this server. In constant time."""

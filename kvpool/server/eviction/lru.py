@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 from typing import Final, Generic
 
 from kvpool.protocols.policy import B, Decision
@@ -11,6 +11,8 @@ from kvpool.protocols.policy import B, Decision
 #: Entries of the heap that one call moves or drops, at most. Blocks that were read since the last
 #: eviction, or are pinned, may be millions, and no client is served meanwhile.
 _STEPS_MAX: Final = 512
+#: Entries that one removal looks at while those of blocks that have left are dropped.
+_TIDIED: Final = 8
 
 
 class LRU(Generic[B]):
@@ -26,6 +28,9 @@ class LRU(Generic[B]):
 
     def __init__(self, capacity: int = 0) -> None:
         self._heap: list[tuple[int, B]] = []
+        #: A heap, too, while its entries go over into the other one, but for the stale ones: from
+        #: its end, so that it stays a heap. To build one anew takes seconds with millions.
+        self._rest: list[tuple[int, B]] = []
         self._stale = 0  # entries of blocks that have left
         self._last_stamp = 0
 
@@ -41,9 +46,12 @@ class LRU(Generic[B]):
         if block.is_candidate:
             block.is_candidate = False
             self._stale += 1
-            if self._stale > 1024 and self._stale > len(self._heap) // 2:
-                self._heap = [entry for entry in self._heap if entry[1].is_candidate]
-                heapify(self._heap)
+            if self._rest:
+                for entry in [self._rest.pop() for _ in range(min(_TIDIED, len(self._rest)))]:
+                    if entry[1].is_candidate:
+                        heappush(self._heap, entry)
+            elif self._stale > 1024 and self._stale > len(self._heap) // 2:
+                self._heap, self._rest = [], self._heap
                 self._stale = 0
 
     def victim(
@@ -68,6 +76,8 @@ class LRU(Generic[B]):
         """
         heap = self._heap
         for _ in range(_STEPS_MAX):
+            if self._rest:
+                heap = self._first_heap()
             if not heap:
                 return None
             last_used, block = heap[0]
@@ -82,7 +92,13 @@ class LRU(Generic[B]):
 
     def take(self) -> None:
         """Remove the block that `oldest` has just returned."""
-        heappop(self._heap)[1].is_candidate = False
+        heappop(self._first_heap())[1].is_candidate = False
 
     def victim_age(self, now: float) -> float:
-        return max(0.0, now - self._heap[0][0] / 1e6) if self._heap else 0.0
+        heap = self._first_heap()
+        return max(0.0, now - heap[0][0] / 1e6) if heap else 0.0
+
+    def _first_heap(self) -> list[tuple[int, B]]:
+        """That of the two which has the earlier entry."""
+        heap, rest = self._heap, self._rest
+        return rest if rest and not (heap and heap[0][0] <= rest[0][0]) else heap

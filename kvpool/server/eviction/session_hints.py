@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
-from heapq import heapify, heappop, heappush
 from typing import Final
 
 from kvpool.errors import InvariantViolated
 from kvpool.protocols.policy import Decision, LearnsFromArrivals, Policy
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry, Index, Session
-from kvpool.tenants import tenant_of
+from kvpool.sorting import LazyHeap
+from kvpool.tenant_names import tenant_of
 from kvpool.types import OTHERS, ROOT, HintStatus, SessionHint, program_of
 
 #: Sessions recorded at once; one more drops the session whose last write is the oldest.
@@ -75,7 +75,7 @@ class SessionAwarePolicy:
     | leaf of a superseded branch            | `_superseded`, and as candidate of `policy`  |
     | leaf of a session with a resume hint   | `session.leaves` alone                       |
     | leaf of a session without one          | `session.leaves`, and candidate of `policy`  |
-    | extra copy (design: lost-copies)       | candidate of `_extra` alone                  |
+    | extra copy (design: movers)            | candidate of `_extra` alone                  |
     | any other, and leaves above LEAVES_MAX | candidate of `policy` alone                  |
     """
 
@@ -88,7 +88,7 @@ class SessionAwarePolicy:
         self.announced_bytes = 0
         self.waiting = 0  # sessions whose prompt has arrived and was not served yet
         self.counters: Counter[str] = Counter()
-        #: Bytes of the sessions of each program (design: usage).
+        #: Bytes of the sessions of each program.
         self.program_bytes: Counter[str] = Counter()
         self.touch: Callable[[Entry, float], None] = policy.touch  # direct: it is called per read
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -98,7 +98,6 @@ class SessionAwarePolicy:
         self._expiries = _Timeline()
         self._extra: LRU[Entry] = LRU()  # extra copies, and such as have become the last ones
         self._extra_listed: set[Entry] = set()
-        self._returns = _Timeline()  # sessions with a hint that `next_return` has not returned
         #: Of sessions that have no block left: their last use, until they come back.
         self._gone: OrderedDict[str, float] = OrderedDict()
         self._learn = policy.arrived if isinstance(policy, LearnsFromArrivals) else None
@@ -157,14 +156,6 @@ class SessionAwarePolicy:
             entry.session = None
             if listed:
                 self.policy.add_candidate(entry)
-
-    def next_return(self, until: float) -> Session | None:
-        """A session that resumes before `until`, by its hint; each hint is returned once."""
-        first = self._returns.first()
-        if first is None or first[0] > until:
-            return None
-        self._returns.drop(first[1])
-        return first[1]
 
     def chain_promoted(self, session: Session) -> None:
         """Blocks of the session's chain have come from a slower tier, in any order.
@@ -517,7 +508,6 @@ class SessionAwarePolicy:
         session.due = due
         session.expired = False
         self._expiries.set(session, lapses)
-        self._returns.set(session, session.due)
         if session.leaves:
             self._by_next_use.set(session, -due)
 
@@ -600,7 +590,6 @@ class SessionAwarePolicy:
             self.announced_bytes -= session.bytes
             self._by_next_use.drop(session)
             self._expiries.drop(session)
-            self._returns.drop(session)
             for entry in session.leaves:
                 self.policy.add_candidate(entry)
 
@@ -635,7 +624,9 @@ class _Timeline:
 
     def __init__(self) -> None:
         self._times: dict[Session, float] = {}
-        self._heap: list[tuple[float, int, Session]] = []
+        self._heap: LazyHeap[tuple[float, int, Session]] = LazyHeap(
+            lambda entry: self._times.get(entry[2]) == entry[0]
+        )
         self._pushed = 0
 
     def __bool__(self) -> bool:
@@ -647,18 +638,16 @@ class _Timeline:
     def set(self, session: Session, time: float) -> None:
         self._times[session] = time
         self._pushed += 1
-        heappush(self._heap, (time, self._pushed, session))
-        if len(self._heap) > 2 * len(self._times) + 64:
-            self._heap = [entry for entry in self._heap if self._times.get(entry[2]) == entry[0]]
-            heapify(self._heap)
+        self._heap.push((time, self._pushed, session), len(self._times))
 
     def drop(self, session: Session) -> None:
         self._times.pop(session, None)
+        self._heap.tidy(len(self._times))
 
     def first(self) -> tuple[float, Session] | None:
-        while self._heap:
-            time, _, session = self._heap[0]
+        while (entry := self._heap.first()) is not None:
+            time, _, session = entry
             if self._times.get(session) == time:
                 return time, session
-            heappop(self._heap)
+            self._heap.pop()
         return None

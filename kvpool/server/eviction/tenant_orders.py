@@ -23,9 +23,9 @@ from typing import Final
 
 from kvpool.protocols.policy import Decision, Policy
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
-from kvpool.server.state.entry import Entry, Index, Session
+from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.quota import Account, Accounts
-from kvpool.tenants import tenant_of
+from kvpool.tenant_names import tenant_of
 from kvpool.types import HintStatus
 
 #: Later than the last use of any block, in microseconds.
@@ -201,10 +201,6 @@ class TenantOrders:
                 self._useless_of = account
                 return found
         return None
-
-    def next_return(self, until: float) -> Session | None:
-        found = (order.next_return(until) for order in self._orders.values())
-        return next((session for session in found if session is not None), None)
 
     def victim_age(self, now: float) -> float:
         """Of blocks that are beyond the guarantees; of all if there are none."""

@@ -104,7 +104,7 @@ class Allocator:
     def claim(self, offset: int, size: int) -> bool:
         """Allocate exactly these bytes; False, and nothing has changed, when they are not free.
 
-        For a restart that rebuilds the index from records (design: recovery). Extents claimed in
+        For a restart that rebuilds the index from records (design: nvme-format). Extents claimed in
         ascending order cost O(1) each, because the free extent searched first follows the last one.
         """
         size = self.rounded(size)

@@ -3,7 +3,7 @@
 A server has `connections_max` connections. A client takes several to work in parallel, and could
 take all; then a client without any could neither read nor write. So a client has a *share*: while
 half of the connections are free it may have more, after that it may not, and works with those that
-it has. Where none is left, an idle connection ends for the new one. (design: connection-shares)
+it has. Where none is left, an idle connection ends for the new one. (design: bounds)
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from kvpool.fingerprint import location_seed
 from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.server.state.budget import Budget
 from kvpool.server.state.extent_state import State
+from kvpool.server.state.missed import Missed
 from kvpool.server.state.quota import Account
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
@@ -82,6 +83,7 @@ class Entry:
     """One block and its extent. Slotted, because there are millions."""
 
     __slots__ = (
+        "born",
         "checksum",
         "children",
         "clean",
@@ -111,6 +113,8 @@ class Entry:
         self.offset = offset
         self.size = size
         self.generation = generation
+        #: The generation of the block where it was written: copies in other tiers have the same.
+        self.born = generation
         self.checksum = 0
         self.state = State.RESERVED
         self.pins = 0
@@ -122,7 +126,7 @@ class Entry:
         self.superseded_at = 0  # `last_used` when its branch was superseded; a later use ends that
         self.clean = True  # it may be evicted without being written to another tier first
         self.reads = 0
-        #: With how many copies it was written; 0: an extra copy (design: lost-copies).
+        #: With how many copies it was written; 0: an extra copy (design: movers).
         self.copies = 1
 
     def __lt__(self, other: Entry) -> bool:
@@ -162,7 +166,7 @@ class Owner:
     pinned_at: float = 0.0  # when it got the pins that it has now
     #: The block that no range could be emptied for, and the free bytes that were not enough.
     gave_up: tuple[bytes, int] | None = None
-    #: The block for which it waits for the disk, or has waited, and since when (design: flood).
+    #: The block for which it waits for the disk, or has waited, and since when (design: tiers).
     waits_for: tuple[bytes, float] | None = None
     #: Of all connections of its tenant; None: it is not a tenant's.
     together: TenantHoldings | None = None
@@ -203,6 +207,8 @@ class ChangeLog:
     def __init__(self, tombstones_max: int = 65_536) -> None:
         self.tombstones = Tombstones(tombstones_max)
         self.changes: list[Change] = []
+        #: What readers asked for in vain, for masters that have sent them here.
+        self.missed = Missed()
 
     def append(self, entry: Entry, status: ReadStatus, tier: int) -> None:
         """Record a change of a block: `HIT` means that it is in `tier` now."""

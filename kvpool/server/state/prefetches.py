@@ -1,16 +1,14 @@
-"""Blocks that come up from a slower tier before a reader asks for them (design: prefetch).
+"""Blocks that come up from a slower tier before a reader asks for them (design: promotion).
 
-Pure, as the stores are: `now` is an argument. `prefetcher.py` has the blocks moved.
+Pure, as the stores are: `now` is an argument. `moves/prefetcher.py` has the blocks moved.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-from kvpool.types import Namespace
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kvpool.server.state.entry import Entry
@@ -24,49 +22,6 @@ SHARE: Final = 8
 FRESH_S: Final = 2.0
 #: Blocks that one call gives up, or lets go.
 _STEP: Final = 256
-
-
-class Chain(NamedTuple):
-    """Blocks of one namespace and part, the head first."""
-
-    namespace: Namespace
-    part: int
-    digests: deque[bytes]
-
-    def __bool__(self) -> bool:
-        return bool(self.digests)
-
-
-class PrefetchQueue:
-    """Chains that are to come up, at most `limit`. They take turns, so that a long one does not
-    keep the others waiting; each leaves at its time at the latest."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._chains: deque[tuple[Chain, float]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._chains)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._chains) >= self._limit
-
-    def add(self, chain: Chain, until: float) -> bool:
-        """False, and nothing is added, when there are as many as there may be."""
-        if self.is_full:
-            return False
-        self._chains.append((chain, until))
-        return True
-
-    def next(self, now: float) -> Chain | None:
-        """The chain whose turn it is, if it still has blocks and time; the others move up."""
-        for _ in range(len(self._chains)):
-            chain, until = self._chains.popleft()
-            if chain and now < until:
-                self._chains.append((chain, until))
-                return chain
-        return None
 
 
 class PrefetchedBlocks:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from kvpool.tenants import tenant_of
+from kvpool.tenant_names import tenant_of
 
 UNLIMITED: Final = 1 << 62
 

@@ -2,7 +2,7 @@
 
 Pure: a method takes `now`, changes the index, and returns. It moves no bytes and awaits nothing,
 so between two calls every invariant holds, which is what `check` states. What the masters must be
-sent (blocks stored, blocks gone) collects in `change_log`, in order (design: store).
+sent (blocks stored, blocks gone) collects in `change_log`, in order.
 
 An *owner* is the id of one connection. Its reservations and pins are freed when it is dropped.
 
@@ -43,7 +43,7 @@ from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.server.state.quota import Account, Accounts, Quota
 from kvpool.sorting import sorted_runs
-from kvpool.tenants import tenant_of
+from kvpool.tenant_names import tenant_of
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
@@ -133,7 +133,7 @@ class Store:
         self.tier = 0
         #: Blocks sealed here must be copied to another tier before they may be evicted.
         self.demotes = False
-        #: But not those that no session will use again (design: write-modes).
+        #: But not those that no session will use again (design: tiers).
         self.drops_useless = False
         self.dirty = 0  # blocks that must still be copied
         self.dirty_bytes = 0  # whole extents
@@ -147,13 +147,13 @@ class Store:
         self.clearing: Clearing | None = None
         #: Called when a sealed block leaves; False if another tier has it, so the pool keeps it.
         self.on_leave: Callable[[Entry, Event], bool] | None = None
-        #: Blocks that came up for a reader who has yet to come (design: prefetch).
+        #: Blocks that came up for a reader who has yet to come (design: promotion).
         self.prefetched = PrefetchedBlocks()
-        #: Of the blocks that readers find in this tier (design: map-fingerprint).
+        #: Of the blocks that readers find in this tier (design: announcements).
         self.fingerprint = MapFingerprint()
         #: Whether another tier has a sealed block, too, so that the server keeps it.
         self.has_copy: Callable[[Entry], bool] = lambda entry: False
-        #: Whether an older block of such tenants will soon have a copy (design: flood).
+        #: Whether an older block of such tenants will soon have a copy (design: tiers).
         self.older_waits: Callable[[Entry, Callable[[Account], bool]], bool] = lambda *_: False
         #: Counts a sealed block that has come (1) or left (-1), if other tiers may have it, too.
         self.count_place: Callable[[Entry, int], None] | None = None
@@ -184,7 +184,7 @@ class Store:
 
     @property
     def tombstones(self) -> Tombstones:
-        """Why blocks are gone (design: tombstones)."""
+        """Why blocks are gone."""
         return self.change_log.tombstones
 
     # --- writing ---------------------------------------------------------------------
@@ -375,14 +375,13 @@ class Store:
         mask = self.allocator.alignment - 1  # a budget counts whole extents
         answers: list[Pin] = []
         used: list[Entry] = []
+        missed: list[bytes] = []
         id = self._next_id
         found = blocks.get_all(digests)
         for position, (digest, entry) in enumerate(zip(digests, found, strict=True)):
             if entry is None:
-                reason = self.tombstones.reason(namespace, digest)
-                # The master that sent the reader here is outdated: announce the departure again.
-                self.change_log.changes.append(Change(namespace, part, digest, reason))
-                answers.append(Pin(reason))
+                missed.append(digest)
+                answers.append(Pin(self.tombstones.reason(namespace, digest)))
             elif entry.state is not State.STORED:
                 answers.append(Pin(ReadStatus.BEING_WRITTEN))
             elif buffer_sizes is not None and buffer_sizes[position] < entry.size:
@@ -400,6 +399,8 @@ class Store:
                 answers.append(Pin(ReadStatus.HIT, id, extent, entry.checksum))
         self._next_id = id
         self._count_pins(holder, first_left - left)
+        if missed:  # a master that has sent the reader here is outdated
+            self.change_log.missed.add(namespace, part, missed)
         if used:
             order = self.policy.order_of(used[-1].index)
             touch = order.touch
@@ -456,6 +457,20 @@ class Store:
                     event = Event.REMOVE_PINNED if entry.pins else Event.REMOVE
                     self._remove_entry(entry, event, reason)
         return removed
+
+    @property
+    def last_generation(self) -> int:
+        """That of the last block for which there was space; later ones have higher numbers."""
+        return self._next_id
+
+    def names(self) -> list[tuple[Namespace, int]]:
+        """Each part of each namespace that has blocks here, reserved ones too."""
+        return list(self._indexes)
+
+    def held_of(self, namespace: Namespace, part: int) -> tuple[int, int]:
+        """Its blocks here, and the bytes of their extents. O(1)."""
+        index = self._indexes.get((namespace, part))
+        return (len(index.blocks), index.used) if index is not None else (0, 0)
 
     def drop_owner(self, owner: int, *, writer_may_be_alive: bool = False) -> bool:
         """The connection is closed: release all its pins and reservations.
@@ -538,7 +553,7 @@ class Store:
         return list(held.pins.values()) if held is not None else []
 
     def mark_clean(self, entry: Entry) -> None:
-        """The block was written back, or cannot be: it may be evicted here (design: demotion)."""
+        """The block was written back, or cannot be: it may be evicted here (design: tiers)."""
         if not entry.clean:
             entry.clean = True
             if entry.state is State.STORED:
@@ -579,7 +594,7 @@ class Store:
         return entry
 
     def restore(self, record: Record) -> Entry | None:
-        """Add a sealed block that was found in this tier's memory (design: recovery).
+        """Add a sealed block that was found in this tier's memory (design: nvme-format).
 
         It cannot be evicted before `activate_restored`. None when the record overlaps another
         extent, lies outside the memory, or is of a block that is stored already.
@@ -595,6 +610,7 @@ class Store:
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
         entry.copies = copies
+        entry.born = 0  # before all that is written from now on
         entry.state = State.STORED
         self.blocks_at[offset] = entry
         index.count(self.allocator.rounded(size))
@@ -607,7 +623,7 @@ class Store:
     def cut_circles(self, entries: Sequence[Entry]) -> Iterator[None]:
         """Once for restored blocks, whose order is any: in linear time, in steps.
 
-        What the file says of parents is not believed, either (design: recovery).
+        What the file says of parents is not believed, either (design: nvme-format).
         """
         checked: PiecewiseDict[Entry, None] = PiecewiseDict()  # blocks whose ancestors end
         for number, entry in enumerate(entries, 1):
@@ -663,7 +679,7 @@ class Store:
         """A prompt of the session has arrived, `age_s` seconds ago, and waits to be served.
 
         Its blocks are kept until it is, for a bounded time, within the budget of hints
-        (design: arrivals).
+        (design: session-hints).
         """
         return self.policy.arrive(session, now, age_s=age_s)
 
@@ -680,7 +696,7 @@ class Store:
 
     def raise_copies(self, entry: Entry, copies: int) -> None:
         """The block is written with so many copies, or more. Its parts here are of one kind: they
-        leave together, so none of them is extra if one is not (design: lost-copies)."""
+        leave together, so none of them is extra if one is not (design: movers)."""
         for part in self._parts(entry):
             part.copies = max(part.copies, copies)
 
@@ -1190,7 +1206,7 @@ class Store:
             return self._last_use(victim) >= last_used and not useless
         if self._should_wait(self._owner(owner), victim, newcomer, now):
             return True
-        # An extra copy is worth less than one that another server hands over (design: lost-copies).
+        # An extra copy is worth less than one that another server hands over (design: movers).
         if newcomer.copies and not victim.copies:
             return False
         # A block that is fetched takes the place of less valuable ones only (design: moves).
@@ -1202,7 +1218,7 @@ class Store:
 
     def _should_wait(self, holder: Owner, victim: Entry, newcomer: Entry, now: float) -> bool:
         """Whether a writer waits for the disk, a second at most, so that this block stays: one that
-        may go as well was used before it, and is still to be copied (design: flood)."""
+        may go as well was used before it, and is still to be copied (design: tiers)."""
         mine, size = newcomer.index.account, self.allocator.rounded(newcomer.size)
         owed = mine.owns(size)  # then it takes the place of others' blocks
 
@@ -1339,7 +1355,7 @@ class Store:
                 self.spared += 1
                 self.spared_bytes += entry.size
         self._count(entry, -1)
-        # After `_unlink`: `on_leave` must not find the block here any more (design: demotion).
+        # After `_unlink`: `on_leave` must not find the block here any more (design: tiers).
         if self.on_leave is None or self.on_leave(entry, event):
             self.change_log.append_departure(entry, reason, self.tier)
             if event is Event.EVICT:

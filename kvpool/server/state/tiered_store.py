@@ -24,25 +24,28 @@ from dataclasses import dataclass
 from heapq import merge
 from itertools import compress
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import MOVER, Change, Entry, Owner, Session, Stretch
 from kvpool.server.state.extent_state import Event, State
-from kvpool.server.state.prefetches import FRESH_S, Chain
+from kvpool.server.state.prefetches import FRESH_S
 from kvpool.server.state.quota import Account
-from kvpool.server.state.store import ANCESTORS_MAX, RESTORED_AT_ONCE, Store
+from kvpool.server.state.store import RESTORED_AT_ONCE, Store
 from kvpool.server.state.write_back import WriteBack
 from kvpool.sorting import sorted_runs
 from kvpool.types import (
     Extent,
     HintStatus,
+    Holding,
     Namespace,
     Pin,
     ReadStatus,
     Record,
+    RemovalCursor,
+    RemovalStep,
     Reservation,
     SessionHint,
     WriteStatus,
@@ -76,13 +79,6 @@ class TierTransfer:
         return f"<Copy {self.entry!r} tier {self.source} to {self.target}>"
 
 
-class Return(NamedTuple):
-    """A session that resumes at `due`, and the chains that it used last."""
-
-    due: float
-    chains: list[Chain]
-
-
 class TieredStore:
     """A server's stores, the highest tier first; clients see the one of `front_tier`.
 
@@ -97,11 +93,11 @@ class TieredStore:
     | promoting     | reserved | stored, pinned | both; backing only or lost if the read failed   |
 
     A dirty block is never evicted from the front tier, nor for a writer a clean one that was used
-    after one that is next to become clean (design: flood). A block that the backing tier refuses
+    after one that is next to become clean (design: tiers). A block that the backing tier refuses
     (its policy keeps what it has) becomes clean without a copy: `front only`, and lost when
     evicted. While the backing tier is read-only, the same holds for every block that it does not
-    have; those that are still there when it takes writes again are written back then (design:
-    demotion).
+    have; those that are still there when it takes writes again are written back then
+    (design: tiers).
     A cache tier adds a clean copy to any of these places. `take_offline` removes a tier; without
     a backing tier the front tier is the pool: every block is clean, and lost when evicted.
     """
@@ -116,7 +112,7 @@ class TieredStore:
         in_place_tiers: Collection[int] = (),
     ) -> None:
         self.stores = list(stores)
-        #: Tiers below the front tier whose memory transports can send from (design: hbm-reads).
+        #: Tiers below the front tier whose memory transports can send from (design: device-memory).
         self.in_place_tiers = tuple(sorted(set(in_place_tiers) - {front_tier}))
         self.front_tier = front_tier
         self.front = self.stores[front_tier]
@@ -243,7 +239,7 @@ class TieredStore:
         copies (design: promotion).
 
         With `in_place_above` a block of one of the `in_place_tiers` is pinned there instead, if the
-        hits have more bytes than that together (design: hbm-reads).
+        hits have more bytes than that together (design: device-memory).
         """
         front = self.front
         if len(self.stores) == 1:
@@ -322,6 +318,43 @@ class TieredStore:
             for position, was_here in enumerate(of_tier):
                 removed[position] |= was_here
         return removed
+
+    def held(self, namespace: Namespace) -> Holding:
+        """What this server has of a namespace."""
+        blocks = size = 0
+        for part in range(namespace.parts):
+            tiers = [store.held_of(namespace, part) for store in self._online()]
+            blocks += max(count for count, _ in tiers)
+            size += sum(used for _, used in tiers)
+        return Holding(namespace, blocks, size)
+
+    def remove_written(
+        self, namespace: Namespace, at: RemovalCursor, blocks_max: int
+    ) -> RemovalStep:
+        """Remove some blocks of a namespace that were written up to generation `at.upto` of the
+        front tier, at most `blocks_max`; what was written later stays.
+
+        A step looks at one piece of one index. A block that is here from the first step to the last
+        is removed, wherever its copies move meanwhile.
+        """
+        _, upto, tier, part, piece = at
+        if tier >= len(self.stores):
+            return RemovalStep()
+        store = self.stores[tier]
+        online = tier not in self.offline_tiers and part < namespace.parts
+        found = store.blocks(namespace, part).piece(piece) if online else None
+        if found is None:
+            end = part + 1 >= namespace.parts or not online
+            place = (tier + 1, 0, 0) if end else (tier, part + 1, 0)
+            return RemovalStep(at=RemovalCursor(at.epoch, upto, *place))
+        old = [e for e in found.values() if e.born <= upto and e.state is State.STORED]
+        more, old = len(old) > blocks_max, old[:blocks_max]
+        digests = [entry.digest for entry in old]
+        before = sum(store.held_of(namespace, part)[1] for store in self._online())
+        self.remove(namespace, digests, part=part)
+        size = before - sum(store.held_of(namespace, part)[1] for store in self._online())
+        following = at if more else at._replace(piece=piece + 1)
+        return RemovalStep(part, tuple(digests), size, following)
 
     def end(self, session: str, now: float) -> HintStatus:
         """As `Store.end`, in every tier."""
@@ -454,27 +487,6 @@ class TieredStore:
                 taken += self.front.allocator.rounded(entry.size)
         return copies
 
-    def next_return(self, until: float) -> Return | None:
-        """The next session that resumes before `until`, and its last chain in each namespace and
-        part, if they have no more than ANCESTORS_MAX blocks in all."""
-        session = None
-        if self.backing_tier != self.front_tier:
-            session = self.backing.policy.next_return(until)
-        if session is None or session.due is None:
-            return None
-        chains = []
-        steps = ANCESTORS_MAX
-        for index, end in session.chain_ends.items():
-            digests: deque[bytes] = deque()
-            above: Entry | None = end
-            while above is not None and steps:
-                steps -= 1
-                digests.appendleft(above.digest)
-                above = index.blocks.get(above.parent)
-            if above is None:  # else its head would be missing
-                chains.append(Chain(index.namespace, index.part, digests))
-        return Return(session.due, chains)
-
     def is_below(self, namespace: Namespace, part: int, digest: bytes) -> bool:
         """Whether the block would have to be promoted for a reader."""
         return self._in_slower_tier(namespace, part, digest) is not None
@@ -601,7 +613,7 @@ class TieredStore:
         """Add the blocks that the backing tier recovered, in steps between which the loop may run.
 
         `take_erasable` returns the records that do not fit. Between two steps the store is
-        consistent, but the blocks added so far cannot be evicted yet (design: recovery).
+        consistent, but the blocks added so far cannot be evicted yet (design: nvme-format).
         """
         store = self.backing
         found: list[list[Record]] = []
@@ -678,7 +690,7 @@ class TieredStore:
     def fingerprint(self) -> MapFingerprint | None:
         """Of the blocks that readers find here, and where, when all changes are announced.
 
-        None while the blocks of a lost tier are announced step by step (design: map-fingerprint).
+        None while the blocks of a lost tier are announced step by step (design: announcements).
         """
         if self._unreported:
             return None
@@ -701,17 +713,16 @@ class TieredStore:
 
         Every block where readers find it, and the reasons of departures, as far back as the
         tombstones reach. Whoever starts this must also pass on each change from then on: a block
-        that comes, leaves or moves between two steps may be in none of them (design: inventory).
+        that comes, leaves or moves between two steps may be in none of them.
         """
         for store in self._online():
             for index, entries in store.inventory_steps():
                 here = [e.digest for e in entries if store is self.front or self._is_place(e)]
                 yield [Stretch(index.namespace, index.part, here, ReadStatus.HIT, index.tier)]
-        departures = self.change_log.tombstones.records()
-        for first in range(0, len(departures), _DEPARTURES_STEP):
+        for departures in self.change_log.tombstones.steps(_DEPARTURES_STEP):
             yield [
                 Stretch(namespace, 0, [digest], status)
-                for (namespace, digest), status in departures[first : first + _DEPARTURES_STEP]
+                for (namespace, digest), status in departures
                 # Blocks that are being written again are in: if that writer dies, they are still
                 # gone (seed 30742).
                 if not any(self.peek(namespace, p, digest) for p in range(namespace.parts))
@@ -1045,6 +1056,7 @@ class TieredStore:
                 self._moving_bytes += self.front.allocator.rounded(entry.size)
             if prefetch:
                 self.front.prefetched.coming += self.front.allocator.rounded(entry.size)
+            store.blocks_at[answer.extent.offset].born = entry.born
             copy = TierTransfer(source, target, entry, pin, answer.id, answer.extent, prefetch)
             copies.append(copy)
         return answer.status
@@ -1052,7 +1064,7 @@ class TieredStore:
     def _on_leave(self, entry: Entry, event: Event) -> bool:
         """A sealed block has just left a store: True when no tier has it any more.
 
-        The order of these four steps matters (design: demotion): a block that
+        The order of these four steps matters (design: tiers): a block that
         the backing tier evicts leaves every tier, so that the pool never serves what its policy
         has given up, and each departure is announced exactly once.
         """

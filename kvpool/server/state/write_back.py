@@ -1,4 +1,4 @@
-"""Write-back: when blocks go to the backing tier, and which never do (design: write-modes).
+"""Write-back: when blocks go to the backing tier, and which never do (design: tiers).
 
 With write-through every block is written as soon as it is sealed. Here it waits in memory until
 more than a part of the memory is *dirty*, that is, has not been written. Blocks of sessions that
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush, heapreplace, merge
+from heapq import merge
 from typing import Final
 
+from kvpool.errors import InvariantViolated
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import ANCESTORS_MAX, Store
+from kvpool.sorting import LazyHeap
 
 #: The share of the memory that may be dirty. The rest can be given to writers at once.
 DIRTY_SHARE: Final = 3 / 4
@@ -39,8 +41,9 @@ class WriteBack:
         calls `queued` for each that enters it."""
         self._front = front
         self._queue = queue
-        #: (last use, block), with lazy updates, as in `eviction.lru`.
-        self._by_use: list[tuple[int, Entry]] = []
+        #: (last use, block), with lazy updates, as in `eviction.lru`; and the blocks in it.
+        self._by_use: LazyHeap[tuple[int, Entry]] = LazyHeap(self._is_queued)
+        self._listed: set[Entry] = set()
         self._chain: list[Entry] = []  # that is being written, its next block last
         self.dirty_max = int(front.allocator.capacity * DIRTY_SHARE)
         #: For which a call found no space, since the last block was written that made room.
@@ -63,10 +66,9 @@ class WriteBack:
 
     def queued(self, entry: Entry) -> None:
         """A block has entered the queue."""
-        heappush(self._by_use, (entry.last_used, entry))
-        if len(self._by_use) > 2 * len(self._queue) + _STEP:
-            self._by_use = [(one.last_used, one) for one in self._queue]
-            heapify(self._by_use)
+        if entry not in self._listed:  # else it was there before, and its time is put right there
+            self._listed.add(entry)
+            self._by_use.push((entry.last_used, entry), len(self._queue))
 
     def next(self) -> Entry:
         """The block of the queue, which is not empty, that is written next; it leaves it."""
@@ -93,15 +95,24 @@ class WriteBack:
         Nearly: after many uses of others the order is put right in several calls.
         """
         heap, steps = self._by_use, 0
-        while True:
-            last_used, entry = heap[0]
-            if entry not in self._queue:
-                heappop(heap)
-            elif entry.last_used != last_used and steps < _STEP:
-                heapreplace(heap, (entry.last_used, entry))
+        while (first := heap.first()) is not None:
+            last_used, entry = first
+            if self._is_queued(first):
+                if entry.last_used == last_used or steps >= _STEP:
+                    return entry
+                heap.pop()
+                heap.push((entry.last_used, entry), len(self._queue))
             else:
-                return entry
+                heap.pop()
             steps += 1
+        raise InvariantViolated("a dirty block is in no order")
+
+    def _is_queued(self, listed: tuple[int, Entry]) -> bool:
+        """Whether this is of a block in the queue; if not, it leaves the heap."""
+        queued = listed[1] in self._queue
+        if not queued:
+            self._listed.discard(listed[1])
+        return queued
 
     def drop_useless(self) -> None:
         """Evict some of the blocks that no session uses again, before others are written."""

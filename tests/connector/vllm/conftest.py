@@ -17,6 +17,7 @@ if find_spec("vllm") is None:
 else:
     from examples import tiny_model
     from tests.connector.vllm.helpers import Engine, closing, transfer
+    from tests.connector.vllm.played import Played
     from tests.support.local_pool import LocalPool
 
 
@@ -70,3 +71,19 @@ def reader(engines: tuple[Engine, Engine]) -> Engine:
     """An engine with a pool over tcp, its own cache empty."""
     engines[1].forget()
     return engines[1]
+
+
+@pytest.fixture
+def pool() -> Iterator[LocalPool]:
+    """A pool of this test alone."""
+    pool = LocalPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def played(pool: LocalPool, model: Callable[..., Path]) -> Iterator[Played]:
+    """vLLM's scheduler on it."""
+    played = Played(model(), transfer(pool.master, lookup_timeout_s=0.5))
+    yield played
+    played.close()

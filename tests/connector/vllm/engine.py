@@ -132,6 +132,25 @@ def main() -> None:
                 found[name] = getattr(metric, "value", 0.0)
         return found
 
+    def clear(told: dict[str, Any]) -> dict[str, Any]:
+        """At once after prompts, all that needs a cache without pinned blocks."""
+
+        def run(first: int, tokens: int) -> None:
+            sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+            prompts: Any = {"prompt_token_ids": [first, *range(tokens, tokens + 400)]}
+            llm.generate(prompts, sampling, use_tqdm=False)
+
+        resets = []
+        for tokens in told["lengths"]:
+            run(1, tokens)
+            resets.append(llm.reset_prefix_cache())
+        answer = generate(told)
+        for tokens in told["lengths"]:
+            run(2, tokens)
+            llm.sleep(1)  # raises where it cannot clear it
+            llm.wake_up()
+        return {"resets": resets, **answer}
+
     def forget(told: dict[str, Any]) -> bool:
         # It refuses while blocks are being saved, and hears of their end only when it steps.
         until = time.monotonic() + 20
@@ -195,6 +214,7 @@ def main() -> None:
         "update": update,
         "generate": generate,
         "metrics": metrics,
+        "clear": clear,
         "forget": forget,
         "held": held,
         "threads": threads,

@@ -323,3 +323,18 @@ def test_after_a_reset_of_the_weights_nothing_old_is_read(
         assert _cached(engine, prompts) == [480]
         engine.forget(connector=True)
         assert engine.generate(prompts)["cached"] == [0]
+
+
+def test_an_engine_in_its_users_process_clears_its_cache_at_once(
+    plain: Engine, model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
+) -> None:
+    """It does not step when its requests have ended, and their last blocks are being saved then: in
+    the first step, in the step of the last token, and in one between. It serves as before."""
+    prompts = [prompt(96, shared=0)]
+    config = transfer(shared_pool.master, tenant="clear")
+    with Engine(model(), logs("clear"), kv_transfer_config=config) as engine:
+        engine.ready().generate(prompts)
+        answer = engine.ask("clear", lengths=[1, 4, 17, 18, 33], prompts=prompts)
+    assert answer["resets"] == [True] * 5
+    assert answer["cached"] == [480]  # all blocks were saved, and nothing else could have them
+    assert answer["tokens"] == plain.generate(prompts)["tokens"]

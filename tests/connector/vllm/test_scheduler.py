@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as Counter_
-from vllm import SamplingParams
 from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
     KVEventsConfig,
     KVTransferConfig,
     LoRAConfig,
     ModelConfig,
     ParallelConfig,
-    SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
 )
@@ -34,257 +30,28 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.request import RequestStatus
 
-from kvpool import Namespace, kv_events
-from kvpool_connector import vllm as vllm_connector
-from kvpool_connector.adapters import SaltedHashes
+from kvpool import kv_events
+from kvpool_connector import engine_log
 from kvpool_connector.messages import (
-    AdapterInfo,
-    LoadRequest,
     LoadResult,
     Mismatch,
     ModelInfo,
-    SaveRequest,
-    SaveResult,
-    StepWork,
     VerifyResult,
     WorkerInfo,
-    WorkerReport,
 )
-from kvpool_connector.stats import DESCRIPTION, ConnectorPromMetrics, ConnectorStats
+from kvpool_connector.stats import ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.verifier import VerifyOutcome
-from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
 from kvpool_connector.vllm_config import vllm_event
 from kvpool_connector.vllm_settings import RefusedSettings
 from tests.connector.vllm.helpers import free_port, transfer
+from tests.connector.vllm.played import BLOCK, BLOCKS, SIZE, Played, store, warmed
 from tests.support.local_pool import LocalPool
 
-BLOCK, BLOCKS = 16, 100
-SIZE = 1024
-
 pytestmark = pytest.mark.timeout(120)
-
-
-class Played:
-    """The scheduler of an engine, and what its worker says."""
-
-    def __init__(
-        self,
-        model: Path,
-        transfer_config: dict[str, Any],
-        *,
-        ranks: int = 1,
-        heads: int = 1,
-        scheduler_class: type[Scheduler] = Scheduler,
-        **options: Any,
-    ) -> None:
-        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
-        cache.kv_cache_layout, cache.num_gpu_blocks = "LBHNC", BLOCKS
-        config = VllmConfig(
-            model_config=ModelConfig(model=str(model), dtype="bfloat16", seed=0),
-            cache_config=cache,
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(**transfer_config),
-            **options,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=8,
-                max_num_batched_tokens=512,
-                max_model_len=2048,
-                is_encoder_decoder=False,
-                async_scheduling=scheduler_class is AsyncScheduler,
-            ),
-        )
-        cache.block_size = BLOCK  # VllmConfig may have changed it
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=heads, head_size=32, dtype=torch.bfloat16
-        )
-        kv = KVCacheConfig(
-            num_blocks=BLOCKS,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        )
-        self.scheduler = scheduler_class(
-            vllm_config=config,
-            kv_cache_config=kv,
-            log_stats=True,
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            structured_output_manager=StructuredOutputManager(config),
-        )
-        init_none_hash(sha256_cbor)
-        self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
-        assert isinstance(self.scheduler.connector, KVPoolConnector)
-        self.connector = self.scheduler.connector
-        self._ranks = ranks
-        self.greeted = False
-        self.adapters = {1: "one", 2: "two"}  # the worker has loaded them
-        self.counters: Counter[str] = Counter()
-        self.saves: list[SaveRequest] = []  # that nobody has acknowledged
-
-    @property
-    def free(self) -> int:
-        free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return free
-
-    @property
-    def cached(self) -> int:
-        """Blocks in the engine's own prefix cache."""
-        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
-        return sum(block.block_hash is not None for block in blocks)
-
-    def until_cached(self, blocks: int) -> None:
-        """Step until the lookup is back and so many blocks are computed."""
-        for _ in range(200):
-            self.step()
-            if self.cached:
-                break
-            time.sleep(0.002)
-        assert self.cached == blocks
-
-    def request(self, name: str, tokens: int, first: int = 0, **extras: Any) -> Any:
-        """As the engine makes it, with vLLM's own block hashes."""
-        sampling = SamplingParams(max_tokens=4)
-        sampling.update_from_generation_config({}, 2)
-        return Request(
-            request_id=name,
-            prompt_token_ids=list(range(first, first + tokens)),
-            sampling_params=sampling,
-            pooling_params=None,
-            block_hasher=self._hasher,
-            **extras,
-        )
-
-    def add(self, name: str, tokens: int, first: int = 0) -> Any:
-        request = self.request(name, tokens, first)
-        self.scheduler.add_request(request)
-        return request
-
-    def offered(self, request: Any) -> int:
-        """Tokens that the connector says it can load, asked as the scheduler does."""
-        self.connector.on_new_request(request)
-        for _ in range(1000):
-            tokens, _ = self.connector.get_num_new_matched_tokens(request, 0)
-            if tokens is not None:
-                self.connector.request_finished_all_groups(request, ())
-                return int(tokens)
-            time.sleep(0.002)
-        raise AssertionError("no answer")
-
-    def step(self, **told: Any) -> tuple[Any, StepWork]:
-        """One step of the engine, whose worker reports `told`; a first step says who it is."""
-        step = self.scheduler.schedule()
-        return step, self.end(step, **told)
-
-    def end(self, step: Any, **told: Any) -> StepWork:
-        """The worker has computed a step."""
-        work: StepWork = step.kv_connector_metadata.work
-        self.saves += work.saves
-        report = WorkerReport(work.step, told.pop("worker_infos", []), told.pop("loaded", []))
-        report.saves += told.pop("saved", [])
-        report.verified += told.pop("verified", [])
-        if not self.greeted:
-            for rank in range(self._ranks):
-                info = WorkerInfo(rank, ModelInfo(), (SIZE,), work.serial_min)
-                report.worker_infos.append(info)
-                report.adapters.append(AdapterInfo(rank, self.adapters))
-            self.greeted = True
-        ids = list(step.num_scheduled_tokens)
-        output = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={name: number for number, name in enumerate(ids)},
-            sampled_token_ids=[[7] for _ in ids],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=None,
-            kv_connector_output=KVConnectorOutput(
-                kv_connector_worker_meta=ReportMetadata(report), **told
-            ),
-        )
-        for answer in self.scheduler.update_from_output(step, output).values():
-            stats = answer.scheduler_stats
-            for name, value in ((stats and stats.kv_connector_stats) or {}).items():
-                if name != DESCRIPTION:
-                    self.counters[name] += value
-        return work
-
-    def until_loading(self, request: Any) -> LoadRequest:
-        """Step until the lookup is back and the load goes out."""
-        load = self.first_load()
-        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        return load
-
-    def first_load(self) -> LoadRequest:
-        """Step until a load goes out."""
-        for _ in range(200):
-            _, work = self.step()
-            if work.loads:
-                (load,) = work.loads
-                return load
-            time.sleep(0.002)
-        raise AssertionError("no load")
-
-    def acknowledged(self) -> list[SaveResult]:
-        """Every save has ended, and the pool has it."""
-        saves, self.saves = self.saves, []
-        return [SaveResult(save.job, 0, ()) for save in saves for _ in range(self._ranks)]
-
-    def finish(self) -> None:
-        """Let every request come to its end, each save acknowledged at once."""
-        for _ in range(500):
-            self.step(saved=self.acknowledged())
-            if not self.scheduler.has_requests() and not self.saves:
-                return
-            time.sleep(0.001)
-        raise AssertionError("it does not end")
-
-    @property
-    def namespace(self) -> Namespace:
-        assert self.connector._scheduler is not None
-        (namespace,) = self.connector._scheduler.namespaces
-        return namespace
-
-    def close(self) -> None:
-        self.connector.shutdown()
-
-
-@pytest.fixture
-def pool() -> Iterator[LocalPool]:
-    pool = LocalPool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def played(pool: LocalPool, model: Callable[..., Path]) -> Iterator[Played]:
-    played = Played(model(), transfer(pool.master, lookup_timeout_s=0.5))
-    yield played
-    played.close()
-
-
-def store(pool: LocalPool, played: Played, request: Any, blocks: int, part: int = 0) -> None:
-    """Put the beginning of a request's prompt into the pool."""
-    chain = [bytes(digest) for digest in request.block_hashes[:blocks]]
-    if request.lora_request is not None:
-        chain = SaltedHashes(chain, (played.adapters[request.lora_request.lora_int_id],))[:]
-    data = [bytes([number]) * SIZE for number in range(blocks)]
-    pool.ask(lambda client: client.write(played.namespace, chain, data, part=part))
-
-
-def warmed(pool: LocalPool, played: Played, tokens: int = 64) -> None:
-    """Run a prompt of so many tokens to its end, and put all of it into the pool."""
-    request = played.add("first", tokens)
-    played.finish()
-    store(pool, played, request, tokens // BLOCK)
-    played.scheduler.reset_prefix_cache()
 
 
 def test_blocks_are_saved_and_let_go(played: Played) -> None:
@@ -359,8 +126,7 @@ def test_after_a_mismatch_no_request_that_may_have_used_wrong_blocks_is_cached(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither blocks of its prompt nor those of its answer; what comes later is cached again."""
-    assert played.connector._scheduler is not None
-    verifier = played.connector._scheduler.planner.verifier
+    verifier = played.connector.hooks.scheduler.planner.verifier
     wrong = VerifyOutcome([], Mismatch(0, 0, 0, b"d", "layer", 1.0, 0.1))
     monkeypatch.setattr(verifier, "on_result", lambda result: wrong)
     played.step()
@@ -476,8 +242,9 @@ def test_a_swarm_goes_on_when_its_load_is_aborted(pool: LocalPool, played: Playe
 
 
 def image(name: str) -> MultiModalFeatureSpec:
-    """20 tokens of a picture, from the second block on."""
-    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(BLOCK + 4, 20))
+    """20 tokens of a picture, from the second block on, hashed as vLLM does."""
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return MultiModalFeatureSpec(None, "image", digest, PlaceholderRange(BLOCK + 4, 20))
 
 
 @pytest.mark.parametrize(
@@ -799,7 +566,7 @@ def test_no_request_waits_for_masters_that_have_gone(
     """Each is a miss at once, and one line of the log counts them."""
     played = Played(model(), transfer(pool.master, lookup_timeout_s=0.05))
     told: list[str] = []
-    played.connector._scheduler._log_line = told.append  # what stands in the log
+    played.connector.hooks.scheduler._watch._log_line = told.append  # what stands in the log
     try:
         played.step()
         played.add("a", 64)
@@ -839,9 +606,9 @@ def test_a_decode_step_makes_no_table_of_blocks(
         time.sleep(0.002)  # the lookup is not back
     made: list[str] = []
     manager = played.scheduler.kv_cache_manager
-    blocks_of, ids_of = played.connector._blocks_of, manager.get_block_ids
+    blocks_of, ids_of = played.connector.hooks.blocks_of, manager.get_block_ids
     monkeypatch.setattr(
-        played.connector, "_blocks_of", lambda name: [made.append(name), blocks_of(name)][1]
+        played.connector.hooks, "blocks_of", lambda name: [made.append(name), blocks_of(name)][1]
     )
     monkeypatch.setattr(manager, "get_block_ids", lambda name: [made.append(name), ids_of(name)][1])
     step, work = played.step(saved=played.acknowledged())
@@ -972,13 +739,13 @@ def test_a_misspelt_key_of_a_request_is_counted_and_logged_once(
 ) -> None:
     played = Played(model(), transfer(pool.master))
     lines: list[str] = []
-    monkeypatch.setattr(vllm_connector.logger, "warning", lambda text, *of: lines.append(text % of))
+    monkeypatch.setattr(engine_log.logger, "warning", lambda text, *of: lines.append(text % of))
     try:
         for name in ("a", "b"):
             request = played.request(name, 33)
             request.kv_transfer_params = {"skip_laod": True, "do_remote_prefill": False}
             played.connector.on_new_request(request)
-        assert played.connector._of_scheduler().planner.counters["bad_hints"] == 2
+        assert played.connector.hooks.scheduler.planner.counters["bad_hints"] == 2
     finally:
         played.close()
     (line,) = lines

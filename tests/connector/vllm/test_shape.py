@@ -31,6 +31,7 @@ from kvpool import ConfigError
 from kvpool_connector import block_memory, kv_shape, settings, vllm_interface
 from kvpool_connector.kv_shape import IRRELEVANT
 from kvpool_connector.vllm_config import check_supported
+from kvpool_connector.vllm_environment import IRRELEVANT as NO_KV
 from kvpool_connector.vllm_plugin import register
 from tests.connector.vllm.helpers import ROOT
 
@@ -43,8 +44,7 @@ DESCRIBED = {
     "quantization_config disable_sliding_window model_class_overrides model_impl",
     "CacheConfig": "kv_cache_dtype_skip_layers skip_page_size_padded kv_sharing_fast_prefill",
     "ParallelConfig": "worker_cls worker_extension_cls",
-    "LoRAConfig": "lora_dtype target_modules enable_tower_connector_lora "
-    "enable_mixed_moe_lora_format enable_moe_shared_loras",
+    "LoRAConfig": "",
     "SpeculativeConfig": "method attention_backend kv_cache_dtype parallel_drafting "
     "index_share_for_mtp_iteration",
     "MultiModalConfig": "media_io_kwargs mm_processor_kwargs mm_device_do_normalize "
@@ -114,7 +114,6 @@ def described(model: Callable[..., Path]) -> Describe:
         ("model_config.disable_sliding_window", True),
         ("model_config.dtype", torch.float16),
         ("additional_config", {"graph": True}),
-        ("lora_config", LoRAConfig(lora_dtype="float16")),
         ("model_config.hf_config.rope_parameters", {"rope_type": "default", "rope_theta": 5e4}),
         ("model_config.hf_config.num_attention_heads", 2),
         ("model_config.hf_config.factors", [1.0] * 100 + [2.0]),
@@ -147,12 +146,47 @@ def test_what_was_chosen_when_the_model_was_built_is_described(
         ("parallel_config.data_parallel_rank", 1),
         ("model_config.max_model_len", 77),
         ("model_config.hf_config._name_or_path", "elsewhere"),
+        ("model_config.hf_config.eos_token_id", 77),
+        ("model_config.hf_config.use_cache", False),
+        ("lora_config", LoRAConfig(lora_dtype="float16")),
     ],
 )
 def test_what_does_not_is_left_out(described: Describe, place: str, value: Any) -> None:
     assert described(**{place: value}) == described()
-    elsewhere = Attention(scaling=0.5, tp_rank=3, max_num_seqs=9, prefix="model.layers.1")
-    assert described(elsewhere) == described()
+
+
+@pytest.mark.parametrize(
+    "hung",
+    [
+        {"tp_rank": 3, "max_num_seqs": 9, "prefix": "model.layers.1"},
+        {"_aot_cache_dir": "/cache/1/rank_0_0", "was_aot_compile_fn_loaded_from_disk": True},
+        {"_is_encoder": False, "evaluate_guards": False, "first_compile": True},
+        {"scale_workspace_size": 7, "nobody_knows_it": 7},
+    ],
+)
+def test_attributes_that_no_one_knows_to_shape_kv_are_left_out(
+    described: Describe, hung: dict[str, Any]
+) -> None:
+    """vLLM and its compiler hang their own on modules, others in each process."""
+    assert described(Attention(scaling=0.5, **hung)) == described()
+
+
+def test_layers_that_allow_adapters_are_described_as_what_is_inside(described: Describe) -> None:
+    class AttentionWithLoRA(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer, self.scaling = Attention(scaling=0.5), 0.1
+
+    assert described(AttentionWithLoRA()) == described()
+
+
+def test_what_is_configured_for_adapters_is_in_the_fingerprint_of_each() -> None:
+    one, other = (
+        kv_shape.described_adapters(LoRAConfig(lora_dtype=dtype))
+        for dtype in ("float16", "bfloat16")
+    )
+    assert one != other
+    assert one == kv_shape.described_adapters(LoRAConfig(lora_dtype="float16", max_loras=7))
 
 
 def test_a_long_text_is_cut_and_still_tells_a_difference() -> None:
@@ -306,12 +340,16 @@ def test_only_one_file_imports_vllm() -> None:
     assert importing == {"vllm_interface.py", "vllm_plugin.py"}
 
 
-@pytest.mark.parametrize(
-    ("version", "shared"),
-    [("0.32.0", "0.32"), ("0.32.1+cpu", "0.32"), ("0.33.0.dev7+gabc", "0.33.0.dev7+gabc")],
-)
-def test_builds_between_releases_share_with_themselves_only(
-    version: str, shared: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
-    assert vllm_interface.version() == shared
+def test_releases_and_builds_share_with_themselves_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = ["0.32.0", "0.32.0+cpu", "0.32.1+cpu", "0.33.0.dev7+gabc"]
+    names = set()
+    for version in versions:
+        monkeypatch.setattr(vllm, "__version__", version)
+        names.add(vllm_interface.version())
+    assert len(names) == len(versions)
+
+
+def test_variables_that_are_left_out_are_variables_of_vllm() -> None:
+    """One that vLLM has dropped may come back with another meaning."""
+    ignored = {f"VLLM_{name}" for names in NO_KV.values() for name in names.split()}
+    assert ignored <= set(vllm.envs.environment_variables)

@@ -6,7 +6,7 @@ and the process that counts them is the only one that has ever had this salt to 
 nonce is used twice under a key: not after a crash, and not when an older copy of the file, or of
 the whole disk, is put back. Salt and nonce are stored with each message, so what earlier openings
 have written can be read. A seal, and so the bytes that it fits, lies beside the header that names
-their key and their place, in one message. (design: encryption-at-rest)
+their key and their place, in one message. (design: nvme-format)
 """
 
 from __future__ import annotations

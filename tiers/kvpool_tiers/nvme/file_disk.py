@@ -3,7 +3,7 @@
 `Disk` is the contract below the NVMe tier. The tier and its format use no file, thread or OSError,
 so the same code runs over a simulated disk, with torn writes, damaged bytes, full and stuck media.
 `FileDisk` is the real one: a preallocated file that belongs to one process, read and written
-without the page cache (O_DIRECT) where the file system allows it. (design: disks)
+without the page cache (O_DIRECT) where the file system allows it. (design: nvme-format)
 
 Two descriptors share the file. Whole pages go through the direct one, from or to the caller's
 memory if that is aligned, else through one aligned buffer per thread. Anything smaller goes through
@@ -32,6 +32,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from kvpool.errors import Closed, ConfigError, Unavailable
+from kvpool.memory_limits import MemoryLimits, tightest
 
 #: The unit of direct I/O: memory, offset and size are multiples of it.
 PAGE: Final = 4096
@@ -122,7 +123,7 @@ class FileDisk:
         self.path = Path(path)
         self._fd = _open(self.path)
         try:
-            # Lock before looking at the contents: another server may be writing (design: disks).
+            # Lock before looking at the contents: another server may be writing.
             _lock(self._fd, self.path)
             empty = not os.fstat(self._fd).st_size
             try:
@@ -574,6 +575,12 @@ def _grow(fd: int, path: Path, size: int) -> int:
     reserves for root.
     """
     before = os.fstat(fd).st_size
+    bound = tightest(MemoryLimits().file_size())
+    if size > bound.free:
+        raise ConfigError(
+            f"{path} is to have {size} bytes, {bound.name} allows {bound.free}: lower `capacity` "
+            f"or raise {bound.advice}"
+        )
     try:
         missing = size - os.fstat(fd).st_blocks * 512
         volume = os.fstatvfs(fd)

@@ -16,7 +16,7 @@ Nothing that is read here is trusted. Every value carries its own checksum, a na
 a header its offset and a hash of its namespace as well: one that lies in a wrong slot, or refers to
 a namespace that was replaced, is not valid. What all blocks depend on, or all blocks of a
 namespace, is there twice; of two intact copies the one of the higher generation counts. Integers
-are little-endian. (design: recovery)
+are little-endian. (design: nvme-format)
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class ValidHeader(NamedTuple):
 class UnnamedHeader(NamedTuple):
     """A valid header whose namespace has no intact page: nobody can ask for its block now.
 
-    It stays in the file, because the block is whole, and the page may be mended. (design: recovery)
+    It stays in the file, because the block is whole, and the page may be mended.
     """
 
     offset: int

@@ -2,7 +2,7 @@
 
 A header refers to its namespace by number, so a page that is lost would take all blocks of its
 namespace with it. Therefore each page is there twice, and an extent whose namespace is unknown
-keeps its header for as long as nothing is written over it. (design: recovery)
+keeps its header for as long as nothing is written over it. (design: nvme-format)
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Final
 from kvpool import logs
 from kvpool.checksum import namespace_seed
 from kvpool.errors import Unavailable
+from kvpool.shares import Shares
+from kvpool.tenant_names import tenant_of
 from kvpool.types import Namespace
 from kvpool_tiers.nvme.file_disk import Disk, read_pages
 from kvpool_tiers.nvme.format import (
@@ -35,7 +37,8 @@ _YIELD_EVERY: Final = 128
 
 
 class NamespaceTable:
-    """What the pages of one file say. A number is used again when no extent refers to it.
+    """What the pages of one file say. A number is used again when no extent refers to it. Of the
+    numbers that extents refer to each tenant has its share.
 
     | page of a number | copies                    | next                                          |
     |------------------|---------------------------|-----------------------------------------------|
@@ -54,6 +57,8 @@ class NamespaceTable:
         self._numbers: dict[Namespace, int] = {}
         self._namespaces: list[Namespace | None] = [None] * NAMESPACES
         self._extents = [0] * NAMESPACES
+        self._holders = [""] * NAMESPACES  # the tenant that a number with extents counts for
+        self._shares = Shares(NAMESPACES)
         self._generation = 0  # of the page written last
         self._unreadable: set[int] = set()  # numbers of which the disk could read no copy
         self._lost: dict[int, int] = {}  # seeds of headers without a namespace -> its number
@@ -63,8 +68,16 @@ class NamespaceTable:
 
     def use(self, number: int | None, change: int) -> None:
         """So many more, or fewer, extents refer to this number."""
-        if number is not None:
-            self._extents[number] += change
+        if number is None:
+            return
+        before = self._extents[number]
+        self._extents[number] += change
+        if not before:
+            named = self._namespaces[number]
+            self._holders[number] = tenant_of(named.name) if named is not None else ""
+            self._shares.hold(self._holders[number])
+        elif not self._extents[number]:
+            self._shares.give_back(self._holders[number])
 
     def lost(self, header: UnnamedHeader) -> str:
         """Record the number that a header without a namespace refers to; the reason.
@@ -113,8 +126,8 @@ class NamespaceTable:
     async def number(self, disk: Disk, namespace: Namespace) -> int | None:
         """Its number; both copies of its page are written before any header refers to it.
 
-        None when the table is full, and every namespace in it has extents. Raises Unavailable; then
-        no header may refer to it.
+        None where its tenant has its share of the numbers with extents, or none is left. Raises
+        Unavailable; then no header may refer to it.
         """
         found = self._numbers.get(namespace)
         if found is None:
@@ -122,7 +135,28 @@ class NamespaceTable:
                 found = self._numbers.get(namespace)
                 if found is None and (found := self._number_for(namespace)) is not None:
                     await self._write(disk, found, namespace)
+        elif not self._extents[found] and not self._shares.room(tenant_of(namespace.name)):
+            found = None
+        if found is None:
+            self._refuse(tenant_of(namespace.name))
         return found
+
+    def _refuse(self, tenant: str) -> None:
+        """Count a record that is left out, and log the first one of each tenant."""
+        if not self._shares.refused[tenant]:
+            log.warning(
+                "blocks of further namespaces are not kept for a restart",
+                path=self._path,
+                tenant=tenant,
+                namespaces=self._shares.held(tenant),
+                of=NAMESPACES,
+            )
+        self._shares.refuse(tenant)
+
+    @property
+    def refused(self) -> int:
+        """Records whose namespace got no number."""
+        return self._shares.refused.total()
 
     async def _read(self, disk: Disk) -> list[Sequence[bytes | None]]:
         """Both copies of all pages; one that the disk cannot read at all is nothing but None."""
@@ -168,13 +202,16 @@ class NamespaceTable:
     def _number_for(self, namespace: Namespace) -> int | None:
         """The number that headers without a namespace have for this one, or a free one.
 
-        Free is a number without a namespace, or else one whose namespace has no extents.
+        Free is a number without a namespace, or else one whose namespace has no extents; none is
+        free for a tenant that has its share.
         """
         if self._lost:
             for part in range(namespace.parts):
                 number = self._lost.get(namespace_seed(namespace, part))
                 if number is not None and self._extents[number]:
                     return number
+        if not self._shares.room(tenant_of(namespace.name)):
+            return None
         unused = [index for index in range(NAMESPACES) if not self._extents[index]]
         return min(unused, key=lambda index: self._namespaces[index] is not None, default=None)
 

@@ -135,9 +135,6 @@ class Nvme:
         #: Headers that `recover` dropped, by reason: see `InvalidHeader` and `NamespaceTable.lost`.
         #: `unreadable` counts a whole region of headers as one.
         self.dropped: Counter[str] = Counter()
-        #: Records that `persist` left out since the file was opened: the table of namespaces was
-        #: full.
-        self.not_persisted = 0
         self._owner = NO_OWNER
         self._closed = False
 
@@ -191,7 +188,7 @@ class Nvme:
         """Fill `buffer`; without a copy if its memory is aligned to PAGE, as the offset is.
 
         On a stuck disk it does not end, not even when it is cancelled: the disk may still write
-        into the buffer. A caller that must go on runs it in a task of its own. (design: disks)
+        into the buffer. A caller that must go on runs it in a task of its own.
         """
         self._check(offset, len(buffer))
         if self.encrypted:
@@ -269,8 +266,7 @@ class Nvme:
     async def persist(self, records: Sequence[Record]) -> None:
         """Once it has returned, `recover` finds these records after kill -9. (design: nvme-format)
 
-        A record whose namespace has no room in the table is left out and counted in
-        `not_persisted`.
+        A record whose tenant has its share of the table of namespaces is left out.
         """
         self._check_open()
         for record in records:
@@ -284,7 +280,6 @@ class Nvme:
                 await asyncio.sleep(0)
             index = await self._table.number(self._disk, record.namespace)
             if index is None:
-                self.not_persisted += 1
                 continue
             self._reference(offset, index)
             key = record.namespace, record.part
@@ -296,6 +291,15 @@ class Nvme:
                 header = self._opened().seal_header(header, seal)
             headers.append((record, header))
         await _all(self._disk.write(at, memoryview(run)) for at, run in self._runs(headers))
+
+    def keeps(self, offset: int) -> bool:
+        """As `KeepsSome.keeps`."""
+        return offset in self._namespace_of
+
+    @property
+    def not_persisted(self) -> int:
+        """Records that `persist` left out since the file was opened."""
+        return self._table.refused
 
     async def erase(self, offsets: Sequence[int]) -> None:
         """`recover` does not find these extents any more. Slots that are empty are written, too."""
@@ -311,7 +315,7 @@ class Nvme:
             self._seals.pop(offset, None)
 
     async def recover(self) -> Sequence[Record]:
-        """The records that were persisted and whose headers are valid. (design: recovery)
+        """The records that were persisted and whose headers are valid. (design: nvme-format)
 
         Reads the headers only, not the payload, and lets other coroutines run every millisecond.
         What it drops is counted in `dropped`, and erased, so that it does not come back later; but

@@ -13,12 +13,6 @@ from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage
 from kvpool.protocols import DeviceReadBlock, ReadOptions, WriteOptions
 from kvpool.types import (
-    DrainOrder,
-    DrainReport,
-    FetchStatus,
-    Namespace,
-    Offer,
-    PrefetchStatus,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -31,9 +25,10 @@ from kvpool.wire.messages import Data, decode_answer
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.payload import first_bytes
 from kvpool_transports.streams.pool import StreamPool
+from kvpool_transports.streams.side_requests import SideRequests
 
 
-class StreamChannel:
+class StreamChannel(SideRequests):
     """A `Channel` over a pool of streams, one exchange at a time on each.
 
     `address` is for logs. Its methods keep the contract of `kvpool.protocols.Channel`.
@@ -86,61 +81,6 @@ class StreamChannel:
             await stream.send(requests.read_request(options, blocks, view=False), deadline=deadline)
             await stream.receive(answer.payload_target, deadline=deadline)
         return answer.results()
-
-    async def remove(
-        self,
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        *,
-        part: int | None = None,
-        checksums: Sequence[int] = (),
-        deadline: float,
-    ) -> list[bool]:
-        """Remove every part of the blocks, or one `part`; True where the server had one."""
-        return await requests.remove(self._streams, namespace, digests, part, checksums, deadline)
-
-    async def report_corruption(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[bool]:
-        """Report wrong checksums; True where the server verified it and removed the block."""
-        return await requests.report_corruption(self._streams, namespace, part, digests, deadline)
-
-    async def offer(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        receiver: str,
-        *,
-        deadline: float,
-    ) -> list[Offer]:
-        """What the server tells the server `receiver` about blocks that it may fetch."""
-        return await requests.offer(self._streams, namespace, part, digests, receiver, deadline)
-
-    async def fetch(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        source: str,
-        *,
-        extra: bool = False,
-        deadline: float,
-    ) -> list[FetchStatus]:
-        """Ask the server to fetch blocks from the server `source`; one status each."""
-        return await requests.fetch(
-            self._streams, namespace, part, digests, source, deadline, extra=extra
-        )
-
-    async def prefetch(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[PrefetchStatus]:
-        """Ask the server to bring blocks into memory; one status each."""
-        return await requests.prefetch(self._streams, namespace, part, digests, deadline)
-
-    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
-        """Ask the server to hand over its blocks, or to stay, or how far it is."""
-        return await requests.drain(self._streams, order, deadline)
 
     async def close(self) -> None:
         """As `abort`: the channel has no copies of its own to wait for."""

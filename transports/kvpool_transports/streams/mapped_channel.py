@@ -16,12 +16,6 @@ from kvpool.errors import BadMessage
 from kvpool.protocols import ReadOptions, View, WriteOptions
 from kvpool.types import (
     BLOCK_SIZE_MAX,
-    DrainOrder,
-    DrainReport,
-    FetchStatus,
-    Namespace,
-    Offer,
-    PrefetchStatus,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -33,6 +27,7 @@ from kvpool.wire.messages import Pinned, Unpin, Unpinned
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
+from kvpool_transports.streams.side_requests import SideRequests
 from kvpool_transports.streams.stream import Stream
 
 
@@ -63,7 +58,7 @@ class Segment(Protocol):
         """Unmap it. Idempotent. Views that are still in use keep their mapping."""
 
 
-class MappedChannel:
+class MappedChannel(SideRequests):
     """A `Channel` whose streams carry only messages; the client copies the payload itself.
 
     It keeps the contracts of `kvpool.protocols.Channel` and `SupportsZeroCopyView`.
@@ -163,7 +158,7 @@ class MappedChannel:
     async def read_view(
         self, options: ReadOptions, digests: Sequence[bytes], *, deadline: float
     ) -> AsyncIterator[list[View]]:
-        """Views of the mapped segment, pinned until the `with` ends (design: zero-copy-views)."""
+        """Views of the mapped segment, pinned until the `with` ends (design: pins)."""
         blocks = [ReadBlock(digest, (), BLOCK_SIZE_MAX) for digest in digests]
         async with self._streams.stream(deadline, options.idle_timeout) as stream:
             statuses, pinned, hits, sources = await self._pin(
@@ -182,61 +177,6 @@ class MappedChannel:
                 yield views
             if hits and not stream.lost:
                 stream.send_deferred(Unpin())
-
-    async def remove(
-        self,
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        *,
-        part: int | None = None,
-        checksums: Sequence[int] = (),
-        deadline: float,
-    ) -> list[bool]:
-        """Remove every part of the blocks, or one `part`; True where the server had one."""
-        return await requests.remove(self._streams, namespace, digests, part, checksums, deadline)
-
-    async def report_corruption(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[bool]:
-        """Report wrong checksums; True where the server verified it and removed the block."""
-        return await requests.report_corruption(self._streams, namespace, part, digests, deadline)
-
-    async def offer(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        receiver: str,
-        *,
-        deadline: float,
-    ) -> list[Offer]:
-        """What the server tells the server `receiver` about blocks that it may fetch."""
-        return await requests.offer(self._streams, namespace, part, digests, receiver, deadline)
-
-    async def fetch(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        source: str,
-        *,
-        extra: bool = False,
-        deadline: float,
-    ) -> list[FetchStatus]:
-        """Ask the server to fetch blocks from the server `source`; one status each."""
-        return await requests.fetch(
-            self._streams, namespace, part, digests, source, deadline, extra=extra
-        )
-
-    async def prefetch(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[PrefetchStatus]:
-        """Ask the server to bring blocks into memory; one status each."""
-        return await requests.prefetch(self._streams, namespace, part, digests, deadline)
-
-    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
-        """Ask the server to hand over its blocks, or to stay, or how far it is."""
-        return await requests.drain(self._streams, order, deadline)
 
     async def close(self) -> None:
         """`abort`, then end the copy threads and unmap the segment. Idempotent."""
@@ -284,7 +224,7 @@ def _borrowed(memory: list[memoryview], jobs: list[CopyJob] | None = None) -> It
 
     An exception keeps the frames that it passed, often until the next full garbage collection. As
     long as such a frame refers to a view, the segment stays mapped, even if its server is dead
-    (design: garbage-collection).
+    (design: turns).
     """
     try:
         yield

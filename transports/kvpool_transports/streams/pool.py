@@ -119,7 +119,7 @@ class StreamPool:
 
     async def _idle_or_new(self, deadline: float, idle_timeout: IdleTimeout | None) -> Stream:
         """A server may refuse a further stream: then those must do that this client has, and a
-        client that has none tries again a few times (design: connection-shares)."""
+        client that has none tries again a few times (design: bounds)."""
         pauses = iter(_PAUSES_S)
         while True:
             while self._idle:

@@ -5,23 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from kvpool.checksum import block_seeds, hasher
 from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
 from kvpool.protocols import DeviceReadBlock, DeviceWriteBlock, ReadOptions, View, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
-    COPIES_MAX,
     Cluster,
-    DrainOrder,
-    DrainReport,
-    DrainState,
-    FetchStatus,
-    Left,
-    Namespace,
-    Offer,
-    PrefetchStatus,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -34,22 +25,12 @@ from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     TYPES,
     Challenge,
-    Drain,
-    Drained,
-    Fetch,
-    Fetched,
     Hello,
     M,
     Message,
-    Prefetch,
-    Prefetched,
     Proof,
-    Propose,
-    Proposed,
     Read,
-    Remove,
     Removed,
-    ReportCorruption,
     Reserve,
     Reserved,
     Seal,
@@ -58,12 +39,8 @@ from kvpool.wire.messages import (
     Write,
     Written,
     decode_answer,
-    is_known,
     pack_parents,
-    unpack_parents,
-    unpack_sessions,
 )
-from kvpool.wire.versions import SpokenVersion
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams.pool import StreamPool
 from kvpool_transports.streams.stream import Stream
@@ -71,8 +48,6 @@ from kvpool_transports.streams.stream import Stream
 #: By value; calling an enum takes ten times as long.
 _READ = tuple(ReadStatus)
 _WRITE = tuple(WriteStatus)
-_FETCH = tuple(FetchStatus)
-_PREFETCH = tuple(PrefetchStatus)
 #: What no server answers: a client gives itself the first two, and a block whose bytes have not
 #: been sent is not stored, one that is sealed is not reserved, nor refused.
 _NOT_OF_SERVERS = (WriteStatus.SERVER_LOST, WriteStatus.NO_MASTER)
@@ -84,11 +59,6 @@ _NOT_OF_SEAL = (*_NOT_OF_SERVERS, WriteStatus.REFUSED, WriteStatus.RESERVED, Wri
 class Exchange(Protocol):
     """What a handshake needs of a stream."""
 
-    @property
-    def version(self) -> int: ...
-
-    def speak(self, version: int) -> None: ...
-
     async def send(self, message: Message, *, deadline: float) -> object: ...
 
     async def receive(self, *, deadline: float) -> Frame: ...
@@ -96,26 +66,11 @@ class Exchange(Protocol):
     async def expect(self, type: type[M], *, deadline: float) -> M: ...
 
 
-T = TypeVar("T")
-
 #: A write of at most so many bytes is one request; a larger one reserves before it sends. The
 #: figures are in docs/benchmarks.md.
 ONE_REQUEST_MAX = 1 << 20
 #: The same, where the client could copy the bytes itself.
 ONE_REQUEST_MAPPED_MAX = 256 << 10
-
-
-async def dial_in_common_version(spoken: SpokenVersion, dial: Callable[[], Awaitable[T]]) -> T:
-    """What `dial` gives, which makes the handshake; once more when the server is of the release
-    before, and has refused ours (design: protocol-versions)."""
-    now = asyncio.get_running_loop().time()
-    tried = spoken.at(now)
-    try:
-        return await dial()
-    except VersionMismatch:
-        if spoken.at(now) == tried:
-            raise
-    return await dial()
 
 
 async def handshake(
@@ -126,7 +81,6 @@ async def handshake(
     server: str,
     deadline: float,
     writer: bool = False,
-    spoken: SpokenVersion | None = None,
     binding: bytes = b"",
 ) -> Welcome:
     """The first exchange on a new stream: versions, cluster, secret (design: authentication).
@@ -136,22 +90,13 @@ async def handshake(
     VersionMismatch for another protocol version, another cluster, or another server than `server`
     (if that is not empty), and Unauthenticated when a proof is missing or wrong.
     """
-    now = asyncio.get_running_loop().time()
-    if spoken is not None:
-        stream.speak(spoken.at(now))
-    asked = stream.version
     nonce = secrets.token_bytes(auth.NONCE_SIZE) if cluster.secret else b""
-    try:
-        key = auth.key_id(cluster, nonce) if cluster.tenant else b""
-        hello = Hello(cluster.name, client, nonce, writer, cluster.tenant, key)
-        await stream.send(hello, deadline=deadline)
-        if cluster.secret:
-            await _prove(stream, cluster, nonce, binding, deadline)
-        welcome = await stream.expect(Welcome, deadline=deadline)
-    except VersionMismatch:
-        if spoken is not None:
-            spoken.refused(asked, stream.version, now)
-        raise
+    key = auth.key_id(cluster, nonce) if cluster.tenant else b""
+    hello = Hello(cluster.name, client, nonce, writer, cluster.tenant, key)
+    await stream.send(hello, deadline=deadline)
+    if cluster.secret:
+        await _prove(stream, cluster, nonce, binding, deadline)
+    welcome = await stream.expect(Welcome, deadline=deadline)
     if server and welcome.server != server:
         raise VersionMismatch(f"this is server {welcome.server!r}, expected {server!r}")
     return welcome
@@ -185,10 +130,7 @@ async def write(
     if sum([block.size for block in blocks]) > bytes_max:
         return await in_steps(blocks)
     async with streams.stream(deadline) as stream:
-        if is_known(Write, stream.version):
-            statuses = await write_at_once(stream, options, blocks, deadline)
-        else:
-            statuses = [WriteStatus.NOT_YET] * len(blocks)
+        statuses = await write_at_once(stream, options, blocks, deadline)
     if later := [i for i, status in enumerate(statuses) if status is WriteStatus.NOT_YET]:
         answer = await in_steps([blocks[i] for i in later])
         for position, status in zip(later, answer, strict=True):
@@ -311,131 +253,6 @@ def read_request(
     )
 
 
-async def remove(
-    streams: StreamPool,
-    namespace: Namespace,
-    digests: Sequence[bytes],
-    part: int | None,
-    checksums: Sequence[int],
-    deadline: float,
-) -> list[bool]:
-    """Remove every part of the blocks, or one `part`; True where the server had one."""
-    size, joined = len(digests[0]), b"".join(digests)
-    request = Remove(namespace.name, namespace.parts, size, joined, part, list(checksums))
-    async with streams.stream(deadline) as stream:
-        await stream.send(request, deadline=deadline)
-        return _flags(await stream.expect(Removed, deadline=deadline), len(digests))
-
-
-async def report_corruption(
-    streams: StreamPool, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
-) -> list[bool]:
-    """Report wrong checksums; True where the server verified it and removed the block."""
-    size = len(digests[0])
-    request = ReportCorruption(namespace.name, namespace.parts, size, b"".join(digests), part)
-    async with streams.stream(deadline) as stream:
-        await stream.send(request, deadline=deadline)
-        return _flags(await stream.expect(Removed, deadline=deadline), len(digests))
-
-
-async def offer(
-    streams: StreamPool,
-    namespace: Namespace,
-    part: int,
-    digests: Sequence[bytes],
-    receiver: str,
-    deadline: float,
-) -> list[Offer]:
-    """What the server tells `receiver` about blocks that it may fetch from there.
-
-    Raises BadMessage for an answer that does not fit the request.
-    """
-    size = len(digests[0])
-    request = Propose(namespace.name, namespace.parts, size, b"".join(digests), part, receiver)
-    async with streams.stream(deadline) as stream:
-        await stream.send(request, deadline=deadline)
-        answer = await stream.expect(Proposed, deadline=deadline)
-    statuses = read_statuses(answer.statuses, len(digests))
-    offers = [Offer(status) for status in statuses]
-    hits = [i for i, status in enumerate(statuses) if status.hit]
-    parents = unpack_parents(answer.parents, size)
-    sizes, checksums, ages_s, copies = answer.sizes, answer.checksums, answer.ages_s, answer.copies
-    counts = {len(sizes), len(checksums), len(parents), len(ages_s), len(copies)}
-    if counts != {len(hits)}:
-        raise BadMessage(f"{len(hits)} blocks offered, and properties of {sorted(counts)}")
-    if max(copies, default=0) > COPIES_MAX:
-        raise BadMessage(f"{max(copies)} copies of a block, limit {COPIES_MAX}")
-    properties = zip(sizes, checksums, parents, ages_s, copies, strict=True)
-    for position, (block_size, checksum, parent, age_s, count) in zip(
-        hits, properties, strict=True
-    ):
-        offers[position] = Offer(ReadStatus.HIT, block_size, checksum, parent, age_s, copies=count)
-    for position, hint in zip(hits, unpack_sessions(answer.sessions), strict=False):
-        offers[position] = offers[position]._replace(session_hint=hint)
-    return offers
-
-
-async def fetch(
-    streams: StreamPool,
-    namespace: Namespace,
-    part: int,
-    digests: Sequence[bytes],
-    source: str,
-    deadline: float,
-    *,
-    extra: bool,
-) -> list[FetchStatus]:
-    """Ask the server to fetch blocks from the server `source`; one status each."""
-    size = len(digests[0])
-    wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
-    packed = b"".join(digests)
-    request = Fetch(namespace.name, namespace.parts, size, packed, part, source, wait_s, extra)
-    async with streams.stream(deadline) as stream:
-        await stream.send(request, deadline=deadline)
-        answer = await stream.expect(Fetched, deadline=deadline)
-    _count(answer.statuses, len(digests))
-    try:
-        return [_FETCH[value] for value in answer.statuses]
-    except IndexError:
-        raise BadMessage(f"{max(answer.statuses)} is not a valid FetchStatus") from None
-
-
-async def prefetch(
-    streams: StreamPool, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float
-) -> list[PrefetchStatus]:
-    """Ask the server to bring blocks into memory; one status each."""
-    size = len(digests[0])
-    request = Prefetch(namespace.name, namespace.parts, size, b"".join(digests), part)
-    async with streams.stream(deadline) as stream:
-        await stream.send(request, deadline=deadline)
-        answer = await stream.expect(Prefetched, deadline=deadline)
-    _count(answer.statuses, len(digests))
-    try:
-        return [_PREFETCH[value] for value in answer.statuses]
-    except IndexError:
-        raise BadMessage(f"{max(answer.statuses)} is not a valid PrefetchStatus") from None
-
-
-async def drain(streams: StreamPool, order: DrainOrder, deadline: float) -> DrainReport:
-    """Ask the server to hand over its blocks, or to stay, or how far it is."""
-    async with streams.stream(deadline) as stream:
-        await stream.send(Drain(*order), deadline=deadline)
-        answer = await stream.expect(Drained, deadline=deadline)
-    try:
-        state = DrainState(answer.state)
-    except ValueError as error:
-        raise BadMessage(str(error)) from None
-    return DrainReport(
-        state,
-        answer.total_blocks,
-        answer.left_blocks,
-        answer.left_bytes,
-        answer.moved_blocks,
-        answer.moved_bytes,
-        tuple(Left(*line) for line in answer.left),
-    )
-
-
 def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> list[ReadResult]:
     """One result per block: HIT where the checksums are equal, else CORRUPT."""
     # One result for all blocks of a size: most batches have one size.
@@ -450,7 +267,7 @@ def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) 
 
 def read_statuses(packed: bytes, count: int) -> list[ReadStatus]:
     """One status for each of `count` blocks. Raises BadMessage."""
-    _count(packed, count)
+    check_count(packed, count)
     try:
         return [_READ[value] for value in packed]
     except IndexError:
@@ -461,7 +278,7 @@ def write_statuses(
     packed: bytes, count: int, excluded: Collection[WriteStatus] = ()
 ) -> list[WriteStatus]:
     """One status for each of `count` blocks, none of the excluded ones. Raises BadMessage."""
-    _count(packed, count)
+    check_count(packed, count)
     try:
         statuses = [_WRITE[value] for value in packed]
     except IndexError:
@@ -471,12 +288,12 @@ def write_statuses(
     return statuses
 
 
-def _flags(removed: Removed, count: int) -> list[bool]:
-    _count(removed.flags, count)
+def flags(removed: Removed, count: int) -> list[bool]:
+    check_count(removed.flags, count)
     return [flag == 1 for flag in removed.flags]
 
 
-def _count(packed: bytes, count: int) -> None:
+def check_count(packed: bytes, count: int) -> None:
     if len(packed) != count or count > BATCH_BLOCKS_MAX:
         raise BadMessage(f"{len(packed)} statuses for {count} blocks")
 

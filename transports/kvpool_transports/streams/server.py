@@ -30,6 +30,7 @@ from kvpool.types import (
     Namespace,
     Pin,
     ReadStatus,
+    RemovalCursor,
     Reservation,
     SessionHint,
     WriteStatus,
@@ -46,10 +47,11 @@ from kvpool.wire.messages import (
     Data,
     Drain,
     Drained,
-    Error,
     Fetch,
     Fetched,
     Hello,
+    Holdings,
+    HoldingsReply,
     Message,
     Pinned,
     Prefetch,
@@ -59,7 +61,9 @@ from kvpool.wire.messages import (
     Proposed,
     Read,
     Remove,
+    RemoveAll,
     Removed,
+    RemovedAll,
     ReportCorruption,
     Reserve,
     Reserved,
@@ -70,10 +74,12 @@ from kvpool.wire.messages import (
     Welcome,
     Write,
     Written,
+    checked_namespace,
     decode,
     message_type,
     pack_parents,
     pack_sessions,
+    refusal,
     unpack_batch,
     unpack_parents,
 )
@@ -119,7 +125,7 @@ class Sessions:
     def accept(self, stream: Stream, binding: bytes = b"") -> Stream:
         """Serve the client of a new stream in a task; returns the stream.
 
-        `binding`: the hash of the certificate that was shown to it (design: tls).
+        `binding`: the hash of the certificate that was shown to it (design: authentication).
         """
         if self._closed:  # the kernel accepted the connection before `close`
             stream.abort()
@@ -186,7 +192,7 @@ class StreamSession:
         """As `Connection.pin` has it, for a client that reads to a device."""
         return None
 
-    #: The hash of the certificate that this client was shown; proofs cover it (design: tls).
+    #: The hash of the certificate that this client was shown; proofs cover it.
     binding = b""
 
     def __init__(
@@ -230,7 +236,7 @@ class StreamSession:
         finally:
             self._strangers.left(self.stream)
             self.stream.abort()
-            # Both refer to this session (design: garbage-collection).
+            # Both refer to this session (design: turns).
             self._connection, self._peer = None, Peer("")
 
     async def _serve(self) -> Connection | None:
@@ -361,7 +367,7 @@ class StreamSession:
             address = self.stream.peer_address
             _report(self._store, self._strangers, self._scheme, address, error)
         with contextlib.suppress(KvpoolError):
-            self.stream.send_now(Error(type(error).__name__, str(error)[:2048]))
+            self.stream.send_now(refusal(error))
 
     async def _send(self, message: Message) -> None:
         await self.stream.send(message, deadline=self._loop.time() + ANSWER_S)
@@ -425,6 +431,17 @@ class StreamSession:
         namespace, digests = unpack_batch(prefetch)
         _check_part(namespace, prefetch.part)
         await self._send(Prefetched(bytes(connection.prefetch(namespace, prefetch.part, digests))))
+
+    async def _holdings(self, ask: Holdings, connection: Connection) -> None:
+        found = await connection.holdings((ask.after, ask.parts))
+        held = [(one.namespace.name, one.namespace.parts, *one[1:]) for one in found.held]
+        await self._send(HoldingsReply((*found.begin,), held, found.more))
+
+    async def _remove_all(self, remove: RemoveAll, connection: Connection) -> None:
+        namespace = checked_namespace(remove.namespace, remove.parts)
+        done = await connection.remove_all(namespace, RemovalCursor(*remove.at))
+        at = (*done.at,) if done.at is not None else None
+        await self._send(RemovedAll(done.blocks, done.bytes, at))
 
     async def _drain(self, drain: Drain, connection: Connection) -> None:
         if drain.begin and drain.cancel:
@@ -607,6 +624,8 @@ _ANSWERS: Final[
     Fetch: StreamSession._fetch,
     Prefetch: StreamSession._prefetch,
     Drain: StreamSession._drain,
+    Holdings: StreamSession._holdings,
+    RemoveAll: StreamSession._remove_all,
 }
 
 

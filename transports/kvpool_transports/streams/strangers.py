@@ -1,7 +1,7 @@
 """What a listener keeps of peers that have not shown yet that they belong to the cluster.
 
 Every process that reaches the port may connect, be silent, and send wrong proofs. So there is a
-bound on each thing here, and all of it is given back (design: strangers).
+bound on each thing here, and all of it is given back (design: bounds).
 """
 
 from __future__ import annotations

@@ -13,16 +13,16 @@ knows the memory of payload bytes.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, TypeAlias, cast
 
+from kvpool.addresses import network_of
 from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken
 from kvpool.wire.frame_reader import ChooseTarget, FrameReader, Pieces, ReaderState, no_payload
-from kvpool.wire.frames import PROTOCOL_VERSION, Frame, encode_frame
+from kvpool.wire.frames import Frame, encode_frame
 from kvpool.wire.messages import PAYLOAD, M, Message, decode_answer, encode
 from kvpool_transports.streams.payload import writes
 
@@ -31,7 +31,7 @@ FRAME_S: Final = 30.0
 
 #: How a wait has ended: well (None), or with the error that its owner gets. It is the result and
 #: not the exception of the future, because a future that has raised its exception is in a cycle
-#: with the frame that waited (design: garbage-collection).
+#: with the frame that waited (design: turns).
 Ending: TypeAlias = "asyncio.Future[KvpoolError | None]"
 
 #: Streams whose sockets a child would inherit.
@@ -57,10 +57,10 @@ def _detach_in_child() -> None:
 os.register_at_fork(after_in_child=_detach_in_child)
 
 
-def encode_message(message: Message | None, version: int, payload_size: int = 0) -> bytes:
-    """The frame of a message (of none: the payload frame), as a peer of that version reads it."""
-    type, body = encode(message, version) if message is not None else (PAYLOAD, b"")
-    return encode_frame(type, body, payload_size, version=version)
+def encode_message(message: Message | None, payload_size: int = 0) -> bytes:
+    """The frame of a message (of none: the payload frame)."""
+    type, body = encode(message) if message is not None else (PAYLOAD, b"")
+    return encode_frame(type, body, payload_size)
 
 
 class Stream(asyncio.BufferedProtocol):
@@ -79,7 +79,7 @@ class Stream(asyncio.BufferedProtocol):
 
     `abort`, the end of the connection, and the peer's hanging up lead from every state to lost. An
     owner that waits then gets the error `_why`. It is raised as a copy, and a future has it as its
-    result: so a lost stream is freed at once, with its buffer (design: garbage-collection).
+    result: so a lost stream is freed at once, with its buffer (design: turns).
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,6 @@ class Stream(asyncio.BufferedProtocol):
         #: work on the peer's memory: the close tells the peer that this work has ended.
         self.owned = True
         self.lost = False
-        self._version = PROTOCOL_VERSION
         self._deferred_message: Message | None = None
         self._why: KvpoolError | None = None
         self._portions = 0  # sent
@@ -109,15 +108,6 @@ class Stream(asyncio.BufferedProtocol):
         return f"<Stream {state}>"
 
     # --- for the owner -----------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """In which this end sends: the older one of both ends', once the peer has sent a frame."""
-        return min(self._version, self._reader.version)
-
-    def speak(self, version: int) -> None:
-        """Send in this version from now on, or in an older one (design: protocol-versions)."""
-        self._version = version
 
     async def send(
         self,
@@ -134,7 +124,7 @@ class Stream(asyncio.BufferedProtocol):
         """
         transport = self._writable()
         size = sum([len(piece) for pieces in payload for piece in pieces])
-        head = encode_message(message, self.version, size)
+        head = encode_message(message, size)
         self._deferred_message = None
         checksums: list[int] = []
         if not payload:
@@ -160,13 +150,13 @@ class Stream(asyncio.BufferedProtocol):
 
     def send_now(self, message: Message) -> None:
         """Queue a small frame without waiting until it is sent."""
-        self._writable().write(encode_message(message, self.version))
+        self._writable().write(encode_message(message))
 
     def send_deferred(self, message: Message) -> None:
         """Queue a small frame for the loop's next turn, unless another one is sent before it.
 
-        For a message that the next request implies (design: deferred-unpin). Sending it at once
-        would wake the peer, which could take this core while the caller waits for its result.
+        For a message that the next request implies (design: pins). Sending it at once would wake
+        the peer, which could take this core while the caller waits for its result.
         """
         if self._deferred_message is None:
             self._loop.call_soon(self._send_deferred)
@@ -403,16 +393,7 @@ async def wait_until(future: Ending, deadline: float | None, otherwise: str) -> 
 
 
 def address_of(peername: object) -> str:
-    """The part of a socket's peer name that one host cannot choose freely; empty if there is none.
-
-    Of an IPv6 address its network of 64 bits, because a host has all addresses in there.
-    """
+    """`network_of` a socket's peer name; empty if it is none."""
     if not isinstance(peername, tuple) or not peername:
         return ""
-    try:
-        address = ipaddress.ip_address(str(peername[0]).partition("%")[0])
-    except ValueError:
-        return ""
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(address)
+    return network_of(str(peername[0]))

@@ -1,0 +1,154 @@
+"""What keeps an error of ours out of the engine: it goes on without the pool, and nothing leaks.
+
+An exception in a hook ends vLLM's EngineCore with all of its requests. After one, the scheduler's
+half is in an unknown state, so nothing of it is used any more; what the engine must get back is
+written down here: blocks that were pinned, and requests that wait for a load. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvpool_connector.messages import GroupBlocks, LoadRequest, StepWork, WorkerReport
+
+#: Seconds without the pool after a failure; doubled with each, up to `_OFF_S_MAX`.
+OFF_S: Final = 60.0
+_OFF_S_MAX: Final = 3600.0
+#: Reasons that are remembered as logged.
+_REASONS_MAX: Final = 64
+
+
+class Fuse:
+    """Whether the scheduler's half is used.
+
+    | state | hooks | next |
+    |---|---|---|
+    | whole | of the scheduler's half | blown, with an exception in one |
+    | blown | answer "no hit, no work" | whole with a new half, when nothing is owed and `due` |
+    """
+
+    def __init__(self) -> None:
+        self.blown = False
+        self._until = 0.0
+        self._off_s = OFF_S
+
+    def blow(self, now: float) -> float:
+        """Returns for how many seconds at least."""
+        off_s, self._off_s = self._off_s, min(2 * self._off_s, _OFF_S_MAX)
+        self.blown, self._until = True, now + off_s
+        return off_s
+
+    def due(self, now: float) -> bool:
+        """Whether the pool may be tried again."""
+        return self.blown and now >= self._until
+
+    def mend(self) -> None:
+        """There is a new scheduler's half."""
+        self.blown = False
+
+
+class FailureLog:
+    """Counts every failure, and writes each reason once."""
+
+    def __init__(
+        self,
+        whose: str,
+        write: Callable[[str, Exception], None],
+        count: Callable[[str, float], None],
+    ) -> None:
+        self._whose = whose
+        self._write = write
+        self._count = count
+        self._seen: set[str] = set()
+
+    def add(
+        self, what: str, error: Exception, consequence: str = "the engine goes on without"
+    ) -> None:
+        """It has failed with this error."""
+        self._count(f"hook_failed {what}", 1)
+        reason = f"{self._whose}{what} failed with {type(error).__name__}: {error}"
+        if reason not in self._seen and len(self._seen) < _REASONS_MAX:
+            self._seen.add(reason)
+            hint = "Please report this: it is a mistake in kvpool"
+            self._write(f"{reason}; {consequence}. {hint}", error)
+
+
+class Owed:
+    """What the engine gets back: pins of its blocks, and the end of loads.
+
+    Blocks of a save are pinned until every one of `ranks` has acknowledged its job: a worker may
+    still read them, and bytes of another block under their name would be wrong everywhere.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._pinned: Counter[int] = Counter()
+        #: Of saves and comparisons: blocks, and ranks that have not acknowledged.
+        self._jobs: dict[tuple[str, int], tuple[list[int], int]] = {}
+        self._waiting: dict[str, tuple[Sequence[int], ...]] = {}  # blocks of each group
+        self._sent: set[str] = set()  # of those, the loads that the workers know
+
+    def __bool__(self) -> bool:
+        return bool(self._pinned or self._waiting or self._jobs)
+
+    def on_allocated(self, request_id: str, block_ids: tuple[Sequence[int], ...]) -> None:
+        """The request waits until these blocks are loaded, or known to be missing."""
+        self._waiting[request_id] = block_ids
+
+    def on_pinned(self, blocks: Sequence[int]) -> None:
+        """These were pinned, one by one."""
+        self._pinned.update(blocks)
+
+    def on_sent(self, work: StepWork) -> None:
+        """The workers get this."""
+        self._sent.update(load.request_id for load in work.loads)
+        for save in work.saves:
+            self._jobs["save", save.job] = _ids(save.blocks), self._ranks
+        if work.verify is not None:
+            self._jobs["verify", work.verify.job] = _ids(work.verify.blocks), self._ranks
+
+    def on_report(self, report: WorkerReport) -> None:
+        """What the workers have done: jobs that one rank has ended, and loads."""
+        for loaded in report.loads:
+            self._waiting.pop(loaded.request_id, None)
+            self._sent.discard(loaded.request_id)
+        ended = [("save", saved.job) for saved in report.saves]
+        ended += [("verify", verified.job) for verified in report.verified]
+        for job in ended:
+            blocks, ranks = self._jobs.pop(job, ([], 0))
+            if ranks > 1:
+                self._jobs[job] = blocks, ranks - 1
+
+    def on_unpinned(self, blocks: Sequence[int]) -> None:
+        """These pins were given back."""
+        self._pinned.subtract(blocks)
+        self._pinned = +self._pinned
+
+    def idle_pins(self) -> list[int]:
+        """Blocks whose pins no worker's job needs."""
+        busy: Counter[int] = Counter()
+        for blocks, _ in self._jobs.values():
+            busy.update(blocks)
+        return list((self._pinned - busy).elements())
+
+    def take_unsent(self) -> list[LoadRequest]:
+        """Loads that are to fail: of requests that wait, and of which no worker knows."""
+        unsent = [one for one in self._waiting if one not in self._sent]
+        self._sent.update(unsent)
+        return [
+            LoadRequest(
+                request_id,
+                tuple(
+                    GroupBlocks(group, (), tuple(ids))
+                    for group, ids in enumerate(self._waiting[request_id])
+                ),
+                0.0,
+            )
+            for request_id in unsent
+        ]
+
+
+def _ids(blocks: Sequence[GroupBlocks]) -> list[int]:
+    return [block for part in blocks for block in part.block_ids]

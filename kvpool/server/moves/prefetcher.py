@@ -1,0 +1,158 @@
+"""Brings blocks up from a slower tier before a reader comes, on request.
+
+In steps of some MiB, one at a time. Each waits for readers and for the budget, and makes room only
+where little is lost; so a prefetch that nobody reads costs a bounded part of the memory and of the
+disk's time (design: promotion).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Final
+
+from kvpool import logs
+from kvpool.server.moves.state.fetches import FetchBudget
+from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
+from kvpool.server.state.prefetches import HOLD_S
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.server.tier_mover import TierMover
+from kvpool.supervision import Supervisor
+from kvpool.types import BATCH_BLOCKS_MAX, Namespace, PrefetchStatus
+
+log = logs.get("kvpool.server")
+
+#: Bytes of one step, or one block if that is larger; and blocks that one step looks at.
+_STEP_BYTES: Final = 4 << 20
+_STEP_BLOCKS: Final = 64
+#: While nothing can come up, it looks for room again so often.
+_TICK_S: Final = 0.1
+#: A wait for the budget is a difference of times, and may be next to nothing.
+_TURN_MIN_S: Final = 1e-4
+#: A step that takes longer is left behind: its disk is stuck, and will be taken out of service.
+_STEP_S: Final = 5.0
+#: Chains that wait at the same time.
+_QUEUE_MAX: Final = 256
+
+
+class Prefetcher:
+    """Fills one server's memory before readers come. `rate` is bytes per second; 0: a quarter of
+    the speed that is measured. Calls `on_change` after each change of the store."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        mover: TierMover,
+        on_change: Callable[[], None],
+        tasks: Supervisor,
+        *,
+        rate: float,
+    ) -> None:
+        self._store = store
+        self._tasks = tasks
+        self._mover = mover
+        self._on_change = on_change
+        self._memory = store.front.allocator.capacity
+        self.budget = FetchBudget(rate)
+        self._queue = PrefetchQueue(_QUEUE_MAX)
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._refused_blocks = 0
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What came up, and what became of it; blocks that wait to come up are in none of them."""
+        prefetched = self._store.front.prefetched
+        return {
+            "prefetched_blocks": prefetched.blocks_came,
+            "prefetched_bytes": prefetched.came,
+            "prefetch_used_bytes": prefetched.used,
+            "prefetch_wasted_bytes": prefetched.wasted,
+            "prefetch_unread_bytes": prefetched.bytes,
+            "prefetch_refused_blocks": self._refused_blocks,
+        }
+
+    def start(self) -> None:
+        if len(self._store.stores) > 1:
+            self._task = self._tasks.forever("prefetch", self._bring_up)
+
+    async def close(self) -> None:
+        """End at once; transfers under way belong to the mover. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def prefetch(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> list[PrefetchStatus]:
+        """As `Connection.prefetch`."""
+        store, below = self._store, deque[bytes]()
+        statuses = []
+        for digest in digests:
+            if store.front.peek(namespace, part, digest) is not None:
+                statuses.append(PrefetchStatus.IN_MEMORY)
+            elif store.is_below(namespace, part, digest):
+                below.append(digest)
+                statuses.append(PrefetchStatus.COMING)
+            else:
+                statuses.append(PrefetchStatus.GONE)
+        if below:
+            chain = Chain(namespace, part, below)
+            if self._task is not None and self._queue.add(chain, _now() + HOLD_S):
+                self._woken.set()
+            else:
+                self._refused_blocks += len(below)
+                refused = PrefetchStatus.REFUSED
+                statuses = [refused if one is PrefetchStatus.COMING else one for one in statuses]
+        return statuses
+
+    # --- inside --------------------------------------------------------------------------
+
+    async def _bring_up(self) -> None:
+        self._woken.clear()
+        self._store.front.drop_lapsed(_now())
+        if not await self._step():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._woken.wait()
+
+    async def _step(self) -> int:
+        """Bring up the next blocks of the chain whose turn it is; how many have begun."""
+        chain = self._queue.next(_now())
+        if chain is None:
+            return 0
+        namespace, part, digests = chain
+        for _ in range(min(len(digests), BATCH_BLOCKS_MAX)):
+            if self._store.is_below(namespace, part, digests[0]):
+                break
+            digests.popleft()  # it is in memory, or gone
+        left = self._store.front.prefetched.room(self._memory)
+        if not digests or left <= 0:
+            return 0
+        await self._mover.wait_for_readers()
+        while (wait_s := self.budget.wait_s(_now())) > 0:
+            await asyncio.sleep(max(wait_s, _TURN_MIN_S))  # it may end a moment too early
+            await self._mover.wait_for_readers()
+        began = _now()
+        following = list(islice(digests, _STEP_BLOCKS))
+        running = self._mover.prefetch(namespace, part, following, min(left, _STEP_BYTES))
+        if running:
+            planned = sum(copy.entry.size for copy in running)
+            price_s = self.budget.begin(planned, began)
+            await asyncio.wait(running.values(), timeout=_STEP_S)
+            arrived = [c for c, task in running.items() if task.done() and _is_good(task)]
+            moved = sum(copy.entry.size for copy in arrived)
+            self.budget.end(price_s, planned, moved, _now() - began)
+        return len(running)
+
+
+def _is_good(task: asyncio.Task[bool]) -> bool:
+    return not task.cancelled() and task.exception() is None and task.result()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,131 @@
+"""Engines as people start them: compiled. Equal models share, whatever else differs.
+
+The other tests run eager, which starts in half of the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.connector.vllm.helpers import Engine, prompt, transfer
+from tests.support.local_pool import LocalPool
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPTS = [prompt(number, shared=0) for number in (700, 701)]
+#: Tokens of the 15 whole blocks of each.
+WHOLE = [480, 480]
+COMPILED: dict[str, Any] = {"enforce_eager": False}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalPool]:
+    pool = LocalPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def process(
+    model: Callable[..., Path],
+    logs: Callable[[str], Path],
+    pool: LocalPool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Engine]:
+    """A compiled engine that has saved the prompts; others start in its process."""
+    kept = os.environ.get("VLLM_CACHE_ROOT")
+    os.environ["VLLM_CACHE_ROOT"] = str(tmp_path_factory.mktemp("compiled"))
+    try:
+        engine = Engine(model(), logs("compiled"), **COMPILED, **pooled(pool))
+    finally:
+        if kept is None:
+            del os.environ["VLLM_CACHE_ROOT"]
+        else:
+            os.environ["VLLM_CACHE_ROOT"] = kept
+    with engine:
+        assert engine.ready().generate(PROMPTS)["cached"] == [0, 0]
+        pool.settled()
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(model: Callable[..., Path], process: Engine, pool: LocalPool) -> list[list[int]]:
+    """What an engine without a pool answers."""
+    tokens: list[list[int]] = process.start(model(), **COMPILED).generate(PROMPTS)["tokens"]
+    return tokens
+
+
+def pooled(pool: LocalPool, **settings: Any) -> dict[str, Any]:
+    return {"kv_transfer_config": transfer(pool.master, transports=["tcp"], **settings)}
+
+
+def rearranged(model: Path, target: Path) -> Path:
+    """The same model elsewhere: its tensors in two files, and settings that no layer reads."""
+    shutil.copytree(model, target)
+    whole = target / "model.safetensors"
+    tensors = load_file(whole)
+    names = sorted(tensors)
+    files = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, inside in files.items():
+        save_file({name: tensors[name] for name in inside}, target / file, {"format": "pt"})
+    whole.unlink()
+    index = {"weight_map": {name: file for file, inside in files.items() for name in inside}}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((target / "config.json").read_text())
+    config |= {"eos_token_id": 3, "use_cache": False}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+SMALL = {**COMPILED, "max_num_seqs": 3, "max_num_batched_tokens": 256, "max_model_len": 2048}
+
+
+@pytest.mark.parametrize("arguments", [COMPILED, SMALL], ids=["again", "for other sizes"])
+def test_compiled_engines_of_one_model_share(
+    arguments: dict[str, Any],
+    model: Callable[..., Path],
+    process: Engine,
+    pool: LocalPool,
+    expected: list[list[int]],
+) -> None:
+    loaded = process.start(model(), **arguments, **pooled(pool)).generate(PROMPTS)
+    assert (loaded["tokens"], loaded["cached"]) == (expected, WHOLE)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"enforce_eager": True}, {**COMPILED, "enable_lora": True, "max_lora_rank": 8}],
+    ids=["eager", "with adapters allowed"],
+)
+def test_kernels_that_differ_by_rounding_share(
+    arguments: dict[str, Any], model: Callable[..., Path], process: Engine, pool: LocalPool
+) -> None:
+    process.start(model(), **arguments, **pooled(pool))
+    assert process.generate(PROMPTS)["cached"] == WHOLE
+
+
+def test_engines_share_what_lies_elsewhere_in_other_files(
+    model: Callable[..., Path],
+    process: Engine,
+    pool: LocalPool,
+    expected: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    moved = rearranged(model(), tmp_path / "elsewhere")
+    loaded = process.start(moved, **COMPILED, **pooled(pool)).generate(PROMPTS)
+    assert (loaded["tokens"], loaded["cached"]) == (expected, WHOLE)
+
+
+def test_an_engine_with_other_weights_stays_apart(
+    model: Callable[..., Path], process: Engine, pool: LocalPool
+) -> None:
+    process.start(model(seed=9), **COMPILED, **pooled(pool))
+    assert process.generate(PROMPTS)["cached"] == [0, 0]

@@ -1,0 +1,419 @@
+"""The house has budgets: in lines, in methods, in words. Whoever adds, removes.
+
+Each budget has an aim and, where the house is above it, today's figure as an exception that may
+only shrink: more is a failure, and so is an exception that is larger than what is counted (lower
+it) or needed no more (remove it).
+
+**The kernel** is what a pool without options runs; **a ring** is a mechanism attached to it. Here
+a ring is the list of its files, wherever they lie: an import from the kernel to one of them counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvpool import Pool
+from kvpool.config import ClientConfig, MasterConfig, ServerConfig
+from kvpool.wire import messages
+from tests.repo.test_house import ROOT, imports
+from tests.support import count_rooms
+
+RINGS: dict[str, tuple[str, ...]] = {
+    "tiers": (
+        "kvpool/server/tier_mover.py",
+        "kvpool/server/tier_traffic.py",
+        "kvpool/server/state/tiered_store.py",
+        "kvpool/server/state/write_back.py",
+        "tiers/kvpool_tiers/nvme/*.py",
+    ),
+    "moves": (
+        "kvpool/server/moves/**/*.py",
+        "kvpool/server/state/prefetches.py",
+        "kvpool/client/prefetch.py",
+        "kvpool/client/shared_copies.py",
+        "kvpool/client/spread.py",
+        "kvpool/client/spread_plan.py",
+    ),
+    "sessions": (
+        "kvpool/server/eviction/session_hints.py",
+        "kvpool/master/state/hint_log.py",
+    ),
+    "tenancy": (
+        "kvpool/audit.py",
+        "kvpool/tenants.py",
+        "kvpool/net/tenants_file.py",
+        "kvpool/server/consumers.py",
+        "kvpool/server/quota_keeper.py",
+        "kvpool/server/eviction/tenant_orders.py",
+        "kvpool/server/state/quota.py",
+        "kvpool/server/state/write_rates.py",
+        "kvpool/wire/access.py",
+    ),
+    "gpu": (
+        "kvpool/device/*.py",
+        "kvpool/device_copy.py",
+        "kvpool/client/device_*.py",
+        "tiers/kvpool_tiers/hbm.py",
+    ),
+    "events": (
+        "kvpool/kv_events.py",
+        "kvpool/client/pool_events.py",
+        "kvpool/client/score.py",
+        "kvpool/net/event_*.py",
+    ),
+    "ucx": ("transports/kvpool_transports/ucx*.py",),
+    "pages": ("kvpool/net/http_server.py",),  # of `--http`
+    "tls": ("transports/kvpool_transports/tls.py",),
+    "tracing": ("kvpool/tracing.py", "kvpool/client/traced_pool.py"),  # of KVPOOL_OTEL
+    "removal": ("kvpool/client/removal.py", "kvpool/server/removal.py"),  # of `kvpool remove`
+    "poller": ("kvpool/client/match_poller.py", "kvpool/net/zmq_polled.py"),  # for connectors
+    "policies": tuple(f"kvpool/server/eviction/{one}.py" for one in ("arc", "density", "lease")),
+}
+#: What a pool without options runs, less the rings.
+KERNEL = (
+    *(f"kvpool/{room}/**/*.py" for room in ("client", "server", "master", "wire", "net")),
+    *("kvpool/*.py", "kvpool/protocols/*.py", "tiers/kvpool_tiers/dram.py"),
+    "transports/kvpool_transports/**/*.py",
+)
+PRODUCT = ("kvpool", "transports", "tiers", "connector")
+
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 24_715
+FILE_LINES = 600
+CLASS_METHODS = 25
+CLASS_ATTRIBUTES = 15
+#: Lines that an exception may be larger than its file, so that a change of one line needs no other.
+SLACK = 20
+
+LONG_FILES = {
+    "kvpool/client/pool.py": 866,
+    "kvpool/client/reader.py": 667,
+    "kvpool/config.py": 668,
+    "kvpool/master/state/directory.py": 1143,
+    "kvpool/net/zmq_rpc.py": 705,
+    "kvpool/protocols/transport.py": 634,
+    "kvpool/server/eviction/session_hints.py": 664,
+    "kvpool/server/state/store.py": 1480,
+    "kvpool/server/state/tiered_store.py": 1120,
+    "kvpool/server/tier_mover.py": 646,
+    "kvpool/testing/harness.py": 732,
+    "kvpool/tools/dry_pool.py": 614,
+    "kvpool/types.py": 935,
+    "kvpool/wire/messages.py": 1002,
+    "transports/kvpool_transports/streams/server.py": 695,
+    "transports/kvpool_transports/ucx.py": 882,
+    "tiers/kvpool_tiers/nvme/file_disk.py": 616,
+    "connector/kvpool_connector/planner.py": 713,
+    "connector/kvpool_connector/scheduler.py": 613,
+    "kvpool/server/announcer.py": 672,
+    "kvpool/master/service.py": 621,
+}
+WIDE_CLASSES = {
+    "kvpool/client/pool.py:Pool": (39, 23),
+    "kvpool/client/reader.py:ReadState": (25, 17),
+    "kvpool/client/servers.py:Servers": (30, 15),
+    "kvpool/master/service.py:Master": (36, 22),
+    "kvpool/master/state/directory.py:Directory": (59, 17),
+    "kvpool/master/state/server_record.py:ServerRecord": (25, 26),
+    "kvpool/net/zmq_rpc.py:_ZmqLink": (25, 20),
+    "kvpool/server/announcer.py:Announcer": (30, 36),
+    "kvpool/server/block_server.py:BlockServer": (25, 20),
+    "kvpool/server/connection.py:ServerConnection": (30, 15),
+    "kvpool/server/context.py:ServerContext": (25, 18),
+    "kvpool/server/eviction/session_hints.py:SessionAwarePolicy": (38, 17),
+    "kvpool/server/eviction/tenant_orders.py:TenantOrders": (29, 15),
+    "kvpool/server/moves/peer_servers.py:PeerServers": (25, 16),
+    "kvpool/server/state/entry.py:Entry": (25, 19),
+    "kvpool/server/state/store.py:Store": (101, 41),
+    "kvpool/server/state/tiered_store.py:TieredStore": (77, 21),
+    "kvpool/server/tier_mover.py:TierMover": (37, 17),
+    "kvpool/testing/harness.py:Recorder": (25, 20),
+    "kvpool/tools/dry_pool.py:DryPool": (29, 18),
+    "kvpool/tools/replay_report.py:ReplayReport": (25, 22),
+    "kvpool/tools/tier_study.py:Play": (25, 17),
+    "transports/kvpool_transports/streams/server.py:StreamSession": (32, 15),
+    "transports/kvpool_transports/streams/stream.py:Stream": (29, 17),
+    "tiers/kvpool_tiers/nvme/tier.py:Nvme": (34, 18),
+    "connector/kvpool_connector/planner.py:Planner": (38, 22),
+    "connector/kvpool_connector/running_loads.py:RunningLoad": (25, 17),
+    "connector/kvpool_connector/scheduler.py:ConnectorScheduler": (37, 27),
+    "connector/kvpool_connector/settings.py:Settings": (25, 29),
+    "connector/kvpool_connector/tracked_request.py:TrackedRequest": (25, 18),
+    "connector/kvpool_connector/verifier.py:Verifier": (25, 20),
+    "connector/kvpool_connector/vllm.py:KVPoolConnector": (29, 15),
+    "connector/kvpool_connector/worker.py:ConnectorWorker": (30, 23),
+    "connector/kvpool_transformers/pooled_cache.py:PooledCache": (25, 16),
+}
+KERNEL_TO_RING = {
+    "kvpool -> kvpool.client.device_direct",
+    "kvpool -> kvpool.client.match_poller",
+    "kvpool -> kvpool.client.pool_events",
+    "kvpool.client.buffers -> kvpool.device_copy",
+    "kvpool.client.opening -> kvpool.client.traced_pool",
+    "kvpool.client.opening -> kvpool.tracing",
+    "kvpool.client.pool -> kvpool.client.device_direct",
+    "kvpool.client.pool -> kvpool.client.device_staging",
+    "kvpool.client.pool -> kvpool.client.device_writes",
+    "kvpool.client.pool -> kvpool.client.pool_events",
+    "kvpool.client.pool -> kvpool.client.prefetch",
+    "kvpool.client.pool -> kvpool.client.removal",
+    "kvpool.client.pool -> kvpool.client.score",
+    "kvpool.client.pool -> kvpool.client.shared_copies",
+    "kvpool.client.pool -> kvpool.client.spread",
+    "kvpool.client.pool -> kvpool.client.spread_plan",
+    "kvpool.client.reader -> kvpool.client.device_direct",
+    "kvpool.client.reader -> kvpool.client.device_staging",
+    "kvpool.client.reader -> kvpool.device.thread",
+    "kvpool.client.writer -> kvpool.client.device_staging",
+    "kvpool.client.writer -> kvpool.client.device_writes",
+    "kvpool.client.writer -> kvpool.client.shared_copies",
+    "kvpool.master.service -> kvpool.audit",
+    "kvpool.master.service -> kvpool.master.state.hint_log",
+    "kvpool.master.service -> kvpool.wire.access",
+    "kvpool.net.zmq_rpc -> kvpool.audit",
+    "kvpool.net.zmq_rpc -> kvpool.tenants",
+    "kvpool.protocols.transport -> kvpool.tenants",
+    "kvpool.server.announcer -> kvpool.server.state.tiered_store",
+    "kvpool.server.block_server -> kvpool.server.quota_keeper",
+    "kvpool.server.block_server -> kvpool.server.state.tiered_store",
+    "kvpool.server.block_server -> kvpool.server.tier_mover",
+    "kvpool.server.block_server -> kvpool.tenants",
+    "kvpool.server.context -> kvpool.audit",
+    "kvpool.server.context -> kvpool.server.consumers",
+    "kvpool.server.context -> kvpool.server.state.tiered_store",
+    "kvpool.server.context -> kvpool.server.state.write_rates",
+    "kvpool.server.context -> kvpool.server.tier_mover",
+    "kvpool.server.state.entry -> kvpool.server.state.quota",
+    "kvpool.server.state.store -> kvpool.server.eviction.session_hints",
+    "kvpool.server.state.store -> kvpool.server.eviction.tenant_orders",
+    "kvpool.server.state.store -> kvpool.server.state.prefetches",
+    "kvpool.server.state.store -> kvpool.server.state.quota",
+    "kvpool.wire.auth -> kvpool.tenants",
+    "kvpool_transports.streams.server -> kvpool.wire.access",
+}
+#: Changes of room (a room is a file) of one call over tcp, (budget, today and some for noise).
+ROOMS = {"write": (130, 280), "read with a match": (60, 124)}
+#: Words of a page, (budget, exception).
+WORDS = {
+    "README.md": (900, 1376),
+    "CONTRIBUTING.md": (2500, 2851),
+    "SECURITY.md": (1000, 1022),
+    "connector/README.md": (3500, 4352),
+    "docs/benchmarks.md": (2500, 8647),
+    "docs/deploy-ucx.md": (1000, 2126),
+    "docs/design.md": (3200, 3200),
+    "docs/fleet-results.md": (1000, 8647),
+    "docs/fleet.md": (1000, 4190),
+    "docs/gpu.md": (1000, 2390),
+    "docs/guarantees.md": (1000, 1814),
+    "docs/operate.md": (5000, 6279),
+    "docs/policies.md": (1000, 3080),
+    "docs/security.md": (1000, 1000),
+    "docs/tour.md": (1800, 1800),
+    "docs/wire.md": (1200, 1200),
+    "docs/write-a-connector.md": (2400, 2400),
+}
+#: What a user or a contributor has to know, (budget, today).
+SURFACE = {
+    "settings of the pool": (30, 43),
+    "settings of the connector": (15, 29),
+    "messages": (46, 69),
+    "methods of Pool": (15, 24),
+    "extras": (12, 22),
+    "targets of make": (16, 27),
+}
+
+
+@cache
+def files_of(*patterns: str) -> frozenset[Path]:
+    return frozenset(path for pattern in patterns for path in ROOT.glob(pattern))
+
+
+def ring_files() -> dict[Path, str]:
+    return {path: ring for ring, patterns in RINGS.items() for path in files_of(*patterns)}
+
+
+def kernel_files() -> list[Path]:
+    return sorted(files_of(*KERNEL) - ring_files().keys())
+
+
+def lines(path: Path) -> int:
+    return path.read_text().count("\n")
+
+
+def product_files() -> Iterator[Path]:
+    for part in PRODUCT:
+        yield from sorted((ROOT / part).rglob("*.py"))
+
+
+def held(name: str, counted: int, aim: int, today: int, slack: int = 0) -> str | None:
+    """What is wrong with a figure, or None. `today` is what the exception allows."""
+    if counted > max(aim, today):
+        return f"{name}: {counted}, more than {max(aim, today)}: remove as much as you add"
+    if today > aim >= counted:
+        return f"{name}: {counted} is within its budget of {aim}: remove its exception of {today}"
+    if today > aim and counted + slack < today:
+        return f"{name}: {counted}: lower its exception of {today} to that"
+    return None
+
+
+def test_every_pattern_of_a_ring_has_a_file() -> None:
+    patterns = [pattern for ring in RINGS.values() for pattern in ring]
+    assert [pattern for pattern in (*patterns, *KERNEL) if not files_of(pattern)] == []
+
+
+def test_the_kernel_is_no_larger() -> None:
+    counted = sum(map(lines, kernel_files()))
+    assert not held("kernel, lines", counted, KERNEL_LINES, KERNEL_LINES_TODAY, slack=200)
+
+
+def test_a_file_can_be_read_in_one_sitting() -> None:
+    counted = {str(path.relative_to(ROOT)): lines(path) for path in product_files()}
+    assert counted.keys() >= LONG_FILES.keys(), "an exception for a file that is gone"
+    wrong = [
+        held(name, count, FILE_LINES, LONG_FILES.get(name, FILE_LINES), SLACK)
+        for name, count in counted.items()
+    ]
+    assert not [one for one in wrong if one]
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Fields, and what methods set on `self`."""
+    fields = {
+        one.target.id
+        for one in node.body
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+    }
+    return fields | {
+        one.attr
+        for one in ast.walk(node)
+        if isinstance(one, ast.Attribute)
+        and isinstance(one.ctx, ast.Store)
+        and isinstance(one.value, ast.Name)
+        and one.value.id == "self"
+    }
+
+
+def shapes() -> dict[str, tuple[int, int]]:
+    """Methods and attributes of each class that does something, by `file:class`."""
+    found = {}
+    for path in product_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(
+                    isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body
+                )
+                if methods:  # a record of fields alone has as many as it has
+                    found[f"{path.relative_to(ROOT)}:{node.name}"] = (
+                        methods,
+                        len(attributes(node)),
+                    )
+    return found
+
+
+def test_a_class_can_be_held_in_mind() -> None:
+    counted = shapes()
+    aim = (CLASS_METHODS, CLASS_ATTRIBUTES)
+    assert counted.keys() >= WIDE_CLASSES.keys(), "an exception for a class that is gone"
+    wrong = []
+    for name, figures in counted.items():
+        today = WIDE_CLASSES.get(name, aim)
+        for what, *figure in zip(("methods", "attributes"), figures, aim, today, strict=True):
+            wrong.append(held(f"{name}, {what}", *figure))
+        if name in WIDE_CLASSES and all(map(int.__le__, figures, aim)):
+            wrong.append(f"{name} is within its budget: remove its exception")
+    assert not [one for one in wrong if one]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] != "kvpool" else parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def kernel_imports() -> set[tuple[str, str]]:
+    """Each import from the kernel to a ring."""
+    rings = {module_of(path) for path in ring_files()}
+    found = set()
+    for path in kernel_files():
+        for name in imports(path):
+            for owner in (name, name.rpartition(".")[0]):
+                if owner in rings:
+                    found.add((module_of(path), owner))
+    return found
+
+
+def test_the_kernel_imports_no_more_of_the_rings() -> None:
+    counted, known = kernel_imports(), {tuple(one.split(" -> ")) for one in KERNEL_TO_RING}
+    assert counted - known == set(), "the kernel knows no ring: attach it at its joint"
+    assert known - counted == set(), "remove the exceptions that are needed no more"
+
+
+async def test_a_call_changes_rooms_no_more_often() -> None:
+    if sys.gettrace() is not None or sys.getprofile() is not None:
+        pytest.skip("coverage or a debugger counts as well")
+    walks = await count_rooms.walks("tcp")
+    wrong = [
+        held(call, len(walks[call].rooms) - 1, aim, today, slack=today // 20)
+        for call, (aim, today) in ROOMS.items()
+    ]
+    assert not [one for one in wrong if one]
+
+
+def words(path: Path) -> int:
+    return len(path.read_text().split())
+
+
+def test_a_page_has_a_budget_of_words() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+    pages += [ROOT / "connector/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    counted = {str(path.relative_to(ROOT)): words(path) for path in pages}
+    assert counted.keys() == WORDS.keys(), "a page needs a budget"
+    wrong = [
+        held(f"{name}, words", count, *WORDS[name], slack=WORDS[name][1] // 50)
+        for name, count in counted.items()
+    ]
+    assert not [one for one in wrong if one]
+
+
+def surface() -> dict[str, int]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    makefile = (ROOT / "Makefile").read_text()
+    connector = ast.parse((ROOT / "connector/kvpool_connector/settings.py").read_text())
+    (settings,) = (
+        one
+        for one in ast.walk(connector)
+        if isinstance(one, ast.ClassDef) and one.name == "Settings"
+    )
+    return {
+        "settings of the pool": sum(
+            len(msgspec.structs.fields(one)) for one in (MasterConfig, ServerConfig, ClientConfig)
+        ),
+        "settings of the connector": sum(isinstance(one, ast.AnnAssign) for one in settings.body),
+        "messages": sum(
+            isinstance(one, type)
+            and issubclass(one, msgspec.Struct)
+            and one.__module__ == messages.__name__
+            for one in vars(messages).values()
+        ),
+        "methods of Pool": sum(
+            callable(one) and not name.startswith("_") for name, one in vars(Pool).items()
+        ),
+        "extras": len(project["optional-dependencies"]),
+        "targets of make": len(re.findall(r"(?m)^[a-z-]+:.*  ## ", makefile)),
+    }
+
+
+def test_the_surface_grows_no_more() -> None:
+    counted = surface()
+    assert counted.keys() == SURFACE.keys()
+    wrong = [held(name, count, *SURFACE[name]) for name, count in counted.items()]
+    assert not [one for one in wrong if one]

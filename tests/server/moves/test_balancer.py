@@ -1,0 +1,373 @@
+"""A full server hands over its chains to one that joins, and readers do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvpool import Pool, dev
+from kvpool.config import ServerConfig
+from kvpool.protocols import WriteOptions
+from kvpool.server.block_server import BlockServer
+from kvpool.server.moves.balancer import RoomOfOthers
+from kvpool.server.moves.state.drain_plan import BlockName
+from kvpool.server.moves.state.fetches import FetchBudget
+from kvpool.server.moves.state.share_plan import ChainOwners
+from kvpool.server.state.entry import Entry
+from kvpool.types import FULL_SHARE, ROOT, FetchStatus, WriteBlock
+from tests.conftest import NAMESPACE, eventually, keys, value, values
+from tests.support.moves import moves_of
+
+SIZE = 8192
+CHAINS = 24
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@asynccontextmanager
+async def joining(servers: int = 3, **more: Any) -> AsyncIterator[dev.Dev]:
+    """Servers of which the last one has not joined yet: nobody knows that it has room."""
+    listen = ("inproc://", "tcp://127.0.0.1:0")
+    async with dev.serve("1MiB", servers=servers, listen=listen, **more) as running:
+        for server in running.servers:
+            moves_of(server).fetcher.budget = FetchBudget(1e9)
+            await moves_of(server).balancer.close()  # until one joins
+        running.servers[-1]._context.draining = True
+        await known(running)
+        yield running
+        for server in running.servers:
+            server.stack.check()
+
+
+async def known(running: dev.Dev) -> None:
+    """Masters have the figures of now, and have compared the servers."""
+    for server in running.servers:
+        await server._context.masters_know(now() + 5)
+    running.master.directory.tick(now())
+
+
+async def put(pool: Pool, server: BlockServer, chain: Sequence[bytes]) -> None:
+    options = WriteOptions(NAMESPACE, 0, visible=True)
+    blocks = [
+        WriteBlock(digest, parent, (memoryview(value(digest, SIZE)),), SIZE)
+        for parent, digest in zip([ROOT, *chain], chain, strict=False)
+    ]
+    statuses = await pool._writer._write_on(server.server, options, blocks, now() + 10)
+    assert all(status.present for status in statuses), statuses
+
+
+async def fill(pool: Pool, *servers: BlockServer) -> list[list[bytes]]:
+    """All of them in turn, so that none is full while another one has room."""
+    chains = []
+    for number in range(CHAINS):
+        for server in servers:
+            chains.append(keys(f"{server.server} {number}", 5))
+            await put(pool, server, chains[-1])
+    return chains
+
+
+async def join(running: dev.Dev) -> BlockServer:
+    running.servers[-1]._context.draining = False
+    await known(running)
+    for server in running.servers:
+        moves_of(server).balancer.start()
+    return running.servers[-1]
+
+
+async def until(condition: Any, within_s: float = 10.0) -> None:
+    end = now() + within_s
+    while not condition():
+        assert now() < end, "not in time"
+        await asyncio.sleep(0.02)
+
+
+def fill_of(server: BlockServer) -> float:
+    return server.stack.used_bytes / server.stack.backing.allocator.capacity
+
+
+def handed_over(server: BlockServer) -> int:
+    return server.stats(now()).counters["handed_over_blocks"]
+
+
+async def assert_readable(pool: Pool, digests: Sequence[bytes]) -> None:
+    into = [bytearray(SIZE) for _ in digests]
+    results = await pool.read(NAMESPACE, digests, into, timeout=20)
+    assert all(result.status.hit for result in results), results
+    assert list(map(bytes, into)) == values(digests)
+
+
+async def test_full_servers_hand_over_chains_until_they_have_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = []
+    monkeypatch.setattr(RoomOfOthers, "sent", lambda _, server, size: sent.append(size))
+    async with joining() as running, running.pool() as pool:
+        first, second, newcomer = running.servers
+        chains = await fill(pool, first, second)
+        matches = [await pool.match(NAMESPACE, chain) for chain in chains]
+        assert fill_of(first) >= FULL_SHARE
+        await join(running)
+        await until(lambda: max(fill_of(first), fill_of(second)) < FULL_SHARE)
+        assert newcomer.store.stored == handed_over(first) + handed_over(second) > 0
+        assert sum(sent) == newcomer.store.stored * SIZE, "each of them counts what it has sent"
+        assert min(fill_of(first), fill_of(second)) > FULL_SHARE - 0.1, "no more than it must"
+        for chain, match in zip(chains, matches, strict=True):
+            holders = {
+                server.server
+                for server in running.servers
+                for digest in chain
+                if server.stack.peek(NAMESPACE, 0, digest)
+            }
+            assert len(holders) == 1, "a chain stays whole, and there is no second copy"
+            into = [bytearray(SIZE) for _ in chain]  # what was matched before is found, too
+            results = await pool.read(NAMESPACE, chain, into, match=match)
+            assert all(result.status.hit for result in results)
+            assert list(map(bytes, into)) == values(chain)
+
+
+async def test_the_setting_keeps_chains_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dev, "ServerConfig", partial(ServerConfig, balance=False))
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, newcomer = running.servers
+        chains = await fill(pool, first)
+        await join(running)
+        moves_of(first).balancer.others_have_room()  # as a master says
+        await asyncio.sleep(1.2)
+        assert handed_over(first) == newcomer.store.stored == 0
+        for chain in chains:
+            await assert_readable(pool, chain)
+
+
+async def test_as_much_moves_as_is_written_and_then_they_are_alike() -> None:
+    async with joining() as running, running.pool() as pool:
+        first, second, _ = running.servers
+        chains = await fill(pool, first, second)
+        await join(running)
+        for number in range(CHAINS - 4):  # nearly the traffic of one capacity
+            chains.append(keys(f"new {number}", 5))
+            statuses = await pool.write(NAMESPACE, chains[-1], values(chains[-1], SIZE))
+            assert all(status.present for status in statuses)
+            for server in (first, second):
+                moves_of(server).balancer._plan_not_before = 0.0
+            await known(running)
+        evicted = sum(server.store.evicted for server in running.servers)
+        assert evicted == 0, "nothing is lost while one has room"
+
+        def alike() -> bool:
+            return min(map(fill_of, running.servers)) > 0.8 * max(map(fill_of, running.servers))
+
+        # What was handed over last may be on its way on a machine that is busy.
+        await eventually(alike, within_s=20)
+        for chain in chains:
+            await assert_readable(pool, chain)
+
+
+def owned(server: BlockServer, running: dev.Dev, count: int, length: int) -> list[list[bytes]]:
+    """Chains that belong to this server."""
+    names = {one.server: one.stack.backing.allocator.capacity for one in running.servers}
+    chains = (keys(f"owned {number}", length) for number in itertools.count())
+    mine = (chain for chain in chains if ChainOwners(names).owner(chain[0], names) == server.server)
+    return list(itertools.islice(mine, count))
+
+
+async def test_a_chain_for_which_another_one_would_evict_stays() -> None:
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, newcomer = running.servers
+        theirs = keys("theirs", 90)  # of 128: it has room
+        newcomer._context.draining = False
+        await put(pool, newcomer, theirs)
+        large = owned(newcomer, running, 3, 42)
+        for chain in large:
+            await put(pool, first, chain)
+        await join(running)
+        await asyncio.sleep(1.5)
+        assert handed_over(first) == 0
+        assert newcomer.store.evicted == 0
+        await assert_readable(pool, theirs)
+
+
+async def test_what_was_sent_since_the_last_heartbeat_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, other = running.servers
+        other._context.draining = False
+        await put(pool, first, keys("here", 128))
+        await put(pool, other, keys("there", 88))
+        await known(running)
+        info = (await moves_of(first).peers.members(now() + 5))[other.server]
+        room = RoomOfOthers()
+        assert not room.fits(info, 17 * SIZE, first.stack), "a large share of that server"
+        monkeypatch.setattr("kvpool.server.moves.balancer.CHAIN_SHARE", 1.0)
+        assert room.fits(info, 19 * SIZE, first.stack)
+        assert not room.fits(info, 21 * SIZE, first.stack), "it would be the fuller one"
+        room.sent(other.server, 10 * SIZE)
+        assert room.fits(info, 9 * SIZE, first.stack)
+        assert not room.fits(info, 19 * SIZE, first.stack)
+        stats = msgspec.structs.replace(info.stats, used=info.stats.used + 1)
+        newer = msgspec.structs.replace(info, stats=stats)
+        assert room.fits(newer, 19 * SIZE, first.stack)
+
+
+async def test_a_chain_that_is_a_large_share_of_a_server_stays() -> None:
+    """Its turn comes again before what it displaces there has been of use."""
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, newcomer = running.servers
+        newcomer._context.draining = False
+        large = owned(newcomer, running, 2, 17)  # of 128 blocks
+        small = owned(newcomer, running, 8, 15)[2:]
+        for chain in [*large, *small]:
+            await put(pool, first, chain)
+        await join(running)
+        for _ in range(400):
+            if handed_over(first):
+                break
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        assert handed_over(first) in (15, 30, 45, 60, 75, 90), (
+            "whole chains, of the small ones alone"
+        )
+        for chain in large:
+            assert all(first.stack.peek(NAMESPACE, 0, one) for one in chain)
+
+
+async def test_copies_stay_two_and_what_is_shared_stays() -> None:
+    async with joining() as running, running.pool() as pool:
+        first, second, newcomer = running.servers
+        for number in range(CHAINS):
+            for server in (first, second):
+                await put(pool, server, keys(f"both {number}", 5))
+        await join(running)
+        await asyncio.sleep(1.5)
+        assert newcomer.store.stored == 0
+        assert handed_over(first) == handed_over(second) == 0
+
+
+def refusing(status: FetchStatus) -> tuple[Any, asyncio.Event]:
+    answered = asyncio.Event()
+
+    async def refuse(*args: Any, **more: Any) -> list[FetchStatus]:
+        answered.set()
+        return [status] * len(args[2])
+
+    return refuse, answered
+
+
+async def test_a_block_is_forgotten_only_when_it_was_fetched() -> None:
+    async with joining() as running, running.pool() as pool:
+        first, second, newcomer = running.servers
+        chains = await fill(pool, first)
+        stays = {FetchStatus.NO_ROOM, FetchStatus.ALREADY_HERE, FetchStatus.CORRUPT}
+        for status in stays:
+            refuse, answered = refusing(status)
+
+            for other in (second, newcomer):
+                moves_of(other).fetcher.fetch = refuse  # type: ignore[method-assign]
+            moves_of(first).balancer._plan_not_before = 0.0
+            await join(running)
+            async with asyncio.timeout(5):
+                await answered.wait()
+            await asyncio.sleep(0.1)
+            assert first.store.stored == 5 * CHAINS, status
+        assert handed_over(first) == 0
+        for chain in chains:
+            await assert_readable(pool, chain)
+
+
+async def test_what_is_stored_anew_while_another_one_fetches_stays() -> None:
+    """It is another version, which the other one does not have."""
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, other = running.servers
+        other._context.draining = False
+        chain = keys("chain", 2)
+        await put(pool, first, chain)
+        await known(running)
+        fetch = moves_of(other).fetcher.fetch
+
+        async def and_meanwhile(*args: Any, **more: Any) -> list[FetchStatus]:
+            statuses = await fetch(*args, **more)
+            first.stack.remove(NAMESPACE, chain[1:])
+            options = WriteOptions(NAMESPACE, 0, visible=False)
+            anew = WriteBlock(chain[1], chain[0], (memoryview(bytes(SIZE)),), SIZE)
+            await pool._writer._write_on(first.server, options, [anew], now() + 10)
+            return statuses
+
+        moves_of(other).fetcher.fetch = and_meanwhile  # type: ignore[method-assign]
+        names = [BlockName(NAMESPACE, 0, digest) for digest in chain]
+        assert await moves_of(first).balancer._offer(other.server, names) == 2
+        assert [bool(first.stack.peek(*name)) for name in names] == [False, True]
+
+
+async def test_a_chain_that_begins_elsewhere_by_now_belongs_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first block leaves between the plan and its turn."""
+    async with joining(servers=2) as running, running.pool() as pool:
+        first, newcomer = running.servers
+        chains = await fill(pool, first)
+        newcomer._context.draining = False
+        await known(running)
+        balancer = moves_of(first).balancer
+        assert await balancer._make_plan()
+        first.stack.remove(NAMESPACE, [chain[0] for chain in chains])
+        handed: list[tuple[str, bytes]] = []
+
+        async def hand_over(target: str, chain: Sequence[Entry]) -> int:
+            handed.append((target, chain[0].digest))
+            return 0
+
+        async def no_plan() -> bool:
+            return False
+
+        monkeypatch.setattr(balancer, "_hand_over", hand_over)
+        monkeypatch.setattr(balancer, "_make_plan", no_plan)
+        monkeypatch.setattr(type(balancer), "_is_needed", True)
+        await balancer._make_room()
+        shares = ChainOwners({server.server: 1 for server in running.servers})
+        names = [server.server for server in running.servers]
+        assert 0 < len(handed) < CHAINS
+        for target, head in handed:
+            assert shares.owner(head, names) == target
+
+
+async def test_a_server_that_leaves_is_handed_nothing_and_hands_over_by_its_drain() -> None:
+    async with joining() as running, running.pool() as pool:
+        first, second, _ = running.servers
+        await fill(pool, first, second)
+        second._context.draining = True  # both others leave
+        await known(running)
+        for server in running.servers:
+            moves_of(server).balancer.start()
+            moves_of(server).balancer.others_have_room()
+        await asyncio.sleep(1.2)
+        assert handed_over(first) == handed_over(second) == 0
+
+
+async def test_blocks_of_the_disk_move_too_and_stay_away(tmp_path: Path) -> None:
+    tiers = ["dram:512KiB", f"nvme:{tmp_path}/{{server}}:2MiB"]
+    async with joining(tiers=tiers, servers=2) as running, running.pool() as pool:
+        first, newcomer = running.servers
+        chains = [keys(f"chain {number}", 5) for number in range(60)]
+        for chain in chains:
+            await put(pool, first, chain)
+        await until(lambda: not first.stack.is_writing_back)
+        stored = sum(1 for c in chains for d in c if first.stack.peek(NAMESPACE, 0, d))
+        if fill_of(first) < FULL_SHARE:
+            pytest.fail(f"{fill_of(first)} is not full")
+        await join(running)
+        await until(lambda: fill_of(first) < FULL_SHARE)
+        moved = handed_over(first)
+        assert newcomer.stack.stored >= moved > 0
+        left = sum(1 for c in chains for d in c if first.stack.peek(NAMESPACE, 0, d))
+        assert left == stored - moved
+        assert first.stack.erasable == 0, "after a restart they are not back"

@@ -1,0 +1,169 @@
+"""What is read is looked at within bounds; extra copies go first."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.protocols import ReserveRequest
+from kvpool.server.moves.state import copy_demand
+from kvpool.server.moves.state.copy_demand import CHECK_S, CopyDemand
+from kvpool.server.moves.state.drain_plan import BlockName
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.store import Store
+from kvpool.types import ROOT, Namespace
+from tests.conftest import key, keys
+
+ONE = Namespace("one")
+PAGE = 4096
+HOT = key("hot")
+
+
+def store_of(blocks: list[bytes], copies: int = 1, pages: int = 10_000) -> Store:
+    store = Store(pages * PAGE)
+    for digest in blocks:
+        request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE], copies=[copies])
+        (answer,) = store.reserve(1, request, 0.0)
+        store.seal(1, answer.id, 0, 0.0)
+    return store
+
+
+def due(demand: CopyDemand, store: Store, now: float) -> list[Entry]:
+    return [entry for step in demand.read_since(store.peek, now) for entry in step]
+
+
+def test_a_block_that_was_written_with_copies_is_due_at_a_read_and_then_not_for_a_while() -> None:
+    demand, store = CopyDemand(), store_of([HOT], copies=2)
+    assert due(demand, store, 0.0) == []
+    for now, count in ((0.0, 1), (CHECK_S - 0.1, 0), (CHECK_S, 1)):
+        demand.read(ONE, 0, [HOT, key("gone")])
+        assert len(due(demand, store, now)) == count
+        assert due(demand, store, 9 * CHECK_S) == [], "it is looked at once for a read"
+    demand, store = CopyDemand(), store_of([HOT])
+    demand.read(ONE, 0, [HOT])
+    assert due(demand, store, 0.0) == []
+
+
+def test_what_one_round_looks_at_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = keys("b", 5000)
+    demand, store = CopyDemand(), store_of(blocks, copies=2)
+    for first in range(0, 5000, 1000):
+        demand.read(ONE, 0, blocks[first : first + 1000])
+    steps = list(demand.read_since(store.peek, 0.0))
+    assert max(map(len, steps)) <= 512
+    assert sum(map(len, steps)) == 4096
+    assert {entry.digest for step in steps for entry in step} >= set(blocks[1000:]), "the last ones"
+    monkeypatch.setattr(copy_demand, "_FOLLOWED_MAX", 10)
+    demand.read(ONE, 0, blocks)
+    due(demand, store, 100.0)
+    assert len(demand._followed) <= 4096
+
+
+def test_the_first_holder_copies_and_the_others_only_if_it_does_not() -> None:
+    first, third, name = CopyDemand(), CopyDemand(), BlockName(ONE, 0, HOT)
+    assert first.may_copy(name, 0, short=True)
+    assert [third.may_copy(name, 2, short=True) for _ in range(3)] == [False, False, True]
+    assert not third.may_copy(name, 2, short=False)  # somebody has
+    assert not third.may_copy(name, 2, short=True)
+
+
+def test_extra_copies_are_looked_at_in_turns_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_demand, "_EXTRAS_MAX", 3)
+    demand = CopyDemand()
+    names = [BlockName(ONE, 0, digest) for digest in keys("e", 4)]
+    assert [demand.brought_extra(name) for name in names] == [None, None, None, names[0]]
+    assert demand.extras(2) == names[1:3]
+    assert demand.extras(2) == [names[3], names[1]]
+    demand.drop_extra(names[2])
+    assert demand.extras(9) == [names[3], names[1]]
+
+
+def fetch(store: Store, digest: bytes, last_used: int, copies: int) -> bool:
+    request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE], None, [last_used], [copies])
+    (answer,) = store.reserve(2, request, 100.0)
+    if answer.extent is None:
+        return False
+    store.seal(2, answer.id, 0, 100.0, last_used=last_used)
+    store.check()
+    return True
+
+
+def test_extra_copies_go_first_oldest_first() -> None:
+    a, b, c, d = keys("x", 4)
+    store = store_of([a, b], pages=4)
+    assert fetch(store, c, 50_000_000, 0)
+    assert fetch(store, d, 40_000_000, 0)
+    for new, evicted in ((key("1"), d), (key("2"), c), (key("3"), a)):
+        store_request = ReserveRequest(ONE, 0, [new], [ROOT], [PAGE])
+        (answer,) = store.reserve(1, store_request, 200.0)
+        store.seal(1, answer.id, 0, 200.0)
+        assert store.peek(ONE, 0, evicted) is None
+        store.check()
+
+
+def test_an_extra_copy_takes_the_place_of_older_ones_only_and_a_last_one_of_any_extra() -> None:
+    a, b = keys("x", 2)
+    store = store_of([], pages=2)
+    assert fetch(store, a, 50_000_000, 0)
+    assert fetch(store, b, 60_000_000, 0)
+    assert not fetch(store, key("older"), 10_000_000, 0)
+    assert fetch(store, key("newer"), 55_000_000, 0)
+    assert store.peek(ONE, 0, a) is None
+    assert fetch(store, key("last one"), 1_000_000, 1)
+    assert store.peek(ONE, 0, key("newer")) is None
+
+
+def test_the_last_copy_and_one_that_a_writer_relies_on_are_extra_no_more() -> None:
+    a, b, c = keys("x", 3)
+    store = store_of([], pages=3)
+    for digest in (a, b, c):
+        assert fetch(store, digest, 50_000_000, 0)
+    entry = store.peek(ONE, 0, a)
+    assert entry is not None
+    entry.copies = 1
+    store.reserve(1, ReserveRequest(ONE, 0, [b], [ROOT], [PAGE], copies=[2]), 100.0)
+    for number in range(2):
+        request = ReserveRequest(ONE, 0, [key(number)], [ROOT], [PAGE])
+        (answer,) = store.reserve(1, request, 200.0)
+        store.seal(1, answer.id, 0, 200.0)
+        store.check()
+        # First the one that is still extra, then in the order of uses.
+        assert [store.peek(ONE, 0, one) is not None for one in (a, b, c)] == (
+            [True, True, False] if number == 0 else [False, True, False]
+        )
+
+
+def test_a_block_that_is_extra_no_more_does_not_go_for_one_that_is_read() -> None:
+    """The oldest extra copy is pinned, and the next one is the last copy by now."""
+    read, last, extra = keys("x", 3)
+    store = store_of([], pages=3)
+    for digest, used in ((read, 50), (last, 51), (extra, 52)):
+        assert fetch(store, digest, used * 1_000_000, 0)
+    oldest, entry = store.peek(ONE, 0, read), store.peek(ONE, 0, last)
+    assert oldest is not None
+    assert entry is not None
+    entry.copies = 1
+    pin = store.pin_internal(1, oldest)
+    assert fetch(store, key("new"), 200_000_000, 1)
+    assert [store.peek(ONE, 0, one) is not None for one in (read, last, extra)] == [1, 1, 0]
+    store.unpin(1, pin)
+    assert fetch(store, key("newer"), 201_000_000, 1)
+    assert [store.peek(ONE, 0, one) is not None for one in (read, last)] == [0, 1]
+    store.check()
+
+
+def test_the_parts_of_a_block_are_of_one_kind() -> None:
+    """They leave together: an extra part would take one that is the last copy with it."""
+    two = Namespace("two", 2)
+    store = store_of([], pages=4)
+    digest = key("parts")
+    for part, copies in ((0, 0), (1, 2)):
+        request = ReserveRequest(two, part, [digest], [ROOT], [PAGE], None, [50_000_000], [copies])
+        (answer,) = store.reserve(2, request, 100.0)
+        store.seal(2, answer.id, 0, 100.0, last_used=50_000_000)
+    assert [store.peek(two, part, digest).copies for part in (0, 1)] == [2, 2]  # type: ignore[union-attr]
+    assert fetch(store, key("extra"), 60_000_000, 0)
+    assert fetch(store, key("other"), 40_000_000, 1)
+    assert not fetch(store, key("older"), 1_000_000, 0)
+    assert fetch(store, key("last one"), 1_000_000, 1)
+    assert store.peek(ONE, 0, key("extra")) is None
+    assert store.peek(two, 0, digest) is not None

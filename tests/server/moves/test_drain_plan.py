@@ -1,0 +1,101 @@
+"""The order in which a server hands over its blocks, and the account of what is left."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from kvpool.protocols import ReserveRequest
+from kvpool.server.moves.state.drain_plan import STRETCH_BLOCKS, DrainPlan, HandedOver, name_of
+from kvpool.server.state.entry import Entry
+from kvpool.server.state.store import Store
+from kvpool.types import ROOT, Namespace
+from tests.conftest import key, keys
+
+PAGE = 4096
+ONE = Namespace("one")
+
+
+def stored(store: Store, chain: list[bytes], parent: bytes, now: float) -> None:
+    for above, digest in zip([parent, *chain], chain, strict=False):
+        (answer,) = store.reserve(1, ReserveRequest(ONE, 0, [digest], [above], [PAGE]), now)
+        if answer.extent is not None:
+            store.seal(1, answer.id, 7, now)
+
+
+def planned(store: Store, *, step: int = 7) -> list[list[Entry]]:
+    plan = DrainPlan(store.peek)
+    entries = store.inventory()
+    random.Random(3).shuffle(entries)
+    for first in range(0, len(entries), step):
+        plan.add(entries[first : first + step])
+    assert (plan.blocks, plan.bytes) == (len(entries), sum(one.size for one in entries))
+    return list(plan.stretches())
+
+
+def test_heads_go_before_tails_and_the_last_used_chain_first() -> None:
+    store = Store(1000 * PAGE, alignment=PAGE)
+    head, old, new = keys("head", 5), keys("old", 90), keys("new", 90)
+    stored(store, head, ROOT, 1.0)
+    stored(store, old, head[-1], 2.0)
+    stored(store, new, head[-1], 3.0)
+    stretches = planned(store)
+    order = [entry.digest for stretch in stretches for entry in stretch]
+    assert order == [*head, *new, *old]
+    assert all(0 < len(stretch) <= STRETCH_BLOCKS for stretch in stretches)
+    for stretch in stretches:
+        for above, entry in itertools.pairwise(stretch):
+            assert entry.parent == above.digest, "one chain in a request"
+
+
+def test_any_forest_is_handed_over_once_and_heads_first() -> None:
+    rng = random.Random(7)
+    for _ in range(30):
+        store = Store(400 * PAGE, alignment=PAGE)
+        known = [ROOT]
+        for number in range(200):
+            stored(store, [key(number)], rng.choice(known), float(number))
+            known.append(key(number))
+        for digest in rng.sample(known[1:], 100):
+            entry = store.peek(ONE, 0, digest)
+            assert entry is not None
+            store.policy.touch(entry, 1000.0 + rng.random())
+        order = [entry.digest for stretch in planned(store) for entry in stretch]
+        assert sorted(order) == sorted(known[1:])
+        place = {digest: number for number, digest in enumerate(order)}
+        for entry in store.inventory():
+            if entry.parent != ROOT:
+                assert place[entry.parent] < place[entry.digest]
+
+
+def test_a_block_that_left_after_it_was_planned_is_skipped() -> None:
+    store = Store(100 * PAGE, alignment=PAGE)
+    chain = keys("chain", 5)
+    stored(store, chain, ROOT, 1.0)
+    plan = DrainPlan(store.peek)
+    plan.add(store.inventory())
+    store.remove(ONE, chain[3:])
+    assert [[one.digest for one in stretch] for stretch in plan.stretches()] == [chain[:3]]
+
+
+def test_a_block_is_safe_while_its_holder_lives() -> None:
+    handed, name = HandedOver(), name_of(entry := an_entry())
+    handed.left(name, "no room", entry.size)
+    handed.left(name, "server lost", entry.size)
+    assert handed.problems() == [("one", "server lost", 1, PAGE)]
+    handed.safe(name, "b", entry.size, moved=True)
+    assert handed.problems() == []
+    assert handed.is_safe(name, {"b", "c"})
+    assert not handed.is_safe(name, {"c"})
+    assert (handed.moved_blocks, handed.moved_bytes) == (1, PAGE)
+    handed.left(name, "no room", entry.size)
+    handed.gone(name)
+    handed.gone(name)
+    assert handed.problems() == []
+
+
+def an_entry() -> Entry:
+    store = Store(4 * PAGE, alignment=PAGE)
+    stored(store, [key("a")], ROOT, 1.0)
+    (entry,) = store.inventory()
+    return entry

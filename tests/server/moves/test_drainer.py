@@ -1,0 +1,420 @@
+"""A server that will leave hands over what it has, and nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import Namespace, Pool, WriteStatus, dev
+from kvpool.cli import run
+from kvpool.config import ServerConfig
+from kvpool.server.block_server import BlockServer
+from kvpool.server.moves.state.fetches import FetchBudget
+from kvpool.shares import Shares
+from kvpool.types import DrainState, FetchStatus, Left, ReadStatus
+from tests.conftest import NAMESPACE, key, keys, value, values
+from tests.support.moves import drain, moves_of
+
+SIZE = 8192
+TWO = Namespace("test/two", parts=2)
+
+
+@asynccontextmanager
+async def trio(capacity: str = "8MiB", servers: int = 3, **more: Any) -> AsyncIterator[dev.Dev]:
+    listen = ("inproc://", "tcp://127.0.0.1:0")
+    async with dev.serve(capacity, servers=servers, listen=listen, **more) as running:
+        for server in running.servers:
+            moves_of(server).fetcher.budget = FetchBudget(1e9)
+        yield running
+
+
+async def put(pool: Pool, server: BlockServer, digests: Sequence[bytes]) -> None:
+    for digest in digests:
+        status = await pool.write_to(server.server, NAMESPACE, digest, value(digest, SIZE))
+        assert status.present
+
+
+async def assert_readable(pool: Pool, digests: Sequence[bytes]) -> None:
+    into = [bytearray(SIZE) for _ in digests]
+    for first in range(0, len(digests), 100):
+        part = slice(first, first + 100)
+        results = await pool.read(NAMESPACE, digests[part], into[part], timeout=20)
+        assert all(result.status.hit for result in results), results
+    assert list(map(bytes, into)) == values(digests)
+
+
+async def test_what_a_server_had_is_read_from_the_others_when_it_has_left() -> None:
+    async with trio() as running, running.pool() as pool:
+        leaving, *others = running.servers
+        blocks = keys("block", 200)
+        await put(pool, leaving, blocks)
+        await put(pool, others[0], blocks[:20])  # has copies already
+        report = await drain(leaving, 30.0)
+        assert report.state is DrainState.DONE
+        assert (report.left_blocks, report.left) == (0, ())
+        assert (report.moved_blocks, report.moved_bytes) == (180, 180 * SIZE)
+        await leaving.close()
+        await assert_readable(pool, blocks)
+        assert {server.store.stored > 0 for server in others} == {True}, "both take a share"
+
+
+async def test_a_server_that_leaves_is_read_and_gets_no_writes() -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, other = running.servers
+        blocks = keys("block", 50)
+        await put(pool, leaving, blocks)
+        await drain(leaving, 30.0)
+        (member,) = [m for m in await pool.members() if m.server == leaving.server]
+        assert member.stats.draining
+        for number in range(20):
+            digest = key(f"new {number}")
+            assert await pool.write(NAMESPACE, [digest], [b"x" * SIZE]) == [WriteStatus.STORED]
+            assert leaving.stack.peek(NAMESPACE, 0, digest) is None
+        status = await pool.write_to(leaving.server, NAMESPACE, key("there"), b"x")
+        assert status is WriteStatus.NO_SPACE
+        assert set(await fetch_into(pool, leaving, other, [key("new 1")])) == {FetchStatus.REFUSED}
+        await assert_readable(pool, blocks)
+
+
+async def fetch_into(
+    pool: Pool, target: BlockServer, source: BlockServer, digests: Sequence[bytes]
+) -> list[FetchStatus]:
+    end = asyncio.get_running_loop().time() + 5
+    return await pool._servers.call(
+        target.server,
+        lambda channel: channel.fetch(  # type: ignore[attr-defined]
+            NAMESPACE, 0, digests, source.server, deadline=end
+        ),
+        end,
+    )
+
+
+async def test_parts_of_a_block_are_handed_over_each() -> None:
+    async with trio() as running, running.pool() as pool:
+        leaving = running.servers[0]
+        for other in running.servers[1:]:  # placement has no choice
+            other._context.draining = True
+        await asyncio.gather(*(s._context.masters_know(1e9) for s in running.servers))
+        chain = keys("chain", 10)
+        for part in range(2):
+            await pool.write(TWO, chain, values(chain, SIZE), part=part)
+        assert leaving.store.stored == 20
+        for other in running.servers[1:]:
+            other._context.draining = False
+        await asyncio.gather(*(s._context.masters_know(1e9) for s in running.servers))
+        report = await drain(leaving, 30.0)
+        assert (report.state, report.moved_blocks) == (DrainState.DONE, 20)
+        await leaving.close()
+        assert (await pool.match(TWO, chain)).length == 10
+
+
+async def test_what_no_server_takes_is_left_with_its_reason_and_the_best_is_saved() -> None:
+    async with trio("1MiB", servers=2) as running, running.pool() as pool:
+        leaving, other = running.servers
+        blocks, theirs = keys("block", 100), keys("theirs", 98)
+        await put(pool, leaving, blocks)
+        await asyncio.sleep(0.05)
+        await put(pool, other, theirs)
+        room = other.store.allocator.available // SIZE
+        await asyncio.sleep(0.05)
+        into = [bytearray(SIZE) for _ in range(10)]
+        await pool.read(NAMESPACE, blocks[40:50], into)  # the only ones that are newer
+        report = await drain(leaving, 1.0)
+        assert report.state is DrainState.INCOMPLETE
+        assert report.moved_blocks >= max(room, 10)
+        assert report.left_blocks == 100 - report.moved_blocks
+        assert report.left == (
+            Left(NAMESPACE.name, "no room", report.left_blocks, report.left_blocks * SIZE),
+        )
+        assert all(other.stack.peek(NAMESPACE, 0, digest) for digest in blocks[40:50])
+        stats = leaving.stats(0.0)
+        assert (stats.draining, stats.drain_left_blocks) == (True, report.left_blocks)
+
+
+async def test_without_another_server_everything_is_left() -> None:
+    async with trio(servers=1) as running, running.pool() as pool:
+        await put(pool, running.servers[0], keys("block", 5))
+        report = await drain(running.servers[0], 0.6)
+        assert report.state is DrainState.INCOMPLETE
+        assert report.left == (Left(NAMESPACE.name, "no other server", 5, 5 * SIZE),)
+
+
+async def test_blocks_that_the_drain_had_no_time_to_look_at_are_left() -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        await put(pool, running.servers[0], keys("block", 600))
+        report = await drain(running.servers[0], 1e-6)
+        assert report.state is DrainState.INCOMPLETE
+        assert report.left == (Left(NAMESPACE.name, "not looked at", 600, 600 * SIZE),)
+        assert (report.total_blocks, report.left_blocks) == (600, 600)
+
+
+async def test_a_reason_stays_when_the_time_ends_in_the_next_look() -> None:
+    async with trio(servers=1) as running, running.pool() as pool:
+        (server,) = running.servers
+        await put(pool, server, keys("block", 5))
+        drainer, looked = moves_of(server).drainer, asyncio.Event()
+        look = drainer._pass
+
+        async def look_once() -> bool:
+            await look()
+            looked.set()
+            drainer._handed.begin_pass()
+            await asyncio.Event().wait()  # as if the plan took long
+            return False
+
+        drainer._pass = look_once  # type: ignore[method-assign]
+        report = await drain(server, 0.6)
+        assert looked.is_set()
+        assert report.left == (Left(NAMESPACE.name, "no other server", 5, 5 * SIZE),)
+
+
+async def test_a_new_deadline_while_the_rest_is_counted_is_kept() -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, other = running.servers
+        blocks = keys("block", 20)
+        await put(pool, leaving, blocks)
+        count = moves_of(leaving).drainer._count_left
+
+        async def more_time() -> None:
+            await count()
+            moves_of(leaving).drainer.begin(30.0)
+
+        moves_of(leaving).drainer._count_left = more_time  # type: ignore[method-assign]
+        report = await drain(leaving, 1e-6)
+        assert (report.state, report.left) == (DrainState.DONE, ())
+        assert other.store.stored == 20
+
+
+async def test_a_new_deadline_while_the_old_one_ends_is_kept() -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, other = running.servers
+        await put(pool, leaving, keys("block", 20))
+        drainer = moves_of(leaving).drainer
+        real_pass, deadlines = drainer._pass, [30.0]
+
+        async def slow_pass() -> bool:
+            try:
+                return await real_pass() if not deadlines else await asyncio.Event().wait()
+            finally:
+                while deadlines:
+                    drainer.begin(deadlines.pop())
+
+        drainer._pass = slow_pass  # type: ignore[method-assign]
+        report = await drain(leaving, 0.2)
+        assert (report.state, other.store.stored) == (DrainState.DONE, 20)
+
+
+async def test_two_servers_that_leave_do_not_count_on_each_other() -> None:
+    async with trio() as running, running.pool() as pool:
+        first, second, stays = running.servers
+        blocks = keys("block", 60)
+        await put(pool, first, blocks)
+        await put(pool, second, blocks)
+        reports = await asyncio.gather(drain(first, 30.0), drain(second, 30.0))
+        assert {report.state for report in reports} == {DrainState.DONE}
+        await first.close()
+        await second.close()
+        assert stays.store.stored == 60
+        await assert_readable(pool, blocks)
+
+
+async def test_a_copy_on_a_server_that_is_lost_meanwhile_is_made_again() -> None:
+    async with trio() as running, running.pool() as pool:
+        leaving, *others = running.servers
+        blocks = keys("block", 100)
+        await put(pool, leaving, blocks)
+        hand_over = moves_of(leaving).drainer._hand_over
+        closed: list[BlockServer] = []
+
+        async def lose_one(stretch: Any) -> None:
+            await hand_over(stretch)
+            holders = set(moves_of(leaving).drainer._handed.holders.values())
+            if not closed and len(moves_of(leaving).drainer._handed.holders) > 50:
+                closed.append(next(one for one in others if one.server in holders))
+                await closed[0].close()
+
+        moves_of(leaving).drainer._hand_over = lose_one  # type: ignore[method-assign]
+        report = await drain(leaving, 30.0)
+        assert (report.state, len(closed)) == (DrainState.DONE, 1)
+        await leaving.close()
+        await assert_readable(pool, blocks)
+
+
+async def test_over_a_transport_that_fetches_nothing_everything_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving = running.servers[0]
+        await put(pool, leaving, keys("block", 5))
+
+        async def channel(server: str, deadline: float) -> object:
+            return object()  # of another package: without `fetch`
+
+        monkeypatch.setattr(moves_of(leaving).peers, "channel", channel)
+        report = await drain(leaving, 0.5)
+        assert report.left == (Left(NAMESPACE.name, "it cannot fetch", 5, 5 * SIZE),)
+
+
+async def test_a_drain_that_is_cancelled_leaves_an_ordinary_server() -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, other = running.servers
+        moves_of(other).fetcher.budget = FetchBudget(1e5)  # slow: 100 blocks take 8 s
+        blocks = keys("block", 200)
+        await put(pool, leaving, blocks)
+        report = await pool.drain(leaving.server, within_s=60.0)
+        assert report.state is DrainState.RUNNING
+        while (report := await pool.drain_report(leaving.server)).moved_blocks == 0:
+            assert report.state is DrainState.RUNNING
+            await asyncio.sleep(0.02)
+        assert 0 < report.left_blocks < 200
+        report = await pool.cancel_drain(leaving.server)
+        assert report.state is DrainState.OFF
+        (member,) = [m for m in await pool.members() if m.server == leaving.server]
+        assert (await pool.write_to(leaving.server, NAMESPACE, key("new"), b"x")).present
+        await leaving._context.masters_know(asyncio.get_running_loop().time() + 5)
+        (member,) = [m for m in await pool.members() if m.server == leaving.server]
+        assert not member.stats.draining
+        await assert_readable(pool, blocks)
+
+
+async def test_a_server_that_comes_back_with_its_file_keeps_what_is_in_it(tmp_path: Path) -> None:
+    tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
+    async with trio(servers=2, tiers=tiers) as running, running.pool() as pool:
+        leaving, _ = running.servers
+        blocks = keys("block", 300)
+        await put(pool, leaving, blocks)
+        await pool.drain(leaving.server, within_s=30.0, back_in_s=60.0)
+        report = await moves_of(leaving).drainer.wait()
+        assert (report.state, report.moved_blocks) == (DrainState.DONE, 0)
+        assert leaving.stack.backing.stored == 300
+        await pool.cancel_drain(leaving.server)
+        report = await drain(leaving, 30.0)
+        assert (report.state, report.moved_blocks) == (DrainState.DONE, 300)
+        await leaving.close()
+        await assert_readable(pool, blocks)
+
+
+async def test_what_others_took_over_does_not_come_back_from_the_file(tmp_path: Path) -> None:
+    """Else each upgrade of a server doubles what the pool holds of its blocks."""
+    tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
+    async with trio(servers=2, tiers=tiers) as running, running.pool() as pool:
+        leaving, other = running.servers
+        blocks, copied = keys("block", 300), keys("copied", 20)
+        await put(pool, leaving, [*blocks, *copied])
+        await put(pool, other, copied)
+        assert (await drain(leaving, 30.0)).moved_blocks == 300
+        other.stack.remove(NAMESPACE, blocks[:7], ReadStatus.EVICTED)
+        other._context.on_change()
+        await other._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
+        await leaving.close()
+        assert leaving.stack.erasable == 0, "the file has forgotten them, too"
+        kept = {entry.digest for entry in leaving.stack.backing.inventory()}
+        assert kept == {*blocks[:7], *copied}, "what this drain has not copied, or others lack"
+        await assert_readable(pool, [*blocks[7:], *copied])
+
+
+@pytest.mark.parametrize(
+    "why", ["it stays", "the time was over", "the other one has left", "the other one is silent"]
+)
+async def test_a_file_keeps_what_may_have_no_other_copy(tmp_path: Path, why: str) -> None:
+    tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
+    async with trio(servers=2, tiers=tiers) as running, running.pool() as pool:
+        leaving, other = running.servers
+        blocks = keys("block", 60)
+        await put(pool, leaving, blocks)
+        if why == "the time was over":
+            moves_of(other).fetcher.budget = FetchBudget(4 * SIZE)
+            assert (await drain(leaving, 0.5)).state is DrainState.INCOMPLETE
+            moved = moves_of(leaving).drainer.report().moved_blocks
+            assert 0 < moved < 60
+        else:
+            assert (await drain(leaving, 30.0)).moved_blocks == 60
+            moved = 0
+        if why == "it stays":
+            await pool.cancel_drain(leaving.server)
+        elif why == "the other one has left":
+            await other.close()
+        elif why == "the other one is silent":  # killed just now: masters do not know it yet
+            directory = running.master.directory
+            directory.timeout_s, beat = 1.6, directory.heartbeat
+            directory.heartbeat = lambda server, *rest: (  # type: ignore[method-assign]
+                server == other.server or beat(server, *rest)
+            )
+        await leaving.close()
+        assert leaving.stack.backing.stored == 60 - moved
+
+
+async def test_what_the_file_could_not_keep_is_handed_over_although_the_server_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its table of namespaces has room for two of this tenant."""
+    monkeypatch.setattr("kvpool_tiers.nvme.namespaces.Shares", lambda total: Shares(4))
+    tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
+    async with trio(servers=2, tiers=tiers) as running, running.pool() as pool:
+        leaving, other = running.servers
+        blocks = {Namespace(f"@acme/{n}"): keys(f"b{n}", 5) for n in range(6)}
+        for namespace, digests in blocks.items():
+            for digest in digests:
+                await pool.write_to(leaving.server, namespace, digest, value(digest, SIZE))
+        await pool.drain(leaving.server, within_s=30.0, back_in_s=60.0)
+        report = await moves_of(leaving).drainer.wait()
+        assert (report.state, report.moved_blocks) == (DrainState.DONE, 4 * 5)
+        await leaving.close()
+        there = [len(other.stack.front.blocks(one, 0)) for one in blocks]
+        assert sorted(there) == [0, 0, 5, 5, 5, 5]
+
+
+@pytest.mark.parametrize("count", [1, 40])
+async def test_a_block_that_is_written_when_the_drain_begins_is_handed_over(count: int) -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, _ = running.servers
+        blocks = keys("block", count)
+        writing = asyncio.create_task(put(pool, leaving, blocks[:1]))
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(drain(leaving, 20.0))
+        await asyncio.wait([writing])
+        assert (await draining).state is DrainState.DONE
+        await leaving.close()
+        if writing.exception() is None:
+            await assert_readable(pool, blocks[:1])
+
+
+async def test_at_a_stop_the_setting_says_that_the_server_comes_back(tmp_path: Path) -> None:
+    tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
+    async with trio(servers=2, tiers=tiers) as running, running.pool() as pool:
+        leaving, _ = running.servers
+        await put(pool, leaving, keys("block", 100))
+        await run._drain(leaving, ServerConfig(drain_s=30.0, back_in_s=60.0))
+        report = moves_of(leaving).drainer.report()
+        assert (report.state, report.moved_blocks) == (DrainState.DONE, 0)
+
+
+async def test_without_a_file_nothing_stays_here_although_the_server_comes_back() -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, _ = running.servers
+        await put(pool, leaving, keys("block", 20))
+        assert (await drain(leaving, 30.0, back_in_s=60.0)).moved_blocks == 20
+
+
+async def test_servers_that_placement_does_not_draw_are_asked_when_others_are_full() -> None:
+    async with trio("1MiB") as running, running.pool() as pool:
+        leaving, full, roomy = running.servers
+        blocks = keys("block", 50)
+        await put(pool, leaving, blocks)
+        await asyncio.sleep(0.05)
+        await put(pool, full, keys("theirs", 126))
+
+        async def draw(entries: Sequence[Any]) -> list[str]:
+            return [full.server]
+
+        moves_of(leaving).drainer._place = draw  # type: ignore[method-assign]
+        report = await drain(leaving, 30.0)
+        assert (report.state, report.left_blocks) == (DrainState.DONE, 0)
+        assert roomy.store.stored > 40
+        await leaving.close()
+        await assert_readable(pool, blocks)

@@ -1,0 +1,213 @@
+"""What is wanted, what runs, what it costs, and who must hear of a removal: without any I/O."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvpool.errors import InvariantViolated
+from kvpool.protocols import ReserveRequest
+from kvpool.server.moves.state.fetches import FetchBudget, Fetches, Receivers
+from kvpool.server.state.store import Store
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint
+from tests.conftest import key, keys
+
+PAGE = 4096
+ONE = Namespace("one")
+TWO = Namespace("two", parts=2)
+
+
+@pytest.mark.parametrize("rate", [1e6, 0.0])
+def test_transfers_never_run_ahead_of_the_budget_by_more_than_one(rate: float) -> None:
+    rng = random.Random(1)
+    budget = FetchBudget(rate)
+    now, moved, speed = 0.0, 0, 8e6
+    for _ in range(500):
+        now += budget.wait_s(now)
+        size = rng.choice([1000, 50_000, 4_000_000])
+        price_s = budget.begin(size, now)
+        now += size / speed
+        budget.end(price_s, size, size, size / speed)
+        moved += size
+    allowed = rate or speed / 4
+    assert moved - size <= allowed * now * 1.01
+    assert moved >= allowed * now * 0.5, "and it uses what it may"
+
+
+def test_a_transfer_that_brings_nothing_costs_nothing() -> None:
+    budget = FetchBudget(1000)
+    price_s = budget.begin(1000, 5.0)
+    assert budget.wait_s(5.0) == pytest.approx(1.0)
+    with pytest.raises(InvariantViolated):
+        budget.begin(1, 5.5)
+    budget.end(price_s, 1000, 250, 0.1)
+    assert budget.wait_s(5.0) == pytest.approx(0.25)
+
+
+def test_a_quarter_of_what_was_measured_follows_the_speed() -> None:
+    budget = FetchBudget()
+    for speed in (1e9, 1e7):
+        for _ in range(100):
+            budget.end(0.0, 1 << 20, 1 << 20, (1 << 20) / speed)
+        assert budget.rate == pytest.approx(speed / 4, rel=0.01)
+
+
+def test_a_block_is_fetched_by_one_call_and_not_after_its_removal() -> None:
+    fetches, (a, b) = Fetches(), keys("block", 2)
+    assert fetches.begin(TWO, 1, a)
+    assert not fetches.begin(TWO, 1, a)
+    assert fetches.begin(TWO, 0, a)
+    assert fetches.begin(TWO, 1, b)
+    fetches.revoke(TWO, [a], 1)
+    assert [fetches.may_seal(TWO, part, a) for part in (0, 1)] == [True, False]
+    assert fetches.may_seal(TWO, 1, b)
+    fetches.revoke(TWO, [a], None)
+    assert not fetches.may_seal(TWO, 0, a)
+    fetches.revoke(ONE, [b], None)
+    assert fetches.may_seal(TWO, 1, b)
+    fetches.end(TWO, 1, a)
+    assert not fetches.may_seal(TWO, 1, a)
+    assert fetches.begin(TWO, 1, a), "a later call may bring what was written again"
+    for part, digest in ((1, a), (0, a), (1, b)):
+        fetches.end(TWO, part, digest)
+    assert len(fetches) == 0
+
+
+def test_a_removal_follows_a_block_once_to_each_receiver() -> None:
+    receivers, (a, b) = Receivers(), keys("block", 2)
+    for part, digest, server in ((0, a, "x"), (1, a, "x"), (1, a, "y"), (0, b, "y")):
+        receivers.add(TWO, part, digest, server)
+    assert receivers.take(ONE, [a, b], None) == {}
+    assert receivers.of(TWO, [a], 0) == {"x": [a]}  # a removal that comes later follows it, too
+    assert receivers.take(TWO, [a], 0) == {"x": [a]}
+    found = receivers.take(TWO, [a, b], None)
+    assert {server: set(blocks) for server, blocks in found.items()} == {"x": {a}, "y": {a, b}}
+    assert receivers.take(TWO, [a, b], None) == {}
+    assert len(receivers) == 0
+
+
+def test_what_is_remembered_of_receivers_is_bounded() -> None:
+    receivers = Receivers(limit=10)
+    for number in range(100):
+        receivers.add(ONE, 0, key(number), f"server-{number}")
+        receivers.add(ONE, 0, key("often"), f"server-{number}")
+    assert len(receivers) == 10
+    assert len(receivers.take(ONE, [key("often")], None)) == 16
+    assert receivers.take(ONE, [key(99)], None) == {"server-99": [key(99)]}
+    assert receivers.take(ONE, [key(5)], None) == {}
+
+
+# --- room -----------------------------------------------------------------------------------------
+
+
+def write(store: Store | TieredStore, owner: int, digest: bytes, now: float, **more: object) -> str:
+    request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE], **more)  # type: ignore[arg-type]
+    (answer,) = store.reserve(owner, request, now)
+    if answer.extent is not None:
+        last_used = request.last_used[0] if request.last_used else None
+        store.seal(owner, answer.id, 7, now, last_used=last_used)
+    return answer.status.name
+
+
+def us(seconds: float) -> list[int]:
+    return [int(seconds * 1e6)]
+
+
+def test_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
+    store = Store(4 * PAGE, alignment=PAGE)
+    old = keys("old", 4)
+    for number, digest in enumerate(old):
+        write(store, 1, digest, 10.0 + number)
+    assert write(store, 2, key("colder"), 100.0, last_used=us(9.0)) == "NO_SPACE"
+    store.check()
+    assert store.evicted == 0
+    assert write(store, 2, key("as cold"), 100.0, last_used=us(10.0)) == "NO_SPACE"
+    assert write(store, 2, key("warmer"), 100.0, last_used=us(10.5)) == "RESERVED"
+    assert store.peek(ONE, 0, old[0]) is None
+    # It is as old as it was elsewhere, so it is the next victim.
+    write(store, 1, key("new"), 101.0)
+    assert store.peek(ONE, 0, key("warmer")) is None
+    assert store.peek(ONE, 0, old[1]) is not None
+    store.check()
+
+
+def test_a_fetched_block_does_not_take_the_place_of_an_announced_session() -> None:
+    store = Store(2 * PAGE, alignment=PAGE, hint_budget=1.0)
+    hint = SessionHint("agent", 60.0)
+    write(store, 1, key("a"), 10.0, session_hint=hint)
+    write(store, 1, key("b"), 11.0, session_hint=hint)
+    assert write(store, 2, key("fetched"), 20.0, last_used=us(19.0)) in ("NO_SPACE", "BYPASSED")
+    assert store.evicted == 0
+    store.check()
+
+
+def test_parts_leave_together_so_the_latest_use_of_them_counts() -> None:
+    store = Store(2 * PAGE, alignment=PAGE)
+    for part, now in ((0, 10.0), (1, 30.0)):
+        request = ReserveRequest(TWO, part, [key("a")], [ROOT], [PAGE])
+        (answer,) = store.reserve(1, request, now)
+        store.seal(1, answer.id, 7, now)
+    assert write(store, 2, key("fetched"), 50.0, last_used=us(20.0)) == "NO_SPACE"
+    assert store.stored == 2
+
+
+def test_parts_leave_together_so_a_hint_about_one_of_them_counts() -> None:
+    """Another session wrote one part, too: hints are about the other parts only."""
+    store = Store(2 * PAGE, alignment=PAGE)
+    for part, now, hint in ((0, 10.0, None), (1, 11.0, SessionHint("agent", 60.0))):
+        request = ReserveRequest(TWO, part, [key("a")], [ROOT], [PAGE], hint)
+        (answer,) = store.reserve(1, request, now)
+        store.seal(1, answer.id, 7, now)
+    assert write(store, 2, key("fetched"), 50.0, last_used=us(20.0)) in ("NO_SPACE", "BYPASSED")
+    assert store.stored == 2
+
+
+def demote(stack: TieredStore, now: float) -> None:
+    while copies := stack.next_writebacks(1 << 30, 1 << 10, now):
+        for copy in copies:
+            stack.transfer_done(copy, good=True, now=now)
+
+
+def test_below_memory_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
+    stack = TieredStore([Store(2 * PAGE, alignment=PAGE), Store(4 * PAGE, alignment=PAGE)])
+    for number, digest in enumerate(keys("old", 4)):
+        write(stack, 1, digest, 10.0 + number)
+        demote(stack, 10.0 + number)
+    # Memory has only copies of what is on the disk, so it may drop newer ones.
+    assert write(stack, 2, key("colder"), 100.0, last_used=us(9.0)) == "NO_SPACE"
+    assert write(stack, 2, key("warmer"), 100.0, last_used=us(10.5)) == "RESERVED"
+    demote(stack, 100.0)
+    assert stack.peek(ONE, 0, keys("old", 1)[0]) is None
+    assert stack.backing.peek(ONE, 0, key("warmer")) is not None
+    stack.check()
+    # On the disk, too, it is as old as it was.
+    write(stack, 1, key("new"), 101.0)
+    demote(stack, 101.0)
+    assert stack.peek(ONE, 0, key("warmer")) is None
+    stack.check()
+
+
+def test_a_block_that_the_disk_has_no_room_for_when_its_turn_comes_evicts_nothing() -> None:
+    stack = TieredStore([Store(4 * PAGE, alignment=PAGE), Store(2 * PAGE, alignment=PAGE)])
+    assert write(stack, 2, key("fetched"), 50.0, last_used=us(5.0)) == "RESERVED"
+    for number, digest in enumerate(keys("new", 2)):  # while it waits, others fill the disk
+        request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE])
+        (answer,) = stack.backing.reserve(9, request, 60.0 + number)
+        stack.backing.seal(9, answer.id, 7, 60.0 + number, from_other_tier=True)
+    demote(stack, 70.0)
+    assert stack.backing.evicted == 0
+    assert stack.peek(ONE, 0, key("fetched")) is not None, "in memory, until that is full"
+
+
+def test_while_the_disk_takes_no_writes_memory_keeps_what_is_newer() -> None:
+    stack = TieredStore([Store(2 * PAGE, alignment=PAGE), Store(4 * PAGE, alignment=PAGE)])
+    for _ in stack.stop_writing():
+        pass
+    for number, digest in enumerate(keys("only in memory", 2)):
+        write(stack, 1, digest, 10.0 + number)
+    assert write(stack, 2, key("colder"), 100.0, last_used=us(9.0)) == "NO_SPACE"
+    assert write(stack, 2, key("warmer"), 100.0, last_used=us(10.5)) == "RESERVED"
+    assert stack.front.tombstones.reason(ONE, keys("only in memory", 1)[0]) is ReadStatus.EVICTED
+    stack.check()

@@ -1,0 +1,52 @@
+"""Servers that call each other keep no connection that they do not use."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvpool import ClientConfig, dev
+from kvpool.server.moves import peer_servers
+from tests.conftest import NAMESPACE, eventually, keys, values
+from tests.support.moves import moves_of
+
+
+async def test_what_is_not_used_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_servers, "_IDLE_S", 0.3)
+    async with dev.serve("16MiB", servers=3, listen=("tcp://127.0.0.1:0",)) as running:
+        config = ClientConfig(masters=[running.address], transports=["tcp"])
+
+        def connections() -> int:
+            return sum(server.stats(0.0).counters["connections"] for server in running.servers)
+
+        for name in ("first", "second"):
+            chain = keys(name, 8)
+            async with running.pool(config) as pool:
+                await pool.write(NAMESPACE, chain, values(chain))
+                await pool.spread(NAMESPACE, chain, to=3)
+                assert [server.store.stored > 0 for server in running.servers] == [True] * 3
+            await asyncio.sleep(0.05)
+            assert connections() > 0  # between the servers: the client has left
+            await eventually(
+                lambda: not any(moves_of(server).peers._channels for server in running.servers)
+            )
+            await eventually(
+                lambda: not any(moves_of(server).peers._links for server in running.servers)
+            )
+            await eventually(lambda: connections() == 0)  # the other side notices a moment later
+
+
+async def test_a_call_that_fails_late_leaves_the_connection_that_was_opened_since() -> None:
+    """Two calls on one connection fail; the second one hears of it when a third one runs."""
+    async with dev.serve("16MiB", servers=2, listen=("tcp://127.0.0.1:0",)) as running:
+        peers = moves_of(running.servers[0]).peers
+        name, until = running.servers[1].server, asyncio.get_running_loop().time() + 5
+        old = await peers.channel(name, until)
+        peers.failed(name, old)
+        fresh = await peers.channel(name, until)
+        assert fresh is not old
+        peers.failed(name, old)
+        peers.failed(name, None)
+        assert await peers.channel(name, until) is fresh
+        assert await fresh.remove(NAMESPACE, keys("none", 1), deadline=until) == [False]

@@ -1,0 +1,184 @@
+"""Whole namespaces are removed from servers, and nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from kvpool import Namespace, Pool, dev
+from kvpool.client.pool_events import PoolEventKind
+from kvpool.client.removal import HeldNamespace
+from kvpool.types import RemovalCursor
+from tests.conftest import eventually, keys
+from tests.support.tenant_pool import OPERATOR, tenant, tenant_pool
+
+OLD, OTHER = Namespace("old model=llama"), Namespace("other", parts=2)
+SIZE = 8192
+
+
+@asynccontextmanager
+async def serving(**more: Any) -> AsyncIterator[tuple[dev.Dev, Pool]]:
+    listen = ("inproc://", "tcp://127.0.0.1:0")
+    async with dev.serve(listen=listen, **more) as running, running.pool() as pool:
+        yield running, pool
+
+
+async def put(pool: Pool, namespace: Namespace, digests: Sequence[bytes]) -> None:
+    for part in range(namespace.parts):
+        for at in range(0, len(digests), 64):
+            batch = digests[at : at + 64]
+            statuses = await pool.write(
+                namespace, batch, [b"x" * SIZE] * len(batch), part=part, timeout=20
+            )
+            assert all(status.present for status in statuses)
+
+
+async def present(pool: Pool, namespace: Namespace, digests: Sequence[bytes]) -> int:
+    return sum(await pool.contains(namespace, digests))
+
+
+def of(*names: Namespace) -> Callable[[Namespace], bool]:
+    return lambda one: one in names
+
+
+async def remove(pool: Pool, held: Sequence[HeldNamespace]) -> tuple[int, int]:
+    done = [0, 0]
+
+    def report(server: str, blocks: int, size: int) -> None:
+        done[0] += blocks
+        done[1] += size
+
+    assert await pool.removals.remove(held, timeout=20, report=report) == {}
+    return done[0], done[1]
+
+
+async def test_a_namespace_goes_with_all_its_parts_and_the_others_stay() -> None:
+    async with serving(servers=2) as (running, pool):
+        old, other = keys("old", 700), keys("other", 70)
+        await put(pool, OLD, old)
+        await put(pool, OTHER, other)
+        held = await pool.removals.held(of(OTHER), timeout=10)
+        assert sum(one.blocks for one in held.found) == 140
+        assert (await remove(pool, held.found)) == (140, 140 * SIZE)
+        assert [name for name, _ in await pool.namespaces()] == [OLD]
+        held = await pool.removals.held(of(OLD), timeout=10)
+        assert (sum(one.blocks for one in held.found), held.missing) == (700, {})
+        events = pool.events()
+        assert (await remove(pool, held.found))[0] == 700
+        assert await present(pool, OLD, old) == 0
+        assert [server.stack.stored for server in running.servers] == [0, 0]
+        gone: set[bytes] = set()
+        async with asyncio.timeout(10):
+            async for event in events:
+                if event.kind is PoolEventKind.REMOVED:
+                    gone.update(event.digests)
+                if gone == set(old) or event.kind is PoolEventKind.LIVE:
+                    break
+
+
+async def test_what_is_written_after_the_look_stays_wherever_old_copies_move(
+    tmp_path: Path,
+) -> None:
+    """Old blocks that come into the file during the removal are old, too."""
+    tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:16MiB"]
+    async with serving(tiers=tiers, write_mode="write_back") as (running, pool):
+        (server,) = running.servers
+        server.stack.backing._next_id = 10_000  # as in a file that has seen some restarts
+        old, new = keys("old", 60), keys("new", 300)
+        await put(pool, OLD, old)
+        assert server.stack.front.dirty == 60, "in memory alone"
+        held = (await pool.removals.held(of(OLD), timeout=10)).found
+        await put(pool, OLD, new)
+        await eventually(lambda: server.stack.front.peek(OLD, 0, old[0]) is None)
+        assert any(server.stack.backing.peek(OLD, 0, one) for one in old), "moved since"
+        blocks, _ = await remove(pool, held)
+        assert blocks == 60
+        assert await present(pool, OLD, new) == 300
+        assert [server.stack.peek(OLD, 0, one) for one in old] == [None] * 60
+        assert server.stack.erasable == 0, "nor is it back after a restart"
+        await put(pool, OLD, old[:1])
+        assert await remove(pool, held) == (0, 0), "the same removal again does no harm"
+        assert await present(pool, OLD, old[:1]) == 1
+
+
+async def test_a_block_that_is_written_again_under_its_key_stays() -> None:
+    async with serving() as (_, pool):
+        old = keys("old", 10)
+        await put(pool, OLD, old)
+        held = (await pool.removals.held(of(OLD), timeout=10)).found
+        await pool.remove(OLD, old[:1])
+        await put(pool, OLD, old[:1])
+        assert (await remove(pool, held))[0] == 9
+        assert await pool.contains(OLD, old) == [True] + [False] * 9
+
+
+async def test_a_call_is_short_and_says_where_to_go_on() -> None:
+    async with serving() as (running, pool):
+        await put(pool, OLD, keys("old", 1500))
+        (held,) = (await pool.removals.held(of(OLD), timeout=10)).found
+        store, at, steps = running.servers[0].stack, held.begin, []
+        while True:
+            step = store.remove_written(OLD, at, 64)
+            steps.append(len(step.digests))
+            if step.at is None:
+                break
+            at = step.at
+        assert (sum(steps), max(steps), store.stored) == (1500, 64, 0)
+
+
+async def test_a_place_of_an_earlier_process_ends_and_takes_nothing_new() -> None:
+    async with serving() as (_, pool):
+        await put(pool, OLD, keys("old", 10))
+        (held,) = (await pool.removals.held(of(OLD), timeout=10)).found
+        earlier = RemovalCursor(held.begin.epoch ^ 1, 1 << 60, 7, 255, 1 << 20)
+        assert await remove(pool, [held._replace(begin=earlier)]) == (0, 0)
+        assert await present(pool, OLD, keys("old", 10)) == 10
+
+
+async def test_namespaces_of_a_second_page_are_found_with_their_parts() -> None:
+    async with serving() as (running, pool):
+        store = running.servers[0].stack.front
+
+        def wanted(namespace: Namespace) -> bool:
+            store._next_id += 1  # something is written between two pages
+            return True
+
+        names = [Namespace(f"n {n:03}", parts) for n in range(150) for parts in (1, 2)]
+        for name in names:
+            await pool.write(name, keys("k", 1), [b"x"])
+        held = (await pool.removals.held(wanted, timeout=10)).found
+        assert [one.namespace for one in held] == names
+        assert len({one.begin for one in held}) == 1
+
+
+async def test_a_server_that_does_not_answer_is_named() -> None:
+    async with serving(servers=2) as (running, pool):
+        await put(pool, OLD, keys("old", 64))
+        held = await pool.removals.held(of(OLD), timeout=10)
+        (gone, *_) = [one for one in running.servers if one.server == held.found[0].server]
+        await gone.close()
+        left = await pool.removals.remove(held.found, timeout=1.5, report=lambda *_: None)
+        assert list(left) == [gone.server]
+        looked = await pool.removals.held(of(OLD), timeout=10)
+        assert looked.missing == {}, "what was in its memory is gone with it"
+
+
+async def test_a_tenant_finds_and_removes_its_own_only(tmp_path: Path) -> None:
+    model = Namespace("llama")
+    async with tenant_pool(tmp_path) as running, AsyncExitStack() as stack:
+        acme, blue, operator = [
+            await stack.enter_async_context(await running.client(one))
+            for one in (tenant("acme"), tenant("blue"), OPERATOR)
+        ]
+        for one in (acme, blue):
+            await one.write(model, keys("k", 3), [b"x"] * 3)
+        found = (await operator.removals.held(lambda one: True, timeout=10)).found
+        assert {one.namespace.name for one in found} == {"@acme/llama", "@blue/llama"}
+        (held,) = (await blue.removals.held(lambda one: True, timeout=10)).found
+        assert held.namespace == model
+        assert (await remove(blue, [held]))[0] == 3
+        assert await present(acme, model, keys("k", 3)) == 3
+        assert await present(blue, model, keys("k", 3)) == 0

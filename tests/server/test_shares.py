@@ -1,0 +1,175 @@
+"""Nobody takes everything: what one tenant or peer may have of one pot."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.master.state.demand import NAMESPACES_MAX, DemandMeter
+from kvpool.master.state.hint_log import EXPLAINED_MAX, HintLog
+from kvpool.server.state.missed import MISSED_MAX, Missed
+from kvpool.shares import Recent, Shares
+from kvpool.types import HintStatus, Namespace
+
+
+def taken(shares: Shares, holder: str) -> int:
+    """Units that a greedy holder gets, one by one."""
+    before = shares.held(holder)
+    while shares.take(holder):
+        pass
+    return shares.held(holder) - before
+
+
+def test_one_alone_gets_half_and_the_next_half_of_the_rest() -> None:
+    shares = Shares(1000)
+    assert [taken(shares, holder) for holder in ("acme", "globex", "initech")] == [500, 250, 125]
+    assert shares.used == 875
+    assert shares.refused == {"acme": 1, "globex": 1, "initech": 1}
+    shares.give_back("acme", 250)
+    assert not shares.take("acme", 63), "it has 250, and 375 are free"
+    assert taken(shares, "globex") == 62
+    assert shares.refused["acme"] == 1 + 63
+
+
+def test_the_pool_itself_may_have_all_and_the_last_one_is_for_who_has_nothing() -> None:
+    shares = Shares(8)
+    assert taken(shares, "") == 8
+    assert not shares.take("acme")
+    shares.give_back("", 2)
+    assert taken(shares, "acme") == 1
+    assert shares.take("globex"), "the last one"
+    assert not shares.take("initech")
+    assert shares.room("acme") == shares.room("initech") == 0
+    shares.clear()
+    assert (shares.used, shares.held("acme"), shares.room("")) == (0, 0, 8)
+    assert shares.refused.total() == 4
+
+
+@pytest.mark.parametrize("units", [1, 7])
+def test_what_is_given_back_is_there_again(units: int) -> None:
+    shares = Shares(64)
+    for _ in range(100):
+        assert shares.take("acme", units)
+        assert shares.take("globex", units)
+        shares.give_back("acme", units)
+        shares.give_back("globex", units)
+    assert shares.used == shares.held("acme") == shares.held("globex") == 0
+
+
+def test_made_up_holders_cost_bounded_memory() -> None:
+    shares = Shares(1 << 40)
+    names = [f"t{n}" for n in range(5000)]
+    assert all(shares.take(name, 3) for name in names)
+    for name in names:
+        shares.refuse(name)
+        shares.give_back(name, 3)
+    assert shares.used == 0
+    assert shares.refused.total() == 5000
+    assert len(shares.refused) < 2500
+
+
+def test_missed_blocks_wait_once_and_each_tenant_has_its_share() -> None:
+    missed = Missed()
+    evil, mine = Namespace("@acme/none"), Namespace("@globex/m")
+    for number in range(100):
+        missed.add(evil, 0, [b"%07d%09d" % (number, k) for k in range(MISSED_MAX)])
+    kept = len(missed.blocks)
+    assert kept == MISSED_MAX // 2
+    assert missed.shares.refused["acme"] == 100 * MISSED_MAX - kept
+    for _ in range(3):
+        missed.add(mine, 1, [b"a" * 16, b"b" * 16, b"a" * 16])
+    assert missed.shares.held("globex") == 2
+    taken = missed.take()
+    assert taken[-2:] == [(mine, 1, b"a" * 16), (mine, 1, b"b" * 16)]
+    assert len(taken) == kept + 2
+    assert missed.take() == []
+    missed.add(evil, 0, [b"c" * 16])
+    assert len(missed.take()) == 1
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    recent: Recent[str, int] = Recent(4)
+    for n in range(100):
+        recent.put("acme", str(n), n - 1)
+        recent.put("acme", str(n), n)
+        assert recent.get("acme", str(n)) == n
+        assert recent.get("acme", str(max(0, n - 3))) == max(0, n - 3)
+        assert len(recent) <= 4
+    assert recent.get("acme", "0") is None
+    assert recent.get("globex", "99") is None
+    assert list(recent.values()) == [99, 98, 97, 96]
+
+
+def test_a_flood_of_one_holder_drives_out_its_own() -> None:
+    recent: Recent[int, int] = Recent(90)
+    for n in range(30):
+        recent.put("globex", n, n)
+        recent.put("initech", n, n)
+    for n in range(10_000):
+        recent.put("acme", n, n)
+    assert all(recent.get(one, n) == n for n in range(30) for one in ("globex", "initech"))
+    assert sum(recent.get("acme", n) is not None for n in range(10_000)) == 30
+    assert recent.get("acme", 9_999) == 9_999
+    for n in range(30, 60):  # has its part already: its own oldest go
+        recent.put("globex", n, n)
+    assert all(recent.get("initech", n) == n for n in range(30))
+    assert [recent.get("globex", n) is None for n in range(60)] == [True] * 30 + [False] * 30
+    assert recent.get("acme", 9_999) == 9_999
+
+
+def test_what_is_put_again_is_the_youngest() -> None:
+    recent: Recent[str, int] = Recent(3)
+    for name in "abcabd":
+        recent.put("acme", name, 1)
+    assert recent.get("acme", "c") is None
+    assert recent.get("acme", "a") == 1
+
+
+def test_made_up_holders_of_entries_share_one_part() -> None:
+    recent: Recent[int, int] = Recent(5000)
+    for n in range(5000):
+        recent.put(f"t{n}", 0, n)
+    for n in range(5000):
+        recent.put("globex", n, n)
+    assert len(recent) == 5000
+    assert recent.get("globex", 4999) == 4999
+    assert recent.get("t0", 0) == 0
+
+
+def test_hints_of_one_tenant_leave_room_for_those_of_others() -> None:
+    log = HintLog(kept=100)
+    sent = [log.add(f"@acme/{n}", 5.0, 0.0) for n in range(200)]
+    assert sent.count(HintStatus.ACCEPTED) == 50
+    assert log.add("@globex/s", 5.0, 0.0) is HintStatus.ACCEPTED
+    assert log.add("mine", None, 1.0) is HintStatus.ACCEPTED
+    assert log.add("@acme/later", 5.0, 1.9) is HintStatus.REFUSED
+    assert log.add("@acme/later", 5.0, 2.1) is HintStatus.ACCEPTED, "servers have the others"
+    found, last = log.since(0, 1000)
+    assert (len(found), last) == (53, 53)
+    for second in range(10, 100):  # the ring goes round, and nothing is counted twice
+        assert log.add("@globex/s", 5.0, float(second)) is HintStatus.ACCEPTED
+    assert sum(log.add(f"@acme/{n}", 5.0, 200.0) is HintStatus.ACCEPTED for n in range(90)) == 50
+
+
+def test_what_became_of_hints_is_remembered_for_every_tenant() -> None:
+    log = HintLog()
+    log.add("@globex/s", 5.0, 0.0)
+    for n in range(3 * EXPLAINED_MAX):
+        log.add(f"@acme/{n}", 5.0, 0.0)
+    log.answered("server", "@globex/s", HintStatus.ACCEPTED, 1.0)
+    report = log.explain("@globex/s", 2.0)
+    assert report.hints == [(2.0, 5.0)]
+    assert report.servers == [("server", HintStatus.ACCEPTED, 1.0)]
+    assert log.explain("@acme/0", 2.0).hints == []
+    assert len(log.latest(10 * EXPLAINED_MAX)) == EXPLAINED_MAX
+
+
+def test_the_demand_of_one_tenant_is_measured_whatever_another_one_asks_for() -> None:
+    meter, mine = DemandMeter(), Namespace("@globex/m")
+    for second in range(100):
+        meter.asked(mine, [b"a" * 16, b"b" * 16], float(second), 4096)
+        for n in range(20):
+            meter.asked(Namespace(f"@acme/{20 * second + n}"), [b"a" * 16], float(second), 4096)
+    assert mine in {one.namespace for one in meter.demand(100.0).working_sets}
+    for n in range(5 * NAMESPACES_MAX):
+        meter.asked(Namespace(f"@acme/{n}"), [b"a" * 16], 100.0, 4096)
+    assert mine in {one.namespace for one in meter.demand(100.0).working_sets}

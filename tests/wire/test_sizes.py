@@ -1,0 +1,252 @@
+"""Every reply fits into a message, with the longest names that there may be: by its type, or in
+pages that have everything between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from msgspec import inspect
+
+from kvpool.client.pool_events import EventReader, PoolEventKind
+from kvpool.config import MasterConfig
+from kvpool.master.service import Master
+from kvpool.types import Namespace, Replica
+from kvpool.wire import messages as wire
+from kvpool.wire.frames import BODY_SIZE_MAX
+from tests.conftest import keys
+
+#: Replies that may be of any length, and are sent in pages, and what is asked of a peer: whoever
+#: asks makes it small enough.
+PAGED = {
+    wire.FindReply,
+    wire.Explained,
+    wire.MembersReply,
+    wire.ChangesReply,
+    wire.SnapshotReply,
+    wire.PlaceReply,
+}
+REQUESTS = {wire.Announce, wire.Inventory, wire.Place, wire.Find, wire.FindChain}
+REQUESTS |= {wire.Heartbeat, wire.Reserve, wire.Write}
+LONG = "\N{BANKNOTE WITH DOLLAR SIGN}"  # takes the most bytes of what a name may have
+BLOCKS = keys("sizes", 40)
+
+
+def most(type: inspect.Type) -> int:
+    """Bytes that a value of this type takes at most."""
+    match type:
+        case inspect.StructType(fields=fields):
+            return 5 + sum(5 + len(field.encode_name) + most(field.type) for field in fields)
+        case inspect.StrType(max_length=int(length)):
+            return 5 + 4 * length
+        case inspect.BytesType(max_length=int(length)):
+            return 5 + length
+        case inspect.ListType(item_type=item, max_length=int(length)):
+            return 5 + length * most(item)
+        case inspect.DictType(key_type=key, value_type=value, max_length=int(length)):
+            return 5 + length * (most(key) + most(value))
+        case inspect.TupleType(item_types=items):
+            return 5 + sum(map(most, items))
+        case inspect.UnionType(types=types):
+            return max(map(most, types))
+        case inspect.Metadata(type=inner):
+            return most(inner)
+        case inspect.IntType() | inspect.FloatType() | inspect.BoolType() | inspect.NoneType():
+            return 9
+    raise AssertionError(f"nothing bounds {type}")
+
+
+def test_every_message_is_bounded_by_its_type_or_paged() -> None:
+    large = {kind for kind in wire.TYPES if most(inspect.type_info(kind)) > BODY_SIZE_MAX}
+    assert large <= PAGED | REQUESTS
+    assert large | {wire.PlaceReply} >= PAGED
+
+
+# --- those that are paged -------------------------------------------------------------------
+
+
+def crowded(servers: int, namespaces: int = 1, parts: int = 8) -> Master:
+    """A master of which each name is as long as it may be; block n begins on server n."""
+    master = Master(MasterConfig(), cast(Any, None))
+    directory = master.directory
+    for number in range(servers):
+        name = f"{number:03}".ljust(256, LONG)
+        tier = ["".ljust(256, LONG)]
+        host = f"{number}".ljust(256, LONG)
+        directory.register(name, 1, host, ["tcp://h:1"], tier, 1 << 40, 0.0)
+    records = [one.server for one in directory.members(0.0)]
+    for number in range(namespaces):
+        namespace = long_name(number, parts)
+        for at, digest in enumerate(BLOCKS):
+            for server in {records[at % servers], records[(at + 1) % servers], records[0]}:
+                for part in range(parts):
+                    directory.stored(server, namespace, part, 0, [digest])
+    return master
+
+
+def long_name(number: int, parts: int = 8) -> Namespace:
+    return Namespace(f"{number:03}".ljust(512, LONG), parts)
+
+
+def ask(master: Master, question: wire.Message, answer: type[wire.M]) -> wire.M:
+    number, body = master.handle(*wire.encode(question))
+    assert len(body) <= BODY_SIZE_MAX
+    return wire.decode(answer, number, body)
+
+
+class Direct:
+    """What a client has of a master that is asked directly."""
+
+    def __init__(self, master: Master) -> None:
+        self.master = master
+        self.asked = 0
+
+    async def ask(self, message: wire.Message, answer: type[wire.M], deadline: float) -> wire.M:
+        self.asked += 1
+        return ask(self.master, message, answer)
+
+
+@pytest.fixture
+def lookup(monkeypatch: pytest.MonkeyPatch) -> Callable[[Master], Any]:
+    from kvpool.client.lookup import Lookup
+
+    return lambda master: Lookup(cast(Any, Direct(master)), cast(Any, None))
+
+
+async def test_where_blocks_are_comes_in_pages(lookup: Callable[[Master], Any]) -> None:
+    """Of a chain, of blocks in whatever order, and with words."""
+    master = crowded(20)
+    client = lookup(master)
+    asked = [*BLOCKS[:30], *keys("not there", 3), *BLOCKS[30:]]
+    match = await client.match(long_name(0), BLOCKS, 0.0)
+    assert match.length == len(BLOCKS)
+    assert [at for run in match.runs for at in range(run.first, run.last + 1)] == list(range(40))
+    direct = master.directory.match(long_name(0), BLOCKS)
+    assert [one.replicas for one in match.runs] == [one.replicas for one in direct.runs]
+    assert (
+        await client.contains(long_name(0), asked, 0.0) == [True] * 30 + [False] * 3 + [True] * 10
+    )
+    explained = await client.explain(long_name(0), asked, 0.0)
+    assert [one.key.digest for one in explained] == asked
+    assert [one.status.hit for one in explained] == [True] * 30 + [False] * 3 + [True] * 10
+
+
+async def test_a_reason_stays_with_its_block(lookup: Callable[[Master], Any]) -> None:
+    from kvpool.types import ReadStatus
+
+    master = crowded(20)
+    for reason, digest in ((ReadStatus.EVICTED, BLOCKS[3]), (ReadStatus.REMOVED, BLOCKS[35])):
+        for server in [one.server for one in master.directory.members(0.0)]:
+            for part in range(8):
+                master.directory.removed(server, long_name(0), part, [digest], reason)
+    explained = await lookup(master).explain(long_name(0), BLOCKS, 0.0)
+    assert [(at, one.status) for at, one in enumerate(explained) if not one.status.hit] == [
+        (3, ReadStatus.EVICTED),
+        (35, ReadStatus.REMOVED),
+    ]
+    found = await lookup(master).match(long_name(0), BLOCKS, 0.0)
+    assert (found.length, found.stopped) == (3, ReadStatus.EVICTED)
+    beyond = await lookup(master).match(long_name(0), BLOCKS[4:], 0.0)
+    assert (beyond.length, beyond.stopped) == (31, ReadStatus.REMOVED)
+
+
+async def test_a_block_that_is_everywhere_fits_into_one_answer() -> None:
+    master = crowded(80)
+    everywhere = [one.server for one in master.directory.members(0.0)]
+    for server in everywhere:
+        for part in range(8):
+            master.directory.stored(server, long_name(0), part, 0, BLOCKS[:1])
+    question = (long_name(0).name, 8, 32, BLOCKS[0])
+    for prefix in (False, True):
+        found = ask(master, wire.Find(*question, prefix), wire.FindReply)
+        ((first, last, replicas),) = found.runs
+        assert (first, last, found.more) == (0, 0, False)
+        assert {part for _, _, part in replicas} == set(range(8)), "a reader finds each part"
+    (one,) = ask(master, wire.Explain(*question), wire.Explained).blocks
+    assert one[0] == 0
+    place = wire.Place(*question, parent=BLOCKS[0], size=64, host="h", copies=16)
+    assert len(ask(master, place, wire.PlaceReply).servers) >= 16
+
+
+@pytest.mark.parametrize("servers", [1, 40, 80])
+async def test_a_follower_has_the_whole_map(servers: int) -> None:
+    """Many servers, many namespaces, blocks on many servers."""
+    master = crowded(servers, namespaces=3)
+    for number in range(3, 600 if servers == 1 else 3):
+        master.directory.stored("000".ljust(256, LONG), long_name(number), 0, 0, BLOCKS[:1])
+    everywhere = [one.server for one in master.directory.members(0.0)]
+    for server in everywhere:
+        for part in range(8):
+            master.directory.stored(server, long_name(0), part, 0, BLOCKS[:1])
+    direct = Direct(master)
+    held: set[tuple[str, Namespace | None, int, bytes]] = set()
+    here: set[str] = set()
+    async for event in EventReader(direct, lambda: 0.0):
+        if event.kind is PoolEventKind.BACK:
+            here.add(event.server)
+        for digest in event.digests:
+            held.add((event.server, event.namespace, event.part, digest))
+        if event.kind is PoolEventKind.LIVE:
+            break
+    assert here == set(everywhere)
+    wanted = {
+        (replica.server, namespace, replica.part, digest)
+        for namespace, _ in master.directory.namespaces(("", 0), 1000)
+        for digest in BLOCKS
+        for replica in replicas_of(master, namespace, digest)
+    }
+    assert held == wanted
+
+
+async def test_a_follower_has_every_server() -> None:
+    master = Master(MasterConfig(), cast(Any, None))
+    for number in range(600):
+        name, host = (f"{number:03}".ljust(256, LONG) for _ in range(2))
+        master.directory.register(name, 1, host, ["tcp://h:1"], ["dram"], 1 << 40, 0.0)
+        if number % 2:
+            master.directory.leave(name, 1)
+    state: dict[str, PoolEventKind] = {}
+    async for event in EventReader(Direct(master), lambda: 0.0):
+        if event.server:
+            state[event.server] = event.kind
+        if event.kind is PoolEventKind.LIVE:
+            break
+    assert {server: kind is PoolEventKind.BACK for server, kind in state.items()} == {
+        one.server: one.alive for one in master.directory.members(0.0)
+    }
+
+
+def replicas_of(master: Master, namespace: Namespace, digest: bytes) -> tuple[Replica, ...]:
+    (one,) = master.directory.explain(namespace, [digest])
+    return one.replicas
+
+
+def test_a_follower_gets_past_any_change() -> None:
+    """A tenant writes single blocks into a namespace with a long name."""
+    master = crowded(1)
+    log = master.directory.changes
+    begun = log.last
+    for number in range(2500):
+        digest = number.to_bytes(32, "big")
+        master.directory.stored("000".ljust(256, LONG), long_name(0), 0, 0, [digest])
+    at, seen = begun, 0
+    while at < log.last:
+        page = ask(master, wire.Changes(master._stream, at), wire.ChangesReply)
+        assert page.changes
+        assert page.more == (page.last < log.last)
+        at, seen = page.last, seen + len(page.changes)
+    assert seen == 2500
+
+
+def test_what_is_kept_of_changes_is_bounded_in_bytes() -> None:
+    from kvpool.master.state.change_ring import SIZE_MAX, ChangeKind, ChangeRing, LoggedChange
+
+    log = ChangeRing()
+    change = LoggedChange(ChangeKind.REMOVED, "s", long_name(0), 0, "", 32, bytes(32))
+    for _ in range(SIZE_MAX // change.size + 10):
+        log.add(change)
+    assert len(log) == SIZE_MAX // change.size
+    at = log.last - len(log)
+    assert log.since(at, 1) == ([change], at + 1)
+    assert log.since(at - 1, 1) is None
