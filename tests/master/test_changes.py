@@ -32,7 +32,7 @@ class Fleet:
     """Servers that do what servers do, and what the map must be about them."""
 
     def __init__(self, seed: int) -> None:
-        self.master = Master(MasterConfig(), cast(Any, None))
+        self.master = Master(MasterConfig(), cast(Any, None), rng=random.Random(seed))
         self.directory: Directory = self.master.directory
         self.random = random.Random(seed)
         self.epochs: dict[str, int] = {}

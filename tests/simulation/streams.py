@@ -45,6 +45,7 @@ from kvpool_connector.planner import Planner
 from kvpool_connector.promises import BlockWait, PromisedBlocks, PromiseState
 from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints
 from tests.master.test_changes import NAMESPACES, Asked, Fleet, reader
+from tests.simulation.loop import SimLoop
 
 # --- events -----------------------------------------------------------------------------------
 
@@ -174,7 +175,7 @@ def play_events(seed: int) -> str:
     limits = {"_SNAPSHOT_BLOCKS": 64, "_CHANGES_BLOCKS": 50}
     pauses = dict.fromkeys(("_POLL_S", "_RETRY_S", "_RETRY_S_MAX"), 0.0001)
     with Changed(service, limits), Changed(pool_events, pauses):
-        return asyncio.run(_events(seed))
+        return SimLoop(random.Random(seed), 0.0).run(_events(seed))  # type: ignore[abstract]
 
 
 async def _events(seed: int) -> str:
