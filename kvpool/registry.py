@@ -128,7 +128,10 @@ def tiers(config: ServerConfig) -> list[Tier]:
         TierSpec("dram", "", config.capacity, {})
     ]
     makers = [_load(TIERS, spec.name, "tier") for spec in specs]
-    if any(getattr(make, "survives_restart", False) for make in makers[:-1]):
+    below = len(specs) - 1  # where the lowest level begins: several files are one, if they can be
+    while below and hasattr(makers[-1], "joined") and specs[below - 1].name == specs[-1].name:
+        below -= 1
+    if any(getattr(make, "survives_restart", False) for make in makers[:below]):
         raise ConfigError("a tier that survives restarts holds all blocks: put it last")
     if not any(hasattr(make, "view") for make in makers):
         raise ConfigError(
@@ -139,6 +142,8 @@ def tiers(config: ServerConfig) -> list[Tier]:
     try:
         for spec in specs:  # one at a time, so that those already open can be closed
             opened += [tier(spec, prefault=config.prefault)]
+        if below < len(specs) - 1:
+            opened[below:] = [makers[-1].joined(opened[below:])]  # type: ignore[attr-defined]
     except BaseException:
         for one in opened:
             one.close()

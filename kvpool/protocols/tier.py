@@ -236,3 +236,20 @@ class ReportsDropped(Protocol):
     def dropped(self) -> Mapping[str, int]:
         """Records that the last `recover` dropped, by reason: a few words, as in `damaged`. For the
         log, `kvpool status` and `/metrics`; empty when it returned everything."""
+
+
+class TierPart(NamedTuple):
+    """One device of a tier: its place, such as a path, and its bytes."""
+
+    place: str
+    size: int
+
+
+@runtime_checkable
+class HasParts(Protocol):
+    """A tier of several devices that fail one by one. The server lets no extent cross from one part
+    into the next, and goes on with the others when one is lost."""
+
+    @property
+    def parts(self) -> Sequence[TierPart]:
+        """In the order of their offsets, in multiples of `alignment`; together `capacity`."""

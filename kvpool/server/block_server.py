@@ -31,7 +31,6 @@ from kvpool.protocols import (
     Listener,
     Network,
     Peer,
-    PersistentTier,
     RequiresCertificates,
     Tier,
     Transport,
@@ -46,8 +45,8 @@ from kvpool.server.quota_keeper import QuotaKeeper
 from kvpool.server.state.budget import START, Limits
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
+from kvpool.server.state.tier_stores import stores_of
 from kvpool.server.state.tiered_store import TieredStore
-from kvpool.server.tier_mover import DRAIN_S
 from kvpool.supervision import Supervisor
 from kvpool.tenant_names import qualified
 from kvpool.tenants import Tenant, TenantKeys
@@ -101,7 +100,7 @@ class BlockServer:
         self._keeps_secret = keeps_secret
         self.tiers = list(tiers)
         store = TieredStore(
-            stores or _stores(tiers, config.alignment, policy),
+            stores or stores_of(tiers, config.alignment, policy),
             front_tier=_front_tier(tiers),
             promote_after=config.promote_after,
             write_back=config.write_mode == WRITE_BACK,
@@ -240,8 +239,7 @@ class BlockServer:
         for extension in self.extensions.all:
             await extension.close()
         await self.quotas.close()
-        is_lazy = context.store.write_back is not None
-        await context.mover.close(self._config.flush_s if is_lazy else DRAIN_S)
+        await context.mover.close(self._config.flush_s)
         for tier in self.tiers:
             tier.close()
 
@@ -431,16 +429,3 @@ def _is_on_a_device(tier: Tier) -> bool:
         isinstance(tier, DeviceAddressable)
         and tier.device_view(0, 1).__dlpack_device__()[0] != _DLPACK_CPU
     )
-
-
-def _stores(tiers: Sequence[Tier], alignment: int, policy: Policy[Entry] | None) -> list[Store]:
-    """A store for each tier, their extents rounded alike; the lowest follows the policy.
-
-    A file is filled from its start: it may be made smaller (design: nvme-format).
-    """
-    alignment = max(alignment, *(tier.alignment for tier in tiers))
-    stores = [Store(tier.capacity, alignment=alignment) for tier in tiers[:-1]]
-    lowest = tiers[-1]
-    from_front = isinstance(lowest, PersistentTier)
-    last = Store(lowest.capacity, alignment=alignment, policy=policy, from_front=from_front)
-    return [*stores, last]

@@ -2,21 +2,19 @@
 
 Demotion runs in the background, in batches; no client waits for it. Promotion starts when a reader
 asks, a little ahead of what it can take. What comes from a slower tier is compared with its
-checksum before a reader gets it. A tier that keeps failing, or is stuck, is taken offline with one
-line in the log, and the server goes on without it.
+checksum before a reader gets it. What keeps failing, or is stuck, is left out (`tier_health.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from kvpool import logs
-from kvpool.backoff import Backoff
 from kvpool.checksum import block_seed, checksum, hasher, namespace_seed
 from kvpool.errors import Unavailable
 from kvpool.protocols import Addressable, KeepsSome, PersistentTier, ReportsDropped, Tier
@@ -25,6 +23,7 @@ from kvpool.server import tier_traffic
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
+from kvpool.server.tier_health import Place, TierHealth
 from kvpool.supervision import Supervisor
 from kvpool.types import Extent, Namespace, ReadStatus, Record, TierUsage
 
@@ -37,23 +36,13 @@ _DEMOTE_BLOCKS: Final = 32
 _DEMOTE_BATCHES: Final = 2
 #: A reader is answered when so many bytes have been promoted for it, or all of its blocks.
 PROMOTED_BYTES_MIN: Final = 8 << 20
-#: Reads that fail in a row, after which a tier is taken offline; batches of writes of which nothing
-#: arrives, after which it is read-only.
-_FAILURES_MAX: Final = 8
 #: A batch of which nothing has arrived is followed by a pause, so that a bad place costs no CPU.
 _AFTER_FAILURE_S: Final = 0.1
 #: Records of recovered blocks that are given back in one step.
 _FREED_AT_ONCE: Final = 4096
-#: A read-only tier is tried again after a second, then after twice as long, and so on up to this.
-_RETRY_MAX_S: Final = 30.0
-#: One read or write that takes longer means that the device is stuck.
-_STUCK_S: Final = 30.0
-#: A process that was stopped (SIGSTOP) sees its timers expire before it sees what has ended
-#: meanwhile: a tier is only taken offline if the call has not ended after this time either.
-_CONFIRM_DELAY_S: Final = 1.0
 #: `close` gives dirty blocks this long to be written back, where they will be found again; service
 #: managers and tests allow a process about a second to stop.
-DRAIN_S: Final = 0.5
+_DRAIN_S: Final = 0.5
 #: So often it looks whether they are.
 _POLL_S: Final = 0.01
 #: `close` waits this long for the last read or write.
@@ -65,11 +54,19 @@ _INLINE_MAX: Final = 128 << 10
 #: Read and hashed at once where a block is looked at that readers found corrupt. A multiple of
 #: every alignment.
 _HASH_STEP: Final = 1 << 20
-#: Blocks of an offline tier that are announced as lost at once.
-_LOST_STEP: Final = 1024
 
 _Key = tuple[Namespace, int, bytes]
 _T = TypeVar("_T")
+
+
+class _Promotion:
+    """A block that comes up, and the readers that wait for it."""
+
+    __slots__ = ("copy", "waiters")
+
+    def __init__(self, copy: TierTransfer) -> None:
+        self.copy = copy
+        self.waiters: list[_PromotionWaiter] = []
 
 
 class _PromotionWaiter:
@@ -91,25 +88,7 @@ class _PromotionWaiter:
 
 
 class TierMover:
-    """Carries out the transfers of a `TieredStore`. Calls `on_change` after each change of it.
-
-    States of a tier, but for the front tier, which is memory and cannot fail:
-
-    | state     | means                                  | next state, when                       |
-    |-----------|----------------------------------------|----------------------------------------|
-    | running   | transfers go in and out                | failing: a read or write fails         |
-    | failing   | fewer than `_FAILURES_MAX` in a row    | running: one succeeds; read-only: more |
-    |           |                                        | batches of writes; offline: more reads |
-    | read-only | it is read, but nothing is written;    | running: a write succeeds, which is    |
-    |           | blocks that it does not have are       | tried after growing delays; offline:   |
-    |           | evicted from memory without a copy     | reads fail as above                    |
-    | offline   | no transfers; its blocks are announced | (none until the server is restarted)   |
-    |           | as lost, `_LOST_STEP` at a time        |                                        |
-
-    A transfer that takes `_STUCK_S` leads from any state to offline. When the backing tier goes
-    offline, batches under way are given up at once, and the front tier becomes the pool. Only the
-    backing tier becomes read-only; a cache tier that takes no writes goes offline.
-    """
+    """Carries out the transfers of a `TieredStore`. Calls `on_change` after each change of it."""
 
     def __init__(
         self,
@@ -129,13 +108,22 @@ class TierMover:
         self._traffic = [tier_traffic.TierTraffic() for _ in tiers]
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._promoting: dict[_Key, list[_PromotionWaiter]] = {}
+        self._promoting: dict[_Key, _Promotion] = {}
         self._promoting_bytes = 0
         self._no_promotions = asyncio.Event()
         self._no_promotions.set()
-        self._backing_lost = asyncio.Event()
-        self._retry = Backoff(1.0, _RETRY_MAX_S)  # of writes to a read-only tier
-        self._records_lock = asyncio.Lock()  # keeps `persist` and `erase` of one extent in order
+        self.health = TierHealth(
+            store,
+            tiers,
+            self._traffic,
+            supervisor,
+            own=self._own,
+            write_one=self._write_one,
+            gave_up=self._promotions_lost,
+            on_change=on_change,
+        )
+        #: Of each part of the backing tier: keeps `persist` and `erase` of one extent in order.
+        self._records_locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         front = tiers[store.front_tier]
         assert isinstance(front, Addressable)
         self._memory = front
@@ -187,12 +175,14 @@ class TierMover:
             for _ in range(_DEMOTE_BATCHES):
                 self._own(self._supervisor.forever("write-back", self._write_back))
 
-    async def close(self, flush_s: float = DRAIN_S) -> None:
-        """Stop when all dirty blocks that are of use are written back, or after `flush_s`.
+    async def close(self, flush_s: float) -> None:
+        """Stop when all dirty blocks that are of use are written back, or after `flush_s`; with
+        write-through little is dirty, and half a second is enough.
 
         Waits for the transfers under way, but not for ever: a stuck device is left behind.
         """
-        await self._flush(_now() + flush_s)
+        lazy = self._store.write_back is not None
+        await self._flush(_now() + (flush_s if lazy else _DRAIN_S))
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -228,7 +218,8 @@ class TierMover:
 
     def usage(self, now: float) -> list[TierUsage]:
         """How full each tier is and what goes through it, for `kvpool status`."""
-        return tier_traffic.usage(self._tiers, self._store, self._traffic, now)
+        texts = [self.health.status_text(number) for number in range(len(self._tiers))]
+        return tier_traffic.usage(self._tiers, self._store, self._traffic, texts, now)
 
     # --- promotion -------------------------------------------------------------------------------
 
@@ -262,7 +253,7 @@ class TierMover:
         )
         tasks = {}
         for copy in copies:
-            self._promoting[_key(copy)] = []
+            self._promoting[_key(copy)] = _Promotion(copy)
             if not prefetch:
                 self._promoting_bytes += copy.entry.size
                 self._no_promotions.clear()
@@ -290,7 +281,7 @@ class TierMover:
         for digest in digests:
             waiting = self._promoting.get((namespace, part, digest))
             if waiting is not None:
-                waiting.append(waiter)
+                waiting.waiters.append(waiter)
                 waiter.remaining += 1
         if not waiter.remaining and not self._store.is_held:
             return False
@@ -303,13 +294,28 @@ class TierMover:
             good = await self._move(copy)
         finally:
             self._store.transfer_done(copy, good=good, now=_now())
-            self._promoting_bytes -= 0 if copy.prefetch else copy.entry.size
-            if not self._promoting_bytes:
-                self._no_promotions.set()
-            for waiter in self._promoting.pop(_key(copy)):
-                waiter.arrived(copy.entry.size)
+            self._promotion_ended(copy)
             self._on_change()
         return good
+
+    def _promotion_ended(self, copy: TierTransfer) -> None:
+        """Let its readers look again, once."""
+        promotion = self._promoting.get(_key(copy))
+        if promotion is None or promotion.copy is not copy:
+            return  # of a place that was lost meanwhile
+        del self._promoting[_key(copy)]
+        self._promoting_bytes -= 0 if copy.prefetch else copy.entry.size
+        if not self._promoting_bytes:
+            self._no_promotions.set()
+        for waiter in promotion.waiters:
+            waiter.arrived(copy.entry.size)
+
+    def _promotions_lost(self, place: Place) -> None:
+        """Nobody waits for what a lost device still reads. It may write into our memory until the
+        call ends, so that stays reserved."""
+        for one in list(self._promoting.values()):
+            if self.health.place(one.copy.source, one.copy.entry.offset) == place:
+                self._promotion_ended(one.copy)
 
     # --- demotion -------------------------------------------------------------------------------
 
@@ -326,7 +332,7 @@ class TierMover:
             await asyncio.sleep(0)
         else:
             self._wake.clear()
-            if await self.erase() or self._store.read_only:
+            if self._store.read_only or await self._erase():
                 await self._wake.wait()
             else:
                 await asyncio.sleep(_AFTER_FAILURE_S)
@@ -334,24 +340,25 @@ class TierMover:
             await self.wait_for_readers()
 
     async def _demote(self, copies: list[TierTransfer]) -> bool:
-        """A batch for each tier. True if some of each arrived."""
-        batches: dict[int, list[TierTransfer]] = {}
+        """A batch for each place. True if some of each arrived."""
+        batches: dict[Place, list[TierTransfer]] = {}
         for copy in copies:
-            batches.setdefault(copy.target, []).append(copy)
+            place = self.health.place(copy.target, copy.extent.offset)
+            batches.setdefault(place, []).append(copy)
         return all(await wait_for_all(itertools.starmap(self._demote_to, batches.items())))
 
-    async def _demote_to(self, tier: int, copies: list[TierTransfer]) -> bool:
-        """One batch; one for the backing tier is given up when that goes offline meanwhile.
+    async def _demote_to(self, place: Place, copies: list[TierTransfer]) -> bool:
+        """One batch; one for the backing tier is given up when its place goes offline meanwhile.
 
         A stuck device may still read from our memory afterwards. That does no harm: what it then
-        writes has no record, and nothing is written to that tier any more. (Memory that it may
+        writes has no record, and nothing is written to that place any more. (Memory that it may
         still write into, by a promotion, stays reserved.)
         """
         waiting = dict.fromkeys(copies, False)
-        ends = [lost := asyncio.ensure_future(self._backing_lost.wait())]
-        if tier != self._store.backing_tier:  # another batch may get its extents
+        ends = [lost := asyncio.ensure_future(self.health.lost(place).wait())]
+        if place[0] != self._store.backing_tier:  # another batch may get its extents
             ends.clear()
-        writing: asyncio.Task[bool] = self._spawn(self._write_batch(tier, waiting))
+        writing: asyncio.Task[bool] = self._spawn(self._write_batch(place, waiting))
         try:
             await asyncio.wait([writing, *ends], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -359,7 +366,7 @@ class TierMover:
             self._report(waiting, waiting)
         return writing.done() and not writing.cancelled() and writing.result()
 
-    async def _write_batch(self, tier: int, waiting: dict[TierTransfer, bool]) -> bool:
+    async def _write_batch(self, place: Place, waiting: dict[TierTransfer, bool]) -> bool:
         """Write the bytes, then the records, and report at once, unless the batch was given up.
 
         A call that removes a block meanwhile must find its copy either without a record, or in the
@@ -367,14 +374,14 @@ class TierMover:
         """
         copies = list(waiting)
         # Before their old extents are written over:
-        if tier == self._store.backing_tier and not await self._erase():
+        if place[0] == self._store.backing_tier and not await self._erase([place[1]]):
             return False
         moved = await wait_for_all(map(self._move, copies))
         done = dict(zip(copies, moved, strict=True))
-        await self._persist(done)
+        await self._persist(place, done)
         arrived = any(done.values())
         self._report(waiting, done)
-        self._batch_done(tier, good=arrived)
+        self.health.batch_done(place, good=arrived)
         return arrived
 
     def _report(self, waiting: dict[TierTransfer, bool], good: dict[TierTransfer, bool]) -> None:
@@ -390,54 +397,63 @@ class TierMover:
     async def erase(self) -> bool:
         """Return when the backing tier has no record of blocks that left before the call.
 
-        False, soon, when it is read-only, or its disk fails: then the records are erased later. Of
+        False, soon, when it is read-only, or a disk fails: then the records are erased later. Of
         a server that is restarted before that the blocks are back.
         """
-        return not self._store.read_only and await self._erase()
+        if self._store.read_only or not await self._erase():
+            return False
+        tier = self._store.backing_tier
+        return self.health.open_parts(tier) == self.health.parts(tier)
 
-    async def _erase(self) -> bool:
-        """As `erase`, but tries it on a read-only tier, too."""
-        if self._store.backing_tier not in self._durable:
+    async def _erase(self, parts: Sequence[int] | None = None) -> bool:
+        """As `erase`, of these parts or of those that take writes; also while it is read-only."""
+        backing_tier = self._store.backing_tier
+        if backing_tier not in self._durable:
             self._store.take_erasable()
-        elif self._store.erasable or self._records_lock.locked():
+            return True
+        if parts is None:
+            parts = self.health.open_parts(backing_tier)
+        if self._store.erasable or any(self._records_locks[part].locked() for part in parts):
             # The caller may be cancelled; the records must be erased all the same.
-            return await asyncio.shield(self._spawn(self._erase_all()))
+            erasing = [self._spawn(self._erase_part(part)) for part in parts]
+            return all([await asyncio.shield(one) for one in erasing])
         return True
 
-    async def _erase_all(self) -> bool:
-        async with self._records_lock:
+    async def _erase_part(self, part: int) -> bool:
+        async with self._records_locks[part]:
             backing_tier = self._store.backing_tier  # after the lock: it may have gone offline
-            erasable = self._store.take_erasable()
+            erasable = self._store.take_erasable(part)
             if erasable and backing_tier in self._durable:
+                place = backing_tier, part
                 try:
-                    with self._calling(backing_tier):
+                    with self.health.calling(place):
                         await self._durable[backing_tier].erase(erasable)
                 except Unavailable as error:
                     # Nothing may be written into their extents before: this would erase its record.
                     self._store.erase_failed(erasable)
-                    self._write_failed(backing_tier, error)
-                    self._batch_done(backing_tier, good=False)
+                    self.health.write_failed(place, error)
+                    self.health.batch_done(place, good=False)
                     return False
             return True
 
-    async def _persist(self, good: dict[TierTransfer, bool]) -> None:
+    async def _persist(self, place: Place, good: dict[TierTransfer, bool]) -> None:
         """Write the records of the copies that are `good`; without one, a copy is not good.
 
         Such a block would not be found after a restart. A call that removes a block while its
         record is written waits in `erase` for the lock, and has the record erased again.
         """
-        backing_tier = self._store.backing_tier
-        async with self._records_lock:
+        async with self._records_locks[place[1]]:
+            backing_tier = self._store.backing_tier
             copies = [
                 copy
                 for copy, is_good in good.items()
                 if is_good and copy.target == backing_tier and copy.entry.state is State.STORED
             ]
-            if not await self._persist_records(backing_tier, copies):
+            if not await self._persist_records((backing_tier, place[1]), copies):
                 good.update(dict.fromkeys(copies, False))
 
-    async def _persist_records(self, backing_tier: int, copies: Sequence[TierTransfer]) -> bool:
-        durable = self._durable.get(backing_tier)
+    async def _persist_records(self, place: Place, copies: Sequence[TierTransfer]) -> bool:
+        durable = self._durable.get(place[0])
         if durable is None or not copies:
             return True
         records = []
@@ -458,10 +474,10 @@ class TierMover:
                 )
             )
         try:
-            with self._calling(backing_tier):
+            with self.health.calling(place):
                 await durable.persist(records)
         except Unavailable as error:
-            self._write_failed(backing_tier, error)
+            self.health.write_failed(place, error)
             return False
         return True
 
@@ -473,29 +489,30 @@ class TierMover:
         up = copy.target == store.front_tier
         other = copy.source if up else copy.target
         tier, traffic = self._tiers[other], self._traffic[other]
+        place = self.health.place(other, entry.offset if up else copy.extent.offset)
         flow = traffic.read if up else traffic.written
         size = store.front.allocator.rounded(entry.size)  # extents of all tiers are rounded alike
         memory = self._memory.view(copy.extent.offset if up else entry.offset, size)
         flow.begin(_now())
         try:
-            with self._calling(other):
+            with self.health.calling(place):
                 if up:
                     await tier.read_into(entry.offset, memory)
                 else:
                     await tier.write_from(copy.extent.offset, memory)
         except Unavailable as error:
             if up:  # this block would fail again; the rest of the tier may be well
-                self._read_failed(other, error)
+                self.health.read_failed(place, error)
                 store.transfer_failed(copy, ReadStatus.TIER_LOST)
             else:
-                self._write_failed(other, error)
+                self.health.write_failed(place, error)
             return False
         finally:
             flow.end(_now())
         flow.size += entry.size
         flow.blocks += 1
         if up:
-            traffic.read_failures_in_a_row = 0
+            self.health.read_done(place)
         if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
             traffic.corrupt += 1
             log.error("block is corrupt", tier=tier.name, block=entry.digest.hex()[:12])
@@ -514,95 +531,17 @@ class TierMover:
         read."""
         digest = hasher(seed)
         buffer = memoryview(bytearray(min(extent.size, _HASH_STEP)))
+        place = self.health.place(tier, extent.offset)
         for start in range(0, extent.size, _HASH_STEP):
             part = buffer[: extent.size - start]
             try:
-                with self._calling(tier):
+                with self.health.calling(place):
                     await self._tiers[tier].read_into(extent.offset + start, part)
             except Unavailable as error:
-                self._read_failed(tier, error)
+                self.health.read_failed(place, error)
                 return None
             digest.update(part)
         return digest.intdigest()
-
-    # --- failures -------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _calling(self, tier: int) -> Iterator[None]:
-        """Around each call of a tier, which is taken offline if that takes longer than `_STUCK_S`.
-
-        What a tier may not raise, by its contract, is Unavailable, too: what it failed to do must
-        be cleared up in the same way.
-        """
-        loop = asyncio.get_running_loop()
-
-        def late() -> None:
-            why = f"stuck for {_STUCK_S:g} s"
-            alarms.append(loop.call_later(_CONFIRM_DELAY_S, self._take_offline, tier, why))
-
-        alarms = [loop.call_later(_STUCK_S, late)]
-        try:
-            yield
-        except Unavailable:
-            raise
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            if problem != self._traffic[tier].bug:  # with its traceback, once
-                self._traffic[tier].bug = problem
-                log.exception("a tier has failed", tier=self._tiers[tier].name)
-            raise Unavailable(problem) from error
-        finally:
-            for alarm in alarms:
-                alarm.cancel()
-
-    def _read_failed(self, tier: int, error: Unavailable) -> None:
-        traffic = self._traffic[tier]
-        traffic.failures += 1
-        traffic.read_failures_in_a_row += 1
-        if traffic.read_failures_in_a_row >= _FAILURES_MAX:
-            self._take_offline(tier, str(error))
-
-    def _write_failed(self, tier: int, error: Unavailable) -> None:
-        traffic = self._traffic[tier]
-        traffic.failures += 1
-        traffic.write_error = str(error)
-
-    def _batch_done(self, tier: int, *, good: bool) -> None:
-        """Some of a batch has been written to this tier (`good`), or nothing of it."""
-        traffic, store = self._traffic[tier], self._store
-        if good:
-            traffic.failed_batches_in_a_row = 0
-            return
-        traffic.failed_batches_in_a_row += 1
-        if traffic.failed_batches_in_a_row < _FAILURES_MAX:
-            return
-        if tier != store.backing_tier:
-            self._take_offline(tier, traffic.write_error)
-        elif not store.read_only:
-            log.error("tier is read-only", tier=self._tiers[tier].name, why=traffic.write_error)
-            stopping = store.stop_writing()
-            next(stopping, None)  # at once, before a writer asks for space
-            retry = functools.partial(self._retry_writes, tier, stopping)
-            self._own(self._supervisor.until_done("try a read-only tier", retry))
-
-    async def _retry_writes(self, tier: int, stopping: Iterator[None]) -> None:
-        """Until the tier takes writes again, or goes offline."""
-        since = _now()
-        for _ in stopping:
-            await asyncio.sleep(0)
-        self._on_change()
-        while self._store.read_only:
-            await asyncio.sleep(self._retry.next_delay())
-            if self._store.read_only and await self._write_one():
-                log.warning(
-                    "tier takes writes again",
-                    tier=self._tiers[tier].name,
-                    after_s=round(_now() - since, 1),
-                    blocks_to_write=self._store.resume_writing(),
-                )
-                self._retry.reset()
-                self._traffic[tier].failed_batches_in_a_row = 0
-                self.wake()
 
     async def _write_one(self) -> bool:
         """Try the tier: erase what is to be erased, and write back one block, if there is one."""
@@ -610,22 +549,6 @@ class TierMover:
             return False
         copies = self._store.try_writeback(_now())
         return not copies or await self._demote(copies)
-
-    def _take_offline(self, tier: int, why: str) -> None:
-        if tier not in self._store.offline_tiers and tier != self._store.front_tier:
-            log.error("tier is out of service", tier=self._tiers[tier].name, why=why)
-            if tier == self._store.backing_tier:
-                self._backing_lost.set()
-            announce = functools.partial(self._announce_lost, self._store.take_offline(tier))
-            self._own(self._supervisor.until_done("announce a lost tier", announce))
-            self._on_change()
-
-    async def _announce_lost(self, entries: list[Any]) -> None:
-        while entries:
-            self._store.report_lost(entries[:_LOST_STEP])
-            del entries[:_LOST_STEP]
-            self._on_change()
-            await asyncio.sleep(0)
 
     def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         return self._own(asyncio.get_running_loop().create_task(work))

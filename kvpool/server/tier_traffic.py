@@ -50,8 +50,6 @@ class TierTraffic:
         self.read = TransferStats()
         self.written = TransferStats()
         self.failures = 0
-        self.read_failures_in_a_row = 0
-        self.failed_batches_in_a_row = 0  # of which no block has arrived
         self.write_error = ""  # the last one
         self.bug = ""  # the last error that a tier may not raise
         self.corrupt = 0
@@ -59,9 +57,14 @@ class TierTraffic:
 
 
 def usage(
-    tiers: Sequence[Tier], store: TieredStore, traffic: Sequence[TierTraffic], now: float
+    tiers: Sequence[Tier],
+    store: TieredStore,
+    traffic: Sequence[TierTraffic],
+    problems: Sequence[str],
+    now: float,
 ) -> list[TierUsage]:
-    """How full each tier is and what goes through it, for `kvpool status` and `/metrics`."""
+    """How full each tier is and what goes through it, for `kvpool status` and `/metrics`;
+    `problems` says what is wrong with parts of each."""
     answer = []
     for number, (tier, one, moved) in enumerate(zip(tiers, store.stores, traffic, strict=True)):
         moved.read.tick(now)
@@ -69,7 +72,9 @@ def usage(
         answer.append(
             TierUsage(
                 name=tier.name,
-                status_text=_status_text(tier, moved.write_error * store.read_only),
+                status_text=_status_text(
+                    tier, problems[number], moved.write_error * store.read_only
+                ),
                 lost=number in store.offline_tiers,
                 read_only=store.read_only and number == store.backing_tier,
                 capacity=one.allocator.capacity,
@@ -92,8 +97,8 @@ def usage(
     return answer
 
 
-def _status_text(tier: Tier, read_only_because: str) -> str:
+def _status_text(tier: Tier, problem: str, read_only_because: str) -> str:
     text = tier.status_text if isinstance(tier, SupportsStatusText) else ""
     if read_only_because:
-        text += f"{', ' * bool(text)}read-only: {read_only_because}"
-    return text
+        problem = f"{problem}{'; ' * bool(problem)}read-only: {read_only_because}"
+    return f"{text}{', ' * bool(text and problem)}{problem}"

@@ -30,7 +30,10 @@ from tests.support import count_rooms
 RINGS: dict[str, tuple[str, ...]] = {
     "tiers": (
         "kvpool/server/tier_mover.py",
+        "kvpool/server/tier_health.py",
         "kvpool/server/tier_traffic.py",
+        "kvpool/server/state/divided_allocator.py",
+        "kvpool/server/state/tier_stores.py",
         "kvpool/server/state/tiered_store.py",
         "kvpool/server/state/write_back.py",
         "tiers/kvpool_tiers/nvme/*.py",
@@ -184,7 +187,7 @@ KERNEL_TO_RING = {
     "kvpool.server.announcer -> kvpool.server.state.tiered_store",
     "kvpool.server.block_server -> kvpool.server.quota_keeper",
     "kvpool.server.block_server -> kvpool.server.state.tiered_store",
-    "kvpool.server.block_server -> kvpool.server.tier_mover",
+    "kvpool.server.block_server -> kvpool.server.state.tier_stores",
     "kvpool.server.block_server -> kvpool.tenants",
     "kvpool.server.context -> kvpool.audit",
     "kvpool.server.context -> kvpool.server.consumers",

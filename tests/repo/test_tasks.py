@@ -21,15 +21,15 @@ from kvpool.net.tenants_file import TenantsFile
 from kvpool.ops.metrics import pages_of_master, pages_of_server
 from kvpool.ops.pool_watch import PoolWatch
 from kvpool.ops.status_page import status_page
-from kvpool.server import tier_mover
+from kvpool.server import tier_health
 from kvpool.server.announcer import Announcer
 from kvpool.server.moves import copy_keeper
 from kvpool.server.moves.balancer import Balancer
 from kvpool.server.moves.copy_keeper import CopyKeeper
 from kvpool.server.moves.prefetcher import Prefetcher
+from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
-from kvpool.server.tier_mover import TierMover
 from kvpool.supervision import Supervisor
 from kvpool.tenants import Share, Tenant
 from kvpool.types import Cluster
@@ -166,7 +166,8 @@ class World:
 
 @asynccontextmanager
 async def world(folder: Path) -> AsyncIterator[World]:
-    tiers = ("dram:4MiB", f"nvme:{folder}/{{server}}:32MiB")
+    files = (f"nvme:{folder}/{{server}}-{number}:16MiB" for number in range(2))
+    tiers = ("dram:4MiB", *files)
     async with dev.serve(tiers=tiers, listen=("inproc://",)) as running, AsyncExitStack() as stack:
         yield World(running, stack)
 
@@ -196,12 +197,25 @@ async def lose_a_tier(one: World) -> None:
     chain = await one.write()
     backing = one.server.stack.backing
     await eventually(lambda: all(backing.peek(NAMESPACE, 0, digest) for digest in chain))
-    one.server._context.mover._take_offline(1, "a test")
+    one.server._context.mover.health.take_offline(1, "a test")
 
 
 async def refuse_writes(one: World) -> None:
+    for part in (0, 1):
+        for _ in range(8):
+            one.server._context.mover.health.batch_done((1, part), good=False)
+
+
+async def close_a_file(one: World) -> None:
+    await one.write()
     for _ in range(8):
-        one.server._context.mover._batch_done(1, good=False)
+        one.server._context.mover.health.batch_done((1, 1), good=False)
+
+
+async def lose_a_file(one: World) -> None:
+    await one.write()
+    await eventually(lambda: bool(one.server.stack.backing.stored))
+    one.server._context.mover.health.lose((1, 1), "a test")
 
 
 async def show_a_page(one: World) -> None:
@@ -250,7 +264,9 @@ STEPS = {
     "copies": Step(CopyKeeper, "_round", read),
     "quotas": Step(Store, "evict_beyond_limits", lower_a_limit),
     "announce a lost tier": Step(TieredStore, "report_lost", lose_a_tier),
-    "try a read-only tier": Step(TierMover, "_write_one", refuse_writes),
+    "try a read-only tier": Step(TieredStore, "try_writeback", refuse_writes),
+    "try a file": Step(DividedAllocator, "open", close_a_file),
+    "drop what a file had": Step(Store, "remove", lose_a_file),
     "tick": Step(Directory, "tick"),
     "status page": Step(PoolWatch, "sample", show_a_page),
     "tenants file": Step(TenantsFile, "look", watch_a_file),
@@ -268,7 +284,7 @@ async def test_a_task_goes_on_after_exceptions_that_are_counted_and_shown(
 ) -> None:
     monkeypatch.setattr(supervision, "PAUSE_S", 0.01)
     monkeypatch.setattr(supervision, "WELL_AFTER_S", 0.2)
-    monkeypatch.setattr(tier_mover, "_RETRY_MAX_S", 0.01)
+    monkeypatch.setattr(tier_health, "_RETRY_MAX_S", 0.01)
     monkeypatch.setattr(copy_keeper, "_ROUND_S", 0.01)
     monkeypatch.setattr(tenants_file, "_LOOK_EVERY_S", 0.01)
     step = STEPS[name]

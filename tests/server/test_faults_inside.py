@@ -225,7 +225,7 @@ async def test_what_goes_to_another_tier_is_not_given_up_with_the_disk(tmp_path:
         server.stack._to_promote.append(server.stack.front.peek(NAMESPACE, 0, key("one")))
         server._context.mover.wake()
         await eventually(lambda: bool(cache.running and disk.running))
-        server._context.mover._take_offline(2, "stuck")
+        server._context.mover.health.take_offline(2, "stuck")
         await asyncio.sleep(0)
         cached = server.stack.stores[1]
         for _ in range(5):

@@ -357,11 +357,11 @@ async def test_a_second_outage_begins_anew(tiered: dev.Dev) -> None:
             await write(pool, keys(f"outage {outage}", 4))
             await eventually(lambda: stack.read_only)
             assert disk.error in mover.usage(0.0)[1].status_text
-            await eventually(lambda: mover._retry.failures >= 2, within_s=10)
+            await eventually(lambda: mover.health.retry.failures >= 2, within_s=10)
             disk.error = ""
             await eventually(lambda: not stack.read_only, within_s=10)
             await saved(tiered)
-            assert mover._retry.failures == 0
+            assert mover.health.retry.failures == 0
             disk.error = "EIO: Input/output error"
             await write(pool, keys(f"one {outage}", 1))
             await asyncio.sleep(0.15)

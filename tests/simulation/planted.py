@@ -48,6 +48,7 @@ _CLEARING = "kvpool.server.state.clearing"
 _COMPACTOR = "kvpool.server.compactor"
 _STACK = "kvpool.server.state.tiered_store"
 _MOVER = "kvpool.server.tier_mover"
+_HEALTH = "kvpool.server.tier_health"
 _SESSION_HINTS = "kvpool.server.eviction.session_hints"
 _TENANT_ORDERS = "kvpool.server.eviction.tenant_orders"
 _QUOTA = "kvpool.server.state.quota"
@@ -846,10 +847,10 @@ for reservation, size in sorted(
         """\
         moved = await wait_for_all(map(self._move, copies))
         done = dict(zip(copies, moved, strict=True))
-        await self._persist(done)
+        await self._persist(place, done)
 """,
         """\
-        await self._persist(dict.fromkeys(copies, True))
+        await self._persist(place, dict.fromkeys(copies, True))
         moved = await wait_for_all(map(self._move, copies))
         done = dict(zip(copies, moved, strict=True))
 """,
@@ -858,14 +859,14 @@ for reservation, size in sorted(
         "copied-without-a-record",
         "G8",
         _MOVER,
-        "        await self._persist(done)\n",
+        "        await self._persist(place, done)\n",
         "",
     ),
     Bug(
         "old-records-stay",
         "G8",
         _MOVER,
-        "        if tier == self._store.backing_tier and not await self._erase():\n"
+        "        if place[0] == self._store.backing_tier and not await self._erase([place[1]]):\n"
         "            return False\n",
         "",
     ),
@@ -925,10 +926,10 @@ for reservation, size in sorted(
         "liveness",
         _MOVER,
         "            self._store.transfer_done(copy, good=good, now=_now())\n"
-        "            self._promoting",
+        "            self._promotion_ended",
         "            if good:\n"
         "                self._store.transfer_done(copy, good=good, now=_now())\n"
-        "            self._promoting",
+        "            self._promotion_ended",
     ),
     Bug(
         "failed-copy-is-not-tried-again",
@@ -948,15 +949,15 @@ for reservation, size in sorted(
     Bug(
         "stopped-server-blames-its-disk",
         "liveness",
-        _MOVER,
+        _HEALTH,
         "        alarms = [loop.call_later(_STUCK_S, late)]\n",
-        "        alarms = [loop.call_later(_STUCK_S, self._take_offline, tier, 'stuck')]\n",
+        "        alarms = [loop.call_later(_STUCK_S, self.lose, place, 'stuck')]\n",
     ),
     Bug(
         "hanging-disk-is-waited-for",
         "G6",
         _MOVER,
-        "                    with self._calling(backing_tier):\n"
+        "                    with self.health.calling(place):\n"
         "                        await self._du",
         "                    if True:\n                        await self._du",
     ),
@@ -984,16 +985,16 @@ for reservation, size in sorted(
     Bug(
         "full-disk-cannot-be-read",
         "G5",
-        _MOVER,
-        "        if tier != store.backing_tier:\n            self._take_offline",
-        "        if tier:\n            self._take_offline",
+        _HEALTH,
+        "        if tier != store.backing_tier:\n            self.take_offline",
+        "        if tier:\n            self.take_offline",
     ),
     Bug(
         "read-only-for-ever",
         "liveness",
-        _MOVER,
-        "        while self._store.read_only:\n            await asyncio.sleep(self._retry",
-        "        if self._store.read_only:\n            await asyncio.sleep(self._retry",
+        _HEALTH,
+        "        while self._store.read_only:\n            await asyncio.sleep(self.retry",
+        "        if self._store.read_only:\n            await asyncio.sleep(self.retry",
     ),
     Bug(
         "failed-write-keeps-its-space",
@@ -1012,8 +1013,8 @@ for reservation, size in sorted(
     Bug(
         "next-outage-begins-with-the-longest-delay",
         "G6",
-        _MOVER,
-        "                self._retry.reset()\n",
+        _HEALTH,
+        "                self.retry.reset()\n",
         "",
     ),
     Bug(

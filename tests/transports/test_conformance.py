@@ -65,6 +65,7 @@ from kvpool.types import (
 )
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.hbm import Hbm
+from kvpool_tiers.nvme.several import NvmeFiles
 from kvpool_tiers.nvme.tier import Nvme
 from kvpool_transports.inproc import InprocTransport
 from kvpool_transports.shm import ShmTransport
@@ -141,7 +142,9 @@ def test_transport_on_the_loop_of_production(scheme: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("check", TIER_CHECKS)
-@pytest.mark.parametrize("name", ["dram", "file", "nvme", "nvme-buffered", "nvme-encrypted", "hbm"])
+@pytest.mark.parametrize(
+    "name", ["dram", "file", "nvme", "nvme-buffered", "nvme-encrypted", "nvme-files", "hbm"]
+)
 async def test_tier(name: str, check: str, tmp_path: Path) -> None:
     if name == "hbm":
         pytest.importorskip("torch", reason="the HBM tier needs torch")
@@ -158,12 +161,19 @@ async def test_tier(name: str, check: str, tmp_path: Path) -> None:
         tier.use_key(bytes(32))
         return tier
 
+    def files(capacity: int) -> Tier:
+        """Two files, the second one larger; one where that is all there is room for."""
+        first = capacity // 3 // 4096 * 4096
+        sizes = [size for size in (first, capacity - first) if size]
+        return NvmeFiles([Nvme(size, f"{path}-{number}") for number, size in enumerate(sizes)])
+
     tiers: dict[str, Callable[[int], Tier]] = {
         "dram": dram,
         "file": lambda capacity: FileTier(path, capacity),
         "nvme": lambda capacity: Nvme(capacity, path=path),
         "nvme-buffered": lambda capacity: Nvme(capacity, path=path, direct=False),
         "nvme-encrypted": encrypted,
+        "nvme-files": files,
         "hbm": lambda capacity: Hbm(capacity, device="cpu"),
     }
 

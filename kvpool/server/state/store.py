@@ -116,9 +116,9 @@ class Store:
         policy: Policy[Entry] | None = None,
         hint_budget: float = 0.8,
         tombstones_max: int = 65_536,
-        from_front: bool = False,
+        allocator: Allocator | None = None,
     ) -> None:
-        self.allocator = Allocator(capacity, alignment, from_front=from_front)
+        self.allocator = allocator or Allocator(capacity, alignment)
         budget = int(self.allocator.capacity * hint_budget)
         self.policy: SessionAwarePolicy | TenantOrders = (
             policy

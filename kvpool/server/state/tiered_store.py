@@ -18,7 +18,7 @@ Pure, like `store.py`: this file hands out `TierTransfer`s, `TierMover` moves th
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from heapq import merge
@@ -29,6 +29,7 @@ from typing import Final
 from kvpool.errors import InvariantViolated
 from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.protocols import ReserveRequest
+from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.entry import MOVER, Change, Entry, Owner, Session, Stretch
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import FRESH_S
@@ -123,7 +124,9 @@ class TieredStore:
         self.hits = [0] * len(self.stores)
         self.change_log = self.front.change_log
         self._cache_tiers = [t for t in range(self.backing_tier) if t != front_tier]
-        self._erasable: list[int] = []  # offsets in the backing tier whose records must go
+        #: For each part of the backing tier the offsets whose records must go.
+        self._erasable: defaultdict[int, list[int]] = defaultdict(list)
+        self._parts = self.parts_of(self.backing_tier)
         #: Dirty blocks, in the order of writing. Not a dict, see `_unwritten`.
         self._writeback_queue: OrderedDict[Entry, None] = OrderedDict()
         self._moving_bytes = 0  # whole extents on their way to the backing tier
@@ -522,7 +525,7 @@ class TieredStore:
         else:
             target.cancel(MOVER, copy.id)
             if copy.target == self.backing_tier != self.front_tier:
-                self._erasable.append(copy.extent.offset)  # its record may be written already
+                self._to_erase(copy.extent.offset)  # its record may be written already
             if copy.target == self.backing_tier and entry.state is State.STORED and not entry.clean:
                 self._queue(entry)  # once more; after `take_offline` it is clean
         source.unpin(MOVER, copy.pin)
@@ -566,7 +569,9 @@ class TieredStore:
             for entry in lost:
                 other = self._elsewhere(entry)
                 if other is not None and self._rank(tier) < self._rank(other.index.tier):
-                    self._fingerprint_of(other).count(other.digest, other.index.seed, 1)
+                    self.stores[other.index.tier].fingerprint.count(
+                        other.digest, other.index.seed, 1
+                    )
         if tier == self.backing_tier:
             self.backing_tier = self.front_tier
             self.front.demotes = self.front.drops_useless = False
@@ -580,6 +585,16 @@ class TieredStore:
             self._written_again.clear()
             self.read_only = False
         return lost
+
+    def part_of(self, tier: int, offset: int) -> int:
+        """The number of the part of a tier in which an extent lies; 0 where there is only one."""
+        parts = self.parts_of(tier)
+        return parts.part_of(offset) if parts is not None else 0
+
+    def parts_of(self, tier: int) -> DividedAllocator | None:
+        """The extents of a tier that has parts; None if it is one."""
+        allocator = self.stores[tier].allocator
+        return allocator if isinstance(allocator, DividedAllocator) else None
 
     def report_lost(self, entries: Sequence[Entry]) -> None:
         """Announce those blocks of an offline tier that no other tier has, or a slower one."""
@@ -596,16 +611,25 @@ class TieredStore:
     @property
     def erasable(self) -> int:
         """How many offsets `take_erasable` would return."""
-        return len(self._erasable)
+        return sum(map(len, self._erasable.values()))
 
-    def take_erasable(self) -> list[int]:
-        """Offsets in the backing tier that were freed since the last call: erase their records."""
-        erasable, self._erasable = self._erasable, []
-        return erasable
+    def take_erasable(self, part: int | None = None) -> list[int]:
+        """Offsets in the backing tier, or that part of it, that were freed since the last call:
+        erase their records."""
+        if part is not None:
+            return self._erasable.pop(part, [])
+        found, self._erasable = self._erasable, defaultdict(list)
+        return [offset for offsets in found.values() for offset in offsets]
 
     def erase_failed(self, offsets: Sequence[int]) -> None:
         """Their records may still be there: `take_erasable` returns them once more."""
-        self._erasable += offsets
+        for offset in offsets:
+            self._to_erase(offset)
+
+    def _to_erase(self, offset: int) -> None:
+        part = self._parts.part_of(offset) if self._parts is not None else 0
+        if self._parts is None or part not in self._parts.retired:
+            self._erasable[part].append(offset)
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -624,7 +648,7 @@ class TieredStore:
         for number, record in enumerate(merge(*found, key=_OFFSET), 1):
             entry = store.restore(record)
             if entry is None:
-                self._erasable.append(record.offset)
+                self._to_erase(record.offset)
             else:
                 entries.append(entry)
             if number % RESTORED_AT_ONCE == 0:
@@ -717,7 +741,9 @@ class TieredStore:
         """
         for store in self._online():
             for index, entries in store.inventory_steps():
-                here = [e.digest for e in entries if store is self.front or self._is_place(e)]
+                here = [
+                    e.digest for e in entries if store is self.front or self._elsewhere(e) is None
+                ]
                 yield [Stretch(index.namespace, index.part, here, ReadStatus.HIT, index.tier)]
         for departures in self.change_log.tombstones.steps(_DEPARTURES_STEP):
             yield [
@@ -727,11 +753,6 @@ class TieredStore:
                 # gone (seed 30742).
                 if not any(self.peek(namespace, p, digest) for p in range(namespace.parts))
             ]
-
-    def _is_place(self, entry: Entry) -> bool:
-        """Whether readers find the block of a sealed entry in its tier and not in another one."""
-        index = entry.index
-        return self.peek(index.namespace, index.part, entry.digest) is entry
 
     @property
     def stored(self) -> int:
@@ -898,9 +919,6 @@ class TieredStore:
         """Where readers look first: the front tier, then the others in order."""
         return -1 if tier == self.front_tier else tier
 
-    def _fingerprint_of(self, entry: Entry) -> MapFingerprint:
-        return self.stores[entry.index.tier].fingerprint
-
     def _count_place(self, entry: Entry, sign: int) -> None:
         """A sealed block has come to one tier (1) or left it (-1): where do readers find it now?"""
         index, rank = entry.index, self._rank(entry.index.tier)
@@ -913,9 +931,9 @@ class TieredStore:
         other = min(others, key=lambda one: self._rank(one.index.tier), default=None)
         if other is not None and self._rank(other.index.tier) < rank:
             return
-        self._fingerprint_of(entry).count(entry.digest, index.seed, sign)
+        self.stores[entry.index.tier].fingerprint.count(entry.digest, index.seed, sign)
         if other is not None:
-            self._fingerprint_of(other).count(other.digest, other.index.seed, -sign)
+            self.stores[other.index.tier].fingerprint.count(other.digest, other.index.seed, -sign)
 
     def _pin_in_place(
         self,
@@ -1070,7 +1088,7 @@ class TieredStore:
         """
         tier, namespace, part = entry.index.tier, entry.index.namespace, entry.index.part
         if tier == self.backing_tier:
-            self._erasable.append(entry.offset)
+            self._to_erase(entry.offset)
         self._unwritten.pop(entry, None)
         self._written_again.pop(entry, None)
         self._fetched.discard(entry)

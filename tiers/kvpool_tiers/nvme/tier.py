@@ -17,10 +17,10 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvpool import logs
 from kvpool.checksum import namespace_seed
@@ -54,6 +54,7 @@ from kvpool_tiers.nvme.format import (
 )
 from kvpool_tiers.nvme.free_places import FreePlaces
 from kvpool_tiers.nvme.namespaces import NamespaceTable, UnnamedExtents
+from kvpool_tiers.nvme.several import NvmeFiles, all_of
 
 if TYPE_CHECKING:
     from kvpool_tiers.nvme.encryption import FileCipher
@@ -81,6 +82,8 @@ class Nvme:
 
     name = "nvme"
     survives_restart = True
+    #: What several files are as one tier.
+    joined = NvmeFiles
 
     def __init__(
         self,
@@ -269,9 +272,7 @@ class Nvme:
         A record whose tenant has its share of the table of namespaces is left out.
         """
         self._check_open()
-        for record in records:
-            if not is_storable(record, self._geometry):
-                raise UsageError(f"{record} cannot be stored in {self!r}")
+        self.check_storable(records)
         newest = {record.offset: record for record in sorted(records, key=_generation)}
         headers: list[tuple[Record, bytes]] = []
         seeds: dict[tuple[Namespace, int], int] = {}
@@ -290,7 +291,13 @@ class Nvme:
                 seal = self._seals.get(offset, NO_SEAL)
                 header = self._opened().seal_header(header, seal)
             headers.append((record, header))
-        await _all(self._disk.write(at, memoryview(run)) for at, run in self._runs(headers))
+        await all_of(self._disk.write(at, memoryview(run)) for at, run in self._runs(headers))
+
+    def check_storable(self, records: Sequence[Record]) -> None:
+        """Raises UsageError for one that `persist` would refuse."""
+        for record in records:
+            if not is_storable(record, self._geometry):
+                raise UsageError(f"{record} cannot be stored in {self!r}")
 
     def keeps(self, offset: int) -> bool:
         """As `KeepsSome.keeps`."""
@@ -308,7 +315,7 @@ class Nvme:
             if offset % self.alignment or not 0 <= offset < self.capacity:
                 raise UsageError(f"no extent can start at {offset} of {self!r}")
         nothing = memoryview(bytes(self._header_size))
-        await _all(self._disk.write(self._geometry.header(o), nothing) for o in offsets)
+        await all_of(self._disk.write(self._geometry.header(o), nothing) for o in offsets)
         for offset in offsets:
             self._table.use(self._namespace_of.pop(offset, None), -1)
             self._unnamed.discard(offset)
@@ -512,11 +519,8 @@ class Nvme:
                 await self.erase([offset for offset in step if offset < self.capacity])
 
     async def _read_region(self, region: HeaderRegion) -> memoryview:
-        return await self._read(region.position, region.size)
-
-    async def _read(self, position: int, size: int) -> memoryview:
-        buffer = memoryview(bytearray(size))
-        await self._disk.read(position, buffer)
+        buffer = memoryview(bytearray(region.size))
+        await self._disk.read(region.position, buffer)
         return buffer
 
     # --- headers ----------------------------------------------------------------
@@ -588,10 +592,3 @@ def _check_can_encrypt() -> None:
 
 def _generation(record: Record) -> int:
     return record.generation
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for every call, also when one fails; raises the first error in their order."""
-    for outcome in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome

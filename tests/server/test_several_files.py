@@ -1,0 +1,405 @@
+"""Several files as one level of a server: each disk fails alone, and its blocks only are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import Pool, ReadStatus, WriteStatus, dev
+from kvpool.config import ServerConfig
+from kvpool.errors import ConfigError, Unavailable
+from kvpool.registry import tiers as open_tiers
+from kvpool.server import tier_health
+from kvpool.server.state.divided_allocator import DividedAllocator
+from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+
+BLOCK = 64 << 10
+FILE = 16 << 20
+IN_A_FILE = FILE // BLOCK
+
+
+class FailingDisk:
+    """One file's disk, which fails or hangs when it is told to."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.size, self.mode, self.close = inner.size, inner.mode, inner.close
+        self.reads_fail = self.writes_fail = False
+        self.runs = asyncio.Event()
+        self.runs.set()
+        self.written = self.calls = 0
+
+    async def read(self, offset: int, buffer: memoryview) -> None:
+        self.calls += 1
+        await self.runs.wait()
+        if self.reads_fail:
+            raise Unavailable("EIO: Input/output error")
+        await self._inner.read(offset, buffer)
+
+    async def write(self, offset: int, buffer: memoryview) -> None:
+        self.calls += 1
+        await self.runs.wait()
+        if self.writes_fail:
+            raise Unavailable("EROFS: Read-only file system")
+        self.written += 1
+        await self._inner.write(offset, buffer)
+
+
+class Scene:
+    def __init__(self, running: dev.Dev, pool: Pool) -> None:
+        self.running, self.pool = running, pool
+        (self.server,) = running.servers
+        self.stack = self.server.stack
+        self.disks = []
+        for file in self.server.tiers[1].files:  # type: ignore[attr-defined]
+            file._disk = FailingDisk(file._disk)
+            self.disks.append(file._disk)
+
+    async def write(self, chain: Sequence[bytes]) -> None:
+        for first in range(0, len(chain), 16):
+            part = chain[first : first + 16]
+            statuses = await self.pool.write(NAMESPACE, part, values(part, BLOCK))
+            assert set(statuses) <= {WriteStatus.STORED, WriteStatus.ALREADY_STORED}
+
+    async def written_back(self) -> None:
+        await eventually(lambda: not self.stack.front.dirty, within_s=20)
+
+    async def read(self, chain: Sequence[bytes]) -> list[ReadStatus]:
+        """One by one: what became of each block. Those that came have the right bytes."""
+        statuses = []
+        for digest, right in zip(chain, values(chain, BLOCK), strict=True):
+            (buffer,) = buffers(1, BLOCK)
+            (result,) = await self.pool.read(NAMESPACE, [digest], [buffer])
+            assert not result.status.hit or buffer == right
+            statuses.append(result.status)
+        return statuses
+
+    def in_file(self, number: int) -> list[bytes]:
+        """Blocks that the file has and memory has not."""
+        stack, parts = self.stack, self.stack.parts_of(1)
+        assert parts is not None
+        return [
+            entry.digest
+            for entry in stack.backing.inventory()
+            if parts.part_of(entry.offset) == number
+            and stack.front.peek(NAMESPACE, 0, entry.digest) is None
+        ]
+
+    @property
+    def status_text(self) -> str:
+        return self.server.stats(asyncio.get_running_loop().time()).usage[1].status_text
+
+
+@asynccontextmanager
+async def scene(folder: Path) -> AsyncIterator[Scene]:
+    tiers = ["dram:2MiB", *(f"nvme:{folder}/{name}:16MiB" for name in "ab")]
+    async with dev.serve(tiers=tiers) as running, running.pool() as pool:
+        yield Scene(running, pool)
+        running.servers[0].stack.check()
+        running.master.directory.check()
+
+
+async def test_they_are_one_level_and_all_are_written_to(tmp_path: Path) -> None:
+    chain = keys("chain", IN_A_FILE + 100)
+    async with scene(tmp_path) as one:
+        await one.write(chain)
+        await one.written_back()
+        usage = one.server.stats(0.0).usage
+        assert [(tier.name, tier.capacity) for tier in usage] == [
+            ("dram", 2 << 20),
+            ("nvme", 2 * FILE),
+        ]
+        assert (await one.pool.match(NAMESPACE, chain)).length == len(chain)
+        for number in range(2):
+            assert len(one.in_file(number)) > 100
+        assert set(await one.read(chain)) == {ReadStatus.HIT}
+    async with scene(tmp_path) as one:
+        assert set(await one.read(chain)) == {ReadStatus.HIT}, "after a restart"
+
+
+async def test_a_file_may_be_added_and_left_out_again(tmp_path: Path) -> None:
+    chain = keys("chain", 200)
+    async with scene(tmp_path) as one:
+        await one.write(chain)
+        await one.written_back()
+    kept = []
+    for files in ("ab", "ba", "abc", "b"):
+        tiers = ["dram:2MiB", *(f"nvme:{tmp_path}/{name}:16MiB" for name in files)]
+        async with dev.serve(tiers=tiers) as running:
+            stack = running.servers[0].stack
+            found = [stack.backing.peek(NAMESPACE, 0, digest) for digest in chain]
+            kept.append(sum(entry is not None for entry in found))
+            stack.check()
+    assert kept[:3] == [200] * 3
+    assert 50 < kept[3] < 150
+
+
+async def test_a_disk_that_takes_no_writes_is_left_out_and_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = keys("old", 100), keys("new", 200)
+    async with scene(tmp_path) as one:
+        await one.write(old)
+        await one.written_back()
+        _, bad = one.disks
+        bad.writes_fail = True
+        await one.write(new)
+        await one.written_back()
+        assert not one.stack.read_only
+        assert "b takes no writes: EROFS: Read-only file system" in one.status_text
+        assert set(await one.read([*old, *new])) == {ReadStatus.HIT}
+        gone = one.in_file(1)[:3]
+        assert await one.pool.remove(NAMESPACE, gone) == [True] * 3
+        assert not await one.server._context.mover.erase(), "their records are still there"
+        bad.writes_fail, before = False, bad.written
+        await eventually(lambda: bad.written > before or bool(one.stack.parts_of(1).closed), 1)
+        more = keys("more", 100)
+        for digest in more:  # it is tried again after a second, or two
+            await one.write([digest])
+            await asyncio.sleep(0.04)
+        await one.written_back()
+        await eventually(lambda: "takes no writes" not in one.status_text, within_s=10)
+    lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    lines = [line for line in lines if "a file takes" in line]
+    assert len(lines) == 2, "once for each change"
+    async with scene(tmp_path) as one:
+        assert not any(one.stack.backing.peek(NAMESPACE, 0, digest) for digest in gone)
+        assert set(await one.read(more)) == {ReadStatus.HIT}
+
+
+async def test_on_a_full_level_nothing_is_written_to_a_disk_that_takes_no_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not in the place of a block that makes room there."""
+    monkeypatch.setattr(tier_health, "_RETRY_S", 60.0)
+    async with scene(tmp_path) as one:
+        await one.write(keys("old", 2 * IN_A_FILE))
+        await one.written_back()
+        bad = one.disks[1]
+        bad.writes_fail = True
+        await one.write(keys("until it is closed", 60))
+        await one.written_back()
+        assert "b takes no writes" in one.status_text
+        calls, before = bad.calls, one.disks[0].written
+        new = keys("new", 100)
+        await one.write(new)
+        await one.written_back()
+        assert bad.calls == calls
+        assert one.disks[0].written > before
+        assert set(await one.read(new)) == {ReadStatus.HIT}
+
+
+async def test_when_no_disk_takes_writes_the_level_is_read_only(tmp_path: Path) -> None:
+    old, new = keys("old", 100), keys("new", 20)
+    async with scene(tmp_path) as one:
+        await one.write(old)
+        await one.written_back()
+        for disk in one.disks:
+            disk.writes_fail = True
+        for digest in new:
+            await one.write([digest])
+        await eventually(lambda: one.stack.read_only, within_s=20)
+        assert set(await one.read(old)) == {ReadStatus.HIT}
+        for disk in one.disks:
+            disk.writes_fail = False
+        await eventually(lambda: not one.stack.read_only, within_s=20)
+        await one.written_back()
+        for _ in range(100):
+            if "takes no writes" not in one.status_text:
+                break
+            await one.write(keys("again", 1))
+            await one.pool.remove(NAMESPACE, keys("again", 1))
+            await asyncio.sleep(0.1)
+        assert "takes no writes" not in one.status_text
+
+
+async def test_of_a_dead_disk_its_blocks_only_are_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain, new = keys("chain", 300), keys("new", 60)
+    async with scene(tmp_path) as one:
+        await one.write(chain)
+        await one.written_back()
+        good, dead = one.in_file(0), one.in_file(1)
+        one.disks[1].writes_fail = True
+        await one.pool.remove(NAMESPACE, dead[-3:])
+        await eventually(lambda: one.stack.erasable == 3)
+        one.disks[1].reads_fail = True
+        assert set(await one.read(dead[:10])) == {ReadStatus.TIER_LOST}
+        await eventually(lambda: "b is out of service" in one.status_text)
+        assert not one.stack.offline_tiers
+        await eventually(lambda: not one.in_file(1))
+        assert set(await one.read(dead[10:20])) == {ReadStatus.TIER_LOST}
+        assert set(await one.read(good)) == {ReadStatus.HIT}
+        await one.write(new)
+        await one.written_back()
+        assert set(await one.read(new)) == {ReadStatus.HIT}
+        assert await one.server._context.mover.erase()
+        assert not one.stack.erasable
+        health = one.server._context.mover.health
+        with pytest.raises(Unavailable, match="b is out of service"), health.calling((1, 1)):
+            pass
+        match = await one.pool.match(NAMESPACE, dead[10:11])
+        assert match.stopped is ReadStatus.TIER_LOST
+        assert one.server.stats(0.0).usage[1].capacity == FILE
+        one.disks[0].reads_fail = True
+        await one.read(one.in_file(0)[:10])
+        await eventually(lambda: one.stack.offline_tiers == {1})
+    assert sum("a file is out of service" in line for line in caplog.messages) == 1
+
+
+async def test_a_disk_that_hangs_holds_up_nothing_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_health, "_STUCK_S", 0.5)
+    monkeypatch.setattr(tier_health, "_CONFIRM_DELAY_S", 0.1)
+    chain, new = keys("chain", 300), keys("new", 60)
+    async with scene(tmp_path) as one:
+        await one.write(chain)
+        await one.written_back()
+        good, stuck = one.in_file(0), one.in_file(1)
+        one.disks[1].runs.clear()
+        waiting = asyncio.create_task(one.read(stuck[:1]))
+        await eventually(lambda: "b is out of service" in one.status_text, within_s=5)
+        assert await waiting == [ReadStatus.TIER_LOST]
+        assert not one.server._context.mover._promoting_bytes
+        calls = one.disks[1].calls
+        assert set(await one.read(good)) == {ReadStatus.HIT}
+        for digest in new:
+            await one.write([digest])
+        await one.written_back()
+        assert set(await one.read(new)) == {ReadStatus.HIT}
+        assert one.disks[1].calls == calls, "nobody waits for it again"
+        assert not one.stack.erasable
+        one.disks[1].runs.set()  # late: what it reads now is of no use, and its memory is free
+        await eventually(lambda: not one.stack.front.reservations)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_histories_of_faults_lose_no_more_than_the_faults(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never wrong bytes; the books are right at every step; what was removed stays away, also after
+    restarts, once its disk takes writes."""
+    monkeypatch.setattr(tier_health, "_RETRY_S", 0.05)
+    rng = random.Random(seed)
+    chains = [keys(f"{seed} {number}", 24) for number in range(30)]
+    removed: set[int] = set()
+    for _ in range(3):
+        async with scene(tmp_path) as one:
+            back = [n for n in removed if one.stack.peek(NAMESPACE, 0, chains[n][0])]
+            assert not back
+            bad = rng.choice(one.disks)
+            for _ in range(25):
+                number = rng.randrange(len(chains))
+                match rng.choice(["write", "write", "read", "remove", "fault", "heal"]):
+                    case "write":
+                        await one.write(chains[number])
+                        removed.discard(number)
+                    case "read":
+                        await one.read(chains[number][: rng.randrange(24)])
+                    case "remove":
+                        await one.pool.remove(NAMESPACE, chains[number])
+                        removed.add(number)
+                    case "fault":
+                        bad.writes_fail, bad.reads_fail = True, rng.random() < 0.2
+                    case "heal":
+                        bad.writes_fail = bad.reads_fail = False
+                one.stack.check()
+            bad.writes_fail = bad.reads_fail = False
+            await one.write(keys(f"{seed} last", 1))
+            await one.written_back()
+            erase = one.server._context.mover.erase
+            async with asyncio.timeout(20):
+                while not await erase():  # noqa: ASYNC110 - a closed file is tried after a pause
+                    await asyncio.sleep(0.02)
+            if one.server._context.mover.health.parts(1) != [0, 1]:
+                removed.clear()  # from a file that is offline nothing can be erased
+
+
+async def _write_and_be_killed(folder: str) -> None:
+    async with scene(Path(folder)) as one:
+        await one.write(keys("chain", 200))
+        await one.written_back()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def test_after_kill_9_what_both_had_is_there(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_killed, args=(str(tmp_path),))
+    process.start()
+    await asyncio.to_thread(process.join, 60)
+    assert process.exitcode == -signal.SIGKILL
+    async with scene(tmp_path) as one:
+        chain = keys("chain", 200)
+        assert one.in_file(0)
+        assert one.in_file(1)
+        assert set(await one.read(chain)) == {ReadStatus.HIT}
+
+
+def _killed(folder: str) -> None:
+    asyncio.run(_write_and_be_killed(folder))
+
+
+def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
+    def opened(*tiers: str) -> None:
+        for one in open_tiers(ServerConfig(tiers=["dram:1MiB", *tiers])):
+            one.close()
+
+    a, b = f"nvme:{tmp_path}/a:1MiB", f"nvme:{tmp_path}/b:1MiB"
+    opened(a, b)
+    with pytest.raises(ConfigError, match=r"alignment.*4096.*8192"):
+        opened(a, f"nvme:{tmp_path}/c:1MiB?alignment=8192")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/a"):
+        opened(a, a)
+    with pytest.raises(ConfigError, match="put it last"):
+        opened(a, "hbm:1MiB?device=cpu", b)
+    opened(a, b)  # the first failures have left nothing open
+
+
+def test_no_extent_crosses_and_every_byte_is_accounted_for() -> None:
+    """Against a plain set of bytes, with closed parts, and one that is lost."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        sizes = [rng.randint(1, 40) * 4096 for _ in range(rng.randint(1, 4))]
+        one = DividedAllocator(sizes, 4096)
+        edges = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+        held: dict[int, int] = {}
+        lost = set()
+        for _ in range(300):
+            act = rng.random()
+            if act < 0.5:
+                size = rng.randint(1, 6 * 4096)
+                offset = one.allocate(size)
+                if offset is not None:
+                    taken = range(offset, offset + one.rounded(size))
+                    part = one.part_of(offset)
+                    assert edges[part] <= taken.start < taken.stop <= edges[part + 1]
+                    assert part not in one.closed
+                    assert all(o + s <= taken.start or o >= taken.stop for o, s in held.items())
+                    held[offset] = len(taken)
+            elif act < 0.85 and held:
+                offset = rng.choice(list(held))
+                assert one.release(offset) == held.pop(offset)
+            elif act < 0.9:
+                one.close(rng.randrange(len(sizes)))
+            elif act < 0.98:
+                one.open(rng.randrange(len(sizes)))
+            elif len(lost) < len(sizes) - 1:
+                part = rng.choice([n for n in range(len(sizes)) if n not in lost])
+                one.retire(part)
+                lost.add(part)
+            one.check()
+            assert lost <= one.closed < set(range(len(sizes)))
+            there = {o: s for o, s in held.items() if one.part_of(o) not in lost}
+            assert one.allocated == sum(there.values())
+            assert one.capacity == sum(s for n, s in enumerate(sizes) if n not in lost)
