@@ -15,6 +15,7 @@ import pytest
 from kvpool import ClientConfig, Namespace, Pool, WriteStatus, dev
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Link
+from kvpool.testing.invariants import check_invariants
 
 # Where these are set, pytest explains `assert blocks == data` by a diff of all their bytes, which
 # takes minutes.
@@ -151,10 +152,10 @@ async def link(watched: dev.Dev) -> AsyncIterator[Link]:
     network = ZmqNetwork()
     yield network.connect(watched.address)
     network.close()
-    watched.master.directory.check()
+    check_invariants(watched.master.directory)
 
 
 def _check(running: dev.Dev) -> None:
     for server in running.servers:
-        server.store.check()
-    running.master.directory.check()
+        check_invariants(server.store)
+    check_invariants(running.master.directory)

@@ -34,6 +34,7 @@ from kvpool.protocols import (
     WriteOptions,
 )
 from kvpool.server.block_server import BlockServer
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     ROOT,
@@ -68,7 +69,6 @@ PROMPT_S: Final = 2.0
 CALL_S: Final = 10.0
 #: No check may take longer, whatever the implementation does.
 LIMIT_S: Final = 30.0
-
 _BLANK: Final = 0xA5
 _GARBAGE: Final = 0xDB
 
@@ -647,7 +647,7 @@ class Stage(Scene):
         )
         for listener in self._listeners:
             await listener.close()
-        self.store.check()
+        check_invariants(self.store)
         self.expect(not self.recorder.faults, "a correct server's side", self.recorder.faults)
         self.expect(
             not self.recorder.overwritten(),

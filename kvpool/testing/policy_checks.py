@@ -1,7 +1,7 @@
 """What an eviction policy must do, one check for each promise of `kvpool.protocols.Policy`.
 
-The first checks call the policy directly; the last ones put it into a real store, whose `check`
-runs after every step. Time is an argument; one check reads a clock, to compare costs.
+The first checks call the policy directly; the last ones put it into a real store, whose invariants
+are checked after every step. Time is an argument; one check reads a clock, to compare costs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvpool.protocols import Decision, Policy, ReserveRequest
 from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.store import Store
 from kvpool.testing.harness import ConformanceError, digest
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 
 PAGE: Final = 4096
@@ -340,7 +341,7 @@ class History:
         calls = [self._reserve, self._reserve, self._pin, self._let_go, self._hint, self._remove]
         rng.choice(calls)()
         try:
-            self.store.check()
+            check_invariants(self.store)
         except InvariantViolated as error:
             raise ConformanceError(self.promise.check, "a consistent store", str(error)) from error
         wrong = self.store.rejected_victims
@@ -446,7 +447,7 @@ def parts_of_one_block_leave_together(promise: Promise, make: MakePolicy) -> Non
             for pin in store.pin(1, TWO, 0, [one], now + 20.0):
                 if pin.status is ReadStatus.HIT:
                     store.unpin(1, pin.id)
-        store.check()
+        check_invariants(store)
         here = [[store.peek(TWO, part, d) is not None for part in (0, 1)] for d in written]
         torn = sum(parts[0] is not parts[1] for parts in here)
         promise.expect(not torn, "both parts or none", f"{torn} blocks with one")

@@ -1,7 +1,7 @@
 """What a transport does with bytes: they arrive complete and in place, or a status has the reason.
 
-After every check no pin, reservation, connection or task is left, `Store.check` passes, no byte was
-written into released memory, and no exception stayed uncaught.
+After every check no pin, reservation, connection or task is left, every invariant holds, no byte
+was written into released memory, and no exception stayed uncaught.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class DryPool:
         #: Blocks that servers have received from writers.
         self.written = Counter[str]()
         self._hosts = hosts or count
-        self._directory = Directory(servers_max=count, servers_per_host_max=count)
+        self.directory = Directory(servers_max=count, servers_per_host_max=count)
         self._hints = HintLog()
         self._turns = itertools.count()
         self._policy = policy
@@ -185,14 +185,6 @@ class DryPool:
     def stores(self) -> list[Store]:
         """The memory of each server."""
         return [server.store.front for server in self.servers.values()]
-
-    def check(self) -> None:
-        """Check every invariant, and that the map is right. Raises InvariantViolated."""
-        self._directory.check()
-        for server in self.servers.values():
-            server.store.check()
-            if self._directory.listed(server.name) != len(server.store.inventory()):
-                raise InvariantViolated(f"the map of {server.name} is wrong")
 
     def play(self, request: Request, foresight: Foresight | None = None) -> int:
         """One prompt: read what is here, and write the rest. Returns the blocks that were hit.
@@ -223,7 +215,7 @@ class DryPool:
 
     def match(self, chain: Sequence[bytes], namespace: Namespace = _NAMESPACE) -> Match:
         """The longest prefix of the chain that the pool has."""
-        return self._directory.match(namespace, chain)
+        return self.directory.match(namespace, chain)
 
     def pin(
         self,
@@ -324,7 +316,7 @@ class DryPool:
     def lose(self, name: str) -> None:
         """This server is gone with its blocks, and does not come back."""
         del self.servers[name]
-        self._directory.leave(name, self._epochs[name])
+        self.directory.leave(name, self._epochs[name])
 
     def drain(self, name: str, now: float) -> None:
         """This server will leave: from now on nothing new is placed there."""
@@ -345,7 +337,7 @@ class DryPool:
         those with most room. None that leaves itself."""
         first = entries[0]
         digests, size = [one.digest for one in entries], BLOCK_SIZE * len(entries)
-        placed = self._directory.place(first.index.namespace, digests, first.parent, size, "")
+        placed = self.directory.place(first.index.namespace, digests, first.parent, size, "")
         staying = [one for one in self.servers.values() if not one.draining]
         by_room = sorted(staying, key=lambda one: (one.store.used_bytes, one.name))
         names = [*placed.servers, *(one.name for one in by_room)]
@@ -356,7 +348,7 @@ class DryPool:
         server = self.servers[name]
         records = _records(server.store)
         server.store = self._new_store()
-        self._directory.leave(name, self._epochs[name])
+        self.directory.leave(name, self._epochs[name])
         self._epochs[name] += 1
         self._register(server)
         if records:
@@ -364,7 +356,7 @@ class DryPool:
                 pass
             for namespace, group in itertools.groupby(records, key=lambda one: one.namespace):
                 digests = [one.digest for one in group]
-                self._directory.stored(name, namespace, 0, server.store.backing_tier, digests)
+                self.directory.stored(name, namespace, 0, server.store.backing_tier, digests)
 
     def exchange_heartbeats(self, now: float) -> None:
         """What every server has sent and received until now; each has its own phase."""
@@ -426,7 +418,7 @@ class DryPool:
             victim_age_s=store.backing.policy.victim_age(now),
             draining=server.draining,
         )
-        self._directory.heartbeat(server.name, self._epochs[server.name], stats, now)
+        self.directory.heartbeat(server.name, self._epochs[server.name], stats, now)
 
     def _new_store(self) -> TieredStore:
         stores = []
@@ -442,7 +434,7 @@ class DryPool:
     def _register(self, server: DryServer) -> None:
         name, epoch, size = server.name, self._epochs[server.name], self._sizes[-1]
         tiers = ["dram", "nvme"][: len(self._sizes)]
-        refusal = self._directory.register(name, epoch, server.host, [], tiers, size, 0.0)
+        refusal = self.directory.register(name, epoch, server.host, [], tiers, size, 0.0)
         if refusal is not None:
             raise InvariantViolated(f"{name} is refused: {refusal}")
 
@@ -474,7 +466,7 @@ class DryPool:
         size = BLOCK_SIZE * len(digests)
         hint = options.session_hint
         started = time.perf_counter()
-        placed = self._directory.place(
+        placed = self.directory.place(
             options.namespace, digests, parent, size, host, session=hint.session if hint else ""
         )
         self.played.place_s.append(time.perf_counter() - started)
@@ -590,9 +582,9 @@ class DryPool:
         ):
             digests = [change.digest for change in group]
             if status is ReadStatus.HIT:
-                self._directory.stored(name, namespace, 0, tier, digests)
+                self.directory.stored(name, namespace, 0, tier, digests)
             else:
-                self._directory.removed(name, namespace, 0, digests, status)
+                self.directory.removed(name, namespace, 0, digests, status)
 
 
 def _records(store: TieredStore) -> list[Record]:

@@ -22,6 +22,7 @@ from kvpool.errors import DeadlineExceeded
 from kvpool.master.service import Master
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Peer, ReserveRequest
+from kvpool.testing.invariants import check_invariants
 from kvpool.wire.messages import Hello, Reserved, Welcome
 from kvpool_transports.streams.stream import Stream
 from tests.conftest import NAMESPACE, UCX, buffers, eventually, key, keys, patient, value, values
@@ -207,7 +208,7 @@ async def test_a_writer_that_dies_leaves_nothing(pool_dev: dev.Dev) -> None:
         assert server.store.reservations == 1
     await eventually(lambda: server.store.reservations == 0)
     assert server.store.allocator.allocated == 0
-    server.store.check()
+    check_invariants(server.store)
 
 
 @pytest.mark.parametrize("scheme", ["tcp", UCX])
@@ -263,7 +264,7 @@ async def test_a_frozen_writers_memory_is_not_reused(pool_dev: dev.Dev) -> None:
         storm = keys("storm", 32)
         assert WriteStatus.STORED in await pool.write(NAMESPACE, storm, values(storm, 1 << 20))
     assert server.store.quarantined == 1
-    server.store.check()
+    check_invariants(server.store)
     connection.writer_exited()
     assert server.store.quarantined == 0
 

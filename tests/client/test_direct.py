@@ -33,6 +33,7 @@ from kvpool.client.servers import Servers
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned
 from kvpool.device.thread import DeviceThread
 from kvpool.errors import Closed, ConfigError
+from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, value, values
 from tests.support.fake_device import FakeGpu, FakeTensor
@@ -79,7 +80,7 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dev.Dev]:
         yield running
         (server,) = running.servers
         await eventually(lambda: server.store.pins == 0)
-        server.store.check()
+        check_invariants(server.store)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from kvpool import ClientConfig, Pool, ReadStatus, connect, dev
 from kvpool.client import device_direct as direct
 from kvpool.client import reader
 from kvpool.server.state.budget import Limits
+from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of
 from kvpool.types import Pin
 from tests.client.test_direct import (
@@ -72,7 +73,7 @@ async def served(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         yield running
         (server,) = running.servers
         await eventually(lambda: pins(running) == 0)
-        server.stack.check()
+        check_invariants(server.stack)
         assert sum(limit.used for store in server.stack.stores for limit in store.limits) == 0
     finally:
         await serving.__aexit__(None, None, None)

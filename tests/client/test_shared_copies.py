@@ -11,6 +11,7 @@ from kvpool import Pool, dev
 from kvpool.client import shared_copies
 from kvpool.client.shared_copies import needs_copy
 from kvpool.config import ClientConfig
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, ReadStatus
 from tests.conftest import NAMESPACE, eventually, keys, value, values
 
@@ -44,7 +45,7 @@ async def test_a_shared_prompt_is_copied_and_outlives_its_server() -> None:
         assert len({frozenset(one) for one in found}) == 1  # whole copies
         assert pool.counters["shared_copies"] == 2 * len(PROMPT)
         for server in running.servers:
-            server.store.check()
+            check_invariants(server.store)
         (server,) = [one for one in running.servers if one.server == first]
         await server.close()
         match = await pool.match(NAMESPACE, PROMPT)

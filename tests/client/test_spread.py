@@ -15,6 +15,7 @@ from kvpool.server.block_server import BlockServer
 from kvpool.server.connection import ServerConnection
 from kvpool.server.moves.fetcher import Fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import FetchStatus, ReadStatus, SpreadTo, WriteStatus
 from tests.conftest import NAMESPACE, buffers, key, keys, values
 from tests.support.moves import moves_of
@@ -33,7 +34,7 @@ def holding(running: dev.Dev, digests: Sequence[bytes]) -> list[BlockServer]:
 
 def check(running: dev.Dev) -> None:
     for server in running.servers:
-        server.stack.check()
+        check_invariants(server.stack)
         assert not server.store.reservations
         assert len(moves_of(server).fetcher.fetches) == 0
 

@@ -15,6 +15,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.tools.dry_pool import DryPool, Placing
 from tests.conftest import NAMESPACE, key
 from tests.fleet.test_fleet import run
+from tests.support.dry_pools import check_pool
 
 #: A block is 100 bytes; a disk reads two blocks a second and writes one.
 _BYTES = 100.0
@@ -88,7 +89,7 @@ def test_a_block_that_left_memory_is_read_at_the_disks_rate() -> None:
     assert bench.load(first)[0] < 0.01  # it came up
     assert bench.memory.moved_bytes()[:2] == (1200, 400)
     assert bench.memory.moved_bytes().disk_written == 800  # its copy below is still good
-    bench.pool.check()
+    check_pool(bench.pool)
 
 
 @pytest.mark.parametrize(("turns", "seconds"), [(False, 2.0), (True, 4.0 + 2.0)])
@@ -104,7 +105,7 @@ def test_a_disk_that_works_in_turns_reads_after_what_is_written(
     bench.save(chain("fourth"))
     assert bench.load(first) == (pytest.approx(seconds, abs=0.01), 400)
     assert bench.memory.moved_bytes()[1:] == (400, 1600)
-    bench.pool.check()
+    check_pool(bench.pool)
 
 
 def test_the_policy_is_that_of_the_disk_as_in_a_server() -> None:
@@ -128,7 +129,7 @@ def test_a_chain_longer_than_memory_comes_through_it_piece_by_piece() -> None:
     seconds, size = bench.load(long)
     assert size == 2400
     assert seconds == pytest.approx(12.0, rel=0.2)
-    bench.pool.check()
+    check_pool(bench.pool)
 
 
 def test_writers_wait_for_the_disk_when_memory_is_full_of_what_it_must_get() -> None:
@@ -150,7 +151,7 @@ def test_writers_wait_for_the_disk_when_memory_is_full_of_what_it_must_get() -> 
     given_up.events.run()
     assert given_up.events.now < 60
     assert given_up.held(chain("more3")) < 4  # no longer than for a link: 5 s
-    given_up.pool.check()
+    check_pool(given_up.pool)
 
 
 def test_write_back_loses_with_a_server_what_is_not_down_yet() -> None:
@@ -164,7 +165,7 @@ def test_write_back_loses_with_a_server_what_is_not_down_yet() -> None:
         assert bench.held(blocks) == left
         if left:
             assert bench.load(blocks) == (pytest.approx(2.5, abs=0.01), 500)
-        bench.pool.check()
+        check_pool(bench.pool)
 
 
 def test_a_server_that_dies_takes_its_transfers_with_it() -> None:
@@ -176,7 +177,7 @@ def test_a_server_that_dies_takes_its_transfers_with_it() -> None:
     assert bench.held(chain("first")) == 0
     bench.save(chain("second"))
     bench.events.run()
-    bench.pool.check()
+    check_pool(bench.pool)
     bench.save(chain("third"))
     bench.events.run()
     ends: list[tuple[float, float]] = []
@@ -243,7 +244,7 @@ def test_blocks_lie_where_the_placing_says() -> None:
     assert pool.match(blocks, NAMESPACE).length < 20
     pool.store(blocks, pool.match(blocks, NAMESPACE), "host-000", None, 1.0, NAMESPACE)
     assert pool.match(blocks, NAMESPACE).length == 40
-    pool.check()
+    check_pool(pool)
 
 
 def test_near_the_writer_falls_back_when_its_host_is_lost() -> None:

@@ -16,6 +16,7 @@ with atheris.instrument_imports(include=["kvpool"]):
     from kvpool.types import ServerStats
     from kvpool.wire import frames, messages
 
+from kvpool.testing.invariants import check_invariants
 from tests.fuzz.driver import Record, fuzz
 from tests.wire.offline import Loop, NoNetwork
 from tests.wire.samples import KEYS, SAMPLES, TOKEN
@@ -51,7 +52,7 @@ def target(data: bytes) -> None:
             master.directory.sweep(1 + len(body))
         else:
             ask(master, frames.encode_envelope(number, CLUSTER, 1, body))
-    master.directory.check()
+    check_invariants(master.directory)
 
 
 def ask(master: Master, message: bytes) -> None:

@@ -13,6 +13,7 @@ with atheris.instrument_imports(include=["kvpool", "kvpool_transports"]):
     from kvpool.wire import frames, messages
     from tests.wire import offline
 
+from kvpool.testing.invariants import check_invariants
 from tests.fuzz.driver import Record, fuzz
 from tests.wire.samples import KEYS, SAMPLES
 
@@ -36,7 +37,7 @@ async def one_client(data: bytes) -> None:
     await offline.converse(server, [data], mapped=bool(len(data) % 2))
     held = server.store.pins, server.store.reservations, server.store.quarantined
     assert held == (0, 0, 0), held
-    server.store.check()
+    check_invariants(server.store)
     await server.close()
 
 

@@ -17,6 +17,7 @@ from kvpool.master.service import Master
 from kvpool.master.state.block_map import MARK_BITS
 from kvpool.master.state.change_ring import ChangeKind, ChangeRing, LoggedChange
 from kvpool.master.state.directory import Directory, MapCursor
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, ServerStats
 from kvpool.wire import messages as wire
 
@@ -201,7 +202,7 @@ async def test_a_reader_is_right_about_a_map_that_never_rests(
     assert view.held == fleet.truth()
     assert view.servers == fleet.alive()
     assert view.resets == 1
-    fleet.directory.check()
+    check_invariants(fleet.directory)
 
 
 async def until_live(asked: Asked, view: View) -> EventPosition:

@@ -1,4 +1,4 @@
-"""`Directory.check` notices each broken invariant: random histories are only as good as it is."""
+"""Each broken invariant of a directory is noticed: random histories are only as good as that."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvpool.master.state.directory import Directory
 from kvpool.master.state.locations import Location, ServerInventory
 from kvpool.master.state.server_record import SequenceCheck
 from kvpool.piecewise_dict import PiecewiseDict
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace
 from tests.conftest import keys
 from tests.master.test_directory import directory_of
@@ -27,7 +28,7 @@ def with_blocks() -> Directory:
     directory.stored("b", ONE, 0, 0, CHAIN[:2])
     assert directory.check_piece("b", 1, 1, 0) is SequenceCheck.NEXT
     directory.stored("b", ONE, 0, 0, CHAIN[:1])
-    directory.check()
+    check_invariants(directory)
     return directory
 
 
@@ -72,4 +73,4 @@ def test_a_map_that_is_broken(problem: str) -> None:
     directory = with_blocks()
     BROKEN[problem](directory)
     with pytest.raises(InvariantViolated, match=problem):
-        directory.check()
+        check_invariants(directory)

@@ -19,6 +19,7 @@ from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Refusal, SequenceCheck
 from kvpool.piecewise_dict import PIECE_KEYS
 from kvpool.server.state.store import Store
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, ServerStats
 from tests.conftest import key, keys
 
@@ -110,7 +111,7 @@ def history(rng: random.Random, steps: int) -> None:
         register(server)
 
     def compare() -> None:
-        directory.check()
+        check_invariants(directory)
         for namespace in (ONE, TWO):
             expected = 0
             for digest in digests:
@@ -187,7 +188,7 @@ def test_inventories_replace_and_do_not_merge() -> None:
     assert directory.end_inventory("s") == 3
     assert prefix(directory, keys("old", 3)) == 0
     assert prefix(directory, keys("new", 2)) == 2
-    directory.check()
+    check_invariants(directory)
 
 
 def test_a_gap_is_noticed() -> None:
@@ -207,7 +208,7 @@ def test_a_server_goes_through_the_states_of_its_table() -> None:
     register = partial(registered, directory)
 
     def reason() -> ReadStatus:
-        directory.check()
+        check_invariants(directory)
         return directory.match(ONE, chain).stopped
 
     assert reason() is ReadStatus.NEVER_WRITTEN
@@ -411,7 +412,7 @@ def test_a_piece_of_an_inventory_that_comes_again_changes_nothing() -> None:
     assert directory.check_piece("s", 1, 5, 0) is SequenceCheck.DUPLICATE
     assert directory.check_sequence("s", 1, 7) is SequenceCheck.NEXT
     assert prefix(directory, keys("second", 2)) == 2
-    directory.check()
+    check_invariants(directory)
 
 
 def test_who_has_said_that_it_ends_has_left_and_is_not_lost() -> None:
@@ -471,7 +472,7 @@ def test_an_inventory_says_why_blocks_are_gone() -> None:
     new.removed("s", ONE, 0, keys("x", 1), ReadStatus.REMOVED)
     new.end_inventory("s")
     assert new.match(ONE, keys("x", 1)).stopped is ReadStatus.REMOVED
-    new.check()
+    check_invariants(new)
 
 
 def listed_again(directory: Directory, server: str, digests: Sequence[bytes], part: int) -> None:
@@ -490,7 +491,7 @@ def test_what_a_living_server_lists_no_more_is_not_lost() -> None:
     directory.stored("s", TWO, 0, 0, [goes])
 
     def explained() -> list[tuple[ReadStatus, str]]:
-        directory.check()
+        check_invariants(directory)
         return [(one.status, one.text) for one in directory.explain(TWO, [stays, goes])]
 
     listed_again(directory, "s", [], part=0)
@@ -550,8 +551,8 @@ def test_an_inventory_equal_to_what_is_known_leaves_nothing_to_sweep() -> None:
     assert directory.end_inventory("s") == 1
     assert len(directory.match(ONE, chain).runs) == 2
     while directory.sweep(1):
-        directory.check()
-    directory.check()
+        check_invariants(directory)
+    check_invariants(directory)
 
 
 def test_an_inventory_that_lost_nothing_starts_no_walk_of_a_large_map() -> None:
@@ -593,7 +594,7 @@ def test_servers_that_come_and_go_leave_nothing_behind() -> None:
     kept = directory._locations.by_id.values()
     assert len(kept) + sum(len(one.after_add) + len(one.after_remove) for one in kept) < 600
     assert prefix(directory, chain) == 1000
-    directory.check()
+    check_invariants(directory)
 
 
 def test_attempts_at_an_inventory_leave_a_bounded_number_behind() -> None:
@@ -602,12 +603,12 @@ def test_attempts_at_an_inventory_leave_a_bounded_number_behind() -> None:
     for attempt in range(20):
         assert directory.check_piece("s", 1, attempt + 1, 0) is SequenceCheck.NEXT
         directory.stored("s", ONE, 0, 0, keys("c", 20 - attempt))
-        directory.check()
+        check_invariants(directory)
     assert len(directory._servers["s"].earlier) <= 4
     assert prefix(directory, keys("c", 100)[20:]) == 80, "the largest of them stay readable"
     directory.end_inventory("s")
     while directory.sweep():
-        directory.check()
+        check_invariants(directory)
     assert (len(directory), prefix(directory, keys("c", 1))) == (1, 1)
 
 
@@ -617,7 +618,7 @@ def test_only_bytes_are_digests(wrong: object) -> None:
     with pytest.raises(TypeError):
         directory.stored("s", ONE, 0, 0, [key("x"), wrong])  # type: ignore[list-item]
     assert len(directory) == 0
-    directory.check()
+    check_invariants(directory)
 
 
 def test_no_step_of_a_large_map_is_long() -> None:
@@ -637,7 +638,7 @@ def test_no_step_of_a_large_map_is_long() -> None:
         left.append(len(directory))
     assert max(before - after for before, after in itertools.pairwise(left)) <= 100 + largest
     assert len(directory) == 15_000
-    directory.check()
+    check_invariants(directory)
 
 
 def test_what_is_empty_is_a_step_of_a_sweep_too() -> None:
@@ -689,7 +690,7 @@ def test_a_map_that_is_right_does_not_differ() -> None:
     while directory.sweep():
         pass
     assert not directory.differs("s", 1, 1, *fingerprint((ONE, 0, 0, chain[:2])))
-    directory.check()
+    check_invariants(directory)
 
 
 WRONG: dict[str, Callable[[Directory, list[bytes]], None]] = {
@@ -720,7 +721,7 @@ def test_a_map_that_is_wrong_differs(name: str) -> None:
     assert not directory.differs("s", 1, 0, *held)
     WRONG[name](directory, chain)
     assert directory.differs("s", 1, 0, *held)
-    directory.check()
+    check_invariants(directory)
 
 
 def test_only_maps_of_the_same_moment_are_compared() -> None:
@@ -757,7 +758,7 @@ def test_the_servers_of_one_address_are_limited_and_lost_ones_make_room() -> Non
     refusal = at(directory, "10.0.0.5", "w0")
     assert refusal is not None
     assert "5 servers are registered, the limit (master.servers_max)" in refusal.problem
-    directory.check()
+    check_invariants(directory)
 
 
 def listed(directory: Directory, server: str, digests: list[bytes]) -> int:
@@ -778,7 +779,7 @@ def test_a_server_lists_as_many_blocks_as_it_can_hold() -> None:
     assert listed(directory, "s", chain[:1]) == 1
     assert directory.register("t", 1, HOST, [], ["dram"], 3 * 4096 + 1, 0.0) is None
     assert listed(directory, "t", chain) == 3
-    directory.check()
+    check_invariants(directory)
 
 
 def test_a_map_without_arguments_has_the_limits_of_a_master_without_settings() -> None:
@@ -804,7 +805,7 @@ def test_a_full_map_and_the_share_of_one_address() -> None:
     while directory.sweep():
         pass
     assert listed(directory, "c0", digests[12:]) == 4
-    directory.check()
+    check_invariants(directory)
 
 
 def test_an_inventory_at_the_limit_lists_again_what_was_listed() -> None:
@@ -817,7 +818,7 @@ def test_an_inventory_at_the_limit_lists_again_what_was_listed() -> None:
     assert listed(directory, "s", chain[:3]) == 3
     directory.end_inventory("s")
     assert prefix(directory, chain) == 6
-    directory.check()
+    check_invariants(directory)
 
 
 def test_a_server_that_will_leave_is_read_and_not_chosen() -> None:
@@ -845,4 +846,4 @@ def test_a_server_that_will_leave_is_read_and_not_chosen() -> None:
     directory.heartbeat("a", 1, ServerStats(), 6.0)
     assert places() == {"a", "b"}
     assert len(directory._placer) == 2
-    directory.check()
+    check_invariants(directory)

@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.master.state import locations
 from kvpool.master.state.directory import Directory
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus
 from tests.conftest import keys
 
@@ -53,8 +54,8 @@ def test_a_map_in_which_nothing_restarts_keeps_what_it_uses(
             directory.sweep(rng.choice((1, 8, 64)))
         largest = max(largest, len(directory._locations))
         if number % 1000 == 0:
-            directory.check()
-    directory.check()
+            check_invariants(directory)
+    check_invariants(directory)
     for (namespace, digest), places in held.items():
         found = directory.explain(namespace, [digest])[0].replicas
         wanted = {(s, part, ("dram", "nvme")[tier]) for (s, part), tier in places.items()}
@@ -105,5 +106,5 @@ def test_a_lost_server_is_forgotten_with_its_sets() -> None:
     assert directory.register("s1", 2, "h", ["tcp://1"], ["dram"], 1 << 40, 1.0) is None
     while directory.sweep():
         pass
-    directory.check()
+    check_invariants(directory)
     assert len(directory._locations) == 1

@@ -10,6 +10,7 @@ import pytest
 from kvpool.master.state.block_map import BlockMap
 from kvpool.master.state.directory import ChainMatch, Directory
 from kvpool.spans import SPAN_BLOCKS, MarkedChain, marks_of, pack_marks, unpack_marks
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import Match, Namespace, ReadStatus, Run, ServerStats
 from tests.conftest import key, keys
 from tests.master.test_directory import directory_of, registered
@@ -49,7 +50,7 @@ def learned(*servers: str, chain: Sequence[bytes] = CHAIN) -> Directory:
         directory.stored(server, ONE, 0, 0, chain)
     assert directory.match(ONE, chain).length == len(chain)
     assert spans_of(directory) == len(chain) // SPAN_BLOCKS
-    directory.check()
+    check_invariants(directory)
     return directory
 
 
@@ -116,7 +117,7 @@ def test_spans_and_single_blocks_give_one_answer(seed: int) -> None:
             else:
                 assert Match(tuple(found.runs), found.length, found.stopped) == exact
             learned = max(learned, spans_of(directory, name))
-        directory.check()
+        check_invariants(directory)
     assert learned
 
 
@@ -124,7 +125,7 @@ def test_spans_and_single_blocks_give_one_answer(seed: int) -> None:
 def test_a_hole_ends_the_match_where_it_is_and_has_its_reason(position: int) -> None:
     directory = learned("s")
     directory.removed("s", ONE, 0, [CHAIN[position]], ReadStatus.CORRUPT)
-    directory.check()
+    check_invariants(directory)
     match = directory.match(ONE, CHAIN)
     assert (match.length, match.stopped) == (position, ReadStatus.CORRUPT)
     found = by_marks(directory, CHAIN, SPANS)
@@ -150,7 +151,7 @@ def test_a_block_that_moves_to_another_place_leaves_its_span() -> None:
         (41, len(CHAIN) - 1, 2),
     ]
     assert spans_of(directory) == SPANS - 1
-    directory.check()
+    check_invariants(directory)
 
 
 def test_a_server_that_is_lost_in_the_middle_of_a_chain_ends_the_match_there() -> None:
@@ -170,7 +171,7 @@ def test_a_server_that_is_lost_in_the_middle_of_a_chain_ends_the_match_there() -
     assert registered(directory, "t", 2) is None  # it has lost them
     while directory.sweep():
         pass
-    directory.check()
+    check_invariants(directory)
     assert spans_of(directory) == 2
 
 
@@ -184,7 +185,7 @@ def test_every_part_of_a_span_is_there_or_it_is_none() -> None:
     directory.removed("t", TWO, 1, [CHAIN[33]], ReadStatus.EVICTED)
     assert directory.match(TWO, CHAIN)[1:] == (33, ReadStatus.PART_MISSING)
     assert by_marks(directory, CHAIN, SPANS, TWO)[1:] == (SPAN_BLOCKS, None)
-    directory.check()
+    check_invariants(directory)
 
 
 def test_a_master_that_knows_nothing_asks_for_the_keys() -> None:
@@ -205,7 +206,7 @@ def test_a_block_is_in_one_span_only() -> None:
         assert directory.match(ONE, shifted).length == len(shifted)
         assert directory.match(ONE, CHAIN).length == len(CHAIN)
         assert spans_of(directory) == SPANS
-        directory.check()
+        check_invariants(directory)
     directory.removed("s", ONE, 0, [CHAIN[20]], ReadStatus.EVICTED)
     assert directory.match(ONE, shifted).length == 13
     assert directory.match(ONE, CHAIN).length == 20
@@ -217,7 +218,7 @@ def test_a_block_twice_in_a_chain_is_in_no_span() -> None:
     directory.stored("s", ONE, 0, 0, chain)
     assert directory.match(ONE, chain).length == len(chain)
     assert spans_of(directory) == 0
-    directory.check()
+    check_invariants(directory)
 
 
 def test_the_order_of_blocks_is_part_of_a_span() -> None:
@@ -242,11 +243,11 @@ def test_what_servers_say_again_or_otherwise_leaves_spans_right(change: str) -> 
         ),
     }
     changes[change]()
-    directory.check()
+    check_invariants(directory)
     assert directory.match(ONE, CHAIN) == block_by_block(directory, ONE, CHAIN)
     while directory.sweep():
         pass
-    directory.check()
+    check_invariants(directory)
     exact = block_by_block(directory, ONE, CHAIN)
     assert directory.match(ONE, CHAIN) == exact
     assert exact.length == (50 if change == "inventory" else len(CHAIN))

@@ -27,6 +27,7 @@ from kvpool.checksum import block_seeds, checksum
 from kvpool.protocols import Link, Peer, ReserveRequest
 from kvpool.runtime import resident_bytes
 from kvpool.server import connection
+from kvpool.testing.invariants import check_invariants
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import PROTOCOL_VERSION, cluster_id, encode_envelope, encode_frame
 from kvpool_transports.streams import server as serving
@@ -130,7 +131,7 @@ async def test_a_reset_in_the_middle_of_the_bytes(watched: dev.Dev) -> None:
         linger = struct.pack("ii", 1, 0)
         peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     await eventually(lambda: server.store.reservations == 0)
-    server.store.check()
+    check_invariants(server.store)
 
 
 SLOW = {

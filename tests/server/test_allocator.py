@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpool.errors import InvariantViolated, UsageError
 from kvpool.server.state.allocator import Allocator
+from kvpool.testing.invariants import check_invariants
 
 PAGE = 4096
 PAGES = 64
@@ -119,7 +120,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def whole(self) -> None:
         allocator, holes = self.allocator, self.holes()
-        allocator.check()
+        check_invariants(allocator)
         assert allocator.allocated == sum(self.model.values())
         assert allocator.free == PAGES * PAGE - allocator.allocated
         assert allocator.available == sum(holes.values())
@@ -203,7 +204,7 @@ def test_from_the_front_nothing_lies_behind_what_was_once_in_use() -> None:
         elif held:
             allocator.release(held.pop(chance.randrange(len(held))))
         most = max(most, len(held))
-        allocator.check()
+        check_invariants(allocator)
     assert highest == most * 4096
 
 

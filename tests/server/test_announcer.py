@@ -21,6 +21,7 @@ from kvpool.server.block_server import BlockServer
 from kvpool.server.context import ServerContext
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace, ServerStats
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import BODY_SIZE_MAX
@@ -265,7 +266,7 @@ async def test_late_answers_are_no_gap() -> None:
             await setup.until_known(chain[:count])
         assert setup.link.sent["Inventory"] == inventories
         assert len(setup.master.directory) == 60
-        setup.master.directory.check()
+        check_invariants(setup.master.directory)
 
 
 async def test_pieces_are_sent_side_by_side_and_again_when_answers_are_late() -> None:
@@ -280,7 +281,7 @@ async def test_pieces_are_sent_side_by_side_and_again_when_answers_are_late() ->
     assert setup.link.most_in_flight == module._PIECES_IN_FLIGHT
     await eventually(lambda: setup.announcer.registered)
     assert setup.master.directory._servers["s"].earlier == []
-    setup.master.directory.check()
+    check_invariants(setup.master.directory)
     await setup.announcer.close()
 
 
@@ -305,7 +306,7 @@ async def test_pieces_are_no_larger_than_a_message_may_be(monkeypatch: pytest.Mo
     await eventually(lambda: setup.announcer.registered)
     assert sum(sizes) >= 1_050
     assert max(sizes) <= 100
-    setup.master.directory.check()
+    check_invariants(setup.master.directory)
     await setup.announcer.close()
 
 
@@ -345,7 +346,7 @@ async def test_long_names_of_namespaces_make_no_message_too_large() -> None:
     await asyncio.sleep(0)
     await eventually(lambda: not setup.link.in_flight)
     assert largest <= BODY_SIZE_MAX
-    setup.master.directory.check()
+    check_invariants(setup.master.directory)
     await setup.announcer.close()
 
 
@@ -389,7 +390,7 @@ async def test_blocks_that_come_and_go_during_an_inventory_are_right_in_the_end(
     assert len(setup.master.directory) < 8_000, "the inventory is under way"
     await setup.until_known(chain[1::2] + later)
     await eventually(lambda: len(setup.master.directory) == 7_000)
-    setup.master.directory.check()
+    check_invariants(setup.master.directory)
     await setup.announcer.close()
 
 

@@ -14,6 +14,7 @@ from kvpool.server.eviction.session_hints import SESSIONS_MAX, WAIT_S, WAIT_S_MA
 from kvpool.server.state.entry import MOVER
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, ReadStatus, SessionHint, WriteStatus
 from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, eventually, keys, values
@@ -33,7 +34,7 @@ def books() -> Books:
 
 def arrive(books: Books, session: str = "old", age_s: float = 0.0) -> HintStatus:
     answer = books.store.arrive(session, books.now, age_s=age_s)
-    books.store.check()
+    check_invariants(books.store)
     return answer
 
 
@@ -107,7 +108,7 @@ def test_either_part_of_a_block_may_be_read_first() -> None:
     for pin in books.store.pin(1, TWO, 1, keys("ranks", 4), books.now):
         books.store.unpin(1, pin.id)
     assert waiting(books) == 0
-    books.store.check()
+    check_invariants(books.store)
 
 
 def test_a_served_prompt_is_not_waited_for_when_its_arrival_comes_late(books: Books) -> None:
@@ -231,7 +232,7 @@ def test_what_an_arrival_means_beside_other_hints(books: Books) -> None:
 def test_a_waiting_session_whose_blocks_are_removed_is_forgotten(books: Books) -> None:
     arrive(books)
     books.store.remove(ONE, keys("old", 8))
-    books.store.check()
+    check_invariants(books.store)
     assert (waiting(books), books.store.hint_counters["announced_bytes"]) == (0, 0)
 
 

@@ -19,6 +19,7 @@ from kvpool.server.block_server import default_reserved_max
 from kvpool.server.state.budget import START, Budget, Limits
 from kvpool.server.state.entry import MOVER, Owner
 from kvpool.server.state.store import Store
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Pin, Reservation
 from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
@@ -41,14 +42,14 @@ class Books:
         parents = [ROOT, *chain[:-1]]
         request = ReserveRequest(ONE, 0, chain, parents, [size] * len(chain))
         answers = self.store.reserve(owner, request, 1.0)
-        self.store.check()
+        check_invariants(self.store)
         return answers
 
     def seal(self, owner: int, answers: Sequence[Reservation]) -> None:
         for answer in answers:
             if answer.extent is not None:
                 self.store.seal(owner, answer.id, 7, 2.0)
-        self.store.check()
+        check_invariants(self.store)
 
     def fill(self, chain: Sequence[bytes], size: int = PAGE) -> None:
         limits, self.store.limits = self.store.limits, Limits.none()
@@ -58,14 +59,14 @@ class Books:
 
     def pin(self, owner: int, chain: Sequence[bytes], *, view: bool = False) -> list[Pin]:
         pins = self.store.pin(owner, ONE, 0, chain, 3.0, view=view)
-        self.store.check()
+        check_invariants(self.store)
         return pins
 
     def unpin(self, owner: int, pins: Sequence[Pin]) -> None:
         for pin in pins:
             if pin.extent is not None:
                 self.store.unpin(owner, pin.id)
-        self.store.check()
+        check_invariants(self.store)
 
 
 def test_the_budgets_of_a_configuration() -> None:
@@ -195,9 +196,9 @@ def test_a_closed_connection_gives_its_pins_back(view: bool) -> None:
     books.fill(chain)
     books.pin(1, chain, view=view)
     books.store.remove(ONE, chain)  # what is pinned is freed later, and counts until then
-    books.store.check()
+    check_invariants(books.store)
     books.store.drop_owner(1)
-    books.store.check()
+    check_invariants(books.store)
     assert [budget.used for budget in books.store.limits] == [0, 0, 0, 0]
 
 
@@ -248,7 +249,7 @@ def test_reserving_and_aborting_again_evicts_no_more() -> None:
     for stranger in range(1, 40):
         books.reserve(stranger, keys(stranger, 1024))
         books.store.drop_owner(stranger)
-        books.store.check()
+        check_invariants(books.store)
     assert books.store.evicted == START // PAGE
     assert [budget.used for budget in books.store.limits] == [0, 0, 0, 0]
 
@@ -296,7 +297,7 @@ def test_what_all_have_reserved_is_bounded() -> None:
     books.store.cancel_rest(1)
     assert statuses(books.reserve(3, keys("c", 10))).count("RESERVED") == 8
     books.store.drop_owner(2, writer_may_be_alive=True)
-    books.store.check()
+    check_invariants(books.store)
     assert statuses(books.reserve(4, keys("d", 10))).count("RESERVED") == 8
 
 
@@ -351,19 +352,19 @@ def test_quarantine_and_what_may_come_into_it_have_one_budget() -> None:
     assert store.lend(1)
     assert store.lend(1)  # asked twice, counted once
     store.drop_owner(1, writer_may_be_alive=True)
-    store.check()
+    check_invariants(store)
     assert store.quarantined_bytes == 8 * PAGE
     second = books.reserve(2, keys("b", 8))
     books.reserve(3, keys("c", 1))
     assert store.lend(2)
     assert not store.lend(3)  # 16 of 16
-    store.check()
+    check_invariants(store)
     books.seal(2, second)
     assert store.lend(3) is True  # what was sealed is out of reach of its writer
     store.drop_owner(3)
     store.drop_owner(2)
     store.writer_exited(1)
-    store.check()
+    check_invariants(store)
     assert store.quarantined_bytes == 0
     assert [budget.used for budget in store.limits] == [0, 0, 0, 0]
 
@@ -375,7 +376,7 @@ def test_a_batch_of_any_size_is_lent_while_nothing_else_is() -> None:
     books.reserve(2, keys("small", 1))
     assert not books.store.lend(2)
     books.store.cancel_rest(1)
-    books.store.check()
+    check_invariants(books.store)
     assert books.store.lend(2)
 
 
@@ -385,7 +386,7 @@ def test_what_was_sealed_or_given_back_is_not_lent_any_more() -> None:
     lent(books, 1, keys("b", 2))
     books.store.cancel_rest(1)
     books.reserve(1, keys("c", 2))  # not lent: the client has no address
-    books.store.check()
+    check_invariants(books.store)
     assert books.store.limits.lent.used == 0
 
 
@@ -717,12 +718,12 @@ def test_one_tenant_leaves_the_others_room_however_many_connections_it_opens() -
         assert take([31]) > 0  # who is no tenant's
     for owner in (*range(1, 9), *range(11, 19)):
         store.drop_owner(owner)
-        store.check()
+        check_invariants(store)
     tenant("greedy", [41])
     assert pinned([41]) == 2
     for owner in (21, 31, 41):
         store.drop_owner(owner)
-    store.check()
+    check_invariants(store)
     assert not store._together
 
 
@@ -745,4 +746,4 @@ async def test_connections_of_a_tenant_are_counted_together(tmp_path: Path) -> N
             chain = keys("blue", 2)
             written = await blue.write(Namespace("llama"), chain, values(chain), timeout=1.0)
             assert set(written) == {WriteStatus.STORED}
-        pool.server.stack.check()
+        check_invariants(pool.server.stack)

@@ -1,4 +1,4 @@
-"""`check` notices each broken invariant: the random histories are only as good as it is."""
+"""Each broken invariant of a store is noticed: random histories are only as good as that."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvpool.server.state.entry import MOVER, Entry, Index
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace, SessionHint
 from tests.conftest import key, keys
 
@@ -47,7 +48,7 @@ def in_every_state() -> Store:
     begin(store, WRITER, "begun")
     begin(store, LOST, "lost")
     store.drop_owner(LOST, writer_may_be_alive=True)
-    store.check()
+    check_invariants(store)
     return store
 
 
@@ -87,9 +88,9 @@ def forget_a_leaf(store: Store) -> None:
     leaf = block(store, key("leaf"))
     assert leaf.session is not None
     store.policy.end("ended", 2.0)
-    store.check()
+    check_invariants(store)
     leaf.is_candidate = False
-    store.check()
+    check_invariants(store)
     del leaf.session.leaves[leaf]
 
 
@@ -152,7 +153,7 @@ def test_a_store_that_is_broken(problem: str) -> None:
     store = in_every_state()
     BROKEN_STORES[problem](store)
     with pytest.raises(InvariantViolated, match=problem):
-        store.check()
+        check_invariants(store)
 
 
 def test_free_neighbours_that_were_not_joined() -> None:
@@ -161,7 +162,7 @@ def test_free_neighbours_that_were_not_joined() -> None:
     allocator._put_free(0, PAGE)
     allocator._put_free(PAGE, 3 * PAGE)
     with pytest.raises(InvariantViolated, match="free neighbours at 4096"):
-        allocator.check()
+        check_invariants(allocator)
 
 
 def two_tiers() -> TieredStore:
@@ -174,7 +175,7 @@ def two_tiers() -> TieredStore:
     down, moving = stack.next_writebacks(2 * PAGE, 2, 2.0)
     stack.transfer_done(down, good=True, now=3.0)
     assert moving.entry.pins == 1
-    stack.check()
+    check_invariants(stack)
     return stack
 
 
@@ -196,4 +197,4 @@ def test_tiers_that_are_broken(problem: str) -> None:
     stack = two_tiers()
     BROKEN_STACKS[problem](stack)
     with pytest.raises(InvariantViolated, match=problem):
-        stack.check()
+        check_invariants(stack)

@@ -16,6 +16,7 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.clearing import MAKING_ROOM, Clearing, Move
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.store import Store
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace, Reservation, WriteStatus
 from tests.conftest import key, keys
 
@@ -85,7 +86,7 @@ class Writer:
         """At the 99th percentile: twice what is written, and one block of the larger class."""
         self.beyond.sort()
         assert self.beyond[int(len(self.beyond) * 0.99)] <= 0
-        self.store.check()
+        check_invariants(self.store)
 
 
 def full(small: int, capacity: int) -> Writer:
@@ -116,7 +117,7 @@ def test_one_large_write_evicts_what_it_needs(small: int, large: int, capacity: 
     assert writer.write(key("large"), large) is WriteStatus.RESERVED
     assert large <= writer.store.evicted_bytes - before <= 2 * large + small
     assert writer.use > 0.85 or large == 16 * MIB
-    writer.store.check()
+    check_invariants(writer.store)
 
 
 def test_sizes_that_alternate_cost_their_size() -> None:
@@ -218,13 +219,13 @@ def test_a_block_that_a_reader_has_pinned_meanwhile_stays() -> None:
     for move in moves:
         clearing.move_done(move, good=True)
     assert pin.extent == entry.extent  # where the reader looks
-    store.check()
+    check_invariants(store)
     for _ in range(100):
         writer.step(clearing)
         assert not clearing.is_ready
     assert clearing.over  # it does not wait for a slow reader
     store.unpin(3, pin.id)
-    store.check()
+    check_invariants(store)
 
 
 def test_a_block_that_is_removed_while_it_is_copied_frees_both_places() -> None:
@@ -234,11 +235,11 @@ def test_a_block_that_is_removed_while_it_is_copied_frees_both_places() -> None:
     digests = [move.entry.digest for move in moves]
     free = store.allocator.free
     assert all(store.remove(ONE, digests))
-    store.check()
+    check_invariants(store)
     for move in moves:
         clearing.move_done(move, good=True)
     assert store.allocator.free == free + 2 * len(moves) * 16 * KIB
-    store.check()
+    check_invariants(store)
 
 
 def test_a_copy_that_failed_changes_nothing() -> None:
@@ -248,7 +249,7 @@ def test_a_copy_that_failed_changes_nothing() -> None:
     for move in moves:
         clearing.move_done(move, good=False)
     assert [move.entry.offset for move in moves] == before
-    writer.store.check()
+    check_invariants(writer.store)
 
 
 def test_others_do_not_get_what_was_made_free_for_a_block() -> None:
@@ -267,7 +268,7 @@ def test_others_do_not_get_what_was_made_free_for_a_block() -> None:
     assert answer.extent is not None
     assert answer.extent.offset == start
     assert store.clearing is None
-    store.check()
+    check_invariants(store)
 
 
 def test_a_step_of_moves_has_its_size() -> None:
@@ -280,7 +281,7 @@ def test_a_step_of_moves_has_its_size() -> None:
     assert len(clearing.next_moves(64, 32 * KIB)) == 2
     assert len(clearing.next_moves(64, 33 * KIB)) == 3
     assert len(clearing.next_moves(2, MIB)) == 2
-    writer.store.check()
+    check_invariants(writer.store)
 
 
 def test_a_range_that_was_taken_is_over() -> None:
@@ -295,7 +296,7 @@ def test_a_range_that_was_taken_is_over() -> None:
     assert not clearing.is_ready
     clearing.abandon()
     assert writer.store.allocator.fence == (0, 0)
-    writer.store.check()
+    check_invariants(writer.store)
 
 
 def test_a_block_that_leaves_before_its_move_is_passed_over() -> None:
@@ -313,7 +314,7 @@ def test_a_block_that_leaves_before_its_move_is_passed_over() -> None:
         clearing.move_done(move, good=True)
     while not clearing.is_ready:
         writer.step(clearing)
-        store.check()
+        check_invariants(store)
     assert clearing.take() == start
     store.allocator.release(start)
 
@@ -327,7 +328,7 @@ def test_a_range_that_would_reach_beyond_the_end_is_given_up() -> None:
     assert clearing.next_moves(64, MIB) == []
     assert clearing.over
     assert store.clearing is None
-    store.check()
+    check_invariants(store)
 
 
 def test_a_store_that_works_at_once_waits_for_no_order() -> None:
@@ -348,12 +349,12 @@ def test_an_abandoned_range_is_free_for_all() -> None:
     store = writer.store
     clearing, moves = begin(writer)
     clearing.abandon()
-    store.check()
+    check_invariants(store)
     assert store.clearing is None
     for move in moves:
         clearing.move_done(move, good=True)
     assert store.allocator.available == store.allocator.free
-    store.check()
+    check_invariants(store)
 
 
 def test_a_few_pinned_blocks_do_not_let_one_write_empty_the_pool() -> None:
@@ -367,7 +368,7 @@ def test_a_few_pinned_blocks_do_not_let_one_write_empty_the_pool() -> None:
     assert store.evicted_bytes - before <= 5 * MIB
     store.drop_owner(3)
     assert writer.write(key("large"), MIB) is WriteStatus.RESERVED
-    store.check()
+    check_invariants(store)
 
 
 def test_a_range_that_its_writer_needs_no_more_is_given_up() -> None:
@@ -379,7 +380,7 @@ def test_a_range_that_its_writer_needs_no_more_is_given_up() -> None:
     (answer,) = store.reserve(2, rest, writer.now)
     assert clearing.over
     assert answer.extent is not None or store.clearing is not clearing
-    store.check()
+    check_invariants(store)
 
 
 # --- any order of calls ----------------------------------------------------------------------
@@ -453,7 +454,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def consistent(self) -> None:
-        self.store.check()
+        check_invariants(self.store)
         for entry in self.store.inventory():
             first = entry.offset // PAGE
             pages = self.memory[first : first + entry.size // PAGE]
@@ -468,7 +469,7 @@ class Machine(RuleBasedStateMachine):
         self.store.remove(ONE, self.digests)
         assert self.store.allocator.allocated == 0
         assert self.store.allocator.fenced == 0
-        self.store.check()
+        check_invariants(self.store)
 
     def fill(self, offset: int, pages: int, number: int) -> None:
         first = offset // PAGE

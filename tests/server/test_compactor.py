@@ -18,6 +18,7 @@ from kvpool.server import compactor
 from kvpool.server.compactor import Compactor
 from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.server.state.store import Store
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, key, keys, listening, values
 
@@ -30,8 +31,8 @@ ONE = Namespace("one")
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[dev.Dev]:
     async with dev.serve(tiers=["dram:16MiB"], listen=listening(request)) as running:
         yield running
-        running.servers[0].stack.check()
-        running.master.directory.check()
+        check_invariants(running.servers[0].stack)
+        check_invariants(running.master.directory)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -133,7 +134,7 @@ async def test_a_cancelled_writer_frees_a_target_only_when_its_copy_has_ended(
     assert not store.move_targets
     assert store.clearing is None
     assert not store.pins
-    store.check()
+    check_invariants(store)
 
 
 class Memory:

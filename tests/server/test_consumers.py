@@ -11,6 +11,7 @@ from kvpool.server.eviction.session_hints import PROGRAMS_MAX
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import OTHERS, Consumer, Namespace, SessionHint, program_of
 from tests.conftest import keys
 from tests.server.test_quotas import ACME, BETA, PAGE, POOL, write
@@ -59,7 +60,7 @@ def test_bytes_of_tenants_namespaces_and_programs() -> None:
     assert named(consumers.report(), "program")["@acme/a"].tiers == {"dram": 3 * PAGE}
     stack.remove(ACME, keys(2, 3))
     assert not named(consumers.report(), "program")
-    stack.check()
+    check_invariants(stack)
 
 
 def test_who_evicted_whom() -> None:
@@ -100,7 +101,7 @@ def test_programs_are_bounded() -> None:
         write_quickly(stack.front, keys(n, 1), session)
     assert len(stack.front.policy.program_bytes) == PROGRAMS_MAX + 1
     assert stack.front.policy.program_bytes[OTHERS] == 10 * PAGE
-    stack.check()
+    check_invariants(stack)
 
 
 def test_reads_of_no_program_count_beside_those_of_programs() -> None:

@@ -15,6 +15,7 @@ from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.config import ServerConfig
 from kvpool.protocols import Connection, Peer, ReserveRequest, Tier
 from kvpool.server.block_server import BlockServer
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Cluster
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.nvme.tier import Nvme
@@ -177,7 +178,7 @@ async def test_a_tier_that_fails_as_it_may_not_frees_nothing_that_it_still_write
         await eventually(lambda: all(on_disk(server, [*chain, key("later")])))
         assert not tier.written_twice
         assert server.stats(0.0).usage[1].failures == 2
-        server.stack.check()
+        check_invariants(server.stack)
     assert [line for line in caplog.messages if "a tier has failed" in line]
 
 
@@ -210,7 +211,7 @@ async def test_a_read_that_fails_as_it_may_not_is_a_miss(tmp_path: Path) -> None
         (pin,) = await writer.pin(NAMESPACE, 0, chain[:1], [4096])
         assert not pin.status.hit
         assert not tier.failures
-        server.stack.check()
+        check_invariants(server.stack)
 
 
 async def test_what_goes_to_another_tier_is_not_given_up_with_the_disk(tmp_path: Path) -> None:
@@ -234,4 +235,4 @@ async def test_what_goes_to_another_tier_is_not_given_up_with_the_disk(tmp_path:
         disk.going.set()
         cache.going.set()
         await eventually(lambda: cached.peek(NAMESPACE, 0, key("one")) is not None)
-        server.stack.check()
+        check_invariants(server.stack)

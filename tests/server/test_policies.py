@@ -20,6 +20,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
 from kvpool.testing import POLICY_CHECKS, ConformanceError, check_policy
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import keys
 
@@ -45,7 +46,7 @@ def write(store: Store, chain: list[bytes], now: float, parent: bytes = ROOT) ->
     for answer in answers:
         if answer.status is WriteStatus.RESERVED:
             store.seal(1, answer.id, 0, now)
-    store.check()
+    check_invariants(store)
     return [answer.status for answer in answers]
 
 
@@ -55,7 +56,7 @@ def read(store: Store, chain: list[bytes], now: float) -> int:
     for pin in pins:
         if pin.status is ReadStatus.HIT:
             store.unpin(1, pin.id)
-    store.check()
+    check_invariants(store)
     return next((i for i, pin in enumerate(pins) if pin.status is not ReadStatus.HIT), len(pins))
 
 
@@ -469,4 +470,4 @@ def test_nobody_holds_what_another_reserved(policy: str) -> None:
     )
     with pytest.raises(BadMessage):
         store.seal(2, answer.id, 0, 0.0)
-    store.check()
+    check_invariants(store)

@@ -20,6 +20,7 @@ from kvpool.server.eviction.lease import ReuseHistogram
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import key
 from tests.server.test_policies import POLICIES
@@ -69,9 +70,9 @@ class Traffic:
             else:
                 self.talk(120 + self.chance.randrange(30))
             if turn % 500 == 0:
-                self.store.check()
+                check_invariants(self.store)
             self.store.take_changes()
-        self.store.check()
+        check_invariants(self.store)
         return Figures(self.hits, self.store.evicted, self.store.bypassed)
 
     def talk(self, number: int) -> None:

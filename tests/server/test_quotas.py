@@ -20,6 +20,7 @@ from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
     ROOT,
     HintStatus,
@@ -69,7 +70,7 @@ def write(
     for answer in answers:
         if answer.status is WriteStatus.RESERVED:
             books.seal(1, answer.id, 0, now)
-    books.check()
+    check_invariants(books)
     return [answer.status for answer in answers]
 
 
@@ -109,11 +110,11 @@ def test_every_way_in_and_out_is_counted_once() -> None:
     books.cancel(3, answers[0].id)
     books.drop_owner(3, writer_may_be_alive=True)
     assert used(books, "acme") == 3  # its writer may still write there
-    books.check()
+    check_invariants(books)
     books.writer_exited(3)
     books.remove(ACME, [second], ReadStatus.CORRUPT)
     assert used(books, "acme") == 0
-    books.check()
+    check_invariants(books)
 
 
 def test_recovered_blocks_count_for_their_tenants() -> None:
@@ -126,7 +127,7 @@ def test_recovered_blocks_count_for_their_tenants() -> None:
     ]
     entries = [books.restore(record) for record in records]
     list(books.activate_restored([one for one in entries if one is not None], 1.0))
-    books.check()
+    check_invariants(books)
     assert (used(books, "acme"), used(books, "beta"), used(books, "")) == (2, 1, 1)
     assert stored(write(books, POOL, fresh(6), 2.0))  # beta has no quota: its block is ordinary
     assert (used(books, "acme"), used(books, "beta"), used(books, "")) == (2, 0, 6)
@@ -155,9 +156,9 @@ def test_a_block_that_moves_to_make_room_counts_once() -> None:
     while not (clearing.over or clearing.is_ready):
         for move in clearing.next_moves(8, 1 << 20):
             clearing.move_done(move, good=True)
-            books.check()
+            check_invariants(books)
     assert books.reserve(1, request, 3.0)[0].extent is not None
-    books.check()
+    check_invariants(books)
     assert used(books, "acme") == 7
 
 
@@ -236,7 +237,7 @@ def test_beyond_the_guarantee_the_least_recently_used_goes_whoever_has_it() -> N
             books.seal(1, answer.id, 0, now)
             del mine[: len(mine) - 23]
         mine.append((namespace, digest))
-    books.check()
+    check_invariants(books)
     assert all(books.peek(namespace, 0, digest) is not None for namespace, digest in mine)
 
 
@@ -368,7 +369,7 @@ def test_a_quota_that_comes_changes_and_goes_takes_effect_at_once() -> None:
     assert used(books, "acme") == 0
     books.set_quotas({})
     assert [account.name for account in books.accounts] == [""]
-    books.check()
+    check_invariants(books)
     books.set_quotas(pages(acme=(4, 4)))
     write(books, ACME, fresh(9), 6.0)
     assert used(books, "acme") == 4
@@ -386,7 +387,7 @@ def test_a_lowered_limit_is_reached_in_bounded_steps_and_by_the_next_write() -> 
     assert stored(write(books, ACME, fresh(1), 4.0))
     assert used(books, "acme") == 100
     assert not books.evict_beyond_limits(5.0)
-    books.check()
+    check_invariants(books)
 
 
 @pytest.mark.parametrize("policy", [Lease, Density])
@@ -420,7 +421,7 @@ def write_through(
         stack.seal(1, answer.id, 0, now)
         for copy in stack.next_writebacks(1 << 30, 100, now):
             stack.transfer_done(copy, good=True, now=now)
-        stack.check()
+        check_invariants(stack)
 
 
 def test_a_copy_in_memory_that_is_guaranteed_outlives_the_one_on_the_disk() -> None:
@@ -478,7 +479,7 @@ def test_a_writer_waits_for_the_disk_only_where_that_can_make_room_for_it(
     stack.drop_owner(2)
     (answer,) = write_and_leave(stack, writer, fresh(1), 5.0)
     assert answer is (WriteStatus.NO_SPACE if waits else WriteStatus.RESERVED)
-    stack.check()
+    check_invariants(stack)
 
 
 def test_each_tier_counts_its_own_copies() -> None:
@@ -488,7 +489,7 @@ def test_each_tier_counts_its_own_copies() -> None:
     assert [used(one, "acme") for one in stack.stores] == [4, 6]
     (copy,) = stack.start_promotions(ACME, 0, own[:1], 1 << 20, 2.0)
     stack.transfer_done(copy, good=True, now=2.0)
-    stack.check()
+    check_invariants(stack)
     assert [used(one, "acme") for one in stack.stores] == [4, 6]
 
 

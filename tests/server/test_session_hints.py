@@ -15,6 +15,7 @@ from kvpool.server.eviction.session_hints import (
 )
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
     ARRIVED,
     ROOT,
@@ -58,7 +59,7 @@ class Books:
         for answer in answers:
             if answer.status is WriteStatus.RESERVED:
                 self.store.seal(1, answer.id, 0, self.now)
-        self.store.check()
+        check_invariants(self.store)
         return [answer.status for answer in answers]
 
     def read(self, chain: list[bytes]) -> None:
@@ -285,7 +286,7 @@ def test_the_budget_of_hints_counts_whole_extents() -> None:
     request = ReserveRequest(ONE, 0, chain, [ROOT, *chain[:-1]], [100] * 17, hint)
     for answer in books.store.reserve(1, request, 1.0):
         books.store.seal(1, answer.id, 0, 1.0)
-    books.store.check()
+    check_invariants(books.store)
     assert books.store.hint_counters["announced_bytes"] == 17 * PAGE
     assert books.write("", keys("other", 4)) == [WriteStatus.RESERVED] * 4
     assert books.here(chain) == 16
@@ -302,7 +303,7 @@ def test_hints_are_counted_and_bounded(books: Books) -> None:
     assert store.end("a", books.now) is HintStatus.ACCEPTED
     counted = {name: n for name, n in store.hint_counters.items() if name.startswith("hints")}
     assert counted == {"hints_clipped": 1, "hints_refused": 1, "hints_accepted": 2}
-    store.check()
+    check_invariants(store)
 
 
 def test_a_session_with_too_many_branches_is_refused() -> None:
@@ -311,7 +312,7 @@ def test_a_session_with_too_many_branches_is_refused() -> None:
         books.write("bush", keys(f"bush/{number}", 1))
     assert books.store.resume("bush", 1.0, books.now) is HintStatus.REFUSED
     books.fill(40)
-    books.store.check()
+    check_invariants(books.store)
 
 
 def test_only_so_many_sessions_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +329,7 @@ def test_only_so_many_sessions_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_session_without_blocks_is_forgotten(books: Books) -> None:
     books.write("gone", keys("gone", 5), resume_in=900.0)
     books.store.remove(ONE, keys("gone", 5))
-    books.store.check()
+    check_invariants(books.store)
     assert books.store.hint_counters["sessions"] == 0
     assert books.store.hint_counters["announced_bytes"] == 0
 

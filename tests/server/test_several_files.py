@@ -21,6 +21,7 @@ from kvpool.errors import ConfigError, Unavailable
 from kvpool.registry import tiers as open_tiers
 from kvpool.server import tier_health
 from kvpool.server.state.divided_allocator import DividedAllocator
+from kvpool.testing.invariants import check_invariants
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 
 BLOCK = 64 << 10
@@ -105,8 +106,8 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
     tiers = ["dram:2MiB", *(f"nvme:{folder}/{name}:16MiB" for name in "ab")]
     async with dev.serve(tiers=tiers) as running, running.pool() as pool:
         yield Scene(running, pool)
-        running.servers[0].stack.check()
-        running.master.directory.check()
+        check_invariants(running.servers[0].stack)
+        check_invariants(running.master.directory)
 
 
 async def test_they_are_one_level_and_all_are_written_to(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ async def test_a_file_may_be_added_and_left_out_again(tmp_path: Path) -> None:
             stack = running.servers[0].stack
             found = [stack.backing.peek(NAMESPACE, 0, digest) for digest in chain]
             kept.append(sum(entry is not None for entry in found))
-            stack.check()
+            check_invariants(stack)
     assert kept[:3] == [200] * 3
     assert 50 < kept[3] < 150
 
@@ -315,7 +316,7 @@ async def test_histories_of_faults_lose_no_more_than_the_faults(
                         bad.writes_fail, bad.reads_fail = True, rng.random() < 0.2
                     case "heal":
                         bad.writes_fail = bad.reads_fail = False
-                one.stack.check()
+                check_invariants(one.stack)
             bad.writes_fail = bad.reads_fail = False
             await one.write(keys(f"{seed} last", 1))
             await one.written_back()
@@ -398,7 +399,7 @@ def test_no_extent_crosses_and_every_byte_is_accounted_for() -> None:
                 part = rng.choice([n for n in range(len(sizes)) if n not in lost])
                 one.retire(part)
                 lost.add(part)
-            one.check()
+            check_invariants(one)
             assert lost <= one.closed < set(range(len(sizes)))
             there = {o: s for o, s in held.items() if one.part_of(o) not in lost}
             assert one.allocated == sum(there.values())

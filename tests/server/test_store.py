@@ -23,6 +23,7 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Extent, Namespace, ReadStatus, Record, WriteStatus
 from tests.conftest import key, keys
 
@@ -46,7 +47,7 @@ def write(
     )
     ids = [answer.id for answer in answers if answer.status is WriteStatus.RESERVED]
     books.seal_all(1, ids, ids, now)
-    books.check()
+    check_invariants(books)
     return [answer.status for answer in answers]
 
 
@@ -185,7 +186,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def whole(self) -> None:
-        self.books.check()
+        check_invariants(self.books)
         assert self.books.pins == len(self.pinned)
         assert self.books.reservations == len(self.reserved)
 
@@ -291,17 +292,17 @@ def test_with_a_foreign_id_nothing_of_a_batch_is_sealed_or_unpinned(of: str) -> 
     (other,) = books.reserve(2, ReserveRequest(ONE, 0, chain[2:], [chain[1]], [PAGE]), 0.0)
     with pytest.raises(BadMessage):
         books.seal_all(1, [*ids, other.id if of == "another" else ids[0]], [7] * 3, 0.0)
-    books.check()
+    check_invariants(books)
     assert present(books, chain) == [False] * 3
     books.seal_all(1, ids, [7, 8], 0.0)
     pins = [pin.id for pin in books.pin(1, ONE, 0, chain[:2], 1.0)]
     with pytest.raises(BadMessage):
         books.unpin_all(1, [*pins, 999 if of == "another" else pins[0]])
-    books.check()
+    check_invariants(books)
     assert books.pins == 2
     books.unpin_all(1, pins)
     assert books.pins == 0
-    books.check()
+    check_invariants(books)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -334,7 +335,7 @@ def test_a_batch_is_sealed_as_its_blocks_would_be_one_by_one(seed: int) -> None:
                 for id in pins:
                     if id:
                         books.unpin(1, id)
-            books.check()
+            check_invariants(books)
         one, other = both
         assert one.take_changes() == other.take_changes()
         assert one.fingerprint == other.fingerprint
@@ -508,7 +509,7 @@ def reserved(books: Store, digest: bytes, parent: bytes, now: float) -> bool:
     if answer.status is not WriteStatus.RESERVED:
         return False
     books.seal(1, answer.id, 0, now)
-    books.check()
+    check_invariants(books)
     return True
 
 
@@ -568,7 +569,7 @@ def test_a_circle_in_a_file_is_cut(length: int) -> None:
     for _ in books.cut_circles(entries):
         pass
     list(books.activate_restored(entries, 0.0))
-    books.check()
+    check_invariants(books)
     assert books.circles_cut == 1
     for number in range(length + 2):
         assert reserved(books, key(f"honest {number}"), ROOT, 1.0 + number)

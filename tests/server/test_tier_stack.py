@@ -21,6 +21,7 @@ from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.registry import tier
 from kvpool.server.state.tiered_store import TierTransfer
+from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.types import Record, Reservation
 from kvpool_tiers.dram import Dram
@@ -42,8 +43,8 @@ async def tiered(request: pytest.FixtureRequest, file: Path) -> AsyncIterator[de
     tiers = [MEMORY, f"nvme:{file}:16MiB"]
     async with dev.serve(tiers=tiers, listen=listening(request)) as running:
         yield running
-        running.servers[0].stack.check()
-        running.master.directory.check()
+        check_invariants(running.servers[0].stack)
+        check_invariants(running.master.directory)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -401,7 +402,7 @@ async def test_a_read_only_tier_that_cannot_be_read_either_is_lost(tiered: dev.D
         assert not stack.read_only
         for digest in keys("more", 60):
             await write(pool, [digest])
-        stack.check()
+        check_invariants(stack)
 
 
 _FULL_DISK = """

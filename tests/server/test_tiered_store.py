@@ -13,6 +13,7 @@ from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
     ROOT,
     Extent,
@@ -136,7 +137,7 @@ class Server:
 
     def look(self) -> None:
         """Pinned memory holds what it should; the master's map is what readers would find."""
-        self.stack.check()
+        check_invariants(self.stack)
         for _, name, pin in self.pins:
             assert pin.extent is not None
             tier = self.stack.front_tier if pin.tier is None else pin.tier
@@ -657,7 +658,7 @@ def test_while_the_base_is_read_only_memory_is_a_pool_of_its_own() -> None:
         pass
     assert not server.stack.waiting
     server.finish(server.copies.pop(), good=False)
-    server.stack.check()
+    check_invariants(server.stack)
     for digest in new[2:]:
         assert server.write(1, ONE, 0, [digest]) == ["RESERVED"]
     assert not server.stack.waiting
@@ -695,7 +696,7 @@ def test_bytes_of_the_queue_are_given_back_when_writing_stops() -> None:
     server.stack.resume_writing()
     server.settle()
     assert not server.stack.is_under_pressure
-    server.stack.check()
+    check_invariants(server.stack)
 
 
 def test_writing_stops_in_steps() -> None:
@@ -764,13 +765,13 @@ def test_what_was_found_on_disk_may_be_evicted_by_any_policy(policy: str) -> Non
     ]
     entries = [entry for record in records if (entry := store.restore(record)) is not None]
     list(store.activate_restored(entries, 1.0))
-    store.check()
+    check_invariants(store)
     assert store.policy.victim_age(5.0) == pytest.approx(4.0, abs=0.1)
     statuses = [
         store.reserve(1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), 1e6 + second)[0].status
         for second, digest in enumerate(keys("new", 4))
     ]
-    store.check()
+    check_invariants(store)
     assert statuses == [WriteStatus.RESERVED] * 4
 
 
@@ -851,4 +852,4 @@ def test_a_circle_that_a_file_describes_can_be_evicted() -> None:
     ]
     list(server.stack.restore(records, 0.0))
     assert server.stack.backing.circles_cut == 1
-    server.stack.backing.check()
+    check_invariants(server.stack.backing)

@@ -15,6 +15,7 @@ from kvpool import Pool, ReadStatus, WriteStatus, connect, dev
 from kvpool.config import WRITE_BACK, ClientConfig, load
 from kvpool.errors import ConfigError
 from kvpool.protocols import ReserveRequest
+from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.types import ROOT, HintStatus, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
@@ -98,7 +99,7 @@ def test_what_a_session_has_ended_or_superseded_is_never_written() -> None:
     assert on_disk(server, new) == [True] * 5
     assert server.stack.spared_writes == {"spared_writes": 6, "spared_write_bytes": 6 * PAGE}
     assert server.read(1, ONE, 0, ended) == [ReadStatus.EVICTED] * 4
-    server.stack.check()
+    check_invariants(server.stack)
 
 
 def test_an_ended_session_that_goes_on_is_written() -> None:
@@ -127,7 +128,7 @@ def test_a_block_that_is_read_when_its_session_ends_waits_for_its_reader() -> No
     server.write(1, ONE, 0, keys("others", 4))
     server.settle()
     assert server.stack.spared_writes["spared_writes"] == 1
-    server.stack.check()
+    check_invariants(server.stack)
 
 
 def test_a_writer_waits_for_dirty_blocks_where_only_announced_ones_are_clean() -> None:
@@ -142,7 +143,7 @@ def test_a_writer_waits_for_dirty_blocks_where_only_announced_ones_are_clean() -
     server.settle()
     assert server.write(1, ONE, 0, keys("new", 1)) == ["RESERVED"]
     assert server.stack.front.peek(ONE, 0, keys("announced", 2)[1]) is not None
-    server.stack.check()
+    check_invariants(server.stack)
 
 
 def test_a_session_that_ends_gives_up_all_parts_of_its_block() -> None:
@@ -435,7 +436,7 @@ async def test_more_than_memory_holds_and_what_status_shows(tmp_path: Path) -> N
         assert stats.counters["spared_writes"] > 0
         assert stats.counters["dirty_bytes"] == server.stack.front.dirty_bytes > 0
         assert stats.usage[1].written_blocks < 90
-        server.stack.check()
+        check_invariants(server.stack)
 
 
 @asynccontextmanager

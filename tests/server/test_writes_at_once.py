@@ -11,6 +11,7 @@ import pytest
 from kvpool import WriteStatus, dev
 from kvpool.protocols import Connection, Peer, ReserveRequest
 from kvpool.server.state.budget import Limits
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Cluster, Namespace
 from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, key, keys, value
@@ -30,7 +31,7 @@ async def connection(pool_dev: dev.Dev) -> AsyncIterator[Connection]:
     made = server.connect(Peer("writer"))
     yield made
     made.close()
-    server.store.check()
+    check_invariants(server.store)
 
 
 def statuses(connection: Connection, asked: ReserveRequest) -> list[WriteStatus]:

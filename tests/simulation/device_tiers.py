@@ -21,6 +21,7 @@ from kvpool.errors import KvpoolError
 from kvpool.protocols import DeviceToken, Network, Peer, ReserveRequest
 from kvpool.runtime import Host
 from kvpool.server.block_server import BlockServer
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Cluster, Extent, Namespace, ReadStatus, WriteStatus
 from kvpool.wire.messages import Data, Read
 from kvpool_transports import ucx
@@ -131,7 +132,7 @@ class TierWorld:
             used = sum(budget.used for budget in store.limits)
             if store.pins or store.reservations or used:
                 self.loop.fail("G4: a pin or a reservation has outlived its connection")
-        stack.check()
+        check_invariants(stack)
         await self.server.close()
 
     async def _use(self) -> None:

@@ -24,6 +24,7 @@ from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import HOLD_S
 from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, HintStatus, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 from tests.simulation.arrivals import ArrivalOracle
 from tests.simulation.blocks import values
@@ -211,7 +212,7 @@ class WatchedStore(Store):
 
     def check_alone(self) -> None:
         try:
-            self.check()
+            check_invariants(self)
         except InvariantViolated as error:
             self.truth.fail(f"G3/G4: store of {self.life}: {error}")
 
@@ -552,7 +553,7 @@ class WatchedDirectory(Directory):
         self._calls += 1
         if self._calls % self.every == 0:
             try:
-                self.check()
+                check_invariants(self)
             except InvariantViolated as error:
                 self.truth.fail(f"G7: directory: {error}")
 

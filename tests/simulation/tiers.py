@@ -18,6 +18,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import Event
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slots
 from kvpool_tiers.nvme.tier import Nvme
@@ -408,7 +409,7 @@ class TierOracle:
             return
         stack = self.server.stack
         try:
-            stack.check()
+            check_invariants(stack)
         except InvariantViolated as error:
             self._truth.fail(f"G3/G4: tiers of {self.top.life}: {error}")
         if self.top.prefetches is not None:

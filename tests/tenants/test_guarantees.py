@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.pool import Pool
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import WriteStatus
 from kvpool.wire import messages as wire
 from tests.conftest import keys
@@ -48,7 +49,7 @@ async def test_a_burst_of_one_tenant_leaves_the_other_what_it_is_guaranteed(
         again = await write(acme, 2, 50)  # within the guarantee: others make room for it
         assert await found(acme, own) == 100
         assert await found(acme, again) == 50
-        pool.server.stack.check()
+        check_invariants(pool.server.stack)
         await acme.close()
         await blue.close()
 

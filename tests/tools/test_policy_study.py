@@ -18,6 +18,7 @@ from kvpool.tools.cache_bounds import belady, lru, working_set
 from kvpool.tools.dry_pool import DryPool
 from kvpool.tools.traces import Request
 from kvpool.tools.workloads import blocks, codex, fan_out
+from tests.support.dry_pools import check_pool
 
 
 def best(requests: list[Request], capacity: int) -> int:
@@ -59,7 +60,7 @@ def test_the_store_is_least_recently_used_to_the_block() -> None:
         assert pool.played.hits / blocks(requests) == pytest.approx(
             lru(requests, capacity), abs=1e-12
         )
-        pool.check()
+        check_pool(pool)
 
 
 def test_hints_close_most_of_the_way_from_lru_to_the_bound() -> None:
@@ -67,14 +68,14 @@ def test_hints_close_most_of_the_way_from_lru_to_the_bound() -> None:
     capacity = 400
     least, most = lru(requests, capacity), belady(requests, capacity)
     pool = dry.play(requests, LRU, capacity, dry.noisy(0.25, 1))
-    pool.check()
+    check_pool(pool)
     assert (pool.played.hits / blocks(requests) - least) / (most - least) >= 0.9
 
 
 def test_several_servers_have_one_map_and_lose_no_block() -> None:
     requests = codex(12, 6)[:200]
     pool = dry.play(requests, LRU, 400, dry.noisy(0.25, 1), servers=4)
-    pool.check()
+    check_pool(pool)
     assert sum(store.stored for store in pool.stores) == 400
     assert len(pool.played.losses) == 3
     ample = dry.play(requests, LRU, 100_000, servers=4)
@@ -125,7 +126,7 @@ def test_a_lease_helps_where_lru_throws_out_what_is_needed_next() -> None:
     """A third of the working set."""
     requests = codex(16, 8)[:220]
     pool = dry.play(requests, Lease, 200)
-    pool.check()
+    check_pool(pool)
     assert pool.played.hits / blocks(requests) > lru(requests, 200) + 0.05
 
 

@@ -20,6 +20,7 @@ from kvpool.config import MasterConfig
 from kvpool.errors import KvpoolError, PeerError, Unavailable
 from kvpool.master.service import Master
 from kvpool.protocols import ReadOptions
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadBlock
 from kvpool.wire import frames, messages
 from kvpool_transports.streams.channel import StreamChannel
@@ -272,7 +273,7 @@ def test_a_server_and_what_a_client_sends(
         answered = await offline.converse(server, chunks, mapped=mapped)
         store = server.store
         assert (store.pins, store.reservations, store.quarantined) == (0, 0, 0)
-        store.check()
+        check_invariants(store)
         assert server.stats(0).counters["connections"] == 0
         assert answered[:2] in (b"", b"kv")
         await server.close()
@@ -344,6 +345,6 @@ def test_a_master_and_what_it_is_asked(
                 master.handle(number, mutated(body, changes))
             except KvpoolError:
                 pass
-            master.directory.check()
+            check_invariants(master.directory)
 
     loop.run_until_complete(ask())

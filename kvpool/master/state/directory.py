@@ -8,7 +8,6 @@ count as reachable, never which bytes are right. (design: announcements)
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
@@ -17,8 +16,7 @@ from typing import Final, NamedTuple
 import xxhash
 
 from kvpool import spans
-from kvpool.errors import InvariantViolated
-from kvpool.fingerprint import MapFingerprint, entry_hash, location_seed
+from kvpool.fingerprint import entry_hash, location_seed
 from kvpool.master.state.block_map import MARK_BITS, BlockMap, NamespaceMap
 from kvpool.master.state.change_ring import PAGE_SIZE, ChangeKind, ChangeRing, LoggedChange, size_of
 from kvpool.master.state.locations import (
@@ -657,59 +655,6 @@ class Directory:
             )
             for (namespace, one, length), digests in found.items()
         ], at
-
-    def check(self) -> None:
-        """Check every invariant. Raises InvariantViolated; O(blocks)."""
-        listed: dict[ServerInventory, MapFingerprint] = {}
-        total = 0
-        for namespace, blocks in self._blocks.items():
-            if not len(blocks):
-                raise InvariantViolated(f"empty namespace {namespace} was kept")
-            if sum(1 for _ in blocks) != len(blocks):
-                raise InvariantViolated(f"{namespace} counts {len(blocks)} blocks")
-            total += len(blocks)
-            sizes = Counter(blocks.values())
-            for mark, tag in blocks.spans.items():
-                if sizes[tag] != spans.SPAN_BLOCKS:
-                    raise InvariantViolated(f"span {mark:x} has {sizes[tag]} blocks")
-            for digest, tag in blocks.items():
-                self._check_block(namespace, digest, tag >> MARK_BITS)
-                for one in self._locations.by_id[tag >> MARK_BITS].locations:
-                    seed = location_seed(namespace, one.part, one.tier)
-                    listed.setdefault(one.inventory, MapFingerprint()).count(digest, seed, 1)
-        if total != self._count:
-            raise InvariantViolated(f"counted {self._count} blocks, has {total}")
-        self._placer.check(
-            [record for record in self._servers.values() if record.alive and not record.draining]
-        )
-        for record in self._servers.values():
-            for inventory in (record.inventory, *record.earlier):
-                found = listed.get(inventory, MapFingerprint())
-                if inventory.listed != found:
-                    raise InvariantViolated(
-                        f"{record.server}: counted {inventory.listed}, has {found}"
-                    )
-                if inventory.retired:
-                    raise InvariantViolated(f"{record.server} has a retired inventory")
-            if record.earlier and not record.syncing:
-                raise InvariantViolated(f"{record.server} is not syncing, but has two inventories")
-
-    def _check_block(self, namespace: Namespace, digest: bytes, id: int) -> None:
-        name = digest.hex()[:12]
-        held = self._locations.by_id.get(id)
-        if held is None or not held.locations:
-            raise InvariantViolated(f"{name} has no location, but is in the directory")
-        if self._locations.get(namespace.parts, held.locations) is not held:
-            raise InvariantViolated(f"{name}: its locations are not shared")
-        if len({(one.inventory.server, one.part) for one in held.locations}) < len(held.locations):
-            raise InvariantViolated(f"{name} is twice on one server")
-        for one in held.locations:
-            if not 0 <= one.part < namespace.parts:
-                raise InvariantViolated(f"{name} has part {one.part}")
-            if not one.inventory.retired:
-                record = self._servers.get(one.inventory.server)
-                if record is None or one.inventory not in (record.inventory, *record.earlier):
-                    raise InvariantViolated(f"{name} is in an inventory that no server has")
 
     def sweep(self, limit: int = 512) -> bool:
         """Remove retired locations from some of the blocks, and sets of locations that no block

@@ -8,12 +8,11 @@ takes the same time with any number of servers. (design: placement)
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import xxhash
 
-from kvpool.errors import InvariantViolated
 from kvpool.master.state.server_record import ServerRecord
 from kvpool.shares import Recent
 from kvpool.types import ROOT
@@ -85,16 +84,6 @@ class Placer:
             here.remove(record)
             if not here:
                 del self._by_host[record.host]
-
-    def check(self, living: Collection[ServerRecord]) -> None:
-        """Exactly these servers are chosen. Raises InvariantViolated."""
-        names = sorted(record.server for record in living)
-        here = [record.server for record in self._records]
-        near = sorted(record.server for records in self._by_host.values() for record in records)
-        if not names == self._names == here == near:
-            raise InvariantViolated(f"servers {names} live, writers are sent to {self._names}")
-        if any(record not in self._by_host[record.host] for record in living):
-            raise InvariantViolated("a server is chosen on another host than its own")
 
     def rank(
         self,

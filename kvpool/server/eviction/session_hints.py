@@ -23,15 +23,13 @@ inherits the mark. So most calls visit one leaf, and none visits more than LEAVE
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final
 
-from kvpool.errors import InvariantViolated
 from kvpool.protocols.policy import Decision, LearnsFromArrivals, Policy
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry, Index, Session
 from kvpool.sorting import LazyHeap
-from kvpool.tenant_names import tenant_of
 from kvpool.types import OTHERS, ROOT, HintStatus, SessionHint, program_of
 
 #: Sessions recorded at once; one more drops the session whose last write is the oldest.
@@ -443,45 +441,11 @@ class SessionAwarePolicy:
         return self.policy.victim_age(now) or self._extra.victim_age(now)
 
     def holds(self, entry: Entry) -> bool:
-        """True when the block can be chosen as a victim. For `Store.check`."""
+        """True when the block can be chosen as a victim, for checks."""
         if entry.is_candidate or entry in self._superseded or self._protects(entry):
             return True
         session = entry.session
         return session is not None and session in self._ended and entry in session.leaves
-
-    def check(self, entries: Collection[Entry], tenant: str | None = None) -> None:
-        """Check every invariant, for the stored blocks, all of one tenant if it is given. Raises
-        InvariantViolated."""
-        sizes: Counter[Session] = Counter()
-        for entry in entries:
-            if entry.session is not None:
-                sizes[entry.session] += self._rounded(entry.size)
-        if tenant is not None and any(tenant_of(one.name) != tenant for one in sizes):
-            raise InvariantViolated(f"a block of tenant {tenant!r} is in a session of another one")
-        here = set(entries)
-        for session in {*self._sessions.values(), *sizes}:
-            if session.bytes != sizes[session]:
-                raise InvariantViolated(f"session {session.name!r}: {session.bytes} bytes counted")
-            if not here.issuperset((*session.leaves, *session.chain_ends.values())):
-                raise InvariantViolated(f"session {session.name!r} knows blocks that have left")
-        waiting = [s for s in {*self._sessions.values(), *sizes} if s.arrived is not None]
-        if len(waiting) != self.waiting or any(session.due is None for session in waiting):
-            raise InvariantViolated(f"{self.waiting} sessions wait, there are {len(waiting)}")
-        programs: Counter[str] = Counter()
-        for session, size in sizes.items():
-            programs[session.program] += size
-        del programs[""]
-        if programs != self.program_bytes:
-            raise InvariantViolated(f"programs have {programs}, not {self.program_bytes}")
-        announced = sum(session.bytes for session in sizes if session.due is not None)
-        if announced != self.announced_bytes:
-            raise InvariantViolated(
-                f"{self.announced_bytes} bytes announced, there are {announced}"
-            )
-        if not here.issuperset(self._extra_listed):
-            raise InvariantViolated("an extra copy has left and is still listed")
-        if not here.issuperset(self._superseded):
-            raise InvariantViolated("a superseded block has left and is still listed")
 
     # --- inside --------------------------------------------------------------------------
 

@@ -231,14 +231,6 @@ class TenantOrders:
     def waiting(self) -> int:
         return sum(order.waiting for order in self._orders.values())
 
-    def check(self, entries: Collection[Entry]) -> None:
-        """Check every invariant, for the stored blocks. Raises InvariantViolated."""
-        of: dict[Account, list[Entry]] = {account: [] for account in self._orders}
-        for entry in entries:
-            of.setdefault(entry.index.account, []).append(entry)
-        for account, blocks in of.items():
-            self._order(account).check(blocks, account.name)
-
     # --- inside --------------------------------------------------------------------------------
 
     def _of_session(self, name: str) -> SessionAwarePolicy | None:

@@ -225,45 +225,8 @@ class Allocator:
             self._join_free(offset, size)
 
     def extents(self) -> dict[int, int]:
-        """Every allocated extent, offset to size; for `Store.check`."""
+        """Every allocated extent, offset to size, for checks."""
         return self._sizes
-
-    def check(self) -> None:
-        """Free and allocated extents tile the segment exactly, and every index agrees."""
-        extents = sorted([*self._sizes.items(), *self._free.items(), *self._fenced.items()])
-        position = 0
-        for offset, size in extents:
-            if offset != position or size <= 0 or size % self.alignment:
-                raise InvariantViolated(f"extent {offset}+{size}: expected one at {position}")
-            position += size
-        if position != self.capacity:
-            raise InvariantViolated(f"extents end at {position}, capacity is {self.capacity}")
-        if sum(self._sizes.values()) != self.allocated:
-            raise InvariantViolated(
-                f"allocated is {self.allocated}, the extents sum to another size"
-            )
-        start, end = self.fence
-        if any(not start <= offset < end for offset in self._fenced) or (
-            any(start <= offset < end for offset in self._free)
-        ):
-            raise InvariantViolated(f"what is free within {self.fence} is not kept, or more is")
-        if any(offset + size in self._fenced for offset, size in self._fenced.items()):
-            raise InvariantViolated("free neighbours in the fenced range were not joined")
-        if sum(self._fenced.values()) != self.fenced:
-            raise InvariantViolated(f"{self.fenced} bytes are fenced, the pieces sum to others")
-        if {end: offset for offset, size in self._free.items() for end in (offset + size,)} != (
-            self._free_ends
-        ):
-            raise InvariantViolated("free extents and their ends disagree")
-        for offset, size in self._free.items():
-            if offset + size in self._free:
-                raise InvariantViolated(f"free neighbours at {offset + size} were not joined")
-            if offset not in self._classes.get(_class_of(size // self.alignment), ()):
-                raise InvariantViolated(f"free extent {offset}+{size} is in no class")
-        if sum(map(len, self._classes.values())) != len(self._free):
-            raise InvariantViolated("a class names an extent that is not free")
-        if self._nonempty != sum(1 << index for index, offsets in self._classes.items() if offsets):
-            raise InvariantViolated("the class mask is wrong")
 
     def _hole_at(self, offset: int) -> int | None:
         """The offset of the free extent that contains `offset`."""

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from kvpool.errors import InvariantViolated
 from kvpool.server.state.allocator import Allocator
 
 
@@ -99,16 +98,6 @@ class DividedAllocator(Allocator):
             for start, part in zip(self._starts, self.parts, strict=True)
             for offset, size in part.extents().items()
         }
-
-    def check(self) -> None:
-        for part in self.parts:
-            part.check()
-        used = [one for number, one in enumerate(self.parts) if number not in self.retired]
-        if (self.allocated, self.capacity) != (
-            sum(one.allocated for one in used),
-            sum(one.capacity for one in used),
-        ):
-            raise InvariantViolated("the parts sum to another size")
 
     def _open(self) -> list[int]:
         return [number for number in range(len(self.parts)) if number not in self.closed]

@@ -12,7 +12,7 @@ moment at which it gets its extent until that is free again:
 
 So blocks that are reserved, pinned after their removal, or in quarantine count, and so do extra
 copies and copies in several tiers, each in its tier. A block that is moved within its tier counts
-once. `Store.check` counts again from the blocks.
+once. `testing.invariants` counts again from the blocks.
 """
 
 from __future__ import annotations

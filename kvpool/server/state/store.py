@@ -1,7 +1,7 @@
 """The index of one tier: which block lies where, which calls hold it, which one is evicted next.
 
 Pure: a method takes `now`, changes the index, and returns. It moves no bytes and awaits nothing,
-so between two calls every invariant holds, which is what `check` states. What the masters must be
+so between two calls every invariant holds (`testing.invariants`). What the masters must be
 sent (blocks stored, blocks gone) collects in `change_log`, in order.
 
 An *owner* is the id of one connection. Its reservations and pins are freed when it is dropped.
@@ -12,7 +12,6 @@ A server with several tiers has a store for each; `tiered_store.py` joins them.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from operator import attrgetter
@@ -105,7 +104,7 @@ class Store:
     | FREE         | no          | nothing                  | back in the allocator               |
 
     A STORED block without pins and children that is clean *may* be evicted: then it is a candidate
-    of the policy (`check` proves it), and `_evictable` is asked again before it goes.
+    of the policy (`testing.invariants`), and `_evictable` is asked again before it goes.
     """
 
     def __init__(
@@ -805,142 +804,6 @@ class Store:
     def quarantined(self) -> int:
         return sum(len(entries) for entries in self._quarantine.values())
 
-    def check(self) -> None:
-        """Check every invariant and the table above. Raises InvariantViolated; O(blocks)."""
-        self.allocator.check()
-        self._check_prefetched()
-        held: dict[int, Entry] = {}
-        self.policy.check([e for index in self._indexes.values() for e in index.blocks.values()])
-        for (namespace, part), index in self._indexes.items():
-            if (index.namespace, index.part) != (namespace, part):
-                raise InvariantViolated(f"index of {namespace} part {part} is misfiled")
-            if not index.blocks and not index.orphans:
-                raise InvariantViolated(f"empty index of {namespace} part {part} was kept")
-            children: dict[bytes, int] = {}
-            for digest, entry in index.blocks.items():
-                if entry.digest != digest or entry.index is not index:
-                    raise InvariantViolated(f"{entry!r} is misfiled")
-                if entry.state not in (State.RESERVED, State.STORED):
-                    raise InvariantViolated(f"{entry!r} is in the index")
-                if entry.parent != ROOT:
-                    children[entry.parent] = children.get(entry.parent, 0) + 1
-                held[entry.offset] = entry
-            for digest, entry in index.blocks.items():
-                if entry.children != children.pop(digest, 0):
-                    raise InvariantViolated(f"{entry!r} has a wrong count of children")
-                if entry.clean and self._evictable(entry) and not self._may_be_chosen(entry):
-                    raise InvariantViolated(f"{entry!r} is evictable but no candidate: a leak")
-            if children != index.orphans:
-                raise InvariantViolated("the count of children of absent parents is wrong")
-        quarantined = [entry for entries in self._quarantine.values() for entry in entries]
-        for state, entries in (
-            (State.PENDING_FREE, list(self._pending_free.values())),
-            (State.QUARANTINED, quarantined),
-        ):
-            for entry in entries:
-                if entry.state is not state:
-                    raise InvariantViolated(f"{entry!r} is listed as {state.name}")
-                if entry.offset in held:
-                    raise InvariantViolated(f"{entry!r} shares its extent with another block")
-                held[entry.offset] = entry
-        if held != self.blocks_at:
-            raise InvariantViolated("blocks and what lies at their offsets disagree")
-        sizes = {offset: self.allocator.rounded(entry.size) for offset, entry in held.items()}
-        for offset, size in self.move_targets.items():
-            sizes[offset] = self.allocator.rounded(size)
-        if sizes != self.allocator.extents():
-            raise InvariantViolated("allocated extents and blocks disagree (G3)")
-        self._check_owners(held)
-        self._check_accounts(held.values())
-
-    def _check_accounts(self, held: Iterable[Entry]) -> None:
-        """Each account counts exactly what lies in the extents of its tenant's blocks."""
-        used: Counter[Account] = Counter()
-        for entry in held:
-            used[entry.index.account] += self.allocator.rounded(entry.size)
-        indexes = Counter(index.account for index in self._indexes.values())
-        accounts = set(self.accounts)
-        for account in accounts.union(used, indexes):
-            if (account.used, account.indexes) != (used[account], indexes[account]):
-                raise InvariantViolated(f"{account!r}: its blocks have {used[account]} bytes")
-            if account not in accounts:
-                raise InvariantViolated(f"{account!r} is forgotten, and counts still")
-        sizes: Counter[Index] = Counter()
-        for entry in held:
-            sizes[entry.index] += self.allocator.rounded(entry.size)
-        for index in self._indexes.values():
-            if index.used != sizes[index]:
-                raise InvariantViolated(f"{index.namespace}: its blocks have {sizes[index]} bytes")
-            if index.account is not self.accounts.of(index.namespace.name):
-                raise InvariantViolated(f"{index.namespace} counts for {index.account!r}")
-
-    def _check_prefetched(self) -> None:
-        blocks = self.prefetched
-        counts = sum(entry.size for entry in blocks), self._bytes(blocks)
-        if (blocks.bytes, blocks.held) != counts:
-            raise InvariantViolated("the count of prefetched bytes is wrong")
-        if any(entry.state is not State.STORED for entry in blocks):
-            raise InvariantViolated("a prefetched block has left and is still listed")
-
-    def _check_owners(self, held: dict[int, Entry]) -> None:
-        pins: dict[int, int] = {}
-        reserved: set[int] = set()
-        for owner in self._owners.values():
-            for entry in owner.pins.values():
-                if held.get(entry.offset) is not entry:
-                    raise InvariantViolated(f"{entry!r} is pinned, but its extent was freed (G4)")
-                pins[entry.offset] = pins.get(entry.offset, 0) + 1
-            for entry in owner.reservations.values():
-                if held.get(entry.offset) is not entry or entry.offset in reserved:
-                    raise InvariantViolated(f"{entry!r} is reserved twice or was freed (G4)")
-                reserved.add(entry.offset)
-        for offset, entry in held.items():
-            if entry.pins != pins.get(offset, 0):
-                raise InvariantViolated(f"{entry!r} counts {entry.pins} pins")
-            if (entry.state is State.RESERVED) != (offset in reserved):
-                raise InvariantViolated(f"{entry!r}: state and reservations disagree")
-            if entry.state is State.PENDING_FREE and not entry.pins:
-                raise InvariantViolated(f"{entry!r} is pending free, but nothing pins it")
-        stored = [entry for entry in held.values() if entry.state is State.STORED]
-        if (len(stored), sum(entry.size for entry in stored)) != (self.stored, self.stored_bytes):
-            raise InvariantViolated("the counts of stored blocks and bytes are wrong")
-        dirty = [entry for entry in stored if not entry.clean]
-        size = sum(self.allocator.rounded(entry.size) for entry in dirty)
-        if (len(dirty), size) != (self.dirty, self.dirty_bytes):
-            raise InvariantViolated("the counts of dirty blocks and bytes are wrong")
-        self._check_budgets()
-
-    def _check_budgets(self) -> None:
-        """Each budget counts exactly what connections hold."""
-        used = {id(budget): 0 for budget in self.limits}
-        together = {id(one): TenantHoldings() for one in self._together.values()}
-        for owner in self._owners.values():
-            pinned, reserved = (
-                self._bytes(held.values()) * owner.limited
-                for held in (owner.pins, owner.reservations)
-            )
-            if (pinned, reserved) != (owner.pinned_bytes, owner.reserved_bytes):
-                raise InvariantViolated(f"a connection holds {pinned}, {reserved} bytes: {owner!r}")
-            if owner.together is not None:
-                counted = together[id(owner.together)]
-                counted.connections += 1
-                counted.reserved += reserved
-                counted.views += pinned * owner.views
-                counted.copies += pinned * (not owner.views)
-            used[id(self._pin_budget(owner))] += pinned
-            used[id(self.limits.writes)] += reserved
-            used[id(self.limits.lent)] += reserved * owner.lent
-        quarantined = sum(map(self._bytes, self._quarantine.values()))
-        if quarantined != self.quarantined_bytes:
-            raise InvariantViolated(f"{quarantined} bytes are in quarantine: {self!r}")
-        used[id(self.limits.lent)] += quarantined
-        for tenant, one in self._together.items():
-            if one != together[id(one)]:
-                raise InvariantViolated(f"{tenant!r} holds {together[id(one)]}, not {one}")
-        for budget in self.limits:
-            if budget.used != used[id(budget)]:
-                raise InvariantViolated(f"{budget!r}, but {used[id(budget)]} bytes are held")
-
     # --- inside ----------------------------------------------------------------------
 
     def _bytes(self, entries: Iterable[Entry]) -> int:
@@ -1258,10 +1121,6 @@ class Store:
             for index in indexes
             if index is not None and (found := index.blocks.get(entry.digest)) is not None
         ]
-
-    def _may_be_chosen(self, entry: Entry) -> bool:
-        """Whether the policy may choose it, or a part that leaves with it."""
-        return any(self.policy.holds(part) for part in self._parts(entry))
 
     def _evictable(self, entry: Entry) -> bool:
         """Sealed, unpinned, no children: for all parts here, which leave together.

@@ -26,8 +26,7 @@ from itertools import compress
 from operator import attrgetter
 from typing import Final
 
-from kvpool.errors import InvariantViolated
-from kvpool.fingerprint import MapFingerprint, location_seed
+from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.entry import MOVER, Change, Entry, Owner, Session, Stretch
@@ -126,7 +125,6 @@ class TieredStore:
         self._cache_tiers = [t for t in range(self.backing_tier) if t != front_tier]
         #: For each part of the backing tier the offsets whose records must go.
         self._erasable: defaultdict[int, list[int]] = defaultdict(list)
-        self._parts = self.parts_of(self.backing_tier)
         #: Dirty blocks, in the order of writing. Not a dict, see `_unwritten`.
         self._writeback_queue: OrderedDict[Entry, None] = OrderedDict()
         self._moving_bytes = 0  # whole extents on their way to the backing tier
@@ -627,8 +625,9 @@ class TieredStore:
             self._to_erase(offset)
 
     def _to_erase(self, offset: int) -> None:
-        part = self._parts.part_of(offset) if self._parts is not None else 0
-        if self._parts is None or part not in self._parts.retired:
+        parts = self.parts_of(self.backing_tier)
+        part = parts.part_of(offset) if parts is not None else 0
+        if parts is None or part not in parts.retired:
             self._erasable[part].append(offset)
 
     # --- starting -----------------------------------------------------------------------------
@@ -788,45 +787,6 @@ class TieredStore:
         if self.write_back is not None:
             return self.write_back.is_late
         return self.front.dirty_bytes * 4 > self.front.allocator.capacity
-
-    def check(self) -> None:
-        """Every invariant, and that each block is in a place of the table. O(blocks).
-
-        Raises InvariantViolated.
-        """
-        for tier, store in enumerate(self.stores):
-            if tier not in self.offline_tiers:
-                store.check()
-        waiting = set(map(id, self._writeback_queue))
-        self._check_fingerprint()
-        moving = {id(entry) for entry in self.front.pinned_by(MOVER)}
-        for entry in self.front.inventory():
-            if not entry.clean and id(entry) not in waiting and id(entry) not in moving:
-                raise InvariantViolated(f"{entry!r} is dirty and in no queue: a leak")
-        for entry in self._unwritten:
-            if entry.state is not State.STORED or not entry.clean:
-                raise InvariantViolated(f"{entry!r} has left or is dirty, but is to be written")
-        arriving = self.stores[-1].holder(MOVER) if len(self.stores) - 1 > self.front_tier else None
-        rounded = self.front.allocator.rounded
-        arriving_bytes = (
-            sum(rounded(one.size) for one in arriving.reservations.values()) if arriving else 0
-        )
-        if arriving and self._moving_bytes != arriving_bytes:
-            raise InvariantViolated("the bytes on their way to the backing tier are wrong")
-        mover = self.front.holder(MOVER)
-        promoted = mover.reservations.values() if mover else ()
-        if not 0 <= self.front.prefetched.coming <= sum(rounded(one.size) for one in promoted):
-            raise InvariantViolated("more is prefetched than is on its way to the front tier")
-
-    def _check_fingerprint(self) -> None:
-        expected = MapFingerprint()
-        blocks = {(one.index.namespace, one.index.part, one.digest) for one in self.inventory()}
-        for namespace, part, digest in blocks:
-            found = self.peek(namespace, part, digest)
-            assert found is not None
-            expected.count(digest, location_seed(namespace, part, found.index.tier), 1)
-        if self.fingerprint is not None and self.fingerprint != expected:
-            raise InvariantViolated(f"counted {self.fingerprint}, has {expected}")
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from kvpool.server.moves.state.drain_plan import BlockName
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.server.moves.state.share_plan import ChainOwners
 from kvpool.server.state.entry import Entry
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import FULL_SHARE, ROOT, FetchStatus, WriteBlock
 from tests.conftest import NAMESPACE, eventually, keys, value, values
 from tests.support.moves import moves_of
@@ -46,7 +47,7 @@ async def joining(servers: int = 3, **more: Any) -> AsyncIterator[dev.Dev]:
         await known(running)
         yield running
         for server in running.servers:
-            server.stack.check()
+            check_invariants(server.stack)
 
 
 async def known(running: dev.Dev) -> None:

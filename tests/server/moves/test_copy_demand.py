@@ -10,6 +10,7 @@ from kvpool.server.moves.state.copy_demand import CHECK_S, CopyDemand
 from kvpool.server.moves.state.drain_plan import BlockName
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace
 from tests.conftest import key, keys
 
@@ -83,7 +84,7 @@ def fetch(store: Store, digest: bytes, last_used: int, copies: int) -> bool:
     if answer.extent is None:
         return False
     store.seal(2, answer.id, 0, 100.0, last_used=last_used)
-    store.check()
+    check_invariants(store)
     return True
 
 
@@ -97,7 +98,7 @@ def test_extra_copies_go_first_oldest_first() -> None:
         (answer,) = store.reserve(1, store_request, 200.0)
         store.seal(1, answer.id, 0, 200.0)
         assert store.peek(ONE, 0, evicted) is None
-        store.check()
+        check_invariants(store)
 
 
 def test_an_extra_copy_takes_the_place_of_older_ones_only_and_a_last_one_of_any_extra() -> None:
@@ -125,7 +126,7 @@ def test_the_last_copy_and_one_that_a_writer_relies_on_are_extra_no_more() -> No
         request = ReserveRequest(ONE, 0, [key(number)], [ROOT], [PAGE])
         (answer,) = store.reserve(1, request, 200.0)
         store.seal(1, answer.id, 0, 200.0)
-        store.check()
+        check_invariants(store)
         # First the one that is still extra, then in the order of uses.
         assert [store.peek(ONE, 0, one) is not None for one in (a, b, c)] == (
             [True, True, False] if number == 0 else [False, True, False]
@@ -148,7 +149,7 @@ def test_a_block_that_is_extra_no_more_does_not_go_for_one_that_is_read() -> Non
     store.unpin(1, pin)
     assert fetch(store, key("newer"), 201_000_000, 1)
     assert [store.peek(ONE, 0, one) is not None for one in (read, last)] == [0, 1]
-    store.check()
+    check_invariants(store)
 
 
 def test_the_parts_of_a_block_are_of_one_kind() -> None:

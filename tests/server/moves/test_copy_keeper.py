@@ -13,6 +13,7 @@ from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import copy_keeper
 from kvpool.server.moves.state import copy_demand
 from kvpool.server.moves.state.fetches import FetchBudget
+from kvpool.testing.invariants import check_invariants
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.moves import moves_of
 
@@ -37,7 +38,7 @@ async def cluster(
         async with running.pool(config) as pool:
             yield running, pool
         for server in running.servers:
-            server.stack.check()
+            check_invariants(server.stack)
 
 
 async def read(pool: Pool, chain: Sequence[bytes], namespace: Namespace = NAMESPACE) -> None:

@@ -17,6 +17,7 @@ from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import fetcher as fetcher_module
 from kvpool.server.moves.fetcher import FetchCall, Fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Cluster, FetchStatus, ReadStatus, SessionHint, WriteBlock
 from kvpool.wire.messages import SESSION_RUNS_MAX, pack_sessions, unpack_sessions
 from tests.conftest import NAMESPACE, key, keys, value, values
@@ -72,7 +73,7 @@ class Pair:
 
     def check(self) -> None:
         for server in (self.source, self.target):
-            server.stack.check()
+            check_invariants(server.stack)
             assert not server.store.reservations
             assert not server.store.pins
             assert len(moves_of(server).fetcher.fetches) == 0

@@ -11,6 +11,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.moves.state.fetches import FetchBudget, Fetches, Receivers
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint
 from tests.conftest import key, keys
 
@@ -121,7 +122,7 @@ def test_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
     for number, digest in enumerate(old):
         write(store, 1, digest, 10.0 + number)
     assert write(store, 2, key("colder"), 100.0, last_used=us(9.0)) == "NO_SPACE"
-    store.check()
+    check_invariants(store)
     assert store.evicted == 0
     assert write(store, 2, key("as cold"), 100.0, last_used=us(10.0)) == "NO_SPACE"
     assert write(store, 2, key("warmer"), 100.0, last_used=us(10.5)) == "RESERVED"
@@ -130,7 +131,7 @@ def test_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
     write(store, 1, key("new"), 101.0)
     assert store.peek(ONE, 0, key("warmer")) is None
     assert store.peek(ONE, 0, old[1]) is not None
-    store.check()
+    check_invariants(store)
 
 
 def test_a_fetched_block_does_not_take_the_place_of_an_announced_session() -> None:
@@ -140,7 +141,7 @@ def test_a_fetched_block_does_not_take_the_place_of_an_announced_session() -> No
     write(store, 1, key("b"), 11.0, session_hint=hint)
     assert write(store, 2, key("fetched"), 20.0, last_used=us(19.0)) in ("NO_SPACE", "BYPASSED")
     assert store.evicted == 0
-    store.check()
+    check_invariants(store)
 
 
 def test_parts_leave_together_so_the_latest_use_of_them_counts() -> None:
@@ -181,12 +182,12 @@ def test_below_memory_a_fetched_block_takes_the_place_of_an_older_one_only() -> 
     demote(stack, 100.0)
     assert stack.peek(ONE, 0, keys("old", 1)[0]) is None
     assert stack.backing.peek(ONE, 0, key("warmer")) is not None
-    stack.check()
+    check_invariants(stack)
     # On the disk, too, it is as old as it was.
     write(stack, 1, key("new"), 101.0)
     demote(stack, 101.0)
     assert stack.peek(ONE, 0, key("warmer")) is None
-    stack.check()
+    check_invariants(stack)
 
 
 def test_a_block_that_the_disk_has_no_room_for_when_its_turn_comes_evicts_nothing() -> None:
@@ -210,4 +211,4 @@ def test_while_the_disk_takes_no_writes_memory_keeps_what_is_newer() -> None:
     assert write(stack, 2, key("colder"), 100.0, last_used=us(9.0)) == "NO_SPACE"
     assert write(stack, 2, key("warmer"), 100.0, last_used=us(10.5)) == "RESERVED"
     assert stack.front.tombstones.reason(ONE, keys("only in memory", 1)[0]) is ReadStatus.EVICTED
-    stack.check()
+    check_invariants(stack)

@@ -22,6 +22,7 @@ from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TierTransfer
 from kvpool.server.tier_mover import TierMover
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 from tests.server.test_tier_stack import spoil
@@ -125,7 +126,7 @@ def test_a_block_that_is_read_is_used_and_one_that_is_removed_is_wasted() -> Non
     assert (blocks.used, blocks.wasted, blocks.bytes) == (2 * PAGE, PAGE, PAGE)
     tiers.read(1, ONE, 0, old[:3])
     assert (blocks.came, blocks.used, blocks.wasted) == (4 * PAGE, 3 * PAGE, PAGE)
-    tiers.stack.check()
+    check_invariants(tiers.stack)
 
 
 def test_what_nobody_reads_is_evicted_next() -> None:
@@ -155,7 +156,7 @@ def test_a_writer_for_whom_nothing_else_can_go_takes_its_place_tail_first() -> N
     tiers.store(keys("more", 6))
     assert tiers.in_memory(old) == [True, True, False, False]
     assert (tiers.blocks.wasted, tiers.blocks.bytes) == (3 * PAGE, 0)
-    tiers.stack.check()
+    check_invariants(tiers.stack)
 
 
 def test_it_evicts_nothing_that_was_used_a_moment_ago() -> None:
@@ -210,7 +211,7 @@ def test_parts_leave_together_so_a_hint_about_one_of_them_keeps_all() -> None:
     assert tiers.prefetch(keys("old", 4)) == 0, "the part that no session owns was just used"
     tiers.now += prefetches.FRESH_S + 0.1
     assert tiers.prefetch(keys("old", 4)) == 4
-    tiers.stack.check()
+    check_invariants(tiers.stack)
 
 
 def test_a_block_that_is_removed_on_its_way_does_not_come_back() -> None:
@@ -252,7 +253,7 @@ def test_the_check_finds_a_wrong_account() -> None:
     tiers.prefetch(old)
     tiers.blocks.bytes += 1
     with pytest.raises(InvariantViolated, match="count of prefetched bytes"):
-        tiers.stack.front.check()
+        check_invariants(tiers.stack.front)
 
 
 def test_giving_up_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +277,7 @@ async def serving(
         (server,) = running.servers
         moves_of(server).prefetcher.budget = FetchBudget(rate)
         yield server, pool
-        server.stack.check()
+        check_invariants(server.stack)
 
 
 async def put(server: BlockServer, pool: Pool, chain: Sequence[bytes]) -> None:
