@@ -89,7 +89,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copies: Annotated[int, Meta(ge=1, le=16)] = 1
     #: With KV events switched on in the engine: how blocks of the pool are announced to routers.
     #: `shared` says which are on other hosts, as vllm-router wants it; `plain` says that those are
-    #: on a disk, for Dynamo and llm-d; `off`: not at all, as for `kvpool events` (docs/fleet.md).
+    #: on a disk, for Dynamo and llm-d; `off`: not at all, as for `kvpool events` (docs/events.md).
     kv_events: Literal["shared", "plain", "off"] = "shared"
     #: While loads are refused because they are slow, the interval at which the connector measures
     #: the pool's speed by reading a few blocks in the background.

@@ -78,7 +78,7 @@ def events(
     """Publish what the pool has, and what it loses, in the format of vLLM's KV events.
 
     One stream for each namespace, or with --engine one for each engine: its own events, and where
-    the pool has its blocks. docs/fleet.md says what is in it.
+    the pool has its blocks. docs/events.md says what is in it.
     """
     if die_with_parent:
         runtime.die_with_parent()

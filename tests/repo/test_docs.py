@@ -21,7 +21,7 @@ FOLDERS = [
 CHECKED = [
     *("README.md", "CONTRIBUTING.md", "connector/README.md", "benchmarks/README.md"),
     *(f"docs/{name}.md" for name in ("tour", "design", "guarantees", "policies", "benchmarks")),
-    *(f"docs/{name}.md" for name in ("deploy-ucx", "wire", "write-a-connector", "fleet")),
+    *(f"docs/{name}.md" for name in ("deploy-ucx", "wire", "write-a-connector", "fleet", "events")),
 ]
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 

@@ -1,6 +1,6 @@
 """What real routers believe after each of our KV events, and that they never forget an engine.
 
-vllm-router and Dynamo's indexer in processes of their own. The table is in docs/fleet.md.
+vllm-router and Dynamo's indexer in processes of their own. The table is in docs/events.md.
 """
 
 from __future__ import annotations

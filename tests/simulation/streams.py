@@ -56,7 +56,7 @@ _KEPT: Final = 12  # batches for replay: some gaps cannot be filled
 
 
 class Router:
-    """A subscriber that loses messages, and does what docs/fleet.md says that it should do."""
+    """A subscriber that loses messages, and does what docs/events.md says that it should do."""
 
     def __init__(self, publisher: EventPublisher, chance: random.Random) -> None:
         self.believes: dict[bytes, set[str]] = {}
