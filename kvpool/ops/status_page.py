@@ -1,7 +1,7 @@
 """The status page of a master, and the JSON that it draws: `/`, `/api/v1/pool`, `/api/v1/servers`.
 
 The figures are those of `kvpool status --json` and `/metrics`. Every answer is bounded: lists have
-a limit, servers come in pages. docs/operate.md describes the fields.
+a limit, servers come in pages. docs/api/pool-json.md describes the fields.
 """
 
 from __future__ import annotations
