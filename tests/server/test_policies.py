@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from operator import attrgetter
 
 import pytest
 
@@ -19,7 +20,7 @@ from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
-from kvpool.testing import POLICY_CHECKS, ConformanceError, check_policy
+from kvpool.testing import POLICY_CHECKS, ConformanceError, NotDeclared, check_policy
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import keys
@@ -307,7 +308,10 @@ SESSION_AWARE: dict[str, Callable[[int], Policy[Entry]]] = {
 def test_conformance(
     check: Callable[[Callable[[int], Policy[Entry]]], None], make: Callable[[int], Policy[Entry]]
 ) -> None:
-    check(make)
+    try:
+        check(make)
+    except NotDeclared as why:
+        pytest.skip(str(why))
 
 
 def test_check_policy_runs_all() -> None:
@@ -367,13 +371,13 @@ class KeepsRejected(LRU[Entry]):
             if evictable(block):
                 break
             rejected.append(block)
-            self.drop_oldest()
+            self.take()
         else:
             block = None
+        if block is not None:
+            self.take()
         for one in rejected:
             self.add_candidate(one)
-        if block is not None:
-            self.drop_oldest()
         return block
 
 
@@ -404,6 +408,73 @@ class Scans(LRU[Entry]):
         return super().victim(newcomer, evictable, now)
 
 
+class ScansInC(LRU[Entry]):
+    """The same, where no line of Python shows it."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        super().__init__(capacity)
+        self.all: list[Entry] = []
+
+    def add_candidate(self, block: Entry) -> None:
+        self.all.append(block)
+        super().add_candidate(block)
+
+    def remove(self, block: Entry) -> None:
+        super().remove(block)
+        if block in self.all:
+            self.all.remove(block)
+
+    def victim_age(self, now: float) -> float:
+        return max(0.0, now - min(map(attrgetter("last_used"), self.all), default=now * 1e6) / 1e6)
+
+
+class Thorough(LRU[Entry]):
+    """Goes on until it has an answer."""
+
+    def victim(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+    ) -> Entry | Decision | None:
+        while (answer := super().victim(newcomer, evictable, now)) is Decision.NOT_YET:
+            pass
+        return answer
+
+
+class Hesitant(LRU[Entry]):
+    """Puts an answer off, and does nothing meanwhile."""
+
+    def victim(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+    ) -> Entry | Decision | None:
+        return Decision.NOT_YET
+
+
+class LeavesItToRemove(LRU[Entry]):
+    """A victim is in the queue until the store takes it out."""
+
+    def victim(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+    ) -> Entry | Decision | None:
+        answer = super().victim(newcomer, evictable, now)
+        if isinstance(answer, Entry):
+            self.add_candidate(answer)
+        return answer
+
+
+class Meddles(LRU[Entry]):
+    """Counts reads in a field of the store's."""
+
+    def touch(self, block: Entry, now: float) -> None:
+        super().touch(block, now)
+        block.reads += 1
+
+
+class LearnsTooMuch(LRU[Entry]):
+    """Forgets its queue for what it learns."""
+
+    def arrived(self, pause_s: float) -> None:
+        self._heap.clear()
+
+
 class InMilliseconds(LRU[Entry]):
     def victim_age(self, now: float) -> float:
         return super().victim_age(now) * 1000
@@ -423,6 +494,13 @@ class OneStamp(LRU[Entry]):
         (KeepsRejected, "a_rejected_block_comes_back_when_it_is_offered"),
         (IgnoresReads, "a_block_that_was_read_outlives_those_that_were_only_written"),
         (Scans, "a_call_takes_as_long_with_many_blocks"),
+        (Scans, "a_call_does_as_much_with_many_blocks"),
+        (ScansInC, "a_call_does_as_much_with_many_blocks"),
+        (Thorough, "no_call_is_long"),
+        (Hesitant, "every_candidate_is_a_victim_once"),
+        (LeavesItToRemove, "a_victim_has_left_the_queue"),
+        (Meddles, "a_policy_changes_its_own_fields_only"),
+        (LearnsTooMuch, "what_it_learns_from_arrivals_is_bounded"),
         (InMilliseconds, "the_age_is_that_of_the_next_victim"),
         (OneStamp, "the_time_of_a_use_is_made_unique"),
         (ForgetsToAsk, "no_victim_that_may_not_go"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush, heapreplace
 from typing import Final, Generic
 
@@ -57,25 +57,23 @@ class LRU(Generic[B]):
     def victim(
         self, newcomer: B, evictable: Callable[[B], bool], now: float
     ) -> B | Decision | None:
-        for _ in range(_STEPS_MAX):
-            block = self.oldest()
-            if block is None or isinstance(block, Decision):
-                return block
+        steps = iter(range(_STEPS_MAX))  # of the whole call: blocks that may not go are far apart
+        while (block := self.oldest(steps)) is not None and not isinstance(block, Decision):
             last_used = block.last_used
             self.take()
             if evictable(block):
                 return block
             if block.last_used != last_used:  # `evictable` learned of a later use of another part
                 self.add_candidate(block)
-        return Decision.NOT_YET
+        return block
 
-    def oldest(self) -> B | Decision | None:
+    def oldest(self, steps: Iterable[int] = range(_STEPS_MAX)) -> B | Decision | None:
         """The least recently used block. It stays in the heap, and may not be evictable.
 
         NOT_YET when that takes more steps: call again.
         """
         heap = self._heap
-        for _ in range(_STEPS_MAX):
+        for _ in steps:
             if self._rest:
                 heap = self._first_heap()
             if not heap:
