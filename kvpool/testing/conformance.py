@@ -27,6 +27,7 @@ from kvpool.protocols import Policy, Tier, Transport
 from kvpool.testing import (
     connector_checks,
     device_checks,
+    durability_checks,
     loop_checks,
     move_checks,
     policy_checks,
@@ -66,7 +67,7 @@ def _defined(kind: type[C], *modules: ModuleType) -> dict[str, C]:
 TRANSPORT_CHECKS: Final = _defined(
     TransportCheck, transport_checks, ending_checks, loop_checks, move_checks, device_checks
 )
-TIER_CHECKS: Final = _defined(TierCheck, tier_checks, loop_checks)
+TIER_CHECKS: Final = _defined(TierCheck, tier_checks, durability_checks, loop_checks)
 POLICY_CHECKS: Final = _defined(PolicyCheck, policy_checks, policy_costs)
 CONNECTOR_CHECKS: Final = _defined(ConnectorCheck, connector_checks)
 
@@ -87,7 +88,8 @@ async def check_transport(make: Callable[[], Transport], *, address: str = "") -
 
 
 async def check_tier(make: Callable[[int], Tier]) -> None:
-    """Everything that `Tier`, `Addressable`, `Mappable` and `PersistentTier` promise.
+    """Everything that `Tier` and the capabilities that it declares (`Addressable`, `Mappable`,
+    `PersistentTier`, `DeviceAddressable`, ...) promise.
 
     `make` gets a capacity. For a tier that survives a restart it opens the same storage each time.
     Raises ConformanceError at the first check that fails.

@@ -12,14 +12,28 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from kvpool.errors import KvpoolError, UsageError
-from kvpool.protocols import Addressable, Mappable, PersistentTier, Tier
+import numpy as np
+
+from kvpool.errors import Closed, KvpoolError, UsageError
+from kvpool.protocols import (
+    Addressable,
+    DeviceAddressable,
+    Mappable,
+    PersistentTier,
+    SupportsStatusText,
+    Tier,
+)
 from kvpool.testing.harness import NotDeclared, Scene, blank, content, describe, digest, named
 from kvpool.types import ROOT, Namespace, Record
 
 CAPACITY: Final = 1 << 20
 #: Loop steps after which a call is cancelled.
 STEPS: Final = (*range(10), 15, 25, 50, 100)
+
+#: Bytes of a tier whose memory is looked for when it is closed: more than an allocator keeps.
+_LARGE: Final = 40 << 20
+#: What DLPack calls the memory of this process.
+_HOST: Final = 1
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -203,16 +217,62 @@ async def _cut_off(call: Coroutine[Any, Any, None], after: int) -> None:
 
 @TierCheck
 async def closing_twice_is_closing_once(scene: Scene, make: MakeTier) -> None:
-    """A closed tier raises one of kvpool's errors."""
+    """Every call of a closed tier raises Closed."""
     tier = make(CAPACITY)
     descriptors = len(os.listdir("/proc/self/fd"))
     tier.close()
     tier.close()
     left = len(os.listdir("/proc/self/fd"))
     scene.expect(left <= descriptors, "no new descriptor", f"{descriptors} before, {left} after")
-    await scene.raises(KvpoolError, read(tier, 0, 1), "reading a closed tier")
+    await scene.raises(Closed, read(tier, 0, 1), "reading a closed tier")
     writing = tier.write_from(0, memoryview(b"x"))
-    await scene.raises(KvpoolError, writing, "writing into a closed tier")
+    await scene.raises(Closed, writing, "writing into a closed tier")
+    if isinstance(tier, Addressable):
+        await scene.raises(Closed, asyncio.to_thread(tier.view, 0, 1), "a view of a closed tier")
+    if isinstance(tier, DeviceAddressable):
+        viewing = asyncio.to_thread(tier.device_view, 0, 1)
+        await scene.raises(Closed, viewing, "a view of a closed tier's device")
+
+
+@TierCheck
+async def closing_ends_running_calls(scene: Scene, make: MakeTier) -> None:
+    """Each with its result or one of kvpool's errors; then nothing touches its buffer."""
+    for after in STEPS:
+        async with opened(make) as tier:
+            size = tier.capacity // 2 // tier.alignment * tier.alignment
+            buffer, source = blank(size), bytearray(size)
+            calls = [
+                asyncio.ensure_future(tier.read_into(0, memoryview(buffer))),
+                asyncio.ensure_future(tier.write_from(size, memoryview(source))),
+            ]
+            for _ in range(after):
+                await asyncio.sleep(0)
+            tier.close()
+            for outcome in await scene.promptly(calls, "when its tier is closed"):
+                fine = outcome is None or isinstance(outcome, KvpoolError)
+                scene.expect(fine, "a result, or an error of kvpool's", describe(outcome))
+            buffer[:] = blank(size)
+            await asyncio.sleep(0.002)
+            scene.expect(buffer == blank(size), "no byte in the buffer after the call has ended")
+
+
+@TierCheck
+async def a_closed_tier_keeps_no_memory(scene: Scene, make: MakeTier) -> None:
+    """What was written into it is nobody's any more, also while somebody knows the tier."""
+    nothing, closed = memoryview(bytes(_LARGE)), []
+    for number in range(5):
+        async with opened(make, _LARGE) as tier:
+            await tier.write_from(0, nothing[: tier.capacity])
+        closed.append(tier)
+        if number == 1:  # what is allocated once, and kept, is no leak
+            before = _resident()
+    grown = _resident() - before
+    scene.expect(grown < _LARGE, f"three times {_LARGE} bytes to be free", f"{grown} are in use")
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 @TierCheck
@@ -398,14 +458,14 @@ async def what_cannot_be_an_extent_is_refused(scene: Scene, make: MakeTier) -> N
 
 @TierCheck
 async def a_closed_tier_remembers_nothing(scene: Scene, make: MakeTier) -> None:
-    """A closed tier raises one of kvpool's errors."""
+    """A closed tier raises Closed, and does nothing."""
     async with recovered(make) as (tier, memory):
         await memory.persist([record(0, 1, 1)])
         tier.close()
         remembering = memory.persist([record(tier.alignment, 1, 2)])
-        await scene.raises(KvpoolError, remembering, "remembering after `close`")
-        await scene.raises(KvpoolError, memory.erase([0]), "erasing after `close`")
-        await scene.raises(KvpoolError, memory.recover(), "recovering after `close`")
+        await scene.raises(Closed, remembering, "remembering after `close`")
+        await scene.raises(Closed, memory.erase([0]), "erasing after `close`")
+        await scene.raises(Closed, memory.recover(), "recovering after `close`")
     now = await found(make)
     scene.expect(now == {record(0, 1, 1)}, "what was remembered before `close`", listed(now))
 
@@ -450,6 +510,7 @@ async def other_processes_map_the_same_memory(scene: Scene, make: MakeTier) -> N
     """`fd` has `capacity` bytes, and they are the tier's own."""
     async with opened(make) as tier:
         fd = mappable(tier).fd
+        scene.expect(mappable(tier).fd == fd, "one descriptor, which is the tier's", "another")
         size = os.fstat(fd).st_size
         scene.expect(size == tier.capacity, f"{tier.capacity} bytes behind `fd`", describe(size))
         with mmap.mmap(fd, tier.capacity) as mapped:
@@ -474,3 +535,47 @@ async def nobody_can_resize_it(scene: Scene, make: MakeTier) -> None:
             await scene.raises(
                 PermissionError, asyncio.to_thread(os.ftruncate, fd, size), f"resizing to {size}"
             )
+
+
+@TierCheck
+async def memory_on_a_device_is_shown_in_place(scene: Scene, make: MakeTier) -> None:
+    """`device_view` is what `write_from` stores; the token is eight bytes of the same device."""
+    async with opened(make) as tier:
+        if not isinstance(tier, DeviceAddressable):
+            raise NotDeclared(f"tier {tier.name!r} has no memory on a device")
+        token = tier.device_token
+        sizes = len(token.memory), len(token.content)
+        scene.expect(sizes == (8, 8) and bool(token.device), "8 bytes of a device", describe(sizes))
+        same = tier.device_token.content == token.content
+        scene.expect(same, "always the same token", "another one")
+        view = tier.device_view(tier.alignment, 1000)
+        sizes = len(view), len(view[10:30])
+        scene.expect(sizes == (1000, 20), "1000 bytes, of which 20 can be had", describe(sizes))
+        place, theirs = view.__dlpack_device__(), token.memory.__dlpack_device__()
+        scene.expect(place == theirs, "the token on the same device", f"{theirs}, not {place}")
+        data = content(digest("on a device"), 1000)
+        await tier.write_from(tier.alignment, memoryview(data))
+        if place[0] == _HOST:  # a driver may stand between this process and any other device
+            scene.expect(_shown(view) == data, "a view to see what `write_from` stores")
+            same = _shown(token.memory) == token.content
+            scene.expect(same, "the token's bytes on the device")
+        for offset, size in ((tier.capacity, 1), (-1, 1), (0, tier.capacity + 1)):
+            viewing = asyncio.to_thread(tier.device_view, offset, size)
+            await scene.raises(UsageError, viewing, f"a view of {size} bytes at {offset}")
+
+
+def _shown(memory: Any) -> bytes:
+    return np.from_dlpack(memory).tobytes()
+
+
+@TierCheck
+async def what_an_operator_is_shown_is_a_line(scene: Scene, make: MakeTier) -> None:
+    """`status_text`: some words, at every moment until `close`."""
+    async with opened(make) as tier:
+        if not isinstance(tier, SupportsStatusText):
+            raise NotDeclared(f"tier {tier.name!r} has nothing to show to an operator")
+        for _ in range(2):
+            text = tier.status_text
+            fine = isinstance(text, str) and bool(text.strip()) and text.isprintable()
+            scene.expect(fine, "a few words in one line", describe(text))
+            await tier.write_from(0, memoryview(b"some bytes"))

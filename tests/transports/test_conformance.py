@@ -7,6 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from examples.write_a_transport import UnixTransport
-from kvpool.errors import Closed, LinkBroken, Overloaded, UsageError
+from kvpool.errors import Closed, LinkBroken, Overloaded, Unavailable, UsageError
 from kvpool.protocols import (
     BlockStore,
     Channel,
@@ -845,6 +846,171 @@ class Lax(Nvme):
                 await super().persist([record])
 
 
+class Hesitating(Nvme):
+    """Keeps records until it is closed."""
+
+    def __init__(self, capacity: int, path: Path) -> None:
+        super().__init__(capacity, path)
+        self.later: list[Record] = []
+
+    async def persist(self, records: Sequence[Record]) -> None:
+        self.later += records
+
+    def close(self) -> None:
+        if self.later:
+            later, self.later = self.later, []
+            with ThreadPoolExecutor() as pool:
+                pool.submit(asyncio.run, super().persist(later)).result()
+        super().close()
+
+
+class Overreaching(Nvme):
+    """Erases the extent that an offset lies in."""
+
+    def __init__(self, capacity: int, path: Path) -> None:
+        super().__init__(capacity, path)
+        self.sizes: dict[int, int] = {}
+
+    async def persist(self, records: Sequence[Record]) -> None:
+        self.sizes.update({one.offset: one.size for one in records})
+        await super().persist(records)
+
+    async def erase(self, offsets: Sequence[int]) -> None:
+        hit = [
+            start
+            for start, size in self.sizes.items()
+            if any(start <= offset < start + size for offset in offsets)
+        ]
+        await super().erase(hit)
+
+
+class Unstoppable(Nvme):
+    """Goes on persisting when its caller has left."""
+
+    async def persist(self, records: Sequence[Record]) -> None:
+        await asyncio.shield(asyncio.ensure_future(self._persist(records)))
+
+    async def _persist(self, records: Sequence[Record]) -> None:
+        await asyncio.sleep(0.001)
+        if not self._closed:
+            await super().persist(records)
+
+
+class Boastful(Nvme):
+    """Says that it keeps all."""
+
+    def keeps(self, offset: int) -> bool:
+        return True
+
+
+class Pausing(Nvme):
+    """Reads its records on the loop's thread."""
+
+    async def recover(self) -> Sequence[Record]:
+        time.sleep(0.05)  # noqa: ASYNC251, which is what it does wrong
+        return await super().recover()
+
+
+class Alarmist(Nvme):
+    """Counts what has come back, too."""
+
+    async def recover(self) -> Sequence[Record]:
+        records = await super().recover()
+        self.dropped["seen"] += len(records)
+        return records
+
+
+class Hospitable(Nvme):
+    """Serves whoever comes."""
+
+    def claim(self, owner: bytes) -> None:
+        super().claim(bytes(16))
+
+
+class Keyless(Nvme):
+    """Has one key for all."""
+
+    def __init__(self, capacity: int, path: Path) -> None:
+        super().__init__(capacity, path, encrypt=True)
+
+    def use_key(self, key: bytes, random: Callable[[int], bytes] = os.urandom) -> None:
+        super().use_key(bytes(32), random)
+
+
+class Discreet(Nvme):
+    """Has nothing to say, and says that."""
+
+    status_text = ""
+
+
+class Closing(Dram):
+    """Goes on copying when it is closed."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, prefault=False)
+        self._kept = memoryview(bytes(self.capacity))
+
+    async def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.view(offset, len(buffer))
+        asyncio.get_running_loop().call_later(0.001, self._copy_now, buffer)
+
+    def _copy_now(self, buffer: memoryview) -> None:
+        buffer[:] = self._kept[: len(buffer)]
+
+
+class Hoarding(Dram):
+    """Is closed, and has its memory."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, prefault=False)
+        self.kept = self.view(0, self.capacity)
+
+
+class Regretful(Dram):
+    """Says that a closed tier may be there again soon."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, prefault=False)
+
+    def view(self, offset: int, size: int) -> memoryview:
+        try:
+            return super().view(offset, size)
+        except Closed as error:
+            raise Unavailable("not now") from error
+
+
+class Generous(Dram):
+    """A descriptor for everybody who asks."""
+
+    def __init__(self, capacity: int) -> None:
+        self.given: list[int] = []
+        super().__init__(capacity, prefault=False)
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name == "fd" and found >= 0:
+            found = os.dup(found)
+            self.given.append(found)
+        return found
+
+    def close(self) -> None:
+        super().close()
+        while self.given:
+            with suppress(OSError):
+                os.close(self.given.pop())
+
+
+class Staged(Hbm):
+    """Shows a copy of what is on the device."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, device="cpu")
+
+    def device_view(self, offset: int, size: int) -> Any:
+        view = super().device_view(offset, size)
+        return view.clone() if size == 1000 else view
+
+
 class Greedy(Dram):
     """Rounds up."""
 
@@ -876,11 +1042,30 @@ def unsealed(capacity: int) -> Tier:
         ("what_was_erased_stays_erased", Resentful),
         ("of_overlapping_extents_the_newest_wins", Backward),
         ("what_cannot_be_an_extent_is_refused", Lax),
+        ("what_was_remembered_survives_a_kill", Hesitating),
+        ("erasing_ignores_where_no_extent_starts", Overreaching),
+        ("a_cancelled_call_remembers_nothing_later", Unstoppable),
+        ("what_is_left_out_is_said", Boastful),
+        ("no_call_about_records_keeps_the_loop", Pausing),
+        ("nothing_is_dropped_unsaid", Alarmist),
+        ("nobody_else_is_served_from_it", Hospitable),
+        ("another_key_reads_nothing", Keyless),
+        ("what_an_operator_is_shown_is_a_line", Discreet),
+        ("closing_ends_running_calls", Closing),
+        ("a_closed_tier_keeps_no_memory", Hoarding),
+        ("closing_twice_is_closing_once", Regretful),
+        ("other_processes_map_the_same_memory", Generous),
+        ("memory_on_a_device_is_shown_in_place", Staged),
     ],
 )
 async def test_a_broken_tier_is_noticed(
     check: str, tier: Callable[..., Tier], tmp_path: Path
 ) -> None:
+    if tier is Staged:
+        pytest.importorskip("torch", reason="the HBM tier needs torch")
+    if tier is Keyless:
+        pytest.importorskip("cryptography", reason="needs kvpool[encryption]")
+
     def make(capacity: int) -> Tier:
         if isinstance(tier, type) and issubclass(tier, FileTier):
             return tier(tmp_path / "tier", capacity)

@@ -315,11 +315,13 @@ class Nvme:
             if offset % self.alignment or not 0 <= offset < self.capacity:
                 raise UsageError(f"no extent can start at {offset} of {self!r}")
         nothing = memoryview(bytes(self._header_size))
-        await all_of(self._disk.write(self._geometry.header(o), nothing) for o in offsets)
-        for offset in offsets:
-            self._table.use(self._namespace_of.pop(offset, None), -1)
-            self._unnamed.discard(offset)
-            self._seals.pop(offset, None)
+        for first in range(0, len(offsets), _YIELD_EVERY):
+            some = offsets[first : first + _YIELD_EVERY]
+            await all_of(self._disk.write(self._geometry.header(o), nothing) for o in some)
+            for offset in some:
+                self._table.use(self._namespace_of.pop(offset, None), -1)
+                self._unnamed.discard(offset)
+                self._seals.pop(offset, None)
 
     async def recover(self) -> Sequence[Record]:
         """The records that were persisted and whose headers are valid. (design: nvme-format)
