@@ -336,7 +336,7 @@ class ReadOptions(NamedTuple):
 
 
 class Channel(Protocol):
-    """A client's connection to one server. Any number of calls at once.
+    """A client's connection to one server. Any number of calls at once; none waits for a timer.
 
     A cancelled or failed call leaves no pin and no reservation, and after it has ended no byte is
     written into or read from the caller's buffers. The server releases them as soon as it notices

@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 
 from kvpool.protocols import Policy, Tier, Transport
 from kvpool.testing import (
+    channel_checks,
     connector_checks,
     device_checks,
     durability_checks,
@@ -65,7 +66,13 @@ def _defined(kind: type[C], *modules: ModuleType) -> dict[str, C]:
 
 #: Every check, by name. One about a capability that is not declared raises NotDeclared.
 TRANSPORT_CHECKS: Final = _defined(
-    TransportCheck, transport_checks, ending_checks, loop_checks, move_checks, device_checks
+    TransportCheck,
+    transport_checks,
+    ending_checks,
+    channel_checks,
+    loop_checks,
+    move_checks,
+    device_checks,
 )
 TIER_CHECKS: Final = _defined(TierCheck, tier_checks, durability_checks, loop_checks)
 POLICY_CHECKS: Final = _defined(PolicyCheck, policy_checks, policy_costs)

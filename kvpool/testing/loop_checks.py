@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 from kvpool.errors import Overloaded, Unavailable
+from kvpool.protocols import Channel
 from kvpool.testing.harness import (
     NAMESPACE,
     NotDeclared,
@@ -28,6 +30,8 @@ TURN_S: Final = 0.005
 DIAL_TURN_S: Final = 0.025
 #: The same of thousands of records: threads that write them hold the interpreter for 5 ms, too.
 RECORDS_TURN_S: Final = 0.025
+#: What a call that moves little takes, where both sides are one process.
+SMALL_S: Final = 0.01
 _ATTEMPTS: Final = 25
 #: Bytes that are moved meanwhile.
 _SIZE: Final = 64 << 10
@@ -130,19 +134,41 @@ async def a_buffer_is_the_callers_again(scene: Scene, make: MakeTier) -> None:
 async def no_call_keeps_the_loop(stage: Stage) -> None:
     """Connecting and small calls take little of the client's loop at a time."""
     channel = await stage.connect()
-    data = blocks("turns", 2, _SIZE)
     await keeps_no_loop(stage, stage.connect, "connecting", DIAL_TURN_S)
-    await keeps_no_loop(stage, lambda: stage.write(channel, data), "a write")
-    into = [blank(_SIZE) for _ in data]
-    await keeps_no_loop(stage, lambda: stage.read(channel, list(data), into), "a read")
-    deadline = stage.within()
-    for name, call in {
-        "a removal": lambda: channel.remove(NAMESPACE, [digest("no")], deadline=deadline),
-        "a report": lambda: channel.report_corruption(
-            NAMESPACE, 0, [digest("no")], deadline=deadline
-        ),
-    }.items():
+    for name, call in _small_calls(stage, channel).items():
         await keeps_no_loop(stage, call, name)
+
+
+def _small_calls(stage: Stage, channel: Channel) -> dict[str, Callable[[], Awaitable[object]]]:
+    """Calls that move little: 100 bytes, and _SIZE; and those that move none."""
+    calls: dict[str, Callable[[], Awaitable[object]]] = {}
+    for size in (100, _SIZE):
+        data = blocks(f"turns of {size}", 2, size)
+        into = [blank(size) for _ in data]
+        calls[f"a write of {size} bytes"] = partial(stage.write, channel, data)
+        calls[f"a read of {size} bytes"] = partial(stage.read, channel, list(data), into)
+    keys = [digest("no")]
+    calls["a removal"] = lambda: channel.remove(NAMESPACE, keys, deadline=stage.within())
+    calls["a report"] = lambda: channel.report_corruption(
+        NAMESPACE, 0, keys, deadline=stage.within()
+    )
+    return calls
+
+
+@TransportCheck
+async def no_small_call_waits_for_a_timer(stage: Stage) -> None:
+    """It takes what the way to the server takes: nothing is collected for a while, or polled."""
+    channel, loop = await stage.connect(), asyncio.get_running_loop()
+    for name, call in _small_calls(stage, channel).items():
+        took = []
+        for _ in range(_ATTEMPTS):
+            began = loop.time()
+            await call()
+            took.append(loop.time() - began)
+            if took[-1] <= SMALL_S:
+                break
+        text = f"{min(took) * 1000:.0f} ms at best, in {_ATTEMPTS} attempts"
+        stage.expect(min(took) <= SMALL_S, f"{name} within {SMALL_S * 1000:.0f} ms", text)
 
 
 @TransportCheck

@@ -10,12 +10,21 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from examples.write_a_transport import UnixTransport
-from kvpool.errors import Closed, LinkBroken, Overloaded, Unavailable, UsageError
+from kvpool.errors import (
+    Closed,
+    Forbidden,
+    LinkBroken,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+    UsageError,
+)
 from kvpool.protocols import (
     BlockStore,
     Channel,
@@ -43,6 +52,7 @@ from kvpool.testing import (
     device_checks,
     transport_checks,
 )
+from kvpool.testing.harness import CLUSTER
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     ROOT,
@@ -392,6 +402,180 @@ class Thinking(Through):
         return await self.inner.read(reading, blocks, deadline=deadline)
 
 
+class Collecting(Through):
+    """Waits whether there is more to send."""
+
+    async def write(
+        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
+    ) -> list[WriteStatus]:
+        await asyncio.sleep(0.02)
+        return await self.inner.write(writing, blocks, deadline=deadline)
+
+
+class Fiddling(Through):
+    """Keeps the loop for each small block."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        if blocks[0].size < 4096:
+            time.sleep(0.02)  # noqa: ASYNC251, which is what it does wrong
+        return await self.inner.read(reading, blocks, deadline=deadline)
+
+
+class Summing(Through):
+    """Knows one kind of miss."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        results = await self.inner.read(reading, blocks, deadline=deadline)
+        return [
+            one if one.status.hit else ReadResult(ReadStatus.NEVER_WRITTEN, one.size)
+            for one in results
+        ]
+
+
+class Hurrying(Through):
+    """Takes every failed write for a full server."""
+
+    async def write(
+        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
+    ) -> list[WriteStatus]:
+        statuses = await self.inner.write(writing, blocks, deadline=deadline)
+        return [WriteStatus.NO_SPACE if s is WriteStatus.BYPASSED else s for s in statuses]
+
+
+class Translating(Through):
+    """Says what it thinks was meant."""
+
+    async def remove(self, *asked: Any, **options: Any) -> list[bool]:
+        try:
+            return await self.inner.remove(*asked, **options)
+        except Forbidden as error:
+            raise Unauthenticated(str(error)) from error
+
+
+class Terser(Through):
+    """Leaves out why."""
+
+    async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
+        try:
+            return await super().holdings(after, deadline=deadline)
+        except Overloaded as error:
+            raise Overloaded("refused") from error
+
+
+class Endured(Through):
+    """Reads for as long as it takes."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        return await self.inner.read(reading, blocks, deadline=deadline + 60)
+
+
+class Ordering(Through):
+    """Waits for a server that leaves until it has left."""
+
+    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
+        return await super().drain(order, deadline=deadline + 60)
+
+
+class Silent(Through):
+    """Tells nobody that an answer arrives."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        options = reading._replace(idle_timeout=None)
+        return await self.inner.read(options, blocks, deadline=deadline)
+
+
+class Ticking(Through):
+    """Says that it goes on, whether it does or not."""
+
+    async def read(
+        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
+    ) -> list[ReadResult]:
+        reads = asyncio.ensure_future(self.inner.read(reading, blocks, deadline=deadline))
+        while not reads.done():
+            if reading.idle_timeout is not None:
+                reading.idle_timeout.touch()
+            await asyncio.wait([reads], timeout=0.01)
+        return await reads
+
+
+class Unreachable(ThroughTransport):
+    """Finds no server where one is."""
+
+    def can_reach(self, address: str) -> bool:
+        return False
+
+
+class Devoted(ThroughTransport):
+    """Lacks nothing for devices, and has no channel for them."""
+
+    device_lack = ""
+
+
+class Wordless(ThroughTransport):
+    """Has nothing to say."""
+
+    status_text = ""
+
+
+class Trusting(ThroughTransport):
+    """Takes a tenant's word for it."""
+
+    async def connect(
+        self, address: str, *, cluster: Cluster, client: str, deadline: float
+    ) -> Channel:
+        secret = CLUSTER._replace(secret=b"the cluster's" if cluster.tenant else cluster.secret)
+        return await super().connect(address, cluster=secret, client=client, deadline=deadline)
+
+
+class Parting(ThroughTransport):
+    """Closes its connections when it has closed."""
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        listener = await super().listen(address, store)
+        close = listener.close
+
+        async def later() -> None:
+            asyncio.get_running_loop().call_later(0.05, asyncio.ensure_future, close())
+
+        listener.close = later  # type: ignore[method-assign]
+        return listener
+
+
+class Linked(UnixTransport):
+    """Shows its server another link than it has, or another client."""
+
+    def __init__(self, change: Callable[[Peer], Peer]) -> None:
+        super().__init__()
+        self.change = change
+
+    async def listen(self, address: str, store: Any) -> Listener:
+        connect = store.connect
+        store.connect = lambda peer: connect(self.change(peer))
+        return await super().listen(address, store)
+
+
+def link(**calls: Callable[..., Any]) -> Callable[[Peer], Peer]:
+    """Changes a peer: its link answers so."""
+
+    def change(peer: Peer) -> Peer:
+        assert peer.link is not None
+        real = {
+            name: getattr(peer.link, name)
+            for name in ("progress", "hang_up", "idle_since", "retire")
+        }
+        return peer._replace(link=SimpleNamespace(**(real | calls)))
+
+    return change
+
+
 class Dialling(UnixTransport):
     """Connects for as long as it takes."""
 
@@ -636,7 +820,7 @@ def forget_the_books(connection: Any) -> None:
     connection.close = lambda **_: None
 
 
-BROKEN: dict[str, Callable[[], ThroughTransport]] = {
+BROKEN: dict[str, Callable[[], Transport]] = {
     "results_are_in_the_callers_order": lambda: ThroughTransport(Unordered),
     "damaged_blocks_are_corrupt": lambda: ThroughTransport(Unverified),
     "a_block_in_pieces_is_their_concatenation": lambda: ThroughTransport(Backwards),
@@ -663,6 +847,17 @@ BROKEN: dict[str, Callable[[], ThroughTransport]] = {
     "a_refused_call_is_made_once": lambda: ThroughTransport(Rereading),
     "no_call_keeps_the_loop": lambda: ThroughTransport(Thinking),
     "nothing_stays_when_both_sides_close": Leaking,
+    "no_small_call_waits_for_a_timer": lambda: ThroughTransport(Collecting),
+    "a_read_shows_that_it_goes_on": lambda: ThroughTransport(Silent),
+    "every_call_ends_by_its_deadline": lambda: ThroughTransport(Endured),
+    "every_status_arrives": lambda: ThroughTransport(Summing),
+    "a_refusal_arrives_unchanged": lambda: ThroughTransport(Translating),
+    "a_tenants_client_is_known_or_refused": Trusting,
+    "what_a_transport_declares_is_so": Unreachable,
+    "a_closed_listener_has_no_connection": Parting,
+    "a_server_knows_who_calls": lambda: Linked(lambda peer: peer._replace(address="127.0.0.1:9000")),
+    "a_server_may_hang_up": lambda: Linked(link(hang_up=lambda why: None)),
+    "a_server_sees_whether_a_client_is_idle": lambda: Linked(link(idle_since=lambda: None)),
     "bytes_are_taken_while_they_are_pinned": lambda: ThroughTransport(
         store=lambda store: Books(store, unpin_early)
     ),
@@ -680,10 +875,28 @@ async def test_a_connect_without_a_deadline_is_noticed() -> None:
         await TRANSPORT_CHECKS["connecting_to_a_silent_server_keeps_its_deadline"](Dialling)
 
 
-@pytest.mark.parametrize("check", BROKEN)
-async def test_a_broken_transport_is_noticed(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+#: Others, which break the same promise elsewhere.
+BROKEN_TOO: list[tuple[str, Callable[[], Transport]]] = [
+    ("no_call_keeps_the_loop", lambda: ThroughTransport(Fiddling)),
+    ("a_read_shows_that_it_goes_on", lambda: ThroughTransport(Ticking)),
+    ("every_call_ends_by_its_deadline", lambda: ThroughTransport(Ordering)),
+    ("every_status_arrives", lambda: ThroughTransport(Hurrying)),
+    ("a_refusal_arrives_unchanged", lambda: ThroughTransport(Terser)),
+    ("what_a_transport_declares_is_so", Devoted),
+    ("what_a_transport_declares_is_so", Wordless),
+    ("a_server_knows_who_calls", lambda: Linked(lambda peer: peer._replace(transport="tcp"))),
+    ("a_server_sees_whether_a_client_is_idle", lambda: Linked(link(retire=lambda: None))),
+    ("a_server_sees_whether_a_client_is_idle", lambda: Linked(link(idle_since=lambda: 1e9))),
+    ("a_server_sees_whether_a_client_is_idle", lambda: Linked(link(progress=time.monotonic))),
+]
+
+
+@pytest.mark.parametrize(("check", "make"), [*BROKEN.items(), *BROKEN_TOO])
+async def test_a_broken_transport_is_noticed(
+    check: str, make: Callable[[], Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvpool.testing.harness.PROMPT_S", 0.2)
-    transport = BROKEN[check]()
+    transport = make()
     with pytest.raises(ConformanceError, match=check) as caught:
         await TRANSPORT_CHECKS[check](lambda: transport)
     assert caught.value.check == check
