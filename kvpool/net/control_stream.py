@@ -35,11 +35,9 @@ _ENDED: Final = "a stream of control messages is ended"
 _LOG_EVERY_S: Final = 60.0
 #: An offer is good for so long, and a stream has to be opened within it.
 OFFER_S: Final = 2.0
-#: Offers that were not used yet; the oldest one gives way.
-_OFFERS_MAX: Final = 1024
 #: Connections that have not shown a token yet; the oldest one is ended for one more.
 _UNOPENED_MAX: Final = 256
-#: Streams of one master, at most; and a quarter of the files that its process may open.
+#: Streams of one master and offers of some, at most; and a quarter of the files that it may open.
 _STREAMS_MAX: Final = 4096
 #: A stream that was not used for so long gives way to another one, when there are too many.
 _IDLE_S: Final = 10.0
@@ -252,6 +250,10 @@ class _Offer(NamedTuple):
     until: float
 
 
+def _holder(caller: Caller) -> str:
+    return caller.tenant or caller.address
+
+
 class MasterStreams:
     """The streams of one master: offers them, and answers on them."""
 
@@ -261,7 +263,7 @@ class MasterStreams:
         self._sealed = sealed
         self._offers: dict[bytes, _Offer] = {}
         self._unopened: dict[_MasterEnd, None] = {}
-        self._streams: dict[_MasterEnd, str] = {}  # and the tenant of its caller
+        self._streams: dict[_MasterEnd, str] = {}  # and who has it
         #: Those with messages that wait for their answer, the next one first.
         self._asking: deque[_MasterEnd] = deque()
         self._planned = False
@@ -301,35 +303,33 @@ class MasterStreams:
 
     def offer(self, caller: Caller) -> StreamOffer:
         """A stream for this caller, who has asked for one over zmq."""
-        if problem := self._problem(caller.tenant):
+        now, holder = asyncio.get_running_loop().time(), _holder(caller)
+        for token in [one for one, offer in self._offers.items() if offer.until <= now]:
+            self._shares.give_back(_holder(self._offers.pop(token).caller))
+        if problem := self._problem(holder):
             return StreamOffer(0, b"", b"", problem)
-        now = asyncio.get_running_loop().time()
-        # They are in the order of their time.
-        for token, offer in list(self._offers.items()):
-            if offer.until > now and len(self._offers) < _OFFERS_MAX:
-                break
-            del self._offers[token]
+        self._shares.hold(holder)
         token = secrets.token_bytes(TOKEN_SIZE)
         keys = secrets.token_bytes(2 * STREAM_KEY_SIZE) if self._sealed else b""
         self._offers[token] = _Offer(caller, keys, now + OFFER_S)
         return StreamOffer(self._port, token, keys, "")
 
-    def _problem(self, tenant: str) -> str:
+    def _problem(self, holder: str) -> str:
         if self._server is None:
             return "it is told to have none"
         if self._sealed and not can_seal():
             return "it lacks the package cryptography: pip install 'kvpool[encryption]'"
-        while not self._shares.room(tenant):
-            if not self._end_idle(tenant):
-                self._shares.refuse(tenant)
-                return f"{self._shares.held(tenant)} of {self._shares.total} streams are in use"
+        while not self._shares.room(holder):
+            if not self._end_idle(holder):
+                self._shares.refuse(holder)
+                return f"{self._shares.held(holder)} of {self._shares.total} streams are in use"
         return ""
 
-    def _end_idle(self, tenant: str) -> bool:
+    def _end_idle(self, holder: str) -> bool:
         """End the stream that was not used for the longest time, if that is long enough: of this
-        tenant while there is room for others."""
+        one's while there is room for others."""
         full = self._shares.used >= self._shares.total
-        ends = [end for end, of in self._streams.items() if full or of == tenant]
+        ends = [end for end, of in self._streams.items() if full or of == holder]
         oldest = min(ends, key=lambda end: end.used_at, default=None)
         if oldest is None or oldest.used_at > asyncio.get_running_loop().time() - _IDLE_S:
             return False
@@ -368,14 +368,11 @@ class MasterStreams:
 
     def redeem(self, end: _MasterEnd, token: bytes) -> _Offer | None:
         """What was offered with this token, once."""
-        offer = self._offers.pop(token, None)
+        offer = self._offers.get(token)
         if offer is None or offer.until < end.used_at:
             return None
-        tenant = offer.caller.tenant
-        if not self._shares.take(tenant):
-            return None
-        del self._unopened[end]
-        self._streams[end] = tenant
+        del self._offers[token], self._unopened[end]
+        self._streams[end] = _holder(offer.caller)
         return offer
 
     def broken(self, end: _MasterEnd, error: PeerError) -> None:
@@ -390,9 +387,9 @@ class MasterStreams:
         if end in self._unopened:
             self.refused += 1
         self._unopened.pop(end, None)
-        tenant = self._streams.pop(end, None)
-        if tenant is not None:
-            self._shares.give_back(tenant)
+        holder = self._streams.pop(end, None)
+        if holder is not None:
+            self._shares.give_back(holder)
 
 
 class _MasterEnd(_End):

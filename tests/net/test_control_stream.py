@@ -455,14 +455,37 @@ async def test_a_stream_that_is_open_stays_open(monkeypatch: pytest.MonkeyPatch)
         stream.abort()
 
 
-async def test_more_offers_than_streams_open_no_more_than_there_may_be() -> None:
+async def test_an_offer_is_a_place_until_it_is_used_or_too_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endings(monkeypatch, OFFER_S=0.1)
     async with served() as master:
-        master.streams._shares.total = 1
-        first, second = master.streams.offer(Caller()), master.streams.offer(Caller())
-        await opened(master, first)
-        with pytest.raises(Unavailable):
-            await opened(master, second)
-        assert len(master.streams) == 1
+        streams = master.streams
+        streams._shares.total = 1
+        first = streams.offer(Caller())
+        assert streams.offer(Caller()).problem == "1 of 1 streams are in use"
+        stream = await opened(master, first)
+        await asyncio.sleep(0.11)
+        assert streams.offer(Caller()).problem, "it is a stream now"
+        stream.abort()
+        await eventually(lambda: len(streams) == 0)
+        late = streams.offer(Caller())
+        await asyncio.sleep(0.11)
+        assert not streams.offer(Caller()).problem
+        with pytest.raises(Unavailable, match="token"):
+            await opened(master, late)
+        assert streams._shares.used == 1
+
+
+async def test_hosts_without_a_tenant_leave_room_for_others() -> None:
+    async with served() as master:
+        streams = master.streams
+        streams._shares.total = 16
+        for host in ("10.0.0.1", "fd00::1"):
+            asked = [streams.offer(Caller(host)) for _ in range(20)]
+            assert 0 < sum(not one.problem for one in asked) <= 8
+        assert streams._shares.refused["10.0.0.1"] == 12
+        await opened(master, streams.offer(Caller("10.0.0.2")))
 
 
 async def test_streams_of_one_tenant_leave_room_for_those_of_others(
@@ -473,14 +496,15 @@ async def test_streams_of_one_tenant_leave_room_for_those_of_others(
     async with served() as master:
         streams = master.streams
         streams._shares.total = 8
+        initech = Caller(tenant="initech")
         mine = await opened(master, streams.offer(globex))
         theirs = [await opened(master, streams.offer(acme)) for _ in range(3)]
         assert streams.offer(acme).problem == "3 of 8 streams are in use"
-        assert not streams.offer(Caller(tenant="initech")).problem
+        assert not streams.offer(initech).problem
         assert len(streams) == 4
         await asyncio.sleep(0.15)
-        assert not streams.offer(acme).problem, "its own idle ones give way"
-        assert len(streams) < 4
+        theirs.append(await opened(master, streams.offer(acme)))  # its own idle ones give way
+        assert len(streams) <= 4
         await asyncio.sleep(0.01)
         assert not mine.ended
         for stream in (*theirs, mine):
@@ -489,14 +513,18 @@ async def test_streams_of_one_tenant_leave_room_for_those_of_others(
         assert [streams._shares.held(name) for name in ("acme", "globex")] == [0, 0]
 
 
-async def test_offers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    endings(monkeypatch, _OFFERS_MAX=5)
+async def test_offers_that_nobody_takes_keep_nobody_else_out() -> None:
+    acme, globex = Caller(tenant="acme"), Caller(tenant="globex")
     async with served() as master:
-        offers = [master.streams.offer(Caller()) for _ in range(20)]
-        assert len(master.streams._offers) <= 5
-        await opened(master, offers[-1])
-        with pytest.raises(Unavailable):
-            await opened(master, offers[0])
+        streams = master.streams
+        streams._shares.total = 100
+        mine = streams.offer(globex)
+        taken = [streams.offer(acme) for _ in range(300)]
+        assert sum(not one.problem for one in taken) <= 50
+        assert len(streams._offers) <= 51
+        assert streams._shares.refused["acme"] >= 250
+        await opened(master, mine)
+        await opened(master, streams.offer(globex))
 
 
 async def test_a_port_full_of_silent_connections_still_takes_an_honest_caller(
@@ -566,11 +594,12 @@ async def test_a_caller_that_reads_no_replies_is_cut_off(monkeypatch: pytest.Mon
 async def test_an_idle_stream_gives_way_to_another_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     endings(monkeypatch, _IDLE_S=0.2)
     async with served() as master:
-        master.streams._shares.total = 2
+        master.streams._shares.total = 4  # all of them are of one host, which has half
         links: list[Any] = [master.connect() for _ in range(3)]
         await on_stream(links[0])
         await on_stream(links[1])
-        assert master.streams.offer(Caller()).problem == "2 of 2 streams are in use"
+        problem = master.streams.offer(Caller("127.0.0.1")).problem
+        assert problem == "2 of 4 streams are in use"
         await asyncio.sleep(0.25)
         await ask(links[0])  # so the other one is idle
         await on_stream(links[2])
