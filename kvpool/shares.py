@@ -100,10 +100,11 @@ class Recent(Generic[K, V]):
     An entry is its holder's: another one finds nothing under the same key.
     """
 
-    __slots__ = ("_entries", "_groups", "_largest", "total")
+    __slots__ = ("_entries", "_groups", "_largest", "dropped", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.dropped = 0  # entries that had to leave
         #: By holder and key, the latest last: the group that the entry counts in, and its value.
         self._entries: OrderedDict[tuple[str, K], tuple[str, V]] = OrderedDict()
         self._groups: dict[str, OrderedDict[tuple[str, K], None]] = {}
@@ -117,8 +118,7 @@ class Recent(Generic[K, V]):
 
     def get(self, holder: str, key: K) -> V | None:
         """The value; looking at it makes it no younger."""
-        found = self._entries.get((holder, key))
-        return found[1] if found is not None else None
+        return self._entries.get((holder, key), ("", None))[1]
 
     def put(self, holder: str, key: K, value: V) -> None:
         """From now on this is the value, and the youngest entry."""
@@ -134,6 +134,14 @@ class Recent(Generic[K, V]):
         if len(self._entries) > self.total:
             self._drop_one()
 
+    def pop(self, holder: str, key: K) -> None:
+        """Forget this entry, if it is there."""
+        found = self._entries.pop((holder, key), None)
+        if found is not None:
+            del self._groups[found[0]][holder, key]
+            if not self._groups[found[0]]:
+                del self._groups[found[0]]
+
     def values(self) -> Iterator[V]:
         """All of them, the youngest first."""
         return (value for _, value in reversed(self._entries.values()))
@@ -143,8 +151,5 @@ class Recent(Generic[K, V]):
         # One has more than its part: as long as that is known of this one, no other is looked for.
         if len(groups.get(self._largest, ())) * len(groups) <= self.total:
             self._largest = max(groups, key=lambda name: len(groups[name]))
-        entries = groups[self._largest]
-        name, _ = entries.popitem(last=False)
-        del self._entries[name]
-        if not entries:
-            del groups[self._largest]
+        self.dropped += 1
+        self.pop(*next(iter(groups[self._largest])))

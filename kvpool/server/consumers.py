@@ -13,10 +13,11 @@ from itertools import islice
 from typing import Final
 
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.shares import Shares
 from kvpool.tenant_names import tenant_of
 from kvpool.types import NAME_MAX, OTHERS, Consumer, Namespace
 
-#: Names of each kind whose reads are counted apart.
+#: Names of each kind whose reads are counted apart; no tenant has all of them.
 NAMES_MAX: Final = 1024
 #: Indexes of a tier whose bytes are listed by namespace; a look must not take long.
 _INDEXES_MAX: Final = 2048
@@ -40,6 +41,7 @@ class Consumers:
         self._store = store
         self._tier_names = tier_names
         self._reads: dict[str, dict[str, _Reads]] = {kind: {} for kind in _SHOWN}
+        self._names = {kind: Shares(NAMES_MAX - 1) for kind in _SHOWN}  # OTHERS is one
 
     def read(
         self,
@@ -94,11 +96,11 @@ class Consumers:
 
     def _of(self, kind: str, name: str, *, new: bool) -> _Reads:
         """Where reads of this name are counted. Only hits make a new name: anybody may ask for
-        blocks of a name that nobody has."""
+        blocks of a name that nobody has. A tenant has its share of the names."""
         found = self._reads[kind]
         reads = found.get(name)
         if reads is None:
-            if not new or len(found) >= NAMES_MAX:
+            if not new or not self._names[kind].take(tenant_of(name)):
                 name = OTHERS
             reads = found.setdefault(name, _Reads())
         return reads

@@ -81,6 +81,18 @@ def test_the_list_is_bounded_and_the_rest_is_summed() -> None:
     assert namespaces[OTHERS].tiers == {"dram": (101 - 2 - 7) * PAGE}
 
 
+def test_a_tenant_with_many_names_leaves_some_to_others() -> None:
+    stack = stack_of(8)
+    consumers = Consumers(stack, ["dram"])
+    for n in range(3 * NAMES_MAX):
+        consumers.read(Namespace(f"@acme/{n}"), 0, b"", 1, 10, 0)
+    consumers.read(BETA, 0, b"", 1, 1 << 30, 0)
+    namespaces = named(consumers.report(), "namespace")
+    assert namespaces[BETA.name].hit_blocks == 1
+    assert namespaces[OTHERS].hit_blocks > 2 * NAMES_MAX
+    assert len(consumers._reads["namespace"]) <= NAMES_MAX
+
+
 def test_made_up_names_fill_one_line() -> None:
     consumers = Consumers(stack_of(16), ["dram"])
     for n in range(3 * NAMES_MAX):

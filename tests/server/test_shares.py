@@ -124,6 +124,19 @@ def test_what_is_put_again_is_the_youngest() -> None:
     assert recent.get("acme", "a") == 1
 
 
+def test_what_is_forgotten_makes_room_and_is_not_counted_as_dropped() -> None:
+    recent: Recent[str, int] = Recent(2)
+    recent.put("acme", "a", 1)
+    recent.pop("acme", "a")
+    recent.pop("acme", "a")
+    recent.pop("globex", "b")
+    assert (len(recent), recent.dropped, repr(recent)) == (0, 0, "<Recent 0 of 2, of 0 holders>")
+    for name in "bcd":
+        recent.put("acme", name, 1)
+    assert (len(recent), recent.dropped) == (2, 1)
+    assert recent.get("acme", "b") is None
+
+
 def test_made_up_holders_of_entries_share_one_part() -> None:
     recent: Recent[int, int] = Recent(5000)
     for n in range(5000):

@@ -552,13 +552,13 @@ class Directory:
     ) -> Placement:
         """Where to write `copies` copies of blocks with `size` bytes in all, best server first.
 
-        Advice only: nothing is reserved. `Placer.rank` explains the order.
+        Advice only: nothing is reserved. To `Placer.rank` a namespace of no tenant is a tenant.
         """
         held = self._held(self._blocks.get(namespace), parent) if parent != ROOT else None
         if held is not None:
             self._resolve(held)
         holders = [self._servers[one.server] for one in held.replicas] if held else []
-        tenant = tenant_of(namespace.name)
+        tenant = tenant_of(namespace.name) or namespace.name
         ranked = self._placer.rank(
             key=digests[0] if digests else b"",
             parent=parent,

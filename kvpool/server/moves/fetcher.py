@@ -445,6 +445,7 @@ class Fetcher:
                     entry.copies,
                 )
             )
+        self._context.counters["dropped_receivers"] = self.receivers.dropped
         return offers
 
     def revoke(self, namespace: Namespace, digests: Sequence[bytes], part: int | None) -> None:

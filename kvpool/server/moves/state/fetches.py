@@ -6,11 +6,12 @@ Pure, as the stores are: `now` is an argument. `fetcher.py` moves the bytes.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
 from kvpool.errors import InvariantViolated
+from kvpool.shares import Recent
+from kvpool.tenant_names import tenant_of
 from kvpool.types import Namespace
 
 #: Of what was measured a server fetches this part: the rest of the time its network and memory are
@@ -31,14 +32,16 @@ class FetchBudget:
 
     A transfer may begin when those before it are paid for; each costs its size divided by the rate.
     So at most one transfer is ahead of the rate, whatever the size of a block. With `rate` 0 the
-    rate is a quarter of the speed that transfers reach.
+    rate is a quarter of the speed that transfers reach: of each byte that came, not of each second.
+    So a peer that is nearly frozen, and takes most of the time for a few bytes, slows down nobody.
     """
 
     def __init__(self, rate: float = 0.0) -> None:
         self._fixed = rate
         self._paid_at = 0.0
-        self._bytes = 0.0  # of the transfers that were measured, the last ones counting most
-        self._seconds = 0.0
+        # Of the transfers that were measured, the last ones counting most.
+        self._bytes = 0.0
+        self._speeds = 0.0  # bytes per second, each transfer's as often as it had bytes
 
     def __repr__(self) -> str:
         return f"<FetchBudget {self.rate:.0f} bytes/s>"
@@ -48,7 +51,7 @@ class FetchBudget:
         """Bytes per second."""
         if self._fixed:
             return self._fixed
-        return _SHARE * (self._bytes / self._seconds if self._seconds else _ASSUMED_SPEED)
+        return _SHARE * (self._speeds / self._bytes if self._bytes else _ASSUMED_SPEED)
 
     def wait_s(self, now: float) -> float:
         """Seconds until the next transfer may begin."""
@@ -71,7 +74,7 @@ class FetchBudget:
         self._paid_at -= price_s * (1 - moved / size)
         if moved and seconds > 0:
             self._bytes = self._bytes * _MEMORY + moved
-            self._seconds = self._seconds * _MEMORY + seconds
+            self._speeds = self._speeds * _MEMORY + moved * (moved / seconds)
 
 
 class FetchState(enum.Enum):
@@ -129,33 +132,37 @@ class Receivers:
 
     A removal goes to all servers, each at its own time. One may get it before it fetches the block,
     from a server that has not got it yet; so that server passes it on. Removals take seconds at
-    most, so the last `limit` records are enough (design: moves).
+    most, so the last `limit` records are enough, each tenant's among them (design: moves).
     """
 
     def __init__(self, limit: int = 65_536) -> None:
-        self._limit = limit
-        self._servers: OrderedDict[_Key, tuple[str, ...]] = OrderedDict()
+        self._servers: Recent[_Key, tuple[str, ...]] = Recent(limit)
 
     def __len__(self) -> int:
         return len(self._servers)
 
+    @property
+    def dropped(self) -> int:
+        """Records that were dropped at the limit: removals that nobody passes on any more."""
+        return self._servers.dropped
+
     def add(self, namespace: Namespace, part: int, digest: bytes, server: str) -> None:
-        """`server` is about to fetch the block. At the limit the oldest record is dropped."""
-        key = namespace, part, digest
-        known = self._servers.pop(key, ())
-        self._servers[key] = (*(one for one in known if one != server), server)[-_RECEIVERS_MAX:]
-        if len(self._servers) > self._limit:
-            self._servers.popitem(last=False)
+        """`server` is about to fetch the block. At the limit the oldest record is dropped, of a
+        tenant that has more than its part."""
+        key, tenant = (namespace, part, digest), tenant_of(namespace.name)
+        others = [one for one in self._servers.get(tenant, key) or () if one != server]
+        self._servers.put(tenant, key, (*others, server)[-_RECEIVERS_MAX:])
 
     def of(
         self, namespace: Namespace, digests: Sequence[bytes], part: int | None
     ) -> dict[str, list[bytes]]:
         """Which of the blocks each server has fetched, or is about to."""
         found: dict[str, dict[bytes, None]] = {}
-        if self._servers:
+        if len(self._servers):
+            tenant = tenant_of(namespace.name)
             for one in range(namespace.parts) if part is None else (part,):
                 for digest in digests:
-                    for server in self._servers.get((namespace, one, digest), ()):
+                    for server in self._servers.get(tenant, (namespace, one, digest)) or ():
                         found.setdefault(server, {})[digest] = None
         return {server: list(blocks) for server, blocks in found.items()}
 
@@ -167,5 +174,5 @@ class Receivers:
         for one in range(namespace.parts) if found else ():
             if part is None or one == part:
                 for digest in digests:
-                    self._servers.pop((namespace, one, digest), None)
+                    self._servers.pop(tenant_of(namespace.name), (namespace, one, digest))
         return found
