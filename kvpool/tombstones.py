@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Final, TypeAlias
 
 from kvpool.piecewise_dict import PiecewiseDict
+from kvpool.tenant_names import TENANTS_MAX, tenant_of
 from kvpool.types import Namespace, ReadStatus
 
 #: A block: name and parts of its namespace, and its digest. Hashed without a call of Python.
@@ -20,55 +22,51 @@ _STATUS_BITS: Final = 8
 _STATUS_MASK: Final = (1 << _STATUS_BITS) - 1
 
 
+class _Line(deque[_Key]):
+    """The blocks of one tenant's departures, the oldest first; `next` numbers the one to come."""
+
+    next = 0
+
+
 class Tombstones:
     """The last `limit` departures: from (namespace, digest) to the status that a reader gets.
 
-    Departures are numbered. `_order` has the block of each, the oldest first, and `_reasons` for
-    each block that is gone the number and the status of its last departure: what is in `_order`
-    under another number has come back, or left once more. An OrderedDict would move all its
-    records at once now and then: 5 to 12 ms with 65,536 (design: turns).
+    Where one more does not fit, the oldest of a tenant that has more than its part is dropped. Each
+    block that is gone has the number, in its tenant's line, and the status of its last departure:
+    what is in the line under another number has come back, or left once more. An OrderedDict would
+    move all its records at once now and then: 5 to 12 ms with 65,536 (design: turns).
     """
 
     def __init__(self, limit: int = 65_536) -> None:
         self.limit = limit
         self.forgotten = 0  # departures that have aged out, or had no reason
         self._reasons: PiecewiseDict[_Key, int] = PiecewiseDict()
-        self._order: deque[_Key] = deque()
-        self._next = 0  # number of the next departure
+        self._lines: dict[str, _Line] = {}
+        self._largest = _Line()  # that had more than its part when that was looked at last
+        self._held = 0  # in all lines
 
     def __len__(self) -> int:
         return len(self._reasons)
 
-    def __iter__(self) -> Iterator[tuple[Namespace, bytes, ReadStatus]]:
-        """Every recorded departure, oldest first."""
-        for (namespace, digest), status in self.records():
-            yield namespace, digest, status
-
-    def records(self) -> list[tuple[tuple[Namespace, bytes], ReadStatus]]:
-        """Every recorded departure, oldest first, as ((namespace, digest), status)."""
-        return [one for step in self.steps(self.limit) for one in step]
-
     def steps(self, count: int) -> Iterator[list[tuple[tuple[Namespace, bytes], ReadStatus]]]:
-        """The same in lists of at most `count`, for a walk in steps: without those that came back
-        before their step, or left once more, and without those that left after the first step."""
+        """Every recorded departure as ((namespace, digest), status), each tenant's oldest first, in
+        lists of at most `count`, for a walk in steps: without those that came back before their
+        step, or left once more, and without those that left after the first step."""
         named: dict[tuple[str, int], Namespace] = {}
-        order = list(self._order)
-        number = self._next - len(order)
-        for first in range(0, len(order), count):
+        lines = [enumerate(list(one), one.next - len(one)) for one in self._lines.values()]
+        walk = chain.from_iterable(lines)
+        while step := list(islice(walk, count)):
             found = []
-            for key in order[first : first + count]:
+            for number, key in step:
                 value = self._reasons.get(key)
                 if value is not None and value >> _STATUS_BITS == number:
-                    name, parts, digest = key
-                    namespace = named.get((name, parts))
-                    if namespace is None:
-                        namespace = named[name, parts] = Namespace(name, parts)
-                    found.append(((namespace, digest), _STATUSES[value & _STATUS_MASK]))
-                number += 1
+                    if (namespace := named.get(key[:2])) is None:
+                        namespace = named[key[:2]] = Namespace(*key[:2])
+                    found.append(((namespace, key[2]), _STATUSES[value & _STATUS_MASK]))
             yield found
 
     def left(self, namespace: Namespace, digest: bytes, reason: ReadStatus) -> None:
-        """Record that a block left. At the limit the oldest record is dropped.
+        """Record that a block left.
 
         NEVER_WRITTEN stands for a reason that is not known: then none is recorded.
         """
@@ -79,31 +77,37 @@ class Tombstones:
 
     def left_all(self, namespace: Namespace, digests: Sequence[bytes], reason: ReadStatus) -> None:
         """The same for several blocks, with a reason that is known."""
-        order, name, parts = self._order, namespace.name, namespace.parts
+        name, parts = namespace.name, namespace.parts
         table, mask = self._reasons.table, self._reasons.mask
-        added = 0
-        for digest in digests:
+        tenant = tenant_of(name)
+        if tenant not in self._lines:
+            tenant = tenant if len(self._lines) <= TENANTS_MAX else ""  # such names are made up
+            self._lines.setdefault(tenant, _Line())
+        line, added = self._lines[tenant], 0
+        for number, digest in enumerate(digests, line.next):
             key = name, parts, digest
             piece = table[hash(key) & mask]
             added += key not in piece
-            piece[key] = self._next << _STATUS_BITS | reason
-            order.append(key)
-            self._next += 1
-            if len(order) > self.limit:
-                oldest = order.popleft()
-                piece = table[hash(oldest) & mask]
-                if piece.get(oldest, -1) >> _STATUS_BITS == self._next - 1 - self.limit:
-                    del piece[oldest]
-                    added -= 1
-                    self.forgotten += 1
+            piece[key] = number << _STATUS_BITS | reason
+            line.append(key)
+        line.next += len(digests)
+        self._held += len(digests)
+        for _ in range(self._held - self.limit):
+            largest = self._largest
+            if len(largest) * len(self._lines) <= self.limit:  # else it has more than its part
+                self._lines = {name: one for name, one in self._lines.items() if one}
+                largest = self._largest = max(self._lines.values(), key=len)
+            number, oldest = largest.next - len(largest), largest.popleft()
+            piece = table[hash(oldest) & mask]
+            if piece.get(oldest, -1) >> _STATUS_BITS == number:
+                del piece[oldest]
+                added -= 1
+                self.forgotten += 1
+            self._held -= 1
         self._reasons.changed(added)
 
-    def came_back(self, namespace: Namespace, digest: bytes) -> None:
-        """The block is stored again: drop the record of its departure."""
-        self.came_back_all(namespace, (digest,))
-
     def came_back_all(self, namespace: Namespace, digests: Sequence[bytes]) -> None:
-        """The same for several blocks."""
+        """The blocks are stored again: drop the records of their departures."""
         if not len(self._reasons):
             return
         name, parts = namespace.name, namespace.parts

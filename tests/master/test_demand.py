@@ -54,7 +54,7 @@ def test_it_is_the_exact_figure_where_traffic_is_steady() -> None:
     meter = DemandMeter()
     (found,) = play(meter, until).working_sets
     truth = exact(requests, now - 600.0, now)
-    assert len({id for request in until for id in request.chain}) > 3 * meter.followed
+    assert len({id for request in until for id in request.chain}) > 3 * len(meter._asked)
     assert found.size == pytest.approx(truth * SIZE, rel=0.2)
     assert found.blocks == pytest.approx(truth, rel=0.2)
 
@@ -123,7 +123,7 @@ def test_a_stranger_fills_no_memory_and_its_flood_is_forgotten() -> None:
     for number in range(400):
         name = Namespace(f"made up {number}")
         meter.asked(name, [digest(number * 5000 + n) for n in range(5000)], 1.0, 1 << 48)
-    assert meter.followed <= FOLLOWED_MAX
+    assert len(meter._asked) <= FOLLOWED_MAX
     demand = meter.demand(2.0)
     assert len(demand.working_sets) <= NAMESPACES_MAX
     chain = [digest(n) for n in range(2000)]
@@ -131,7 +131,7 @@ def test_a_stranger_fills_no_memory_and_its_flood_is_forgotten() -> None:
         meter.asked(ONE, chain, 2.0 + second, SIZE)
     sets = {one.namespace: one for one in meter.demand(20_002.0).working_sets}
     assert sets[ONE].blocks == pytest.approx(2000, rel=0.25)
-    assert meter.followed > 500  # the threshold has come back
+    assert len(meter._asked) > 500  # the threshold has come back
 
 
 def test_sizes_that_a_writer_makes_up_fit_into_a_message() -> None:
@@ -182,14 +182,14 @@ def test_the_size_of_a_block_is_what_its_last_writer_said() -> None:
 def test_a_call_has_a_bounded_number_of_steps() -> None:
     meter = DemandMeter()
     meter.asked(ONE, [digest(n) for n in range(5000)], 0.0)
-    assert meter.followed == 4096
+    assert len(meter._asked) == 4096
     meter.asked(ONE, [], 3599.0)
-    assert meter.followed == 4096
+    assert len(meter._asked) == 4096
     meter.asked(ONE, [], 3600.0)
-    assert meter.followed == 4096 - 64
+    assert len(meter._asked) == 4096 - 64
     for _ in range(63):
         meter.asked(ONE, [], 3600.0)
-    assert meter.followed == 0
+    assert len(meter._asked) == 0
 
 
 def test_fewer_blocks_are_followed_while_there_are_many_and_more_again_later() -> None:
@@ -197,15 +197,15 @@ def test_fewer_blocks_are_followed_while_there_are_many_and_more_again_later() -
     chains = [[digest(10_000 * number + n) for n in range(4096)] for number in range(4)]
     for number, chain in enumerate(chains[:3]):
         meter.asked(ONE, chain, float(number))
-    assert meter.followed == pytest.approx(6144, rel=0.05)  # every second of 12,288
+    assert len(meter._asked) == pytest.approx(6144, rel=0.05)  # every second of 12,288
     meter.asked(ONE, [], 700.0)
     meter.asked(ONE, chains[3][:2048], 701.0)
-    assert meter.followed == pytest.approx(7168, rel=0.05)  # as long as they are there
+    assert len(meter._asked) == pytest.approx(7168, rel=0.05)  # as long as they are there
     for _ in range(200):
         meter.asked(ONE, [], 5000.0)
-    assert meter.followed == 0
+    assert len(meter._asked) == 0
     meter.asked(ONE, chains[0], 5001.0)
-    assert meter.followed == 4096  # all of them
+    assert len(meter._asked) == 4096  # all of them
 
 
 def test_the_namespace_that_was_asked_for_longest_ago_loses_its_figures() -> None:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 import pytest
 
 from kvpool.piecewise_dict import PIECE_KEYS
+from kvpool.tenant_names import TENANTS_MAX
 from kvpool.tombstones import Tombstones
 from kvpool.types import Namespace, ReadStatus
 from tests.conftest import keys
@@ -43,8 +44,7 @@ def test_against_a_model(limit: int) -> None:
             expected.pop((name, one), None)
             if still:
                 expected[name, one] = reason
-        assert stones.records() == list(expected.items())
-        assert list(stones) == [(*key, reason) for key, reason in expected.items()]
+        assert [one for step in stones.steps(7) for one in step] == list(expected.items())
         assert len(stones) == len(expected)
         for name in SPACES:
             for one in digests:
@@ -56,7 +56,7 @@ def test_what_ages_out_is_counted_and_what_came_back_is_not() -> None:
     stones = Tombstones(3)
     first, *others = keys("block", 5)
     stones.left(SPACES[0], first, ReadStatus.EVICTED)
-    stones.came_back(SPACES[0], first)
+    stones.came_back_all(SPACES[0], [first])
     for digest in others[:3]:
         stones.left(SPACES[0], digest, ReadStatus.EVICTED)
     assert (len(stones), stones.forgotten) == (3, 0)
@@ -71,7 +71,7 @@ def test_no_step_moves_all_records() -> None:
     for number in range(60):
         stones.left_all(SPACES[0], keys(f"{number}", 1000), ReadStatus.EVICTED)
     assert len(stones) == 20_000
-    assert len(stones._order) == 20_000
+    assert list(map(len, stones._lines.values())) == [20_000]
     assert max(map(len, stones._reasons.pieces())) < 4 * PIECE_KEYS
 
 
@@ -84,6 +84,65 @@ def test_a_walk_in_steps_has_what_is_gone_from_begin_to_end() -> None:
     for step, records in enumerate(stones.steps(10)):
         assert len(records) <= 10, "a step takes a millisecond at most"
         met += [digest for (_, digest), _ in records]
-        stones.came_back(SPACES[0], gone[50 + step])  # ahead of the walk
+        stones.came_back_all(SPACES[0], [gone[50 + step]])  # ahead of the walk
         stones.left(SPACES[0], gone[20 + step], ReadStatus.REMOVED)  # is announced as a change
     assert met == [*gone[:20], *gone[22:50], *gone[55:]]
+
+
+def test_a_flood_of_one_tenant_leaves_the_reasons_of_others() -> None:
+    mine, theirs, pool = Namespace("@globex/m"), Namespace("@acme/m"), SPACES[0]
+    stones = Tombstones(300)
+    gone, others = keys("mine", 100), keys("pool", 90)
+    stones.left_all(mine, gone, ReadStatus.EVICTED)
+    stones.left_all(pool, others, ReadStatus.REMOVED)
+    for number in range(30):
+        stones.left_all(theirs, keys(f"theirs/{number}", 100), ReadStatus.EVICTED)
+    assert {stones.reason(mine, one) for one in gone} == {ReadStatus.EVICTED}
+    assert {stones.reason(pool, one) for one in others} == {ReadStatus.REMOVED}
+    assert len(stones) == 300
+    assert stones.forgotten == 3000 - 110
+    kept = [stones.reason(theirs, one) for one in keys("theirs/29", 100)]
+    assert kept == [ReadStatus.EVICTED] * 100, "the oldest of the flood go"
+    met = [block for step in stones.steps(64) for block, _ in step]
+    assert len(met) == 300
+    assert [digest for namespace, digest in met if namespace == mine] == gone
+
+
+def test_a_tenant_alone_has_all_of_them_and_gives_way_to_another() -> None:
+    mine, theirs = Namespace("@globex/m"), Namespace("@acme/m")
+    stones = Tombstones(100)
+    stones.left_all(theirs, keys("theirs", 200), ReadStatus.EVICTED)
+    assert len(stones) == 100
+    stones.left_all(mine, keys("mine", 50), ReadStatus.EVICTED)
+    stones.came_back_all(theirs, keys("theirs", 200))
+    assert len(stones) == 50
+    assert stones.reason(mine, keys("mine", 1)[0]) is ReadStatus.EVICTED
+
+
+def test_who_had_most_once_keeps_its_part_when_another_has_more() -> None:
+    mine, theirs = Namespace("@globex/m"), Namespace("@acme/m")
+    stones = Tombstones(300)
+    stones.left_all(mine, keys("mine", 400), ReadStatus.EVICTED)
+    stones.left_all(theirs, keys("theirs", 1000), ReadStatus.EVICTED)
+    kept = sum(stones.reason(mine, one) is ReadStatus.EVICTED for one in keys("mine", 400))
+    assert kept == 150
+
+
+def test_tenants_without_a_departure_are_forgotten() -> None:
+    stones = Tombstones(10)
+    for number in range(50):
+        stones.left(Namespace(f"@t{number}/m"), b"a" * 16, ReadStatus.EVICTED)
+    assert len(stones) == 10
+    assert len(stones._lines) <= 11
+
+
+def test_made_up_tenants_are_one() -> None:
+    """A name may be in the line of all of them first, and then in one of its own."""
+    stones = Tombstones(3000)
+    for number in range(4000):
+        stones.left(Namespace(f"@t{number}/m"), b"a" * 16, ReadStatus.EVICTED)
+    assert len(stones._lines) <= TENANTS_MAX + 2
+    assert len(stones) == 3000
+    assert stones.reason(Namespace("@t3999/m"), b"a" * 16) is ReadStatus.EVICTED
+    stones.left_all(SPACES[0], keys("pool", 5000), ReadStatus.EVICTED)
+    assert len(stones) == sum(len(step) for step in stones.steps(100)) == 3000

@@ -151,10 +151,6 @@ class DemandMeter:
             self._beyond / self._held if self._held else 0.0,
         )
 
-    @property
-    def followed(self) -> int:
-        return len(self._asked)
-
     def _forget(self, now: float) -> None:
         asked = self._asked
         for _ in range(_FORGET_MAX):
