@@ -39,7 +39,8 @@ class Turns:
         """Give back a place of this peer: to the first that waits and may have one."""
         self._shares.give_back(peer)
         for turn, waits_for in list(self._waiting.items()):
-            if self._shares.room(waits_for):
+            # One that was cancelled in this turn of the loop does not know it yet.
+            if not turn.done() and self._shares.room(waits_for):
                 del self._waiting[turn]
                 self._shares.hold(waits_for)
                 turn.set_result(None)

@@ -46,6 +46,17 @@ async def test_who_is_cancelled_keeps_no_place() -> None:
     assert have(await started(turns, "a", "b")) == [True, True]
 
 
+async def test_who_is_cancelled_before_its_turn_is_passed_over() -> None:
+    """In one turn of the loop: it does not know yet, and its place would be nobody's."""
+    turns = Turns(2)
+    first, waits, last = await started(turns, "a", "a", "b")
+    assert have([first, waits, last]) == [True, False, True]
+    waits.cancel()
+    turns.release("a")
+    await asyncio.wait([waits])
+    assert have(await started(turns, "a")) == [True]
+
+
 async def test_one_place_is_for_whoever_comes_first() -> None:
     turns = Turns(1)
     tasks = await started(turns, "a", "b", "a")
