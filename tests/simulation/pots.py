@@ -1,0 +1,334 @@
+"""Worlds of what many share: one asks for all that there is, others for little, and get that.
+
+Each takes a seed, plays some hundred steps of the real code with made-up time, and returns a
+sentence about what went wrong, or nothing. `planted_pots.py` has mistakes that they must find:
+
+    python -m tests.simulation.pots --bug one-peer-has-all-turns --seeds 0:40
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, Final
+
+if __name__ == "__main__":
+    # The hook must be there before any module of the pool is imported.
+    from tests.simulation.plant import Planter
+    from tests.simulation.planted_pots import BUGS
+
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.pots")
+    parser.add_argument("--bug", choices=[bug.name for bug in BUGS])
+    parser.add_argument("--seeds", default="0:40", help="first:last, the last one excluded")
+    chosen = parser.parse_args()
+    for one in BUGS:
+        if one.name == chosen.bug:
+            sys.meta_path.insert(0, Planter(one))
+
+from kvpool.master.state.directory import Directory
+from kvpool.master.state.hint_log import HintLog
+from kvpool.net.control_stream import OFFER_S, MasterStreams
+from kvpool.protocols import Caller
+from kvpool.server import consumers
+from kvpool.server.moves.state.fetches import FetchBudget, Receivers
+from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
+from kvpool.server.moves.turns import Turns
+from kvpool.server.state.missed import Missed
+from kvpool.server.state.store import Store
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.shares import Shares
+from kvpool.tombstones import Tombstones
+from kvpool.types import HintStatus, Namespace, ReadStatus, ServerStats
+from tests.simulation.loop import SimLoop
+
+#: Who asks for all that there is, and who for little.
+GREEDY: Final = "acme"
+MODEST: Final = ("globex", "initech")
+#: What a modest one holds at most, of each pot.
+_LITTLE: Final = 2
+_STEPS: Final = 200
+
+
+def _namespace(tenant: str, rest: object = "m") -> Namespace:
+    return Namespace(f"@{tenant}/{rest}")
+
+
+def _key(chance: random.Random) -> bytes:
+    return chance.randbytes(16)
+
+
+class Pots:
+    """Pots of which something is taken and given back; each says whether it was given."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self.size = chance.choice([16, 40, 100])
+        self.shares = Shares(self.size)
+        self.hints = HintLog(self.size)
+        self.missed = Missed(self.size)
+        self.prefetches = PrefetchQueue(self.size)
+        self.now = 0.0
+
+    def take(self, pot: str, holder: str) -> bool:
+        """One unit for this holder."""
+        chance, namespace = self._chance, _namespace(holder)
+        match pot:
+            case "shares":
+                return self.shares.take(holder)
+            case "hints":
+                session = f"@{holder}/{chance.random()}"
+                return self.hints.add(session, 1.0, self.now) is HintStatus.ACCEPTED
+            case "missed":
+                before = len(self.missed.blocks)
+                self.missed.add(namespace, 0, [_key(chance)])
+                return len(self.missed.blocks) > before
+            case _:
+                blocks = deque([_key(chance)])
+                return self.prefetches.add(Chain(namespace, 0, blocks), self.now + 5.0)
+
+    def let_go(self, held: Counter[tuple[str, str]]) -> None:
+        """Some time passes, and what is due is given back."""
+        self.now += 1.0
+        for name in (GREEDY, *MODEST):
+            while held["shares", name] and self._chance.random() < 0.7:
+                self.shares.give_back(name)
+                held["shares", name] -= 1
+        if self._chance.random() < 0.3:
+            self.missed.take()
+            self.now += 10.0  # all that was promised for a time is over
+            while self.prefetches.next(self.now) is not None:
+                pass
+            for key in list(held):
+                if key[0] != "shares":
+                    del held[key]
+
+
+def play_shares(seed: int) -> str:
+    """Whoever has little gets one more, however much another one has taken."""
+    chance = random.Random(seed)
+    pots, held = Pots(chance), Counter[tuple[str, str]]()
+    for _ in range(_STEPS):
+        pot = chance.choice(["shares", "hints", "missed", "prefetches"])
+        for _ in range(chance.choice([1, 3 * pots.size])):
+            held[pot, GREEDY] += pots.take(pot, GREEDY)
+        holder = chance.choice(MODEST)
+        if held[pot, holder] < _LITTLE:
+            if not pots.take(pot, holder):
+                return f"{pot}: {holder} has {held[pot, holder]}, and gets no more"
+            held[pot, holder] += 1
+        if chance.random() < 0.3:
+            pots.let_go(held)
+    pots.now += 100.0
+    for name in (GREEDY, *MODEST):
+        while held["shares", name]:
+            pots.shares.give_back(name)
+            held["shares", name] -= 1
+    if pots.shares.used:
+        return f"{pots.shares.used} units are in use, and nobody has them"
+    return ""
+
+
+def play_memory(seed: int) -> str:
+    """What was remembered for one that asks for little is known, whatever floods another sends."""
+    chance = random.Random(seed)
+    size = chance.choice([40, 120])
+    stones, receivers = Tombstones(size), Receivers(size)
+    kept = {name: deque[bytes](maxlen=size // 8) for name in MODEST}
+    flooding = [GREEDY]
+    for _ in range(_STEPS):
+        if chance.random() < 0.1:  # another one floods from now on; the last one has had most
+            flooding.append(chance.choice(["umbrella", "hooli", GREEDY]))
+        for _ in range(chance.choice([1, 2 * size])):
+            key, theirs = _key(chance), _namespace(flooding[-1])
+            stones.left(theirs, key, ReadStatus.EVICTED)
+            receivers.add(theirs, 0, key, "another")
+        name = chance.choice(MODEST)
+        key = _key(chance)
+        kept[name].append(key)
+        stones.left(_namespace(name), key, ReadStatus.REMOVED)
+        receivers.add(_namespace(name), 0, key, "theirs")
+        for name, keys in kept.items():
+            for key in keys:
+                if stones.reason(_namespace(name), key) is not ReadStatus.REMOVED:
+                    return f"tombstones: a reason of {name} is forgotten"
+                if not receivers.of(_namespace(name), [key], 0):
+                    return f"receivers: a removal of {name} would not be passed on"
+    if len(stones) > size or len(receivers) > size:
+        return "more is remembered than there is room for"
+    return ""
+
+
+def play_names(seed: int) -> str:
+    """Reads of a namespace are counted under its name, however many names another tenant has."""
+    chance = random.Random(seed)
+    counted = consumers.Consumers(TieredStore([Store(1 << 20)]), ["dram"])
+    for number in range(chance.choice([10, 3 * consumers.NAMES_MAX])):
+        counted.read(_namespace(GREEDY, number), 0, b"", 1, 1, 0)
+    for name in MODEST:
+        counted.read(_namespace(name), 0, b"", 1, 1, 0)
+        if _namespace(name).name not in counted._reads["namespace"]:
+            return f"consumers: reads of {name} are those of others"
+    return ""
+
+
+def play_turns(seed: int) -> str:
+    """A peer that is frozen, or slow, costs no other its turns and its speed."""
+    return SimLoop(random.Random(seed), 0.0).run(_turns(seed))  # type: ignore[abstract]
+
+
+async def _turns(seed: int) -> str:
+    chance = random.Random(seed)
+    turns, budget = Turns(chance.choice([4, 8])), FetchBudget()
+    loop, slow_s = asyncio.get_running_loop(), 5.0
+    late: list[float] = []
+    over = False
+
+    async def transfer(peer: str, seconds: float) -> None:
+        began = loop.time()
+        await turns.acquire(peer)
+        if peer != "frozen" and loop.time() - began > slow_s / 2:
+            late.append(loop.time())
+        try:
+            await asyncio.sleep(seconds)
+            budget.end(0.0, 1 << 20, 1 << 20, seconds)
+        finally:
+            turns.release(peer)
+            if over:  # whose turn has just come, perhaps
+                for one in chance.sample(waiting, len(waiting) // 8):
+                    one.cancel()
+
+    def freeze(count: int) -> list[asyncio.Task[None]]:
+        return [asyncio.ensure_future(transfer("frozen", slow_s)) for _ in range(count)]
+
+    waiting = freeze(chance.choice([3, 30]))
+    await asyncio.sleep(0.001)
+
+    async def user(peer: str) -> None:
+        for _ in range(40):
+            await transfer(peer, 0.05)
+            await asyncio.sleep(chance.choice([0.0, 0.02, 0.3]))
+            waiting.extend(freeze(chance.choice([0, 1, 10])))
+
+    await asyncio.gather(user("a"), user("b"))
+    if late:
+        return f"turns: {len(late)} of 80 waited for a peer that is frozen"
+    if budget.rate < (1 << 20) / 0.05 / 4 / 3:
+        return f"fetches: {budget.rate:.0f} bytes a second, since one peer is slow"
+    over = True
+    await asyncio.gather(*waiting, return_exceptions=True)
+    if turns._shares.used:
+        return f"turns: {turns._shares.used} places are held, and nothing runs"
+    return ""
+
+
+class _End:
+    """The end of a stream at its master, as far as it is counted."""
+
+    def __init__(self, streams: Any, now: float) -> None:
+        self.used_at = now
+        self.abort = lambda: streams.ended(self)
+
+
+def play_offers(seed: int) -> str:
+    """Who asks for a stream now and then has one, and each place is free again."""
+    return SimLoop(random.Random(seed), 0.0).run(_offers(seed))  # type: ignore[abstract]
+
+
+async def _offers(seed: int) -> str:
+    chance, loop = random.Random(seed), asyncio.get_running_loop()
+    streams: Any = MasterStreams(lambda message, caller: None, sealed=False)
+    streams._server = streams  # it listens nowhere: nothing is sent
+    streams._shares.total = size = chance.choice([16, 40])
+    tenants = chance.random() < 0.5
+    open_: dict[str, list[_End]] = {}
+
+    def caller(name: str) -> Caller:
+        return Caller("10.0.0.9", name) if tenants else Caller(f"host of {name}")
+
+    for _ in range(_STEPS):
+        for _ in range(chance.choice([0, 1, 2 * size])):
+            offer = streams.offer(caller(GREEDY))
+            if offer.token and chance.random() < 0.3:
+                end = _End(streams, loop.time())
+                streams.connected(end)
+                if streams.redeem(end, offer.token) is None:
+                    return "offers: one that was just made is not good"
+                open_.setdefault(GREEDY, []).append(end)
+        name = chance.choice(MODEST)
+        if len(open_.setdefault(name, [])) < _LITTLE:
+            offer = streams.offer(caller(name))
+            end = _End(streams, loop.time())
+            streams.connected(end)
+            if not offer.token or streams.redeem(end, offer.token) is None:
+                return f"offers: {name} has {len(open_[name])} streams, and gets no more"
+            open_[name].append(end)
+        if streams._shares.used > size:
+            return f"offers: {streams._shares.used} places are taken, of {size}"
+        if len(streams._offers) + len(streams._streams) > size:
+            return "offers: more are made than there are places"
+        if chance.random() < 0.4:
+            await asyncio.sleep(chance.choice([0.1, OFFER_S]))
+            for ends in open_.values():
+                while ends and chance.random() < 0.5:
+                    streams.ended(ends.pop())
+    for end in [one for ends in open_.values() for one in ends]:
+        streams.ended(end)
+    await asyncio.sleep(2 * OFFER_S)
+    streams.offer(Caller("10.0.0.1"))
+    return f"offers: {streams._shares.used} places are taken" if streams._shares.used > 1 else ""
+
+
+def play_claims(seed: int) -> str:
+    """What one claims to write steers the chains of others little."""
+    chance, directory = random.Random(seed), Directory()
+    servers = [f"s{number}" for number in range(chance.choice([4, 8]))]
+    for one in servers:
+        directory.register(one, 1, one, [f"tcp://{one}"], ["dram"], 1 << 40, 0.0)
+        directory.heartbeat(one, 1, ServerStats(used=0), 0.0)
+    marked = chance.random() < 0.5
+    names = {name: _namespace(name) if marked else Namespace(name) for name in (GREEDY, *MODEST)}
+    sent: Counter[str] = Counter()
+    for _ in range(_STEPS):
+        if chance.random() < 0.2:
+            size = chance.choice([1 << 20, 1 << 47])
+            directory.place(names[GREEDY], [_key(chance)], b"", size, "x")
+        placed = directory.place(names[chance.choice(MODEST)], [_key(chance)], b"", 1 << 20, "x")
+        sent[placed.servers[0]] += 1
+    most, server = max((count, one) for one, count in sent.items())
+    if most > 3 * _STEPS / len(servers):
+        return f"claims: {most} of {_STEPS} chains of others went to {server}"
+    return ""
+
+
+WORLDS: Final[dict[str, Callable[[int], str]]] = {
+    "shares": play_shares,
+    "memory": play_memory,
+    "names": play_names,
+    "turns": play_turns,
+    "offers": play_offers,
+    "claims": play_claims,
+}
+
+
+def main() -> None:
+    """Play seeds of all worlds until one fails, and print it."""
+    first, _, last = chosen.seeds.partition(":")
+    for seed in range(int(first), int(last)):
+        for world, play in WORLDS.items():
+            try:
+                problem = play(seed)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            if problem:
+                print(json.dumps({"world": world, "seed": seed, "problem": problem}))
+                return
+    print(json.dumps({"world": "", "seed": None, "problem": ""}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The worlds of what many share: silent about the real code, and not about planted bugs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import plant, pots
+from tests.simulation.planted import Bug
+from tests.simulation.planted_pots import BUGS
+
+ROOT = Path(__file__).parents[2]
+#: With these seeds the bugs are found, of which the real code passes all; 0 where nothing is said.
+FOUND = {"claims-of-others-are-believed": 9}
+
+
+@pytest.mark.parametrize("world", pots.WORLDS)
+def test_who_asks_for_little_gets_it(world: str) -> None:
+    assert {pots.WORLDS[world](seed) for seed in range(12)} == {""}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    seed = FOUND.get(bug.name, 0)
+    command = [sys.executable, "-m", "tests.simulation.pots", "--bug", bug.name]
+    command += ["--seeds", f"{seed}:{seed + 1}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["seed"] == seed
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_in_step_with_the_source(bug: Bug) -> None:
+    spec = importlib.util.find_spec(bug.module)
+    assert spec is not None
+    assert spec.origin is not None
+    compile(plant.with_bug(bug, Path(spec.origin).read_text()), bug.module, "exec")
