@@ -22,7 +22,7 @@ _STATUS_BITS: Final = 8
 _STATUS_MASK: Final = (1 << _STATUS_BITS) - 1
 
 
-class _Line(deque[_Key]):
+class _Departures(deque[_Key]):
     """The blocks of one tenant's departures, the oldest first; `next` numbers the one to come."""
 
     next = 0
@@ -41,8 +41,8 @@ class Tombstones:
         self.limit = limit
         self.forgotten = 0  # departures that have aged out, or had no reason
         self._reasons: PiecewiseDict[_Key, int] = PiecewiseDict()
-        self._lines: dict[str, _Line] = {}
-        self._largest = _Line()  # that had more than its part when that was looked at last
+        self._lines: dict[str, _Departures] = {}
+        self._largest = _Departures()  # that had more than its part when that was looked at last
         self._held = 0  # in all lines
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Tombstones:
         tenant = tenant_of(name)
         if tenant not in self._lines:
             tenant = tenant if len(self._lines) <= TENANTS_MAX else ""  # such names are made up
-            self._lines.setdefault(tenant, _Line())
+            self._lines.setdefault(tenant, _Departures())
         line, added = self._lines[tenant], 0
         for number, digest in enumerate(digests, line.next):
             key = name, parts, digest

@@ -114,7 +114,7 @@ async def a_cancelled_call_remembers_nothing_later(scene: Scene, make: MakeTier)
 
 
 @TierCheck
-async def what_is_left_out_is_said(scene: Scene, make: MakeTier) -> None:
+async def what_is_left_out_is_known(scene: Scene, make: MakeTier) -> None:
     """Of many namespaces: `recover` finds the records that `keeps` names, without it all."""
     async with opened(make, _NAMESPACES * 4096) as tier:
         memory = durable(tier)

@@ -855,7 +855,9 @@ BROKEN: dict[str, Callable[[], Transport]] = {
     "a_tenants_client_is_known_or_refused": Trusting,
     "what_a_transport_declares_is_so": Unreachable,
     "a_closed_listener_has_no_connection": Parting,
-    "a_server_knows_who_calls": lambda: Linked(lambda peer: peer._replace(address="127.0.0.1:9000")),
+    "a_server_knows_who_calls": lambda: Linked(
+        lambda peer: peer._replace(address="127.0.0.1:9000")
+    ),
     "a_server_may_hang_up": lambda: Linked(link(hang_up=lambda why: None)),
     "a_server_sees_whether_a_client_is_idle": lambda: Linked(link(idle_since=lambda: None)),
     "bytes_are_taken_while_they_are_pinned": lambda: ThroughTransport(
@@ -1258,7 +1260,7 @@ def unsealed(capacity: int) -> Tier:
         ("what_was_remembered_survives_a_kill", Hesitating),
         ("erasing_ignores_where_no_extent_starts", Overreaching),
         ("a_cancelled_call_remembers_nothing_later", Unstoppable),
-        ("what_is_left_out_is_said", Boastful),
+        ("what_is_left_out_is_known", Boastful),
         ("no_call_about_records_keeps_the_loop", Pausing),
         ("nothing_is_dropped_unsaid", Alarmist),
         ("nobody_else_is_served_from_it", Hospitable),
