@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -15,8 +17,15 @@ from kvpool_connector.session_names import DEFAULT_TENANT
 
 #: The connector's name in vLLM's configuration.
 CONNECTOR: Final = "KVPoolConnector"
-Seconds = Annotated[float, Meta(gt=0, le=3600)]
+#: From a millisecond: whoever gives less has meant another unit.
+Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+#: Names that engines must have in common. Without a text there would be nothing to have.
+_NAMES: Final = ("cluster", "tenant")
+_NAMES_OR_EMPTY: Final = ("model", "revision")
+_HOST: Final = re.compile(r"[\w.-]+")
+#: A lower rate than one in a thousand million is none.
+_RATE_MIN: Final = 1e-9
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,7 +110,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def loads_per_check(self) -> int:
         """One of so many loads is verified; 0: none."""
-        return math.ceil(1 / self.verify_rate) if self.verify_rate else 0
+        return math.ceil(1 / max(self.verify_rate, _RATE_MIN)) if self.verify_rate else 0
 
     def client(self) -> ClientConfig:
         return ClientConfig(
@@ -129,13 +138,10 @@ def parse(given: Mapping[str, Any]) -> Settings:
             "kv_head_parts needs revision, a name that is the same for "
             "the same weights only: what ranks have in memory depends on how many they are"
         )
+    for name in (*_NAMES, *_NAMES_OR_EMPTY):
+        _check_name(name, getattr(settings, name))
     for master in settings.masters:
-        host, _, port = master.rpartition(":")
-        bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
-        if not host or bare or not port.isdigit() or not 0 < int(port) < 65536:
-            raise _refusal(
-                f"master {master!r}: expected host:port, such as 127.0.0.1:7450 or [fd00::7]:7450"
-            )
+        _check_master(master)
     try:
         check_transports(settings.transports)
     except ConfigError as error:
@@ -169,6 +175,41 @@ def _known(name: str, known: Iterable[str]) -> str:
     close = nearest(name, known)
     meant = f"did you mean {close!r}? " if close else ""
     return f"{meant}known: {', '.join(known)}"
+
+
+def _check_name(name: str, value: str) -> None:
+    """A blank or a line's end is no difference that an operator sees, and would split a fleet."""
+    if value.strip() != value or not value.isprintable() or (not value and name in _NAMES):
+        empty = "a text" if name in _NAMES else "a text, or none"
+        raise _refusal(
+            f"{name} is {value!r}, expected {empty} without blanks around it and line ends in it"
+        )
+
+
+def _numeric(host: str) -> IPv4Address | IPv6Address | None:
+    """The address that this text is; None for a name."""
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
+def _check_master(master: str) -> None:
+    host, _, port = master.rpartition(":")
+    inner = host.removeprefix("[").removesuffix("]")
+    bracketed = host == f"[{inner}]" and isinstance(_numeric(inner), IPv6Address)
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    if not is_port or not (bracketed or _HOST.fullmatch(host)):
+        scheme, found, _ = master.rpartition("://")
+        hint = f"; leave {scheme + found!r} out" if found else ""
+        raise _refusal(
+            f"master {master!r}: expected host:port, such as 127.0.0.1:7450 or [fd00::7]:7450{hint}"
+        )
+    if (address := _numeric(inner)) and address.is_unspecified:
+        raise _refusal(
+            f"master {master!r}: a master listens there; expected the name or the address of its "
+            "host, such as 127.0.0.1:7450"
+        )
 
 
 def _check_value(name: str, value: object, wanted: Any) -> None:

@@ -46,9 +46,9 @@ DEFAULTS = {
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "kv_head_parts": (0, 256),
     "hit_tokens_min": (1, None),
-    "lookup_timeout_s": (None, 3600),
-    "load_timeout_s": (None, 3600),
-    "save_timeout_s": (None, 3600),
+    "lookup_timeout_s": (0.001, 3600),
+    "load_timeout_s": (0.001, 3600),
+    "save_timeout_s": (0.001, 3600),
     "start_wait_s": (0, 3600),
     "promise_wait_s": (0, 3600),
     "loads_max": (1, 1_000_000),
@@ -57,7 +57,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "save_gather_s": (0, 10),
     "save_retries": (0, 100),
     "copies": (1, COPIES_MAX),
-    "probe_every_s": (None, 3600),
+    "probe_every_s": (0.001, 3600),
     "verify_rate": (0, 1),
 }
 
@@ -93,7 +93,7 @@ def test_the_smallest_and_the_largest_value(name: str) -> None:
         if value is not None:
             assert parsed(name, value) == value
     with pytest.raises(ConfigError, match=f"{name} is"):
-        parsed(name, 0 if least is None else least - 1)
+        parsed(name, 0 if least is None else least - 1 if isinstance(least, int) else least / 2)
     if most is not None:
         with pytest.raises(ConfigError, match=f"{name} is"):
             parsed(name, most + 1)
@@ -105,18 +105,57 @@ def test_every_number_has_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "loads"), [(0.0, 0), (1.0, 1), (0.5, 2), (0.3, 4), (1 / 2000, 2000)]
+    ("rate", "loads"),
+    [(0.0, 0), (1.0, 1), (0.5, 2), (0.3, 4), (1 / 2000, 2000), (5e-324, 1_000_000_000)],
 )
 def test_one_of_so_many_loads_is_verified(rate: float, loads: int) -> None:
     assert parse({"verify_rate": rate}).loads_per_check == loads
 
 
-@pytest.mark.parametrize("port", ["1", "65535"])
-def test_ports_of_a_master(port: str) -> None:
-    assert parse({"masters": [f"a:{port}"]}).masters == [f"a:{port}"]
+@pytest.mark.parametrize(
+    "master",
+    ["a:1", "a:65535", "kv-0.pool.svc:7450", "10.0.0.7:7450", "[fd00::7]:7450", "[fe80::1%eth0]:1"],
+)
+def test_addresses_of_a_master(master: str) -> None:
+    assert parse({"masters": [master]}).masters == [master]
 
 
-@pytest.mark.parametrize("master", ["a:0", "a:65536", "a:-1", "a:", ":7450", "7450", "a:x"])
+@pytest.mark.parametrize(
+    "master",
+    [
+        *("a:0", "a:65536", "a:-1", "a:", ":7450", "7450", "a:x", "a:²", "fd00::7:7450"),
+        *("[a]:7450", "[fd00::7:7450", "a b:7450", " a:7450", "a/b:7450", "me@a:7450"),
+        *("a,b:7450", "*:7450"),
+    ],
+)
 def test_a_wrong_address_of_a_master_is_refused(master: str) -> None:
     with pytest.raises(ConfigError, match="expected host:port"):
         parse({"masters": ["b:7450", master]})
+
+
+def test_a_url_is_no_master_and_the_error_says_what_to_leave_out() -> None:
+    with pytest.raises(ConfigError, match=r"expected host:port, .*; leave 'http://' out"):
+        parse({"masters": ["http://a:7450"]})
+    with pytest.raises(ConfigError, match="masters is 'a:7450', expected a list"):
+        parse({"masters": "a:7450"})
+
+
+@pytest.mark.parametrize("master", ["0.0.0.0:7450", "[::]:7450"])
+def test_where_a_master_listens_is_not_where_engines_find_it(master: str) -> None:
+    with pytest.raises(ConfigError, match="a master listens there"):
+        parse({"masters": [master]})
+
+
+@pytest.mark.parametrize("name", ["cluster", "tenant", "model", "revision"])
+def test_names_are_texts_that_operators_can_see(name: str) -> None:
+    for value in (" ", " a", "a ", "a\n", "a\0b"):
+        with pytest.raises(ConfigError, match=f"{name} is .*, expected a text"):
+            parse({name: value})
+    assert getattr(parse({name: "team é 7"}), name) == "team é 7"
+
+
+def test_engines_have_a_cluster_and_a_tenant_but_may_have_no_revision() -> None:
+    for name in ("cluster", "tenant"):
+        with pytest.raises(ConfigError, match=f"{name} is '', expected a text without"):
+            parse({name: ""})
+    assert parse({"model": "", "revision": ""}).revision == ""
