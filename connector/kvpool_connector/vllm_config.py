@@ -257,5 +257,10 @@ def _weights(vllm_config: Any, settings: Settings) -> tuple[str, str]:
 
 
 def _seed() -> str:
-    """What all hashes begin with; vLLM chooses it after it has made the connector."""
-    return namespace.digest(kv_cache_utils.get_none_hash_seed(), 8)
+    """What all hashes begin with; vLLM chooses it after it has made the connector.
+
+    `unset` is vLLM's own, without PYTHONHASHSEED: a fleet that sets it on some hosts only is split,
+    and this word tells operators where to look.
+    """
+    seed = kv_cache_utils.get_none_hash_seed()
+    return "unset" if seed == kv_cache_utils.DEFAULT_NONE_HASH_SEED else namespace.digest(seed, 8)

@@ -143,6 +143,7 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     (WorkerWrapperBase, "init_device", "taking device memory before vLLM measures what is left"),
     (WorkerBase, "device", "taking device memory before vLLM measures what is left"),
     (kv_cache_utils, "get_none_hash_seed", "what all hashes begin with"),
+    (kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "what all hashes begin with"),
     (kv_cache_utils, "maybe_convert_block_hash", "hashes in KV events"),
     (kv_cache_utils, "generate_block_hash_extra_keys", "salts and pictures in KV events"),
     (kv_cache_utils, "to_event_extra_keys", "salts and pictures in KV events"),

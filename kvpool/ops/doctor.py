@@ -334,7 +334,7 @@ _HOLES_MAX = 0.05
 
 #: What to do about a field in which two engines of one model differ.
 ADVICE = {
-    "seed": "set PYTHONHASHSEED to the same value for every engine, or for none",
+    "seed": "set PYTHONHASHSEED to one value on every host, or on none: `unset` are those without",
     "hash": "give every engine the same --prefix-caching-hash-algo and block size",
     "block": "give every engine the same --block-size",
     "dtype": "give every engine the same --dtype",

@@ -64,7 +64,10 @@ async def examine_engines(addresses: list[str]) -> list[Finding]:
             findings.append(page)
             continue
         for engine in page or [DescribedEngine(address, {})]:
-            findings.append(described(engine))
+            finding = described(engine)
+            if len(addresses) > 1 and finding.verdict == "warn":
+                finding = finding._replace(verdict="fail")  # it was to be compared
+            findings.append(finding)
             if "namespace" in engine.fields:
                 engines.append(engine)
     return findings + [difference(engines[0], other) for other in engines[1:]]
@@ -191,7 +194,7 @@ def difference(one: DescribedEngine, other: DescribedEngine) -> Finding:
     advice = dict.fromkeys(text for name in telling for text in [_advice(name)] if text)
     return Finding(
         check,
-        "warn",
+        "fail",
         f"share nothing, because they differ in {'; '.join(texts)}",
         "; ".join(advice) or "make these fields equal to share blocks",
     )

@@ -114,7 +114,7 @@ async def test_the_fields_that_differ_are_named_and_not_their_hash(serve: Serve)
         "shape.module.Only": "here",
     }
     finding = await compare(serve, other)
-    assert finding.verdict == "warn"
+    assert finding.verdict == "fail"
     assert "hf.rope_parameters.rope_theta 10000.0 and 50000.0" in finding.text
     assert (
         "module.Phi3LongRoPE base=10000.0 use_long_rope=False and base=50000.0 use_long_rope=True"
@@ -127,12 +127,21 @@ async def test_the_fields_that_differ_are_named_and_not_their_hash(serve: Serve)
     assert "--max-model-len" in finding.advice
 
 
+async def test_a_variable_that_only_some_hosts_set_is_named(serve: Serve) -> None:
+    without, has = ({**ONE, "namespace": seed, "seed": seed} for seed in ("unset", "a1b2c3d4"))
+    finding = (await examine_engines([serve(page(without)), serve(page(has))]))[2]
+    assert "seed unset and a1b2c3d4" in finding.text
+    assert "PYTHONHASHSEED to one value on every host, or on none: `unset`" in finding.advice
+
+
 async def test_what_an_engine_refuses_or_does_not_say_is_a_finding(serve: Serve) -> None:
     refused = serve(page({"problem": 'nothing is shared: "x"\nfiles'}))
     silent = serve("vllm:num_requests_running 0.0\n")
     one, two, three = await examine_engines([refused, silent, "127.0.0.1:1"])
     assert (one.verdict, one.text) == ("fail", 'nothing is shared: "x" files')
-    assert (two.verdict, "after its first step" in two.advice) == ("warn", True)
+    assert (two.verdict, "after its first step" in two.advice) == ("fail", True)
+    (alone,) = await examine_engines([silent])
+    assert alone.verdict == "warn"  # nothing was to be compared
     assert (three.verdict, "refused" in three.text) == ("fail", True)
 
 
@@ -240,7 +249,7 @@ def test_the_command_compares_engines_without_a_pool(serve: Serve) -> None:
     for fields in (ONE, {**ONE, "namespace": "n", "model": "llama"}):
         command += ["--engine", serve(page(fields))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr  # they share nothing
     assert "model qwen and llama" in json.loads(done.stdout)[2]["text"]
     wrong = [sys.executable, "-m", "kvpool", "doctor", "--engine", "file:///x"]
     assert subprocess.run(wrong, capture_output=True, timeout=60, check=False).returncode == 2

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.utils.hashing import sha256_cbor, xxhash_cbor
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -20,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpool import ConfigError
-from kvpool_connector import settings
+from kvpool_connector import namespace, settings
 from kvpool_connector.vllm_config import engine_of
 from tests.connector.vllm.helpers import transfer
 
@@ -96,3 +98,23 @@ def test_scales_that_blocks_have_room_for_are_no_reason(engine: Describe) -> Non
     mode = KVQuantMode.INT8_PER_TOKEN_HEAD
     roomy = FullAttentionSpec(block_size=BLOCK, **SHAPE, kv_quant_mode=mode, state_content_bytes=72)
     assert engine(roomy).groups[0].block_size == BLOCK
+
+
+def test_the_name_says_where_pythonhashseed_is_not_set(
+    engine: Describe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM chooses its seed when the engine's cache is made, behind the connector."""
+    seed = engine(FULL).seed
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)  # what other tests have left
+    for value, said in ((None, "unset"), ("7", namespace.digest("7", 8))):
+        if value is None:
+            monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        else:
+            monkeypatch.setenv("PYTHONHASHSEED", value)
+        kv_cache_utils.init_none_hash(sha256_cbor)
+        assert seed() == said
+    monkeypatch.delenv("PYTHONHASHSEED")
+    kv_cache_utils.init_none_hash(xxhash_cbor)
+    random = seed()
+    kv_cache_utils.init_none_hash(xxhash_cbor)
+    assert "unset" != random != seed(), "such engines share with nobody"
