@@ -26,6 +26,8 @@ _RETRY_S_MAX: Final = 5.0
 #: after `_RETRY_S`, and the second failure in a row counts.
 _LOOK_EVERY_S: Final = 5.0
 _LOOK_TIMEOUT_S: Final = 2.0
+#: How often engines ask for the list of servers, which costs a master more than that question.
+_SERVERS_EVERY_S: Final = 15.0
 #: How often durations are taken for metrics.
 _DURATIONS_EVERY_S: Final = 1.0
 #: Prompts are looked up elsewhere (`Lookups`); this pool only looks whether masters are there.
@@ -37,7 +39,8 @@ class PoolThread:
     """Runs calls to one pool in a thread of its own; `log_line` is called there.
 
     With `warn_line` it also looks whether the pool is there all the time, and says once when it is
-    lost, why, when the reason is another one, and when it is back.
+    lost, why, when the reason is another one, and when it is back; and when a master answers and no
+    server is left.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class PoolThread:
                 break
             await asyncio.sleep(backoff.next_delay())
         if self._warn_line is not None:
+            self._begin(lambda: self._look_after_servers(pool))
             await self._look_after(pool)
 
     async def _look_after(self, pool: Pool) -> None:
@@ -156,6 +160,29 @@ class PoolThread:
                 self._problem = ""
                 self._log_line(f"the pool at {', '.join(self._config.masters)} is back")
             failed = bool(problem)
+
+    async def _look_after_servers(self, pool: Pool) -> None:
+        """None at two looks in a row counts: a master that has just started knows none yet."""
+        looks_without = 0
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S if looks_without else _SERVERS_EVERY_S)
+            try:
+                members = await pool.members(timeout=_LOOK_TIMEOUT_S)
+            except Exception:  # the other look says that
+                continue
+            masters = ", ".join(self._config.masters)
+            if alive := sum(member.alive for member in members):
+                if looks_without > 1:
+                    self._log_line(f"the pool at {masters} has servers again: {alive}")
+                looks_without = 0
+                continue
+            looks_without += 1
+            if looks_without == 2:
+                (self._warn_line or self._log_line)(
+                    f"the pool at {masters} has no server left, the engine runs without it: a "
+                    f"master answers and knows {len(members)} lost ones; look at their logs, or "
+                    f"start one with kvpool server --masters {self._config.masters[0]}"
+                )
 
     def _report(self, problem: str) -> None:
         """Once for each reason: a later one may be what an operator has to mend."""

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Final
 
 from kvpool import HintStatus, KvpoolError
-from kvpool_connector import settings
+from kvpool_connector import client_log, settings
 from kvpool_connector.client_requests import (
     PATHS,
     SESSION_HEADER,
@@ -227,6 +227,7 @@ class _HintSender:
             chosen = _settings(scope)
             if chosen is not None:
                 self._tenant = chosen.tenant
+                client_log.hand_on(logger)
                 self._thread = PoolThread(chosen.client(), chosen.member(), _log_line)
                 return
             problem = "this engine has no KVPoolConnector"

@@ -83,6 +83,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = chosen
         self._hooks: SchedulerHooks | None = None
         self._worker: ConnectorWorker | None = None
+        engine_log.with_client()
         if role == KVConnectorRole.SCHEDULER:
             if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
                 engine_log.error(

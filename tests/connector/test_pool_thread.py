@@ -13,6 +13,7 @@ import torch
 import kvpool
 from kvpool import ROOT, Cluster, Match, Member, Namespace, ReadStatus, WriteStatus
 from kvpool.errors import MasterLost
+from kvpool.types import ServerStats
 from kvpool_connector import pool_thread, settings
 from kvpool_connector.block_memory import memory_of
 from kvpool_connector.messages import (
@@ -27,6 +28,7 @@ from kvpool_connector.messages import (
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.worker import ConnectorWorker, Rank
 from tests.conftest import keys
+from tests.support.local_pool import LocalPool
 
 CHAIN = tuple(keys("chain", 2))
 SETTINGS = settings.parse({"masters": ["127.0.0.1:9"]})
@@ -101,6 +103,71 @@ class WatchedPool(NoPool):
 
     async def members(self, timeout: float) -> list[Member]:
         raise MasterLost(self.answer)
+
+
+class ServersPool(WatchedPool):
+    """`known` are its members, one list after the other; an error is no answer."""
+
+    def __init__(self, known: list[list[bool] | None]) -> None:
+        super().__init__([""])
+        self.known = known
+        self.all_asked = threading.Event()
+
+    async def members(self, timeout: float) -> list[Member]:
+        alive = self.known.pop(0) if len(self.known) > 1 else self.known[0]
+        if len(self.known) == 1:
+            self.all_asked.set()
+        if alive is None:
+            raise MasterLost("no answer")
+        usual = Member("s", 1, "host", (), ("dram",), True, 0.0, 1 << 30, ServerStats())
+        return [usual._replace(alive=one) for one in alive]
+
+
+def test_the_log_says_once_that_all_servers_are_gone_and_once_that_some_are_back(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    one_look, up = [[False, False], [True, False]], [True, True]
+    gone: list[list[bool] | None] = [[False, False], None, [False, False], [], [False]]
+    watched = ServersPool([up, *one_look, *gone, None, [True, False], up, [], up, *gone, up, up])
+
+    async def connect(**options: Any) -> WatchedPool:
+        return watched
+
+    monkeypatch.setattr(kvpool, "connect", connect)
+    for name in ("_RETRY_S", "_LOOK_EVERY_S", "_SERVERS_EVERY_S"):
+        monkeypatch.setattr(pool_thread, name, 0.001)
+    thread = PoolThread(
+        SETTINGS.client(), Cluster(), lines.append, lambda line: lines.append(f"WARNING {line}")
+    )
+    assert watched.all_asked.wait(10)
+    thread.close(10)
+    lost = "WARNING the pool at 127.0.0.1:9 has no server left, the engine runs without it: "
+    assert [line.partition("a master")[0] for line in lines[1:]] == [
+        lost,
+        "the pool at 127.0.0.1:9 has servers again: 1",
+        lost,
+        "the pool at 127.0.0.1:9 has servers again: 2",
+    ]
+    assert "knows 2 lost ones" in lines[1]
+    assert lines[1].endswith("start one with kvpool server --masters 127.0.0.1:9")
+
+
+def test_a_master_of_another_cluster_says_so(lines: list[str]) -> None:
+    pool, said = LocalPool(), threading.Event()
+    chosen = settings.parse({"masters": [pool.master], "cluster": "prod"})
+
+    def warn(line: str) -> None:
+        lines.append(line)
+        said.set()
+
+    thread = PoolThread(chosen.client(), chosen.member(), lines.append, warn)
+    try:
+        assert said.wait(10)
+    finally:
+        thread.close(10)
+        pool.close()
+    (line,) = lines
+    assert "belongs to another cluster (setting `cluster`)" in line
 
 
 def test_the_log_says_when_the_pool_is_lost_and_when_it_is_back(
