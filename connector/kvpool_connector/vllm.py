@@ -103,7 +103,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             self._split = head_split(vllm_config, kv_cache_config, chosen)
             rank = rank_of(vllm_config, kv_cache_config, self._split, chosen)
-            thread = PoolThread(chosen.client(), chosen.member(), engine_log.info)
+
+            def log_line(line: str) -> None:  # the scheduler's half says the same of its own
+                engine_log.info(f"rank {rank.number}: {line}")
+
+            thread = PoolThread(chosen.client(), chosen.member(), log_line)
             count_updates()
             self._worker = ConnectorWorker(chosen, thread, rank, engine_log.error)
         thread.wait(chosen.start_wait_s)
