@@ -127,7 +127,7 @@ def engine(name: str, model: Path, logs: Path, master: str) -> Served:
         "replay_endpoint": replay.replace("127.0.0.1", "*"),
     }
     arguments = [
-        *("--max-model-len", "8192", "--enable-scale-out"),
+        *("--max-model-len", "8192", "--enforce-eager", "--enable-scale-out"),
         *("--prefix-caching-hash-algo", "sha256_cbor"),
         *("--kv-events-config", json.dumps(published)),
         *("--middleware", "kvpool_connector.sessions.Middleware"),
@@ -294,7 +294,8 @@ def started(model: Path, logs: Path) -> Iterator[tuple[Fleet, Instance]]:
     with ExitStack() as stack:
         pool = PoolServers(logs, str(_POOL_BYTES))
         stack.callback(pool.close)
-        plain = Instance("plain", model, logs / "plain.log", None, 256 << 20)
+        eager = ("--enforce-eager",)
+        plain = Instance("plain", model, logs / "plain.log", None, 256 << 20, eager)
         stack.callback(plain.close)
         engines = []
         for name in "ABC"[:ENGINES]:

@@ -273,7 +273,11 @@ def test_vllm_router_hands_promises_on(
     """Its mode for NIXL passes on what the first engine answers, as it is."""
     prefills, decodes = (
         Instance(
-            kv_role, model(), tmp_path / f"{kv_role}.log", role(pool, kv_role, tenant="router")
+            kv_role,
+            model(),
+            tmp_path / f"{kv_role}.log",
+            role(pool, kv_role, tenant="router"),
+            arguments=["--enforce-eager"],
         )
         for kv_role in ("kv_producer", "kv_consumer")
     )

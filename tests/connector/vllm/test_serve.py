@@ -75,7 +75,10 @@ def test_two_instances_of_vllm_serve_share_conversations(
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # it has /sleep
     pool = LocalPool()
     config = transfer(pool.master, **PATIENT)
-    instances = [Instance(name, model(), tmp_path / f"{name}.log", config) for name in "AB"]
+    instances = [
+        Instance(name, model(), tmp_path / f"{name}.log", config, arguments=["--enforce-eager"])
+        for name in "AB"
+    ]
     chance = random.Random(3)
     try:
         for instance in instances:
@@ -129,7 +132,7 @@ def test_data_parallel_ranks_share(model: Callable[..., Path], tmp_path: Path) -
     """Each is an engine of its own, behind one address, and the pool is all that they share."""
     pool = LocalPool()
     config = transfer(pool.master, **PATIENT)
-    ranks = ("--data-parallel-size", "2")
+    ranks = ("--data-parallel-size", "2", "--enforce-eager")
     instance = Instance("DP", model(), tmp_path / "dp.log", config, arguments=ranks)
     body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     body |= {"prompt": prompt(160, shared=0), "return_token_ids": True}

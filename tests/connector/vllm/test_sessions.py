@@ -54,6 +54,7 @@ def test_sessions_of_real_clients_arrive_in_the_pool(
     """Each endpoint with the client that people use, streamed and whole, by header and by body."""
     pool = LocalPool()
     arguments = ("--middleware", "kvpool_connector.sessions.Middleware", "--api-key", KEY)
+    arguments += ("--enforce-eager",)
     config = transfer(pool.master, load="always", lookup_timeout_s=2.0)
     instance = Instance("S", model(), tmp_path / "sessions.log", config, arguments=arguments)
     try:
