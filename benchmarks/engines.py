@@ -282,7 +282,7 @@ def steady(console: Console, folder: Path) -> None:
                 held[engine].append(engine.ask("held"))
         hits = pair.pooled.metrics()["vllm:kvpool_hit_tokens dram"]
         pool.settled()
-        pins, reservations = server.store.pins, server.store.reservations
+        pins, reservations = server.store.held.pins, server.store.held.reservations
     pool.close()
     console.print(f"1,000 requests of 200 tokens, {hits:.0f} tokens of the pool; each hundred:")
     with_pool, alone = held.values()

@@ -143,7 +143,7 @@ async def watched(pool_dev: dev.Dev) -> AsyncIterator[dev.Dev]:
         assert got == values(CHAIN)
         assert witness.counters["failed_tcp"] == 0
         assert set(await witness.write(NAMESPACE, [key("next")], [b"x"])) == {WriteStatus.STORED}
-    await eventually(lambda: (server.store.pins, server.store.reservations) == (0, 0))
+    await eventually(lambda: (server.store.held.pins, server.store.held.reservations) == (0, 0))
 
 
 @pytest.fixture

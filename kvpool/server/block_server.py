@@ -341,8 +341,8 @@ class BlockServer:
         stats = ServerStats(
             used=store.used_bytes,
             blocks=store.stored,
-            pins=front.pins,
-            reservations=front.reservations,
+            pins=front.held.pins,
+            reservations=front.held.reservations,
             pinned_bytes=sum(client.pinned_bytes for client in clients),
             oldest_pin_s=max((client.oldest_pin_s for client in clients), default=0.0),
             reserved_bytes=sum(client.reserved_bytes for client in clients),
@@ -367,8 +367,8 @@ class BlockServer:
                 "moved_bytes": context.compactor.moved_bytes,
                 "dirty_bytes": front.dirty_bytes,
                 **store.spared_writes,
-                "quarantined": front.quarantined,
-                "quarantined_bytes": front.quarantined_bytes,
+                "quarantined": front.held.quarantined,
+                "quarantined_bytes": front.held.quarantined_bytes,
                 **base.hint_counters,
             },
             usage=context.mover.usage(now),
@@ -415,12 +415,12 @@ def _front_tier(tiers: Sequence[Tier]) -> int:
 def _limit(store: TieredStore, config: ServerConfig) -> None:
     """What connections may pin and reserve; on a device, a quarter of it may be pinned."""
     memory = store.front.allocator.capacity
-    store.front.limits = Limits.of(
+    store.front.held.limits = Limits.of(
         config.pinned_max or memory // 4, config.reserved_max or default_reserved_max(memory)
     )
     for tier in store.in_place_tiers:
         room = store.stores[tier].allocator.capacity
-        store.stores[tier].limits = Limits.of(room // 4, room)
+        store.stores[tier].held.limits = Limits.of(room // 4, room)
 
 
 def _is_on_a_device(tier: Tier) -> bool:

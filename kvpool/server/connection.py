@@ -80,7 +80,7 @@ class ServerConnection:
         self._open = True
         self._quarantined_bytes = 0
         if peer.tenant:
-            self._store.front.join_tenant(id, peer.tenant)
+            self._store.front.held.join_tenant(id, peer.tenant)
 
     async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
         now = self._loop.time()
@@ -220,7 +220,7 @@ class ServerConnection:
         )
 
     def lend(self) -> bool:
-        lent = self._store.front.lend(self._id)
+        lent = self._store.front.held.lend(self._id)
         self._context.counters["carried_writes"] += not lent
         return lent
 
@@ -484,9 +484,9 @@ class ServerConnection:
             return False
         self._open = False
         front = self._store.front
-        before = front.quarantined_bytes
+        before = front.held.quarantined_bytes
         quarantined = self._store.drop_owner(self._id, writer_may_be_alive=writer_may_be_alive)
-        self._quarantined_bytes = front.quarantined_bytes - before
+        self._quarantined_bytes = front.held.quarantined_bytes - before
         if not quarantined:  # else it counts as connected, until its client has disconnected
             self._context.disconnected(self)
         else:
@@ -495,8 +495,8 @@ class ServerConnection:
                 why="its writer was given up and may still write into it, until it disconnects",
                 client=self.peer.name,
                 transport=self.peer.transport,
-                quarantined_bytes=front.quarantined_bytes,
-                limit=front.limits.lent.total,
+                quarantined_bytes=front.held.quarantined_bytes,
+                limit=front.held.limits.lent.total,
             )
         self._context.on_change()
         return quarantined

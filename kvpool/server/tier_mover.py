@@ -198,7 +198,7 @@ class TierMover:
             await asyncio.sleep(0)
         self.wake()
         for _ in range(int((until - _now()) / _POLL_S)):
-            if not store.waiting and not store.front.pinned_by(MOVER):
+            if not store.waiting and not store.front.held.pinned_by(MOVER):
                 break
             await asyncio.sleep(_POLL_S)
         if store.write_back is not None and dirty:

@@ -312,10 +312,10 @@ async def a_closed_listener_has_no_connection(stage: Stage) -> None:
     stage.recorder.answering.clear()
     writing = asyncio.ensure_future(stage.write(channels[1], blocks("running", 2, LARGE)))
     await stage.eventually(
-        lambda: stage.store.reservations == 2, "the write to be heard", lambda: "it was not"
+        lambda: stage.store.held.reservations == 2, "the write to be heard", lambda: "it was not"
     )
     await listener.close()
-    left = len(stage.recorder.open), stage.store.reservations
+    left = len(stage.recorder.open), stage.store.held.reservations
     stage.expect(left == (0, 0), "no connection and no reservation", describe(left))
     stage.recorder.answering.set()
     await stage.promptly([writing], "when its server has closed")
@@ -353,7 +353,7 @@ async def a_server_sees_whether_a_client_is_idle(stage: Stage) -> None:
     stage.recorder.answering.clear()
     writing = asyncio.ensure_future(stage.write(channel, blocks("busy", 1, 100)))
     await stage.eventually(
-        lambda: stage.store.reservations == 1, "the write to be heard", lambda: "it was not"
+        lambda: stage.store.held.reservations == 1, "the write to be heard", lambda: "it was not"
     )
     busy = [link.idle_since() for link in _links(stage)]
     stage.expect(None in busy, "one that is not idle while it writes", describe(busy))

@@ -276,7 +276,7 @@ class ThreadedPool:
 
         async def count() -> tuple[int, int]:
             (server,) = self._dev.servers
-            return server.store.pins, server.store.reservations
+            return server.store.held.pins, server.store.held.reservations
 
         return self._do(count())
 

@@ -629,9 +629,9 @@ class Stage(Scene):
     async def nothing_held(self, when: str) -> None:
         """No pin and no reservation: at once, or as soon as the news has travelled."""
         await self.eventually(
-            lambda: (self.store.pins, self.store.reservations) == (0, 0),
+            lambda: (self.store.held.pins, self.store.held.reservations) == (0, 0),
             f"no pin and no reservation {when}",
-            lambda: f"{self.store.pins} pins, {self.store.reservations} reservations are left",
+            lambda: f"there are {self.store.held!r}",
         )
 
     async def finish(self) -> None:

@@ -124,7 +124,7 @@ def _check_store(store: Store) -> None:
                 raise InvariantViolated(f"{entry!r} is evictable but no candidate: a leak")
         if children != index.orphans:
             raise InvariantViolated("the count of children of absent parents is wrong")
-    quarantined = [entry for entries in store._quarantine.values() for entry in entries]
+    quarantined = [entry for entries in store.held._quarantine.values() for entry in entries]
     for state, entries in (
         (State.PENDING_FREE, list(store._pending_free.values())),
         (State.QUARANTINED, quarantined),
@@ -170,7 +170,7 @@ def _check_accounts(store: Store, held: Iterable[Entry]) -> None:
 
 def _check_prefetched(store: Store) -> None:
     blocks = store.prefetched
-    counts = sum(entry.size for entry in blocks), store._bytes(blocks)
+    counts = sum(entry.size for entry in blocks), store.held.size_of(blocks)
     if (blocks.bytes, blocks.held) != counts:
         raise InvariantViolated("the count of prefetched bytes is wrong")
     if any(entry.state is not State.STORED for entry in blocks):
@@ -180,7 +180,7 @@ def _check_prefetched(store: Store) -> None:
 def _check_owners(store: Store, held: dict[int, Entry]) -> None:
     pins: dict[int, int] = {}
     reserved: set[int] = set()
-    for owner in store._owners.values():
+    for owner in store.held._owners.values():
         for entry in owner.pins.values():
             if held.get(entry.offset) is not entry:
                 raise InvariantViolated(f"{entry!r} is pinned, but its extent was freed (G4)")
@@ -208,11 +208,12 @@ def _check_owners(store: Store, held: dict[int, Entry]) -> None:
 
 def _check_budgets(store: Store) -> None:
     """Each budget counts exactly what connections hold."""
-    used = {id(budget): 0 for budget in store.limits}
-    together = {id(one): TenantHoldings() for one in store._together.values()}
-    for owner in store._owners.values():
+    used = {id(budget): 0 for budget in store.held.limits}
+    together = {id(one): TenantHoldings() for one in store.held._together.values()}
+    for owner in store.held._owners.values():
         pinned, reserved = (
-            store._bytes(held.values()) * owner.limited for held in (owner.pins, owner.reservations)
+            store.held.size_of(held.values()) * owner.limited
+            for held in (owner.pins, owner.reservations)
         )
         if (pinned, reserved) != (owner.pinned_bytes, owner.reserved_bytes):
             raise InvariantViolated(f"a connection holds {pinned}, {reserved} bytes: {owner!r}")
@@ -222,17 +223,17 @@ def _check_budgets(store: Store) -> None:
             counted.reserved += reserved
             counted.views += pinned * owner.views
             counted.copies += pinned * (not owner.views)
-        used[id(store._pin_budget(owner))] += pinned
-        used[id(store.limits.writes)] += reserved
-        used[id(store.limits.lent)] += reserved * owner.lent
-    quarantined = sum(map(store._bytes, store._quarantine.values()))
-    if quarantined != store.quarantined_bytes:
+        used[id(store.held.pin_budget(owner))] += pinned
+        used[id(store.held.limits.writes)] += reserved
+        used[id(store.held.limits.lent)] += reserved * owner.lent
+    quarantined = sum(map(store.held.size_of, store.held._quarantine.values()))
+    if quarantined != store.held.quarantined_bytes:
         raise InvariantViolated(f"{quarantined} bytes are in quarantine: {store!r}")
-    used[id(store.limits.lent)] += quarantined
-    for tenant, one in store._together.items():
+    used[id(store.held.limits.lent)] += quarantined
+    for tenant, one in store.held._together.items():
         if one != together[id(one)]:
             raise InvariantViolated(f"{tenant!r} holds {together[id(one)]}, not {one}")
-    for budget in store.limits:
+    for budget in store.held.limits:
         if budget.used != used[id(budget)]:
             raise InvariantViolated(f"{budget!r}, but {used[id(budget)]} bytes are held")
 
@@ -245,21 +246,23 @@ def _check_tiered_store(stack: TieredStore) -> None:
             check_invariants(store)
     waiting = set(map(id, stack._writeback_queue))
     _check_fingerprint(stack)
-    moving = {id(entry) for entry in stack.front.pinned_by(MOVER)}
+    moving = {id(entry) for entry in stack.front.held.pinned_by(MOVER)}
     for entry in stack.front.inventory():
         if not entry.clean and id(entry) not in waiting and id(entry) not in moving:
             raise InvariantViolated(f"{entry!r} is dirty and in no queue: a leak")
     for entry in stack._unwritten:
         if entry.state is not State.STORED or not entry.clean:
             raise InvariantViolated(f"{entry!r} has left or is dirty, but is to be written")
-    arriving = stack.stores[-1].holder(MOVER) if len(stack.stores) - 1 > stack.front_tier else None
+    arriving = (
+        stack.stores[-1].held.known(MOVER) if len(stack.stores) - 1 > stack.front_tier else None
+    )
     rounded = stack.front.allocator.rounded
     arriving_bytes = (
         sum(rounded(one.size) for one in arriving.reservations.values()) if arriving else 0
     )
     if arriving and stack._moving_bytes != arriving_bytes:
         raise InvariantViolated("the bytes on their way to the backing tier are wrong")
-    mover = stack.front.holder(MOVER)
+    mover = stack.front.held.known(MOVER)
     promoted = mover.reservations.values() if mover else ()
     if not 0 <= stack.front.prefetched.coming <= sum(rounded(one.size) for one in promoted):
         raise InvariantViolated("more is prefetched than is on its way to the front tier")

@@ -154,7 +154,9 @@ async def the_server_sees_that_a_caller_gave_up(stage: Stage) -> None:
     stage.recorder.answering.clear()
     calls = [asyncio.ensure_future(c) for c in every_call(stage, channel, "given up", 10)]
     await stage.eventually(
-        lambda: stage.store.reservations == 2, "the write to be heard", lambda: "it was not"
+        lambda: stage.store.held.reservations == 2,
+        "the write to be heard",
+        lambda: "it was not",
     )
     for call in calls:
         call.cancel()
@@ -237,7 +239,9 @@ async def a_closed_listener_ends_calls_it_has_not_answered(stage: Stage) -> None
     stage.recorder.answering.clear()
     calls = [asyncio.ensure_future(c) for c in every_call(stage, channel, "unanswered", 10)]
     await stage.eventually(
-        lambda: stage.store.reservations == 2, "the write to be heard", lambda: "it was not"
+        lambda: stage.store.held.reservations == 2,
+        "the write to be heard",
+        lambda: "it was not",
     )
     await listener.close()
     for outcome in await stage.promptly(calls, "when the server has closed"):
@@ -267,7 +271,7 @@ async def an_abort_stops_its_copies(stage: Stage) -> None:
         channel = await stage.connect()
         data = blocks(f"half written {after}", 1, 12 << 20)
         writing = asyncio.ensure_future(stage.write(channel, data))
-        while not stage.store.reservations and not writing.done():
+        while not stage.store.held.reservations and not writing.done():
             await steps(1)
         await steps(after)
         channel.abort()
@@ -302,7 +306,9 @@ async def abort_ends_calls_that_wait(stage: Stage) -> None:
     stage.recorder.answering.clear()
     calls = [asyncio.ensure_future(c) for c in every_call(stage, channel, "waiting", 10)]
     await stage.eventually(
-        lambda: stage.store.reservations == 2, "the write to be heard", lambda: "it was not"
+        lambda: stage.store.held.reservations == 2,
+        "the write to be heard",
+        lambda: "it was not",
     )
     channel.abort()
     for outcome in await stage.promptly(calls, "when its channel is aborted"):
@@ -493,7 +499,7 @@ async def a_view_is_pinned_and_read_only(stage: Stage) -> None:
     data = {**blocks("view", 2, 5000), **blocks("large view", 2, LARGE)}
     await stage.stored(channel, data)
     async with look(stage, channel, [*data, digest("never")]) as views:
-        stage.expect(stage.store.pins == 4, "4 pins", f"there are {stage.store.pins}")
+        stage.expect(stage.store.held.pins == 4, "4 pins", f"there are {stage.store.held.pins}")
         for view, value in zip(views, data.values(), strict=False):
             stage.expect(shows(view, value), "the block's bytes")
             stage.expect(view.data is not None and view.data.readonly, "read-only memory")
@@ -534,7 +540,7 @@ async def a_view_ends_with_its_block_only(stage: Stage) -> None:
     await stage.stored(channel, data)
     async with look(stage, channel, list(data), within_s=0.25) as (view,):
         await asyncio.sleep(0.35)
-        stage.expect(stage.store.pins == 1, "the pin to be there after the deadline")
+        stage.expect(stage.store.held.pins == 1, "the pin to be there after the deadline")
         stage.expect(shows(view, data[next(iter(data))]), "the bytes to be there")
     await stage.nothing_held("after the `with`")
 

@@ -205,8 +205,8 @@ async def test_a_writer_that_dies_leaves_nothing(pool_dev: dev.Dev) -> None:
         await peer.ask(Hello("default", "test"), Welcome)
         await peer.ask(reserve(key("half"), size=1 << 20), Reserved)
         await peer.send(payload(1 << 20)[:1000])
-        assert server.store.reservations == 1
-    await eventually(lambda: server.store.reservations == 0)
+        assert server.store.held.reservations == 1
+    await eventually(lambda: server.store.held.reservations == 0)
     assert server.store.allocator.allocated == 0
     check_invariants(server.store)
 
@@ -229,7 +229,7 @@ async def test_an_unread_answer_holds_its_pins_and_then_lets_go(
             assert all(result.status.hit for result in results)
         slow.cancel()
         await asyncio.gather(slow, return_exceptions=True)
-        await eventually(lambda: server.store.pins == 0)
+        await eventually(lambda: server.store.held.pins == 0)
 
 
 # --- limits ----------------------------------------------------------------------------
@@ -258,15 +258,15 @@ async def test_a_frozen_writers_memory_is_not_reused(pool_dev: dev.Dev) -> None:
     )
     held = server.store.allocator.allocated
     connection.close(writer_may_be_alive=True)
-    assert server.store.quarantined == 1
+    assert server.store.held.quarantined == 1
     assert server.store.allocator.allocated == held
     async with pool_dev.pool() as pool:
         storm = keys("storm", 32)
         assert WriteStatus.STORED in await pool.write(NAMESPACE, storm, values(storm, 1 << 20))
-    assert server.store.quarantined == 1
+    assert server.store.held.quarantined == 1
     check_invariants(server.store)
     connection.writer_exited()
-    assert server.store.quarantined == 0
+    assert server.store.held.quarantined == 0
 
 
 async def test_hanging_up_waits_for_who_is_at_work() -> None:

@@ -275,13 +275,13 @@ async def test_cancelled_at_every_step(watched: dev.Dev, name: str, transport: s
             task.cancel()
             await asyncio.wait([task])
             assert task.cancelled() or task.exception() is None
-            await eventually(lambda: server.store.pins == server.store.reservations == 0)
+            await eventually(lambda: server.store.held.pins == server.store.held.reservations == 0)
             check_invariants(server.store)
         # Late steps cancel a write that only waits for a master, whose thread a busy machine may
         # let wait for a hundred steps: what they have stored would evict the blocks of others.
         server.store.remove(NAMESPACE, chain)
         steps += 1
-    assert server.store.quarantined == 0
+    assert server.store.held.quarantined == 0
 
 
 async def test_a_pool_from_before_a_fork(watched: dev.Dev) -> None:

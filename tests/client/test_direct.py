@@ -79,7 +79,7 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dev.Dev]:
     async with dev.serve("64MiB", listen=listen, transports=transports) as running:
         yield running
         (server,) = running.servers
-        await eventually(lambda: server.store.pins == 0)
+        await eventually(lambda: server.store.held.pins == 0)
         check_invariants(server.store)
 
 
@@ -588,7 +588,7 @@ async def test_a_read_that_is_cancelled_anywhere_leaves_nothing_behind(
         turns += 1 + turns // 6
     assert ended
     assert cancelled > 10
-    await eventually(lambda: server.store.pins == 0)
+    await eventually(lambda: server.store.held.pins == 0)
     targets = [layers(gpu) for _ in chain]
     assert labels(await client.read(NAMESPACE, chain, targets)) == ["hit"] * 4
     assert [joined(gpu, target) for target in targets] == data

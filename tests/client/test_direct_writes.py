@@ -546,7 +546,7 @@ async def test_a_write_that_is_cancelled_anywhere_leaves_nothing_behind(
         cancelled += 1
         turns += 1 + turns // 6
     assert cancelled > 10
-    await eventually(lambda: server.store.reservations == 0)
+    await eventually(lambda: server.store.held.reservations == 0)
     await blocks_arrive_whole(client, writer, gpu, "after")
 
 

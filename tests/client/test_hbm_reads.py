@@ -74,7 +74,7 @@ async def served(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         (server,) = running.servers
         await eventually(lambda: pins(running) == 0)
         check_invariants(server.stack)
-        assert sum(limit.used for store in server.stack.stores for limit in store.limits) == 0
+        assert sum(limit.used for store in server.stack.stores for limit in store.held.limits) == 0
     finally:
         await serving.__aexit__(None, None, None)
 
@@ -92,7 +92,7 @@ async def client(served: dev.Dev) -> AsyncIterator[Pool]:
 
 
 def pins(served: dev.Dev) -> int:
-    return sum(store.pins for store in served.servers[0].stack.stores)
+    return sum(store.held.pins for store in served.servers[0].stack.stores)
 
 
 def hbm(served: dev.Dev) -> Hbm:
@@ -117,7 +117,7 @@ async def leave_memory(served: dev.Dev, chain: Sequence[bytes]) -> None:
     stack = served.servers[0].stack
     device = stack.stores[1]
     await eventually(lambda: all(device.peek(NAMESPACE, 0, key) is not None for key in chain))
-    await eventually(lambda: not stack.front.pins and not device.pins)
+    await eventually(lambda: not stack.front.held.pins and not device.pins)
     stack.front.remove(NAMESPACE, chain, ReadStatus.EVICTED)
     assert all(stack.is_below(NAMESPACE, 0, key) for key in chain)
 
@@ -210,17 +210,17 @@ async def test_a_connection_may_pin_a_part_of_the_device(
 ) -> None:
     """The rest comes in further answers, from the host's memory, or when the pins are gone."""
     store = served.servers[0].stack.stores[1]
-    assert store.limits.copies.total == 16 << 20  # a quarter
-    assert store.limits.copies.each == 8 << 20
+    assert store.held.limits.copies.total == 16 << 20  # a quarter
+    assert store.held.limits.copies.each == 8 << 20
     chain, data = await on_the_device(served, writer, "much", 7)
     extent = store.allocator.rounded(SIZE)
-    store.limits = Limits.of(4 * extent, 4 * extent)
+    store.held.limits = Limits.of(4 * extent, 4 * extent)
     most, pin = 0, store.pin
 
     def watched(*arguments: Any, **options: Any) -> list[Pin]:
         nonlocal most
         found = pin(*arguments, **options)
-        most = max(most, store.limits.copies.used)
+        most = max(most, store.held.limits.copies.used)
         return found
 
     store.pin = watched  # type: ignore[method-assign]
@@ -466,7 +466,7 @@ async def test_the_source_is_pinned_until_the_last_byte_has_left(
             isinstance(one, FakeTensor) and one.place.index == 1 for one in gpu.registered
         )
         if sending and not removed:
-            held.append(store.pins)
+            held.append(store.held.pins)
             if held[-1] and len([o for o in gpu.registered if len(o) == size]) >= 1:
                 removed = True
                 served.servers[0].stack.remove(NAMESPACE, chain)
@@ -484,7 +484,7 @@ async def test_the_source_is_pinned_until_the_last_byte_has_left(
     assert await read(client, chain, targets) == ["hit"] * 2
     assert removed
     assert [gpu.content(target) for target in targets] == data
-    await eventually(lambda: store.pins == 0 and not store._pending_free)
+    await eventually(lambda: store.held.pins == 0 and not store._pending_free)
 
 
 # --- a peer that dies or stops in mid-transfer ----------------------------------------------------
@@ -572,10 +572,10 @@ async def test_a_reader_that_is_killed_gives_its_pins_back(
 
     async def stopped(transfer: Transfer) -> None:
         if transfer in killed:
-            pinned_at_end.append(store.pins)
+            pinned_at_end.append(store.held.pins)
         await stop(transfer)
         if transfer in killed:
-            pinned_at_end.append(store.pins)
+            pinned_at_end.append(store.held.pins)
 
     monkeypatch.setattr(Transfer, "send", cut)
     monkeypatch.setattr(Transfer, "stop", stopped)
@@ -584,8 +584,8 @@ async def test_a_reader_that_is_killed_gives_its_pins_back(
     assert killed
     await eventually(lambda: len(pinned_at_end) == 2)
     assert all(pinned_at_end)  # until UCX uses the memory no more
-    await eventually(lambda: store.pins == 0)
-    assert store.limits.copies.used == 0
+    await eventually(lambda: store.held.pins == 0)
+    assert store.held.limits.copies.used == 0
 
 
 def client_streams(client: Pool) -> list[Any]:

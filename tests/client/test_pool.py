@@ -174,9 +174,9 @@ async def test_views_show_the_memory_itself(pool_dev: dev.Dev) -> None:
                 assert views[4].status is ReadStatus.NEVER_WRITTEN
                 assert views[0].data is not None
                 assert views[0].data.readonly
-                assert pool_dev.servers[0].store.pins == 4
+                assert pool_dev.servers[0].store.held.pins == 4
             await asyncio.sleep(0.05)
-            assert pool_dev.servers[0].store.pins == 0
+            assert pool_dev.servers[0].store.held.pins == 0
 
 
 async def test_a_viewed_block_survives_a_full_pool(pool_dev: dev.Dev) -> None:
@@ -197,7 +197,7 @@ async def test_a_viewed_block_survives_a_full_pool(pool_dev: dev.Dev) -> None:
 async def test_no_space_is_said_by_the_deadline(pool_dev: dev.Dev) -> None:
     """G9: with everything pinned a write is refused in time; when the pins go, it succeeds."""
     config = ClientConfig(masters=[pool_dev.address], transports=["shm"])
-    pool_dev.servers[0].store.limits = Limits.none()
+    pool_dev.servers[0].store.held.limits = Limits.none()
     async with pool_dev.pool(config) as pool:
         chain = keys("all", 16)
         await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
@@ -287,7 +287,7 @@ async def test_a_cancelled_call_leaves_nothing_behind(pool: Pool, pool_dev: dev.
         await asyncio.sleep(0.002)
         assert [bytes(buffer) for buffer in got] == snapshot
     await asyncio.sleep(0.1)
-    assert (server.store.pins, server.store.reservations) == (0, 0)
+    assert (server.store.held.pins, server.store.held.reservations) == (0, 0)
     got = buffers(6, 1 << 20)
     results = await pool.read(NAMESPACE, chain, got)
     for digest, result, buffer in zip(chain, results, got, strict=True):

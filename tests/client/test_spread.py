@@ -35,7 +35,7 @@ def holding(running: dev.Dev, digests: Sequence[bytes]) -> list[BlockServer]:
 def check(running: dev.Dev) -> None:
     for server in running.servers:
         check_invariants(server.stack)
-        assert not server.store.reservations
+        assert not server.store.held.reservations
         assert len(moves_of(server).fetcher.fetches) == 0
 
 

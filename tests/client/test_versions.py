@@ -383,7 +383,7 @@ async def test_no_space_is_told_although_another_member_is_dead(
 ) -> None:
     """Retrying elsewhere must not hide why the block is not stored."""
     chain, full = keys("full", 16), f"dev-{1 - lost}"
-    two_servers.servers[1 - lost].store.limits = Limits.none()
+    two_servers.servers[1 - lost].store.held.limits = Limits.none()
     async with two_servers.pool() as pool:
         for digest in chain:
             await pool.write_to(full, NAMESPACE, digest, b"x" * (1 << 20))

@@ -35,7 +35,11 @@ def target(data: bytes) -> None:
 async def one_client(data: bytes) -> None:
     server = offline.server()
     await offline.converse(server, [data], mapped=bool(len(data) % 2))
-    held = server.store.pins, server.store.reservations, server.store.quarantined
+    held = (
+        server.store.held.pins,
+        server.store.held.reservations,
+        server.store.held.quarantined,
+    )
     assert held == (0, 0, 0), held
     check_invariants(server.store)
     await server.close()

@@ -120,17 +120,17 @@ async def test_a_byte_at_a_time_is_still_a_request(watched: dev.Dev, scheme: str
         for byte in HELLO + frame(reserve(key("slow"))):
             await peer.send(bytes([byte]))
             await asyncio.sleep(0)
-        await eventually(lambda: server.store.reservations == 1)
+        await eventually(lambda: server.store.held.reservations == 1)
 
 
 async def test_a_reset_in_the_middle_of_the_bytes(watched: dev.Dev) -> None:
     (server,) = watched.servers
     async with raw(watched) as peer:
         await peer.send(HELLO + frame(reserve(key("reset"), size=1 << 20)) + payload(1 << 20)[:999])
-        await eventually(lambda: server.store.reservations == 1)
+        await eventually(lambda: server.store.held.reservations == 1)
         linger = struct.pack("ii", 1, 0)
         peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-    await eventually(lambda: server.store.reservations == 0)
+    await eventually(lambda: server.store.held.reservations == 0)
     check_invariants(server.store)
 
 
@@ -331,11 +331,15 @@ async def test_writes(watched: dev.Dev, scheme: str, name: str) -> None:
             ids += (await one.ask(reserve(digest), wire.Reserved)).ids
         await peer.send(wrong(*ids))
         assert await peer.refusal() == error
-        await eventually(lambda: server.store.reservations == 1)  # the other one still has its own
+        await eventually(
+            lambda: server.store.held.reservations == 1
+        )  # the other one still has its own
         await other.send(payload(64))
         sealed = await other.ask(wire.Seal(ids[1:], [0], False, 0.0), wire.Sealed)
         assert sealed.statuses == bytes([WriteStatus.STORED])
-    assert server.store.quarantined == (scheme == "shm")  # this process lives and might still write
+    assert server.store.held.quarantined == (
+        scheme == "shm"
+    )  # this process lives and might still write
 
 
 #: A small write of two blocks, of 64 and 100 bytes, and the bytes behind it.
@@ -362,9 +366,9 @@ async def test_writes_in_one_request(watched: dev.Dev, name: str, scheme: str) -
     async with raw(watched, scheme) as peer:
         await peer.send(HELLO + head + bytes(min(size, 1000)))
         assert await peer.refusal() == error
-        await eventually(lambda: server.store.reservations == 0)
+        await eventually(lambda: server.store.held.reservations == 0)
     assert server.store.stored == len(CHAIN)
-    assert server.store.quarantined == 0  # the client had no address
+    assert server.store.held.quarantined == 0  # the client had no address
 
 
 @BOTH
@@ -377,10 +381,10 @@ async def test_bytes_of_a_write_that_stop_half_way(
     whole = frame(write(key("a"), key("b"), sizes=SIZES), bytes(164))
     async with raw(watched, scheme) as peer:
         await peer.send(HELLO + whole[:-10])
-        await eventually(lambda: server.store.reservations == 2)
+        await eventually(lambda: server.store.held.reservations == 2)
         assert await peer.refusal() == "DeadlineExceeded"
-        await eventually(lambda: server.store.reservations == 0)
-    assert server.store.quarantined == 0
+        await eventually(lambda: server.store.held.reservations == 0)
+    assert server.store.held.quarantined == 0
     assert server.store.stored == len(CHAIN)
 
 
@@ -394,7 +398,7 @@ async def test_a_silent_writer_ends_when_others_wait_for_its_memory(
     size = 12 << 20
     async with raw(watched, scheme) as peer, watched.pool() as pool:
         await peer.send(HELLO + encode_frame(*wire.encode(write(key("a"), size=size)), size))
-        await eventually(lambda: server.store.reservations == 1)
+        await eventually(lambda: server.store.held.reservations == 1)
         fresh = keys("others", 8)
         assert set(await pool.write(NAMESPACE, fresh, values(fresh, 1 << 20))) == {
             WriteStatus.STORED
@@ -434,7 +438,7 @@ async def test_a_write_that_arrives_is_no_idle_connection(watched: dev.Dev, sche
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
         idle = {c for c in server._context.connections if c.peer.link.idle_since() is not None}  # type: ignore[union-attr]
         await peer.send(whole[:-1])
-        await eventually(lambda: server.store.reservations == 1)
+        await eventually(lambda: server.store.held.reservations == 1)
         (busy,) = [c for c in idle if c.peer.link.idle_since() is None]  # type: ignore[union-attr]
         await peer.send(whole[-1:])
         assert (await peer.ask(None, wire.Written)).statuses == bytes([WriteStatus.STORED])
@@ -454,10 +458,10 @@ async def test_pins(watched: dev.Dev, name: str) -> None:
     async with raw(watched, "shm") as peer:
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
         await peer.ask(read(*CHAIN), wire.Pinned)
-        assert server.store.pins == 3
+        assert server.store.held.pins == 3
         await peer.send(PINNED[name])
         assert await peer.refusal() in ("BadMessage", "BadFrame")
-        await eventually(lambda: server.store.pins == 0)
+        await eventually(lambda: server.store.held.pins == 0)
 
 
 async def test_a_small_write_lets_go_of_what_the_read_before_it_held(watched: dev.Dev) -> None:
@@ -466,8 +470,8 @@ async def test_a_small_write_lets_go_of_what_the_read_before_it_held(watched: de
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
         await peer.ask(read(*CHAIN), wire.Pinned)
         await peer.send(frame(write(key("a")), bytes(64))[:-1])
-        await eventually(lambda: server.store.reservations == 1)
-        assert server.store.pins == 0
+        await eventually(lambda: server.store.held.reservations == 1)
+        assert server.store.held.pins == 0
 
 
 @pytest.mark.parametrize(("request_", "pins"), [(read(CHAIN[0]), 1), (reserve(key("a")), 0)])
@@ -479,7 +483,7 @@ async def test_a_request_lets_go_of_what_the_one_before_it_held(
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
         await peer.ask(read(*CHAIN), wire.Pinned)
         await peer.ask(request_, wire.Pinned if pins else wire.Reserved)
-        assert server.store.pins == pins
+        assert server.store.held.pins == pins
 
 
 async def test_rooms_for_fewer_blocks_than_asked_for(watched: dev.Dev) -> None:

@@ -36,7 +36,7 @@ class Books:
     def __init__(self, pages: int, *, pinned: int = 0, reserved: int = 0) -> None:
         self.store = Store(pages * PAGE)
         pinned, reserved = pinned or pages, reserved or 4 * pages
-        self.store.limits = Limits.of(pinned * PAGE, reserved * PAGE)
+        self.store.held.limits = Limits.of(pinned * PAGE, reserved * PAGE)
 
     def reserve(self, owner: int, chain: Sequence[bytes], size: int = PAGE) -> list[Reservation]:
         parents = [ROOT, *chain[:-1]]
@@ -52,10 +52,10 @@ class Books:
         check_invariants(self.store)
 
     def fill(self, chain: Sequence[bytes], size: int = PAGE) -> None:
-        limits, self.store.limits = self.store.limits, Limits.none()
+        limits, self.store.held.limits = self.store.held.limits, Limits.none()
         self.seal(99, self.reserve(99, chain, size))
         self.store.drop_owner(99)
-        self.store.limits = limits
+        self.store.held.limits = limits
 
     def pin(self, owner: int, chain: Sequence[bytes], *, view: bool = False) -> list[Pin]:
         pins = self.store.pin(owner, ONE, 0, chain, 3.0, view=view)
@@ -152,7 +152,7 @@ def test_a_read_beyond_the_budget_goes_in_steps() -> None:
         books.unpin(1, pins)
         rest = rest[hits:]
     assert got == chain
-    assert books.store.limits.copies.used == 0
+    assert books.store.held.limits.copies.used == 0
 
 
 def test_two_connections_share_the_budget_of_all() -> None:
@@ -199,7 +199,7 @@ def test_a_closed_connection_gives_its_pins_back(view: bool) -> None:
     check_invariants(books.store)
     books.store.drop_owner(1)
     check_invariants(books.store)
-    assert [budget.used for budget in books.store.limits] == [0, 0, 0, 0]
+    assert [budget.used for budget in books.store.held.limits] == [0, 0, 0, 0]
 
 
 def test_transfers_between_tiers_have_no_budget() -> None:
@@ -251,7 +251,7 @@ def test_reserving_and_aborting_again_evicts_no_more() -> None:
         books.store.drop_owner(stranger)
         check_invariants(books.store)
     assert books.store.evicted == START // PAGE
-    assert [budget.used for budget in books.store.limits] == [0, 0, 0, 0]
+    assert [budget.used for budget in books.store.held.limits] == [0, 0, 0, 0]
 
 
 def test_a_writer_may_evict_in_proportion_to_what_it_has_stored() -> None:
@@ -349,35 +349,35 @@ def test_quarantine_and_what_may_come_into_it_have_one_budget() -> None:
     books = Books(64, reserved=16)
     store = books.store
     books.reserve(1, keys("a", 10))  # 8 of 16 pages: half of the budget of reservations
-    assert store.lend(1)
-    assert store.lend(1)  # asked twice, counted once
+    assert store.held.lend(1)
+    assert store.held.lend(1)  # asked twice, counted once
     store.drop_owner(1, writer_may_be_alive=True)
     check_invariants(store)
-    assert store.quarantined_bytes == 8 * PAGE
+    assert store.held.quarantined_bytes == 8 * PAGE
     second = books.reserve(2, keys("b", 8))
     books.reserve(3, keys("c", 1))
-    assert store.lend(2)
-    assert not store.lend(3)  # 16 of 16
+    assert store.held.lend(2)
+    assert not store.held.lend(3)  # 16 of 16
     check_invariants(store)
     books.seal(2, second)
-    assert store.lend(3) is True  # what was sealed is out of reach of its writer
+    assert store.held.lend(3) is True  # what was sealed is out of reach of its writer
     store.drop_owner(3)
     store.drop_owner(2)
     store.writer_exited(1)
     check_invariants(store)
-    assert store.quarantined_bytes == 0
-    assert [budget.used for budget in store.limits] == [0, 0, 0, 0]
+    assert store.held.quarantined_bytes == 0
+    assert [budget.used for budget in store.held.limits] == [0, 0, 0, 0]
 
 
 def test_a_batch_of_any_size_is_lent_while_nothing_else_is() -> None:
     books = Books(16, reserved=4)
     books.reserve(1, keys("large", 1), 10 * PAGE)
-    assert books.store.lend(1)
+    assert books.store.held.lend(1)
     books.reserve(2, keys("small", 1))
-    assert not books.store.lend(2)
+    assert not books.store.held.lend(2)
     books.store.cancel_rest(1)
     check_invariants(books.store)
-    assert books.store.lend(2)
+    assert books.store.held.lend(2)
 
 
 def test_what_was_sealed_or_given_back_is_not_lent_any_more() -> None:
@@ -387,12 +387,12 @@ def test_what_was_sealed_or_given_back_is_not_lent_any_more() -> None:
     books.store.cancel_rest(1)
     books.reserve(1, keys("c", 2))  # not lent: the client has no address
     check_invariants(books.store)
-    assert books.store.limits.lent.used == 0
+    assert books.store.held.limits.lent.used == 0
 
 
 def lent(books: Books, owner: int, chain: Sequence[bytes]) -> list[Reservation]:
     answers = books.reserve(owner, chain)
-    assert books.store.lend(owner)
+    assert books.store.held.lend(owner)
     return answers
 
 
@@ -441,7 +441,9 @@ async def test_a_large_call_goes_in_steps_and_loses_nothing(
             results = await pool.read(NAMESPACE, chain, got)
             assert {result.status for result in results} == {ReadStatus.HIT}
             assert got == values(chain, BLOCK)
-        await eventually(lambda: [budget.used for budget in server.store.limits] == [0, 0, 0, 0])
+        await eventually(
+            lambda: [budget.used for budget in server.store.held.limits] == [0, 0, 0, 0]
+        )
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
@@ -451,12 +453,12 @@ async def test_frozen_readers_stop_nobody(
     """They pin all that they can and do nothing more; an honest client reads and writes."""
     (server,) = pool_dev.servers
     pool, chain = full
-    server.store.limits = large()
+    server.store.held.limits = large()
     async with raw(pool_dev, scheme) as one, raw(pool_dev, scheme) as two:
         for peer in (one, two):
             await peer.ask(wire.Hello("default", "frozen"), wire.Welcome)
             await peer.send(frame(read(*chain)))
-        await eventually(lambda: server.store.limits.copies.used >= SIZE - BLOCK)
+        await eventually(lambda: server.store.held.limits.copies.used >= SIZE - BLOCK)
         (status,) = await pool.write(NAMESPACE, [key("new")], [bytes(BLOCK)])
         assert status is WriteStatus.STORED
         stats = server.stats(asyncio.get_running_loop().time() + 1)
@@ -471,7 +473,7 @@ async def test_frozen_readers_stop_nobody(
         assert server.stats(0.0).counters["cut_connections"] >= 1
         if scheme == "shm":
             assert "Overloaded" in (await one.refusal(), await two.refusal())
-    await eventually(lambda: server.store.pins == 0)
+    await eventually(lambda: server.store.held.pins == 0)
 
 
 async def test_silent_reservers_stop_nobody(
@@ -479,7 +481,7 @@ async def test_silent_reservers_stop_nobody(
 ) -> None:
     (server,) = pool_dev.servers
     pool, _ = full
-    server.store.limits = Limits.of(SIZE // 4, 2 * START)
+    server.store.held.limits = Limits.of(SIZE // 4, 2 * START)
     async with raw(pool_dev) as one, raw(pool_dev) as two:
         for peer in (one, two):
             await peer.ask(wire.Hello("default", "silent"), wire.Welcome)
@@ -489,7 +491,7 @@ async def test_silent_reservers_stop_nobody(
                 wire.Reserve(NAMESPACE.name, 1, 32, packed, 0, parents, [BLOCK] * 64, 60.0),
                 wire.Reserved,
             )
-        assert server.store.limits.writes.used == 2 * START
+        assert server.store.held.limits.writes.used == 2 * START
         assert server.store.evicted == 2 * START // BLOCK
         (status,) = await pool.write(NAMESPACE, [key("new")], [bytes(BLOCK)])
         assert status is WriteStatus.STORED
@@ -501,7 +503,7 @@ async def test_a_writer_that_asks_for_more_than_there_is_does_not_wait_with_what
 ) -> None:
     """While a server works for a client, it is not stalled: its wait must not keep the memory."""
     (server,) = pool_dev.servers
-    server.store.limits = Limits.none()
+    server.store.held.limits = Limits.none()
     config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
     async with pool_dev.pool(config) as pool, raw(pool_dev) as stranger:
         await stranger.ask(wire.Hello("default", "greedy"), wire.Welcome)
@@ -534,7 +536,7 @@ async def test_stopped_writers_over_shm_leave_memory_and_the_way_to_it(
 ) -> None:
     """Each keeps its socket open, so what it had reserved cannot be reused: that is bounded."""
     (server,) = pool_dev.servers
-    limit = server.store.limits.lent.total
+    limit = server.store.held.limits.lent.total
     config = ClientConfig(masters=[pool_dev.address], transports=["shm"])
     async with pool_dev.pool(config) as pool, AsyncExitStack() as strangers:
         for number in range(8):  # of which each may reserve an eighth of the memory
@@ -555,7 +557,7 @@ async def test_stopped_writers_over_shm_leave_memory_and_the_way_to_it(
             results = await pool.read(NAMESPACE, chain, got)
             assert {result.status for result in results} == {ReadStatus.HIT}
             assert got == values(chain, BLOCK)
-            assert server.store.quarantined_bytes <= limit
+            assert server.store.held.quarantined_bytes <= limit
         stats = server.stats(asyncio.get_running_loop().time())
         assert stats.counters["carried_writes"] > 0
         assert stats.counters["quarantined_bytes"] > limit // 2
@@ -563,7 +565,7 @@ async def test_stopped_writers_over_shm_leave_memory_and_the_way_to_it(
         assert stats.clients[0].quarantined_bytes == stats.counters["quarantined_bytes"]
         before = stats.counters["carried_writes"]
         await strangers.aclose()
-        await eventually(lambda: server.store.quarantined_bytes == 0)
+        await eventually(lambda: server.store.held.quarantined_bytes == 0)
         assert server.stats(0.0).counters["connections"] == 1
         await pool.write(NAMESPACE, [key("again")], [bytes(BLOCK)])
         assert server.stats(0.0).counters["carried_writes"] == before
@@ -591,7 +593,7 @@ async def test_a_writer_that_sends_its_bytes_leaves_nothing_in_quarantine(
 ) -> None:
     """It stops in the midst of them; what it had reserved is free, and more of it lands nowhere."""
     (server,) = pool_dev.servers
-    monkeypatch.setattr(server.store, "lend", lambda owner: False)
+    monkeypatch.setattr(server.store.held, "lend", lambda owner: False)
     async with raw(pool_dev, "shm") as peer:
         await peer.ask(wire.Hello("default", "carried"), wire.Welcome)
         reserved = await peer.ask(reserve(key("a"), size=BLOCK), wire.Reserved)
@@ -599,8 +601,8 @@ async def test_a_writer_that_sends_its_bytes_leaves_nothing_in_quarantine(
         await peer.send(payload(BLOCK)[: BLOCK // 2])
         (link,) = (one.peer.link for one in server._context.connections)
         link.hang_up(Overloaded("enough"))
-        await eventually(lambda: server.store.reservations == 0)
-        assert (server.store.quarantined, server.store.allocator.allocated) == (0, 0)
+        await eventually(lambda: server.store.held.reservations == 0)
+        assert (server.store.held.quarantined, server.store.allocator.allocated) == (0, 0)
         await peer.send(payload(BLOCK)[BLOCK // 2 :])
         assert await peer.refusal() == "Overloaded"
 
@@ -629,17 +631,17 @@ async def test_a_slow_reader_is_not_cut(
     """It takes far longer than a frozen reader may, but its bytes move."""
     (server,) = pool_dev.servers
     _, chain = full
-    server.store.limits = large(SIZE)
+    server.store.held.limits = large(SIZE)
     loop = asyncio.get_running_loop()
     async with raw(pool_dev) as slow:
         await slow.ask(wire.Hello("default", "slow"), wire.Welcome)
         await slow.send(frame(read(*chain)))
-        await eventually(lambda: server.store.pins > 0)
+        await eventually(lambda: server.store.held.pins > 0)
         until = loop.time() + 1.2
         while loop.time() < until:
             assert await loop.sock_recv(slow.socket, 256 << 10)
             await server._context.wait_for_space(loop.time() + 0.05)
-        assert server.store.pins
+        assert server.store.held.pins
         assert not server.stats(0.0).counters.get("cut_connections")
 
 
@@ -661,11 +663,11 @@ async def test_a_reader_that_was_cut_reads_again(
         async def interrupted(self: CopyPool, jobs: object, **options: object) -> object:
             if not cuts:
                 for one in list(server._context.connections):
-                    holder = server.store.holder(one._id)  # type: ignore[attr-defined]
+                    holder = server.store.held.known(one._id)  # type: ignore[attr-defined]
                     if holder is not None and holder.pins:
                         cuts.append(one)
                         one.peer.link.hang_up(connection.Overloaded("test"))  # type: ignore[attr-defined]
-                await eventually(lambda: server.store.pins == 0)
+                await eventually(lambda: server.store.held.pins == 0)
                 for entry in server.store.inventory():  # another writer has the memory now
                     kept = bytes(server.tier.view(entry.offset, 64))  # type: ignore[attr-defined]
                     server.tier.view(entry.offset, 64)[:] = bytes(64)  # type: ignore[attr-defined]
@@ -695,7 +697,7 @@ def test_one_tenant_leaves_the_others_room_however_many_connections_it_opens() -
 
     def tenant(name: str, owners: Sequence[int]) -> None:
         for owner in owners:
-            store.join_tenant(owner, name)
+            store.held.join_tenant(owner, name)
 
     tenant("greedy", range(1, 9))
     tenant("hungry", range(11, 19))
@@ -724,13 +726,13 @@ def test_one_tenant_leaves_the_others_room_however_many_connections_it_opens() -
     for owner in (21, 31, 41):
         store.drop_owner(owner)
     check_invariants(store)
-    assert not store._together
+    assert not store.held._together
 
 
 async def test_connections_of_a_tenant_are_counted_together(tmp_path: Path) -> None:
     """With a real server: streams of acme that reserve and do not send leave blue its room."""
     async with tenant_pool(tmp_path, capacity=16 << 20) as pool, AsyncExitStack() as peers:
-        total = pool.server.store.limits.writes.total
+        total = pool.server.store.held.limits.writes.total
         packed = b"".join(keys("greedy", 64))
         held = 0
         for number in range(4):

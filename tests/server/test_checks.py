@@ -38,7 +38,7 @@ def begin(store: Store, owner: int, name: str) -> None:
 def in_every_state() -> Store:
     """A store with blocks in each state of its table, and free memory between them."""
     store = Store(16 * PAGE)
-    store.limits = Limits.of(16 * PAGE, 16 * PAGE)
+    store.held.limits = Limits.of(16 * PAGE, 16 * PAGE)
     write(store, CHAIN, session="talk")
     write(store, [key("child")], parent=key("absent"))
     write(store, [key("removed"), key("gap")])
@@ -62,20 +62,20 @@ def index(store: Store) -> Index:
 
 def hold_twice(store: Store) -> None:
     entry = block(store, key("begun"))
-    store._owner(9).reservations[99] = entry
-    store._owner(9).reserved_bytes += PAGE
-    store.limits.writes.used += PAGE
+    store.held.owner(9).reservations[99] = entry
+    store.held.owner(9).reserved_bytes += PAGE
+    store.held.limits.writes.used += PAGE
 
 
 def unpin_pending(store: Store) -> None:
     """The last pin goes, and the extent stays."""
-    holder = store._owners[READER]
+    holder = store.held._owners[READER]
     for id, entry in list(holder.pins.items()):
         if entry.digest == key("removed"):
             del holder.pins[id]
             entry.pins = 0
             holder.pinned_bytes -= PAGE
-            store.limits.copies.used -= PAGE
+            store.held.limits.copies.used -= PAGE
 
 
 def misfile_pending(store: Store) -> None:
@@ -115,20 +115,20 @@ BROKEN_STORES: dict[str, Callable[[Store], object]] = {
     "shares its extent": share_an_extent,
     "disagree$": lambda s: s.blocks_at.popitem(),
     "allocated extents and blocks": lambda s: s.allocator.allocate(1),
-    "is pinned, but its extent was freed": lambda s: s._owners[READER].pins.update(
+    "is pinned, but its extent was freed": lambda s: s.held._owners[READER].pins.update(
         {99: Entry(index(s), key("x"), ROOT, 15 * PAGE, PAGE, 9)}
     ),
     "is reserved twice": hold_twice,
     "counts 2 pins": lambda s: setattr(block(s, CHAIN[0]), "pins", 2),
-    "state and reservations disagree": lambda s: s._owners[WRITER].reservations.clear(),
+    "state and reservations disagree": lambda s: s.held._owners[WRITER].reservations.clear(),
     "is pending free, but nothing pins it": unpin_pending,
     "counts of stored blocks": lambda s: setattr(s, "stored", s.stored + 1),
     "stored blocks and bytes": lambda s: setattr(s, "stored_bytes", 0),
-    "a connection holds": lambda s: setattr(s._owners[READER], "pinned_bytes", 0),
-    "a connection holds .*": lambda s: setattr(s._owners[WRITER], "reserved_bytes", 0),
-    "bytes are held": lambda s: setattr(s.limits.copies, "used", 0),
-    "bytes are held$": lambda s: setattr(s.limits.writes, "used", PAGE + 1),
-    ", but 0 bytes": lambda s: setattr(s.limits.views, "used", 1),
+    "a connection holds": lambda s: setattr(s.held._owners[READER], "pinned_bytes", 0),
+    "a connection holds .*": lambda s: setattr(s.held._owners[WRITER], "reserved_bytes", 0),
+    "bytes are held": lambda s: setattr(s.held.limits.copies, "used", 0),
+    "bytes are held$": lambda s: setattr(s.held.limits.writes, "used", PAGE + 1),
+    ", but 0 bytes": lambda s: setattr(s.held.limits.views, "used", 1),
     # of its session policy
     "bytes counted": lambda s: setattr(block(s, CHAIN[0]).session, "bytes", PAGE),
     "knows blocks that have left": lambda s: block(s, CHAIN[0]).session.chain_ends.update(  # type: ignore[union-attr]
@@ -182,7 +182,7 @@ def two_tiers() -> TieredStore:
 BROKEN_STACKS: dict[str, Callable[[TieredStore], object]] = {
     "is dirty and in no queue": lambda s: s._writeback_queue.clear(),
     "is dirty and in no queue: a leak": lambda s: [
-        s.front.unpin(MOVER, id) for id in list(s.front._owner(MOVER).pins)
+        s.front.unpin(MOVER, id) for id in list(s.front.held.owner(MOVER).pins)
     ],
     "bytes on their way": lambda s: setattr(s, "_moving_bytes", 0),
     "dirty blocks and bytes": lambda s: setattr(s.front, "dirty_bytes", 0),

@@ -133,7 +133,7 @@ async def test_a_cancelled_writer_frees_a_target_only_when_its_copy_has_ended(
         await call
     assert not store.move_targets
     assert store.clearing is None
-    assert not store.pins
+    assert not store.held.pins
     check_invariants(store)
 
 

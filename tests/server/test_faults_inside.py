@@ -231,7 +231,7 @@ async def test_what_goes_to_another_tier_is_not_given_up_with_the_disk(tmp_path:
         cached = server.stack.stores[1]
         for _ in range(5):
             await asyncio.sleep(0)
-        assert cached.reservations == 1, "it is still being written"
+        assert cached.held.reservations == 1, "it is still being written"
         disk.going.set()
         cache.going.set()
         await eventually(lambda: cached.peek(NAMESPACE, 0, key("one")) is not None)

@@ -283,7 +283,7 @@ async def test_a_disk_that_hangs_holds_up_nothing_of_the_other(
         assert one.disks[1].calls == calls, "nobody waits for it again"
         assert not one.stack.erasable
         one.disks[1].runs.set()  # late: what it reads now is of no use, and its memory is free
-        await eventually(lambda: not one.stack.front.reservations)
+        await eventually(lambda: not one.stack.front.held.reservations)
 
 
 @pytest.mark.parametrize("seed", range(6))

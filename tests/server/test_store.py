@@ -187,8 +187,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def whole(self) -> None:
         check_invariants(self.books)
-        assert self.books.pins == len(self.pinned)
-        assert self.books.reservations == len(self.reserved)
+        assert self.books.held.pins == len(self.pinned)
+        assert self.books.held.reservations == len(self.reserved)
 
 
 def overlap(one: Extent, other: Extent) -> bool:
@@ -299,9 +299,9 @@ def test_with_a_foreign_id_nothing_of_a_batch_is_sealed_or_unpinned(of: str) -> 
     with pytest.raises(BadMessage):
         books.unpin_all(1, [*pins, 999 if of == "another" else pins[0]])
     check_invariants(books)
-    assert books.pins == 2
+    assert books.held.pins == 2
     books.unpin_all(1, pins)
-    assert books.pins == 0
+    assert books.held.pins == 0
     check_invariants(books)
 
 
@@ -376,7 +376,7 @@ def test_a_buffer_too_small_pins_nothing() -> None:
     write(books, [key("k")])
     (pin,) = books.pin(1, ONE, 0, [key("k")], 1.0, [PAGE - 1])
     assert pin.status is ReadStatus.BUFFER_TOO_SMALL
-    assert books.pins == 0
+    assert books.held.pins == 0
 
 
 def test_a_block_larger_than_the_segment_is_told_apart() -> None:

@@ -70,7 +70,7 @@ async def read(pool: Pool, chain: Sequence[bytes]) -> list[ReadStatus]:
 async def saved(running: dev.Dev) -> None:
     """Wait until everything has been copied to the file, and the master knows what that evicted."""
     (server,) = running.servers
-    await eventually(lambda: not server.stack.waiting and not server.stack.front.pins)
+    await eventually(lambda: not server.stack.waiting and not server.stack.front.held.pins)
     await server._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
 
 
@@ -329,7 +329,7 @@ async def test_a_disk_that_takes_no_writes_is_read_and_comes_back(
         assert usage.status_text.endswith(f"read-only: {error}")
         used = stack.backing.allocator.allocated
         assert used == 100 * BLOCK, "what was reserved for writes that failed is given back"
-        assert not stack.backing.reservations
+        assert not stack.backing.held.reservations
         disk.error = ""
         await eventually(lambda: not stack.read_only, within_s=10)
         await saved(tiered)
@@ -420,7 +420,7 @@ async def main(folder):
         stack = running.servers[0].stack
         async with running.pool() as pool:
             await pool.write(NAMESPACE, old, values(old, 65536))
-            await eventually(lambda: not stack.waiting and not stack.front.pins)
+            await eventually(lambda: not stack.waiting and not stack.front.held.pins)
             with open(f"{folder}/other", "wb", buffering=0) as other:
                 try:
                     while True:
@@ -435,7 +435,7 @@ async def main(folder):
             await pool.write(NAMESPACE, late, values(late, 65536))
             os.unlink(f"{folder}/other")
             await eventually(lambda: not stack.read_only, within_s=20)
-            await eventually(lambda: not stack.waiting and not stack.front.pins)
+            await eventually(lambda: not stack.waiting and not stack.front.held.pins)
             assert all(stack.backing.peek(NAMESPACE, 0, digest) for digest in (*old, *late))
     print("ok")
 

@@ -444,7 +444,7 @@ def test_blocks_are_read_where_they_are_if_they_are_enough(above: int | None, hi
     held = server.stack.holders(2)
     assert sum(one.pinned_bytes for one in held) == hits * PAGE
     server.drop(2)
-    assert [store.pins for store in server.stack.stores] == [0, 0]
+    assert [store.held.pins for store in server.stack.stores] == [0, 0]
 
 
 def test_what_memory_has_counts_for_the_answer_and_is_read_from_there() -> None:
@@ -458,10 +458,10 @@ def test_what_memory_has_counts_for_the_answer_and_is_read_from_there() -> None:
 def test_blocks_that_are_not_enough_together_with_what_may_be_pinned_are_promoted() -> None:
     """A part of them would be too small for its way."""
     server, chain = below(3, 8, 16)
-    server.stack.stores[1].limits = Limits.of(4 * PAGE, PAGE)  # two for each
+    server.stack.stores[1].held.limits = Limits.of(4 * PAGE, PAGE)  # two for each
     assert server.read(2, ONE, 0, chain, 2 * PAGE) == [ReadStatus.NOT_YET] * 3
-    assert server.stack.stores[1].pins == 0
-    assert server.stack.stores[1].limits.copies.used == 0
+    assert server.stack.stores[1].held.pins == 0
+    assert server.stack.stores[1].held.limits.copies.used == 0
     statuses = server.read(2, ONE, 0, chain, 2 * PAGE - 1)
     assert statuses == [ReadStatus.HIT] * 2 + [ReadStatus.NOT_YET]
 
@@ -479,9 +479,9 @@ def test_a_block_that_is_read_in_place_stays_there() -> None:
     server.write(1, ONE, 0, keys("more", 4))
     server.drop(1)
     server.settle()  # `look` compares what lies under the pin
-    assert server.stack.stores[1].pins == 1
+    assert server.stack.stores[1].held.pins == 1
     server.unpin(0)
-    assert server.stack.stores[1].pins == 0
+    assert server.stack.stores[1].held.pins == 0
 
 
 def test_a_tier_that_is_out_of_service_is_not_read_in_place() -> None:
@@ -495,7 +495,7 @@ def test_a_tier_that_is_out_of_service_is_not_read_in_place() -> None:
     assert server.read(2, ONE, 0, chain, 0) == [ReadStatus.HIT] * 2
     server.stack.report_lost(server.stack.take_offline(0))
     server.drop(2)
-    assert server.stack.stores[0].pins == 0
+    assert server.stack.stores[0].held.pins == 0
     assert server.read(2, ONE, 0, chain, 0) == [ReadStatus.NOT_YET] * 2
 
 
@@ -674,7 +674,7 @@ def test_while_the_base_is_read_only_memory_is_a_pool_of_its_own() -> None:
         (copy,) = server.stack.try_writeback(server.now)
         assert copy.entry.digest == left[0 if not good else 1]
         server.finish(copy, good=good)
-        assert not server.stack.backing.reservations
+        assert not server.stack.backing.held.reservations
     assert server.stack.resume_writing() == len(left) - 1
     assert server.stack.waiting == len(left) - 1
     server.stack.remove(ONE, left[-1:])
@@ -784,7 +784,7 @@ def test_random_histories(seed: int, write_back: bool) -> None:
     in_place = (0,) if front_tier and rng.random() < 0.7 else (1,) if rng.random() < 0.3 else ()
     server = Server(*pages, front_tier=front_tier, write_back=write_back, in_place=in_place)
     for tier in server.stack.in_place_tiers:
-        server.stack.stores[tier].limits = Limits.of(6 * PAGE, PAGE)
+        server.stack.stores[tier].held.limits = Limits.of(6 * PAGE, PAGE)
     digests = keys("random", 48)
     for _ in range(300):
         step, owner, first = rng.random(), rng.randint(1, 3), rng.randrange(48)
@@ -821,8 +821,8 @@ def test_random_histories(seed: int, write_back: bool) -> None:
     server.settle()
     for tier, store in enumerate(server.stack.stores):
         if tier not in server.stack.offline_tiers:
-            assert store.pinned_by(MOVER) == []
-            assert store.reservations == store.pins == 0
+            assert store.held.pinned_by(MOVER) == []
+            assert store.held.reservations == store.held.pins == 0
     if not server.stack.offline_tiers:  # else the reached tier is the base, and staging evicts
         for namespace, part, digest in [n for n in server.map if server.map[n] != front_tier]:
             # A block that only the cache has leaves with it when that needs the place.

@@ -17,7 +17,7 @@ from tests.conftest import NAMESPACE, eventually, keys, value
 async def test_a_writer_that_waits_no_more_keeps_no_place(pool_dev: dev.Dev, ends: str) -> None:
     """Nothing in the store changes meanwhile, so nothing else would empty the list."""
     (server,) = pool_dev.servers
-    server.store.limits = Limits.none()
+    server.store.held.limits = Limits.none()
     chain = keys("full", 16)
     config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
     async with pool_dev.pool() as reader, pool_dev.pool(config) as writer:
@@ -38,7 +38,7 @@ async def test_a_writer_that_waits_no_more_keeps_no_place(pool_dev: dev.Dev, end
 
 async def test_a_writer_that_waits_gets_space_that_becomes_free(pool_dev: dev.Dev) -> None:
     (server,) = pool_dev.servers
-    server.store.limits = Limits.none()
+    server.store.held.limits = Limits.none()
     chain = keys("full", 16)
     config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
     async with pool_dev.pool() as reader, pool_dev.pool(config) as writer:
@@ -56,7 +56,7 @@ async def test_masters_hear_of_what_a_writer_has_displaced_before_it_sends(
 ) -> None:
     """Or readers would go for blocks that are gone, for as long as its bytes take."""
     (server,) = pool_dev.servers
-    server.store.limits = Limits.none()
+    server.store.held.limits = Limits.none()
     chain, loop = keys("full", 16), asyncio.get_running_loop()
     async with pool_dev.pool() as pool:
         await pool.write(NAMESPACE, chain, [value(digest, 1 << 20) for digest in chain])

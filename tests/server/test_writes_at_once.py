@@ -43,7 +43,7 @@ async def test_what_would_wait_for_space_is_asked_for_again(
 ) -> None:
     """A reader holds all: nothing is refused, and nothing is counted as refused."""
     (server,) = pool_dev.servers
-    server.store.limits = Limits.none()
+    server.store.held.limits = Limits.none()
     chain = keys("full", 16)
     async with pool_dev.pool() as pool:
         await pool.write(NAMESPACE, chain, [value(digest, MIB) for digest in chain])
@@ -60,7 +60,7 @@ async def test_who_gets_a_part_asks_again_for_the_rest(
 ) -> None:
     """Refused for good, it would go elsewhere with the rest of its chain."""
     (server,) = pool_dev.servers
-    server.store.limits = Limits.none()
+    server.store.held.limits = Limits.none()
     answers = statuses(connection, request("larger than all", *[6 * MIB] * 3))
     assert answers == [WriteStatus.RESERVED, WriteStatus.RESERVED, WriteStatus.NOT_YET]
 
@@ -81,7 +81,7 @@ async def test_no_range_is_emptied_for_a_write_that_does_not_wait(
 ) -> None:
     """It would be fenced off for as long as the connection lives."""
     (server,) = pool_dev.servers
-    server.store.limits = Limits.none()
+    server.store.held.limits = Limits.none()
     small = keys("small", 1024)
     async with pool_dev.pool() as pool:
         await pool.write(NAMESPACE, small, [bytes(16 << 10)] * 1024, parents=[ROOT] * 1024)

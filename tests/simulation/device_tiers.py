@@ -129,8 +129,8 @@ class TierWorld:
                 group.create_task(self._use())
         await asyncio.sleep(1.0)
         for store in stack.stores:
-            used = sum(budget.used for budget in store.limits)
-            if store.pins or store.reservations or used:
+            used = sum(budget.used for budget in store.held.limits)
+            if store.held.pins or store.held.reservations or used:
                 self.loop.fail("G4: a pin or a reservation has outlived its connection")
         check_invariants(stack)
         await self.server.close()

@@ -41,19 +41,19 @@ _HINTS_EXPIRE_S: Final = 4 * 3600.0
 class WatchedAllocator(Allocator):
     """No extent that is pinned, reserved or in quarantine is freed or allocated again (G3, G4)."""
 
-    held: dict[tuple[str, int, int], tuple[int, int]]
+    watched: dict[tuple[str, int, int], tuple[int, int]]
     fail: Callable[[str], None]
 
     def allocate(self, size: int) -> int | None:
         offset = super().allocate(size)
         if offset is not None:
-            for holder, (start, length) in self.held.items():
+            for holder, (start, length) in self.watched.items():
                 if start < offset + self.rounded(size) and offset < start + self.rounded(length):
                     self.fail(f"G3: extent at {offset} allocated while held as {holder}")
         return offset
 
     def release(self, offset: int) -> int:
-        for holder, (start, _) in self.held.items():
+        for holder, (start, _) in self.watched.items():
             if start == offset:
                 self.fail(f"G4: extent at {offset} freed while held as {holder}")
         return super().release(offset)
@@ -156,7 +156,7 @@ class WatchedStore(Store):
         )  # (offset, generation) that a fault has changed
         self.is_memory = isinstance(memory, SimTier)
         #: (kind, owner, id) -> (offset, size): pins, reservations, and extents in quarantine.
-        self.held: dict[tuple[str, int, int], tuple[int, int]] = {}
+        self.watched: dict[tuple[str, int, int], tuple[int, int]] = {}
         self._entries: dict[tuple[str, int, int], Entry] = {}
         #: The (offset, size) in memory of bytes that still wait to be sent.
         self.unsent: Callable[[], list[tuple[int, int]]] = list
@@ -167,7 +167,7 @@ class WatchedStore(Store):
         #: In worlds with sessions, whose servers have one tier.
         self.arrivals: ArrivalOracle | None = None
         allocator = WatchedAllocator(memory.capacity, memory.alignment)
-        allocator.held, allocator.fail = self.held, truth.fail
+        allocator.watched, allocator.fail = self.watched, truth.fail
         self.allocator = allocator
 
     def order_of(self, entry: Entry) -> SessionAwarePolicy:
@@ -186,14 +186,14 @@ class WatchedStore(Store):
         """Bytes may be written there: the extent is reserved or in quarantine."""
         return any(
             kind != "pin" and self._covers(extent, offset, size)
-            for (kind, _, _), extent in self.held.items()
+            for (kind, _, _), extent in self.watched.items()
         )
 
     def may_be_copied(self, offset: int, size: int) -> bool:
         """Bytes may be copied from there: the extent is pinned."""
         return any(
             kind == "pin" and self._covers(extent, offset, size)
-            for (kind, _, _), extent in self.held.items()
+            for (kind, _, _), extent in self.watched.items()
         )
 
     def _covers(self, extent: tuple[int, int], offset: int, size: int) -> bool:
@@ -328,8 +328,8 @@ class WatchedStore(Store):
         for answer in answers:
             if answer.extent is not None:
                 hold = ("reservation", owner, answer.id)
-                self.held[hold] = (answer.extent.offset, answer.extent.size)
-                self._entries[hold] = self._owners[owner].reservations[answer.id]
+                self.watched[hold] = (answer.extent.offset, answer.extent.size)
+                self._entries[hold] = self.held._owners[owner].reservations[answer.id]
             elif answer.status is WriteStatus.NO_SPACE:
                 self.truth.probes.add("a full server refused")
             elif answer.status is WriteStatus.IN_PROGRESS:
@@ -405,16 +405,16 @@ class WatchedStore(Store):
     ) -> list[Pin]:
         pins = super().pin(owner, namespace, part, digests, now, buffer_sizes, view=view)
         if self.arrivals is not None:
-            read = [self._owners[owner].pins[pin.id] for pin in pins if pin.extent is not None]
+            read = [self.held._owners[owner].pins[pin.id] for pin in pins if pin.extent is not None]
             for entry in read:
                 self.arrivals.used(entry, now, last=entry is read[-1])
         for pin in pins:
             if pin.extent is not None:
                 hold = ("pin", owner, pin.id)
-                entry = self._owners[owner].pins[pin.id]
+                entry = self.held._owners[owner].pins[pin.id]
                 if self.unread.pop(entry, None) is not None:
                     self.prefetch_reads += entry.size
-                self.held[hold] = (pin.extent.offset, pin.extent.size)
+                self.watched[hold] = (pin.extent.offset, pin.extent.size)
                 self._entries[hold] = entry
                 if entry.state is not State.STORED:
                     self.truth.fail(f"G1: {entry!r} was pinned before it was sealed")
@@ -426,7 +426,7 @@ class WatchedStore(Store):
 
     def pin_internal(self, owner: int, entry: Entry) -> int:
         id = super().pin_internal(owner, entry)
-        self.held["pin", owner, id] = (entry.offset, entry.size)
+        self.watched["pin", owner, id] = (entry.offset, entry.size)
         self._entries["pin", owner, id] = entry
         if entry.state is not State.STORED:
             self.truth.fail(f"G1: {entry!r} is copied before it is sealed")
@@ -488,29 +488,29 @@ class WatchedStore(Store):
         return removed
 
     def drop_owner(self, owner: int, *, writer_may_be_alive: bool = False) -> bool:
-        held = self._owners.get(owner)
+        held = self.held._owners.get(owner)
         if held is not None and writer_may_be_alive:
             for id in held.reservations:
-                hold = self.held.pop(("reservation", owner, id))
+                hold = self.watched.pop(("reservation", owner, id))
                 self._entries.pop(("reservation", owner, id))
-                self.held["quarantine", owner, id] = hold
+                self.watched["quarantine", owner, id] = hold
                 self.truth.probes.add("a frozen writer was put in quarantine")
         quarantined = super().drop_owner(owner, writer_may_be_alive=writer_may_be_alive)
-        for kind, of, id in list(self.held):
+        for kind, of, id in list(self.watched):
             if of == owner and kind != "quarantine":
                 self.truth.fail(f"G4: {kind} {id} outlives its connection")
         self.inspect_now_and_then()
         return quarantined
 
     def writer_exited(self, owner: int) -> None:
-        for hold in [hold for hold in self.held if hold[:2] == ("quarantine", owner)]:
-            del self.held[hold]
+        for hold in [hold for hold in self.watched if hold[:2] == ("quarantine", owner)]:
+            del self.watched[hold]
             self.truth.probes.add("quarantine ended")
         super().writer_exited(owner)
         self.inspect_now_and_then()
 
     def _forget(self, kind: str, owner: int, id: int) -> Entry | None:
-        self.held.pop((kind, owner, id), None)
+        self.watched.pop((kind, owner, id), None)
         return self._entries.pop((kind, owner, id), None)
 
     def _remove_entry(

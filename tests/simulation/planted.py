@@ -47,6 +47,7 @@ _MAPPED = "kvpool_transports.streams.mapped_channel"
 _CLEARING = "kvpool.server.state.clearing"
 _COMPACTOR = "kvpool.server.compactor"
 _STACK = "kvpool.server.state.tiered_store"
+_HOLDINGS = "kvpool.server.state.holdings"
 _MOVER = "kvpool.server.tier_mover"
 _HEALTH = "kvpool.server.tier_health"
 _SESSION_HINTS = "kvpool.server.eviction.session_hints"
@@ -225,7 +226,7 @@ BUGS: Sequence[Bug] = (
     Bug(
         "quarantine-has-no-budget",
         "G9",
-        _STORE,
+        _HOLDINGS,
         "        if not holder.lent and self.limits.lent.fits(holder.reserved_bytes):\n",
         "        if not holder.lent:\n",
     ),
@@ -254,22 +255,22 @@ BUGS: Sequence[Bug] = (
     Bug(
         "pins-stay-charged",
         "G9",
-        _STORE,
-        "        self._charge_pins(holder, entries, -1)\n",
+        _HOLDINGS,
+        "        self.charge_pins(holder, entries, -1)\n",
         "",
     ),
     Bug(
         "pins-are-never-charged",
         "G9",
         _STORE,
-        "        self._count_pins(holder, first_left - left)\n",
+        "        self.held.count_pins(holder, first_left - left)\n",
         "",
     ),
     Bug(
         "aborted-reservations-stay-charged",
         "G9",
-        _STORE,
-        "        self._charge_write(holder, -self._bytes(entries))\n",
+        _HOLDINGS,
+        "        self.charge_write(holder, -self.size_of(entries))\n",
         "",
     ),
     Bug(

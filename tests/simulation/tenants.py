@@ -43,7 +43,7 @@ class TenantOracle:
         if newcomer is None or mine == theirs:
             return
         store, quota = self._store, self._quota(theirs)
-        leaving = store._bytes(store._parts(victim))
+        leaving = store.held.size_of(store._parts(victim))
         if self._used(theirs) - leaving < quota.guaranteed:
             self._fail(
                 f"{victim!r} of tenant {theirs!r} goes for {mine!r}: it has {self._used(theirs)} "
@@ -85,7 +85,7 @@ class TenantOracle:
         return self.quotas.get(tenant, Quota(0, _UNLIMITED))
 
     def _used(self, tenant: str) -> int:
-        return self._store._bytes(
+        return self._store.held.size_of(
             one for one in self._store.blocks_at.values() if _tenant(one) == tenant
         )
 

@@ -439,8 +439,8 @@ class TierOracle:
     def first_problem(self) -> str | None:
         """What is not finished some time after the last fault; None when all is."""
         stack, platter = self.server.stack, self.base.memory.platter
-        if self.base.pins or self.base.reservations:
-            return f"{self.base.pins} pins, {self.base.reservations} reservations on the disk"
+        if self.base.held.pins or self.base.held.reservations:
+            return f"{self.base.held!r} on the disk"
         if not self.in_service:
             if not any(platter.counts[kind] for kind in _FAULTS_THAT_RETIRE):
                 return "a tier is out of service, but its disk has no fault"
@@ -460,7 +460,7 @@ class TierOracle:
         stack = self.server.stack
         if stack.write_back is not None:  # they are written when memory would drop them
             return 0
-        if stack.waiting or stack.front.pinned_by(MOVER):
+        if stack.waiting or stack.front.held.pinned_by(MOVER):
             return 0
         here, below = _keys(self.top.inventory()), _keys(self.base.inventory())
         return len(here - below - self.base.refused)

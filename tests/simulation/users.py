@@ -625,7 +625,7 @@ class SimClient:
             if status is WriteStatus.NO_SPACE and not any(
                 # Beyond its budget a quarantine is no excuse.
                 store.fits_beside_quarantine(size)
-                or store.quarantined_bytes > store.limits.lent.total
+                or store.held.quarantined_bytes > store.held.limits.lent.total
                 for store in stores
             ):
                 return  # a dozen blocks of a tiny memory, of a stranger that may write into them

@@ -433,10 +433,10 @@ class World:
         """The first sign that the cluster is not healthy; None when it is."""
         for node in self.servers:
             store = node.store
-            if store.pins or store.reservations or store.quarantined:
+            if store.held.pins or store.held.reservations or store.held.quarantined:
                 return (
-                    f"{store.pins} pins, {store.reservations} reservations, "
-                    f"{store.quarantined} extents in quarantine remain"
+                    f"{store.held.pins} pins, {store.held.reservations} reservations, "
+                    f"{store.held.quarantined} extents in quarantine remain"
                 )
             if store.clearing is not None or store.move_targets:
                 return f"{node.name}: {store.clearing!r} is left, and nobody needs it"
@@ -484,14 +484,14 @@ class World:
             await client.close()
         await asyncio.sleep(1)
         for _ in range(_FETCHED_S):  # a copy that a server makes of what was read last
-            if any(node.store.pins or node.store.reservations for node in self.servers):
+            if any(node.store.held.pins or node.store.held.reservations for node in self.servers):
                 await asyncio.sleep(1)
         # Of all, before any is closed: the others copy what leaves with that one (seed 903395).
         for node in self.servers:
             store = node.store
-            if store.pins or store.reservations:
+            if store.held.pins or store.held.reservations:
                 raise Violation("pins or reservations outlive their clients")
-            if node.tiers is None and not store.quarantined:
+            if node.tiers is None and not store.held.quarantined:
                 store.check_all_can_go(node.process.clock(self.loop.now))
         for node in self.servers:
             assert node.server is not None
@@ -514,7 +514,7 @@ class World:
             client.process.kill()
         await asyncio.sleep(1)
         for node in self.servers:
-            if node.store.quarantined:
+            if node.store.held.quarantined:
                 raise Violation(f"{node.name}: quarantine outlives the writers")
 
     def finish(self) -> HistoryReport:

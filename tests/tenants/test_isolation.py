@@ -184,7 +184,7 @@ async def test_an_unpin_ends_only_what_its_own_connection_has_pinned(
     async with pool.raw(tenant("blue")) as peer:
         await peer.send(frame(wire.Unpin(confirm=True)))
         await peer.refusal()
-    assert pool.server.store.pins == 1
+    assert pool.server.store.held.pins == 1
     pool.server.store.unpin(999_999, held.id)
 
 

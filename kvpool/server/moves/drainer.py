@@ -201,7 +201,7 @@ class Drainer:
         self._handed.begin_pass()
         plan = await self._plan()
         if not plan.blocks:
-            busy = self._store.front.reservations or self._store.is_writing_back
+            busy = self._store.front.held.reservations or self._store.is_writing_back
             return not busy and await self._live(set(self._handed.holders.values()))
         stretches = plan.stretches()
         async with task_group() as group:

@@ -169,7 +169,7 @@ class Fetcher:
         owner = next(self._owners)
         call = FetchCall(owner, namespace, part, digests, source, until, extra, tenant)
         if tenant:
-            self._store.front.join_tenant(owner, tenant)
+            self._store.front.held.join_tenant(owner, tenant)
         begun: list[int] = []
         try:
             for position, digest in enumerate(digests):

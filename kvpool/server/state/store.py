@@ -26,7 +26,6 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.budget import Budget, Limits
 from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
 from kvpool.server.state.entry import (
     MOVER,
@@ -36,9 +35,9 @@ from kvpool.server.state.entry import (
     Index,
     Owner,
     Session,
-    TenantHoldings,
 )
 from kvpool.server.state.extent_state import Event, State, after
+from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.server.state.quota import Account, Accounts, Quota
 from kvpool.sorting import sorted_runs
@@ -126,8 +125,8 @@ class Store:
         )
         self._hint_budget = budget
         self.change_log = ChangeLog(tombstones_max)
-        #: What connections may pin and reserve (design: budgets).
-        self.limits = Limits.none()
+        #: What connections have reserved and pinned.
+        self.held = ConnectionHoldings(self.allocator.alignment)
         #: Which tier of its server this is, counted from the top.
         self.tier = 0
         #: Blocks sealed here must be copied to another tier before they may be evicted.
@@ -160,7 +159,6 @@ class Store:
         self.stored_bytes = 0
         self.evicted = 0
         self.evicted_bytes = 0
-        self.quarantined_bytes = 0  # whole extents
         self.bypassed = 0  # writes whose rest the policy refused
         self.circles_cut = 0  # parents left out: blocks would have been their own ancestors
         self.rejected_victims = 0  # that a wrong policy chose although they may not be evicted
@@ -168,9 +166,6 @@ class Store:
         #: The bytes of each tenant (design: quotas).
         self.accounts = Accounts()
         self._indexes: dict[tuple[Namespace, int], Index] = {}
-        self._owners: dict[int, Owner] = {}
-        self._together: dict[str, TenantHoldings] = {}  # by tenant
-        self._quarantine: dict[int, list[Entry]] = {}
         self._pending_free: dict[int, Entry] = {}  # by offset
         self.blocks_at: dict[int, Entry] = {}  # by offset, in each state but FREE
         self.move_targets: dict[int, int] = {}  # offset -> size, of moves that are under way
@@ -201,9 +196,9 @@ class Store:
         namespace, part = request.namespace, request.part
         index = self._index(namespace, part)
         account = index.account
-        holder = self._owner(owner)
+        holder = self.held.owner(owner)
         reservations = holder.reservations
-        left = self._left_to_reserve(holder)
+        left = self.held.left_to_reserve(holder)
         blocks_at = self.blocks_at
         session = self._open_session(request, owner, index, now)
         granted: list[Entry] = []
@@ -248,7 +243,7 @@ class Store:
                     self._keep(index)  # evictions may have emptied it
                 entry.offset = offset
                 blocks_at[offset] = fresh[digest] = reservations[id] = entry
-                held = self._charge_write(holder, size)
+                held = self.held.charge_write(holder, size)
                 index.count(held)
                 left -= held
                 granted.append(entry)
@@ -290,8 +285,8 @@ class Store:
         last_used: int | None = None,
     ) -> list[WriteStatus]:
         """As `seal` for each block of a write. With a foreign id among them none is sealed."""
-        entries = self._take_reservations(owner, ids)
-        self._owner(owner).sealed_bytes += self._bytes(entries)
+        entries = self.held.take_reservations(owner, ids)
+        self.held.owner(owner).sealed_bytes += self.held.size_of(entries)
         # Only a block that no other tier has must be written back before it may be evicted.
         is_dirty = self.demotes and not from_other_tier
         sealed = after(State.RESERVED, Event.SEAL)
@@ -316,27 +311,15 @@ class Store:
 
     def cancel(self, owner: int, id: int) -> None:
         """Give a reservation back; nothing of it was ever visible."""
-        (entry,) = self._take_reservations(owner, [id])
+        (entry,) = self.held.take_reservations(owner, [id])
         entry.state = after(entry.state, Event.CANCEL)
         self._unlink(entry)
         self._free(entry)
 
     def cancel_rest(self, owner: int) -> None:
         """Give back every reservation that this owner still has."""
-        for id in list(self._owner(owner).reservations):
+        for id in list(self.held.owner(owner).reservations):
             self.cancel(owner, id)
-
-    def lend(self, owner: int) -> bool:
-        """Whether its client may write into what it has reserved now, in memory that it has mapped.
-
-        False when that and the extents in quarantine would be more than the budget. Then the server
-        has to receive the bytes, and nothing of it can come into quarantine (design: budgets).
-        """
-        holder = self._owner(owner)
-        if not holder.lent and self.limits.lent.fits(holder.reserved_bytes):
-            holder.lent = True
-            self.limits.lent.used += holder.reserved_bytes
-        return holder.lent
 
     # --- reading ---------------------------------------------------------------------
 
@@ -360,11 +343,11 @@ class Store:
         """
         index = self._indexes.get((namespace, part))
         blocks = index.blocks if index is not None else _NO_BLOCKS
-        holder = self._owner(owner)
+        holder = self.held.owner(owner)
         pins = holder.pins
         if not pins:
             holder.views, holder.pinned_at = view, now
-        budget = self._pin_budget(holder)
+        budget = self.held.pin_budget(holder)
         together = holder.together
         of_tenant = None
         if together is not None:
@@ -397,7 +380,7 @@ class Store:
                 extent = Extent(entry.offset, entry.size, entry.generation)
                 answers.append(Pin(ReadStatus.HIT, id, extent, entry.checksum))
         self._next_id = id
-        self._count_pins(holder, first_left - left)
+        self.held.count_pins(holder, first_left - left)
         if missed:  # a master that has sent the reader here is outdated
             self.change_log.missed.add(namespace, part, missed)
         if used:
@@ -414,10 +397,7 @@ class Store:
 
     def unpin_all(self, owner: int, ids: Sequence[int]) -> None:
         """Release the pins of a read. With one that the owner does not hold none is released."""
-        holder = self._owner(owner)
-        entries = _take(holder.pins, ids)
-        self._charge_pins(holder, entries, -1)
-        for entry in entries:
+        for entry in self.held.take_pins(owner, ids):
             entry.pins -= 1
             if entry.pins:
                 continue
@@ -478,39 +458,25 @@ class Store:
         because a process that still has them mapped may write into them. True when there are any
         (design: quarantine).
         """
-        held = self._owners.get(owner)
+        held = self.held.known(owner)
         if held is None:
             return False
         self.unpin_all(owner, list(held.pins))
         for id, entry in list(held.reservations.items()):
             if writer_may_be_alive:
                 # Out of the index, so another writer may store the block; the extent is not reused.
-                self._take_reservations(owner, [id])
+                self.held.take_reservations(owner, [id])
                 entry.state = after(entry.state, Event.WRITER_LOST)
                 self._unlink(entry)
-                self._quarantine.setdefault(owner, []).append(entry)
-                self._charge_quarantine(self.allocator.rounded(entry.size))
+                self.held.quarantine(owner, entry)
             else:
                 self.cancel(owner, id)
-        del self._owners[owner]
-        if held.together is not None:
-            held.together.connections -= 1
-            if not held.together.connections:
-                self._together = {n: one for n, one in self._together.items() if one.connections}
-        return owner in self._quarantine
-
-    def join_tenant(self, owner: int, tenant: str) -> None:
-        """This connection, which is new, is one of that tenant's: what all of them hold counts
-        together (design: budgets)."""
-        together = self._together.setdefault(tenant, TenantHoldings())
-        together.connections += 1
-        self._owner(owner).together = together
+        return self.held.forget(owner)
 
     def writer_exited(self, owner: int) -> None:
         """A quarantined owner has stopped writing, or its process has ended."""
-        for entry in self._quarantine.pop(owner, ()):
+        for entry in self.held.release_quarantine(owner):
             entry.state = after(entry.state, Event.WRITER_EXITED)
-            self._charge_quarantine(-self.allocator.rounded(entry.size))
             self._free(entry)
 
     # --- with other tiers --------------------------------------------------------------
@@ -535,21 +501,12 @@ class Store:
     def pin_internal(self, owner: int, entry: Entry) -> int:
         """Pin a sealed block for a transfer, also beyond the budget; the policy does not count it
         as a use."""
-        holder = self._owner(owner)
+        holder = self.held.owner(owner)
         entry.pins += 1
         id = self._new_id()
         holder.pins[id] = entry
-        self._charge_pins(holder, [entry], 1)
+        self.held.charge_pins(holder, [entry], 1)
         return id
-
-    def holder(self, owner: int) -> Owner | None:
-        """What one connection holds; None if it never held anything. Live: do not change it."""
-        return self._owners.get(owner)
-
-    def pinned_by(self, owner: int) -> list[Entry]:
-        """The entries that one owner has pinned, each as often as it is pinned."""
-        held = self._owners.get(owner)
-        return list(held.pins.values()) if held is not None else []
 
     def mark_clean(self, entry: Entry) -> None:
         """The block was written back, or cannot be: it may be evicted here (design: tiers)."""
@@ -587,7 +544,7 @@ class Store:
 
     def reserved(self, owner: int, id: int) -> Entry:
         """The entry of a reservation. Raises BadMessage for an id of another owner."""
-        entry = self._owner(owner).reservations.get(id)
+        entry = self.held.owner(owner).reservations.get(id)
         if entry is None:
             raise BadMessage(f"reservation {id} does not belong to this connection")
         return entry
@@ -714,7 +671,7 @@ class Store:
                 self.accounts,
                 self.policy,
                 self._new_order,
-                lambda entry: self._bytes(self._parts(entry)),
+                lambda entry: self.held.size_of(self._parts(entry)),
                 self.allocator.rounded,
             )
         self.policy.forget(self.accounts.configure(quotas))
@@ -788,67 +745,11 @@ class Store:
         return [entry for _, entries in self.inventory_steps() for entry in entries]
 
     @property
-    def pins(self) -> int:
-        return sum(len(owner.pins) for owner in self._owners.values())
-
-    @property
     def is_releasing(self) -> bool:
         """Extents of removed blocks wait for their readers or for a device."""
         return bool(self._pending_free)
 
-    @property
-    def reservations(self) -> int:
-        return sum(len(owner.reservations) for owner in self._owners.values())
-
-    @property
-    def quarantined(self) -> int:
-        return sum(len(entries) for entries in self._quarantine.values())
-
     # --- inside ----------------------------------------------------------------------
-
-    def _bytes(self, entries: Iterable[Entry]) -> int:
-        mask = self.allocator.alignment - 1
-        return sum([(entry.size + mask) & ~mask for entry in entries])
-
-    def _pin_budget(self, holder: Owner) -> Budget:
-        return self.limits.views if holder.views else self.limits.copies
-
-    def _left_to_reserve(self, holder: Owner) -> int:
-        if not holder.limited:
-            return _UNLIMITED
-        of_tenant = holder.together.reserved if holder.together is not None else None
-        return self.limits.writes.left(holder.reserved_bytes, of_tenant)
-
-    def _charge_write(self, holder: Owner, size: int) -> int:
-        """Count a reservation, or with a negative size its end; returns the bytes of its extent."""
-        held = self.allocator.rounded(size) if size > 0 else -self.allocator.rounded(-size)
-        if holder.limited:
-            holder.reserved_bytes += held
-            self.limits.writes.used += held
-            if holder.together is not None:
-                holder.together.reserved += held
-            if holder.lent:
-                self.limits.lent.used += held
-                holder.lent = holder.reserved_bytes > 0
-        return held
-
-    def _charge_quarantine(self, held: int) -> None:
-        self.quarantined_bytes += held
-        self.limits.lent.used += held
-
-    def _charge_pins(self, holder: Owner, entries: Sequence[Entry], sign: int) -> None:
-        if holder.limited:
-            self._count_pins(holder, self._bytes(entries) * sign)
-
-    def _count_pins(self, holder: Owner, held: int) -> None:
-        holder.pinned_bytes += held
-        self._pin_budget(holder).used += held
-        if holder.together is None:
-            return
-        if holder.views:
-            holder.together.views += held
-        else:
-            holder.together.copies += held
 
     def _index(self, namespace: Namespace, part: int) -> Index:
         index = self._indexes.get((namespace, part))
@@ -893,23 +794,9 @@ class Store:
         """Whether hints about a session apply to blocks of this index: not across tenants."""
         return not self.accounts.has_tenants or tenant_of(session) == index.account.name
 
-    def _owner(self, owner: int) -> Owner:
-        held = self._owners.get(owner)
-        if held is None:
-            held = self._owners[owner] = Owner({}, {}, limited=owner != MOVER)
-        return held
-
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
-
-    def _take_reservations(self, owner: int, ids: Sequence[int]) -> list[Entry]:
-        """The entries of reservations that end. Raises BadMessage, and takes none, if one of them
-        is another owner's."""
-        holder = self._owner(owner)
-        entries = _take(holder.reservations, ids)
-        self._charge_write(holder, -self._bytes(entries))
-        return entries
 
     def _already_here(
         self, entry: Entry, session: Session | None, now: float, copies: int
@@ -939,9 +826,9 @@ class Store:
                 return clearing.take() if clearing.is_ready else MAKING_ROOM
             clearing.abandon()  # its block found a place, or another writer has begun it
             clearing = None
-        holder = self._owner(owner)
+        holder = self.held.owner(owner)
         # The first block always: a writer must be able to show that it sends (design: budgets).
-        if holder.limited and holder.reservations and not holder.may_evict(self.limits.writes):
+        if holder.limited and holder.reservations and not holder.may_evict(self.held.limits.writes):
             return _ASK_AGAIN
         enough = min(2 * size, size + self._slack)
         if (gave_up := holder.gave_up) is not None and gave_up[0] == newcomer.digest:
@@ -1014,14 +901,14 @@ class Store:
 
     def _count_eviction(self, victim: Entry, by: Account) -> int:
         """Count a victim for its tenant: the bytes that leave with it."""
-        size = self._bytes(self._parts(victim))
+        size = self.held.size_of(self._parts(victim))
         victim.index.account.evicted_by[by.name] += size
         return size
 
     def _begin_clearing(self, owner: int, newcomer: Entry, size: int) -> Reservation | None:
         """Choose a range to empty, if there is one; None when a few more victims may help."""
         # If the range cannot be emptied after all, the next attempt is made with more free bytes.
-        self._owner(owner).gave_up = newcomer.digest, self.allocator.available
+        self.held.owner(owner).gave_up = newcomer.digest, self.allocator.available
         start, pinned = cheapest_start(self, size)
         if start is not None:
             self.clearing = Clearing(self, owner, newcomer.digest, size, start)
@@ -1067,7 +954,7 @@ class Store:
             over = all(self.policy.is_over(part) for part in self._parts(victim))
             useless = over or self._is_due_before(newcomer, victim)
             return self._last_use(victim) >= last_used and not useless
-        if self._should_wait(self._owner(owner), victim, newcomer, now):
+        if self._should_wait(self.held.owner(owner), victim, newcomer, now):
             return True
         # An extra copy is worth less than one that another server hands over (design: movers).
         if newcomer.copies and not victim.copies:
@@ -1312,17 +1199,6 @@ class Store:
             return
         if self._indexes.pop((index.namespace, index.part), None) is not None:
             index.account.indexes -= 1
-
-
-def _take(held: dict[int, Entry], ids: Sequence[int]) -> list[Entry]:
-    """The entries with these ids, which are held no more. Raises BadMessage, and changes nothing,
-    for an id that is not held, or is named twice."""
-    entries = [entry for id in ids if (entry := held.get(id)) is not None]
-    if len(entries) < len(ids) or len(set(ids)) < len(ids):
-        raise BadMessage(f"ids {list(ids)[:8]}: this connection does not hold each of them, once")
-    for id in ids:
-        del held[id]
-    return entries
 
 
 def _due(entry: Entry) -> float | None:

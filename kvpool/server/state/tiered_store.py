@@ -296,7 +296,7 @@ class TieredStore:
     def holders(self, owner: int) -> list[Owner]:
         """What one connection holds, in each tier that connections reach; see `Store.holder`."""
         stores = (self.front, *(self.stores[tier] for tier in self.in_place_tiers))
-        return [held for store in stores if (held := store.holder(owner)) is not None]
+        return [held for store in stores if (held := store.held.known(owner)) is not None]
 
     def drop_owner(self, owner: int, *, writer_may_be_alive: bool = False) -> bool:
         """As `Store.drop_owner`, in each of those."""
@@ -416,13 +416,13 @@ class TieredStore:
         """Something keeps memory from being reused, so it is worth a wait. A full store in which
         nothing is held has no room later either: the chain is larger than the server."""
         front = self.front
-        held = front.pins or front.reservations or front.quarantined or front.is_releasing
+        held = not front.held.is_empty or front.is_releasing
         return bool(held or front.clearing or self.is_writing_back)
 
     @property
     def is_writing_back(self) -> bool:
         """Blocks of the front tier wait for the backing tier, or are on their way to it."""
-        return bool(self.waiting or (self.front.demotes and self.front.pinned_by(MOVER)))
+        return bool(self.waiting or (self.front.demotes and self.front.held.pinned_by(MOVER)))
 
     def next_writebacks(self, size_max: int, count_max: int, now: float) -> list[TierTransfer]:
         """The next blocks to copy to the backing tier, then those for the cache tiers.
@@ -821,7 +821,7 @@ class TieredStore:
         backing tier, or the next that goes there."""
         if self.read_only:
             return False
-        moving = (one for one in self.front.pinned_by(MOVER) if not one.clean)
+        moving = (one for one in self.front.held.pinned_by(MOVER) if not one.clean)
         waiting = (next(moving, None), self._head_of_queue)
         before = entry.last_used - _ONE_USE_US
         return any(

@@ -74,8 +74,8 @@ class Pair:
     def check(self) -> None:
         for server in (self.source, self.target):
             check_invariants(server.stack)
-            assert not server.store.reservations
-            assert not server.store.pins
+            assert not server.store.held.reservations
+            assert not server.store.held.pins
             assert len(moves_of(server).fetcher.fetches) == 0
 
 

@@ -283,7 +283,7 @@ async def serving(
 async def put(server: BlockServer, pool: Pool, chain: Sequence[bytes]) -> None:
     statuses = await pool.write(NAMESPACE, chain, values(chain, BLOCK))
     assert set(statuses) == {WriteStatus.STORED}
-    await eventually(lambda: not server.stack.waiting and not server.stack.front.pins)
+    await eventually(lambda: not server.stack.waiting and not server.stack.front.held.pins)
 
 
 async def fill(server: BlockServer, pool: Pool, chains: int = 3) -> None:

@@ -1,0 +1,185 @@
+"""What connections hold of a store: reservations, pins, and extents in quarantine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kvpool.errors import BadMessage
+from kvpool.server.state.budget import Budget, Limits
+from kvpool.server.state.entry import MOVER, Entry, Owner, TenantHoldings
+
+_UNLIMITED: Final = 1 << 62
+
+
+class ConnectionHoldings:
+    """Each connection's `Owner`, counted in whole extents against `limits`, and together with those
+    of its tenant (design: budgets)."""
+
+    def __init__(self, alignment: int) -> None:
+        self._mask = alignment - 1
+        #: What connections may pin and reserve.
+        self.limits = Limits.none()
+        self.quarantined_bytes = 0
+        self._owners: dict[int, Owner] = {}
+        self._together: dict[str, TenantHoldings] = {}  # by tenant
+        self._quarantine: dict[int, list[Entry]] = {}
+
+    def __repr__(self) -> str:
+        return f"<ConnectionHoldings {self.reservations} reservations, {self.pins} pins>"
+
+    @property
+    def pins(self) -> int:
+        return sum(len(owner.pins) for owner in self._owners.values())
+
+    @property
+    def reservations(self) -> int:
+        return sum(len(owner.reservations) for owner in self._owners.values())
+
+    @property
+    def quarantined(self) -> int:
+        return sum(len(entries) for entries in self._quarantine.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is reserved, pinned or in quarantine."""
+        return not (self.pins or self.reservations or self.quarantined)
+
+    def owner(self, owner: int) -> Owner:
+        """What one connection holds; a new one holds nothing."""
+        held = self._owners.get(owner)
+        if held is None:
+            held = self._owners[owner] = Owner({}, {}, limited=owner != MOVER)
+        return held
+
+    def known(self, owner: int) -> Owner | None:
+        """As `owner`; None if it never held anything. Live: do not change it."""
+        return self._owners.get(owner)
+
+    def pinned_by(self, owner: int) -> list[Entry]:
+        """The entries that one owner has pinned, each as often as it is pinned."""
+        held = self._owners.get(owner)
+        return list(held.pins.values()) if held is not None else []
+
+    def join_tenant(self, owner: int, tenant: str) -> None:
+        """This connection, which is new, is one of that tenant's: what all of them hold counts
+        together."""
+        together = self._together.setdefault(tenant, TenantHoldings())
+        together.connections += 1
+        self.owner(owner).together = together
+
+    def forget(self, owner: int) -> bool:
+        """A connection that holds nothing any more is closed. True if it is in quarantine."""
+        held = self._owners.pop(owner)
+        if held.together is not None:
+            held.together.connections -= 1
+            if not held.together.connections:
+                self._together = {n: one for n, one in self._together.items() if one.connections}
+        return owner in self._quarantine
+
+    # --- reservations ----------------------------------------------------------------------
+
+    def left_to_reserve(self, holder: Owner) -> int:
+        """Bytes that it may still reserve; none if that is below 1."""
+        if not holder.limited:
+            return _UNLIMITED
+        of_tenant = holder.together.reserved if holder.together is not None else None
+        return self.limits.writes.left(holder.reserved_bytes, of_tenant)
+
+    def charge_write(self, holder: Owner, size: int) -> int:
+        """Count a reservation, or with a negative size its end; returns the bytes of its extent."""
+        held = self._rounded(size) if size > 0 else -self._rounded(-size)
+        if holder.limited:
+            holder.reserved_bytes += held
+            self.limits.writes.used += held
+            if holder.together is not None:
+                holder.together.reserved += held
+            if holder.lent:
+                self.limits.lent.used += held
+                holder.lent = holder.reserved_bytes > 0
+        return held
+
+    def take_reservations(self, owner: int, ids: Sequence[int]) -> list[Entry]:
+        """The entries of reservations that end. Raises BadMessage, and takes none, if one of them
+        is another owner's."""
+        holder = self.owner(owner)
+        entries = _take(holder.reservations, ids)
+        self.charge_write(holder, -self.size_of(entries))
+        return entries
+
+    def lend(self, owner: int) -> bool:
+        """Whether its client may write into what it has reserved now, in memory that it has mapped.
+
+        False when that and the extents in quarantine would be more than the budget. Then the server
+        has to receive the bytes, and nothing of it can come into quarantine (design: budgets).
+        """
+        holder = self.owner(owner)
+        if not holder.lent and self.limits.lent.fits(holder.reserved_bytes):
+            holder.lent = True
+            self.limits.lent.used += holder.reserved_bytes
+        return holder.lent
+
+    def quarantine(self, owner: int, entry: Entry) -> None:
+        """A reservation that has ended, into whose extent its writer may still write."""
+        self._quarantine.setdefault(owner, []).append(entry)
+        self._charge_quarantine(self._rounded(entry.size))
+
+    def release_quarantine(self, owner: int) -> list[Entry]:
+        """The extents of this owner, which nobody writes into any more."""
+        entries = self._quarantine.pop(owner, [])
+        self._charge_quarantine(-self.size_of(entries))
+        return entries
+
+    # --- pins ------------------------------------------------------------------------------
+
+    def pin_budget(self, holder: Owner) -> Budget:
+        return self.limits.views if holder.views else self.limits.copies
+
+    def charge_pins(self, holder: Owner, entries: Sequence[Entry], sign: int) -> None:
+        """Count pins of these (1) or their end (-1)."""
+        if holder.limited:
+            self.count_pins(holder, self.size_of(entries) * sign)
+
+    def count_pins(self, holder: Owner, held: int) -> None:
+        """So many bytes more are pinned, or less."""
+        holder.pinned_bytes += held
+        self.pin_budget(holder).used += held
+        if holder.together is None:
+            return
+        if holder.views:
+            holder.together.views += held
+        else:
+            holder.together.copies += held
+
+    def take_pins(self, owner: int, ids: Sequence[int]) -> list[Entry]:
+        """The entries of pins that end. Raises BadMessage, and takes none, if it does not hold one
+        of them."""
+        holder = self.owner(owner)
+        entries = _take(holder.pins, ids)
+        self.charge_pins(holder, entries, -1)
+        return entries
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def size_of(self, entries: Iterable[Entry]) -> int:
+        """The bytes of their extents."""
+        mask = self._mask
+        return sum([(entry.size + mask) & ~mask for entry in entries])
+
+    def _rounded(self, size: int) -> int:
+        return (size + self._mask) & ~self._mask
+
+    def _charge_quarantine(self, held: int) -> None:
+        self.quarantined_bytes += held
+        self.limits.lent.used += held
+
+
+def _take(held: dict[int, Entry], ids: Sequence[int]) -> list[Entry]:
+    """The entries with these ids, which are held no more. Raises BadMessage, and changes nothing,
+    for an id that is not held, or is named twice."""
+    entries = [entry for id in ids if (entry := held.get(id)) is not None]
+    if len(entries) < len(ids) or len(set(ids)) < len(ids):
+        raise BadMessage(f"ids {list(ids)[:8]}: this connection does not hold each of them, once")
+    for id in ids:
+        del held[id]
+    return entries
