@@ -117,7 +117,7 @@ async def leave_memory(served: dev.Dev, chain: Sequence[bytes]) -> None:
     stack = served.servers[0].stack
     device = stack.stores[1]
     await eventually(lambda: all(device.peek(NAMESPACE, 0, key) is not None for key in chain))
-    await eventually(lambda: not stack.front.held.pins and not device.pins)
+    await eventually(lambda: not stack.front.held.pins and not device.held.pins)
     stack.front.remove(NAMESPACE, chain, ReadStatus.EVICTED)
     assert all(stack.is_below(NAMESPACE, 0, key) for key in chain)
 

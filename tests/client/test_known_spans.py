@@ -248,7 +248,7 @@ async def test_a_prompt_counts_once_and_all_of_it_is_asked_for() -> None:
         assert await found(lookup, chain) == (0, ReadStatus.NEVER_WRITTEN)
     assert master.taken() == [("FindChain", 0, 512)] * 3
     assert master.master.matches[ReadStatus.NEVER_WRITTEN] == 3
-    assert master.master._demand.followed == 4000 // SPAN_BLOCKS  # the rest of it by its marks
+    assert len(master.master._demand._asked) == 4000 // SPAN_BLOCKS  # the rest of it by its marks
     master.announce(CHAIN)
     await found(lookup)
     master.announce([CHAIN[40]], ReadStatus.EVICTED)
