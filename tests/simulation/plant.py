@@ -132,7 +132,8 @@ def main() -> None:
     caught = None
     seeds: range = arguments.seeds
     first = FIRST_SEED.get(bug.name)
-    known = [] if first is None else [(first, _WORLDS_OF_FIRST_SEEDS)]
+    worlds = (_WORLDS_OF_FIRST_SEEDS, frozenset[str]())
+    known = [] if first is None else [(first, without) for without in worlds]
     for seed, without in (*known, *((seed, frozenset[str]()) for seed in seeds)):
         failure = play(seed, without)
         if failure is not None and not _fails_without(bug, seed, without):

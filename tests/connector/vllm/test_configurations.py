@@ -72,6 +72,8 @@ def test_what_was_computed_comes_back(
     name: str, model: Callable[..., Path], process: Engine, shared_pool: LocalPool
 ) -> None:
     arguments, whole = CONFIGURATIONS[name]
+    if name.startswith("fp8") and "avx512f" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("vLLM has fp8 KV on CPUs with AVX-512 only")
     if name in ("draft model", "eagle"):
         draft = model("eagle") if name == "eagle" else model(layers=2, seed=1)
         drafts = {**arguments["speculative_config"], "model": str(draft)}
