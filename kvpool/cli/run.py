@@ -170,7 +170,7 @@ def server(
         list[str] | None,
         typer.Option(
             help="Tier instead of --capacity, e.g. dram:8GiB or nvme:/data/kvpool:100GiB. "
-            "Repeat it for several, fastest first."
+            "Repeat it for several, fastest first; several nvme files are one level."
         ),
     ] = None,
     write_mode: WriteMode = None,

@@ -215,7 +215,11 @@ class TierHealth:
     def _close(self, place: Place) -> bool:
         """Write to the other parts until this one takes writes. False if no other one is open."""
         one, parts = self._places[place], self._store.parts_of(place[0])
-        if parts is None or not parts.close(place[1]):
+        if parts is None:
+            return False
+        if place[1] in parts.closed:  # a batch that was under way when it was closed
+            return True
+        if not parts.close(place[1]):
             return False
         if not one.is_closed:
             one.is_closed = True
@@ -262,10 +266,7 @@ class TierHealth:
             self._leave(place)
             parts.retire(part)
             self._store.take_erasable(part)
-            lost = [
-                e for e in self._store.stores[tier].inventory() if parts.part_of(e.offset) == part
-            ]
-            drop = functools.partial(self._drop, lost)
+            drop = functools.partial(self._drop, place)
             self._own(self._supervisor.until_done("drop what a file had", drop))
             self._on_change()
 
@@ -290,16 +291,20 @@ class TierHealth:
             self._on_change()
             await asyncio.sleep(0)
 
-    async def _drop(self, entries: list[Entry]) -> None:
-        """Remove those that are still there. What memory has of them is written elsewhere."""
-        while entries:
-            for entry in entries[-_DROPPED_STEP:]:
-                if entry.state is State.STORED:
-                    index, digests = entry.index, [entry.digest]
-                    store = self._store.stores[index.tier]
-                    store.remove(index.namespace, digests, ReadStatus.TIER_LOST, index.part)
-            del entries[-_DROPPED_STEP:]
-            self._on_change()
+    async def _drop(self, place: Place) -> None:
+        """Remove the blocks of a lost part. What memory has of them is written elsewhere."""
+        tier, part = place
+        store, parts = self._store.stores[tier], self._store.parts_of(tier)
+        assert parts is not None
+        for index, entries in store.inventory_steps():
+            lost = [entry for entry in entries if parts.part_of(entry.offset) == part]
+            for first in range(0, len(lost), _DROPPED_STEP):
+                # By then some have left, and a block of the same name may lie in another part.
+                step = lost[first : first + _DROPPED_STEP]
+                digests = [entry.digest for entry in step if entry.state is State.STORED]
+                store.remove(index.namespace, digests, ReadStatus.TIER_LOST, index.part)
+                self._on_change()
+                await asyncio.sleep(0)
             await asyncio.sleep(0)
 
     def _name(self, place: Place) -> str:

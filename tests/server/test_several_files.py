@@ -183,6 +183,14 @@ async def test_on_a_full_level_nothing_is_written_to_a_disk_that_takes_no_writes
 ) -> None:
     """Also not in the place of a block that makes room there."""
     monkeypatch.setattr(tier_health, "_RETRY_S", 60.0)
+    tries: list[object] = []
+    real = tier_health.TierHealth._reopen
+
+    def reopen(health: tier_health.TierHealth, place: tier_health.Place) -> Any:
+        tries.append(place)
+        return real(health, place)
+
+    monkeypatch.setattr(tier_health.TierHealth, "_reopen", reopen)
     async with scene(tmp_path) as one:
         await one.write(keys("old", 2 * IN_A_FILE))
         await one.written_back()
@@ -197,6 +205,9 @@ async def test_on_a_full_level_nothing_is_written_to_a_disk_that_takes_no_writes
         await one.written_back()
         assert bad.calls == calls
         assert one.disks[0].written > before
+        one.server._context.mover.health.batch_done((1, 1), good=False)  # one that came late
+        await asyncio.sleep(0)
+        assert tries == [(1, 1)], "it is tried by one task, after the delay that is due"
         assert set(await one.read(new)) == {ReadStatus.HIT}
 
 
@@ -225,8 +236,9 @@ async def test_when_no_disk_takes_writes_the_level_is_read_only(tmp_path: Path) 
 
 
 async def test_of_a_dead_disk_its_blocks_only_are_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tier_health, "_DROPPED_STEP", 7)
     chain, new = keys("chain", 300), keys("new", 60)
     async with scene(tmp_path) as one:
         await one.write(chain)
@@ -272,7 +284,9 @@ async def test_a_disk_that_hangs_holds_up_nothing_of_the_other(
         one.disks[1].runs.clear()
         waiting = asyncio.create_task(one.read(stuck[:1]))
         await eventually(lambda: "b is out of service" in one.status_text, within_s=5)
-        assert await waiting == [ReadStatus.TIER_LOST]
+        # The hanging call keeps the memory that it would fill, under the block's name.
+        (status,) = await waiting
+        assert status in (ReadStatus.TIER_LOST, ReadStatus.BEING_WRITTEN)
         assert not one.server._context.mover._promoting_bytes
         calls = one.disks[1].calls
         assert set(await one.read(good)) == {ReadStatus.HIT}

@@ -8,27 +8,17 @@ sentence about what went wrong, or nothing. `planted_pots.py` has mistakes that 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Final
 
 if __name__ == "__main__":
-    # The hook must be there before any module of the pool is imported.
-    from tests.simulation.plant import Planter
     from tests.simulation.planted_pots import BUGS
+    from tests.simulation.small_worlds import plant_chosen, play_worlds
 
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation.pots")
-    parser.add_argument("--bug", choices=[bug.name for bug in BUGS])
-    parser.add_argument("--seeds", default="0:40", help="first:last, the last one excluded")
-    chosen = parser.parse_args()
-    for one in BUGS:
-        if one.name == chosen.bug:
-            sys.meta_path.insert(0, Planter(one))
+    SEEDS = plant_chosen("tests.simulation.pots", BUGS)
 
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
@@ -315,20 +305,5 @@ WORLDS: Final[dict[str, Callable[[int], str]]] = {
 }
 
 
-def main() -> None:
-    """Play seeds of all worlds until one fails, and print it."""
-    first, _, last = chosen.seeds.partition(":")
-    for seed in range(int(first), int(last)):
-        for world, play in WORLDS.items():
-            try:
-                problem = play(seed)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-            if problem:
-                print(json.dumps({"world": world, "seed": seed, "problem": problem}))
-                return
-    print(json.dumps({"world": "", "seed": None, "problem": ""}))
-
-
 if __name__ == "__main__":
-    main()
+    play_worlds(WORLDS, SEEDS)

@@ -8,28 +8,18 @@ sentence about what went wrong, or nothing. `planted_streams.py` has mistakes th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import struct
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 if __name__ == "__main__":
-    # The hook must be there before any module of the pool is imported.
-    from tests.simulation.plant import Planter
     from tests.simulation.planted_streams import BUGS
+    from tests.simulation.small_worlds import plant_chosen, play_worlds
 
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation.streams")
-    parser.add_argument("--bug", choices=[bug.name for bug in BUGS])
-    parser.add_argument("--seeds", default="0:40", help="first:last, the last one excluded")
-    chosen = parser.parse_args()
-    for one in BUGS:
-        if one.name == chosen.bug:
-            sys.meta_path.insert(0, Planter(one))
+    SEEDS = plant_chosen("tests.simulation.streams", BUGS)
 
 from kvpool.client import pool_events
 from kvpool.kv_events import ClearedEvent, KVEvent, StoredEvent, decode_batch, encode_batch
@@ -415,20 +405,5 @@ WORLDS: Final[dict[str, Callable[[int], str]]] = {
 }
 
 
-def main() -> None:
-    """Play seeds of both worlds until one fails, and print it."""
-    first, _, last = chosen.seeds.partition(":")
-    for seed in range(int(first), int(last)):
-        for world, play in WORLDS.items():
-            try:
-                problem = play(seed)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-            if problem:
-                print(json.dumps({"world": world, "seed": seed, "problem": problem}))
-                return
-    print(json.dumps({"world": "", "seed": None, "problem": ""}))
-
-
 if __name__ == "__main__":
-    main()
+    play_worlds(WORLDS, SEEDS)
