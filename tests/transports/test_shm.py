@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import mmap
 import os
 import shutil
@@ -340,6 +341,8 @@ async def test_the_time_for_copying_is_not_the_servers() -> None:
 @pytest.mark.usefixtures("in_steps")
 async def test_a_first_write_that_was_cancelled_does_not_stop_the_next() -> None:
     """At each of its awaits, one after the other; no connection is left behind."""
+    gc.collect()
+    before = descriptors()  # of servers of other tests, which may end meanwhile
     async with pool_of(OURS) as running:
         (server,) = running.servers
         for steps in range(40):
@@ -352,7 +355,7 @@ async def test_a_first_write_that_was_cancelled_does_not_stop_the_next() -> None
             assert await write(channel, f"next/{steps}") == [WriteStatus.STORED]
             await channel.close()
         await eventually(lambda: server.stats(0.0).counters["connections"] == 0)
-        await eventually(lambda: descriptors() == 2)  # the server's own
+        await eventually(lambda: descriptors() <= before + 2)  # the server's own
 
 
 @pytest.mark.usefixtures("in_steps")
