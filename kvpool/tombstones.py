@@ -120,8 +120,16 @@ class Tombstones:
 
     def reason(self, namespace: Namespace, digest: bytes) -> ReadStatus:
         """Why the block is gone. NEVER_WRITTEN also when its record was dropped at the limit."""
-        value = self._reasons.get((namespace.name, namespace.parts, digest))
-        return ReadStatus.NEVER_WRITTEN if value is None else _STATUSES[value & _STATUS_MASK]
+        return self.reasons(namespace, (digest,))[0]
+
+    def reasons(self, namespace: Namespace, digests: Sequence[bytes]) -> list[ReadStatus]:
+        """The same for each of several blocks."""
+        name, parts = namespace.name, namespace.parts
+        values = self._reasons.get_all([(name, parts, digest) for digest in digests])
+        return [
+            ReadStatus.NEVER_WRITTEN if value is None else _STATUSES[value & _STATUS_MASK]
+            for value in values
+        ]
 
 
 #: A call of the enum for each record would take longer.

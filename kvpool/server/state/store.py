@@ -79,10 +79,7 @@ _UNLIMITED: Final = 1 << 62
 _JUST_NOW: Final = 1 << 62
 _ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
 _NO_SPACE: Final = Reservation(WriteStatus.NO_SPACE)
-_PIN_LATER: Final = Pin(ReadStatus.NOT_YET)
-_VIEW_REFUSED: Final = Pin(ReadStatus.REFUSED)
-
-
+_MISSES: Final = {reason: Pin(reason) for reason in ReadStatus}
 #: Of a block that nobody writes: room is made for it, and nothing else.
 _NOBODY: Final = Namespace("nobody")
 #: Never written to.
@@ -353,17 +350,17 @@ class Store:
         if together is not None:
             of_tenant = together.views if holder.views else together.copies
         left = first_left = budget.left(holder.pinned_bytes, of_tenant)
-        over = _VIEW_REFUSED if holder.views else _PIN_LATER
+        over = _MISSES[ReadStatus.REFUSED if holder.views else ReadStatus.NOT_YET]
         mask = self.allocator.alignment - 1  # a budget counts whole extents
         answers: list[Pin] = []
         used: list[Entry] = []
-        missed: list[bytes] = []
+        missed: list[int] = []  # positions
         id = self._next_id
         found = blocks.get_all(digests)
-        for position, (digest, entry) in enumerate(zip(digests, found, strict=True)):
+        for position, entry in enumerate(found):
             if entry is None:
-                missed.append(digest)
-                answers.append(Pin(self.tombstones.reason(namespace, digest)))
+                missed.append(position)
+                answers.append(over)  # until its reason is known, below
             elif entry.state is not State.STORED:
                 answers.append(Pin(ReadStatus.BEING_WRITTEN))
             elif buffer_sizes is not None and buffer_sizes[position] < entry.size:
@@ -382,7 +379,10 @@ class Store:
         self._next_id = id
         self.held.count_pins(holder, first_left - left)
         if missed:  # a master that has sent the reader here is outdated
-            self.change_log.missed.add(namespace, part, missed)
+            absent = [digests[position] for position in missed]
+            self.change_log.missed.add(namespace, part, absent)
+            for at, reason in zip(missed, self.tombstones.reasons(namespace, absent), strict=True):
+                answers[at] = _MISSES[reason]
         if used:
             order = self.policy.order_of(used[-1].index)
             touch = order.touch
