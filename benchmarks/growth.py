@@ -30,6 +30,7 @@ from kvpool.ops.metrics import pages_of_master, pages_of_server
 from kvpool.protocols import Caller, Connection, Peer, ReserveRequest
 from kvpool.server.block_server import BlockServer
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.state.tier_stores import stores_of
 from kvpool.types import (
     ROOT,
     Cluster,
@@ -118,7 +119,7 @@ def master_with(
     sessions: int = 10,
 ) -> dict[str, Work]:
     """All that one does, by name."""
-    master = Master(MasterConfig(servers_max=10_000), cast(Any, None))
+    master = Master(MasterConfig(), cast(Any, None))
     directory = master.directory
     names = [f"s{number:05}" for number in range(servers)]
     for name in names:
@@ -246,12 +247,12 @@ def server_with(
 ) -> dict[str, Work]:
     memory = Dram((blocks + 100_000) * BLOCK, prefault=False)
     server = BlockServer(
-        ServerConfig(id="s", masters=["127.0.0.1:1"], alignment=BLOCK, connections_max=4096),
+        ServerConfig(id="s", masters=["127.0.0.1:1"], connections_max=4096),
         cluster=Cluster(),
         network=cast(Any, NoNetwork()),
         transports={},
         tiers=[memory],
-        policy=LRU(),
+        stores=stores_of([memory], LRU(), BLOCK),
     )
     clients = [server.connect(Peer(f"client {n}", "tcp")) for n in range(connections)]
     spaces = [Namespace(f"@t{n % 7}/{n:06}") for n in range(namespaces)]

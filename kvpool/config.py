@@ -28,7 +28,7 @@ from kvpool.arguments import as_text
 from kvpool.errors import ConfigError
 from kvpool.runtime import make_private_directory, others_may_read, state_directory
 from kvpool.tenant_names import is_tenant_name
-from kvpool.types import COPIES_MAX, Cluster
+from kvpool.types import ALIGNMENT, COPIES_MAX, Cluster
 from kvpool.units import parse_bool, parse_duration, parse_size
 
 log = logs.get("kvpool.config")
@@ -67,11 +67,9 @@ class MasterConfig(_Section, frozen=True):
     #: Time for which the master keeps the record of a lost server. If the server comes back before,
     #: its blocks are found again at once.
     forget_s: Seconds = 600.0
-    #: Servers that have a record, lost ones included. At the limit the server that has been lost
-    #: for the longest time is forgotten; if none is lost, a new one is refused.
-    servers_max: Annotated[int, Meta(ge=1, le=4096)] = 1024
-    #: The same for servers that register from one address. Raise it if servers of several hosts
-    #: reach the master through one address.
+    #: Servers from one address that have a record, lost ones included. At the limit the one that
+    #: has been lost for the longest time is forgotten; if none is lost, a new one is refused. Raise
+    #: it if servers of several hosts reach the master through one address.
     servers_per_host_max: Annotated[int, Meta(ge=1, le=4096)] = 64
     #: Blocks in the map; each takes some 100 to 150 bytes of the master's memory. Servers of one
     #: address may use half of it. Blocks beyond the limit are not listed, so nobody finds them.
@@ -122,33 +120,14 @@ class ServerConfig(_Section, frozen=True):
     announce: Addresses = msgspec.field(default_factory=list)
     #: Interval of heartbeats to the masters. Keep it at most a third of `master.timeout_s`.
     heartbeat_s: Seconds = 1.0
-    #: Each block starts at a multiple of this many bytes. A page (4096) lets clients map blocks and
-    #: disks write them without a copy.
-    alignment: Size = 4096
     #: Eviction policy: lru, arc, lease, density, or an installed one.
     policy: str = "lru"
     #: Client connections at the same time, so that the memory for them is bounded. Clients share
     #: them: where none is left, idle ones end for new ones.
     connections_max: Annotated[int, Meta(ge=1)] = 1024
-    #: Bytes of memory that readers may pin at a time: half by reads that copy, half by `read_view`.
-    #: A larger read goes in several steps; further views are refused. 0: a quarter of the memory
-    #: that clients read from (design: budgets).
-    pinned_max: Size = 0
-    #: Bytes of memory that writers may have reserved and not yet sealed at a time. A larger write
-    #: goes in several steps. 0: a quarter of the memory that clients write into (three quarters,
-    #: below 4 MiB).
-    reserved_max: Size = 0
-    #: Number of reads after which a block is promoted to a tier above the one that clients read
-    #: from (design: promotion).
-    promote_after: Annotated[int, Meta(ge=1)] = 1
     #: Bytes per second that this server fetches from other servers. 0: a quarter of the speed that
     #: its transfers reach, so that clients have the rest (design: moves).
     fetch_rate: Size = 0
-    #: Transfers from one other server at the same time; from all of them twice as many.
-    fetches_max: Annotated[int, Meta(ge=1, le=64)] = 2
-    #: Bytes per second that come up from a slower tier before a reader asks. 0: a quarter of the
-    #: speed at which they come (design: promotion).
-    prefetch_rate: Size = 0
     #: While this server is full and another one has room, hand over the chains that belong there.
     #: If false, they stay until they are evicted, and a server that joins gets new chains only
     #: (design: movers).
@@ -557,6 +536,13 @@ def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
 #: Settings that are gone, and what there is in their place.
 _GONE: Final = {
     "client.measure": "paths are taken in the order of client.transports",
+    "master.servers_max": "there is room for 4,096 servers",
+    "server.alignment": "blocks start at multiples of a page, 4096 bytes",
+    "server.pinned_max": "readers may pin a quarter of the memory",
+    "server.reserved_max": "writers may reserve a quarter of the memory",
+    "server.promote_after": "a block that is read once is promoted",
+    "server.fetches_max": "two transfers from one other server run at a time",
+    "server.prefetch_rate": "prefetches take a quarter of the speed of the disk",
     "server.copies_max": "lost copies are made again without it; pool.spread makes more of them",
 }
 
@@ -622,14 +608,10 @@ def _check(config: Config) -> None:
         parse_tier(tier)
     for transport in (*config.server.listen, *config.client.transports):
         parse_transport(transport)
-    if config.server.capacity < config.server.alignment:
+    if config.server.capacity < ALIGNMENT:
         raise ConfigError(
             f"setting 'server.capacity' is {config.server.capacity} bytes, "
-            f"expected at least {config.server.alignment}: one aligned extent"
-        )
-    if config.server.alignment < 1 or config.server.alignment & (config.server.alignment - 1):
-        raise ConfigError(
-            f"setting 'server.alignment' is {config.server.alignment}, expected a power of two"
+            f"expected at least {ALIGNMENT}: one aligned extent"
         )
     if config.server.write_mode not in (WRITE_THROUGH, WRITE_BACK):
         raise ConfigError(

@@ -44,8 +44,7 @@ class DeviceEvent(Protocol):
 class DeviceRows:
     """The pieces of one block on a device, and when its owner's work on them has ended.
 
-    For a program whose calls are made by another thread than its work: without an event a call
-    waits for what is on the calling thread's current stream.
+    Without an event a call waits for what is on the current stream of the thread that calls.
     """
 
     rows: Sequence[DeviceBuffer]
@@ -66,6 +65,8 @@ DIGEST_SIZE_MIN: Final = 16
 DIGEST_SIZE_MAX: Final = 32
 #: Blocks in one message. Larger calls are split by the client.
 BATCH_BLOCKS_MAX: Final = 1024
+#: Bytes: a block starts at a multiple of a page, so clients map it and disks write it as it lies.
+ALIGNMENT: Final = 4096
 #: The name of the tier that is memory, as masters show it.
 MEMORY_TIER: Final = "dram"
 #: Servers that one block may be written to by one call.

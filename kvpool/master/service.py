@@ -85,7 +85,6 @@ class Master:
             directory = Directory(
                 timeout_s=config.timeout_s,
                 forget_s=config.forget_s,
-                servers_max=config.servers_max,
                 servers_per_host_max=config.servers_per_host_max,
                 blocks_max=config.blocks_max,
             )

@@ -100,13 +100,12 @@ class BlockServer:
         self._keeps_secret = keeps_secret
         self.tiers = list(tiers)
         store = TieredStore(
-            stores or stores_of(tiers, config.alignment, policy),
+            stores or stores_of(tiers, policy),
             front_tier=_front_tier(tiers),
-            promote_after=config.promote_after,
             write_back=config.write_mode == WRITE_BACK,
             in_place_tiers=[n for n, tier in enumerate(tiers) if _is_on_a_device(tier)],
         )
-        _limit(store, config)
+        _limit(store)
         #: The long-lived tasks of this server.
         self.tasks = Supervisor(self._rng)
         self._context = ServerContext(
@@ -412,12 +411,10 @@ def _front_tier(tiers: Sequence[Tier]) -> int:
     return next(n for n, tier in enumerate(tiers) if isinstance(tier, Addressable))
 
 
-def _limit(store: TieredStore, config: ServerConfig) -> None:
+def _limit(store: TieredStore) -> None:
     """What connections may pin and reserve; on a device, a quarter of it may be pinned."""
     memory = store.front.allocator.capacity
-    store.front.held.limits = Limits.of(
-        config.pinned_max or memory // 4, config.reserved_max or default_reserved_max(memory)
-    )
+    store.front.held.limits = Limits.of(memory // 4, default_reserved_max(memory))
     for tier in store.in_place_tiers:
         room = store.stores[tier].allocator.capacity
         store.stores[tier].held.limits = Limits.of(room // 4, room)

@@ -34,6 +34,7 @@ from kvpool.protocols import (
     WriteOptions,
 )
 from kvpool.server.block_server import BlockServer
+from kvpool.server.state.budget import Limits
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
@@ -685,12 +686,11 @@ class TransportCheck:
 async def staged(check: str, make: Callable[[], Transport], address: str) -> AsyncIterator[Stage]:
     """A stage for one check of a transport, and its end."""
     tier = registry.tier(TierSpec("dram", "", CAPACITY, {}), prefault=False)
-    # Without budgets: a channel passes on NOT_YET, and a client asks again (design: budgets).
-    config = ServerConfig(
-        id="conformance", masters=[], listen=[], pinned_max=1 << 40, reserved_max=1 << 40
-    )
+    config = ServerConfig(id="conformance", masters=[], listen=[])
     network = ZmqNetwork(CLUSTER)
     server = BlockServer(config, cluster=CLUSTER, network=network, transports={}, tiers=[tier])
+    # Without budgets: a channel passes on NOT_YET, and a client asks again (design: budgets).
+    server.store.held.limits = Limits.of(1 << 40, 1 << 40)
     stage = Stage(check, make(), make(), server, address)
     try:
         await stage.listen()

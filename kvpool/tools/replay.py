@@ -22,7 +22,7 @@ from rich.console import Console
 
 from kvpool import registry
 from kvpool.client.opening import connect
-from kvpool.config import ClientConfig, ServerConfig, parse_tier
+from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError, ServerLost
 from kvpool.runtime import task_group, wait_for_all
 from kvpool.tools import cache_bounds, traces, workloads
@@ -30,7 +30,7 @@ from kvpool.tools import policy_study as dry
 from kvpool.tools.replay_report import ReplayReport, TransportTraffic, progress
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.tools.traces import Request
-from kvpool.types import DrainState
+from kvpool.types import ALIGNMENT, DrainState
 from kvpool.units import parse_size
 
 _REFRESH_S = 0.5
@@ -63,9 +63,8 @@ class ReplayOptions:
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks that the servers hold: an extent is a multiple of their alignment."""
-        alignment = ServerConfig().alignment
-        extent = -(-self.block_size // alignment) * alignment
+        """Blocks that the servers hold: an extent is a multiple of `ALIGNMENT`."""
+        extent = -(-self.block_size // ALIGNMENT) * ALIGNMENT
         return self.capacity // self.servers // extent * self.servers
 
 

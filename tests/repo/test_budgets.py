@@ -135,7 +135,7 @@ WIDE_CLASSES = {
     "kvpool/server/moves/peer_servers.py:PeerServers": (25, 16),
     "kvpool/server/state/entry.py:Entry": (25, 19),
     "kvpool/server/state/store.py:Store": (79, 37),
-    "kvpool/server/state/tiered_store.py:TieredStore": (76, 21),
+    "kvpool/server/state/tiered_store.py:TieredStore": (76, 20),
     "kvpool/server/tier_mover.py:TierMover": (32, 16),
     "kvpool/testing/harness.py:Recorder": (25, 20),
     "kvpool/tools/dry_pool.py:DryPool": (28, 18),
@@ -228,7 +228,7 @@ WORDS = {
 }
 #: What a user or a contributor has to know, (budget, today).
 SURFACE = {
-    "settings of the pool": (30, 43),
+    "settings of the pool": (30, 36),
     "settings of the connector": (15, 29),
     "messages": (46, 69),
     "methods of Pool": (15, 24),

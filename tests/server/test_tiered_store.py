@@ -40,14 +40,12 @@ class Server:
         self,
         *pages: int,
         front_tier: int = 0,
-        promote_after: int = 1,
         write_back: bool = False,
         in_place: tuple[int, ...] = (),
     ) -> None:
         self.stack = TieredStore(
             [Store(count * PAGE, alignment=PAGE) for count in pages],
             front_tier=front_tier,
-            promote_after=promote_after,
             write_back=write_back,
             in_place_tiers=in_place,
         )
@@ -405,11 +403,10 @@ def test_a_rotten_block_below_is_dropped_and_copied_again_from_above() -> None:
 
 
 def test_hbm_takes_what_is_read_and_serves_what_dram_has_dropped() -> None:
-    server = Server(4, 4, 64, front_tier=1, promote_after=2)
+    server = Server(4, 4, 64, front_tier=1)
     chain = keys("chain", 2)
     server.write(1, ONE, 0, chain)
-    for _ in range(2):
-        server.read(1, ONE, 0, chain)
+    server.read(1, ONE, 0, chain)
     server.drop(1)
     server.settle()
     assert server.stack.stores[0].stored == 2
@@ -485,7 +482,7 @@ def test_a_block_that_is_read_in_place_stays_there() -> None:
 
 
 def test_a_tier_that_is_out_of_service_is_not_read_in_place() -> None:
-    server = Server(8, 8, 64, front_tier=1, promote_after=1, in_place=(0,))
+    server = Server(8, 8, 64, front_tier=1, in_place=(0,))
     chain = keys("lost", 2)
     server.write(1, ONE, 0, chain)
     server.read(1, ONE, 0, chain)
@@ -499,8 +496,8 @@ def test_a_tier_that_is_out_of_service_is_not_read_in_place() -> None:
     assert server.read(2, ONE, 0, chain, 0) == [ReadStatus.NOT_YET] * 2
 
 
-def test_a_block_is_copied_up_once_when_it_was_read_often_enough() -> None:
-    server = Server(8, 8, 64, front_tier=1, promote_after=2)
+def test_a_block_is_copied_up_once_when_it_is_read() -> None:
+    server = Server(8, 8, 64, front_tier=1)
     chain = keys("chain", 3)
     server.write(1, ONE, 0, chain)
     server.settle()
@@ -510,12 +507,12 @@ def test_a_block_is_copied_up_once_when_it_was_read_often_enough() -> None:
         server.start()
         copied.append([copy.target for copy in server.copies])
         server.settle()
-    assert copied == [[], [0, 0, 0], [], []]
+    assert copied == [[0, 0, 0], [], [], []]
 
 
 def test_a_step_of_copies_has_its_size() -> None:
     """However they are asked for: down to the base, up to a cache, or up for a reader."""
-    server = Server(8, 8, 64, front_tier=1, promote_after=1)
+    server = Server(8, 8, 64, front_tier=1)
     chain = keys("chain", 6)
     server.write(1, ONE, 0, chain)
     for count in (2, 4, 6):
@@ -539,7 +536,7 @@ def test_a_step_of_copies_has_its_size() -> None:
 
 
 def test_a_copy_that_leaves_another_place_than_readers_use_is_not_announced() -> None:
-    server = Server(8, 8, 64, front_tier=1, promote_after=1)
+    server = Server(8, 8, 64, front_tier=1)
     (digest,) = keys("one", 1)
     server.write(1, ONE, 0, [digest])
     server.settle()
@@ -557,7 +554,7 @@ def test_a_copy_that_leaves_another_place_than_readers_use_is_not_announced() ->
 
 def test_a_lost_cache_leaves_its_blocks_where_they_are_below() -> None:
     """Readers are sent to the base from then on, and the map of the masters is right."""
-    server = Server(8, 8, 64, front_tier=1, promote_after=1)
+    server = Server(8, 8, 64, front_tier=1)
     chain = keys("chain", 3)
     server.write(1, ONE, 0, chain)
     server.settle()

@@ -18,9 +18,10 @@ import torch
 from kvpool.checksum import block_seeds, checksum
 from kvpool.config import ServerConfig
 from kvpool.errors import KvpoolError
-from kvpool.protocols import DeviceToken, Network, Peer, ReserveRequest
+from kvpool.protocols import DeviceToken, Network, Peer, ReserveRequest, Tier
 from kvpool.runtime import Host
 from kvpool.server.block_server import BlockServer
+from kvpool.server.state.tier_stores import stores_of
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Cluster, Extent, Namespace, ReadStatus, WriteStatus
 from kvpool.wire.messages import Data, Read
@@ -111,12 +112,14 @@ class TierWorld:
         self.gpu = gpu
         self.truth: dict[bytes, bytes] = {}
         self.sent = 0
+        tiers: list[Tier] = [SimTier(_MEMORY, _ALIGNMENT), _DeviceTier(gpu, self.rng)]
         self.server = BlockServer(
-            ServerConfig(id="server", masters=[], listen=[], alignment=_ALIGNMENT),
+            ServerConfig(id="server", masters=[], listen=[]),
             cluster=Cluster(),
             network=cast(Network, None),  # no master: nothing is connected
             transports={},
-            tiers=[SimTier(_MEMORY, _ALIGNMENT), _DeviceTier(gpu, self.rng)],
+            tiers=tiers,
+            stores=stores_of(tiers, alignment=_ALIGNMENT),
             host=Host("host", "host", "server", lambda: 0),
             rng=self.rng,
         )

@@ -284,7 +284,6 @@ class World:
             capacity=tier.capacity,
             listen=[f"{scheme}://127.0.0.1:0" for scheme in transports],
             heartbeat_s=HEARTBEAT_S,
-            alignment=plan.alignment,
             write_mode=WRITE_BACK if plan.write_back else WRITE_THROUGH,
             fetch_rate=plan.fetch_rate,
         )

@@ -93,7 +93,7 @@ class Directory:
         timeout_s: float = 3.0,
         forget_s: float = 600.0,
         tombstones_max: int = 65_536,
-        servers_max: int = 1024,
+        servers_max: int = 4096,
         servers_per_host_max: int = 64,
         blocks_max: int = 50_000_000,
     ) -> None:
@@ -747,7 +747,7 @@ class Directory:
             return Refusal(problem, (), 0.0, full=True)
         full = len(self._servers) >= self.servers_max
         if full and not self._forget_lost(lambda record: True):
-            problem = f"{self.servers_max} servers are registered, the limit (master.servers_max)"
+            problem = f"{self.servers_max} servers are registered, the limit"
             return Refusal(problem, (), 0.0, full=True)
         return None
 

@@ -50,16 +50,8 @@ class Moves(ServerExtension):
             network=parts.network,
             transports=parts.transports,
         )
-        self.fetcher = Fetcher(
-            context, self.peers, rate=config.fetch_rate, transfers_max=config.fetches_max
-        )
-        self.prefetcher = Prefetcher(
-            context.store,
-            context.mover,
-            context.on_change,
-            context.tasks,
-            rate=config.prefetch_rate,
-        )
+        self.fetcher = Fetcher(context, self.peers, rate=config.fetch_rate)
+        self.prefetcher = Prefetcher(context.store, context.mover, context.on_change, context.tasks)
         durable = len(context.tiers) > 1 and isinstance(context.tiers[-1], PersistentTier)
         self.drainer = Drainer(context, self.peers, durable=durable)
         self.balancer = Balancer(context, self.peers, enabled=config.balance)

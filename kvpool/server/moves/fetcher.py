@@ -40,6 +40,8 @@ log = logs.get("kvpool.server")
 #: Bytes of one step, or one block if that is larger.
 _STEP_BYTES: Final = 4 << 20
 _STEP_BLOCKS: Final = 64
+#: Steps at a time, half of them from one server: more of them take the processor from clients.
+_TRANSFERS_MAX: Final = 4
 #: A step that takes longer than this is given up: the source is frozen, or cut off.
 _STEP_S: Final = 5.0
 #: A wait for the budget is a difference of times, and may be next to nothing.
@@ -133,19 +135,17 @@ class FetchCall:
 
 class Fetcher:
     """All that a server does with other servers' blocks. `rate` is bytes per second; 0: a quarter
-    of what is measured. At most `transfers_max` steps from one server run at a time, and of all
-    servers twice as many."""
+    of what is measured. At most `_TRANSFERS_MAX` steps run at a time, half of them from one
+    server."""
 
-    def __init__(
-        self, context: ServerContext, peers: PeerServers, *, rate: float, transfers_max: int
-    ) -> None:
+    def __init__(self, context: ServerContext, peers: PeerServers, *, rate: float) -> None:
         self._context = context
         self._store = context.store
         self._peers = peers
         self.fetches = Fetches()
         self.receivers = Receivers()
         self.budget = FetchBudget(rate)
-        self._transfers = Turns(2 * transfers_max)
+        self._transfers = Turns(_TRANSFERS_MAX)
         self._owners = itertools.count(_FIRST_OWNER)
 
     # --- the receiver's half ---------------------------------------------------------------------

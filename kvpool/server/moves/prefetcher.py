@@ -39,8 +39,8 @@ _QUEUE_MAX: Final = 256
 
 
 class Prefetcher:
-    """Fills one server's memory before readers come. `rate` is bytes per second; 0: a quarter of
-    the speed that is measured. Calls `on_change` after each change of the store."""
+    """Fills one server's memory before readers come, with a quarter of the speed that is measured.
+    Calls `on_change` after each change of the store."""
 
     def __init__(
         self,
@@ -48,15 +48,13 @@ class Prefetcher:
         mover: TierMover,
         on_change: Callable[[], None],
         tasks: Supervisor,
-        *,
-        rate: float,
     ) -> None:
         self._store = store
         self._tasks = tasks
         self._mover = mover
         self._on_change = on_change
         self._memory = store.front.allocator.capacity
-        self.budget = FetchBudget(rate)
+        self.budget = FetchBudget()
         self._queue = PrefetchQueue(_QUEUE_MAX)
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

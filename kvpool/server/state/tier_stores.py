@@ -10,10 +10,11 @@ from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
+from kvpool.types import ALIGNMENT
 
 
 def stores_of(
-    tiers: Sequence[Tier], alignment: int, policy: Policy[Entry] | None = None
+    tiers: Sequence[Tier], policy: Policy[Entry] | None = None, alignment: int = ALIGNMENT
 ) -> list[Store]:
     """A store for each tier, their extents rounded alike; the lowest follows the policy."""
     alignment = max(alignment, *(tier.alignment for tier in tiers))

@@ -107,7 +107,6 @@ class TieredStore:
         stores: Sequence[Store],
         *,
         front_tier: int = 0,
-        promote_after: int = 1,
         write_back: bool = False,
         in_place_tiers: Collection[int] = (),
     ) -> None:
@@ -117,7 +116,6 @@ class TieredStore:
         self.front_tier = front_tier
         self.front = self.stores[front_tier]
         self.backing_tier = len(self.stores) - 1
-        self.promote_after = promote_after
         self.offline_tiers: set[int] = set()
         #: Reads that each tier has served, promoted blocks where they came from.
         self.hits = [0] * len(self.stores)
@@ -958,7 +956,7 @@ class TieredStore:
         for digest in digests:
             entry = blocks[digest]
             entry.reads += 1
-            if entry.reads == self.promote_after:
+            if entry.reads == 1:
                 self._to_promote.append(entry)
 
     def _start_writebacks(
