@@ -67,7 +67,7 @@ def measure(quick: bool = False) -> list[Row]:
     if find_spec("vllm") is not None:
         interpreter = Path(sys.executable)
     elif not interpreter.exists():
-        return [Row(what, "not measured: no vLLM", "make test-vllm has it", None, "", None)]
+        return [Row(what, "not measured: no vLLM", "make test WITH=vllm has it", None, "", None)]
     command = [str(interpreter), "-m", "benchmarks.steps", "--json", "--requests", str(requests)]
     try:
         done = subprocess.run(

@@ -1,6 +1,6 @@
 """LMCache: its blob server (`python -m lmcache.v1.server`) and its own connector for it (`lm://`).
 
-In an environment of its own, that of `make test-lmcache`: it brings torch.
+In an environment of its own, that of `make test WITH=lmcache`: it brings torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvpool_transformers` with the real transformers, on a CPU: `make test-transformers`."""
+"""`kvpool_transformers` with the real transformers, on a CPU: `make test WITH=transformers`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpool import ClientConfig, UsageError, dev
 from kvpool.testing import Ran
 from kvpool.testing.connector_checks import prompt
 
-pytest.importorskip("transformers", reason="needs transformers 5.19: make test-transformers")
+pytest.importorskip("transformers", reason="needs transformers 5.19: make test WITH=transformers")
 
 import torch
 from transformers import (

@@ -1,6 +1,6 @@
 """The Triton kernels: run word for word by Triton's interpreter, and compiled for real devices.
 
-`make test-kernels` runs this in an environment of its own, because triton is a large package; where
+`make test WITH=kernels` runs this in an environment of its own, because triton is a large package; where
 it is missing these tests are skipped.
 """
 
@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch", reason="devices need torch")
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-pytest.importorskip("triton", reason="needs triton: make test-kernels")
+pytest.importorskip("triton", reason="needs triton: make test WITH=kernels")
 
 import torch
 

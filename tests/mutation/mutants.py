@@ -38,7 +38,7 @@ _PACKAGES: Final = (
     "connector/kvpool_connector",
 )
 #: Files that the tests of the main environment do not run: they need vLLM, a GPU, or are run by
-#: a person. `make test-vllm` and the benchmarks cover them.
+#: a person. `make test WITH=vllm` and the benchmarks cover them.
 _NOT_MEASURED: Final = (
     "connector/kvpool_connector/vllm",
     "connector/kvpool_connector/block_memory.py",

@@ -20,7 +20,7 @@ import pytest
 
 import kvpool
 
-playwright = pytest.importorskip("playwright.async_api", reason="see make test-page")
+playwright = pytest.importorskip("playwright.async_api", reason="see make test WITH=page")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 
@@ -185,7 +185,7 @@ async def test_it_fits_a_phone(pool: RunningPool, browser: Any) -> None:
 
 @pytest.mark.skipif("DRAW_PICTURES" not in os.environ, reason="draws the pictures of the docs")
 async def test_pictures_for_the_docs(pool: RunningPool, browser: Any) -> None:
-    """DRAW_PICTURES=1 make test-page: docs/pictures/page-*.png."""
+    """DRAW_PICTURES=1 make test WITH=page: docs/pictures/page-*.png."""
     for name in ("gpu-1", "gpu-2", "gpu-3"):
         pool.serve(name)
     sizes = {"desktop": {"width": 1100, "height": 900}, "phone": {"width": 390, "height": 844}}

@@ -23,13 +23,13 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-#: Of the system, or where `make test-prometheus` unpacks Debian's package.
+#: Of the system, or where `make test WITH=prometheus` unpacks Debian's package.
 PATHS = f"{ROOT / '.prometheus/usr/bin'}:/usr/local/bin:/usr/bin:/bin"
 PROMETHEUS, PROMTOOL = (
     shutil.which(name) or shutil.which(name, path=PATHS) for name in ("prometheus", "promtool")
 )
 pytestmark = pytest.mark.skipif(
-    PROMETHEUS is None or PROMTOOL is None, reason="no prometheus: see make test-prometheus"
+    PROMETHEUS is None or PROMTOOL is None, reason="no prometheus: see make test WITH=prometheus"
 )
 RULES = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule]

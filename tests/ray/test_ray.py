@@ -1,4 +1,4 @@
-"""deploy/ray/pool.py on a Ray cluster of three nodes, one of which is killed (make test-ray)."""
+"""deploy/ray/pool.py on a Ray cluster of three nodes, one of which is killed (make test WITH=ray)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from kvpool import ClientConfig, Cluster, Member, Pool, ReadStatus, WriteStatus, connect
 from tests.conftest import NAMESPACE, buffers, keys, values
 
-ray = pytest.importorskip("ray", reason="needs ray: make test-ray")
+ray = pytest.importorskip("ray", reason="needs ray: make test WITH=ray")
 from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "ray" / "pool.py"

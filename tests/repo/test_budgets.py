@@ -232,8 +232,8 @@ SURFACE = {
     "settings of the connector": (15, 29),
     "messages": (46, 69),
     "methods of Pool": (15, 24),
-    "extras": (12, 22),
-    "targets of make": (16, 27),
+    "extras": (12, 12),
+    "targets of make": (16, 16),
 }
 
 

@@ -41,7 +41,7 @@ def need(*modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(
-            f"{', '.join(missing)} is not installed: make test-routers", allow_module_level=True
+            f"{', '.join(missing)} is not installed: make test WITH=routers", allow_module_level=True
         )
 
 

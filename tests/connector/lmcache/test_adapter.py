@@ -1,4 +1,4 @@
-"""`kvpool_lmcache` with the real LMCache, on a CPU: `make test-lmcache`."""
+"""`kvpool_lmcache` with the real LMCache, on a CPU: `make test WITH=lmcache`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpool import ConfigError, dev
 from kvpool.testing import Ran
 from kvpool.testing.connector_checks import ProcessPool, prompt
 
-pytest.importorskip("lmcache", reason="needs LMCache 0.5.6: make test-lmcache")
+pytest.importorskip("lmcache", reason="needs LMCache 0.5.6: make test WITH=lmcache")
 
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey

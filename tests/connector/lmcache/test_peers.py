@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("lmcache", reason="needs LMCache 0.5.6: make test-lmcache")
-pytest.importorskip("transformers", reason="LMCache's connectors import it: make test-lmcache")
+pytest.importorskip("lmcache", reason="needs LMCache 0.5.6: make test WITH=lmcache")
+pytest.importorskip("transformers", reason="LMCache's connectors import it: make test WITH=lmcache")
 
 from benchmarks.peers import pool_lmcache
 from benchmarks.peers.contract import Memory, Shape

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lmcache", reason="needs LMCache 0.5.6: make test-lmcache-long")
-pytest.importorskip("vllm", reason="needs vLLM: make test-lmcache-long")
+pytest.importorskip("lmcache", reason="needs LMCache 0.5.6: make test WITH=lmcache-long")
+pytest.importorskip("vllm", reason="needs vLLM: make test WITH=lmcache-long")
 
 from examples import tiny_model
 from kvpool.testing.connector_checks import ProcessPool, prompt

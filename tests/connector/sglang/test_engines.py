@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 if importlib.util.find_spec("sglang") is None:
-    pytest.skip("needs SGLang 0.5.23: make test-sglang", allow_module_level=True)
+    pytest.skip("needs SGLang 0.5.23: make test WITH=sglang", allow_module_level=True)
 
 from examples import tiny_model
 from tests.connector.vllm.helpers import Engine, free_port, prompt

@@ -18,7 +18,7 @@ from kvpool.testing import NotDeclared, Ran
 from kvpool.testing.connector_checks import prompt
 
 if importlib.util.find_spec("sglang") is None:
-    pytest.skip("needs SGLang 0.5.23: make test-sglang", allow_module_level=True)
+    pytest.skip("needs SGLang 0.5.23: make test WITH=sglang", allow_module_level=True)
 
 from tests.connector.sglang import stand_ins  # noqa: F401, I001  before sglang
 

@@ -1,4 +1,4 @@
-"""Real vLLM engines: `make test-vllm` runs these, in a virtual environment of their own.
+"""Real vLLM engines: `make test WITH=vllm` runs these, in a virtual environment of their own.
 
 An engine takes 15 seconds to start, so most tests share two: `plain` has no pool, `reader` has one.
 `Engine.forget` makes the reader's own cache as empty as that of a new process.

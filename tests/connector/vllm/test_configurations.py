@@ -50,7 +50,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "blocks of 128": ({"block_size": 128}, 384),
     "small steps": ({"max_num_batched_tokens": 64}, 480),
 }
-#: Those that every run tries; `make test-vllm-long` runs the others.
+#: Those that every run tries; `make test WITH=vllm-long` runs the others.
 SHORT = ("ngram", "fp8")
 
 

@@ -1,6 +1,6 @@
 """Prefill on one engine and decode on another, which meet in the pool only: promises between them.
 
-The proxy is the test, or the real vllm-router. NIXL and the router are wheels that `make test-vllm`
+The proxy is the test, or the real vllm-router. NIXL and the router are wheels that `make test WITH=vllm`
 installs; where there are none for this machine, their tests are skipped.
 """
 
@@ -197,7 +197,7 @@ def test_what_a_client_makes_up_delays_its_own_request(
 
 
 @pytest.mark.long  # what the second engine has generated is saved with its next step, or later
-@pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: make test-vllm")
+@pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: make test WITH=vllm")
 def test_beside_nixl_the_pool_brings_what_was_decoded(
     model: Callable[..., Path],
     logs: Callable[[str], Path],
@@ -266,7 +266,7 @@ def vllm_router(prefills: Instance, decodes: Instance, log: Path) -> Iterator[st
         process.wait()
 
 
-@pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed: make test-vllm")
+@pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed: make test WITH=vllm")
 def test_vllm_router_hands_promises_on(
     model: Callable[..., Path], tmp_path: Path, pool: LocalPool
 ) -> None:
