@@ -213,8 +213,8 @@ async def close_a_file(one: World) -> None:
 
 
 async def lose_a_file(one: World) -> None:
-    await one.write()
-    await eventually(lambda: bool(one.server.stack.backing.stored))
+    chain = await one.write()
+    await eventually(lambda: one.server.stack.backing.stored == len(chain))  # in both files
     one.server._context.mover.health.lose((1, 1), "a test")
 
 
