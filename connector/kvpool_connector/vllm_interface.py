@@ -1,9 +1,9 @@
 """Everything that the connector uses of vLLM, in one place; checked when an engine starts.
 
 Made for vLLM 0.32, whose interface for connectors is documented as unstable. To adopt another
-version: change `SUPPORTED` here and `VLLM_VERSION` in the Makefile, run `make test WITH=vllm`, and mend
-what this file or `tests/connector/vllm/test_shape.py` reports. The other modules import vLLM only
-from here; `vllm_plugin.py` alone must work with any version.
+version: change `SUPPORTED` here and `VLLM_VERSION` in the Makefile, run `make test WITH=vllm`, and
+mend what this file or `tests/connector/vllm/test_shape.py` reports. The other modules import vLLM
+only from here; `vllm_plugin.py` alone must work with any version.
 """
 
 from __future__ import annotations

@@ -312,9 +312,10 @@ class TierMover:
 
     def _promotions_lost(self, place: Place) -> None:
         """Nobody waits for what a lost device still reads. It may write into our memory until the
-        call ends, so that stays reserved."""
+        call ends, so that is not reused before."""
         for one in list(self._promoting.values()):
             if self.health.place(one.copy.source, one.copy.entry.offset) == place:
+                self._store.transfer_lost(one.copy)
                 self._promotion_ended(one.copy)
 
     # --- demotion -------------------------------------------------------------------------------
@@ -352,7 +353,7 @@ class TierMover:
 
         A stuck device may still read from our memory afterwards. That does no harm: what it then
         writes has no record, and nothing is written to that place any more. (Memory that it may
-        still write into, by a promotion, stays reserved.)
+        still write into, by a promotion, is in quarantine until then.)
         """
         waiting = dict.fromkeys(copies, False)
         ends = [lost := asyncio.ensure_future(self.health.lost(place).wait())]

@@ -1,7 +1,7 @@
 """The Triton kernels: run word for word by Triton's interpreter, and compiled for real devices.
 
-`make test WITH=kernels` runs this in an environment of its own, because triton is a large package; where
-it is missing these tests are skipped.
+`make test WITH=kernels` runs this in an environment of its own, because triton is a large
+package; where it is missing these tests are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""deploy/ray/pool.py on a Ray cluster of three nodes, one of which is killed (make test WITH=ray)."""
+"""deploy/ray/pool.py on a Ray cluster of three nodes, one of them killed (make test WITH=ray)."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def need(*modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(
-            f"{', '.join(missing)} is not installed: make test WITH=routers", allow_module_level=True
+            f"{', '.join(missing)} not installed: make test WITH=routers",
+            allow_module_level=True,
         )
 
 

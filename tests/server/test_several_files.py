@@ -284,9 +284,11 @@ async def test_a_disk_that_hangs_holds_up_nothing_of_the_other(
         one.disks[1].runs.clear()
         waiting = asyncio.create_task(one.read(stuck[:1]))
         await eventually(lambda: "b is out of service" in one.status_text, within_s=5)
-        # The hanging call keeps the memory that it would fill, under the block's name.
-        (status,) = await waiting
-        assert status in (ReadStatus.TIER_LOST, ReadStatus.BEING_WRITTEN)
+        assert await waiting == [ReadStatus.TIER_LOST]
+        held = one.stack.front.held
+        assert held.quarantined == 1  # the memory that the hanging call would fill
+        await one.write(stuck[:1])  # but not the block's name
+        assert await one.read(stuck[:1]) == [ReadStatus.HIT]
         assert not one.server._context.mover._promoting_bytes
         calls = one.disks[1].calls
         assert set(await one.read(good)) == {ReadStatus.HIT}
@@ -297,7 +299,9 @@ async def test_a_disk_that_hangs_holds_up_nothing_of_the_other(
         assert one.disks[1].calls == calls, "nobody waits for it again"
         assert not one.stack.erasable
         one.disks[1].runs.set()  # late: what it reads now is of no use, and its memory is free
-        await eventually(lambda: not one.stack.front.held.reservations)
+        await eventually(lambda: not held.quarantined)
+        assert not held.reservations
+        assert await one.read(stuck[:1]) == [ReadStatus.HIT]
 
 
 @pytest.mark.parametrize("seed", range(6))

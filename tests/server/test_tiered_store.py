@@ -419,6 +419,35 @@ def test_hbm_takes_what_is_read_and_serves_what_dram_has_dropped() -> None:
     assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT] * 2
 
 
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_lost_device_keeps_the_memory_it_may_fill_and_not_the_name(
+    good: bool, again: bool
+) -> None:
+    server = Server(4, 8)
+    chain = keys("chain", 2)
+    server.write(1, ONE, 0, chain)
+    server.settle()
+    server.stack.front.remove(ONE, chain, ReadStatus.EVICTED)
+    server.stage(ONE, 0, chain[:1])
+    copy = server.copies.pop()
+    server.stack.transfer_lost(copy)
+    front = server.stack.front
+    assert front.peek(ONE, 0, chain[0]) is None
+    if again:
+        server.stage(ONE, 0, chain[:1])
+        server.finish(server.copies.pop())
+    assert server.write(2, TWO, 0, keys("other", 4)) == ["RESERVED"] * 3 + ["NO_SPACE"]
+    assert copy.extent.offset not in {entry.offset for entry in front.inventory()}
+    server.settle()
+    server.stack.transfer_done(copy, good=good, now=server.now)  # late
+    server.look()
+    assert (front.held.quarantined, front.held.quarantined_bytes) == (0, 0)
+    assert [store.held.pins for store in server.stack.stores] == [0, 0]
+    assert front.peek(ONE, 0, chain[0]) is None  # evicted meanwhile, where it was there again
+    assert server.write(3, ONE, 0, keys("all", 4)) == ["RESERVED"] * 4
+
+
 def below(count: int, *pages: int) -> tuple[Server, list[bytes]]:
     """A server that has blocks in its backing tier alone, from which they can be read in place."""
     server = Server(*pages, in_place=(1,))

@@ -488,13 +488,6 @@ class WatchedStore(Store):
         return removed
 
     def drop_owner(self, owner: int, *, writer_may_be_alive: bool = False) -> bool:
-        held = self.held._owners.get(owner)
-        if held is not None and writer_may_be_alive:
-            for id in held.reservations:
-                hold = self.watched.pop(("reservation", owner, id))
-                self._entries.pop(("reservation", owner, id))
-                self.watched["quarantine", owner, id] = hold
-                self.truth.probes.add("a frozen writer was put in quarantine")
         quarantined = super().drop_owner(owner, writer_may_be_alive=writer_may_be_alive)
         for kind, of, id in list(self.watched):
             if of == owner and kind != "quarantine":
@@ -502,12 +495,22 @@ class WatchedStore(Store):
         self.inspect_now_and_then()
         return quarantined
 
-    def writer_exited(self, owner: int) -> None:
-        for hold in [hold for hold in self.watched if hold[:2] == ("quarantine", owner)]:
+    def quarantine(self, owner: int, id: int, writer: int) -> None:
+        hold = self.watched.pop(("reservation", owner, id))
+        self._entries.pop(("reservation", owner, id))
+        self.watched["quarantine", writer, id] = hold
+        if writer == owner:
+            self.truth.probes.add("a frozen writer was put in quarantine")
+        super().quarantine(owner, id, writer)
+
+    def writer_exited(self, writer: int) -> bool:
+        for hold in [hold for hold in self.watched if hold[:2] == ("quarantine", writer)]:
             del self.watched[hold]
-            self.truth.probes.add("quarantine ended")
-        super().writer_exited(owner)
+            if writer > 0:
+                self.truth.probes.add("quarantine ended")
+        ended = super().writer_exited(writer)
         self.inspect_now_and_then()
+        return ended
 
     def _forget(self, kind: str, owner: int, id: int) -> Entry | None:
         self.watched.pop((kind, owner, id), None)

@@ -462,22 +462,28 @@ class Store:
         if held is None:
             return False
         self.unpin_all(owner, list(held.pins))
-        for id, entry in list(held.reservations.items()):
+        for id in list(held.reservations):
             if writer_may_be_alive:
-                # Out of the index, so another writer may store the block; the extent is not reused.
-                self.held.take_reservations(owner, [id])
-                entry.state = after(entry.state, Event.WRITER_LOST)
-                self._unlink(entry)
-                self.held.quarantine(owner, entry)
+                self.quarantine(owner, id, owner)
             else:
                 self.cancel(owner, id)
         return self.held.forget(owner)
 
-    def writer_exited(self, owner: int) -> None:
-        """A quarantined owner has stopped writing, or its process has ended."""
-        for entry in self.held.release_quarantine(owner):
+    def quarantine(self, owner: int, id: int, writer: int) -> None:
+        """A reservation ends whose writer may still write. Another one may store the block; the
+        extent is not reused until `writer_exited`."""
+        (entry,) = self.held.take_reservations(owner, [id])
+        entry.state = after(entry.state, Event.WRITER_LOST)
+        self._unlink(entry)
+        self.held.quarantine(writer, entry)
+
+    def writer_exited(self, writer: int) -> bool:
+        """It has stopped writing, or its process has ended. True if something was in quarantine."""
+        entries = self.held.release_quarantine(writer)
+        for entry in entries:
             entry.state = after(entry.state, Event.WRITER_EXITED)
             self._free(entry)
+        return bool(entries)
 
     # --- with other tiers --------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Prefill on one engine and decode on another, which meet in the pool only: promises between them.
 
-The proxy is the test, or the real vllm-router. NIXL and the router are wheels that `make test WITH=vllm`
-installs; where there are none for this machine, their tests are skipped.
+The proxy is the test, or the real vllm-router. NIXL and the router are wheels that
+`make test WITH=vllm` installs; where there are none for this machine, their tests are skipped.
 """
 
 from __future__ import annotations
