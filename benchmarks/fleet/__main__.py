@@ -189,8 +189,9 @@ def fleet(
 ) -> None:
     """Model a fleet of engines over a pool in virtual time: the pool is real, engines are a model.
 
-    headline is a published case on 12 GPUs, scaling the same on up to 60. Each table has a fleet
-    of its own size, unless --gpus, --sessions or --concurrent say otherwise.
+    headline is a published case on 12 GPUs, scaling the same on up to 60.
+
+    Each table has a fleet of its own size, unless --gpus, --sessions or --concurrent say otherwise.
     """
     given = dict(locals())  # every option by its name
     try:

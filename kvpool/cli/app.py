@@ -22,6 +22,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _paragraphs(text: str) -> str:
+    """Without line ends inside: a terminal breaks lines at its own width."""
+    return "\n\n".join(" ".join(one.split()) for one in text.split("\n\n"))
+
+
 for command in (
     run.dev,
     run.master,
@@ -39,7 +46,7 @@ for command in (
     measure.bench,
     tenant.tenant_key,
 ):
-    app.command()(command)
+    app.command(help=_paragraphs(command.__doc__ or ""))(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from kvpool.cli.shared import (
+    FOR_OPERATORS,
     QUERY_S,
     ClusterName,
     ConfigFile,
@@ -46,7 +47,8 @@ def status(
 
     Exit code 1 if no server is up.
     """
-    from kvpool.ops.demand import demand_table
+    from kvpool.ops.demand import OBSERVED_S, demand_table, demand_text
+    from kvpool.ops.folding import Fitted
     from kvpool.ops.tables import (
         as_json_object,
         clients_table,
@@ -65,28 +67,31 @@ def status(
             return members, namespaces, await pool.demand(timeout=QUERY_S)
 
     members, namespaces, demand = run(main())
+    hidden = bool(cluster_of(settings).tenant)
     if as_json:
-        print(json.dumps([as_json_object(member) for member in members]))
+        print(json.dumps([as_json_object(member, hidden=hidden) for member in members]))
     else:
-        console.print(members_table(members))
+        console.print(Fitted(members_table(members, hidden=hidden), names=3))
         console.print()
-        if cluster_of(settings).tenant:
-            console.print("what servers hold and do is for operators: this key is a tenant's")
+        if hidden:
+            console.print(FOR_OPERATORS)
         else:
-            console.print(tiers_table(members))
+            console.print(Fitted(tiers_table(members), names=2))
         if any(member.stats.clients for member in members):
             console.print()
-            console.print(clients_table(members))
+            console.print(Fitted(clients_table(members), names=3))
         if (tenants := tenants_table(namespaces)) is not None:
             console.print()
-            console.print(tenants)
+            console.print(Fitted(tenants))
         used = usage_by("tenant", members)
         if any(one.name not in ("", OTHERS) for one in used):
             console.print()
-            console.print(usage_table("tenant", used))
+            console.print(Fitted(usage_table("tenant", used)))
         if demand is not None and demand.working_sets:
             console.print()
-            console.print(demand_table(demand, members))
+            if demand.seconds >= OBSERVED_S:
+                console.print(Fitted(demand_table(demand)))
+            console.print(demand_text(demand, members))
     raise typer.Exit(0 if any(member.alive for member in members) else 1)
 
 
@@ -214,14 +219,16 @@ def _report(findings: list[Finding], *, as_json: bool) -> NoReturn:
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings]))
     else:
-        console.print(_findings_table(findings))
+        from kvpool.ops.folding import Fitted
+
+        console.print(Fitted(_findings_table(findings), names=2))
     raise typer.Exit(1 if any(finding.verdict == "fail" for finding in findings) else 0)
 
 
 def _findings_table(findings: list[Finding]) -> Table:
     from rich.table import Table
 
-    table = Table("check", "", "finding", "what to do", box=None, pad_edge=False)
+    table = Table("check", "", "", "what to do", box=None, pad_edge=False)
     marks = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
     for finding in findings:
         check, text, advice = map(escape, (finding.check, finding.text, finding.advice))

@@ -128,6 +128,8 @@ async def _follow(pool: Pool, server: str, *, quiet: bool) -> DrainReport:
 def _print(server: str, report: DrainReport) -> None:
     from rich.table import Table
 
+    from kvpool.ops.folding import Fitted
+
     moved = f"moved {report.moved_blocks:,} blocks, {human(report.moved_bytes)}"
     if report.state is DrainState.DONE:
         console.print(f"{moved}; nothing is left: {server} can be stopped", markup=False)
@@ -144,4 +146,4 @@ def _print(server: str, report: DrainReport) -> None:
         table.add_column(name, justify="right")
     for line in report.left:
         table.add_row(escape(line.namespace), line.reason, f"{line.blocks:,}", human(line.bytes))
-    console.print(table)
+    console.print(Fitted(table))

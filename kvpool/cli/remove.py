@@ -159,6 +159,8 @@ def _show(held: HeldByServers, wanted: _Wanted) -> None:
     """What there is, or which other names there are."""
     from rich.table import Table
 
+    from kvpool.ops.folding import Fitted
+
     if not held.found:
         console.print(f"nothing to remove: {_others(wanted.others)}", markup=False)
         return
@@ -173,7 +175,7 @@ def _show(held: HeldByServers, wanted: _Wanted) -> None:
     if len(rows) > 1:
         blocks, size = sum(row[1] for row in rows.values()), sum(row[2] for row in rows.values())
         table.add_row(f"{len(rows)} namespaces", "", "", f"{blocks:,}", human(size))
-    console.print(table)
+    console.print(Fitted(table))
 
 
 def _others(names: set[str]) -> str:

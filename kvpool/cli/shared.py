@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 #: Deadline of a command that queries the pool.
 QUERY_S = 1.5
+#: Instead of figures that masters do not tell a tenant.
+FOR_OPERATORS = "what servers hold and do is for operators: this key is a tenant's"
 #: So many names of servers a message lists.
 _NAMES_MAX = 8
 

@@ -100,6 +100,8 @@ def spread(
 def _print(report: SpreadReport, blocks: int) -> None:
     from rich.table import Table
 
+    from kvpool.ops.folding import Fitted
+
     if report.length < blocks:
         line = f"the pool has {report.length:,} of {blocks:,} blocks: {report.stopped.label}"
         console.print(line, markup=False)
@@ -110,4 +112,4 @@ def _print(report: SpreadReport, blocks: int) -> None:
     table.add_column("problem")
     for one in report.servers:
         table.add_row(escape(one.server), f"{one.blocks:,}", f"{one.fetched:,}", one.problem)
-    console.print(table)
+    console.print(Fitted(table))

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.shared import (
+    FOR_OPERATORS,
     QUERY_S,
     ClusterName,
     ConfigFile,
@@ -21,6 +22,7 @@ from kvpool.cli.shared import (
     query_settings,
     run,
 )
+from kvpool.config import cluster_of
 from kvpool.types import Member
 
 
@@ -46,6 +48,7 @@ def usage(
 
     Counts are since each server began. Exit code 1 if no server is up.
     """
+    from kvpool.ops.folding import Fitted
     from kvpool.ops.usage import as_json_object, usage_by, usage_table
 
     settings = query_settings(config, masters, cluster, secret_file, local_only)
@@ -59,7 +62,9 @@ def usage(
     if as_json:
         print(json.dumps([as_json_object(one) for one in found]))
     else:
-        console.print(usage_table(by.value, found))
-        if not found:
+        console.print(Fitted(usage_table(by.value, found)))
+        if cluster_of(settings).tenant:
+            console.print(FOR_OPERATORS)
+        elif not found:
             console.print("nobody yet" if members else "no server has registered")
     raise typer.Exit(0 if any(member.alive for member in members) else 1)

@@ -64,8 +64,12 @@ class FillBar:
         self._width = width
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.drawn(options)
+
+    def drawn(self, options: ConsoleOptions) -> Text:
+        """The bar itself, in the characters that there are."""
         drawn = bar(self._share, self._width, ascii_only=options.ascii_only)
-        yield Text(drawn, colour_of(self._share), no_wrap=True)
+        return Text(drawn, colour_of(self._share), no_wrap=True)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(self._width, self._width)

@@ -8,6 +8,7 @@ from typing import Final
 
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvpool.tenant_names import tenant_of
 from kvpool.types import Demand, Member
@@ -20,6 +21,8 @@ ENOUGH: Final = 1.25
 #: Before so many seconds of observation a session may not have come back once.
 OBSERVED_S: Final = 120.0
 _ROWS_MAX: Final = 8
+#: Above it the ratio says no more than that there is far more memory than is used.
+_RATIO_MAX: Final = 100
 
 
 def labelled_tenant(name: str) -> str:
@@ -41,23 +44,27 @@ def judged(demand: Demand, memory: int) -> tuple[str, str]:
     size = demand.size
     if not size or not memory:
         return "ok", "no prompt has come back yet: nothing is known of the live working set"
+    if demand.seconds < OBSERVED_S:
+        return "ok", (
+            f"{human(memory)} of memory; the live working set is known after {OBSERVED_S:.0f} s, "
+            f"and clients have asked for {demand.seconds:.0f} s"
+        )
     ratio = memory / size
-    text = f"{human(memory)} of memory, {ratio:.2f} times the live working set of {human(size)}"
+    times = f"{ratio:.2f}" if ratio <= _RATIO_MAX else f"more than {_RATIO_MAX}"
+    text = f"{human(memory)} of memory, {times} times the live working set of {human(size)}"
     by_tenant: Counter[str] = Counter()
     for one in demand.working_sets:
         by_tenant[labelled_tenant(one.namespace.name)] += one.size
     if len(by_tenant) > 1:
         tenant, most = by_tenant.most_common(1)[0]
         text += f" ({most / size:.0%} of it: {f'tenant {tenant}' if tenant else 'no tenant'})"
-    if demand.seconds < OBSERVED_S:
-        return "ok", f"{text}, after {demand.seconds:.0f} s only"
     if ratio < ENOUGH:
         return "warn", f"{text}: expect {'many ' if ratio < SCARCE else ''}misses; 1.25 is enough"
     return "ok", text
 
 
-def demand_table(demand: Demand, members: Iterable[Member]) -> Table:
-    """The live working sets of the largest namespaces, and the memory that there is for them."""
+def demand_table(demand: Demand) -> Table:
+    """The live working sets of the largest namespaces."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("live working set of", overflow="fold")
     for name in ("tenant", "bytes", "blocks"):
@@ -73,11 +80,15 @@ def demand_table(demand: Demand, members: Iterable[Member]) -> Table:
     if rest:
         size, blocks = sum(one.size for one in rest), sum(one.blocks for one in rest)
         table.add_row(f"{len(rest)} others", "-", human(size), f"{blocks:,}")
-    verdict, text = judged(demand, memory_of(members))
-    table.caption = escape(
-        f"{text}. A prompt is read from {demand.chain_servers:.1f} servers; "
-        f"{demand.beyond_hole:.1%} of the blocks lie behind a missing one."
-    )
-    table.caption_style = "yellow" if verdict == "warn" else ""
-    table.caption_justify = "left"
     return table
+
+
+def demand_text(demand: Demand, members: Iterable[Member]) -> Text:
+    """Whether there is memory enough for them, and how prompts lie on the servers."""
+    verdict, text = judged(demand, memory_of(members))
+    if demand.chain_servers:  # a tenant is not told
+        text += (
+            f". A prompt is read from {demand.chain_servers:.1f} servers; "
+            f"{demand.beyond_hole:.1%} of the blocks lie behind a missing one"
+        )
+    return Text(f"{text}.", "yellow" if verdict == "warn" else "")

@@ -20,57 +20,64 @@ _HINTS = ("accepted", "clipped", "refused")
 _BAR_WIDTH = 8
 
 
-def members_table(members: list[Member]) -> Table:
-    """The servers of a pool, one line each. Hints: accepted, clipped, refused."""
+def members_table(members: list[Member], *, hidden: bool = False) -> Table:
+    """The servers of a pool, one line each. Hints: accepted, clipped, refused.
+
+    `hidden`: without the figures, which a tenant does not see.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("server", "state", "tier"):
         table.add_column(name)
-    numbers = (
-        "capacity",
-        "used",
-        "",
-        "blocks",
-        "evicted",
-        "pins",
-        "clients",
-        "victim age",
-        "hints",
-        "RSS",
-    )
-    for name in numbers:
+    for name in ("capacity",) if hidden else _FIGURES:
         table.add_column(name, justify="right")
     for m in sorted(members):
-        stats = m.stats
-        state = _state(m)
-        share = stats.used / m.capacity if m.capacity else 0
-        table.add_row(
-            escape(m.server),
-            state,
-            escape(", ".join(m.tiers)),
-            human(m.capacity),
-            f"{human(stats.used)} ({share:.0%})",
-            FillBar(share, _BAR_WIDTH),
-            f"{stats.blocks:,}",
-            f"{stats.counters.get('evicted_blocks', 0):,}",
-            f"{stats.pins:,}",
-            f"{stats.counters.get('connections', 0):,}",
-            f"{stats.victim_age_s:.0f} s",
-            "/".join(str(stats.counters.get(f"hints_{what}", 0)) for what in _HINTS),
-            human(stats.rss),
-        )
+        names = (escape(m.server), _state(m, hidden), escape(", ".join(m.tiers)))
+        table.add_row(*names, human(m.capacity), *(() if hidden else _figures(m)))
     if not members:
-        table.add_row("no server has registered", *[""] * 12)
+        table.add_row("no server has registered")
     return table
 
 
-def _state(member: Member) -> str:
+#: The headings of what a server holds and does.
+_FIGURES = (
+    "capacity",
+    "used",
+    "",
+    "blocks",
+    "evicted",
+    "pins",
+    "clients",
+    "victim age",
+    "hints",
+    "RSS",
+)
+
+
+def _figures(member: Member) -> tuple[str | FillBar, ...]:
+    """What stands under them, after the capacity."""
+    stats, counters = member.stats, member.stats.counters
+    share = stats.used / member.capacity if member.capacity else 0
+    return (
+        f"{human(stats.used)} ({share:.0%})",
+        FillBar(share, _BAR_WIDTH),
+        f"{stats.blocks:,}",
+        f"{counters.get('evicted_blocks', 0):,}",
+        f"{stats.pins:,}",
+        f"{counters.get('connections', 0):,}",
+        f"{stats.victim_age_s:.0f} s",
+        "/".join(str(counters.get(f"hints_{what}", 0)) for what in _HINTS),
+        human(stats.rss),
+    )
+
+
+def _state(member: Member, hidden: bool) -> str:
     if member.left:
         return f"[yellow]left {member.heard_s:.0f} s ago[/]"
     if not member.alive:
         return f"[red]silent {member.heard_s:.0f} s[/]"
-    if member.stats.draining:
+    if member.stats.draining and not hidden:
         return f"[yellow]leaving, {member.stats.drain_left_blocks:,} left[/]"
-    return "[green]up[/]"
+    return "[yellow]leaving[/]" if member.stats.draining else "[green]up[/]"
 
 
 def clients_table(members: list[Member]) -> Table:
@@ -182,9 +189,14 @@ def _bandwidth(size: int, seconds: float) -> str:
     return f"{human(size / seconds)}/s" if seconds else "-"
 
 
-def as_json_object(member: Member) -> dict[str, Any]:
-    """A member for JSON: every figure by the name of its field, beside what masters know."""
+def as_json_object(member: Member, *, hidden: bool = False) -> dict[str, Any]:
+    """A member for JSON: every figure by the name of its field, beside what masters know.
+
+    `hidden`: without those that a tenant does not see.
+    """
     seen = {name: value for name, value in member._asdict().items() if name != "stats"}
+    if hidden:
+        return {**seen, "draining": member.stats.draining}
     usage = [structs.asdict(tier) for tier in member.stats.usage]
     clients = [structs.asdict(client) for client in member.stats.clients]
     consumers = [structs.asdict(one) for one in member.stats.consumers]

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvpool import Namespace, Pool, runtime
+from kvpool.cli import shared
 from kvpool.cli.app import app
 from kvpool.errors import MasterLost
 from tests.conftest import keys, value
@@ -63,6 +64,11 @@ def test_a_shell_completes_commands_and_options() -> None:
 
     assert completed("kvpool sta") == ["status"]
     assert "--tier" in completed("kvpool server --t")
+
+
+def test_help_breaks_lines_only_where_the_terminal_ends() -> None:
+    done = CliRunner().invoke(app, ["replay", "--help"], env={"COLUMNS": "140", "TERM": "dumb"})
+    assert "several values, comma-separated. Without it there are 2 servers" in done.output
 
 
 def test_names_are_printed_as_they_are() -> None:
@@ -184,6 +190,23 @@ def test_doctor(pool: LocalPool) -> None:
     done = kvpool("doctor", "--masters", pool.master, "--transport", "tcp")
     assert done.exit_code == 0
     assert "what to do" in done.stdout
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("command", ["status", "doctor", "usage"])
+def test_no_word_is_cut_at_the_width_of_a_terminal(
+    pool: LocalPool, monkeypatch: pytest.MonkeyPatch, command: str, width: int
+) -> None:
+    monkeypatch.setattr(shared.console, "width", width)
+    lines = kvpool(command, "--masters", pool.master).stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "\u2026" not in "".join(lines)
+    whole = {
+        "status": "256 MiB",
+        "doctor": "kvpool_transports.inproc:InprocTransport",
+        "usage": "%",
+    }
+    assert any(whole[command] in line for line in lines), lines
 
 
 def test_doctor_fails_without_a_pool() -> None:

@@ -12,7 +12,7 @@ from kvpool import Namespace, Pool, dev
 from kvpool.master.state import demand as demand_module
 from kvpool.master.state.demand import FOLLOWED_MAX, NAMESPACES_MAX, DemandMeter
 from kvpool.ops import doctor
-from kvpool.ops.demand import demand_table, judged, labelled_tenant, memory_of
+from kvpool.ops.demand import demand_table, demand_text, judged, labelled_tenant, memory_of
 from kvpool.ops.metrics import pages_of_master
 from kvpool.spans import MarkedChain
 from kvpool.tools import workloads
@@ -239,7 +239,9 @@ def of(*sizes: int, seconds: float = 600.0) -> Demand:
         (of(1000), 900, "warn", "0.90 times the live working set of 1000 B: expect many misses"),
         (of(1000), 1100, "warn", "1.10 times the live working set of 1000 B: expect misses; 1.25"),
         (of(1000), 1250, "ok", "1.25 times"),
-        (of(1000, seconds=30.0), 900, "ok", "after 30 s only"),
+        (of(1000, seconds=30.0), 900, "ok", "known after 120 s, and clients have asked for 30 s"),
+        (of(1000), 100_000, "ok", "100.00 times"),
+        (of(1000), 100_001, "ok", "more than 100 times the live working set of 1000 B"),
         (of(), 900, "ok", "nothing is known"),
         (of(1000), 0, "ok", "nothing is known"),
         (of(300, 700), 900, "warn", "(70% of it: tenant b)"),
@@ -274,7 +276,11 @@ async def test_a_pool_says_how_much_is_asked_for(pool: Pool, pool_dev: dev.Dev) 
     assert demand.chain_servers == 1.0
     assert 0.1 < demand.beyond_hole < 0.6  # three of five, since a block of the chain is gone
     members = await pool.members()
-    assert demand_table(demand, members).row_count == 1
+    assert demand_table(demand).row_count == 1
+    assert "times the live working set" not in demand_text(demand, members).plain  # after seconds
+    assert "read from 1.0 servers" in demand_text(demand, members).plain
+    of_a_tenant = Demand(600.0, demand.working_sets, 0.0, 0.0)  # means over all are not for it
+    assert "servers" not in demand_text(of_a_tenant, members).plain
     assert memory_of(members) == 16 << 20
     page = pages_of_master(pool_dev.master)["/metrics"]().body.decode()
     assert 'kvpool_master_working_set_bytes{namespace="' in page

@@ -7,8 +7,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from kvpool.ops.tables import clients_table, members_table, tiers_table
+from kvpool.ops.folding import Fitted
+from kvpool.ops.tables import as_json_object, clients_table, members_table, tiers_table
 from kvpool.types import ClientUsage, Member, ServerStats, TierUsage
 from kvpool.units import human, parse_size
 
@@ -115,3 +117,71 @@ def test_tiers_share_the_hits_and_add_up_their_errors() -> None:
     assert first.startswith("a dram 100 MiB 50 MiB (50%) ████░░░░ 1,200 30 (75%)")
     assert second.startswith("a nvme, lost 1 GiB 256 MiB (25%) ██░░░░░░ 5 10 (25%)")
     assert "2 MiB/s - 5 no more errors accepted" in second
+
+
+def shown(fitted: Fitted, width: int) -> list[str]:
+    console = Console(width=width, file=StringIO(), record=True, emoji=False)
+    console.print(fitted)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+BUSY = {
+    "used": 900 << 20,
+    "blocks": 1_234_567,
+    "pins": 64,
+    "victim_age_s": 86_400.0,
+    "rss": 1300 << 20,
+    "counters": {"evicted_blocks": 98_765_432, "connections": 512, "hints_accepted": 77},
+    "usage": [
+        TierUsage("dram", capacity=4 << 30, used=1 << 30, blocks=1_234_567, hits=9_999),
+        TierUsage("nvme", "io_uring, direct", capacity=9 << 40, written_bytes=5 << 30, write_s=3.0),
+    ],
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("server", ["gpu-17", "gpu-node-17.rack-3.eu-central-1.example.internal"])
+def test_nothing_is_cut_at_any_width(width: int, server: str) -> None:
+    rows = [member(server, **BUSY), member("other", alive=False)]
+    for table, names in ((members_table(rows), 3), (tiers_table(rows), 2)):
+        lines = shown(Fitted(table, names), width)
+        text = " ".join(" ".join(lines).split())
+        assert "\u2026" not in text
+        assert max(map(len, lines)) <= width
+        for column in table.columns:
+            for cell in column.cells:
+                assert str(cell).startswith("<") or Text.from_markup(str(cell)).plain in text, cell
+        assert len(lines) <= 5 * table.row_count + 1
+
+
+def test_a_table_that_fits_is_one_line_for_each_row() -> None:
+    table = members_table([member("a", **BUSY), member("b")])
+    assert len(shown(Fitted(table, 3), 200)) == 3
+    at = max(map(len, shown(Fitted(table, 3), 200)))
+    assert len(shown(Fitted(table, 3), at)) == 3
+    heading, first, *_ = folded = shown(Fitted(table, 3), at - 1)
+    assert heading == "server  state  tier"
+    assert first.startswith("a  up  dram   capacity 4 GiB   used 900 MiB (22%) \u2588\u2588")
+    assert [line[:2] for line in folded if line[:1] != " "] == ["se", "a ", "b "]
+
+
+def test_what_is_longer_than_a_line_goes_on_indented() -> None:
+    table = Table("check", "", "", "what to do")
+    table.add_row("secret", "warn", "word " * 30, "x" * 100)
+    _, first, *rest = shown(Fitted(table, 2), 60)
+    assert first == "secret  warn"
+    assert all(line.startswith("  ") for line in rest)
+    assert "".join(rest).count("x") == 100
+    assert " ".join(rest).count("word") == 30
+    assert "  what to do" in rest
+
+
+def test_a_tenant_sees_no_zeros_where_it_may_not_see() -> None:
+    leaving = member("a", draining=True)  # all that a tenant is told of the figures
+    heading, row = shown(Fitted(members_table([leaving], hidden=True), 3), 80)
+    assert heading.split() == ["server", "state", "tier", "capacity"]
+    assert row.split() == ["a", "leaving", "dram", "4", "GiB"]
+    told = as_json_object(leaving, hidden=True)
+    assert told["draining"] is True
+    assert {"server", "alive", "capacity"} <= told.keys()
+    assert told.keys().isdisjoint({"used", "blocks", "rss", "usage", "clients"})

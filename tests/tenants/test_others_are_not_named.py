@@ -220,6 +220,9 @@ async def test_no_command_names_others(pool: TenantPool, monkeypatch: pytest.Mon
         assert done.exit_code in (0, 1), done.output
         shown = done.output.encode().replace(THEIRS[0].hex()[:12].encode(), b"")  # was asked about
         assert not named_in(shown), command
+        if command[0] in ("status", "usage") and "--json" not in command:
+            assert "this key is a tenant's" in done.output
+            assert "0 B" not in done.output  # nor a figure that it is not told
 
 
 @pytest.mark.parametrize(
