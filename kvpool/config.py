@@ -341,7 +341,7 @@ def _check_secret_size(what: str, secret: bytes) -> None:
     if not _SECRET_SIZE_MIN <= len(secret) <= _SECRET_SIZE_MAX:
         raise ConfigError(
             f"{what} holds {len(secret)} bytes, expected {_SECRET_SIZE_MIN} to "
-            f"{_SECRET_SIZE_MAX}: (umask 077; openssl rand -hex 32 > FILE) makes a good one"
+            f"{_SECRET_SIZE_MAX}: `kvpool secret FILE` makes a good one"
         )
 
 

@@ -44,6 +44,7 @@ for command in (
     events.events,
     measure.replay,
     measure.bench,
+    tenant.secret,
     tenant.tenant_key,
 ):
     app.command(help=_paragraphs(command.__doc__ or ""))(command)

@@ -1,4 +1,4 @@
-"""The command for tenants: make the key file of a tenant's clients."""
+"""Commands that make what proves who somebody is: the secret of a cluster, the key of a tenant."""
 
 from __future__ import annotations
 
@@ -13,6 +13,23 @@ from kvpool.config import TenantKey, cluster_of, read_secret
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.tenant_names import is_tenant_name
 from kvpool.types import Cluster
+
+
+def secret(
+    file: Annotated[Path, typer.Argument(help="File to make, e.g. /etc/kvpool/secret.")],
+) -> None:
+    """Make a secret, which masters, servers and clients of a cluster share: --secret-file.
+
+    Only this user can read the file (mode 0600). One that is there is never overwritten. Copy it to
+    the other hosts; who has it may do everything.
+    """
+    try:
+        _write(file, _new_secret())
+    except ConfigError as error:
+        fail(error)
+    console.print(
+        f"secret: {file}; give every process --secret-file {file}", markup=False, soft_wrap=True
+    )
 
 
 def tenant_key(
@@ -48,8 +65,6 @@ def tenant_key(
 
 def _make(name: str, secret_path: Path, out: Path, cluster: Cluster) -> bool:
     """Write the key; True when the tenant's secret was made, too. Raises ConfigError."""
-    import secrets
-
     import msgspec
 
     from kvpool.net.zmq_rpc import curve_keys
@@ -63,7 +78,7 @@ def _make(name: str, secret_path: Path, out: Path, cluster: Cluster) -> bool:
         raise ConfigError("give the secret of the cluster: --secret-file")
     made = not secret_path.exists()
     if made:
-        _write(secret_path, secrets.token_hex(32).encode() + b"\n")
+        _write(secret_path, _new_secret())
     secret = read_secret(str(secret_path))
     if secret == cluster.secret:
         raise ConfigError(
@@ -75,11 +90,24 @@ def _make(name: str, secret_path: Path, out: Path, cluster: Cluster) -> bool:
     return made
 
 
+def _new_secret() -> bytes:
+    import secrets
+
+    return secrets.token_hex(32).encode() + b"\n"
+
+
 def _write(path: Path, content: bytes) -> None:
-    """A new file that only this user can read. Raises ConfigError, also if it is there."""
+    """A new file that only this user can read, whole or not at all. Raises ConfigError, also if it
+    is there."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(content)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+        except BaseException:
+            path.unlink(missing_ok=True)  # a part of it would be in the way of the next attempt
+            raise
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already, and is not overwritten") from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None

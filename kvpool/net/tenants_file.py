@@ -144,7 +144,7 @@ class TenantsFile:
                 if secret in owners:
                     raise ConfigError(
                         f"{what}: the secret in {file} is that of {owners[secret]}, expected one "
-                        "of its own: openssl rand -hex 32 makes a good one"
+                        "of its own: `kvpool secret FILE` makes one"
                     )
                 owners[secret] = f"tenant {name!r}, too"
                 read.append(secret)

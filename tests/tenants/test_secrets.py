@@ -267,7 +267,7 @@ async def test_the_commands_of_a_pool_with_tenants(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.key").stat().st_mode & 0o777 == 0o600
         assert (tmp_path / f"{name}.secret").stat().st_mode & 0o777 == 0o600
     code, _, why = await run("tenant-key", "acme", *files, *out, *secret)
-    assert (code, "File exists" in why) == (2, True)
+    assert (code, "is there already" in why) == (2, True)
     (tmp_path / "tenants.yaml").write_text(
         "tenants:\n- {name: acme, secret_file: acme.secret}\n"
         "- {name: blue, secret_file: blue.secret}\n"
