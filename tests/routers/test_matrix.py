@@ -209,9 +209,9 @@ async def test_many_events_at_once_are_several_batches(router: Router) -> None:
     """A batch of more than 4,096 events would be refused, and the engine forgotten."""
     known, far = await router.remember(), residency("shared", near=False, tier="dram")
     prompts = [Prompt(1) for _ in range(EVENTS_MAX + 100)]
-    before = router.a.publisher.sent
+    before = router.a.publisher.counts.batches
     router.a.send(*(one.stored(0, 1, far, **FIELDS) for one in prompts))
-    assert router.a.publisher.sent == before + 2
+    assert router.a.publisher.counts.batches == before + 2
     await asyncio.sleep(4 * SETTLE_S)
     assert await router.knows_a(known)
 
