@@ -207,9 +207,9 @@ def checked_client(config: ClientConfig) -> ClientConfig:
     return checked
 
 
-def checked_cluster(cluster: str | Cluster) -> Cluster:
-    """A cluster by its name, or as it is. Raises ConfigError for a name or a secret that no file
-    could hold."""
+def checked_cluster(cluster: str | Cluster, secret_file: str | Path = "") -> Cluster:
+    """A cluster by its name, with the secret in the file if there is one, or as it is. Raises
+    ConfigError for a name or a secret that no file could hold."""
     if not isinstance(cluster, Cluster):
         cluster = Cluster(cluster)
     name, secret = as_text(cluster.name), cluster.secret
@@ -217,9 +217,13 @@ def checked_cluster(cluster: str | Cluster) -> Cluster:
         raise ConfigError(f"cluster is {cluster.name!r:.40}, expected a name or a kvpool.Cluster")
     if not isinstance(secret, bytes):
         raise ConfigError(f"the secret of a cluster is a {type(secret).__name__}, expected bytes")
+    if not isinstance(secret_file, str | Path):  # a number would be a file that is open
+        raise ConfigError(f"secret_file is {secret_file!r:.40}, expected a path")
+    if secret and secret_file:
+        raise ConfigError(f"secret_file {secret_file}: cluster {name!r} has a secret already")
     if secret:
         _check_secret_size(f"the secret of cluster {name!r}", secret)
-    return cluster._replace(name=name)
+    return read_cluster(name, str(secret_file)) if secret_file else cluster._replace(name=name)
 
 
 def check_device_path(config: ClientConfig) -> None:
@@ -521,7 +525,8 @@ def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
     values: dict[str, Any] = {}
     for name, value in raw.items():
         if name not in hints:
-            _check_moved(prefix, str(name))
+            if (instead := _GONE.get(f"{prefix}{name}")) is not None:
+                raise ConfigError(f"setting {prefix + str(name)!r} is gone: {instead}")
             close = difflib.get_close_matches(str(name), list(hints), 1)  # `server.` is no likeness
             known = ", ".join(f"{prefix}{field}" for field in hints)
             hint = f"did you mean {prefix + close[0]!r}?" if close else f"known: {known}"
@@ -530,37 +535,30 @@ def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
     try:
         return msgspec.convert(values, section, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {error}") from None
+        expected, _, where = str(error).partition(" - at `$.")
+        name = re.split(r"\W", where)[0]
+        given = f"{values.get(name)!r:.80}"
+        raise ConfigError(f"setting {prefix + name!r} is {given}: {expected}") from None
 
 
+_UCX: Final = {"ucx_tls": "tls", "ucx_devices": "net_devices", "ucx_rails": "rails"}
 #: Settings that are gone, and what there is in their place.
 _GONE: Final = {
-    "client.measure": "paths are taken in the order of client.transports",
-    "master.servers_max": "there is room for 4,096 servers",
-    "server.alignment": "blocks start at multiples of a page, 4096 bytes",
-    "server.pinned_max": "readers may pin a quarter of the memory",
-    "server.reserved_max": "writers may reserve a quarter of the memory",
-    "server.promote_after": "a block that is read once is promoted",
-    "server.fetches_max": "two transfers from one other server run at a time",
-    "server.prefetch_rate": "prefetches take a quarter of the speed of the disk",
-    "server.copies_max": "lost copies are made again without it; pool.spread makes more of them",
+    "client.measure": "remove it: paths are taken in the order of client.transports",
+    "master.servers_max": "remove it: there is room for 4,096 servers",
+    "server.alignment": "remove it: blocks start at multiples of a page, 4096 bytes",
+    "server.copies_max": "remove it: lost copies are made again, and pool.spread makes more",
+    "server.fetches_max": "remove it: two transfers from one other server run at a time",
+    "server.pinned_max": "remove it: readers may pin a quarter of the memory",
+    "server.prefetch_rate": "remove it: prefetches take a quarter of the speed of the disk",
+    "server.promote_after": "remove it: a block that is read once is promoted",
+    "server.reserved_max": "remove it: writers may reserve a quarter of the memory",
+    **{f"client.{old}": f"write client.transports: ucx?{new}=..." for old, new in _UCX.items()},
+    **{
+        f"server.{old}": f"write server.listen: ucx://10.0.0.1:7461?{new}=..."
+        for old, new in _UCX.items()
+    },
 }
-
-
-def _check_moved(prefix: str, name: str) -> None:
-    """Raises ConfigError for a setting that is gone, or is one of the UCX transport now."""
-    if (instead := _GONE.get(prefix + name)) is not None:
-        raise ConfigError(f"setting {prefix + name!r} is gone, remove it: {instead}")
-    setting = {"ucx_tls": "tls", "ucx_devices": "net_devices", "ucx_rails": "rails"}.get(name)
-    if setting is not None and prefix in ("server.", "client."):
-        example = {
-            "server.": f"server.listen: ucx://10.0.0.1:7461?{setting}=...",
-            "client.": f"client.transports: ucx?{setting}=...",
-        }
-        raise ConfigError(
-            f"setting {prefix + name!r} is a setting of the transport now: write it into "
-            f"{example[prefix]}"
-        )
 
 
 def _value(value: Any, hint: Any, name: str) -> Any:

@@ -17,13 +17,14 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kvpool import client
 from kvpool.arguments import as_float
 from kvpool.client import opening
 from kvpool.client.buffers import with_device_blocks
-from kvpool.config import ClientConfig, checked_client
+from kvpool.config import ClientConfig, checked_cluster
 from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
 from kvpool.types import Cluster, Match, Namespace
@@ -36,10 +37,17 @@ _GRACE_S = 5.0
 
 
 def connect(
-    *masters: str, config: ClientConfig | None = None, cluster: str | Cluster = "default"
+    *masters: str,
+    transports: Sequence[str] | None = None,
+    timeout: float | str | None = None,
+    secret_file: str | Path = "",
+    config: ClientConfig | None = None,
+    cluster: str | Cluster = "default",
 ) -> Pool:
-    """Open a pool, as `kvpool.connect` does. Raises MasterLost when no master answers."""
-    return Pool(*masters, config=config, cluster=cluster)
+    """Open a pool, as `kvpool.connect` does, with the same arguments and errors."""
+    config = opening.client_config(config, masters, transports, timeout)
+    cluster = checked_cluster(cluster, secret_file)
+    return Pool(config, cluster)
 
 
 def _blocking(
@@ -72,20 +80,17 @@ class Pool:
     not answer in time.
     """
 
-    def __init__(
-        self, *masters: str, config: ClientConfig | None = None, cluster: str | Cluster = "default"
-    ) -> None:
+    def __init__(self, config: ClientConfig, cluster: Cluster) -> None:
         self._pid = os.getpid()
-        self._timeout_s = checked_client(config or ClientConfig()).timeout_s
+        self._timeout_s = config.timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool", daemon=True)
         self._closed = False
         self._lock = threading.Lock()
         self._thread.start()
         try:
-            self._pool = self._run(
-                opening.connect(*masters, config=config, cluster=cluster), self._timeout_s
-            )
+            opened = opening.connect(config=config, cluster=cluster)
+            self._pool = self._run(opened, self._timeout_s)
         except BaseException:
             self._stop()
             raise

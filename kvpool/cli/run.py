@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from kvpool import runtime
+from kvpool.cli.other_users import has_other_users
 from kvpool.cli.shared import (
     ClusterName,
     ConfigFile,
@@ -329,7 +330,7 @@ def _say_who_may_use_it(settings: Config, *, insecure: bool = False) -> None:
             soft_wrap=True,
             markup=False,
         )
-    elif not settings.secret_file and not insecure and runtime.has_other_users():
+    elif not settings.secret_file and not insecure and has_other_users():
         stderr.print(
             "[yellow]no secret:[/] every user of this host can read and change what is stored; "
             "--local-only admits processes of this user only",

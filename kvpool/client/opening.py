@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from kvpool import registry, tracing
 from kvpool.client.pool import Pool
@@ -15,29 +18,45 @@ from kvpool.types import Cluster
 
 
 async def connect(
-    *masters: str, config: ClientConfig | None = None, cluster: str | Cluster = "default"
+    *masters: str,
+    transports: Sequence[str] | None = None,
+    timeout: float | str | None = None,
+    secret_file: str | Path = "",
+    config: ClientConfig | None = None,
+    cluster: str | Cluster = "default",
 ) -> Pool:
     """Open a pool on the masters at `host:port`; any one of them is enough.
 
-    A cluster with a secret is `Cluster(name, secret)`. Raises MasterLost when none answers within
-    `timeout_s` of the configuration; ConfigError for a value that is not valid; Unavailable when
-    this process cannot open a file or a socket.
+    `transports` are used best first, `timeout` is for each call, in seconds or as `500ms`; they and
+    `masters` replace those of `config`, which has all other settings. `secret_file` has the
+    cluster's secret or is the key of a tenant; or pass `Cluster(name, secret)`. Raises MasterLost
+    when no master answers within the timeout; ConfigError for a value that is not valid;
+    Unavailable when this process cannot open a file or a socket.
     """
+    config = client_config(config, masters, transports, timeout)
+    cluster = checked_cluster(cluster, secret_file)
     try:
-        return await _connect(masters, config, cluster)
+        return await _connect(config, cluster)
     except OSError as error:
         if isinstance(error, KvpoolError):
             raise
         raise Unavailable(f"cannot open a pool: {error}") from error
 
 
-async def _connect(
-    masters: Sequence[str], config: ClientConfig | None, cluster: str | Cluster
-) -> Pool:
-    cluster = checked_cluster(cluster)
-    if config is None:
-        config = ClientConfig(masters=list(masters)) if masters else ClientConfig()
-    config = checked_client(config)
+def client_config(
+    config: ClientConfig | None,
+    masters: Sequence[str],
+    transports: Sequence[str] | None,
+    timeout: float | str | None,
+) -> ClientConfig:
+    """The configuration with what is given beside it. Raises ConfigError."""
+    known = checked_client(ClientConfig() if config is None else config)
+    given = {"masters": masters or None, "transports": transports, "timeout_s": timeout}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return checked_client(replace(known, **chosen))
+
+
+async def _connect(config: ClientConfig, cluster: Cluster) -> Pool:
     transports = registry.transports(config.transports)
     network = ZmqNetwork(cluster)
     try:

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 import kvpool
-from kvpool import ClientConfig, Cluster, MasterLost, WriteStatus, local_secret, runtime
+from kvpool import ClientConfig, Cluster, MasterLost, WriteStatus, local_secret
+from kvpool.cli import other_users
 from kvpool.config import load, local_secret_file
 from kvpool.errors import ConfigError, Unauthenticated
 from kvpool_transports.tcp import TcpTransport
@@ -230,14 +231,14 @@ def test_other_users_of_a_host(
 ) -> None:
     (tmp_path / "passwd").write_text(f"{account}\n")
     monkeypatch.setattr(os, "scandir", lambda path: (_ for _ in ()).throw(OSError()))
-    assert runtime.has_other_users(str(tmp_path / "passwd")) is other
+    assert other_users.has_other_users(str(tmp_path / "passwd")) is other
 
 
 @needs_root
 async def test_a_host_with_several_users_is_told_once() -> None:
     other = await asyncio.create_subprocess_exec("/bin/sleep", "60", user=SOMEBODY)
     try:
-        assert runtime.has_other_users("/dev/null")
+        assert other_users.has_other_users("/dev/null")
         for extra in ([], ["--local-only"]):
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "kvpool", "master", "--bind", "127.0.0.1:0", *extra),

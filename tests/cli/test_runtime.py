@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvpool import runtime
+from kvpool.cli import other_users
 
 INFINITY = resource.RLIM_INFINITY
 UID = os.geteuid()
@@ -49,8 +50,8 @@ def test_as_many_files_as_a_process_may_open(
         ("anna:x:4321:4321::/home/anna:/bin/bash", True),
         ("anna:x:4321:4321::/home/anna:/usr/sbin/nologin", False),
         ("anna:x:4321:4321::/home/anna:/bin/false", False),
-        (f"daemon:x:{runtime._UID_MIN - 1}:1::/:/bin/sh", False),
-        (f"first:x:{runtime._UID_MIN}:1::/:/bin/sh", True),
+        (f"daemon:x:{other_users._UID_MIN - 1}:1::/:/bin/sh", False),
+        (f"first:x:{other_users._UID_MIN}:1::/:/bin/sh", True),
         (f"self:x:{UID}:1::/:/bin/sh", False),
         ("broken:line", False),
         ("anna:x:many:1::/:/bin/sh", False),
@@ -64,8 +65,8 @@ def test_users_who_may_log_in(
     monkeypatch.setattr(os, "scandir", lambda path: scan(processes))
     accounts = tmp_path / "passwd"
     accounts.write_text(f"root:x:0:0::/root:/bin/bash\n\n{account}\n")
-    assert runtime.has_other_users(str(accounts)) is somebody
-    assert not runtime.has_other_users(str(tmp_path / "nowhere"))
+    assert other_users.has_other_users(str(accounts)) is somebody
+    assert not other_users.has_other_users(str(tmp_path / "nowhere"))
 
 
 def test_a_private_directory_is_of_this_user_alone(

@@ -5,14 +5,29 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, MasterLost, connect, registry
+import kvpool.sync
+from kvpool import (
+    ClientConfig,
+    Cluster,
+    ConfigError,
+    MasterLost,
+    Pool,
+    connect,
+    dev,
+    read_cluster,
+    registry,
+)
 from kvpool.config import MasterConfig
 from kvpool.errors import Unavailable
 from kvpool.master.service import Master
 from kvpool.net.zmq_rpc import ZmqNetwork
+from tests.conftest import NAMESPACE, buffers, keys, values
 
 HERD = 200
 
@@ -70,3 +85,79 @@ async def test_what_the_system_refuses_is_unavailable(monkeypatch: pytest.Monkey
     monkeypatch.setattr(registry, "transports", refuse)
     with pytest.raises(Unavailable, match="Too many open files"):
         await connect("127.0.0.1:9")
+
+
+# --- what everybody needs, without a configuration -----------------------------------------
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, Path]]:
+    """The master of a pool with a secret, and the file that has it."""
+    secret = tmp_path / "pool.secret"
+    secret.write_text("0123456789abcdef-connect\n")
+    async with dev.serve("4MiB", cluster=read_cluster("default", str(secret))) as running:
+        yield running.address, secret
+
+
+async def through(pool: Pool) -> set[str]:
+    """The transports over which this client reaches the servers."""
+    chain = keys("connect", 1)
+    await pool.write(NAMESPACE, chain, values(chain))
+    (got,) = await pool.read(NAMESPACE, chain, buffers(1))
+    assert got.status.hit
+    return {scheme for what, scheme, _ in pool.durations.counts() if what == "read"}
+
+
+async def test_a_secret_a_transport_and_a_timeout_are_arguments(guarded: tuple[str, Path]) -> None:
+    address, secret = guarded
+    for file in (secret, str(secret)):
+        async with await connect(address, secret_file=file, transports=["tcp"]) as pool:
+            assert await through(pool) == {"tcp"}
+    sync = await asyncio.to_thread(kvpool.sync.connect, address, secret_file=secret)
+    assert len(await asyncio.to_thread(sync.members)) == 1
+    await asyncio.to_thread(sync.close)
+    with pytest.raises(MasterLost):
+        await connect(address, timeout=0.3)
+
+
+@pytest.mark.parametrize("timeout", [0.3, "300ms"])
+def test_a_timeout_holds_for_threads_too(timeout: float | str) -> None:
+    started = time.monotonic()
+    with pytest.raises(MasterLost):
+        kvpool.sync.connect(free_address(), timeout=timeout)
+    assert 0.3 <= time.monotonic() - started < 3.0
+
+
+async def test_arguments_replace_what_the_configuration_says(guarded: tuple[str, Path]) -> None:
+    address, secret = guarded
+    config = ClientConfig(masters=[free_address()], transports=["shm"], timeout_s=0.3)
+    given = {"transports": ["tcp"], "timeout": 5.0, "secret_file": secret}
+    async with await connect(address, config=config, **given) as pool:
+        assert await through(pool) == {"tcp"}
+        assert (await pool.members(timeout=5.0))[0].alive
+    with pytest.raises(MasterLost):
+        await connect(config=config, secret_file=secret)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"timeout": 0}, "'client.timeout_s' is 0.0: Expected `float` > 0.0"),
+        ({"timeout": "5 apples"}, "duration '5 apples'"),
+        ({"transports": 7}, "'client.transports' is 7: Expected `array`"),
+        ({"transports": []}, r"none of the transports \[\]"),
+        ({"transports": "tpc"}, r"none of the transports \['tpc'\] is installed; installed: .*tcp"),
+        ({"secret_file": "/nowhere/secret"}, "'/nowhere/secret': No such file"),
+        ({"secret_file": 0}, "secret_file is 0, expected a path"),
+        (
+            {"secret_file": "a.secret", "cluster": Cluster("c", b"0123456789abcdef")},
+            "secret_file a.secret: cluster 'c' has a secret already",
+        ),
+        ({"config": {"timeout_s": 5}}, "config is a dict"),
+    ],
+)
+async def test_a_wrong_argument_is_named_with_its_value(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await connect("127.0.0.1:9", **given)
+    with pytest.raises(ConfigError, match=says):
+        kvpool.sync.connect("127.0.0.1:9", **given)

@@ -144,7 +144,7 @@ def test_a_call_that_is_given_up_has_ended(address: str) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with kvpool.sync.Pool(address) as pool:
+    with kvpool.sync.connect(address) as pool:
         before = signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         try:

@@ -10,7 +10,7 @@ import pytest
 from kvpool import BadKey, ClientConfig, PrefetchStatus, WriteStatus
 from kvpool.client.match_poller import MatchPoller
 from kvpool.errors import UsageError
-from kvpool.sync import Pool as SyncPool
+from kvpool.sync import connect as sync_connect
 from kvpool.types import SESSION_NAME_MAX, HintStatus, Namespace
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import buffers, eventually, keys, values
@@ -70,7 +70,7 @@ async def test_the_other_two_clients(tmp_path: Path) -> None:
             await acme.write(MODEL, CHAIN, values(CHAIN))
 
         def in_a_thread() -> tuple[int, list[tuple[Namespace, int]]]:
-            with SyncPool(pool.master.address, cluster=tenant("acme")) as sync:
+            with sync_connect(pool.master.address, cluster=tenant("acme")) as sync:
                 return sync.match(MODEL, CHAIN).length, sync.namespaces()
 
         assert await asyncio.to_thread(in_a_thread) == (40, [(MODEL, 40)])
