@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,6 +32,7 @@ from kvpool.errors import ConfigError, Unavailable
 from kvpool.units import human
 
 if TYPE_CHECKING:
+    from kvpool.master.service import Master
     from kvpool.net.http_server import Routes
     from kvpool.protocols import Transport
     from kvpool.server.block_server import BlockServer
@@ -55,13 +56,16 @@ def dev(
     bind: Annotated[
         str, typer.Option(help="Address of the master, e.g. 127.0.0.1:7450.")
     ] = "127.0.0.1:7450",
+    http: Http = None,
     local_only: LocalOnly = False,
     log_level: LogLevel = "warning",
 ) -> None:
     """Run a whole pool in this process, to try it on one machine."""
     from kvpool.dev import serve
 
-    settings = settings_of(None, {"local_only": local_only or None, "master.bind": bind})
+    settings = settings_of(
+        None, {"local_only": local_only or None, "master.bind": bind, "master.http": http}
+    )
     _say_who_may_use_it(settings)
 
     async def main() -> None:
@@ -80,8 +84,9 @@ def dev(
             console.print(
                 f'\n  pool = await kvpool.connect("{pool.address}"{known})', soft_wrap=True
             )
-            console.print("\nPress Ctrl-C to stop.")
-            await runtime.wait_for_signal()
+            async with _master_pages(pool.master, settings):
+                console.print("\nPress Ctrl-C to stop.")
+                await runtime.wait_for_signal()
 
     run(main(), log_level)
 
@@ -104,8 +109,6 @@ def master(
     from kvpool.master.service import Master
     from kvpool.net.tenants_file import TenantsFile
     from kvpool.net.zmq_rpc import ZmqNetwork
-    from kvpool.ops import metrics
-    from kvpool.ops.status_page import status_page
 
     _prepare(die_with_parent)
     settings = settings_of(
@@ -132,15 +135,10 @@ def master(
         try:
             runtime.freeze_gc()
             await running.start()
-            wanted = settings.master
-            shown: AbstractAsyncContextManager[Routes] = nullcontext({})
-            if wanted.http:
-                shown = status_page(running, wanted.timeout_s / 2)
-            async with shown as views, tenants.watched(running.tasks) if tenants else nullcontext():
-                served = {**metrics.pages_of_master(running), **views}
-                async with _pages(served, wanted, settings):
-                    console.print(f"master at {running.address}")
-                    await runtime.wait_for_signal()
+            watching = tenants.watched(running.tasks) if tenants else nullcontext()
+            async with watching, _master_pages(running, settings):
+                console.print(f"master at {running.address}")
+                await runtime.wait_for_signal()
         finally:
             await running.close()
             network.close()
@@ -346,6 +344,24 @@ def _check_authenticated(transports: Mapping[str, Transport]) -> None:
                 f"transport {scheme!r} does not ask its peers for a secret: with --local-only "
                 "leave it out of --listen"
             )
+
+
+@asynccontextmanager
+async def _master_pages(
+    running: Master, settings: Config, more: Routes | None = None
+) -> AsyncIterator[None]:
+    """The status page, metrics and health of a master, where `--http` says."""
+    from kvpool.ops import metrics
+    from kvpool.ops.status_page import status_page
+
+    wanted = settings.master
+    if not wanted.http:
+        yield
+        return
+    async with status_page(running, wanted.timeout_s / 2) as views:
+        served = {**metrics.pages_of_master(running), **views}
+        async with _pages(served, wanted, settings):
+            yield
 
 
 @asynccontextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import socket
 import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,6 +135,37 @@ def test_dev_says_how_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f'await kvpool.connect("{address}")' in done.stdout
     assert re.findall(r"server (dev-\d), 1 MiB: .*shm://", done.stdout) == ["dev-0", "dev-1"]
     assert "Ctrl-C" in done.stdout
+
+
+def test_dev_serves_the_status_page_and_the_metrics_of_its_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    served: dict[str, str] = {}
+
+    async def look() -> None:
+        for path in ("/", "/metrics", "/ready"):
+            url = f"http://{address}{path}"
+            answer = await asyncio.to_thread(urllib.request.urlopen, url, timeout=10)
+            served[path] = answer.read().decode()
+
+    monkeypatch.setattr(runtime, "wait_for_signal", look)
+    done = kvpool("dev", "--capacity", "1MiB", "--bind", "127.0.0.1:0", "--http", address)
+    assert done.exit_code == 0, done.output
+    assert f"status page, metrics, health, ready at http://{address}" in done.stdout
+    assert "<title>" in served["/"]
+    assert 'kvpool_server_capacity_bytes{server="dev-0"}' in served["/metrics"]
+    assert served["/ready"] == "ready\n"
+    with pytest.raises(OSError, match="refused"):  # it ends with the pool
+        urllib.request.urlopen(f"http://{address}/", timeout=10)
+
+
+def test_the_pages_of_dev_are_for_this_host() -> None:
+    done = kvpool("dev", "--capacity", "1MiB", "--bind", "127.0.0.1:0", "--http", "0.0.0.0:0")
+    assert done.exit_code == 2
+    assert "0.0.0.0:0 is reachable from other machines" in done.stderr
 
 
 def test_explain(pool: LocalPool) -> None:
