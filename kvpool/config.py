@@ -29,7 +29,7 @@ from kvpool.errors import ConfigError
 from kvpool.runtime import make_private_directory, others_may_read, state_directory
 from kvpool.tenant_names import is_tenant_name
 from kvpool.types import ALIGNMENT, COPIES_MAX, Cluster
-from kvpool.units import parse_bool, parse_duration, parse_size
+from kvpool.units import human, parse_bool, parse_duration, parse_size
 
 log = logs.get("kvpool.config")
 
@@ -608,8 +608,8 @@ def _check(config: Config) -> None:
         parse_transport(transport)
     if config.server.capacity < ALIGNMENT:
         raise ConfigError(
-            f"setting 'server.capacity' is {config.server.capacity} bytes, "
-            f"expected at least {ALIGNMENT}: one aligned extent"
+            f"setting 'server.capacity' is {human(config.server.capacity)}, "
+            f"expected at least {human(ALIGNMENT)}: one aligned extent"
         )
     if config.server.write_mode not in (WRITE_THROUGH, WRITE_BACK):
         raise ConfigError(

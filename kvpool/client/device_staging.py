@@ -35,6 +35,7 @@ from kvpool.errors import (
 )
 from kvpool.runtime import task_group
 from kvpool.types import ReadResult, ReadStatus, WriteStatus
+from kvpool.units import human
 
 if TYPE_CHECKING:
     import torch
@@ -156,8 +157,8 @@ class Staging:
         for number, block in blocks.items():
             if block.size > self._capacity:
                 raise TooLarge(
-                    f"buffer {number} has {block.size} bytes on a device, and this client "
-                    f"{self._capacity} for them to cross in: raise client.device_staging"
+                    f"buffer {number} has {human(block.size)} on a device, and this client "
+                    f"{human(self._capacity)} for them to cross in: raise client.device_staging"
                 )
             if not rounds or held + block.size > min(ROUND, self._capacity):
                 rounds.append([])
@@ -221,7 +222,7 @@ class Staging:
                         made = await asyncio.to_thread(self._create, device)
                     except RuntimeError as error:
                         raise ConfigError(
-                            f"{self._capacity} bytes of pinned host memory for {device} cannot be "
+                            f"{human(self._capacity)} of pinned host memory for {device} cannot be "
                             f"had: {first_line(error)}; see client.device_staging"
                         ) from None
                     if self._closed:

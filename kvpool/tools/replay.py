@@ -31,7 +31,7 @@ from kvpool.tools.replay_report import ReplayReport, TransportTraffic, progress
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.tools.traces import Request
 from kvpool.types import ALIGNMENT, DrainState
-from kvpool.units import parse_size
+from kvpool.units import human, parse_size
 
 _REFRESH_S = 0.5
 _POLL_S = 0.1
@@ -131,7 +131,9 @@ def options(
     if kill_at is not None and not 0 < kill_at < 1:
         raise ConfigError(f"--kill-at {kill_at:g}: expected a share between 0 and 1")
     if total // servers < size:
-        raise ConfigError(f"capacity {total} over {servers} servers holds no block of {size}")
+        raise ConfigError(
+            f"capacity {human(total)} over {servers} servers holds no block of {human(size)}"
+        )
     return ReplayOptions(
         name=name,
         requests=requests[:limit],

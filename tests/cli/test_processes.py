@@ -160,8 +160,8 @@ def test_the_version_is_that_of_the_package() -> None:
     [
         (("server", "--capacity", "64GB"), "did you mean 64GiB?"),
         (("server", "--capacity", "-5MiB"), "negative"),
-        (("server", "--capacity", "900TiB"), "available"),
-        (("server", "--capacity", "0"), "at least 4096"),
+        (("server", "--capacity", "900TiB"), "capacity is 900 TiB, "),
+        (("server", "--capacity", "0"), "is 0 B, expected at least 4 KiB"),
         (("server", "--listen", "carrier-pigeon://x"), "carrier-pigeon"),
         (("server", "--listen", "tcp://0.0.0.0:0"), "--insecure"),
         (("master", "--bind", "0.0.0.0:7450"), "--insecure"),

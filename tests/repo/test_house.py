@@ -177,7 +177,7 @@ def test_the_pure_rooms_are_pure() -> None:
 
 def test_transports_and_tiers_know_contracts_only() -> None:
     helpers = ("addresses", "checksum", "device", "device_copy", "file_stamp", "huge_pages")
-    helpers += ("logs", "memory_limits", "shares", "tenant_names")
+    helpers += ("logs", "memory_limits", "shares", "tenant_names", "units")
     allowed = ("types", "errors", "protocols", "wire", *helpers)
     for path in files("transports", "tiers"):
         for name in imports(path):

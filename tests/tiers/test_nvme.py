@@ -158,13 +158,13 @@ def test_settings_that_make_no_sense_are_refused(path: Path) -> None:
             Nvme(CAPACITY, path=path, alignment=alignment)
     with pytest.raises(ConfigError, match="queue_depth is 0"):
         Nvme(CAPACITY, path=path, queue_depth=0)
-    with pytest.raises(ConfigError, match="has 4096 bytes, capacity 1048576 needs"):
+    with pytest.raises(ConfigError, match="has 4 KiB, capacity 1 MiB needs 11 MiB"):
         Nvme(CAPACITY, path=path, disk=MemoryDisk(4096))
     assert not path.exists()
 
 
 def test_a_capacity_beyond_the_disk_says_what_is_free(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"bytes more, its file system has \d+ free"):
+    with pytest.raises(ConfigError, match=r"needs \d+ TiB more, its file system has .*iB free"):
         Nvme(1 << 50, path=path)
     assert not path.exists()
 
@@ -185,7 +185,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match="bytes: ENOSPC: No space left on device"):
+    with pytest.raises(ConfigError, match="cannot have 11 MiB: ENOSPC: No space left on device"):
         Nvme(CAPACITY, path=path)
     assert not path.exists()
 

@@ -14,6 +14,7 @@ import os
 from kvpool.errors import Closed, ConfigError, UsageError
 from kvpool.huge_pages import HUGE_PAGE, HugePageMapping
 from kvpool.memory_limits import MemoryLimits, tightest
+from kvpool.units import human
 
 
 class Dram:
@@ -97,9 +98,8 @@ def _fits(wanted: int, capacity: int, limits: MemoryLimits) -> bool:
     if wanted > bound.free:
         more = f" or raise {bound.advice}" if bound.advice else ""
         if not huge and reserved.free > 0:
-            more += f"; {reserved.name} have {reserved.free}, too few for all of it"
-        raise ConfigError(
-            f"capacity is {wanted} bytes, {bound.name} has {max(0, bound.free)} available: "
-            f"lower `capacity`{more}"
-        )
+            more += f"; {reserved.name} have {human(reserved.free)}, too few for all of it"
+        there = human(max(0, bound.free))
+        what = f"capacity is {human(wanted)}, {bound.name} has {there} available"
+        raise ConfigError(f"{what}: lower `capacity`{more}")
     return huge

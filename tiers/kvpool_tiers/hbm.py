@@ -14,6 +14,7 @@ import numpy as np
 from kvpool.device_copy import STEP, DeviceCopier, first_line
 from kvpool.errors import BadBuffer, Closed, ConfigError, UsageError
 from kvpool.protocols import DeviceToken
+from kvpool.units import human
 from kvpool_tiers.dram import memory_available
 
 if TYPE_CHECKING:  # torch takes seconds to import: only `Hbm.__init__` does (design: layout)
@@ -46,7 +47,7 @@ class Hbm:
         if capacity < 1:
             raise ConfigError(f"capacity is {capacity} bytes: it must be positive")
         if staging < 2 * STEP:
-            raise ConfigError(f"staging is {staging} bytes: it must be {2 * STEP} or more")
+            raise ConfigError(f"staging is {human(staging)}: it must be {human(2 * STEP)} or more")
         self.capacity = max(capacity - capacity % self.alignment, self.alignment)
         self._cuda = self.device.type == "cuda"
         at_once = staging // (2 * STEP)
@@ -54,7 +55,7 @@ class Hbm:
             free = torch.cuda.mem_get_info(self.device)[0] if self._cuda else memory_available()
             if self.capacity > free:
                 raise ConfigError(
-                    f"capacity is {capacity} bytes, the device {device!r} has {free} free: "
+                    f"capacity is {human(capacity)}, the device {device!r} has {human(free)} free: "
                     "lower `capacity`"
                 )
             memory = torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
@@ -64,8 +65,8 @@ class Hbm:
             self._copier = DeviceCopier(self.device, at_once)
         except RuntimeError as error:  # torch's out of memory is one
             raise ConfigError(
-                f"{capacity} bytes on the device {device!r} and {staging} of pinned host memory "
-                f"cannot be had: {first_line(error)}"
+                f"{human(capacity)} on the device {device!r} and {human(staging)} of pinned host "
+                f"memory cannot be had: {first_line(error)}"
             ) from None
         self._memory: torch.Tensor | None = memory
 

@@ -63,6 +63,7 @@ from kvpool.protocols import (
     WriteOptions,
 )
 from kvpool.types import Cluster, Pin, ReadStatus, WriteStatus
+from kvpool.units import human
 from kvpool.wire.frame_reader import (
     ChooseTarget,
     PayloadReceiver,
@@ -835,10 +836,8 @@ def _check_lockable(capacity: int, limits: MemoryLimits) -> None:
     """Raises ConfigError where a network card may not have the whole segment."""
     bound = tightest(limits.locked())
     if capacity > bound.free:
-        raise ConfigError(
-            f"capacity is {capacity} bytes, {bound.name} has {max(0, bound.free)} available, and "
-            f"RDMA locks all of it: lower `capacity` or raise {bound.advice}"
-        )
+        more = f"{human(capacity - max(0, bound.free))} more than {bound.name} has available"
+        raise ConfigError(f"capacity is {more}; RDMA locks all: lower it or raise {bound.advice}")
 
 
 def _rdma_devices() -> list[str]:

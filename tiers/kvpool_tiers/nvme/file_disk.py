@@ -33,6 +33,7 @@ import numpy as np
 
 from kvpool.errors import Closed, ConfigError, Unavailable
 from kvpool.memory_limits import MemoryLimits, tightest
+from kvpool.units import human
 
 #: The unit of direct I/O: memory, offset and size are multiples of it.
 PAGE: Final = 4096
@@ -578,18 +579,16 @@ def _grow(fd: int, path: Path, size: int) -> int:
     bound = tightest(MemoryLimits().file_size())
     if size > bound.free:
         raise ConfigError(
-            f"{path} is to have {size} bytes, {bound.name} allows {bound.free}: lower `capacity` "
-            f"or raise {bound.advice}"
+            f"{path} is to have {human(size)}, {bound.name} allows {human(bound.free)}: lower "
+            f"`capacity` or raise {bound.advice}"
         )
     try:
         missing = size - os.fstat(fd).st_blocks * 512
         volume = os.fstatvfs(fd)
         free = volume.f_bavail * volume.f_frsize
         if missing > free:
-            raise ConfigError(
-                f"{path} needs {missing} bytes more, its file system has {free} free: "
-                "lower `capacity`"
-            )
+            problem = f"needs {human(missing)} more, its file system has {human(free)} free"
+            raise ConfigError(f"{path} {problem}: lower `capacity`")
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
@@ -598,7 +597,7 @@ def _grow(fd: int, path: Path, size: int) -> int:
                 raise
             os.ftruncate(fd, max(before, size))  # it may still run full later: ENOSPC
     except OSError as error:
-        raise ConfigError(f"{path} cannot have {size} bytes: {_error_text(error)}") from None
+        raise ConfigError(f"{path} cannot have {human(size)}: {_error_text(error)}") from None
     return max(size, before - before % PAGE)
 
 

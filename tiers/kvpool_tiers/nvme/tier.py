@@ -26,6 +26,7 @@ from kvpool import logs
 from kvpool.checksum import namespace_seed
 from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
 from kvpool.types import Namespace, Record
+from kvpool.units import human
 from kvpool_tiers.nvme.file_disk import Disk, FileDisk, read_pages
 from kvpool_tiers.nvme.format import (
     ALIGNMENT_MAX,
@@ -129,8 +130,8 @@ class Nvme:
         self._disk = disk if disk is not None else self._open(direct)
         if self._disk.size < self._geometry.file_size:
             raise ConfigError(
-                f"{path} has {self._disk.size} bytes, "
-                f"capacity {self.capacity} needs {self._geometry.file_size}"
+                f"{path} has {human(self._disk.size)}, "
+                f"capacity {human(self.capacity)} needs {human(self._geometry.file_size)}"
             )
         self._table = NamespaceTable(str(path))
         self._unnamed = UnnamedExtents()
