@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import enum
 import itertools
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ _MISSED_GAP_S: Final = 0.05
 _RESYNC_DELAY_MAX_S: Final = 60.0
 #: Seconds after which a master that could not list all blocks gets the inventory again.
 _RELIST_AFTER_S: Final = 60.0
+_AGE: Final = re.compile(r"[\d.]+ s\b")  # in a reason: with it each attempt would have its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,12 +257,10 @@ class Announcer:
             if self._answers:
                 self.problem = None
             await self._wait()
-        except Unavailable as error:
-            self._failed(error)
-            await asyncio.sleep(self._heartbeat_s / 10)
         except KvpoolError as error:
             self._failed(error)
-            await asyncio.sleep(self._heartbeat_s)
+            soon = 10 if isinstance(error, Unavailable) else 1
+            await asyncio.sleep(self._heartbeat_s / soon)
         except Exception as error:  # a bug, of a policy for example: nobody waits for it
             self._failed(InvariantViolated(f"{type(error).__name__}: {error}"))
             raise
@@ -561,7 +561,7 @@ class Announcer:
                 future.set_result(None)
 
     def _log_problem(self, error: KvpoolError) -> None:
-        if str(error) != str(self.problem):  # log each reason once, not with every attempt
+        if _AGE.sub("", str(error)) != _AGE.sub("", str(self.problem)):
             log.warning("master cannot be told", master=self._link.address, why=str(error))
         self.problem = error
 

@@ -181,6 +181,8 @@ async def test_it_fits_a_phone(pool: RunningPool, browser: Any) -> None:
     await until(page, "servers", lambda text: text == "1 / 1")
     wide = await page.evaluate("document.documentElement.scrollWidth")
     assert wide <= 360
+    name = await page.evaluate("document.querySelector('#events td.who').clientWidth")
+    assert name >= 120, "a name is read in lines of a dozen characters, not of four"
 
 
 @pytest.mark.skipif("DRAW_PICTURES" not in os.environ, reason="draws the pictures of the docs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -465,3 +466,29 @@ async def test_a_server_that_starts_waits_for_a_master_to_know_it(
     server._context.announcers[0].problem = Unavailable("its answer")
     with pytest.raises(Unavailable, match="its answer"):
         await server.wait_until_registered(0.0)
+
+
+async def test_the_loser_of_an_id_says_each_reason_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A master says how many seconds ago it heard the winner: no other reason each time."""
+    setup, seconds = Setup(), itertools.count(0.0, 0.1)
+    setup.master._now = lambda: next(seconds)  # type: ignore[method-assign]
+    token = b"o" * 16
+    setup.master.handle(*wire.encode(wire.Register("s", 7, token, "host", [], ["dram"], 1 << 20)))
+
+    def said() -> list[str]:
+        return [one for one in caplog.messages if "cannot be told" in one]
+
+    setup.announcer.start()
+    try:
+        await eventually(lambda: setup.link.sent["Register"] >= 8)
+        assert len(said()) == 1
+        heard = wire.encode(wire.Heartbeat("s", 7, token, ServerStats()))
+        await eventually(lambda: setup.master.handle(*heard) and len(said()) == 2)
+        assert "belongs to another living server" in said()[-1]
+        tried = setup.link.sent["Register"]
+        await eventually(
+            lambda: setup.master.handle(*heard) and setup.link.sent["Register"] > tried + 3
+        )
+        assert len(said()) == 2
+    finally:
+        await setup.announcer.close()

@@ -723,8 +723,9 @@ for reservation, size in sorted(
         "lost-news-is-not-repeated",
         "G7",
         _ANNOUNCER,
-        "self._failed(error)\n            await asyncio.sleep(self._heartbeat_s / 10)",
-        "await asyncio.sleep(self._heartbeat_s / 10)",
+        "            self._failed(error)\n            soon = 10",
+        "            if not isinstance(error, Unavailable):\n"
+        "                self._failed(error)\n            soon = 10",
     ),
     Bug(
         "old-announcement-applied",
