@@ -39,7 +39,7 @@ Capacity = Annotated[
     str | None,
     typer.Option(
         help="Memory of all servers together, e.g. 1GiB or 5000blocks; "
-        "with --dry also 0.5ws, a part of the working set."
+        "with --dry also 0.5ws, a part of the mean working set."
     ),
 ]
 BlockSize = Annotated[

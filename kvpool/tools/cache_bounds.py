@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -99,7 +99,8 @@ def ideal(requests: Sequence[Request]) -> float:
 def working_set(requests: Sequence[Request]) -> int:
     """Blocks that were used and will be used again: the mean over the middle half of the time.
 
-    A cache of that size could hold every block between its uses.
+    What a master measures as the live working set, over its last minutes: the two are equal while
+    the load is steady. A cache of the size of the peak could hold every block between its uses.
     """
     first: dict[int, float] = {}
     last: dict[int, float] = {}
@@ -114,3 +115,17 @@ def working_set(requests: Sequence[Request]) -> int:
         return len(first)
     held_s = sum(max(0.0, min(last[id], end) - max(first[id], begin)) for id in first)
     return round(held_s / (end - begin))
+
+
+def working_set_peak(requests: Sequence[Request]) -> int:
+    """The most blocks at any time that were used and will be used again."""
+    uses = Counter(id for request in requests for id in request.chain)
+    left, live, peak = dict(uses), 0, 0
+    for request in requests:
+        for id in request.chain:
+            left[id] -= 1
+            if uses[id] > 1 and left[id] == uses[id] - 1:
+                live += 1
+        peak = max(peak, live)  # of all that this request uses
+        live -= sum(left[id] == 0 and uses[id] > 1 for id in request.chain)
+    return peak

@@ -129,24 +129,38 @@ def _panel(study: Study, left: int, top: int, width: int, height: int) -> list[s
     for capacity in capacities:
         parts.append(text(x(capacity), top + height + 18, f"{capacity:,}", 11, QUIET, "middle"))
     policies = list(dict.fromkeys(row.policy for row in study.rows))
-    for number, policy in enumerate(policies):
-        colour = LINE_COLOURS[number % len(LINE_COLOURS)] if policy != MIN else INK
-        points = [
+    lines = {
+        policy: [
             (x(capacity), top + height * (1 - study.rate(policy, capacity) / ceiling))
             for capacity in capacities
         ]
+        for policy in policies
+    }
+    for number, (policy, points) in enumerate(lines.items()):
+        colour = LINE_COLOURS[number % len(LINE_COLOURS)] if policy != MIN else INK
+        # Lines that lie on each other are nested, the first one widest: none hides another.
+        above = sum(_same(points, lines[later]) for later in policies[number + 1 :])
         line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
         dashes = ' stroke-dasharray="6 4"' if policy == MIN else ""
         parts.append(
-            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.2"{dashes}/>'
+            f'<polyline points="{line}" fill="none" stroke="{colour}" '
+            f'stroke-width="{2.2 + 3 * above:.1f}"{dashes}/>'
         )
-        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in points]
+        parts += [
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{3 + 1.5 * above:g}" fill="{colour}"/>'
+            for a, b in points
+        ]
         key = top + 20 + 20 * number
         parts.append(
             f'<rect x="{left + width + 16}" y="{key - 6}" width="14" height="4" fill="{colour}"/>'
         )
         parts.append(text(left + width + 36, key, policy, 12, colour))
     return parts
+
+
+def _same(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> bool:
+    """The two lines lie on each other, as far as can be seen."""
+    return all(abs(a[1] - b[1]) < 2 for a, b in zip(one, other, strict=True))
 
 
 def _bars(report: ReplayReport) -> list[str]:

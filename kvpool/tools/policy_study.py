@@ -69,13 +69,14 @@ class StudyRow:
 
 @dataclass(slots=True)
 class Study:
-    """All that was played of one workload."""
+    """All that was played of one workload. Equal for one seed, but for `seconds` and `place_us`."""
 
     name: str
     requests: int
     blocks: int
     ideal: float
     working_set: int
+    working_set_peak: int
     rows: list[StudyRow] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,6 +101,7 @@ def study(options: StudyOptions, progress: Callable[[str], None]) -> Study:
         workloads.blocks(requests),
         cache_bounds.ideal(requests),
         cache_bounds.working_set(requests),
+        cache_bounds.working_set_peak(requests),
     )
     for capacity in options.capacities:
         for name in dict.fromkeys(["lru", *options.policies, MIN]):
@@ -246,7 +248,11 @@ def _server_table(done: Study, capacity: int) -> Table:
     """One capacity, by policy and number of servers."""
     shown = Table(
         title=f"{done.name}: {done.requests:,} requests, {capacity:,} blocks in all servers, "
-        f"{capacity / max(1, done.working_set):.2f} of the working set"
+        f"{capacity / max(1, done.working_set):.2f} ws",
+        caption=f"left without one, at worst: blocks of living prefixes that can be read when one "
+        f"server is lost, mean and worst; fair: 1 - 1/servers. servers per chain: that one prompt "
+        f"is read from. place: median time of one placement. {_working_set(done)}",
+        caption_justify="left",
     )
     for name in ("policy", "servers", "hit rate", "left without one", "at worst", "fair"):
         shown.add_column(name, justify="left" if name == "policy" else "right")
@@ -266,16 +272,28 @@ def _server_table(done: Study, capacity: int) -> Table:
     return shown
 
 
+def _working_set(done: Study) -> str:
+    return (
+        f"ws, the working set: {done.working_set:,} blocks between their first and their last use, "
+        "the mean over the middle half of the time, as the live working set of `kvpool status`; at "
+        f"its most {done.working_set_peak:,}. A load that grows needs 1.25 of its most."
+    )
+
+
 def _policy_table(done: Study) -> Table:
     """Hit rates by capacity; with LRU, how much of the way from it to the bound."""
     shown = Table(
         title=f"{done.name}: {done.requests:,} requests, {done.blocks:,} blocks, "
-        f"at most {done.ideal:.1%} can hit"
+        f"at most {done.ideal:.1%} can hit",
+        caption="blocks found, of all that were asked for; in brackets how much of the way from "
+        f"lru to MIN, which no policy can exceed. {_working_set(done)}",
+        caption_justify="left",
     )
     shown.add_column("policy")
     capacities = list(dict.fromkeys(row.capacity for row in done.rows))
     for capacity in capacities:
-        shown.add_column(f"{capacity:,} blocks", justify="right")
+        share = capacity / max(1, done.working_set)
+        shown.add_column(f"{capacity:,} blocks\n{share:.2f} ws", justify="right")
     for policy in dict.fromkeys(row.policy for row in done.rows):
         cells = []
         for capacity in capacities:
