@@ -48,7 +48,7 @@ class NamespaceRemoval(ServerExtension):
 async def holdings(context: ServerContext, tenant: str, after: tuple[str, int]) -> HoldingsPage:
     """What the server has of the namespaces behind `after`; of a tenant's only, if one asks."""
     store, marker = context.store, marker_of(tenant)
-    begin = RemovalCursor(context.epoch, store.front.last_generation)
+    begin = RemovalCursor(context.epoch, store.front.last_id)
     first: set[tuple[str, int]] = set()
     for tier in store.stores:
         keys = tier.names()

@@ -315,7 +315,7 @@ class TierMover:
         call ends, so that is not reused before."""
         for one in list(self._promoting.values()):
             if self.health.place(one.copy.source, one.copy.entry.offset) == place:
-                self._store.transfer_lost(one.copy)
+                self._store.front.quarantine(MOVER, one.copy.id, -one.copy.id)
                 self._promotion_ended(one.copy)
 
     # --- demotion -------------------------------------------------------------------------------

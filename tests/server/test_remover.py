@@ -86,7 +86,7 @@ async def test_what_is_written_after_the_look_stays_wherever_old_copies_move(
     tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:16MiB"]
     async with serving(tiers=tiers, write_mode="write_back") as (running, pool):
         (server,) = running.servers
-        server.stack.backing._next_id = 10_000  # as in a file that has seen some restarts
+        server.stack.backing.last_id = 10_000  # as in a file that has seen some restarts
         old, new = keys("old", 60), keys("new", 300)
         await put(pool, OLD, old)
         assert server.stack.front.dirty == 60, "in memory alone"
@@ -143,7 +143,7 @@ async def test_namespaces_of_a_second_page_are_found_with_their_parts() -> None:
         store = running.servers[0].stack.front
 
         def wanted(namespace: Namespace) -> bool:
-            store._next_id += 1  # something is written between two pages
+            store.last_id += 1  # something is written between two pages
             return True
 
         names = [Namespace(f"n {n:03}", parts) for n in range(150) for parts in (1, 2)]

@@ -431,8 +431,8 @@ def test_a_lost_device_keeps_the_memory_it_may_fill_and_not_the_name(
     server.stack.front.remove(ONE, chain, ReadStatus.EVICTED)
     server.stage(ONE, 0, chain[:1])
     copy = server.copies.pop()
-    server.stack.transfer_lost(copy)
     front = server.stack.front
+    front.quarantine(MOVER, copy.id, -copy.id)
     assert front.peek(ONE, 0, chain[0]) is None
     if again:
         server.stage(ONE, 0, chain[:1])

@@ -166,7 +166,7 @@ class Store:
         self._pending_free: dict[int, Entry] = {}  # by offset
         self.blocks_at: dict[int, Entry] = {}  # by offset, in each state but FREE
         self.move_targets: dict[int, int] = {}  # offset -> size, of moves that are under way
-        self._next_id = 1
+        self.last_id = 1  # of a block (its generation), a reservation or a pin; they only grow
         self._steps_left = _UNLIMITED
         self._slack = self.allocator.capacity // 16
 
@@ -223,7 +223,7 @@ class Store:
                 answers.append(MAKING_ROOM)
             else:
                 self._steps_left -= 1
-                self._next_id = id = self._next_id + 1
+                self.last_id = id = self.last_id + 1
                 entry = Entry(index, digest, parent, 0, size, id)
                 entry.session = session
                 entry.copies = copies
@@ -355,7 +355,7 @@ class Store:
         answers: list[Pin] = []
         used: list[Entry] = []
         missed: list[int] = []  # positions
-        id = self._next_id
+        id = self.last_id
         found = blocks.get_all(digests)
         for position, entry in enumerate(found):
             if entry is None:
@@ -376,7 +376,7 @@ class Store:
                 # No call per block in this loop: it is the path of every read.
                 extent = Extent(entry.offset, entry.size, entry.generation)
                 answers.append(Pin(ReadStatus.HIT, id, extent, entry.checksum))
-        self._next_id = id
+        self.last_id = id
         self.held.count_pins(holder, first_left - left)
         if missed:  # a master that has sent the reader here is outdated
             absent = [digests[position] for position in missed]
@@ -437,11 +437,6 @@ class Store:
                     self._remove_entry(entry, event, reason)
         return removed
 
-    @property
-    def last_generation(self) -> int:
-        """That of the last block for which there was space; later ones have higher numbers."""
-        return self._next_id
-
     def names(self) -> list[tuple[Namespace, int]]:
         """Each part of each namespace that has blocks here, reserved ones too."""
         return list(self._indexes)
@@ -479,8 +474,7 @@ class Store:
 
     def writer_exited(self, writer: int) -> bool:
         """It has stopped writing, or its process has ended. True if something was in quarantine."""
-        entries = self.held.release_quarantine(writer)
-        for entry in entries:
+        for entry in (entries := self.held.release_quarantine(writer)):
             entry.state = after(entry.state, Event.WRITER_EXITED)
             self._free(entry)
         return bool(entries)
@@ -568,7 +562,7 @@ class Store:
         if not self.allocator.claim(offset, size):
             return None
         index = self._index(namespace, part)
-        self._next_id = max(self._next_id, generation)
+        self.last_id = max(self.last_id, generation)
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
         entry.copies = copies
@@ -801,8 +795,8 @@ class Store:
         return not self.accounts.has_tenants or tenant_of(session) == index.account.name
 
     def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
+        self.last_id += 1
+        return self.last_id
 
     def _already_here(
         self, entry: Entry, session: Session | None, now: float, copies: int

@@ -503,11 +503,10 @@ class TieredStore:
             self.front.prefetched.coming -= self.front.allocator.rounded(entry.size)
         if self.offline_tiers.intersection((copy.source, copy.target)):
             good = False  # `take_offline` has already removed these blocks from the pool
-        if target.writer_exited(-copy.id):
-            source.unpin(MOVER, copy.pin)
-            return
         # The source block may have been removed during the transfer: then no copy may appear.
-        if good and entry.state is State.STORED:
+        if target.writer_exited(-copy.id):  # of a device that was lost
+            pass
+        elif good and entry.state is State.STORED:
             down = copy.target == self.backing_tier != self.front_tier
             # A prefetched block is as old as it was: if nobody reads it, it is the next victim.
             last_used = entry.last_used if down or copy.prefetch else None
@@ -528,11 +527,6 @@ class TieredStore:
             if copy.target == self.backing_tier and entry.state is State.STORED and not entry.clean:
                 self._queue(entry)  # once more; after `take_offline` it is clean
         source.unpin(MOVER, copy.pin)
-
-    def transfer_lost(self, copy: TierTransfer) -> None:
-        """Its device is lost, but may still write into the extent until `transfer_done`: the key is
-        free at once, the extent is not."""
-        self.stores[copy.target].quarantine(MOVER, copy.id, -copy.id)
 
     def transfer_failed(self, copy: TierTransfer, reason: ReadStatus) -> None:
         """The source could not be read, or its bytes are corrupt: remove the block there."""
