@@ -79,7 +79,9 @@ RINGS: dict[str, tuple[str, ...]] = {
     "tracing": ("kvpool/tracing.py", "kvpool/client/traced_pool.py"),  # of KVPOOL_OTEL
     "removal": ("kvpool/client/removal.py", "kvpool/server/removal.py"),  # of `kvpool remove`
     "poller": ("kvpool/client/match_poller.py", "kvpool/net/zmq_polled.py"),  # for connectors
-    "policies": tuple(f"kvpool/server/eviction/{one}.py" for one in ("arc", "density", "lease")),
+    "policies": tuple(
+        f"kvpool/server/eviction/{one}.py" for one in ("arc", "density", "lease", "programs")
+    ),
 }
 #: What a pool without options runs, less the rings.
 KERNEL = (

@@ -16,6 +16,7 @@ from kvpool.server.eviction.arc import ARC
 from kvpool.server.eviction.density import Density, LifetimeHistogram
 from kvpool.server.eviction.lease import Lease, ReuseHistogram
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.eviction.programs import Programs
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import State
@@ -33,6 +34,7 @@ POLICIES: dict[str, Callable[[int], Policy[Entry]]] = {
     "arc": ARC,
     "lease": Lease,
     "density": Density,
+    "programs": Programs,
 }
 
 

@@ -15,6 +15,7 @@ from kvpool.server.eviction.arc import ARC
 from kvpool.server.eviction.density import Density
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.eviction.programs import Programs
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.quota import Quota
@@ -36,7 +37,9 @@ PAGE = 4096
 POOL, ACME, BETA = Namespace("llm"), Namespace("@acme/llm"), Namespace("@beta/llm")
 HALVES = Namespace("@acme/halves", 2)
 _SEEDS = itertools.count()
-POLICIES = pytest.mark.parametrize("policy", [LRU, ARC, Lease, Density], ids=lambda p: p.__name__)
+POLICIES = pytest.mark.parametrize(
+    "policy", [LRU, ARC, Lease, Density, Programs], ids=lambda p: p.__name__
+)
 
 
 def pages(**quotas: tuple[int, int]) -> dict[str, Quota]:
