@@ -37,7 +37,8 @@ class Server:
         if prefill_s:
             self.store.unpin_all(1, [pin.id for pin in hits])
             self.now += prefill_s
-        self.write(digests[held:], digests[held - 1] if held else ROOT)
+        if digests[held:]:
+            self.write(digests[held:], digests[held - 1] if held else ROOT)
         if not prefill_s:
             self.store.unpin_all(1, [pin.id for pin in hits])
         check_invariants(self.store)
@@ -92,11 +93,11 @@ def test_the_end_of_a_prompt_may_be_another_one_in_the_next() -> None:
     server.prompt(chain("a", 5, "old"), 10.0)
     server.prompt(chain("a", 6, "new"), 10.0)
     assert server.prompts("a/0") == 2
-    server.prompt([*chain("a", 3), *chain("other", 3)], 10.0)
-    assert server.prompts("a/2") == 0, "it is shared"
-    server.prompt([*chain("a", 3), *chain("third", 3)], 10.0)
+    server.prompt([*chain("a", 4), *chain("other", 3)], 10.0)
+    assert server.prompts("a/3") == 0, "it is shared"
+    server.prompt([*chain("a", 4), *chain("third", 3)], 10.0)
     assert server.prompts("third/0") == 1, "at its first prompt"
-    server.prompt([*chain("a", 3), *chain("third", 4)], 10.0)
+    server.prompt([*chain("a", 4), *chain("third", 4)], 10.0)
     assert (server.prompts("third/0"), server.prompts("a/4")) == (2, 2)
 
 
@@ -172,16 +173,21 @@ def test_a_conversation_outlives_what_has_only_begun() -> None:
     assert server.here(*chain("talk", 9)) == chain("talk", 9)
 
 
-def test_a_conversation_that_does_not_go_on_makes_room_in_the_end() -> None:
-    """Whatever it was worth: after ten minutes no new block is refused for it (G9)."""
-    server = trained(30)
-    server.prompt(chain("talk", 30), 2.0)
-    for turn in range(31, 35):
-        server.prompt(chain("talk", turn), 2.0)
-    server.now += programs_module._BYPASS_S_MAX
-    for number in range(30):
-        server.prompt([f"new {number}"], 0.1)
-    assert not server.here(*chain("talk", 30))
+def test_no_new_block_is_refused_for_one_that_was_not_used_for_ten_minutes() -> None:
+    """However sure it is that all come back, for they always did, after a quarter of an hour."""
+    server = Server(8)
+    for turn in range(1, 31):
+        for talk in ("a", "b"):
+            server.prompt(chain(talk, 3 + turn // 30), 450.0)
+        for number in range(4):
+            server.prompt([f"once {turn}.{number}"], 0.5)
+    server.now += 300.0 - 450.0
+    refused = server.write([key("early")], ROOT)
+    server.now += 450.0
+    assert (refused, server.write([key("late")], ROOT)) == (
+        [WriteStatus.BYPASSED],
+        [WriteStatus.RESERVED],
+    )
 
 
 def test_ends_go_first_where_the_next_prompt_has_others() -> None:
