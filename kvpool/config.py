@@ -120,7 +120,7 @@ class ServerConfig(_Section, frozen=True):
     announce: Addresses = msgspec.field(default_factory=list)
     #: Interval of heartbeats to the masters. Keep it at most a third of `master.timeout_s`.
     heartbeat_s: Seconds = 1.0
-    #: Eviction policy: lru, arc, lease, density, or an installed one.
+    #: Eviction policy: lru, arc, lease, density, programs, or an installed one.
     policy: str = "lru"
     #: Client connections at the same time, so that the memory for them is bounded. Clients share
     #: them: where none is left, idle ones end for new ones.

@@ -64,7 +64,7 @@ EngineTransports = Annotated[
 Limit = Annotated[int | None, typer.Option(min=1, help="Play only the first requests, e.g. 1000.")]
 Seed = Annotated[int, typer.Option(help="Seed of the generated workload and contents.")]
 PolicyNames = Annotated[
-    str, typer.Option(help="Eviction policy: lru, arc, lease, density; with --dry several.")
+    str, typer.Option(help="Eviction policy, e.g. lru, density, programs; with --dry several.")
 ]
 ReplayTiers = Annotated[
     list[str] | None,

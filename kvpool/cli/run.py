@@ -175,7 +175,7 @@ def server(
     write_mode: WriteMode = None,
     policy: Annotated[
         str | None,
-        typer.Option(help="Eviction policy: lru, arc, lease, density or an installed one."),
+        typer.Option(help="Eviction policy: lru, arc, lease, density, programs or other."),
     ] = None,
     id: ServerId = None,
     identity_file: Annotated[
