@@ -76,7 +76,7 @@ DEFAULTS = {
         "listen": ["tcp://127.0.0.1:0", "shm://"],
         "announce": [],
         "heartbeat_s": 1.0,
-        "policy": "lru",
+        "policy": "density",
         "connections_max": 1024,
         "write_mode": "write_through",
         "flush_s": 8.0,

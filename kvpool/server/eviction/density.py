@@ -56,7 +56,7 @@ class Density(Generic[B]):
     def __init__(self, capacity: int) -> None:
         self._queues: list[LRU[B]] = [LRU() for _ in range(_CLASSES)]
         self._lives = [LifetimeHistogram() for _ in range(_CLASSES)]
-        self._clock: LRU[B] = LRU()  # sets `last_used` for all queues; holds no blocks
+        self._last_stamp = 0
         # From 8 bytes of the digest to the time of the last use and the number of uses in one int:
         # half of the memory of a tuple.
         self._ghosts: OrderedDict[int, int] = OrderedDict()
@@ -75,7 +75,7 @@ class Density(Generic[B]):
             block.policy_data = -policy_data
         else:
             block.policy_data = -self._arrive(block, now)
-        self._clock.touch(block, now)
+        self._last_stamp = block.last_used = max(self._last_stamp + 1, int(now * 1e6))
         self._touches += 1
         if self._touches == _RELEARN_EVERY:
             self._touches = 0
