@@ -367,9 +367,10 @@ def test_the_kernel_imports_no_more_of_the_rings() -> None:
 async def test_a_call_changes_rooms_no_more_often() -> None:
     if sys.gettrace() is not None or sys.getprofile() is not None:
         pytest.skip("coverage or a debugger counts as well")
-    walks = await count_rooms.walks("tcp")
+    # Whoever shares the processor makes the loop wake up more often: the shortest of three counts.
+    walks = [await count_rooms.walks("tcp") for _ in range(3)]
     wrong = [
-        held(call, len(walks[call].rooms) - 1, aim, today, slack=today // 20)
+        held(call, min(len(one[call].rooms) for one in walks) - 1, aim, today, slack=today // 20)
         for call, (aim, today) in ROOMS.items()
     ]
     assert not [one for one in wrong if one]
