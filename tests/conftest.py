@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
+import logging
 import os
 import threading
 import time
@@ -30,6 +31,16 @@ UCX = pytest.param(
     ),
 )
 TRANSPORTS = ["inproc", "shm", "tcp", UCX]
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """A command that runs in this process configures the logs of later tests, too."""
+    logger = logging.getLogger("kvpool")
+    before = logger.handlers, logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate = before[:2]
+    logger.setLevel(before[2])
 
 
 def key(name: object) -> bytes:
