@@ -890,8 +890,8 @@ for reservation, size in sorted(
         "removed-block-is-sealed-below",
         "G5",
         _STACK,
-        "        if good and entry.state is State.STORED:\n",
-        "        if good:\n",
+        "        elif good and entry.state is State.STORED:\n",
+        "        elif good:\n",
     ),
     Bug(
         "removed-from-one-tier",
