@@ -220,8 +220,8 @@ def test_few_that_were_seen_are_taken_for_like_all_others() -> None:
         everyone.began += 1
         everyone.ended(4.0)
         own.began += 1
-    new.learn(everyone)
-    own.learn(everyone)
+    new.learn_beside(everyone)
+    own.learn_beside(everyone)
     assert new.density(0.0) == pytest.approx(1 / 4, rel=0.3)
     assert own.density(0.0) < new.density(0.0) / 50, "of these, none came back"
 
@@ -232,7 +232,7 @@ def test_who_paused_longer_than_any_other_is_expected_no_more() -> None:
         lives.began += 1
         if number % 2:
             lives.ended(4.0)
-    lives.learn(everyone)
+    lives.learn_beside(everyone)
     assert lives.density(3.0) > lives.density(0.0) > 0
     assert lives.density(10.0) == 0.0
     assert lives.rank(3.0) > lives.rank(0.0) > lives.rank(10.0)

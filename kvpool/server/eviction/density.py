@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Final, Generic, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Final, Generic, NamedTuple
 
 from kvpool.protocols.policy import B, Decision
 from kvpool.server.eviction.lru import LRU
@@ -200,9 +200,9 @@ class LifetimeHistogram:
     """Times from one use to the next of the blocks of one class, and the densities from them."""
 
     _SHORTEST_S: Final = 0.25
-    _PER_OCTAVE: Final = 4
-    _BINS: Final = 64  # up to 4 hours
-    _KEPT: Final = 0.9  # weight of the old counts after each computation
+    _PER_OCTAVE: ClassVar = 4
+    _BINS: ClassVar = 64  # up to 4 hours
+    KEPT: ClassVar = 0.9  # weight of the old counts after each computation
 
     def __init__(self) -> None:
         self.began = 0.0
@@ -224,21 +224,28 @@ class LifetimeHistogram:
         return self._ranks[self._bin(age_s)]
 
     def learn(self) -> None:
-        """Compute the densities from the counts, then reduce the counts by `_KEPT`."""
-        alive = [max(self.began, sum(self._ended))]
-        for count in self._ended:
+        """Compute the densities from the counts, then reduce the counts by `KEPT`."""
+        self._compute(max(self.began, sum(self._ended)), self._ended)
+        self.fade()
+
+    def _compute(self, began: float, ended: Sequence[float]) -> None:
+        alive = [began]
+        for count in ended:
             alive.append(alive[-1] - count)
         for start in range(self._BINS):
             best = hits = seconds = 0.0
             for number in range(start, self._BINS - 1):
                 width = self._edges[number + 1] - self._edges[number]
-                hits += self._ended[number]
+                hits += ended[number]
                 seconds += width * (alive[number] + alive[number + 1]) / 2
                 best = max(best, hits / seconds) if seconds > 0 else best
             self._densities[start] = best
         self._ranks = [math.frexp(one)[1] if one else _POOREST for one in self._densities]
-        self.began *= self._KEPT
-        self._ended = [count * self._KEPT for count in self._ended]
+
+    def fade(self) -> None:
+        """What was counted long ago counts less."""
+        self.began *= self.KEPT
+        self._ended = [count * self.KEPT for count in self._ended]
 
     def _bin(self, age_s: float) -> int:
         if age_s <= self._SHORTEST_S:

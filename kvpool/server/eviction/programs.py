@@ -17,12 +17,12 @@ gone: the name of its root and a few numbers (design: eviction).
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
 from kvpool.protocols.policy import Decision
+from kvpool.server.eviction.density import LifetimeHistogram
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry
 
@@ -33,10 +33,6 @@ _REMEMBERED_MIN: Final = 4096
 _BYPASS_S_MAX: Final = 600.0
 #: A new block is refused only if its density is below this fraction of the victim's.
 _BYPASS_MARGIN: Final = 0.9
-#: Ranks in an octave of densities; within one the oldest goes first, for the rest is noise.
-_STEPS: Final = 1
-#: The rank of what is not expected to be used again.
-_POOREST: Final = -10_000
 #: Parts of a chain within so many seconds are one prompt, and what is written so soon after a read.
 _SAME_PROMPT_S, _PREFILL_S = 1.0, 120.0
 #: Upper bounds of classes: which prompt of its program it is, and how many blocks it adds.
@@ -377,7 +373,7 @@ class Programs:
         return best[2], best[1]
 
     def _learn(self, number: int) -> None:
-        self._lives[number].learn(self._all)
+        self._lives[number].learn_beside(self._all)
         if number == 0:
             self._all.fade()
             self._ends *= Lives.KEPT
@@ -425,64 +421,22 @@ class _Prompt:
         self.refused = False  # the rest of its chain is not seen
 
 
-class Lives:
+class Lives(LifetimeHistogram):
     """How many programs of one class go on, and when; and the densities from that."""
 
-    KEPT: Final = 0.95
-    _SHORTEST_S: Final = 0.25
-    _PER_OCTAVE: Final = 3
-    _BINS: Final = 48  # up to 3 hours
+    _PER_OCTAVE = 3
+    _BINS = 48  # up to 3 hours
+    KEPT = 0.95
 
-    def __init__(self) -> None:
-        self.began = 0.0
-        self._ended = [0.0] * self._BINS
-        self._densities = [0.0] * self._BINS
-        self._ranks = [_POOREST] * self._BINS
-        octaves = [(number - 1) / self._PER_OCTAVE for number in range(1, self._BINS + 1)]
-        self._edges = [0.0] + [self._SHORTEST_S * 2.0**octave for octave in octaves]
-
-    def ended(self, age_s: float) -> None:
-        """One went on, so long after its last prompt."""
-        self._ended[self._bin(age_s)] += 1
-
-    def density(self, age_s: float) -> float:
-        """Expected hits per block and second after such a pause; 0 before the first `learn`."""
-        return self._densities[self._bin(age_s)]
-
-    def rank(self, age_s: float) -> int:
-        """The density on a coarse scale, see `_STEPS`."""
-        return self._ranks[self._bin(age_s)]
-
-    def learn(self, prior: Lives) -> None:
-        """Compute the densities. Few programs of a class are taken to pause like all others."""
+    def learn_beside(self, prior: Lives) -> None:
+        """As `learn`. Few programs of a class are taken to pause like all others."""
         known, total = sum(self._ended), sum(prior._ended)
         share = total / max(1.0, prior.began, total)
         share = (known + _PRIOR * share) / (max(self.began, known) + _PRIOR)
         scale = _SHAPE * share / max(1.0, total)
         ended = [mine + scale * one for mine, one in zip(self._ended, prior._ended, strict=True)]
-        alive = [max(self.began, known) + _SHAPE]
-        for count in ended:
-            alive.append(alive[-1] - count)
-        for start in range(self._BINS):
-            best = hits = seconds = 0.0
-            for number in range(start, self._BINS - 1):
-                hits += ended[number]
-                width = self._edges[number + 1] - self._edges[number]
-                seconds += width * (alive[number] + alive[number + 1]) / 2
-                best = max(best, hits / seconds) if seconds > 0 else best
-            self._densities[start] = best
-            self._ranks[start] = int(math.log2(best) * _STEPS // 1) if best else _POOREST
+        self._compute(max(self.began, known) + _SHAPE, ended)
         self.fade()
-
-    def fade(self) -> None:
-        """What was counted long ago counts less."""
-        self.began *= self.KEPT
-        self._ended = [count * self.KEPT for count in self._ended]
-
-    def _bin(self, age_s: float) -> int:
-        if age_s <= self._SHORTEST_S:
-            return 0
-        return min(self._BINS - 1, 1 + int(self._PER_OCTAVE * math.log2(age_s / self._SHORTEST_S)))
 
 
 def _class_of(prompts: int, growth: int) -> int:
