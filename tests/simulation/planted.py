@@ -967,7 +967,7 @@ for reservation, size in sorted(
         "liveness",
         _STACK,
         "        if target.writer_exited(-copy.id):  # of a device that was lost\n",
-        "        if target.held.quarantined and copy.id not in target.held.owner(MOVER).reservations:\n",
+        "        if copy.id not in target.held.owner(MOVER).reservations:\n",
     ),
     Bug(
         "hanging-disk-is-waited-for",
