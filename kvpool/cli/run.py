@@ -70,9 +70,10 @@ def dev(
 
     async def main() -> None:
         cluster = cluster_of(settings)
-        async with serve(
-            capacity, servers=servers, bind=bind, prefault=True, cluster=cluster
-        ) as pool:
+        async with (
+            serve(capacity, servers=servers, bind=bind, prefault=True, cluster=cluster) as pool,
+            _master_pages(pool.master, settings),
+        ):
             console.print(f"[bold]kvpool[/] is up: master at [cyan]{pool.address}[/]")
             for server in pool.servers:
                 size = human(server.store.allocator.capacity)
@@ -84,9 +85,8 @@ def dev(
             console.print(
                 f'\n  pool = await kvpool.connect("{pool.address}"{known})', soft_wrap=True
             )
-            async with _master_pages(pool.master, settings):
-                console.print("\nPress Ctrl-C to stop.")
-                await runtime.wait_for_signal()
+            console.print("\nPress Ctrl-C to stop.")
+            await runtime.wait_for_signal()
 
     run(main(), log_level)
 

@@ -166,6 +166,7 @@ def test_the_pages_of_dev_are_for_this_host() -> None:
     done = kvpool("dev", "--capacity", "1MiB", "--bind", "127.0.0.1:0", "--http", "0.0.0.0:0")
     assert done.exit_code == 2
     assert "0.0.0.0:0 is reachable from other machines" in done.stderr
+    assert "is up" not in done.stdout
 
 
 def test_explain(pool: LocalPool) -> None:
