@@ -29,6 +29,8 @@ from kvpool.server.state.entry import Entry
 #: Programs that are remembered for each stored block, and at least.
 _REMEMBERED: Final = 0.25
 _REMEMBERED_MIN: Final = 4096
+#: Forgotten at the end of one prompt, at most: many blocks may have left at once.
+_FORGOTTEN_MAX: Final = 8
 #: After so many seconds without a use, no block keeps a new one out (G9).
 _BYPASS_S_MAX: Final = 600.0
 #: A new block is refused only if its density is below this fraction of the victim's.
@@ -272,6 +274,10 @@ class Programs:
         if last is None and not prompt.refused:
             return
         self._prompt = _Prompt()
+        # Here, where every prompt ends, refused ones too. One that forks has added two.
+        over = len(self._programs) - max(_REMEMBERED_MIN, int(self._stored * _REMEMBERED))
+        for _ in range(min(over, _FORGOTTEN_MAX)):
+            self._programs.popitem(last=False)
         if not prompt.fresh and not prompt.refused:
             self._join(prompt)
         if prompt.shared:
@@ -321,8 +327,6 @@ class Programs:
         self._counted += 1
         if self._counted % _LEARN_EVERY == 0:
             self._learn(self._counted // _LEARN_EVERY % _CLASSES)
-        if len(self._programs) > max(_REMEMBERED_MIN, self._stored * _REMEMBERED):
-            self._programs.popitem(last=False)
 
     def _count_shared(self, prompt: _Prompt) -> None:
         shared = self._programs.get(prompt.shared)
