@@ -15,6 +15,7 @@ from kvpool.ops import doctor
 from kvpool.ops.demand import demand_table, demand_text, judged, labelled_tenant, memory_of
 from kvpool.ops.metrics import pages_of_master
 from kvpool.spans import MarkedChain
+from kvpool.tenant_names import TENANTS_MAX
 from kvpool.tools import workloads
 from kvpool.tools.traces import Request
 from kvpool.types import Demand, ReadStatus, Replica, Run, WorkingSet
@@ -32,6 +33,10 @@ def play(meter: DemandMeter, requests: Sequence[Request], namespace: Namespace =
     for request in requests:
         meter.asked(namespace, [digest(id) for id in request.chain], request.time_s, SIZE)
     return meter.demand(requests[-1].time_s)
+
+
+def followed(meter: DemandMeter) -> int:
+    return sum(len(sample.asked) for sample in meter._samples.values())
 
 
 def exact(requests: Sequence[Request], first_s: float, last_s: float) -> float:
@@ -54,7 +59,7 @@ def test_it_is_the_exact_figure_where_traffic_is_steady() -> None:
     meter = DemandMeter()
     (found,) = play(meter, until).working_sets
     truth = exact(requests, now - 600.0, now)
-    assert len({id for request in until for id in request.chain}) > 3 * len(meter._asked)
+    assert len({id for request in until for id in request.chain}) > 3 * followed(meter)
     assert found.size == pytest.approx(truth * SIZE, rel=0.2)
     assert found.blocks == pytest.approx(truth, rel=0.2)
 
@@ -123,7 +128,7 @@ def test_a_stranger_fills_no_memory_and_its_flood_is_forgotten() -> None:
     for number in range(400):
         name = Namespace(f"made up {number}")
         meter.asked(name, [digest(number * 5000 + n) for n in range(5000)], 1.0, 1 << 48)
-    assert len(meter._asked) <= FOLLOWED_MAX
+    assert followed(meter) <= FOLLOWED_MAX
     demand = meter.demand(2.0)
     assert len(demand.working_sets) <= NAMESPACES_MAX
     chain = [digest(n) for n in range(2000)]
@@ -131,7 +136,38 @@ def test_a_stranger_fills_no_memory_and_its_flood_is_forgotten() -> None:
         meter.asked(ONE, chain, 2.0 + second, SIZE)
     sets = {one.namespace: one for one in meter.demand(20_002.0).working_sets}
     assert sets[ONE].blocks == pytest.approx(2000, rel=0.25)
-    assert len(meter._asked) > 500  # the threshold has come back
+    assert followed(meter) > 500  # the threshold has come back
+
+
+def test_a_flood_of_one_tenant_makes_the_figures_of_another_no_coarser() -> None:
+    """Two hundred blocks are too few for a sample; all of them are followed, beside any flood."""
+    mine, theirs = Namespace("@globex/m"), Namespace("@acme/m")
+    meter, alone = DemandMeter(), DemandMeter()
+    chain = [digest(n) for n in range(200)]
+    for second in range(0, 600, 10):
+        meter.asked(mine, chain, float(second), SIZE)
+        alone.asked(mine, chain, float(second), SIZE)
+        first = 10_000 * (second + 1)
+        meter.asked(theirs, [digest(first + n) for n in range(4096)], float(second), SIZE)
+    found = {one.namespace: one for one in meter.demand(600.0).working_sets}
+    assert found[mine] == alone.demand(600.0).working_sets[0]
+
+
+def test_of_many_tenants_each_follows_a_part_and_who_is_quiet_none() -> None:
+    meter = DemandMeter()
+    for tenant in range(20):
+        chain = [digest(10_000 * tenant + n) for n in range(4096)]
+        meter.asked(Namespace(f"@t{tenant}/m"), chain, 0.0)
+    for _ in range(10):  # the first ones gave way to those that came later
+        for tenant in range(20):
+            meter.asked(Namespace(f"@t{tenant}/m"), [], 1.0)
+    assert 20 * 100 < followed(meter) <= FOLLOWED_MAX
+    for _ in range(20):
+        meter.asked(ONE, [], 4000.0)
+    assert len(meter._samples) == 1
+    for tenant in range(2000):
+        meter.asked(Namespace(f"@made-up-{tenant}/m"), [digest(tenant)], 4000.0)
+    assert len(meter._samples) <= TENANTS_MAX
 
 
 def test_sizes_that_a_writer_makes_up_fit_into_a_message() -> None:
@@ -182,14 +218,14 @@ def test_the_size_of_a_block_is_what_its_last_writer_said() -> None:
 def test_a_call_has_a_bounded_number_of_steps() -> None:
     meter = DemandMeter()
     meter.asked(ONE, [digest(n) for n in range(5000)], 0.0)
-    assert len(meter._asked) == 4096
+    assert followed(meter) == 4096
     meter.asked(ONE, [], 3599.0)
-    assert len(meter._asked) == 4096
+    assert followed(meter) == 4096
     meter.asked(ONE, [], 3600.0)
-    assert len(meter._asked) == 4096 - 64
+    assert followed(meter) == 4096 - 64
     for _ in range(63):
         meter.asked(ONE, [], 3600.0)
-    assert len(meter._asked) == 0
+    assert followed(meter) == 0
 
 
 def test_fewer_blocks_are_followed_while_there_are_many_and_more_again_later() -> None:
@@ -197,15 +233,15 @@ def test_fewer_blocks_are_followed_while_there_are_many_and_more_again_later() -
     chains = [[digest(10_000 * number + n) for n in range(4096)] for number in range(4)]
     for number, chain in enumerate(chains[:3]):
         meter.asked(ONE, chain, float(number))
-    assert len(meter._asked) == pytest.approx(6144, rel=0.05)  # every second of 12,288
+    assert followed(meter) == pytest.approx(6144, rel=0.05)  # every second of 12,288
     meter.asked(ONE, [], 700.0)
     meter.asked(ONE, chains[3][:2048], 701.0)
-    assert len(meter._asked) == pytest.approx(7168, rel=0.05)  # as long as they are there
+    assert followed(meter) == pytest.approx(7168, rel=0.05)  # as long as they are there
     for _ in range(200):
         meter.asked(ONE, [], 5000.0)
-    assert len(meter._asked) == 0
+    assert followed(meter) == 0
     meter.asked(ONE, chains[0], 5001.0)
-    assert len(meter._asked) == 4096  # all of them
+    assert followed(meter) == 4096  # all of them
 
 
 def test_the_namespace_that_was_asked_for_longest_ago_loses_its_figures() -> None:

@@ -20,11 +20,14 @@ from typing import Final
 from kvpool import spans
 from kvpool.shares import Recent
 from kvpool.spans import MarkedChain
-from kvpool.tenant_names import tenant_of
+from kvpool.tenant_names import TENANTS_MAX, tenant_of
 from kvpool.types import Demand, Namespace, Run, WorkingSet
 
-#: Blocks followed at once. With more, the threshold is halved.
+#: Blocks followed at once for one tenant; of n tenants each has an n-th. With more, its threshold
+#: is halved.
 FOLLOWED_MAX: Final = 8192
+#: However many tenants there are, each has so many.
+_FOLLOWED_MIN: Final = 64
 #: Namespaces with figures of their own; one more drops the one that was asked for longest ago, of
 #: a tenant that has more than its part.
 NAMESPACES_MAX: Final = 256
@@ -50,16 +53,14 @@ _FORGET_MAX: Final = 64
 class DemandMeter:
     """What clients ask one master for; `now` is in seconds.
 
-    A call costs a comparison for each block, and one step more for each that is followed. Nobody
-    can make it hold more than `FOLLOWED_MAX` blocks and `NAMESPACES_MAX` namespaces.
+    A call costs a comparison for each block, and one step more for each that is followed. One
+    tenant can make it hold `FOLLOWED_MAX` blocks, all can `NAMESPACES_MAX` namespaces. A flood of
+    one makes no figure of another coarser.
     """
 
     def __init__(self) -> None:
-        #: When a block that is followed was asked for last, by a hash of its key; the longest ago
-        #: first.
-        self._asked: OrderedDict[int, float] = OrderedDict()
-        self._threshold = 1 << _HASH_BITS
-        self._changed_at = 0.0
+        #: By tenant; who has asked for nothing for the longest time first.
+        self._samples: OrderedDict[str, _Sample] = OrderedDict()
         self._figures: Recent[Namespace, tuple[Namespace, _Figures]] = Recent(NAMESPACES_MAX)
         # Sums over the last matches, which fade with each: prompts that were found, their servers;
         # blocks that were looked behind a hole, and the others of those prompts.
@@ -108,19 +109,17 @@ class DemandMeter:
         self._figures.put(tenant, namespace, known)
         figures = known[1]
         figures.block_bytes = size or figures.block_bytes
-        threshold, last_asked = self._threshold, self._asked
-        stands_for = (1 << _HASH_BITS) / threshold
-        waited = 0.0
-        for keys, blocks in asked:
-            for key in keys:
-                if key & _HASH_MASK < threshold:
-                    before = last_asked.get(key)
-                    if before is not None:
-                        waited += (now - before) * blocks
-                        last_asked.move_to_end(key)
-                    last_asked[key] = now
-        figures.add(waited * stands_for, now)
-        self._forget(now)
+        sample = self._samples.get(tenant)
+        if sample is None:
+            sample = self._samples[tenant] = _Sample()
+            if len(self._samples) > TENANTS_MAX:
+                self._samples.popitem(last=False)
+        self._samples.move_to_end(tenant)
+        figures.add(sample.count(asked, now), now)
+        sample.forget(now, max(FOLLOWED_MAX // len(self._samples), _FOLLOWED_MIN))
+        quiet = next(iter(self._samples.values()))
+        if now - quiet.counted_at >= _FORGET_S:
+            self._samples.popitem(last=False)
 
     def matched(self, runs: Sequence[Run]) -> None:
         """The lookup of a prompt found these runs."""
@@ -151,20 +150,49 @@ class DemandMeter:
             self._beyond / self._held if self._held else 0.0,
         )
 
-    def _forget(self, now: float) -> None:
-        asked = self._asked
+
+class _Sample:
+    """The blocks of one tenant that are followed."""
+
+    __slots__ = ("_changed_at", "_threshold", "asked", "counted_at")
+
+    def __init__(self) -> None:
+        #: When each was asked for last, by a hash of its key; the longest ago first.
+        self.asked: OrderedDict[int, float] = OrderedDict()
+        self.counted_at = 0.0
+        self._threshold = 1 << _HASH_BITS
+        self._changed_at = 0.0
+
+    def count(self, asked: Sequence[tuple[Sequence[int], float]], now: float) -> float:
+        """Block-seconds since the requests before; an estimate, where not all are followed."""
+        self.counted_at = now
+        threshold, last_asked = self._threshold, self.asked
+        waited = 0.0
+        for keys, blocks in asked:
+            for key in keys:
+                if key & _HASH_MASK < threshold:
+                    before = last_asked.get(key)
+                    if before is not None:
+                        waited += (now - before) * blocks
+                        last_asked.move_to_end(key)
+                    last_asked[key] = now
+        return waited * (1 << _HASH_BITS) / threshold
+
+    def forget(self, now: float, limit: int) -> None:
+        """Forget what was not asked for in a long time, and follow no more than `limit`."""
+        asked = self.asked
         for _ in range(_FORGET_MAX):
             oldest = next(iter(asked.items()), None)
             if oldest is None or now - oldest[1] < _FORGET_S:
                 break
             asked.popitem(last=False)
-        if len(asked) > FOLLOWED_MAX:
+        if len(asked) > limit:
             self._threshold, self._changed_at = max(1, self._threshold // 2), now
             for key in [key for key in asked if key & _HASH_MASK >= self._threshold]:
                 del asked[key]
-            while len(asked) > FOLLOWED_MAX:
+            while len(asked) > limit:
                 asked.popitem(last=False)
-        few = len(asked) < FOLLOWED_MAX // 8 and self._threshold < 1 << _HASH_BITS
+        few = len(asked) < limit // 8 and self._threshold < 1 << _HASH_BITS
         if few and now - self._changed_at > _MEAN_S:
             # A flood of keys, or a time with more work, is over: follow more blocks again.
             self._threshold, self._changed_at = self._threshold * 2, now
