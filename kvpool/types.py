@@ -691,9 +691,8 @@ class TierUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         Meta(max_length=64),
         Figure("dropped_blocks", "that were in it and that the last start did not find", True),
     ] = {}
-    read_only: Annotated[
-        bool, Figure("read_only", "1 while it is read but takes no writes, for its disk fails them")
-    ] = False
+    read_only: Annotated[bool, Figure("read_only", "1 while its disk fails writes")] = False
+    files_out: Annotated[Count, Figure("files_out", "out of service, or taking no writes")] = 0
 
 
 class ClientUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
+from kvpool.ops.tables import problem_of
 from kvpool.types import Member
 
 #: Samples that are kept: five minutes of them.
@@ -164,11 +165,7 @@ def _seen(member: Member) -> _Seen:
         member.alive,
         member.left,
         member.stats.draining,
-        {
-            tier.name: "is out of service" if tier.lost else "takes no writes"
-            for tier in member.stats.usage
-            if tier.lost or tier.read_only
-        },
+        {tier.name: text for tier in member.stats.usage if (text := problem_of(tier))},
         counters.get("read_bytes", 0),
         counters.get("written_bytes", 0),
     )

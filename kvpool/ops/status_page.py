@@ -25,7 +25,7 @@ from kvpool.errors import UsageError
 from kvpool.master.service import Master
 from kvpool.net.http_server import Page, PageView, Routes
 from kvpool.ops.pool_watch import AskedTotals, PoolWatch, ServerState, state_of
-from kvpool.ops.tables import as_json_object
+from kvpool.ops.tables import as_json_object, problem_of
 from kvpool.types import ARRIVED, Demand, Member
 
 #: Of the JSON. Within a version fields are added, never removed or changed.
@@ -217,7 +217,7 @@ def _attention(members: Sequence[Member], states: Sequence[ServerState]) -> list
     order = {ServerState.LOST: 0, ServerState.LATE: 1, ServerState.LEAVING: 3}
     found = []
     for member, state in zip(members, states, strict=True):
-        broken = [one.name for one in member.stats.usage if one.lost or one.read_only]
+        broken = [one.name for one in member.stats.usage if problem_of(one)]
         if state in order or broken:
             rank = order.get(state, 2)
             found.append((rank, member.server, member, state, broken))

@@ -182,7 +182,18 @@ def _tier_name(tier: TierUsage) -> str:
         return f"[red]{escape(tier.name)}, lost[/]"
     if tier.read_only:
         return f"[yellow]{escape(tier.name)}, read-only[/]"
+    if tier.files_out:
+        return f"[yellow]{escape(tier.name)}, {tier.files_out} out[/]"
     return escape(tier.name)
+
+
+def problem_of(tier: TierUsage) -> str:
+    """What an operator has to look at, as the end of a sentence; empty if nothing is."""
+    if tier.lost:
+        return "is out of service"
+    if tier.read_only:
+        return "takes no writes"
+    return f"does without {tier.files_out} of its files" if tier.files_out else ""
 
 
 def _bandwidth(size: int, seconds: float) -> str:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from kvpool.ops.bars import bar, colour_of, sparkline
 from kvpool.ops.pool_watch import AskedTotals, PoolWatch, ServerState, state_of
+from kvpool.ops.tables import problem_of
 from kvpool.types import Demand, Member, TierUsage
 from kvpool.units import human
 
@@ -245,6 +246,8 @@ class _Screen:
             text, style = "tier lost", "red"
         elif any(tier.read_only for tier in member.stats.usage):
             text, style = "read-only", "yellow"
+        elif any(tier.files_out for tier in member.stats.usage):
+            text, style = "file lost", "yellow"
         line.append(f" {text:<9} ", style)
         line.append(bar(share, _SHARE_WIDTH - 5, ascii_only=self._ascii), colour_of(share))
         line.append(f" {share:4.0%}")
@@ -288,8 +291,8 @@ class _Screen:
         self.bar(_plain(tier.name)[:8], tier.used, tier.capacity, more)
         if tier.lost:
             self.add(f"          out of service: {_plain(tier.status_text)}", "red")
-        elif tier.read_only:
-            self.add(f"          takes no writes: {_plain(tier.status_text)}", "yellow")
+        elif problem := problem_of(tier):
+            self.add(f"          {problem}: {_plain(tier.status_text)}", "yellow")
         if tier.failures or tier.corrupt:
             self.add(f"          {tier.failures:,} failures, {tier.corrupt:,} corrupt", "yellow")
 
@@ -325,7 +328,7 @@ def _share(used: float, capacity: float) -> float:
 
 def _problems(member: Member) -> int:
     states = list(ServerState)
-    broken = sum(tier.lost or tier.read_only for tier in member.stats.usage)
+    broken = sum(bool(problem_of(tier)) for tier in member.stats.usage)
     return states.index(state_of(member)) * 100 + broken
 
 

@@ -131,15 +131,15 @@ class TierHealth:
         parts = self._store.parts_of(tier)
         return [one for one in self.parts(tier) if parts is None or one not in parts.closed]
 
-    def status_text(self, tier: int) -> str:
-        """What is wrong with parts of a tier, for `kvpool status`; empty if nothing is."""
+    def problems(self, tier: int) -> list[str]:
+        """What is wrong with parts of a tier, for `kvpool status`: a sentence for each of them."""
         found = []
         for (number, part), one in self._places.items():
             if number == tier and one.lost.is_set():
                 found.append(f"{self._name((number, part))} is out of service")
             elif number == tier and one.is_closed:
                 found.append(f"{self._name((number, part))} takes no writes: {one.write_error}")
-        return "; ".join(found)
+        return found
 
     # --- what the mover reports ------------------------------------------------------------------
 

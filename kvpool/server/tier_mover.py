@@ -218,8 +218,8 @@ class TierMover:
 
     def usage(self, now: float) -> list[TierUsage]:
         """How full each tier is and what goes through it, for `kvpool status`."""
-        texts = [self.health.status_text(number) for number in range(len(self._tiers))]
-        return tier_traffic.usage(self._tiers, self._store, self._traffic, texts, now)
+        problems = [self.health.problems(number) for number in range(len(self._tiers))]
+        return tier_traffic.usage(self._tiers, self._store, self._traffic, problems, now)
 
     # --- promotion -------------------------------------------------------------------------------
 

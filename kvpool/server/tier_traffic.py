@@ -60,11 +60,11 @@ def usage(
     tiers: Sequence[Tier],
     store: TieredStore,
     traffic: Sequence[TierTraffic],
-    problems: Sequence[str],
+    problems: Sequence[Sequence[str]],
     now: float,
 ) -> list[TierUsage]:
     """How full each tier is and what goes through it, for `kvpool status` and `/metrics`;
-    `problems` says what is wrong with parts of each."""
+    `problems` says what is wrong with parts of each, a sentence for each part."""
     answer = []
     for number, (tier, one, moved) in enumerate(zip(tiers, store.stores, traffic, strict=True)):
         moved.read.tick(now)
@@ -73,8 +73,9 @@ def usage(
             TierUsage(
                 name=tier.name,
                 status_text=_status_text(
-                    tier, problems[number], moved.write_error * store.read_only
+                    tier, "; ".join(problems[number]), moved.write_error * store.read_only
                 ),
+                files_out=len(problems[number]),
                 lost=number in store.offline_tiers,
                 read_only=store.read_only and number == store.backing_tier,
                 capacity=one.allocator.capacity,

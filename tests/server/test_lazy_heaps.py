@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
+from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.write_back import WriteBack
-from kvpool.sorting import LazyHeap
 
 
 class Block:

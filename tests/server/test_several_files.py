@@ -18,6 +18,7 @@ import pytest
 from kvpool import Pool, ReadStatus, WriteStatus, dev
 from kvpool.config import ServerConfig
 from kvpool.errors import ConfigError, Unavailable
+from kvpool.ops.tables import problem_of
 from kvpool.registry import tiers as open_tiers
 from kvpool.server import tier_health
 from kvpool.server.state.divided_allocator import DividedAllocator
@@ -233,6 +234,7 @@ async def test_when_no_disk_takes_writes_the_level_is_read_only(tmp_path: Path) 
             await one.pool.remove(NAMESPACE, keys("again", 1))
             await asyncio.sleep(0.1)
         assert "takes no writes" not in one.status_text
+        assert problem_of(one.server.stats(0.0).usage[1]) == ""
 
 
 async def test_of_a_dead_disk_its_blocks_only_are_lost(
@@ -264,7 +266,9 @@ async def test_of_a_dead_disk_its_blocks_only_are_lost(
             pass
         match = await one.pool.match(NAMESPACE, dead[10:11])
         assert match.stopped is ReadStatus.TIER_LOST
-        assert one.server.stats(0.0).usage[1].capacity == FILE
+        usage = one.server.stats(0.0).usage[1]
+        assert (usage.capacity, usage.files_out, usage.lost) == (FILE, 1, False)
+        assert problem_of(usage) == "does without 1 of its files"
         one.disks[0].reads_fail = True
         await one.read(one.in_file(0)[:10])
         await eventually(lambda: one.stack.offline_tiers == {1})

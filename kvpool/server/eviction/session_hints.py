@@ -27,9 +27,9 @@ from collections.abc import Callable
 from typing import Final
 
 from kvpool.protocols.policy import Decision, LearnsFromArrivals, Policy
+from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry, Index, Session
-from kvpool.sorting import LazyHeap
 from kvpool.types import OTHERS, ROOT, HintStatus, SessionHint, program_of
 
 #: Sessions recorded at once; one more drops the session whose last write is the oldest.

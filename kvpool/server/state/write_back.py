@@ -15,9 +15,9 @@ from heapq import merge
 from typing import Final
 
 from kvpool.errors import InvariantViolated
+from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import ANCESTORS_MAX, Store
-from kvpool.sorting import LazyHeap
 
 #: The share of the memory that may be dirty. The rest can be given to writers at once.
 DIRTY_SHARE: Final = 3 / 4
