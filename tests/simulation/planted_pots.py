@@ -16,6 +16,7 @@ _FETCHES = "kvpool.server.moves.state.fetches"
 _CONTROL_STREAM = "kvpool.net.control_stream"
 _RECORD = "kvpool.master.state.server_record"
 _HINTS = "kvpool.master.state.hint_log"
+_DEMAND = "kvpool.master.state.demand"
 _CONSUMERS = "kvpool.server.consumers"
 #: Nobody waits without a bound, whatever another one does.
 _TIME = "G10"
@@ -122,5 +123,12 @@ BUGS: Sequence[Bug] = (
         _CONSUMERS,
         "self._names[kind].take(tenant_of(name))",
         'self._names[kind].take("")',
+    ),
+    Bug(
+        "one-sample-of-what-all-ask-for",
+        _TENANTS,
+        _DEMAND,
+        "sample = self._samples.get(tenant)",
+        'sample = self._samples.get(tenant := "")',
     ),
 )

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
     SEEDS = plant_chosen("tests.simulation.pots", BUGS)
 
+from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
 from kvpool.net.control_stream import OFFER_S, MasterStreams
@@ -295,6 +296,25 @@ def play_claims(seed: int) -> str:
     return ""
 
 
+def play_demand(seed: int) -> str:
+    """The working set of one that asks for little is measured as if it were alone."""
+    chance = random.Random(seed)
+    beside, alone = DemandMeter(), DemandMeter()
+    chains = {name: [_key(chance) for _ in range(chance.choice([10, 100]))] for name in MODEST}
+    for step in range(_STEPS // 2):
+        for _ in range(chance.choice([0, 1, 3])):
+            flood = [_key(chance) for _ in range(1000)]
+            beside.asked(_namespace(GREEDY), flood, float(step))
+        name = chance.choice(MODEST)
+        for meter in (beside, alone):
+            meter.asked(_namespace(name), chains[name], float(step), 4096)
+    sets = {one.namespace.name: one for one in beside.demand(_STEPS).working_sets}
+    for one in alone.demand(_STEPS).working_sets:
+        if sets.get(one.namespace.name) != one:
+            return f"demand: {one} is measured as {sets.get(one.namespace.name)}"
+    return ""
+
+
 WORLDS: Final[dict[str, Callable[[int], str]]] = {
     "shares": play_shares,
     "memory": play_memory,
@@ -302,6 +322,7 @@ WORLDS: Final[dict[str, Callable[[int], str]]] = {
     "turns": play_turns,
     "offers": play_offers,
     "claims": play_claims,
+    "demand": play_demand,
 }
 
 
