@@ -10,6 +10,7 @@ import typer
 
 from kvpool import runtime
 from kvpool.cli.shared import Json, console, fail, run, stderr
+from kvpool.config import POLICY
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.units import parse_size
 
@@ -119,7 +120,7 @@ def replay(
     transports: EngineTransports = "shm,tcp",
     limit: Limit = None,
     seed: Seed = 1,
-    policy: PolicyNames = "lru",
+    policy: PolicyNames = POLICY,
     tier: ReplayTiers = None,
     kill_at: KillAt = None,
     events: Events = "",

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from kvpool import registry
 from kvpool.client.opening import connect
-from kvpool.config import ClientConfig, parse_tier
+from kvpool.config import POLICY, ClientConfig, parse_tier
 from kvpool.errors import ConfigError, ServerLost
 from kvpool.runtime import task_group, wait_for_all
 from kvpool.tools import cache_bounds, traces, workloads
@@ -53,7 +53,7 @@ class ReplayOptions:
     in_flight: int
     transports: list[str]
     seed: int
-    policy: str = "lru"
+    policy: str = POLICY
     #: Of each server, instead of memory only; `{server}` in one stands for its id.
     tiers: tuple[str, ...] = ()
     #: Kill every server with -9 after this share of the requests, and start it again.
@@ -98,7 +98,7 @@ def options(
     transports: list[str],
     limit: int | None,
     seed: int,
-    policy: str = "lru",
+    policy: str = POLICY,
     tiers: Sequence[str] = (),
     kill_at: float | None = None,
     events: str = "",
