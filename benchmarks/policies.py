@@ -19,7 +19,7 @@ from rich.console import Console
 from kvpool import registry
 from kvpool import runtime as process
 from kvpool.protocols import ReserveRequest
-from kvpool.server.eviction import arc, density, lease
+from kvpool.server.eviction import arc, density, lazy_heap, lease, programs
 from kvpool.server.eviction import lru as eviction
 from kvpool.server.eviction import session_hints as hints
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
@@ -39,7 +39,7 @@ def measure(blocks: int) -> list[Row]:
     """Each policy, without and with hints, in a store of `blocks` blocks."""
     process.freeze_gc()
     rows: list[Row] = []
-    for name in ("lru", "arc", "lease", "density"):
+    for name in ("lru", "arc", "lease", "density", "programs"):
         for hinted in (False, True):
             label = f"{name}, hints" if hinted else name
             write_us, read_us = cost(name, blocks, hinted)
@@ -89,7 +89,7 @@ def memory(name: str, blocks: int, hinted: bool) -> float:
     _write(store, _chains(2 * blocks), 0.0, hinted)
     files = [
         tracemalloc.Filter(True, module.__file__ or "")
-        for module in (eviction, hints, arc, lease, density)
+        for module in (eviction, hints, lazy_heap, arc, lease, density, programs)
     ]
     held = tracemalloc.take_snapshot().filter_traces(files)
     tracemalloc.stop()
@@ -136,10 +136,10 @@ class Meter:
     def timed(self, method: Callable[..., T]) -> Callable[..., T]:
         clock = time.thread_time
 
-        def timed(*arguments: object) -> T:
+        def timed(*arguments: object, **named: object) -> T:
             started = clock()
             try:
-                return method(*arguments)
+                return method(*arguments, **named)
             finally:
                 self._spent += clock() - started
                 self._calls += 1

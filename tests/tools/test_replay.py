@@ -36,7 +36,6 @@ def test_a_replay_has_the_hit_rate_of_its_policy(tmp_path: Path, policy: str) ->
     report = json.loads(done.stdout)
     assert report["wrong_bytes"] == 0
     assert report["hits"] > 0
-    assert (report["offline_policy"] == report["offline_lru"]) == (policy == "lru")
     # The default one learns how long blocks live, from times that are those of this machine.
     within = 0.002 if policy == "lru" else 0.05
     assert report["hit_rate"] == pytest.approx(report["offline_policy"], abs=within)
