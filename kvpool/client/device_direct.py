@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 SCRATCH: Final = DIRECT_PIECES_MAX
 #: Bytes that are hashed at a time without kernels.
 _STEP: Final = 1 << 20
+#: Bytes of a row that kernels are compiled with: more than a step of the checksum.
+_COMPILED_FOR: Final = 4096
 #: Where a block begins there: so that kernels may load whole words.
 _ALIGNMENT: Final = 256
 _TOKEN_SIZE: Final = 8
@@ -51,13 +53,14 @@ _reserved: dict[torch.device, torch.Tensor] = {}
 
 def reserve_device_memory(device: torch.device) -> None:
     """Take the `DIRECT_PIECES_MAX` bytes of a device that direct transfers need, for the next
-    client that does.
+    client that does, and compile its kernels: that takes seconds, which no call has.
 
     For a program that measures what is left of a device and takes the rest. Called again, this does
     nothing until a client has them.
     """
     if device not in _reserved:
         _reserved[device] = _allocate(device)
+        _compile(device)
 
 
 class _Scratch(NamedTuple):
@@ -114,10 +117,20 @@ class Devices:
             raise Closed("the pool is closed")
         if device not in self._threads:
             try:
-                self._threads[device] = DeviceThread(device)
+                self._threads[device] = DeviceThread(device, partial(_compile, device))
             except RuntimeError as error:
                 raise DeviceFailed(f"device {device}: {first_line(error)}") from None
         return self._threads[device]
+
+    def is_ready(self, block: DeviceBlock) -> bool:
+        """Whether the block's device verifies it sooner than the host would: with Triton's kernels,
+        once they are compiled. Raises Closed."""
+        if not is_fast(block):
+            return False
+        try:
+            return self.thread(block.device).is_prepared()
+        except DeviceFailed:  # the call meets the same, and says so
+            return True
 
     def close(self) -> None:
         """Later calls raise Closed. Waits for the work that has begun."""
@@ -133,6 +146,7 @@ class DirectReads:
 
     def __init__(self, devices: Devices, counters: Counter[str]) -> None:
         self._devices = devices
+        self.is_ready = devices.is_ready
         self._counters = counters
 
     async def read(
@@ -238,7 +252,7 @@ def check_sizes(blocks: Mapping[int, DeviceBlock], call: str) -> None:
 
 
 def is_fast(block: DeviceBlock) -> bool:
-    """Whether the block's device verifies it sooner than the host would: with Triton's kernels."""
+    """Whether kernels run on the block's device."""
     return uses_kernels(block.device)
 
 
@@ -319,6 +333,18 @@ def _allocate(device: torch.device) -> torch.Tensor:
     import torch
 
     return torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+
+
+def _compile(device: torch.device) -> None:
+    """Use each kernel once, with rows of whole words and with others: so they are compiled."""
+    import torch
+
+    memory = torch.zeros(4 * _COMPILED_FOR, dtype=torch.uint8, device=device)
+    for start in (0, 1):
+        first = memory[start : start + _COMPILED_FOR]
+        second = memory[start + 2 * _COMPILED_FOR : start + 3 * _COMPILED_FOR]
+        copy_rows([first], [second])
+        hash_rows([second], [0])
 
 
 def _upload(content: bytes, device: torch.device) -> torch.Tensor:

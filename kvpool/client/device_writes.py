@@ -101,7 +101,9 @@ class DirectWrites:
         if self._distrusted or not self._servers.some_reach_devices(only_fabrics=True):
             return {}, dict(blocks)
         chosen = {
-            i: block for i, block in blocks.items() if direct.fits(block) and direct.is_fast(block)
+            i: block
+            for i, block in blocks.items()
+            if direct.fits(block) and self._devices.is_ready(block)
         }
         return chosen, {i: block for i, block in blocks.items() if i not in chosen}
 

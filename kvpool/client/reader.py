@@ -327,8 +327,8 @@ class Reader:
                 i: block
                 for i, block in blocks.items()
                 if device_direct.fits(block)
-                and device_direct.is_fast(block)
                 and self._servers.reaches_devices(state.candidates[i][-1], only_fabrics=True)
+                and self._direct().is_ready(block)
             }
             self._log_what_is_staged(len(blocks) - len(chosen))
 
@@ -369,7 +369,7 @@ class Reader:
             self._staging_logged = True
             why = self._servers.device_lack or (
                 "their servers are on this host, or no network card is known to reach them, or "
-                "triton is not installed, or they are large and in pieces"
+                "triton is not installed or still compiles, or they are large and in pieces"
             )
             log.info("blocks for devices are staged", device_path=AUTO, blocks=blocks, why=why)
 

@@ -1,6 +1,5 @@
 """The kernels of device memory, in Triton: the checksum of a batch, and copies of many rows.
 
-
 Import it only where `kvpool.device.checksum.uses_kernels` says so: it needs triton. Each function
 here makes one launch for a whole batch, on the thread's current stream. With `TRITON_INTERPRET=1`
 the same kernels run on a CPU, word for word, which is how the tests compare them with xxhash
@@ -62,7 +61,7 @@ def copy_rows(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) 
     _copy[grid](where, len(rows), ALIGNED=aligned, TILE=TILE, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # or it is compiled again for 1, and for 16
 def _copy(where, rows, ALIGNED: tl.constexpr, TILE: tl.constexpr):  # noqa: N803
     program = tl.program_id(0)
     row = where + (program % rows) * 3

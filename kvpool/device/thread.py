@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,9 +28,12 @@ class DeviceFailed(Unavailable):
 
 
 class DeviceThread:
-    """Work on `device`, one call after the other. On the device `cpu` the same code runs."""
+    """Work on `device`, one call after the other. On the device `cpu` the same code runs.
 
-    def __init__(self, device: torch.device) -> None:
+    `prepare` comes before all other work, and again after it has failed.
+    """
+
+    def __init__(self, device: torch.device, prepare: Callable[[], object] = tuple) -> None:
         import torch
 
         self._device = device
@@ -44,6 +47,8 @@ class DeviceThread:
             # Blocking: the thread sleeps. By default it would spin, and use up a core.
             self._event = torch.cuda.Event(blocking=True)
         self._executor = ThreadPoolExecutor(1, "kvpool-verify")
+        self._prepare = prepare
+        self._preparing: Future[Exception | None] | None = None
         self._closed = False
 
     async def run(self, queue: Callable[[], R], finish: Callable[[R], S]) -> S:
@@ -53,8 +58,7 @@ class DeviceThread:
         However it ends, also when it is cancelled, the device has ended the work, or never begins
         it. Raises DeviceFailed for an error of the device or of its compiler, Closed after `close`.
         """
-        if self._closed:
-            raise Closed("the pool is closed")
+        await self._prepared()
         job = self._executor.submit(self._work, queue, finish)
         ended = asyncio.wrap_future(job)
         cancelled = False
@@ -71,14 +75,46 @@ class DeviceThread:
             raise asyncio.CancelledError
         try:
             return ended.result()
-        # Of CUDA, or of what compiles kernels when they are first used: it may lack a C compiler.
         except Exception as error:
-            raise DeviceFailed(f"device {self._device}: {first_line(error)}") from None
+            raise self._failed(error) from None
 
     def close(self) -> None:
         """Waits for the work that has begun."""
         self._closed = True
         self._executor.shutdown(wait=True)
+
+    def is_prepared(self) -> bool:
+        """Whether work would begin at once. If not, `prepare` begins. Raises Closed."""
+        return self._start_to_prepare().done()
+
+    async def _prepared(self) -> None:
+        """Wait until `prepare` has ended. It has no caller's memory: who is cancelled leaves it."""
+        job = self._start_to_prepare()
+        if not job.done():
+            await asyncio.wait([asyncio.wrap_future(job)])
+        # Of CUDA, or of what compiles kernels: it may lack a C compiler.
+        if (error := job.result()) is not None:
+            self._preparing = None
+            raise self._failed(error)
+        if self._closed:
+            raise Closed("the pool is closed")
+
+    def _start_to_prepare(self) -> Future[Exception | None]:
+        if self._closed:
+            raise Closed("the pool is closed")
+        if self._preparing is None:
+            self._preparing = self._executor.submit(self._try_to_prepare)
+        return self._preparing
+
+    def _try_to_prepare(self) -> Exception | None:
+        try:
+            self._work(self._prepare, lambda _: None)
+        except Exception as error:
+            return error
+        return None
+
+    def _failed(self, error: Exception) -> DeviceFailed:
+        return DeviceFailed(f"device {self._device}: {first_line(error)}")
 
     def _work(self, queue: Callable[[], R], finish: Callable[[R], S]) -> S:
         with self._inference_mode(), self._on_stream():

@@ -29,6 +29,7 @@ from kvpool import (
 )
 from kvpool.client import device_direct as direct
 from kvpool.client import device_writes, reader
+from kvpool.client.buffers import DeviceBlock
 from kvpool.client.servers import Servers
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned
 from kvpool.device.thread import DeviceThread
@@ -166,6 +167,8 @@ async def test_a_batch_is_hashed_in_steps_without_kernels(
         return device_checksums(blocks, seeds)
 
     monkeypatch.setattr(direct, "device_checksums", counted)
+    await blocks_come_whole(client, writer, gpu, "first")  # all is compiled
+    batches.clear()
     chain = keys("steps", 5)
     await writer.write(NAMESPACE, chain, values(chain, SIZE))
     targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
@@ -330,7 +333,15 @@ async def auto(
     async with served.pool(configured(served, "auto")) as pool:
         pool._servers._host = dataclasses.replace(pool._servers._host, id="elsewhere")
         await pool.members()
+        await compiled(pool, gpu)
         yield pool
+
+
+async def compiled(pool: Pool, gpu: FakeGpu) -> None:
+    """Both devices have their kernels."""
+    for number in range(2):
+        block = DeviceBlock((gpu.tensor(b"-", number),), 1, ())
+        await eventually(lambda block=block: pool._devices().is_ready(block))
 
 
 async def test_auto_is_direct_where_a_fabric_leads_to_the_server(
@@ -512,6 +523,62 @@ async def test_no_byte_comes_before_the_callers_own_work_has_ended(
     assert gpu.content(old[0]) == value(chain[0], SIZE)
 
 
+@pytest.mark.parametrize("rows", ["one row", "layers"])
+async def test_no_call_waits_for_a_compiler_beyond_its_deadline(
+    client: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rows: str
+) -> None:
+    """It takes seconds, once; a call that ends meanwhile, in any way, does not end that."""
+    compiled, compilations = threading.Event(), []
+
+    def compiles(device: Any) -> None:
+        compilations.append(device)
+        assert compiled.wait(20)
+
+    monkeypatch.setattr(direct, "_compile", compiles)
+    chain = keys(f"compiler {rows}", 2)
+    data = values(chain, SIZE)
+    await writer.write(NAMESPACE, chain, data)
+    targets = [layers(gpu) if rows == "layers" else [gpu.tensor(b"-" * SIZE)] for _ in chain]
+    calls = [client.read(NAMESPACE, [k], [t], timeout=0.3) for k, t in zip(chain, targets)]  # noqa: B905
+    async with asyncio.timeout(10):
+        assert list(map(labels, await asyncio.gather(*calls))) == [["deadline"]] * 2
+    cancelled = asyncio.ensure_future(client.read(NAMESPACE, chain, targets))
+    await asyncio.sleep(0.1)
+    cancelled.cancel()
+    await asyncio.wait([cancelled], timeout=10)
+    assert cancelled.cancelled()
+    reading = asyncio.ensure_future(client.read(NAMESPACE, chain, targets))
+    await asyncio.sleep(0.05)
+    compiled.set()
+    assert labels(await reading) == ["hit"] * 2
+    assert [joined(gpu, target) for target in targets] == data
+    assert len(compilations) == 1
+
+
+async def test_auto_goes_through_the_host_until_kernels_are_compiled(
+    auto: Pool, writer: Pool, served: dev.Dev, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    chain = keys("still compiling", 2)
+    data = values(chain, SIZE)
+    monkeypatch.setattr(direct, "_compile", lambda device: go_on.wait(20))
+    async with served.pool(configured(served, "auto")) as pool:
+        pool._servers._host = auto._servers._host
+        await pool.members()
+        for _ in range(2):
+            sources = [gpu.tensor(one) for one in data]
+            assert all(one.present for one in await pool.write(NAMESPACE, chain, sources))
+            targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
+            assert labels(await pool.read(NAMESPACE, chain, targets)) == ["hit"] * 2
+            assert [gpu.content(target) for target in targets] == data
+        assert not pool.counters["direct_read_bytes"] + pool.counters["direct_write_bytes"]
+        go_on.set()
+        await compiled(pool, gpu)
+        targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
+        assert labels(await pool.read(NAMESPACE, chain, targets)) == ["hit"] * 2
+        assert pool.counters["direct_read_bytes"] == 2 * SIZE
+
+
 async def test_a_busy_device_costs_a_deadline(client: Pool, writer: Pool, gpu: FakeGpu) -> None:
     chain = keys("busy", 2)
     await writer.write(NAMESPACE, chain, values(chain, SIZE))
@@ -531,6 +598,7 @@ async def test_a_call_waits_for_a_device_that_has_begun(
     client: Pool, writer: Pool, gpu: FakeGpu
 ) -> None:
     """Its kernels read and write the memory: nobody may have that back before they have ended."""
+    await blocks_come_whole(client, writer, gpu, "first")  # all is compiled
     chain = keys("begun", 3)
     await writer.write(NAMESPACE, chain, values(chain, SIZE))
     for ending in ("deadline", "cancel"):

@@ -173,6 +173,7 @@ async def test_one_launch_hashes_a_batch(
         copies.append(len(sources))
         copy_rows(sources, targets)
 
+    await blocks_arrive_whole(client, writer, gpu, "first")  # all is compiled
     monkeypatch.setattr(direct, "device_checksums", counted)
     monkeypatch.setattr(direct, "uses_kernels", lambda device: True)
     monkeypatch.setattr(writes, "copy_rows", gathered)
@@ -494,6 +495,7 @@ async def test_a_write_waits_for_a_device_that_has_begun(
     client: Pool, writer: Pool, gpu: FakeGpu
 ) -> None:
     """Its kernels read the memory: nobody may have that back before they have ended."""
+    await blocks_arrive_whole(client, writer, gpu, "first")  # all is compiled
     for ending in ("deadline", "cancel"):
         chain = keys(ending, 3)
         sources = [in_layers(gpu, one) for one in values(chain, SIZE)]

@@ -25,6 +25,7 @@ from tests.client.test_direct import (
     LARGE,
     SIZE,
     SMALL,
+    compiled,
     configured,
     damage,
     joined,
@@ -303,6 +304,7 @@ async def auto(
     async with served.pool(configured(served, "auto")) as pool:
         pool._servers._host = dataclasses.replace(pool._servers._host, id="elsewhere")
         await pool.members()
+        await compiled(pool, gpu)
         yield pool
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from kvpool import ROOT, Cluster, Namespace, dev
 from kvpool.client import device_direct as direct
+from kvpool.device.xxh3 import SHORT
 from kvpool.errors import ConfigError
 from kvpool_connector import block_memory, settings
 from kvpool_connector.block_memory import DeviceBlockMemory, DirectBlockMemory, memory_of, views_of
@@ -225,6 +226,7 @@ async def test_the_clients_memory_is_taken_before_the_engine_measures(
     taken: list[Any] = []
     monkeypatch.setattr(direct, "_reserved", {})
     monkeypatch.setattr(direct, "_allocate", lambda device: taken.append(device) or object())
+    monkeypatch.setattr(direct, "_compile", lambda device: taken.append("kernels"))
     transfer = SimpleNamespace(
         kv_connector=settings.CONNECTOR, kv_connector_extra_config={"device_path": "direct"}
     )
@@ -233,7 +235,23 @@ async def test_the_clients_memory_is_taken_before_the_engine_measures(
         vllm_config=SimpleNamespace(kv_transfer_config=transfer),
     )
     vllm_memory._then_reserve(lambda wrapper: None)(wrapper)
-    assert taken == [torch.device("cuda", 0)]
+    assert taken == [torch.device("cuda", 0), "kernels"]
+
+
+def test_kernels_of_both_kinds_are_compiled_where_memory_is_taken(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For rows of whole words, and for rows that begin anywhere: nothing is left for a call."""
+    hashed, copied = [], []
+    monkeypatch.setattr(direct, "_reserved", {})
+    monkeypatch.setattr(direct, "hash_rows", lambda rows, seeds: hashed.extend(rows))
+    monkeypatch.setattr(direct, "copy_rows", lambda *rows: copied.extend(rows[0] + rows[1]))
+    device = torch.device("cuda", 0)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        direct.reserve_device_memory(device)
+    for rows in (hashed, copied):
+        assert {row.data_ptr() % 8 == 0 for row in rows} == {True, False}
+        assert all(len(row) > SHORT for row in rows)
 
 
 async def test_a_client_uses_what_was_taken_for_it(
