@@ -345,7 +345,7 @@ class DeviceBlockMemory:
 class DirectBlockMemory:
     """Blocks in memory of a device, which the pool's client takes where they lie.
 
-    It gathers, scatters and hashes on the device itself, over 32 MiB that it takes once; nothing is
+    It gathers, scatters and hashes on the device itself, over 64 MiB that it takes once; nothing is
     staged here. (design: device-memory)
     """
 

@@ -31,8 +31,8 @@ from kvpool.types import DIRECT_PIECES_MAX, ReadResult, ReadStatus
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of a device that one client uses for blocks that it gathers or scatters. They are taken
-#: with the first such block, and an engine has no memory to spare.
+#: Bytes of a device that one client uses for blocks that it gathers, and as many for those that it
+#: scatters. They are taken with the first such block, and an engine has no memory to spare.
 SCRATCH: Final = DIRECT_PIECES_MAX
 #: Bytes that are hashed at a time without kernels.
 _STEP: Final = 1 << 20
@@ -48,18 +48,18 @@ Fetch: TypeAlias = Callable[[DeviceTargets], Awaitable[Mapping[int, ReadResult]]
 
 
 #: Scratch memory that was taken before the client that is going to use it.
-_reserved: dict[torch.device, torch.Tensor] = {}
+_reserved: dict[torch.device, list[torch.Tensor]] = {}
 
 
 def reserve_device_memory(device: torch.device) -> None:
-    """Take the `DIRECT_PIECES_MAX` bytes of a device that direct transfers need, for the next
-    client that does, and compile its kernels: that takes seconds, which no call has.
+    """Take twice the `DIRECT_PIECES_MAX` bytes of a device that direct reads and direct writes
+    need, for the next client, and compile its kernels: that takes seconds, which no call has.
 
     For a program that measures what is left of a device and takes the rest. Called again, this does
     nothing until a client has them.
     """
-    if device not in _reserved:
-        _reserved[device] = _allocate(device)
+    if not _reserved.get(device):
+        _reserved[device] = [_allocate(device), _allocate(device)]
         _compile(device)
 
 
@@ -71,9 +71,11 @@ class _Scratch(NamedTuple):
 
 
 class Devices:
-    """The devices of one client: a thread for each, memory, and a token that writes send first.
+    """What reads of one client, or its writes, have of devices: a thread for each, memory, and a
+    token that writes send first.
 
-    Nothing is taken of a device before a block needs it.
+    Nothing is taken of a device before a block needs it. A request waits for a read, and nobody for
+    a write: neither is behind the other, and a write keeps its memory until a server has all of it.
     """
 
     def __init__(self) -> None:
@@ -90,8 +92,9 @@ class Devices:
         async with until(deadline):
             async with self._preparing:
                 if device not in self._scratch:
-                    memory = _reserved.pop(device, None)
-                    if memory is None:
+                    if spare := _reserved.get(device):
+                        memory = spare.pop()
+                    else:
                         memory = await thread.run(partial(_allocate, device), _same)
                     self._scratch[device] = _Scratch(memory, asyncio.Lock())
             scratch = self._scratch[device]

@@ -165,7 +165,7 @@ class Pool:
         )
         self.durations = servers.durations
         self._device_staging: Staging | None = None
-        self._device_work: Devices | None = None
+        self._device_work: list[Devices] = []  # of reads, and of writes
         self._direct_reads: DirectReads | None = None
         self._direct_writes: DirectWrites | None = None
         locations = LocationCache()
@@ -680,8 +680,8 @@ class Pool:
             self._masters.close()
             if self._device_staging is not None:
                 self._device_staging.close()
-            if self._device_work is not None:
-                self._device_work.close()
+            for devices in self._device_work:
+                devices.close()
             if self._owns_network:
                 self._network.close()
                 await self._network.wait_closed()
@@ -760,11 +760,10 @@ class Pool:
         return self._direct_writes
 
     def _devices(self) -> Devices:
-        if self._device_work is None:
-            from kvpool.client.device_direct import Devices
+        from kvpool.client.device_direct import Devices
 
-            self._device_work = Devices()
-        return self._device_work
+        self._device_work.append(Devices())
+        return self._device_work[-1]
 
     def _begin(self, timeout: float | None) -> float:
         """The deadline of a call that starts now.

@@ -341,7 +341,8 @@ async def compiled(pool: Pool, gpu: FakeGpu) -> None:
     """Both devices have their kernels."""
     for number in range(2):
         block = DeviceBlock((gpu.tensor(b"-", number),), 1, ())
-        await eventually(lambda block=block: pool._devices().is_ready(block))
+        for devices in (pool._direct()._devices, pool._direct_writer()._devices):
+            await eventually(lambda devices=devices, block=block: devices.is_ready(block))
 
 
 async def test_auto_is_direct_where_a_fabric_leads_to_the_server(
@@ -624,8 +625,9 @@ async def still(client: Pool, gpu: FakeGpu, targets: Sequence[Any]) -> None:
     """Nothing writes into this memory any more, and the next read is well."""
     before = [gpu.content(piece) for target in targets for piece in target]
     await asyncio.sleep(0.02)
-    for thread in client._devices()._threads.values():
-        await thread.run(lambda: None, lambda _: None)
+    for devices in client._device_work:
+        for thread in devices._threads.values():
+            await thread.run(lambda: None, lambda _: None)
     assert [gpu.content(piece) for target in targets for piece in target] == before
 
 

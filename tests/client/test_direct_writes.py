@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -308,7 +309,7 @@ async def test_a_token_that_arrives_as_another_is_refused(
     client: Pool, writer: Pool, gpu: FakeGpu
 ) -> None:
     """Bytes of the device are wrong on their way: known before a block is sent."""
-    token = await client._devices().token(
+    token = await client._direct_writer()._devices.token(
         torch.device("cuda", 0), asyncio.get_running_loop().time() + 9
     )
     token.memory.behind[0] ^= 1  # type: ignore[attr-defined]
@@ -517,6 +518,42 @@ async def test_a_write_waits_for_a_device_that_has_begun(
         assert await read_back(writer, chain) == ["never written"] * 3
 
 
+@pytest.mark.parametrize("slow", ["its device", "its server"])
+async def test_a_read_is_not_behind_a_write(
+    client: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """A request waits for a read, and nobody for a write: it may gather, or be on its way."""
+    go_on, begun, sent = threading.Event(), threading.Event(), asyncio.Event()
+    gather, send = writes.copy_rows, writes.DirectWrites.write_to
+
+    def gathers(sources: Any, targets: Any) -> None:
+        begun.set()
+        assert slow == "its server" or go_on.wait(20)
+        gather(sources, targets)
+
+    async def sends(*arguments: Any) -> Any:
+        await sent.wait()
+        return await send(*arguments)
+
+    monkeypatch.setattr(writes, "copy_rows", gathers)
+    monkeypatch.setattr(writes.DirectWrites, "write_to", sends)
+    old, new = keys("read", 3), keys("written", 3)
+    await writer.write(NAMESPACE, old, values(old, SIZE))
+    sources = [in_layers(gpu, one) for one in values(new, SIZE)]
+    writing = asyncio.ensure_future(client.write(NAMESPACE, new, sources))
+    assert await asyncio.to_thread(begun.wait, 20)
+    await asyncio.sleep(0.1)
+    targets = [in_layers(gpu, b"-" * SIZE) for _ in old]
+    async with asyncio.timeout(10):
+        results = await client.read(NAMESPACE, old, targets)
+    assert [one.status.label for one in results] == ["hit"] * 3
+    assert not writing.done()
+    go_on.set()
+    sent.set()
+    assert statuses(await writing) == ["stored"] * 3
+    assert await read_back(writer, new) == values(new, SIZE)
+
+
 async def test_a_write_that_is_cancelled_anywhere_leaves_nothing_behind(
     client: Pool, writer: Pool, served: dev.Dev, gpu: FakeGpu
 ) -> None:
@@ -538,7 +575,7 @@ async def test_a_write_that_is_cancelled_anywhere_leaves_nothing_behind(
         for source in sources:
             for piece in source:
                 piece.behind.fill_(7)
-        for memory in [one.memory for one in client._devices()._scratch.values()]:
+        for memory in [one.memory for one in client._direct_writer()._devices._scratch.values()]:
             memory.behind.fill_(8)
         for found, block in zip(await read_back(writer, chain), data, strict=True):
             assert found in (block, "never written", "removed")

@@ -235,7 +235,7 @@ async def test_the_clients_memory_is_taken_before_the_engine_measures(
         vllm_config=SimpleNamespace(kv_transfer_config=transfer),
     )
     vllm_memory._then_reserve(lambda wrapper: None)(wrapper)
-    assert taken == [torch.device("cuda", 0), "kernels"]
+    assert taken == [torch.device("cuda", 0)] * 2 + ["kernels"]
 
 
 def test_kernels_of_both_kinds_are_compiled_where_memory_is_taken(
@@ -262,11 +262,12 @@ async def test_a_client_uses_what_was_taken_for_it(
     with torch.cuda.stream(torch.cuda.Stream(device)):
         direct.reserve_device_memory(device)
         direct.reserve_device_memory(device)
-    (reserved,) = direct._reserved.values()
-    first, second = direct.Devices(), direct.Devices()
+    (reserved,) = [list(memories) for memories in direct._reserved.values()]
+    reads, writes, others = direct.Devices(), direct.Devices(), direct.Devices()
     until = asyncio.get_running_loop().time() + 9
-    async with first.scratch(device, until) as one, second.scratch(device, until) as other:
-        assert one is reserved
-        assert other is not reserved
-    first.close()
-    second.close()
+    async with reads.scratch(device, until) as one, writes.scratch(device, until) as other:
+        assert {id(one), id(other)} == set(map(id, reserved))
+        async with others.scratch(device, until) as third:
+            assert id(third) not in map(id, reserved)
+    for devices in (reads, writes, others):
+        devices.close()
