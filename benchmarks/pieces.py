@@ -68,18 +68,19 @@ async def measure(shape: Shape, master: str, rounds: int) -> list[Row]:
     config = ClientConfig(masters=[master], transports=["shm"])
     async with await kvpool.connect(config=config) as pool:
         for number in range(rounds + 1):
-            source: Any = await whole.source(ids, None)
-            began = time.perf_counter()
-            at = 0
-            for block in source:
-                for piece in block:
-                    np.copyto(flat[at : at + len(piece)], np.frombuffer(piece, np.uint8))
-                    at += len(piece)
+            source: Any
+            async with whole.source(ids, None) as source:
+                began = time.perf_counter()
+                at = 0
+                for block in source:
+                    for piece in block:
+                        np.copyto(flat[at : at + len(piece)], np.frombuffer(piece, np.uint8))
+                        at += len(piece)
             copied = time.perf_counter()
             chain = [secrets.token_bytes(32) for _ in ids]
             for part in range(shape.parts):
-                source = await memory.source(ids, None, part)
-                statuses = await pool.write(namespace, chain, source, part=part)
+                async with memory.source(ids, None, part) as source:
+                    statuses = await pool.write(namespace, chain, source, part=part)
                 assert all(status.present for status in statuses)
             gathered = time.perf_counter()
             for part in range(shape.parts):

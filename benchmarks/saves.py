@@ -20,7 +20,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -184,7 +184,7 @@ def _floor_s(engine: _PlayedEngine, blocks: int) -> float:
     """CPU seconds of a bare loop that copies and hashes so many blocks."""
     flat = memoryview(bytearray(engine.blocks * engine.memory.block_bytes))
     ids = [number % engine.blocks for number in range(blocks)]
-    sources: Any = asyncio.run(engine.memory.source(ids, None))
+    sources = [asyncio.run(engine.memory.host_source(number, None)) for number in ids]
     began = _cpu_s()
     for number, pieces in zip(ids, sources, strict=True):
         hasher = xxhash.xxh3_64()

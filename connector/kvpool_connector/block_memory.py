@@ -2,9 +2,8 @@
 
 Memory of this process is used in place: the pool gets a block's pieces where they are. Memory of a
 device is staged: one gather on the device, one copy to page-locked memory, and the reverse, over
-16 MiB of the device that are taken at the start. Or, where the pool's client takes memory of
-devices, it gets the pieces there, too.
-(design: pool-thread)
+16 MiB of the device and page-locked memory that are taken at the start. Or, where the pool's client
+takes memory of devices, it gets the pieces there, too. (design: pool-thread)
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
+from kvpool import ConfigError
 from kvpool.types import DIRECT_PIECES_MAX, DeviceRows, Memory
 from kvpool_connector.comparison import LayerBytes
 from kvpool_connector.kv_layout import (
@@ -34,8 +34,11 @@ from kvpool_connector.kv_layout import (
     windows,
 )
 
-#: Page-locked host memory of one call; the worker splits larger transfers.
-STAGING_BYTES: Final = 64 << 20
+#: Page-locked host memory of one transfer; the worker splits larger ones.
+STAGING_BYTES: Final = 32 << 20
+#: Transfers that have such memory at a time, as `transfers_max` has them if nobody sets it.
+_LOADS: Final = 4
+_SAVES: Final = 2
 #: All that staging takes of a device, whatever the model. Copying half of it over a bus takes
 #: 0.15 ms or more: starting the next round costs little beside it.
 DEVICE_BYTES: Final = 16 << 20
@@ -67,10 +70,12 @@ class BlockMemory(Protocol):
     def record_event(self) -> Any:
         """The device's work that the engine has submitted so far. Called by the engine's thread."""
 
-    async def source(self, block_ids: Sequence[int], after: Any, part: int = 0) -> list[Memory]:
+    def source(
+        self, block_ids: Sequence[int], after: Any, part: int = 0
+    ) -> AbstractAsyncContextManager[list[Memory]]:
         """The bytes of a part of these blocks when the work before the event `after` is done.
 
-        Valid until the blocks change.
+        Valid until the blocks change, or the `with` has ended.
         """
 
     async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
@@ -158,17 +163,16 @@ class HostBlockMemory:
     def record_event(self) -> None:
         return None
 
-    async def source(self, block_ids: Sequence[int], after: None, part: int = 0) -> list[Memory]:
-        return [self._pieces(block, part) for block in block_ids]
+    @asynccontextmanager
+    async def source(
+        self, block_ids: Sequence[int], after: None, part: int = 0
+    ) -> AsyncIterator[list[Memory]]:
+        yield [self._pieces(block, part) for block in block_ids]
 
     async def host_source(self, block_id: int, after: None, part: int = 0) -> list[Any]:
         return self._pieces(block_id, part)
 
-    @asynccontextmanager
-    async def target(
-        self, block_ids: Sequence[int], after: None, part: int = 0
-    ) -> AsyncIterator[list[Memory]]:
-        yield [self._pieces(block, part) for block in block_ids]
+    target = source
 
     def _pieces(self, block: int, part: int) -> list[Any]:
         pieces: list[Any] = []
@@ -179,19 +183,61 @@ class HostBlockMemory:
 
 
 class _Lane:
-    """A buffer of a device that never grows, a stream that uses it, and a thread."""
+    """A buffer of a device that never grows, a stream that uses it, a thread, and page-locked
+    memory of the host for so many `transfers`. No transfer takes more."""
 
-    def __init__(self, device: torch.device, size: int, name: str) -> None:
+    def __init__(self, device: torch.device, size: int, name: str, transfers: int) -> None:
+        self.device = device
         self.executor = ThreadPoolExecutor(1, name)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # On the stream that uses them: the allocator may hand out what another one still reads.
         with torch.cuda.stream(self.stream):
             self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
             self.numbers = torch.empty(_ROUND_BLOCKS, dtype=torch.int64, device=device)
+        self._transfers = transfers
+        self._host_bytes = 0
+        self._free: list[torch.Tensor] = []
+        self.hold(STAGING_BYTES)
+
+    def hold(self, size: int) -> None:
+        """Have page-locked memory for transfers of so many bytes, and of all that have less.
+
+        To be called at the start. Raises ConfigError if there is none.
+        """
+        if size <= self._host_bytes:
+            return
+        locked = self.stream is not None
+        count = self._transfers
+        try:
+            with torch.cuda.stream(self.stream):  # of this device, not of another
+                whole = torch.empty(count, size, dtype=torch.uint8, pin_memory=locked)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{count * size >> 20} MiB of page-locked host memory for {self.device} cannot be "
+                f"had: {str(error).partition(chr(10))[0]}; see the limits of this container's "
+                "memory and of locked memory (ulimit -l)"
+            ) from None
+        self._free, self._host_bytes = list(whole), size
+
+    @asynccontextmanager
+    async def host(self, count: int, size: int) -> AsyncIterator[torch.Tensor]:
+        """So many rows of page-locked memory, as soon as a transfer that has it ends."""
+        free = self._free
+        while True:
+            try:
+                whole = free.pop()
+                break
+            except IndexError:  # polled: engines in one process may have a loop each
+                await asyncio.sleep(_POLL_S)
+        try:
+            yield whole[: count * size].view(count, size)
+        finally:
+            free.append(whole)
 
 
 class DeviceStage(_Lane):
-    """What staging takes of a device: a lane for loads, and one for saves, half of `size` each.
+    """What staging takes of a device and of its host: a lane for loads, and one for saves, half of
+    `size` each. Raises ConfigError if there is no memory for them.
 
     A request waits for a load, and nobody for a save: neither is behind the other. All groups of a
     worker share it, so that neither their number nor the length of a prompt changes what is left
@@ -199,9 +245,8 @@ class DeviceStage(_Lane):
     """
 
     def __init__(self, device: torch.device, size: int = DEVICE_BYTES) -> None:
-        super().__init__(device, size // 2, "kvpool-load")
-        self.device = device
-        self.saves = _Lane(device, size // 2, "kvpool-save")
+        super().__init__(device, size // 2, "kvpool-load", _LOADS)
+        self.saves = _Lane(device, size // 2, "kvpool-save", _SAVES)
 
     @property
     def device_bytes(self) -> int:
@@ -211,7 +256,7 @@ class DeviceStage(_Lane):
 
 @functools.cache
 def stage_of(device: torch.device) -> DeviceStage:
-    """The one of this process. It takes the device's memory when it is first asked for."""
+    """The one of this process. It takes its memory when it is first asked for."""
     return DeviceStage(device)
 
 
@@ -239,6 +284,8 @@ class DeviceBlockMemory:
         self.block_bytes = self._part_bytes * parts
         self.packing = describe(divided[0])
         self.blocks_per_transfer = max(1, STAGING_BYTES // self._part_bytes)
+        self._stage.hold(self._part_bytes)
+        self._stage.saves.hold(self._part_bytes)
         self.layers = layer_bytes(divided[0])
         blocks = views[0].shape[0]
         self._windows = [
@@ -256,31 +303,33 @@ class DeviceBlockMemory:
         event.record(torch.cuda.current_stream(self._stage.device))
         return event
 
-    async def source(self, block_ids: Sequence[int], after: Any, part: int = 0) -> list[Memory]:
+    @asynccontextmanager
+    async def source(
+        self, block_ids: Sequence[int], after: Any, part: int = 0
+    ) -> AsyncIterator[list[Memory]]:
         await _reached(after)
-        staged = await self._do(
-            lambda: self._gather(block_ids, after, part), self._stage.saves.executor
-        )
-        return [row.numpy().data for row in staged]
+        lane = self._stage.saves
+        async with lane.host(len(block_ids), self._part_bytes) as staged:
+            await self._do(lane, lambda: self._gather(block_ids, staged, part))
+            yield [row.numpy().data for row in staged]
 
     async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
-        return list(await self.source([block_id], after, part))
+        async with self.source([block_id], after, part) as rows:
+            return [bytes(row) for row in rows]  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def target(
         self, block_ids: Sequence[int], after: Any, part: int = 0
     ) -> AsyncIterator[list[Memory]]:
-        staged = await self._do(lambda: self._host_rows(len(block_ids)))
-        yield [row.numpy().data for row in staged]
-        await _reached(after)  # kernels of the blocks' last user may still run
-        await self._do(lambda: self._scatter(block_ids, staged, after, part))
+        async with self._stage.host(len(block_ids), self._part_bytes) as staged:
+            yield [row.numpy().data for row in staged]
+            await _reached(after)  # kernels of the blocks' last user may still run
+            await self._do(self._stage, lambda: self._scatter(block_ids, staged, part))
 
-    async def _do(
-        self, work: Callable[[], torch.Tensor], executor: ThreadPoolExecutor | None = None
-    ) -> torch.Tensor:
+    async def _do(self, lane: _Lane, work: Callable[[], None]) -> None:
         # A cancelled call must not leave the thread at work on memory that is given back: also when
         # it is cancelled again, by the load's own timeout and by `close`.
-        job = (executor or self._stage.executor).submit(work)
+        job = lane.executor.submit(work)
         ended = asyncio.wrap_future(job)
         cancelled = False
         while not ended.done():
@@ -293,32 +342,23 @@ class DeviceBlockMemory:
             if not ended.cancelled():
                 ended.exception()  # retrieved, or asyncio would log it
             raise asyncio.CancelledError
-        return ended.result()
+        ended.result()
 
-    def _host_rows(self, count: int) -> torch.Tensor:
-        pinned = self._stage.stream is not None
-        return torch.empty(count, self._part_bytes, dtype=torch.uint8, pin_memory=pinned)
-
-    def _gather(self, block_ids: Sequence[int], after: Any, part: int) -> torch.Tensor:
-        host = self._host_rows(len(block_ids))
+    def _gather(self, block_ids: Sequence[int], host: torch.Tensor, part: int) -> None:
         lane = self._stage.saves
-        with _on_stream(lane, after):
+        with _on_stream(lane):
             for numbers, pieces, staged, rows in self._rounds(lane, block_ids, part, host):
                 for whole, place in pieces:
                     torch.index_select(whole, 0, numbers, out=place)
                 rows.copy_(staged, non_blocking=True)
-        return host
 
-    def _scatter(
-        self, block_ids: Sequence[int], host: torch.Tensor, after: Any, part: int
-    ) -> torch.Tensor:
+    def _scatter(self, block_ids: Sequence[int], host: torch.Tensor, part: int) -> None:
         lane = self._stage
-        with _on_stream(lane, after):
+        with _on_stream(lane):
             for numbers, pieces, staged, rows in self._rounds(lane, block_ids, part, host):
                 staged.copy_(rows, non_blocking=True)
                 for whole, place in pieces:
                     whole.index_copy_(0, numbers, place)
-        return host
 
     def _rounds(
         self, lane: _Lane, block_ids: Sequence[int], part: int, host: torch.Tensor
@@ -370,9 +410,12 @@ class DirectBlockMemory:
     def record_event(self) -> Any:
         return torch.cuda.current_stream(self._device).record_event()
 
-    async def source(self, block_ids: Sequence[int], after: Any, part: int = 0) -> list[Memory]:
+    @asynccontextmanager
+    async def source(
+        self, block_ids: Sequence[int], after: Any, part: int = 0
+    ) -> AsyncIterator[list[Memory]]:
         # The client waits for the event before it touches a byte.
-        return [DeviceRows(rows, after) for rows in await self._blocks(block_ids, part)]
+        yield [DeviceRows(rows, after) for rows in await self._blocks(block_ids, part)]
 
     async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
         [block] = await self._blocks([block_id], part)
@@ -381,11 +424,7 @@ class DirectBlockMemory:
         # In a thread: the device is waited for.
         return await asyncio.to_thread(lambda: [row.cpu().numpy().data for row in block])
 
-    @asynccontextmanager
-    async def target(
-        self, block_ids: Sequence[int], after: Any, part: int = 0
-    ) -> AsyncIterator[list[Memory]]:
-        yield await self.source(block_ids, after, part)
+    target = source
 
     async def _blocks(self, block_ids: Sequence[int], part: int) -> list[list[torch.Tensor]]:
         """The pieces of each block."""
@@ -406,14 +445,13 @@ async def _reached(after: Any) -> None:
 
 
 @contextmanager
-def _on_stream(lane: _Lane, after: Any) -> Iterator[None]:
-    """In order after `after`; when it ends, the device has done it."""
+def _on_stream(lane: _Lane) -> Iterator[None]:
+    """When it ends, the device has done what is queued in it."""
     # torch refuses to write into tensors made in inference mode, except in that mode.
     with torch.inference_mode(), torch.cuda.stream(lane.stream):  # no stream: no effect
         if lane.stream is None:
             yield
             return
-        lane.stream.wait_event(after)
         try:
             yield
         finally:

@@ -498,12 +498,9 @@ class ConnectorWorker:
         memory = self._memory[blocks.group]
         for first in range(0, len(blocks.digests), memory.blocks_per_transfer):
             digests = blocks.digests[first : first + memory.blocks_per_transfer]
-            async with self._checks.slots:
-                source = await memory.source(
-                    blocks.block_ids[first : first + memory.blocks_per_transfer],
-                    context.events[blocks.group],
-                    part,
-                )
+            ids = blocks.block_ids[first : first + memory.blocks_per_transfer]
+            after = context.events[blocks.group]
+            async with self._checks.slots, memory.source(ids, after, part) as source:
                 written = await pool.write(
                     context.namespaces[blocks.group],
                     digests,

@@ -48,7 +48,8 @@ async def test_a_block_of_any_layout_comes_back_elsewhere(name: str, pool: Pool)
     blocks = memory_of(layers)
     assert blocks.block_bytes == LAYERS * HEADS * TOKENS * CONTENT * 2
     chain = keys(name, 2)
-    await pool.write(NAMESPACE, chain, await blocks.source([1, 4], blocks.record_event()))
+    async with blocks.source([1, 4], blocks.record_event()) as source:
+        await pool.write(NAMESPACE, chain, source)
     async with blocks.target([2, 0], blocks.record_event()) as target:
         results = await pool.read(NAMESPACE, chain, target)
     assert all(result.size == blocks.block_bytes for result in results)
@@ -67,7 +68,8 @@ async def test_staged_memory_moves_the_same_bytes(pool: Pool) -> None:
     staged, in_place = DeviceBlockMemory(views, buffers), HostBlockMemory(views, buffers)
     assert (staged.block_bytes, staged.packing) == (in_place.block_bytes, in_place.packing)
     chain = keys("staged", 2)
-    await pool.write(NAMESPACE, chain, await staged.source([1, 4], staged.record_event()))
+    async with staged.source([1, 4], staged.record_event()) as saved:
+        await pool.write(NAMESPACE, chain, saved)
     async with in_place.target([2, 0], in_place.record_event()) as target:
         await pool.read(NAMESPACE, chain, target)
     async with staged.target([3, 5], staged.record_event()) as target:

@@ -7,14 +7,17 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpool_connector import fingerprint
+from kvpool import ConfigError
+from kvpool_connector import block_memory, fingerprint
 from kvpool_connector.block_memory import (
     DEVICE_BYTES,
     STAGING_BYTES,
+    BlockMemory,
     DeviceBlockMemory,
     DeviceStage,
     HostBlockMemory,
@@ -24,8 +27,16 @@ from kvpool_connector.block_memory import (
 )
 from kvpool_connector.kv_layout import SliceRun, windows
 from tests.connector.test_connector_parts import LAYOUTS, caches
+from tests.support.fake_device import FakeGpu
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
+
+
 BLOCK_BYTES = 3 * 2 * 4 * 8 * 2
 
 
@@ -57,8 +68,10 @@ def in_place(layers: dict[str, torch.Tensor]) -> HostBlockMemory:
     return HostBlockMemory(views_of(layers, buffers), buffers)
 
 
-def joined(block: Any) -> bytes:
-    return b"".join(bytes(piece) for piece in (block if isinstance(block, list) else [block]))
+async def saved(memory: BlockMemory, ids: Sequence[int], after: Any = None) -> list[bytes]:
+    """What a save of these blocks would send."""
+    async with memory.source(ids, after) as source:
+        return [b"".join(one if isinstance(one, list) else [one]) for one in source]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -68,13 +81,11 @@ async def test_a_buffer_of_any_size_moves_the_same_bytes(layout: str, size: int)
     layers = caches(LAYOUTS[layout])
     before = {layer: cache.clone() for layer, cache in layers.items()}
     memory, ids = staged(layers, size), [4, 1, 3]
-    source = await memory.source(ids, None)
-    assert [joined(one) for one in source] == [
-        joined(one) for one in await in_place(layers).source(ids, None)
-    ]
+    source = await saved(memory, ids)
+    assert source == await saved(in_place(layers), ids)
     async with memory.target([0, 5, 2], None) as target:
         for place, block in zip(target, source, strict=True):
-            place[:] = joined(block)
+            place[:] = block  # type: ignore[index]
     for layer, cache in layers.items():
         for block, was in ((0, 4), (5, 1), (2, 3), (4, 4), (1, 1), (3, 3)):
             assert torch.equal(cache[block], before[layer][was])
@@ -83,18 +94,17 @@ async def test_a_buffer_of_any_size_moves_the_same_bytes(layout: str, size: int)
 async def test_more_blocks_than_a_round_has_numbers_for() -> None:
     """Blocks of a few bytes: it is not the buffer that is full first."""
     memory = staged(caches(LAYOUTS["LBHNC"]), 4 << 20)
-    found = await memory.source([1, 4, 2] * 3000, None)
-    assert [joined(one) for one in found] == [joined(one) for one in found[:3]] * 3000
-    assert joined(found[0]) != joined(found[1])
+    found = await saved(memory, [1, 4, 2] * 3000)
+    assert found == found[:3] * 3000
+    assert found[0] != found[1]
 
 
 def copied(memory: DeviceBlockMemory, ids: Sequence[int]) -> int:
-    """Bytes of the largest memory that was allocated beside the rows of the host."""
-    host = memory._host_rows(len(ids))
-    memory._host_rows = lambda count: host  # type: ignore[method-assign]
+    """Bytes of the largest memory that was allocated."""
+    host = torch.empty(len(ids), memory.block_bytes, dtype=torch.uint8)
     with Allocations() as seen:
-        memory._gather(ids, None, 0)
-        memory._scatter(ids, host, None, 0)
+        memory._gather(ids, host, 0)
+        memory._scatter(ids, host, 0)
     return seen.largest
 
 
@@ -128,6 +138,61 @@ def test_all_groups_of_a_worker_share_one_buffer() -> None:
 def test_what_one_transfer_takes_of_the_host_is_bounded() -> None:
     memory = staged(caches(LAYOUTS["LBHNC"]), 4096)
     assert memory.blocks_per_transfer * memory.block_bytes <= STAGING_BYTES
+
+
+async def hold(memory: DeviceBlockMemory, go_on: asyncio.Event, places: list[int]) -> None:
+    """A load that has its memory of the host until it may go on."""
+    async with memory.target([1], None) as (place,):
+        places.append(np.frombuffer(place, np.uint8).ctypes.data)  # type: ignore[call-overload]
+        await go_on.wait()
+
+
+async def test_transfers_take_no_memory_of_the_host_and_wait_for_what_is_there() -> None:
+    """Locking pages takes longer than a copy; so it was done at the start."""
+    memory = staged(caches(LAYOUTS["LBHNC"]), 4096)
+    places: list[int] = []
+    for _ in range(2):
+        go_on = asyncio.Event()
+        loads = [asyncio.create_task(hold(memory, go_on, places)) for _ in range(5)]
+        await asyncio.sleep(0.02)
+        assert len(set(places)) == len(places) == 4  # the fifth waits
+        assert await saved(memory, [2])  # a save has its own
+        loads[0].cancel()  # what it had is the next one's
+        await asyncio.wait(loads[:1])
+        await asyncio.sleep(0.02)
+        assert len(places) == 5
+        assert len(set(places)) == 4
+        go_on.set()
+        await asyncio.wait(loads)
+        places.clear()
+
+
+async def test_a_block_larger_than_a_transfer_has_memory_from_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_memory, "STAGING_BYTES", BLOCK_BYTES - 1)
+    layers = caches(LAYOUTS["LBHNC"])
+    memory = staged(layers, 4096)
+    assert memory.blocks_per_transfer == 1
+    monkeypatch.setattr(block_memory, "STAGING_BYTES", 0)
+    assert await saved(memory, [3]) == await saved(in_place(layers), [3])
+    await load(memory, 2, Step(ended=True))
+    assert not any(cache[2].any() for cache in layers.values())
+
+
+def test_memory_that_cannot_be_locked_is_one_sentence_at_the_start(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(size: int, device: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might")
+
+    monkeypatch.setattr(gpu, "pinned", fails)
+    with pytest.raises(
+        ConfigError,
+        match=r"^128 MiB of page-locked host memory for cuda:1 cannot be had: CUDA error: out of "
+        r"memory; see the limits of this container's memory and of locked memory \(ulimit -l\)$",
+    ):
+        DeviceStage(torch.device("cuda", 1))
 
 
 async def test_caches_that_were_made_in_inference_mode_are_written() -> None:
@@ -186,16 +251,16 @@ async def test_a_call_that_is_cancelled_again_has_left_its_memory(
     at_work: list[Sequence[int]] = []
     gather = memory._gather
 
-    def slow(ids: Sequence[int], after: Any, part: int) -> torch.Tensor:
+    def slow(ids: Sequence[int], host: torch.Tensor, part: int) -> None:
         at_work.append(ids)
         running.set()
         assert go_on.wait(10)
-        return gather(ids, after, part)
+        gather(ids, host, part)
 
     monkeypatch.setattr(memory, "_gather", slow)
-    first = asyncio.create_task(memory.source([1], None))
+    first = asyncio.create_task(saved(memory, [1]))
     assert await asyncio.to_thread(running.wait, 10)
-    cancelled = first if begun else asyncio.create_task(memory.source([2], None))
+    cancelled = first if begun else asyncio.create_task(saved(memory, [2]))
     for _ in range(3):
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -206,13 +271,14 @@ async def test_a_call_that_is_cancelled_again_has_left_its_memory(
         await cancelled
     assert at_work == [[1]]
     await asyncio.wait([first])
+    assert len(memory._stage.saves._free) == 2
 
 
 class Step:
     """The event behind a step of the engine, as CUDA's."""
 
-    def __init__(self) -> None:
-        self.ended = False
+    def __init__(self, *, ended: bool = False) -> None:
+        self.ended = ended
         self.asked = asyncio.Event()
 
     def query(self) -> bool:
@@ -234,9 +300,8 @@ async def test_a_copy_waits_for_its_own_step_and_for_no_later_one() -> None:
     """A load whose step has ended, beside a save and a load of the next step, a long prefill."""
     layers = caches(LAYOUTS["LBHNC"])
     memory = staged(layers, 4096)
-    this, next_one = Step(), Step()
-    this.ended = True
-    saving = asyncio.create_task(memory.source([2], next_one))
+    this, next_one = Step(ended=True), Step()
+    saving = asyncio.create_task(saved(memory, [2], next_one))
     await next_one.was_asked()
     loading = asyncio.create_task(load(memory, 4, next_one))
     await next_one.was_asked()
@@ -248,9 +313,9 @@ async def test_a_copy_waits_for_its_own_step_and_for_no_later_one() -> None:
     assert all(cache[4].any() for cache in layers.values())
     for cache in layers.values():
         cache[2] = 7
-    expected = joined((await in_place(layers).source([2], None))[0])
+    expected = await saved(in_place(layers), [2])
     next_one.ended = True
-    assert joined((await saving)[0]) == expected
+    assert await saving == expected
     await loading
     assert not any(cache[4].any() for cache in layers.values())
 
@@ -258,11 +323,10 @@ async def test_a_copy_waits_for_its_own_step_and_for_no_later_one() -> None:
 async def test_a_load_is_not_behind_a_save_in_its_thread() -> None:
     """Nobody waits for a save, and a request for a load."""
     memory = staged(caches(LAYOUTS["LBHNC"]), 4096)
-    go_on, step = threading.Event(), Step()
-    step.ended = True
+    go_on, step = threading.Event(), Step(ended=True)
     saves = memory._stage.saves
     saves.executor.submit(go_on.wait, 10)
-    saving = asyncio.create_task(memory.source([2], None))
+    saving = asyncio.create_task(saved(memory, [2]))
     async with asyncio.timeout(10):
         await load(memory, 1, step)
     assert not saving.done()

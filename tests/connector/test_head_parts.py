@@ -94,9 +94,9 @@ async def test_every_rank_gets_its_heads_of_what_ranks_of_another_size_wrote(
         )
         packings.add(memory.packing)
         for part in range(memory.parts):
-            (block,) = await memory.source([1], memory.record_event(), part)
-            pieces = block if isinstance(block, list) else [block]
-            written[rank * memory.parts + part] = b"".join(bytes(piece) for piece in pieces)
+            async with memory.source([1], memory.record_event(), part) as (block,):
+                pieces = block if isinstance(block, list) else [block]
+                written[rank * memory.parts + part] = b"".join(pieces)
     assert sorted(written) == list(range(parts))
     for rank in range(sizes[1]):
         shape = (layers, BLOCKS, heads // sizes[1], tokens, content)

@@ -350,6 +350,9 @@ class _Factories(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
         if func is torch.Tensor.to and not isinstance(args[0], FakeTensor):
             place = _cuda(kwargs.get("device", args[1] if len(args) > 1 else None), none=None)
             return func(*args, **kwargs) if place is None else self._gpu.upload(args[0], place)
+        if kwargs.pop("pin_memory", False):
+            whole = func(*args, **kwargs)
+            return self._gpu.pinned(whole.nbytes, None).view(whole.dtype).view(whole.shape)
         place = _cuda(kwargs.get("device"), none=None)
         if place is not None and not any(isinstance(one, FakeTensor) for one in args):
             return self._gpu.upload(func(*args, **{**kwargs, "device": "cpu"}), place)

@@ -183,8 +183,8 @@ async def moves(
     """From `block` to block 5, and to nowhere else."""
     whole = everything(caches)
     was, before = content(caches, block), whole.clone()
-    (source,) = await saved.source([block], None)
-    data = b"".join(map(bytes, source if isinstance(source, list) else [source]))
+    async with saved.source([block], None) as (source,):
+        data = b"".join(source if isinstance(source, list) else [source])
     async with loaded.target([5], None) as (target,):
         for piece in target if isinstance(target, list) else [target]:
             piece[:] = data[: len(piece)]
@@ -224,8 +224,7 @@ async def test_a_block_of_several_kernel_blocks(layout: KVCacheLayout) -> None:
     assert {one.ndim for one in caches.values()} == {5}
     (memory,) = memories_of(caches, made)
     was = content(caches, 2)
-    (source,) = await memory.source([2], None)
-    async with memory.target([6], None) as (target,):
+    async with memory.source([2], None) as (source,), memory.target([6], None) as (target,):
         for there, piece in zip(target, source, strict=True):
             there[:] = bytes(piece)
     assert content(caches, 6) == was
