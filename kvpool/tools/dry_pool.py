@@ -33,6 +33,7 @@ from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
+from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.tools.traces import Request
 from kvpool.types import (
@@ -425,7 +426,7 @@ class DryPool:
         for number, size in enumerate(self._sizes, 1):
             # As in a server: the lowest tier follows the policy, those above keep what was used.
             policy = self._policy(size) if number == len(self._sizes) else None
-            store = Store(size, alignment=BLOCK_SIZE, policy=policy)
+            store = FileStore(size, alignment=BLOCK_SIZE, policy=policy)
             if self._guaranteed:
                 store.set_quotas({t: Quota(int(s * size)) for t, s in self._guaranteed.items()})
             stores.append(store)

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import Entry
-from kvpool.server.state.store import Store
+from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
 from kvpool.tools import traces, workloads
 from kvpool.tools.dry_pool import digest_of
@@ -110,7 +110,7 @@ class Play:
         self.stack = self._new_stack()
 
     def _new_stack(self) -> TieredStore:
-        stores = [Store(blocks * _SIZE, alignment=_SIZE) for blocks in self._blocks if blocks]
+        stores = [FileStore(blocks * _SIZE, alignment=_SIZE) for blocks in self._blocks if blocks]
         stack = TieredStore(stores, write_back=self._mode.write_back)
         if self._mode.only_read:
             policy = stack.front.policy

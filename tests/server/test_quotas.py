@@ -19,7 +19,7 @@ from kvpool.server.eviction.programs import Programs
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.quota import Quota
-from kvpool.server.state.store import Store
+from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
@@ -49,14 +49,14 @@ def pages(**quotas: tuple[int, int]) -> dict[str, Quota]:
 
 def store(
     size: int, policy: Callable[[int], Policy[Entry]] = LRU, **quotas: tuple[int, int]
-) -> Store:
-    books = Store(size * PAGE, policy=policy(size * PAGE))
+) -> FileStore:
+    books = FileStore(size * PAGE, policy=policy(size * PAGE))
     books.set_quotas(pages(**quotas))
     return books
 
 
 def write(
-    books: Store,
+    books: FileStore,
     namespace: Namespace,
     digests: list[bytes],
     now: float,
@@ -81,11 +81,11 @@ def fresh(count: int) -> list[bytes]:
     return keys(next(_SEEDS), count)
 
 
-def there(books: Store, namespace: Namespace, digests: list[bytes]) -> int:
+def there(books: FileStore, namespace: Namespace, digests: list[bytes]) -> int:
     return sum(books.peek(namespace, 0, digest) is not None for digest in digests)
 
 
-def used(books: Store, tenant: str) -> int:
+def used(books: FileStore, tenant: str) -> int:
     """Pages."""
     account = books.accounts.get(tenant)
     return account.used // PAGE if account is not None else 0
@@ -166,7 +166,7 @@ def test_a_block_that_moves_to_make_room_counts_once() -> None:
 
 
 def test_without_tenants_all_is_the_pools() -> None:
-    books = Store(4 * PAGE)
+    books = FileStore(4 * PAGE)
     assert stored(write(books, ACME, fresh(2), 1.0))
     assert [account.name for account in books.accounts] == [""]
     with pytest.raises(InvariantViolated, match="begin to have tenants"):
@@ -409,7 +409,7 @@ def test_a_policy_does_not_keep_what_is_above_a_lowered_limit(
 
 
 def two_tiers(memory: int, disk: int, **quotas: tuple[int, int]) -> TieredStore:
-    stack = TieredStore([Store(memory * PAGE), Store(disk * PAGE)])
+    stack = TieredStore([FileStore(memory * PAGE), FileStore(disk * PAGE)])
     for one in stack.stores:
         one.set_quotas(pages(**quotas))
     return stack

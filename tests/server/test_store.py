@@ -22,6 +22,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
+from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Extent, Namespace, ReadStatus, Record, WriteStatus
@@ -556,7 +557,7 @@ def test_how_far_up_a_circle_is_looked_for_is_bounded(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("length", [1, 2, 7])
 def test_a_circle_in_a_file_is_cut(length: int) -> None:
     """Restored in any order; the chain beside it keeps its links, and leaves tail first."""
-    books = Store((length + 3) * 4096)
+    books = FileStore((length + 3) * 4096)
     circle, chain = keys("circle", length), keys("chain", 3)
     parents = {digest: circle[number - 1] for number, digest in enumerate(circle)}
     parents |= dict(zip(chain, [ROOT, *chain], strict=False))

@@ -11,7 +11,7 @@ from kvpool import registry
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import MOVER, Entry
-from kvpool.server.state.store import Store
+from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
@@ -44,7 +44,7 @@ class Server:
         in_place: tuple[int, ...] = (),
     ) -> None:
         self.stack = TieredStore(
-            [Store(count * PAGE, alignment=PAGE) for count in pages],
+            [FileStore(count * PAGE, alignment=PAGE) for count in pages],
             front_tier=front_tier,
             write_back=write_back,
             in_place_tiers=in_place,
@@ -784,7 +784,7 @@ def test_what_was_found_on_disk_is_added_in_steps() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "lease", "density"])
 def test_what_was_found_on_disk_may_be_evicted_by_any_policy(policy: str) -> None:
-    store = Store(4 * PAGE, alignment=PAGE, policy=registry.policy(policy, 4 * PAGE))
+    store = FileStore(4 * PAGE, alignment=PAGE, policy=registry.policy(policy, 4 * PAGE))
     records = [
         Record(ONE, 0, digest, ROOT, number * PAGE, PAGE, 1, number + 1)
         for number, digest in enumerate(keys("found", 4))

@@ -47,6 +47,7 @@ _MAPPED = "kvpool_transports.streams.mapped_channel"
 _CLEARING = "kvpool.server.state.clearing"
 _COMPACTOR = "kvpool.server.compactor"
 _STACK = "kvpool.server.state.tiered_store"
+_FILES = "kvpool.server.state.tier_stores"
 _HOLDINGS = "kvpool.server.state.holdings"
 _MOVER = "kvpool.server.tier_mover"
 _HEALTH = "kvpool.server.tier_health"
@@ -1159,14 +1160,14 @@ for reservation, size in sorted(
     Bug(
         "account-drifts-after-a-crash",
         "G12",
-        _STORE,
+        _FILES,
         "        index.count(self.allocator.rounded(size))\n",
         "        index.count(size)\n",
     ),
     Bug(
         "recovered-for-another-tenant",
         "G12",
-        _STORE,
+        _FILES,
         "        index.count(self.allocator.rounded(size))\n",
         "        self.accounts.pool.used += self.allocator.rounded(size)\n",
     ),

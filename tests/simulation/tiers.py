@@ -18,6 +18,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import Event
+from kvpool.server.state.tier_stores import FileStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slots
@@ -142,7 +143,7 @@ class PreviousDisk(NamedTuple):
     unerased: frozenset[int]  # offsets of blocks that were removed while the tier was read-only
 
 
-class WatchedDiskStore(WatchedStore):
+class WatchedDiskStore(WatchedStore, FileStore):
     """The store of the disk tier, compared with the platter."""
 
     memory: DiskMemory

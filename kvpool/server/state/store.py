@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from heapq import merge
 from operator import attrgetter
 from typing import Final
 
@@ -40,7 +39,6 @@ from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.server.state.quota import Account, Accounts, Quota
-from kvpool.sorting import sorted_runs
 from kvpool.tenant_names import tenant_of
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
@@ -50,7 +48,6 @@ from kvpool.types import (
     Namespace,
     Pin,
     ReadStatus,
-    Record,
     Reservation,
     WriteStatus,
 )
@@ -70,9 +67,6 @@ _FLOOD_WAIT_S: Final = 1.0
 _FREE_MAX: Final = 4
 #: While no range can be emptied, one is searched after each eviction of this part of the size.
 _SEARCHES: Final = 8
-#: Blocks of a file that are added in one step: two milliseconds.
-RESTORED_AT_ONCE: Final = 256
-_GENERATION: Final = attrgetter("generation")
 _INDEX: Final = attrgetter("index")
 _UNLIMITED: Final = 1 << 62
 #: Later than the last use of any block, in microseconds.
@@ -548,73 +542,6 @@ class Store:
         if entry is None:
             raise BadMessage(f"reservation {id} does not belong to this connection")
         return entry
-
-    def restore(self, record: Record) -> Entry | None:
-        """Add a sealed block that was found in this tier's memory (design: nvme-format).
-
-        It cannot be evicted before `activate_restored`. None when the record overlaps another
-        extent, lies outside the memory, or is of a block that is stored already.
-        """
-        namespace, part, digest, parent, offset, size, checksum, generation, copies = record
-        index = self._indexes.get((namespace, part))
-        if index is not None and digest in index.blocks:
-            return None
-        if not self.allocator.claim(offset, size):
-            return None
-        index = self._index(namespace, part)
-        self.last_id = max(self.last_id, generation)
-        entry = Entry(index, digest, parent, offset, size, generation)
-        entry.checksum = checksum
-        entry.copies = copies
-        entry.born = 0  # before all that is written from now on
-        entry.state = State.STORED
-        self.blocks_at[offset] = entry
-        index.count(self.allocator.rounded(size))
-        self._link(entry, restored=True)
-        self.stored += 1
-        self.stored_bytes += size
-        self._count(entry, 1)
-        return entry
-
-    def cut_circles(self, entries: Sequence[Entry]) -> Iterator[None]:
-        """Once for restored blocks, whose order is any: in linear time, in steps.
-
-        What the file says of parents is not believed, either (design: nvme-format).
-        """
-        checked: PiecewiseDict[Entry, None] = PiecewiseDict()  # blocks whose ancestors end
-        for number, entry in enumerate(entries, 1):
-            walked: set[Entry] = set()
-            above: Entry | None = entry
-            while above is not None and above not in checked:
-                walked.add(above)
-                parent = above.index.blocks.get(above.parent)
-                if parent in walked:
-                    self._leave_parent(above)
-                    parent = None
-                above = parent
-            for one in walked:
-                checked[one] = None
-            if number % RESTORED_AT_ONCE == 0:
-                yield
-
-    def activate_restored(self, entries: Sequence[Entry], now: float) -> Iterator[None]:
-        """Restored blocks may be evicted when this has ended, the oldest first. In steps."""
-        runs: list[list[Entry]] = []
-        for run in sorted_runs(entries, _GENERATION):
-            runs.append(run)
-            yield
-        ordered: list[Entry] = []
-        for number, entry in enumerate(merge(*runs, key=_GENERATION), 1):
-            self.policy.touch(entry, now)
-            # Twice, as for a new block, which is reserved and sealed: policies rely on it (seed 53)
-            self.policy.touch(entry, now)
-            ordered.append(entry)
-            if number % RESTORED_AT_ONCE == 0:
-                yield
-        for number, entry in enumerate(ordered, 1):
-            self._add_candidate(entry)
-            if number % RESTORED_AT_ONCE == 0:
-                yield
 
     # --- sessions --------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ from kvpool.server.state.entry import MOVER, Change, Entry, Owner, Session, Stre
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import FRESH_S
 from kvpool.server.state.quota import Account
-from kvpool.server.state.store import RESTORED_AT_ONCE, Store
+from kvpool.server.state.store import Store
+from kvpool.server.state.tier_stores import RESTORED_AT_ONCE, FileStore
 from kvpool.server.state.write_back import WriteBack
 from kvpool.sorting import sorted_runs
 from kvpool.types import (
@@ -639,6 +640,7 @@ class TieredStore:
         consistent, but the blocks added so far cannot be evicted yet (design: nvme-format).
         """
         store = self.backing
+        assert isinstance(store, FileStore)
         found: list[list[Record]] = []
         for run in sorted_runs(records, _OFFSET):
             found.append(run)
@@ -727,9 +729,7 @@ class TieredStore:
 
     def take_changes(self) -> list[Change]:
         """As `Store.take_changes`, of all tiers, in order."""
-        change_log = self.change_log
-        changes, change_log.changes = change_log.changes, []
-        return changes
+        return self.front.take_changes()
 
     def inventory_steps(self) -> Iterator[list[Stretch]]:
         """What a master has to know, in small steps between which the store may change.
