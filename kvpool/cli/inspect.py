@@ -89,7 +89,7 @@ def status(
             console.print(Fitted(usage_table("tenant", used)))
         if demand is not None and demand.working_sets:
             console.print()
-            if demand.seconds >= OBSERVED_S:
+            if demand.seconds >= OBSERVED_S and demand.size:
                 console.print(Fitted(demand_table(demand)))
             console.print(demand_text(demand, members))
     raise typer.Exit(0 if any(member.alive for member in members) else 1)

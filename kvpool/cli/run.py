@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from kvpool import runtime
+from kvpool.addresses import is_loopback, split
 from kvpool.cli.other_users import has_other_users
 from kvpool.cli.shared import (
     ClusterName,
@@ -23,6 +24,7 @@ from kvpool.cli.shared import (
     SecretFile,
     TenantsPath,
     console,
+    fail,
     run,
     settings_of,
     stderr,
@@ -66,6 +68,7 @@ def dev(
     settings = settings_of(
         None, {"local_only": local_only or None, "master.bind": bind, "master.http": http}
     )
+    _check_this_host(bind, settings.master.http)
     _say_who_may_use_it(settings)
 
     async def main() -> None:
@@ -89,6 +92,20 @@ def dev(
             await runtime.wait_for_signal()
 
     run(main(), log_level)
+
+
+def _check_this_host(*addresses: str) -> None:
+    """Ends the command for an address that others reach."""
+    for address in addresses:
+        parts = split(address)  # None: who listens there explains it
+        if parts is not None and not is_loopback(parts[1]):
+            fail(
+                ConfigError(
+                    f"address {address} is reachable from other machines, and `kvpool dev` is for "
+                    "this one: choose one on 127.0.0.1; `kvpool master` and `kvpool server` serve "
+                    "others"
+                )
+            )
 
 
 def master(

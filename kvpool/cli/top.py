@@ -11,6 +11,7 @@ import typer
 
 from kvpool import runtime
 from kvpool.cli.shared import (
+    FOR_OPERATORS,
     QUERY_S,
     ClusterName,
     ConfigFile,
@@ -22,6 +23,7 @@ from kvpool.cli.shared import (
     query_settings,
     run,
 )
+from kvpool.config import cluster_of
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.units import parse_duration
 
@@ -74,7 +76,7 @@ async def _watch(settings: Config, pause_s: float, refreshes: int) -> None:
 
     from kvpool.ops.top import Top
 
-    view = Top()
+    view = Top(FOR_OPERATORS if cluster_of(settings).tenant else "")
     async with await open_pool(settings) as pool:
         if console.is_terminal and not console.is_dumb_terminal:
             await _on_screen(pool, view, pause_s, refreshes)

@@ -69,14 +69,15 @@ def demand_table(demand: Demand) -> Table:
     table.add_column("live working set of", overflow="fold")
     for name in ("tenant", "bytes", "blocks"):
         table.add_column(name, justify="right")
-    for one in demand.working_sets[:_ROWS_MAX]:
+    asked_again = [one for one in demand.working_sets if one.blocks]
+    for one in asked_again[:_ROWS_MAX]:
         table.add_row(
             escape(one.namespace.name),
             escape(labelled_tenant(one.namespace.name)) or "-",
             human(one.size),
             f"{one.blocks:,}",
         )
-    rest = demand.working_sets[_ROWS_MAX:]
+    rest = asked_again[_ROWS_MAX:]
     if rest:
         size, blocks = sum(one.size for one in rest), sum(one.blocks for one in rest)
         table.add_row(f"{len(rest)} others", "-", human(size), f"{blocks:,}")

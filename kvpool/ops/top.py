@@ -15,7 +15,7 @@ from rich.text import Text
 from kvpool.ops.bars import bar, colour_of, sparkline
 from kvpool.ops.pool_watch import AskedTotals, PoolWatch, ServerState, state_of
 from kvpool.ops.tables import problem_of
-from kvpool.types import Demand, Member, TierUsage
+from kvpool.types import Demand, Member, ServerStats, TierUsage
 from kvpool.units import human
 
 _STYLES: Final = {
@@ -49,9 +49,13 @@ _ORDERS: Final = (
 
 
 class Top:
-    """What is shown. `seen` and `lost` tell of a look at the pool, `press` of a key."""
+    """What is shown. `seen` and `lost` tell of a look at the pool, `press` of a key.
 
-    def __init__(self) -> None:
+    `hidden` says why figures are left out, which masters do not tell a tenant; empty: none are.
+    """
+
+    def __init__(self, hidden: str = "") -> None:
+        self._hidden = hidden
         self.quit = False
         self._watch = PoolWatch()
         self._members: list[Member] = []
@@ -115,7 +119,7 @@ class Top:
         self, now: float, width: int, height: int | None, *, ascii_only: bool = False
     ) -> list[Text]:
         """At most `height` lines of at most `width` cells; without a height all servers."""
-        page = _Screen(width, ascii_only)
+        page = _Screen(width, ascii_only, hidden=bool(self._hidden))
         if self._help:
             page.help()
         else:
@@ -164,6 +168,10 @@ class Top:
                 line.append(" no server has registered", "yellow")
             page.lines.append(line)
         used, capacity = sum(m.stats.used for m in alive), sum(m.capacity for m in alive)
+        if self._hidden:
+            page.add(f"memory    {human(capacity)}")
+            page.add(self._hidden, "dim")
+            return
         blocks = sum(one.stats.blocks for one in alive)
         page.bar("memory", used, capacity, f"{blocks:,} blocks")
         points = self._watch.points
@@ -189,15 +197,16 @@ class Top:
 class _Screen:
     """Lines of one screen."""
 
-    def __init__(self, width: int, ascii_only: bool) -> None:
+    def __init__(self, width: int, ascii_only: bool, *, hidden: bool) -> None:
         self.lines: list[Text] = []
+        self._hidden = hidden
         self._width = width
         self._ascii = ascii_only
         # What does not fit is left out, least important last in this list.
         self._columns = [
             name
             for name, needed in (("read", 62), ("written", 73), ("victim", 82), ("clients", 90))
-            if width >= needed
+            if width >= needed and not hidden
         ]
         taken = 2 + 10 + _SHARE_WIDTH + 1 + sum(_COLUMNS[name] + 1 for name in self._columns)
         self._name_width = max(6, min(32, width - taken))
@@ -249,6 +258,9 @@ class _Screen:
         elif any(tier.files_out for tier in member.stats.usage):
             text, style = "file lost", "yellow"
         line.append(f" {text:<9} ", style)
+        if self._hidden:
+            self._add_row(line.append(human(member.capacity)), selected)
+            return
         line.append(bar(share, _SHARE_WIDTH - 5, ascii_only=self._ascii), colour_of(share))
         line.append(f" {share:4.0%}")
         values = {
@@ -259,6 +271,9 @@ class _Screen:
         }
         for column in self._columns:
             line.append(f" {values[column]:>{_COLUMNS[column]}}")
+        self._add_row(line, selected)
+
+    def _add_row(self, line: Text, selected: bool) -> None:
         if selected:
             line.stylize("reverse")
         self.lines.append(line)
@@ -269,6 +284,12 @@ class _Screen:
         line = Text(_plain(member.server), "bold").append(f"  {state.value}", _STYLES[state])
         line.append(f"  heard {_age(member.heard_s)} ago, host {_plain(member.host)}", "dim")
         self.lines += [Text(), line]
+        if not self._hidden:
+            self._figures(stats, history)
+        for address in member.addresses:
+            self.add(f"at        {_plain(address)}", "dim")
+
+    def _figures(self, stats: ServerStats, history: Sequence[tuple[float, float]]) -> None:
         for tier in stats.usage:
             self._tier(tier, sum(one.hits for one in stats.usage))
         history = list(history)
@@ -282,8 +303,6 @@ class _Screen:
         for client in stats.clients:
             held = f"{human(client.pinned_bytes)} pinned, {human(client.reserved_bytes)} reserved"
             self.add(f"client    {_plain(client.name)} ({_plain(client.transport)}): {held}")
-        for address in member.addresses:
-            self.add(f"at        {_plain(address)}", "dim")
 
     def _tier(self, tier: TierUsage, hits: int) -> None:
         share = f"{tier.hits / hits:.0%} of reads" if hits else "no reads"

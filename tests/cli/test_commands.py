@@ -162,10 +162,13 @@ def test_dev_serves_the_status_page_and_the_metrics_of_its_servers(
         urllib.request.urlopen(f"http://{address}/", timeout=10)
 
 
-def test_the_pages_of_dev_are_for_this_host() -> None:
-    done = kvpool("dev", "--capacity", "1MiB", "--bind", "127.0.0.1:0", "--http", "0.0.0.0:0")
+@pytest.mark.parametrize("option", ["--http", "--bind"])
+def test_dev_is_for_this_host(option: str) -> None:
+    done = kvpool("dev", "--capacity", "1MiB", "--bind", "127.0.0.1:0", option, "0.0.0.0:0")
     assert done.exit_code == 2
     assert "0.0.0.0:0 is reachable from other machines" in done.stderr
+    assert "choose one on 127.0.0.1; `kvpool master` and" in done.stderr
+    assert "--secret-file" not in done.stderr  # dev has none
     assert "is up" not in done.stdout
 
 

@@ -9,9 +9,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvpool.ops.demand import demand_table
 from kvpool.ops.folding import Fitted
 from kvpool.ops.tables import as_json_object, clients_table, members_table, tiers_table
-from kvpool.types import ClientUsage, Member, ServerStats, TierUsage
+from kvpool.types import (
+    ClientUsage,
+    Demand,
+    Member,
+    Namespace,
+    ServerStats,
+    TierUsage,
+    WorkingSet,
+)
 from kvpool.units import human, parse_size
 
 
@@ -163,6 +172,13 @@ def test_a_table_that_fits_is_one_line_for_each_row() -> None:
     assert heading == "server  state  tier"
     assert first.startswith("a  up  dram   capacity 4 GiB   used 900 MiB (22%) \u2588\u2588")
     assert [line[:2] for line in folded if line[:1] != " "] == ["se", "a ", "b "]
+
+
+def test_a_namespace_that_nobody_asks_for_again_has_no_line() -> None:
+    sets = [WorkingSet(Namespace(f"n{n:02}"), (9 - n) << 20, 9 - n) for n in range(10)]
+    _, *rows = lines(demand_table(Demand(600.0, tuple(sets), 1.0, 0.0)))
+    assert [row[0] for row in rows] == [*(f"n{n:02}" for n in range(8)), "1"]
+    assert rows[-1] == ["1", "others", "-", "1", "MiB", "1"]
 
 
 def test_what_is_longer_than_a_line_goes_on_indented() -> None:

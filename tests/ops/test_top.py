@@ -165,3 +165,20 @@ def test_sparklines() -> None:
     assert sparkline([0.5], 1, top=1.0) == "▅"
     assert sparkline([], 3) == "   "
     assert sparkline([1, 2], 2, ascii_only=True).isascii()
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_a_tenant_sees_no_zeros_of_what_is_not_told(width: int) -> None:
+    top = Top("figures are for operators")
+    told = member("gpu-a")._replace(stats=ServerStats())  # all that masters tell a tenant
+    top.seen(0.0, [told, told._replace(server="gpu-b", alive=False)], None)
+    page = text(top, width)
+    assert "1 up 1 lost" in page.replace("  ", " ")
+    assert "memory    4 MiB\nfigures are for operators\n" in page
+    assert "> gpu-a" in page
+    for figure in ("hit rate", "0 B", "0%", "victim", "blocks"):
+        assert figure not in page
+    top.press("enter")
+    page = text(top, width)
+    assert "at        tcp://127.0.0.1:1" in page
+    assert "evicted" not in page
