@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.connections import private_mib
-from kvpool import ClientConfig, Cluster, Namespace, Pool, connect, dev, registry, runtime
+from kvpool import ClientConfig, Cluster, Namespace, Pool, admin, connect, dev, registry, runtime
 from kvpool.errors import KvpoolError, MasterLost
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.runtime import this_host
@@ -201,7 +201,7 @@ async def _one_client(master: str, servers: int) -> list[str]:
     keys = _keys(servers)
     async with await connect(config=config) as pool:
         for number, key in enumerate(keys):
-            await pool.write_to(f"dev-{number}", _NAMESPACE, key, _value(key))
+            await admin(pool).write_to(f"dev-{number}", _NAMESPACE, key, _value(key))
     before = _sockets()
     async with await connect(config=config) as pool:
         first = await _read(pool, keys, answers)

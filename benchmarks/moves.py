@@ -26,7 +26,7 @@ from typing import Final
 
 from rich.console import Console
 
-from kvpool import ClientConfig, Namespace, Pool, connect, runtime
+from kvpool import ClientConfig, Namespace, Pool, admin, connect, runtime
 from kvpool.tools.bench import Row, table
 from kvpool.tools.subprocesses import process_of, servers_up
 from kvpool.types import DrainState, PrefetchStatus
@@ -88,7 +88,7 @@ async def _measure(mib: int) -> tuple[list[float], list[float], float]:
         pool = await stack.enter_async_context(await connect(config=config))
         digests = [hashlib.sha256(number.to_bytes(4, "big")).digest() for number in range(mib)]
         for digest in digests:
-            await pool.write_to("leaves", _NAMESPACE, digest, random.randbytes(_BLOCK))
+            await admin(pool).write_to("leaves", _NAMESPACE, digest, random.randbytes(_BLOCK))
         idle = await _read_while(pool, digests, lambda: asyncio.sleep(_IDLE_S))
         began = time.perf_counter()
         moving = await _read_while(pool, digests, lambda: _drain(pool))
@@ -120,7 +120,7 @@ async def _measure_prefetch(mib: int, directory: Path) -> tuple[list[float], lis
         fill = _digests("fill", mib)
         for chain in [*cold, fill]:
             for digest in chain:
-                await pool.write_to("bench", _NAMESPACE, digest, random.randbytes(_BLOCK))
+                await admin(pool).write_to("bench", _NAMESPACE, digest, random.randbytes(_BLOCK))
         hot, idle, moving, seconds = fill[-mib // 4 :], [], [], 0.0
         await _read_while(pool, hot, lambda: asyncio.sleep(_IDLE_S))  # until older blocks may go
         for chain in cold:
@@ -148,10 +148,10 @@ async def _prefetch(pool: Pool, chain: list[bytes]) -> None:
 
 
 async def _drain(pool: Pool) -> None:
-    report = await pool.drain("leaves", within_s=120.0)
+    report = await admin(pool).drain("leaves", within_s=120.0)
     while report.state is DrainState.RUNNING:
         await asyncio.sleep(0.05)
-        report = await pool.drain_report("leaves")
+        report = await admin(pool).drain_report("leaves")
     assert report.state is DrainState.DONE, report
 
 

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager, contextmanager
 from rich.console import Console
 from rich.table import Table
 
-from kvpool import ClientConfig, Namespace, Pool, connect
+from kvpool import ClientConfig, Namespace, Pool, admin, connect
 from kvpool.client import spread_plan
 from kvpool.client.spread_plan import Call, SpreadPlan, cut
 from kvpool.protocols import WriteOptions
@@ -179,13 +179,13 @@ async def measure(names: Sequence[str], mbit: int) -> dict[str, float]:
             )
         pool = await stack.enter_async_context(await connect(config=config))
         await asyncio.sleep(2.0)  # until all are registered
-        assert len(await pool.members()) == len(servers)
+        assert len(await admin(pool).members()) == len(servers)
         receivers = [f"s{number}" for number in range(1, len(servers))]
         for way in ("one after the other", "spread"):
             chain = await write(pool, way, blocks)
             began = time.perf_counter()
             for to in [receivers] if way == "spread" else [[one] for one in receivers]:
-                report = await pool.spread(_NAMESPACE, chain, to=to)
+                report = await admin(pool).spread(_NAMESPACE, chain, to=to)
                 assert report.complete, report
             seconds[way] = time.perf_counter() - began
         seconds["one copy"] = blocks * (1 << 20) / budget

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kvpool import dev, sync
+    from kvpool.client.admin import admin
     from kvpool.client.device_direct import reserve_device_memory
     from kvpool.client.match_poller import MatchPoller
     from kvpool.client.opening import connect
@@ -105,6 +106,7 @@ __all__ = [
     "Unavailable",
     "UsageError",
     "WriteStatus",
+    "admin",
     "check_transports",
     "connect",
     "dev",
@@ -120,6 +122,7 @@ __all__ = [
 _MODULES: Final = {
     "MatchPoller": "kvpool.client.match_poller",
     "Pool": "kvpool.client.pool",
+    "admin": "kvpool.client.admin",
     "connect": "kvpool.client.opening",
     **dict.fromkeys(("EventPosition", "PoolEvent", "PoolEventKind"), "kvpool.client.pool_events"),
     **dict.fromkeys(("ClientConfig", "Config", "MasterConfig", "ServerConfig"), "kvpool.config"),

@@ -548,7 +548,7 @@ _GONE: Final = {
     "client.measure": "remove it: paths are taken in the order of client.transports",
     "master.servers_max": "remove it: there is room for 4,096 servers",
     "server.alignment": "remove it: blocks start at multiples of a page, 4096 bytes",
-    "server.copies_max": "remove it: lost copies are made again, and pool.spread makes more",
+    "server.copies_max": "remove it: lost copies are made again, and kvpool spread makes more",
     "server.fetches_max": "remove it: two transfers from one other server run at a time",
     "server.pinned_max": "remove it: readers may pin a quarter of the memory",
     "server.prefetch_rate": "remove it: prefetches take a quarter of the speed of the disk",

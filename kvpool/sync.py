@@ -18,11 +18,12 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from kvpool import client
 from kvpool.arguments import as_float
-from kvpool.client import opening
+from kvpool.client import admin as administration
+from kvpool.client import opening, session
 from kvpool.client.buffers import with_device_blocks
 from kvpool.config import ClientConfig, checked_cluster
 from kvpool.errors import Closed, DeadlineExceeded
@@ -50,9 +51,22 @@ def connect(
     return Pool(config, cluster)
 
 
+def admin(pool: Pool) -> Admin:
+    """What an operator asks of this pool and has it do, as `kvpool.admin`."""
+    return Admin(pool)
+
+
+class _InThread(Protocol):
+    """Something of `kvpool.client`, and how its calls are made in the pool's thread."""
+
+    _inner: Any
+
+    def _run(self, call: Coroutine[Any, Any, T], timeout: float | None) -> T: ...
+
+
 def _blocking(
-    method: Callable[Concatenate[client.Pool, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Pool, P], T]:
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[_InThread, P], T]:
     """The same method for threads: its arguments, its docstring, and its result instead of a wait.
 
     Buffers on a device are resolved in the calling thread, whose current stream is its own.
@@ -60,16 +74,16 @@ def _blocking(
     parameters = list(inspect.signature(method).parameters)
     where = parameters.index("buffers") - 1 if "buffers" in parameters else None
 
-    def call(self: Pool, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: _InThread, *args: P.args, **kwargs: P.kwargs) -> T:
         given: list[Any] = list(args)
         named = cast("dict[str, Any]", dict(kwargs))
         if where is not None and len(given) > where:
             given[where] = with_device_blocks(given[where])
         elif where is not None and "buffers" in named:
             named["buffers"] = with_device_blocks(named["buffers"])
-        return self._run(method(self._pool, *given, **named), named.get("timeout"))
+        return self._run(method(self._inner, *given, **named), named.get("timeout"))
 
-    return cast("Callable[Concatenate[Pool, P], T]", functools.wraps(method)(call))
+    return cast("Callable[Concatenate[_InThread, P], T]", functools.wraps(method)(call))
 
 
 class Pool:
@@ -90,7 +104,7 @@ class Pool:
         self._thread.start()
         try:
             opened = opening.connect(config=config, cluster=cluster)
-            self._pool = self._run(opened, self._timeout_s)
+            self._inner = self._run(opened, self._timeout_s)
         except BaseException:
             self._stop()
             raise
@@ -106,21 +120,16 @@ class Pool:
 
     match = _blocking(client.Pool.match)
     contains = _blocking(client.Pool.contains)
-    explain = _blocking(client.Pool.explain)
-    explain_session = _blocking(client.Pool.explain_session)
     where = _blocking(client.Pool.where)
     score = _blocking(client.Pool.score)
-    members = _blocking(client.Pool.members)
-    namespaces = _blocking(client.Pool.namespaces)
-    demand = _blocking(client.Pool.demand)
     read = _blocking(client.Pool.read)
     write = _blocking(client.Pool.write)
     prefetch = _blocking(client.Pool.prefetch)
-    spread = _blocking(client.Pool.spread)
-    end = _blocking(client.Pool.end)
-    hint = _blocking(client.Pool.hint)
-    arrived = _blocking(client.Pool.arrived)
     remove = _blocking(client.Pool.remove)
+
+    def session(self, name: str) -> ClientSession:
+        """The conversation of this name. Raises UsageError. See `kvpool.Pool.session`."""
+        return ClientSession(self, self._inner.session(name))
 
     @contextmanager
     def read_view(
@@ -136,7 +145,7 @@ class Pool:
 
         Raises BadKey. See `kvpool.Pool.read_view`.
         """
-        view = self._pool.read_view(namespace, digests, part=part, match=match, timeout=timeout)
+        view = self._inner.read_view(namespace, digests, part=part, match=match, timeout=timeout)
         shown = self._run(view.__aenter__(), timeout)
         try:
             yield shown
@@ -153,7 +162,7 @@ class Pool:
 
     async def _end(self) -> None:
         """Close the pool and let every other thread's call end: as a miss, or as Closed."""
-        await self._pool.close()
+        await self._inner.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -213,6 +222,43 @@ class Pool:
             raise Closed("the pool was opened before a fork: open another one in the child")
         if threading.current_thread() is self._thread:
             raise Closed("a call from the pool's own thread would wait for itself")
+
+
+class ClientSession:
+    """The methods of what `kvpool.Pool.session` returns, for threads."""
+
+    def __init__(self, pool: Pool, inner: session.ClientSession) -> None:
+        self._inner = inner
+        self._run = pool._run
+        self.name = inner.name
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    hint = _blocking(session.ClientSession.hint)
+    end = _blocking(session.ClientSession.end)
+    arrived = _blocking(session.ClientSession.arrived)
+    explain = _blocking(session.ClientSession.explain)
+
+
+class Admin:
+    """The methods of what `kvpool.admin` returns, for threads, but for those of tools."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._inner = administration.Admin(pool._inner)
+        self._run = pool._run
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    members = _blocking(administration.Admin.members)
+    namespaces = _blocking(administration.Admin.namespaces)
+    demand = _blocking(administration.Admin.demand)
+    explain = _blocking(administration.Admin.explain)
+    spread = _blocking(administration.Admin.spread)
+    drain = _blocking(administration.Admin.drain)
+    drain_report = _blocking(administration.Admin.drain_report)
+    cancel_drain = _blocking(administration.Admin.cancel_drain)
 
 
 def _hand_over(task: asyncio.Task[T], ended: concurrent.futures.Future[T]) -> None:

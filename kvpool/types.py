@@ -297,7 +297,7 @@ class Offer(NamedTuple):
 
 
 class SpreadTo(NamedTuple):
-    """What `Pool.spread` has brought to one server.
+    """What `Admin.spread` has brought to one server.
 
     `blocks`: so many it has now, from the head of the chain on; `fetched`: blocks that it fetched
     in this call, each part counted. `problem` is empty when it has the whole chain; else `no room`,

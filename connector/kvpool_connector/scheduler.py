@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
-from kvpool import KvpoolError, MatchPoller, Namespace
+from kvpool import KvpoolError, MatchPoller, Namespace, admin
 from kvpool.kv_events import EventForm, KVEvent, StoredEvent
 from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
 from kvpool_connector.cost_model import StepTimer
@@ -407,7 +407,7 @@ class ConnectorScheduler:
         """In the pool's thread."""
         pool = self._thread.pool
         try:
-            known = await pool.namespaces() if pool is not None else []
+            known = await admin(pool).namespaces() if pool is not None else []
         except KvpoolError:
             return
         if others := others_of_this_model(own, known):
@@ -588,7 +588,7 @@ class ConnectorScheduler:
         pool = self._thread.pool
         try:
             if pool is not None:
-                await pool.arrived(session)
+                await pool.session(session).arrived()
         except KvpoolError as error:
             self._log_line(f"an arrival was not repeated: {error}")
 
@@ -597,9 +597,9 @@ class ConnectorScheduler:
         pool = self._thread.pool
         try:
             if pool is not None and hints.ends:
-                await pool.end(hints.session)
+                await pool.session(hints.session).end()
             elif pool is not None and hints.resume_in_s is not None:
-                await pool.hint(hints.session, resume_in=hints.resume_in_s)
+                await pool.session(hints.session).hint(resume_in=hints.resume_in_s)
         except KvpoolError as error:  # a lost hint costs hits, never correctness
             self._log_line(f"a session hint was not sent: {error}")
 

@@ -255,9 +255,9 @@ class _HintSender:
             if expected.ends:
                 await asyncio.sleep(_END_AFTER_S)
             if thread.pool is not None and expected.ends:
-                status = await thread.pool.end(session)
+                status = await thread.pool.session(session).end()
             elif thread.pool is not None and expected.resume_in_s is not None:
-                status = await thread.pool.hint(session, resume_in=expected.resume_in_s)
+                status = await thread.pool.session(session).hint(resume_in=expected.resume_in_s)
             kind = "ends" if expected.ends else "resumes"
             self._counters(f"{kind}_{status.name.lower()}")
         except KvpoolError:

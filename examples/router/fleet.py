@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from examples.router.core import NOWHERE, DeviceBlocks, Engine, Router
-from kvpool import KvpoolError, Namespace, Pool
+from kvpool import KvpoolError, Namespace, Pool, admin
 from kvpool.errors import BadMessage
 from kvpool.kv_events import BATCH_BYTES_MAX, decode_batch
 
@@ -132,13 +132,13 @@ class Fleet:
             return
         if known is None or known.namespace.name != name:
             size, algorithm = fields.get("block", "").split("+")[0], fields.get("hash", "")
-            for namespace, _ in await self._pool.namespaces(timeout=_ANSWER_S):
+            for namespace, _ in await admin(self._pool).namespaces(timeout=_ANSWER_S):
                 if namespace.name == name:
                     hashed = algorithm.partition("/")[0]
                     self.sharing[engine.url] = Sharing(namespace, int(size), hashed)
         if engine.host == NOWHERE:
             at = urllib.parse.urlsplit(engine.url).hostname
-            for member in await self._pool.members(timeout=_ANSWER_S):
+            for member in await admin(self._pool).members(timeout=_ANSWER_S):
                 if at in {urllib.parse.urlsplit(one).hostname for one in member.addresses}:
                     engine.host = member.host
 

@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 from examples.router.core import Decision, Engine, Prompt, Router
 from examples.router.fleet import Fleet
 from examples.router.prompts import ALGORITHM, Rendered, block_hashes
-from kvpool import KvpoolError, Pool
+from kvpool import KvpoolError, Pool, admin
 from kvpool.kv_events import short_hash
 from kvpool_connector.client_requests import PATHS, from_body, from_headers
 
@@ -209,11 +209,11 @@ class Proxy:
             self._spreads.add(task)
             task.add_done_callback(self._spreads.discard)
 
-    async def _bring(self, prompt: Prompt, hosts: list[str]) -> None:
+    async def _bring(self, prompt: Prompt, to: list[str]) -> None:
         assert self._pool is not None
         assert prompt.namespace is not None
         with contextlib.suppress(KvpoolError):
-            await self._pool.spread(prompt.namespace, prompt.chain, to=hosts, timeout=_SPREAD_S)
+            await admin(self._pool).spread(prompt.namespace, prompt.chain, to=to, timeout=_SPREAD_S)
 
 
 def _passed_on(message: web.Request | aiohttp.ClientResponse) -> CIMultiDict[str]:

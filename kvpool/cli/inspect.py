@@ -21,6 +21,7 @@ from kvpool.cli.shared import (
     console,
     digests_of,
     fail,
+    open_admin,
     open_pool,
     query_settings,
     run,
@@ -61,10 +62,10 @@ def status(
     settings = query_settings(config, masters, cluster, secret_file, local_only)
 
     async def main() -> tuple[list[Member], list[tuple[Namespace, int]], Demand]:
-        async with await open_pool(settings) as pool:
-            members = await pool.members(timeout=QUERY_S)
-            namespaces = await pool.namespaces(timeout=QUERY_S) if not as_json else []
-            return members, namespaces, await pool.demand(timeout=QUERY_S)
+        async with open_admin(settings) as operator:
+            members = await operator.members(timeout=QUERY_S)
+            namespaces = await operator.namespaces(timeout=QUERY_S) if not as_json else []
+            return members, namespaces, await operator.demand(timeout=QUERY_S)
 
     members, namespaces, demand = run(main())
     hidden = bool(cluster_of(settings).tenant)
@@ -125,8 +126,8 @@ def explain(
             raise ConfigError("expected keys and their --namespace, or a --session")
         digests = digests_of(keys)
         wanted = Namespace(namespace, parts)
-        async with await open_pool(settings) as pool:
-            return await pool.explain(wanted, digests, timeout=QUERY_S)
+        async with open_admin(settings) as operator:
+            return await operator.explain(wanted, digests, timeout=QUERY_S)
 
     answers = run(main())
     if as_json:
@@ -155,7 +156,7 @@ def _explain_session(settings: Config, session: str, as_json: bool) -> None:
 
     async def main() -> SessionReport:
         async with await open_pool(settings) as pool:
-            return await pool.explain_session(session, timeout=QUERY_S)
+            return await pool.session(session).explain(timeout=QUERY_S)
 
     report = run(main())
     if as_json:

@@ -19,7 +19,7 @@ from kvpool.cli.shared import (
     check_server,
     console,
     fail,
-    open_pool,
+    open_admin,
     query_settings,
     run,
     stderr,
@@ -29,7 +29,7 @@ from kvpool.types import DrainReport, DrainState
 from kvpool.units import human, parse_duration
 
 if TYPE_CHECKING:
-    from kvpool.client.pool import Pool
+    from kvpool.client.admin import Admin
 
 #: How often the server is asked how far it is.
 _POLL_S = 0.25
@@ -71,12 +71,12 @@ def drain(
         fail(error)
 
     async def main() -> DrainReport:
-        async with await open_pool(settings) as pool:
-            await check_server(pool, server)
+        async with open_admin(settings) as operator:
+            await check_server(operator, server)
             if cancel:
-                return await pool.cancel_drain(server)
-            await pool.drain(server, within_s=within_s, back_in_s=back_in_s)
-            return await _follow(pool, server, quiet=as_json)
+                return await operator.cancel_drain(server)
+            await operator.drain(server, within_s=within_s, back_in_s=back_in_s)
+            return await _follow(operator, server, quiet=as_json)
 
     report = run(main())
     if as_json:
@@ -90,7 +90,7 @@ def drain(
     raise typer.Exit(0 if cancel or report.state is DrainState.DONE else 1)
 
 
-async def _follow(pool: Pool, server: str, *, quiet: bool) -> DrainReport:
+async def _follow(operator: Admin, server: str, *, quiet: bool) -> DrainReport:
     """Until it is over, with a bar on a terminal."""
     import asyncio
 
@@ -108,7 +108,7 @@ async def _follow(pool: Pool, server: str, *, quiet: bool) -> DrainReport:
         bar = progress.add_task(f"draining {escape(server)}", total=None, amount="")
         while True:
             try:
-                report = await pool.drain_report(server)
+                report = await operator.drain_report(server)
                 answered_at = loop.time()
             except Unavailable:
                 if loop.time() - answered_at >= _SILENT_S:

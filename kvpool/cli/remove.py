@@ -18,7 +18,7 @@ from kvpool.cli.shared import (
     TransportNames,
     console,
     fail,
-    open_pool,
+    open_admin,
     query_settings,
     run,
     stderr,
@@ -77,13 +77,13 @@ def remove(
         removed[1] += size
 
     async def main() -> tuple[HeldByServers, dict[str, str]]:
-        async with await open_pool(settings) as pool:
-            held = await pool.removals.held(wanted, timeout=min(within_s, _LOOK_S))
+        async with open_admin(settings) as operator:
+            held = await operator.removals.held(wanted, timeout=min(within_s, _LOOK_S))
             if not as_json:
                 _show(held, wanted)
             if not yes:
                 return held, held.missing
-            left = await pool.removals.remove(held.found, timeout=within_s, report=report)
+            left = await operator.removals.remove(held.found, timeout=within_s, report=report)
             return held, {**held.missing, **left}
 
     held, left = run(main())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -19,6 +20,7 @@ from kvpool.errors import ConfigError, KvpoolError, UsageError
 from kvpool.types import check_digests
 
 if TYPE_CHECKING:
+    from kvpool.client.admin import Admin
     from kvpool.client.pool import Pool
     from kvpool.types import Member
 
@@ -138,9 +140,9 @@ def no_such_name(name: str, members: Sequence[Member], *, hosts: bool = False) -
     return f"no {what} has the name {name!r}: {listed}; `kvpool status` shows all"
 
 
-async def check_server(pool: Pool, server: str) -> None:
+async def check_server(operator: Admin, server: str) -> None:
     """Raises ConfigError when no server has this id, and MasterLost."""
-    members = await pool.members()
+    members = await operator.members()
     if all(one.server != server for one in members):
         raise ConfigError(no_such_name(server, members))
 
@@ -158,6 +160,15 @@ async def open_pool(settings: Config) -> Pool:
         verify=client.verify,
     )
     return await connect(config=short, cluster=cluster_of(settings))
+
+
+@asynccontextmanager
+async def open_admin(settings: Config) -> AsyncIterator[Admin]:
+    """What an operator asks of the pool, as long as the `with` lasts."""
+    from kvpool.client.admin import admin
+
+    async with await open_pool(settings) as pool:
+        yield admin(pool)
 
 
 def run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:

@@ -19,7 +19,7 @@ from kvpool.cli.shared import (
     Masters,
     SecretFile,
     console,
-    open_pool,
+    open_admin,
     query_settings,
     run,
 )
@@ -30,7 +30,7 @@ from kvpool.units import parse_duration
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from kvpool.client.pool import Pool
+    from kvpool.client.admin import Admin
     from kvpool.config import Config
     from kvpool.ops.top import Top
 
@@ -77,12 +77,12 @@ async def _watch(settings: Config, pause_s: float, refreshes: int) -> None:
     from kvpool.ops.top import Top
 
     view = Top(FOR_OPERATORS if cluster_of(settings).tenant else "")
-    async with await open_pool(settings) as pool:
+    async with open_admin(settings) as operator:
         if console.is_terminal and not console.is_dumb_terminal:
-            await _on_screen(pool, view, pause_s, refreshes)
+            await _on_screen(operator, view, pause_s, refreshes)
             return
         for count in itertools.count(1):
-            await _look(pool, view)
+            await _look(operator, view)
             for line in _lines(view, console.width, None):
                 console.print(line)
             if count == refreshes:
@@ -91,12 +91,12 @@ async def _watch(settings: Config, pause_s: float, refreshes: int) -> None:
             await asyncio.sleep(pause_s)
 
 
-async def _look(pool: Pool, view: Top) -> None:
+async def _look(operator: Admin, view: Top) -> None:
     """Ask for what is there; when no master answers, the view says so."""
     try:
-        members = await pool.members(timeout=QUERY_S)
+        members = await operator.members(timeout=QUERY_S)
         try:
-            demand = await pool.demand(timeout=QUERY_S)
+            demand = await operator.demand(timeout=QUERY_S)
         except KvpoolError:  # of a tenant
             demand = None
         view.seen(time.monotonic(), members, demand)
@@ -104,7 +104,7 @@ async def _look(pool: Pool, view: Top) -> None:
         view.lost(time.monotonic(), time.strftime("%H:%M:%S"), str(error))
 
 
-async def _on_screen(pool: Pool, view: Top, pause_s: float, refreshes: int) -> None:
+async def _on_screen(operator: Admin, view: Top, pause_s: float, refreshes: int) -> None:
     """Draw after each look, key and change of the size. The screen is as before at the end."""
     import asyncio
 
@@ -122,7 +122,7 @@ async def _on_screen(pool: Pool, view: Top, pause_s: float, refreshes: int) -> N
     async def look_again_and_again() -> None:
         try:
             for count in itertools.count(1):
-                await _look(pool, view)
+                await _look(operator, view)
                 changed.set()
                 if count == refreshes:
                     return

@@ -177,7 +177,7 @@ class Lookup:
     async def explain(
         self, namespace: Namespace, digests: Sequence[bytes], deadline: float
     ) -> list[Explanation]:
-        """As `Pool.explain`."""
+        """As `Admin.explain`."""
         size = check_digests(digests)
         answers: list[Explanation] = []
         while len(answers) < len(digests):
@@ -199,7 +199,7 @@ class Lookup:
         return answers
 
     async def namespaces(self, deadline: float) -> list[tuple[Namespace, int]]:
-        """As `Pool.namespaces`."""
+        """As `Admin.namespaces`."""
         found: list[tuple[Namespace, int]] = []
         for _ in range(_PAGES_MAX):
             last = found[-1][0] if found else None
@@ -218,7 +218,7 @@ class Lookup:
         return found
 
     async def demand(self, deadline: float) -> Demand:
-        """As `Pool.demand`."""
+        """As `Admin.demand`."""
         answer = await self._masters.ask(wire.Demands(), wire.DemandsReply, deadline)
         try:
             sets = [

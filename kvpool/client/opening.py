@@ -68,7 +68,7 @@ async def _connect(config: ClientConfig, cluster: Cluster) -> Pool:
         raise
     try:
         # Patient: a master to which hundreds of clients connect at once answers after seconds.
-        await pool._servers.refresh(pool._begin(None), patient=True)
+        await pool._servers.refresh(pool._context.begin(None), patient=True)
     except MasterLost as error:
         await pool.close()
         raise MasterLost(f"{error}{await diagnose_unreachable(config.masters, cluster)}") from None

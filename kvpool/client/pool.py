@@ -7,90 +7,51 @@ wrong arguments.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from kvpool.arguments import as_float, as_int
-from kvpool.client.buffers import BufferLike, as_views, check_one_for_each, normalize_buffers
+from kvpool.arguments import as_int
+from kvpool.client.buffers import BufferLike, check_one_for_each, normalize_buffers
+from kvpool.client.context import ClientContext
 from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import LocationCache
-from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
-from kvpool.client.own_names import own_namespace, own_session
 from kvpool.client.pool_events import EventPosition, EventReader
 from kvpool.client.prefetch import PrefetchCalls
 from kvpool.client.reader import Reader
-from kvpool.client.removal import Removals
 from kvpool.client.score import Scorer
 from kvpool.client.servers import Servers, device_lack, gather_errors
+from kvpool.client.session import ClientSession
 from kvpool.client.shared_copies import SharedCopies
-from kvpool.client.spread import Spreader
-from kvpool.client.spread_plan import RECEIVERS_MAX
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
 from kvpool.config import DIRECT, ClientConfig, check_device_path
-from kvpool.errors import (
-    BadBuffer,
-    BadKey,
-    Closed,
-    ConfigError,
-    KvpoolError,
-    MasterLost,
-    TooLarge,
-    Unavailable,
-    UsageError,
-)
-from kvpool.protocols import (
-    Channel,
-    Network,
-    SupportsDrain,
-    Transport,
-    View,
-    WriteOptions,
-)
+from kvpool.errors import BadBuffer, BadKey, ConfigError, KvpoolError, TooLarge, UsageError
+from kvpool.protocols import Channel, Network, Transport, View, WriteOptions
 from kvpool.runtime import Host, this_host
-from kvpool.tenant_names import unqualified
 from kvpool.types import (
-    ARRIVED,
     BATCH_BLOCKS_MAX,
     BLOCK_SIZE_MAX,
     COPIES_MAX,
     ROOT,
     SCORED_HOSTS_MAX,
-    Buffer,
     Cluster,
-    Demand,
-    DrainOrder,
-    DrainReport,
-    Explanation,
-    HintStatus,
     HostScore,
     Match,
-    Member,
     Namespace,
     PrefetchStatus,
     Presence,
     ReadResult,
     ReadStatus,
     SessionHint,
-    SessionReport,
-    SpreadReport,
-    WriteBlock,
     WriteStatus,
     check_digests,
-    check_namespace,
     check_resume_in,
-    check_session,
 )
-from kvpool.wire import messages as wire
-
-_TIMEOUT_S_MAX: Final = 86_400.0
 
 if TYPE_CHECKING:
     from kvpool.client.device_direct import Devices, DirectReads
@@ -142,48 +103,37 @@ class Pool:
     ) -> None:
         check_device_path(config)
         self._config = config
-        #: The names of this tenant's users are qualified with it here, on their way in and out, so
-        #: that nothing behind this class knows two names of one thing (design: tenants).
-        self._tenant = cluster.tenant
         if cluster.tenant:
             transports = _for_tenants(transports)
         if config.device_path == DIRECT and (lack := device_lack(transports)):
             raise ConfigError(
                 f"setting 'client.device_path' is {DIRECT}: {lack}; or set it to auto or staged"
             )
-        self._network = network
-        self._owns_network = owns_network
-        self._loop = asyncio.get_running_loop()
-        self._pid = os.getpid()
-        self._closed = False
+        self._own_network = network if owns_network else None
         self.counters: Counter[str] = Counter()
-        self._masters = Masters(network, config)
+        masters = Masters(network, config)
         host = host or this_host()
         counters = self.counters
-        self._servers = servers = Servers(
-            config, cluster, host, transports, self._masters, counters, rng
-        )
+        self._servers = servers = Servers(config, cluster, host, transports, masters, counters, rng)
         self.durations = servers.durations
+        self._context = ClientContext(config, cluster.tenant, masters, servers, counters)
+        lookup = self._context.lookup
         self._device_staging: Staging | None = None
         self._device_work: list[Devices] = []  # of reads, and of writes
         self._direct_reads: DirectReads | None = None
         self._direct_writes: DirectWrites | None = None
         locations = LocationCache()
-        self._lookup = lookup = Lookup(self._masters, servers)
         rates = ReadRates()
         self._scorer = Scorer(lookup, servers, rates)
         self._reader = reader = Reader(
             config, lookup, servers, locations, self._staging, self._direct, rates, counters
         )
         versions = Versions(lookup, reader, servers, counters)
-        #: Removes whole namespaces: for operators, and for tenants their own.
-        self.removals = Removals(servers, self._tenant)
-        self._spreader = Spreader(lookup, servers, counters)
-        self._prefetches = PrefetchCalls(lookup, servers, self._spreader, counters)
+        self._prefetches = PrefetchCalls(lookup, servers, counters)
         self._shared_copies = SharedCopies(lookup, servers, counters, config.copies_max)
         self._writer = Writer(
             host.id,
-            self._masters,
+            masters,
             servers,
             locations,
             versions,
@@ -195,7 +145,7 @@ class Pool:
         )
 
     def __repr__(self) -> str:
-        return f"<Pool {'closed' if self._closed else 'open'} {self._servers!r}>"
+        return f"<Pool {'closed' if self._context.closed else 'open'} {self._servers!r}>"
 
     async def __aenter__(self) -> Pool:
         return self
@@ -221,11 +171,11 @@ class Pool:
         BadKey for an empty `chain` and for digests that are not 16 to 32 bytes or differ in length;
         UsageError for a wrong `session`.
         """
-        session = self._session(session) if session else ""
-        namespace = self._own(namespace)
-        deadline, began = self._begin(timeout), self._loop.time()
-        match = await self._lookup.match(namespace, chain, deadline, session)
-        self.durations.record("match", "zmq", self._loop.time() - began)
+        session = self._context.own_session(session) if session else ""
+        namespace = self._context.own(namespace)
+        deadline, began = self._context.begin(timeout), self._context.loop.time()
+        match = await self._context.lookup.match(namespace, chain, deadline, session)
+        self.durations.record("match", "zmq", self._context.loop.time() - began)
         return match
 
     async def contains(
@@ -238,35 +188,8 @@ class Pool:
         empty `digests` and for those that are not 16 to 32 bytes or differ in length; MasterLost
         when no master answers.
         """
-        return await self._lookup.contains(self._own(namespace), digests, self._begin(timeout))
-
-    async def explain(
-        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
-    ) -> list[Explanation]:
-        """Where each block is, or why it is not there. Raises BadKey, and MasterLost when no
-        master answers."""
-        answers = await self._lookup.explain(self._own(namespace), digests, self._begin(timeout))
-        if not self._tenant:
-            return answers
-        return [one._replace(key=one.key._replace(namespace=namespace)) for one in answers]
-
-    async def explain_session(self, session: str, *, timeout: float | None = None) -> SessionReport:
-        """What became of the hints about a session: the last of each kind, and servers' answers.
-
-        It is what one master knows, the one that this client asks; a hint that was sent to another
-        one is not in it, and answers come with heartbeats. Raises UsageError for a name that is
-        none, MasterLost when no master answers (design: session-hints).
-        """
-        question = wire.ExplainSession(self._session(session))
-        answer = await self._masters.ask(question, wire.SessionExplained, self._begin(timeout))
-        known = frozenset(HintStatus)
-        return SessionReport(
-            answer.hints,
-            [
-                (server, HintStatus(status), age_s)
-                for server, status, age_s in answer.servers
-                if status in known
-            ],
+        return await self._context.lookup.contains(
+            self._context.own(namespace), digests, self._context.begin(timeout)
         )
 
     async def where(
@@ -277,7 +200,9 @@ class Pool:
         For observers: it counts as no demand, and is no use of the blocks. Raises BadKey for
         digests that differ in length, and MasterLost when no master answers.
         """
-        return await self._lookup.where(self._own(namespace), digests, self._begin(timeout))
+        return await self._context.lookup.where(
+            self._context.own(namespace), digests, self._context.begin(timeout)
+        )
 
     async def score(
         self,
@@ -306,7 +231,7 @@ class Pool:
         Raises BadKey for an empty `chain` or wrong digests; UsageError for wrong `hosts` (1 to
         1,024 names) or `block_bytes`; MasterLost when no master answers.
         """
-        deadline = self._begin(timeout)
+        deadline = self._context.begin(timeout)
         if (
             isinstance(hosts, str)
             or not 1 <= len(hosts) <= SCORED_HOSTS_MAX
@@ -317,7 +242,9 @@ class Pool:
             )
         if block_bytes is not None:
             block_bytes = _whole("block_bytes", block_bytes, BLOCK_SIZE_MAX)
-        return await self._scorer.score(self._own(namespace), chain, hosts, block_bytes, deadline)
+        return await self._scorer.score(
+            self._context.own(namespace), chain, hosts, block_bytes, deadline
+        )
 
     def events(self, from_position: EventPosition | None = None) -> EventReader:
         """What the pool has, and each change of it, as one master sees them, for ever.
@@ -330,32 +257,10 @@ class Pool:
         what is returned says for how long nothing new was known. Raises Closed, and UsageError for
         a tenant's client (design: pool-events).
         """
-        self._begin(None)
-        if self._tenant:
+        self._context.begin(None)
+        if self._context.tenant:
             raise UsageError("events are of the whole pool: a tenant's client cannot read them")
-        return EventReader(self._masters, lambda: self._begin(None), from_position)
-
-    async def members(self, *, timeout: float | None = None) -> list[Member]:
-        """Every server that a master knows, lost ones included. Raises MasterLost."""
-        return await self._servers.refresh(self._begin(timeout))
-
-    async def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
-        """The namespaces that have blocks, by name, with their numbers of blocks.
-
-        Reads at most a thousand pages of a master's list. Raises MasterLost.
-        """
-        found = await self._lookup.namespaces(self._begin(timeout))
-        return [(self._as_seen(namespace), blocks) for namespace, blocks in found]
-
-    async def demand(self, *, timeout: float | None = None) -> Demand:
-        """What clients ask for: live working sets, as the master that answers has measured.
-
-        All clients ask the first master of their list while it answers; what other clients ask
-        another one is not in it. Raises MasterLost.
-        """
-        demand = await self._lookup.demand(self._begin(timeout))
-        sets = [one._replace(namespace=self._as_seen(one.namespace)) for one in demand.working_sets]
-        return demand._replace(working_sets=tuple(sets))
+        return EventReader(self._context.masters, lambda: self._context.begin(None), from_position)
 
     # --- reading -------------------------------------------------------------------------
 
@@ -383,12 +288,12 @@ class Pool:
         contiguous, empty, or smaller than its block, or if there is not one buffer per digest;
         TooLarge for a buffer above 4 GiB; Unavailable when a device fails.
         """
-        deadline = self._begin(timeout)
+        deadline = self._context.begin(timeout)
+        namespace = self._context.own(namespace)
         part = _part(namespace, part)
         check_digests(digests)
         check_one_for_each(buffers, digests)
         target = normalize_buffers(buffers, writable=True)
-        namespace = self._own(namespace)
         results = await self._reader.read(namespace, part, digests, target, match, deadline)
         for position, result in enumerate(results):
             if result.status is ReadStatus.BUFFER_TOO_SMALL:
@@ -414,10 +319,10 @@ class Pool:
         transport without views, are misses with the status REFUSED: use `read` for them. Raises
         BadKey for wrong arguments.
         """
-        deadline = self._begin(timeout)
+        deadline = self._context.begin(timeout)
+        namespace = self._context.own(namespace)
         part = _part(namespace, part)
         check_digests(digests)
-        namespace = self._own(namespace)
         async with self._reader.read_view(namespace, part, digests, match, deadline) as views:
             yield views
 
@@ -442,10 +347,17 @@ class Pool:
         lacks, as with `spread`, in the background and for 30 seconds at most. If no server lives
         there, blocks come up where they are. Raises BadKey as `match` does (design: promotion).
         """
-        deadline = self._begin(self._config.attempt_s if timeout is None else timeout)
+        deadline = self._context.begin(self._config.attempt_s if timeout is None else timeout)
         check_digests(chain)
-        namespace = self._own(namespace)
+        namespace = self._context.own(namespace)
         return await self._prefetches.prefetch(namespace, chain, near, match, deadline)
+
+    def session(self, name: str) -> ClientSession:
+        """The conversation of this name, to say what will become of it. Asks nobody by itself.
+
+        Raises UsageError for a name that is none, or too long.
+        """
+        return ClientSession(self._context, name)
 
     # --- writing -------------------------------------------------------------------------
 
@@ -486,10 +398,10 @@ class Pool:
         contiguous or is empty; TooLarge for a block above 4 GiB or larger than any server's memory;
         UsageError for wrong `copies`, `session` or `resume_in`; Unavailable when a device fails.
         """
-        deadline = self._begin(timeout)
+        deadline = self._context.begin(timeout)
+        namespace = self._context.own(namespace)
         part = _part(namespace, part)
         session_hint = self._session_hint(session, resume_in)
-        namespace = self._own(namespace)
         copies = _whole("copies", copies, COPIES_MAX)
         size = check_digests(digests)
         check_one_for_each(buffers, digests)
@@ -512,131 +424,6 @@ class Pool:
                 )
         return statuses
 
-    async def write_to(
-        self,
-        server: str,
-        namespace: Namespace,
-        digest: bytes,
-        buffer: Buffer,
-        *,
-        timeout: float | None = None,
-    ) -> WriteStatus:
-        """Store one block on the server with the id `server`: for measurements and tools.
-
-        If another server has it, that server's bytes are stored here, and not those of `buffer`:
-        ALREADY_STORED when they differ (design: versions). REFUSED when that server refuses it,
-        for example from a process that was stopped while it held memory (design: budgets). Raises
-        BadKey, BadBuffer, and ServerLost when that server cannot be reached.
-        """
-        deadline = self._begin(timeout)
-        check_digests([digest])
-        views = as_views(buffer, 0)
-        block = WriteBlock(digest, ROOT, views, sum(map(len, views)))
-        options = WriteOptions(self._own(namespace), 0, True)
-        return await self._writer.write_to(server, options, block, deadline)
-
-    async def spread(
-        self,
-        namespace: Namespace,
-        chain: Sequence[bytes],
-        *,
-        to: int | Sequence[str],
-        timeout: float | None = None,
-    ) -> SpreadReport:
-        """Put copies of a chain where it will be read, before its readers come (design: movers).
-
-        `to` is how many servers should have it afterwards, or which: ids of servers, or of hosts
-        (`Member.host`), of which the server with the most room gets it. They fetch it from each
-        other, head first, each within its own budget for fetches, and evict for it only what was
-        used before. What a server has already is not moved, so calling again goes on where the time
-        was over. Ends by `timeout`; the report says what each server has, and why no more.
-
-        Raises BadKey for an empty `chain` or wrong digests; UsageError for a wrong `to`; MasterLost
-        when no master answers.
-        """
-        deadline = self._begin(timeout)
-        check_digests(chain)
-        number = as_int(to)
-        count = len(to) if isinstance(to, Sequence) and not isinstance(to, str) else number or 0
-        if not 1 <= count <= RECEIVERS_MAX:
-            raise UsageError(
-                f"to is {to!r}, expected a number of servers or a list of names, "
-                f"1 to {RECEIVERS_MAX}"
-            )
-        targets = to if number is None else number
-        return await self._spreader.spread(self._own(namespace), chain, targets, deadline)
-
-    async def drain(
-        self,
-        server: str,
-        *,
-        within_s: float,
-        back_in_s: float = 0.0,
-        timeout: float | None = None,
-    ) -> DrainReport:
-        """Have the other servers fetch all blocks of `server`, which will leave (design: movers).
-
-        Returns when it has begun; `drain_report` says how far it is. From now on `server` takes no
-        blocks, and serves those that it has. With `back_in_s` it will be back so soon: blocks that
-        lie in its file stay there. Raises ServerLost when the server cannot be reached, and
-        MasterLost.
-        """
-        order = DrainOrder(
-            True, False, _seconds("within_s", within_s), _seconds("back_in_s", back_in_s)
-        )
-        return await self._drain(server, order, timeout)
-
-    async def drain_report(self, server: str, *, timeout: float | None = None) -> DrainReport:
-        """How far the drain of `server` is, and what is left. Raises as `drain`."""
-        return await self._drain(server, DrainOrder(), timeout)
-
-    async def cancel_drain(self, server: str, *, timeout: float | None = None) -> DrainReport:
-        """`server` stays, and takes blocks again; what others have fetched stays there.
-
-        Raises as `drain`.
-        """
-        return await self._drain(server, DrainOrder(cancel=True), timeout)
-
-    async def end(self, session: str, *, timeout: float | None = None) -> HintStatus:
-        """This conversation is over: its blocks that no other session uses are evicted first.
-
-        Advice, as `hint` is: one master passes it to every server within a heartbeat. REFUSED
-        when no master accepts it. Raises UsageError (design: session-hints).
-        """
-        return await self._hint(wire.Hint(self._session(session), None), timeout)
-
-    async def hint(
-        self, session: str, *, resume_in: float, timeout: float | None = None
-    ) -> HintStatus:
-        """This conversation is expected to go on in `resume_in` seconds.
-
-        Until then servers prefer to evict other blocks; among expected sessions, the one with the
-        latest time is evicted first. A hint expires when the session does not go on. The status is
-        the master's answer; each server counts how it applied the hint. Raises UsageError
-        (design: session-hints).
-        """
-        session = self._session(session)
-        return await self._hint(wire.Hint(session, check_resume_in(resume_in)), timeout)
-
-    async def arrived(self, session: str, *, timeout: float | None = None) -> HintStatus:
-        """A prompt of this conversation waits to be served, in the queue of an engine perhaps.
-
-        Servers keep the session's blocks until they are read or the session writes, for 120 seconds
-        at most; call it again while the prompt waits, up to 10 minutes. Advice, as `hint` is, and
-        within the same budget of bytes. `match` with a session does the same in one message. Raises
-        UsageError (design: session-hints).
-        """
-        return await self._hint(wire.Hint(self._session(session), ARRIVED), timeout)
-
-    async def _hint(self, hint: wire.Hint, timeout: float | None) -> HintStatus:
-        try:
-            hinted = await self._masters.ask(hint, wire.HintReply, self._begin(timeout))
-            status = HintStatus(hinted.status)
-        except (Unavailable, ValueError):
-            status = HintStatus.REFUSED
-        self.counters[f"hint_{status.name.lower()}"] += 1
-        return status
-
     async def remove(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
     ) -> list[bool]:
@@ -648,9 +435,9 @@ class Pool:
 
         Raises BadKey, and MasterLost when no master answers.
         """
-        deadline = self._begin(timeout)
+        deadline = self._context.begin(timeout)
         check_digests(digests)
-        namespace = self._own(namespace)
+        namespace = self._context.own(namespace)
         removed = [False] * len(digests)
         for first in range(0, len(digests), BATCH_BLOCKS_MAX):
             batch = digests[first : first + BATCH_BLOCKS_MAX]
@@ -672,61 +459,32 @@ class Pool:
 
     async def close(self) -> None:
         """End every running call, then every connection. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self._context.closed:
+            self._context.closed = True
             await self._shared_copies.close()
             await self._prefetches.close()
             await self._servers.close()
-            self._masters.close()
+            self._context.masters.close()
             if self._device_staging is not None:
                 self._device_staging.close()
             for devices in self._device_work:
                 devices.close()
-            if self._owns_network:
-                self._network.close()
-                await self._network.wait_closed()
+            if self._own_network is not None:
+                self._own_network.close()
+                await self._own_network.wait_closed()
 
     # --- inside --------------------------------------------------------------------------
-
-    def _own(self, namespace: Namespace) -> Namespace:
-        """The namespace that users of this tenant call so. UsageError for another type."""
-        check_namespace(namespace)
-        return own_namespace(self._tenant, namespace) if self._tenant else namespace
-
-    def _as_seen(self, namespace: Namespace) -> Namespace:
-        """The other way round. Raises MasterLost for one that a master should not have named."""
-        if not self._tenant:
-            return namespace
-        try:
-            return Namespace(unqualified(self._tenant, namespace.name), namespace.parts)
-        except UsageError as error:
-            raise MasterLost(f"a master answered with {error}") from None
-
-    def _session(self, session: str) -> str:
-        """The name by which the pool knows a session. Raises UsageError."""
-        return own_session(self._tenant, check_session(session))
 
     def _session_hint(self, session: str, resume_in: float | None) -> SessionHint | None:
         if resume_in is not None:
             resume_in = check_resume_in(resume_in)
         if session or resume_in is not None:
-            return SessionHint(self._session(session), resume_in)
+            return SessionHint(self._context.own_session(session), resume_in)
         return None
-
-    async def _drain(self, server: str, order: DrainOrder, timeout: float | None) -> DrainReport:
-        deadline = self._begin(timeout)
-
-        async def ask(channel: Channel) -> DrainReport:
-            if not isinstance(channel, SupportsDrain):
-                raise Unavailable(f"the transport to {server} cannot ask a server to leave")
-            return await channel.drain(order, deadline=deadline)
-
-        return await self._servers.call(server, ask, deadline)
 
     def _staging(self) -> Staging:
         """The pinned memory for blocks on devices; its module loads numpy (design: layout)."""
-        if self._closed:  # a call that was running when the pool was closed
-            raise Closed("the pool is closed")
+        self._context.check_open()  # a call that was running when the pool was closed
         if self._device_staging is None:
             from kvpool.client.device_staging import Staging
 
@@ -735,8 +493,7 @@ class Pool:
 
     def _direct(self) -> DirectReads:
         """What direct reads need; its modules load numpy (design: layout)."""
-        if self._closed:
-            raise Closed("the pool is closed")
+        self._context.check_open()
         if self._direct_reads is None:
             from kvpool.client.device_direct import DirectReads
 
@@ -745,8 +502,7 @@ class Pool:
 
     def _direct_writer(self) -> DirectWrites:
         """What direct writes need, as `_direct`."""
-        if self._closed:
-            raise Closed("the pool is closed")
+        self._context.check_open()
         if self._direct_writes is None:
             from kvpool.client.device_writes import DirectWrites
 
@@ -764,32 +520,6 @@ class Pool:
 
         self._device_work.append(Devices())
         return self._device_work[-1]
-
-    def _begin(self, timeout: float | None) -> float:
-        """The deadline of a call that starts now.
-
-        Raises Closed after `close` or a fork, and in another thread or loop; UsageError for a
-        timeout that is no bound, because every call must end (design: hedging).
-        """
-        if self._closed:
-            raise Closed("the pool is closed")
-        if os.getpid() != self._pid:
-            raise Closed("the pool was opened before a fork: open another one in the child")
-        try:
-            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
-        if here is not self._loop:
-            raise Closed(
-                "the pool belongs to another event loop or thread: use kvpool.sync.Pool from "
-                "threads, or open one pool in each loop"
-            )
-        seconds = as_float(self._config.timeout_s if timeout is None else timeout)
-        if seconds is None or not seconds <= _TIMEOUT_S_MAX:  # nor nan
-            raise UsageError(
-                f"timeout is {timeout!r:.40}, expected seconds, at most {_TIMEOUT_S_MAX:g}"
-            )
-        return self._loop.time() + seconds
 
 
 async def _remove(
@@ -810,19 +540,11 @@ def _for_tenants(transports: Mapping[str, Transport]) -> dict[str, Transport]:
 
 
 def _part(namespace: Namespace, part: int) -> int:
-    """One of the namespace's parts. Raises BadKey, and UsageError for no namespace."""
-    check_namespace(namespace)
+    """One of the namespace's parts. Raises BadKey."""
     number = as_int(part)
     if number is None or not 0 <= number < namespace.parts:
         raise BadKey(f"part {part!r:.40} of a namespace with {namespace.parts} part(s)")
     return number
-
-
-def _seconds(what: str, value: float) -> float:
-    seconds = as_float(value)
-    if seconds is None or not 0 <= seconds <= _TIMEOUT_S_MAX:
-        raise UsageError(f"{what} is {value!r:.40}, expected seconds, 0 to {_TIMEOUT_S_MAX:g}")
-    return seconds
 
 
 def _whole(what: str, value: int, most: int) -> int:

@@ -32,12 +32,10 @@ _Wanted = dict[tuple[str, int], list[int]]
 class PrefetchCalls:
     """The prefetches of one client."""
 
-    def __init__(
-        self, lookup: Lookup, servers: Servers, spreader: Spreader, counters: Counter[str]
-    ) -> None:
+    def __init__(self, lookup: Lookup, servers: Servers, counters: Counter[str]) -> None:
         self._lookup = lookup
         self._servers = servers
-        self._spreader = spreader
+        self._spreader = Spreader(lookup, servers, counters)
         self._counters = counters
         self._copying: set[asyncio.Task[None]] = set()
 

@@ -48,7 +48,7 @@ class Spreader:
         to: int | Sequence[str],
         deadline: float,
     ) -> SpreadReport:
-        """As `Pool.spread`."""
+        """As `Admin.spread`."""
         match = await self._lookup.match(namespace, chain, deadline)
         if match.stopped is ReadStatus.NO_MASTER and not match.length:
             raise MasterLost("no master answers where the chain is")

@@ -18,6 +18,7 @@ import aiofiles
 import msgspec
 
 from kvpool import registry
+from kvpool.client.admin import admin
 from kvpool.client.device_staging import ROUND
 from kvpool.client.pool import Pool
 from kvpool.config import (
@@ -203,7 +204,7 @@ async def _master(settings: Config, address: str) -> Finding:
     try:
         async with _client(cluster_of(settings), only) as pool:
             started = time.perf_counter()
-            members = await pool.members()
+            members = await admin(pool).members()
     except KvpoolError as error:
         hint = await diagnose_unreachable([address], cluster_of(settings))
         advice = "see secret_file" if hint else f"start it: kvpool master --bind {address}"
@@ -236,7 +237,7 @@ async def _pool(settings: Config) -> list[Finding]:
         async with _client(
             cluster_of(settings), _asking(client, client.masters, client.transports)
         ) as pool:
-            members = await pool.members()
+            members = await admin(pool).members()
             findings = await _compared(pool, members)
     except KvpoolError:
         return []
@@ -262,7 +263,7 @@ async def _compared(pool: Pool, members: list[Member]) -> list[Finding]:
     living = [member for member in members if member.alive]
     findings = [*differing(living), *crowded(living)]
     try:
-        return compared(await pool.namespaces()) + findings + await _memory(pool, members)
+        return compared(await admin(pool).namespaces()) + findings + await _memory(pool, members)
     except KvpoolError as error:
         advice = "look at the master's log, and try again"
         text = f"neither compared nor judged: {error}"
@@ -284,7 +285,7 @@ def _unchecked(about: list[Finding]) -> list[Finding]:
 
 async def _memory(pool: Pool, members: list[Member]) -> list[Finding]:
     """Memory against the live working set; nothing where masters do not measure it yet."""
-    demand = await pool.demand()
+    demand = await admin(pool).demand()
     if not demand.working_sets:
         return []
     verdict, text = judged(demand, memory_of(members))
@@ -439,7 +440,7 @@ async def _trial(settings: Config, member: Member, scheme: str, spec: str) -> Fi
     try:
         async with _client(cluster_of(settings), config) as pool:
             started = time.perf_counter()
-            written = await pool.write_to(member.server, namespace, key, data)
+            written = await admin(pool).write_to(member.server, namespace, key, data)
             (result,) = await pool.read(namespace, [key], [back])
             took_ms = (time.perf_counter() - started) * 1e3
             await pool.remove(namespace, [key])

@@ -103,7 +103,7 @@ def clients_table(members: list[Member]) -> Table:
 
 
 def tenants_table(namespaces: Iterable[tuple[Namespace, int]]) -> Table | None:
-    """The tenants that have blocks, from `Pool.namespaces`; None if there are none."""
+    """The tenants that have blocks, from `Admin.namespaces`; None if there are none."""
     counts: dict[str, list[int]] = {}
     for namespace, blocks in namespaces:
         counts.setdefault(tenant_of(namespace.name), []).append(blocks)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvpool import dev
+from kvpool.client.admin import admin
 from kvpool.client.opening import connect
 from kvpool.errors import KvpoolError
 from kvpool.protocols import Addressable
@@ -207,7 +208,7 @@ class ProcessPool:
 
         async def count() -> int:
             async with await connect(self.address) as pool:
-                return sum(blocks for _, blocks in await pool.namespaces())
+                return sum(blocks for _, blocks in await admin(pool).namespaces())
 
         try:
             return asyncio.run(count())

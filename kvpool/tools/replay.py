@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from rich.console import Console
 
 from kvpool import registry
+from kvpool.client.admin import admin
 from kvpool.client.opening import connect
 from kvpool.config import POLICY, ClientConfig, parse_tier
 from kvpool.errors import ConfigError, ServerLost
@@ -420,10 +421,10 @@ class _Servers:
         """
         number = min(self._running)
         async with await connect(config=ClientConfig(masters=[self._master])) as pool:
-            report = await pool.drain(_id(number), within_s=_DRAIN_S)
+            report = await admin(pool).drain(_id(number), within_s=_DRAIN_S)
             while report.state is DrainState.RUNNING:
                 await asyncio.sleep(_POLL_S)
-                report = await pool.drain_report(_id(number))
+                report = await admin(pool).drain_report(_id(number))
         if report.state is not DrainState.DONE:
             why = ", ".join(f"{left.blocks} {left.reason}" for left in report.left)
             raise ServerLost(

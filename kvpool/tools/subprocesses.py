@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from kvpool.client.admin import admin
 from kvpool.client.opening import connect
 from kvpool.config import ClientConfig
 from kvpool.errors import ServerLost
@@ -96,7 +97,7 @@ async def servers_up(master: str, count: int) -> list[Member]:
     until = loop.time() + _START_S
     async with await connect(config=ClientConfig(masters=[master])) as pool:
         while True:
-            members = await pool.members()
+            members = await admin(pool).members()
             if sum(member.alive for member in members) >= count:
                 return members
             if loop.time() > until:

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from kvpool import logs, registry
+from kvpool import admin, logs, registry
 from kvpool import runtime as process
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
@@ -340,7 +340,8 @@ class User:
     async def _explain(self) -> None:
         block_set, _, chain = self._chosen()
         await self._timed(
-            "explain", self._pool.explain(block_set.namespace, chain, timeout=self._timeout_s)
+            "explain",
+            admin(self._pool).explain(block_set.namespace, chain, timeout=self._timeout_s),
         )
 
     # --- inside -----------------------------------------------------------------------------

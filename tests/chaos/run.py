@@ -20,6 +20,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.markup import escape
 
+from kvpool import admin
 from kvpool.client.pool import Pool
 from kvpool.errors import KvpoolError
 from kvpool.protocols import Channel, ReadOptions
@@ -239,7 +240,7 @@ class Chaos:
         held: list[set[str]],
     ) -> list[str]:
         wrong = []
-        answers = await asked.explain(block_set.namespace, batch)
+        answers = await admin(asked).explain(block_set.namespace, batch)
         for answer, servers in zip(answers, held, strict=True):
             known = {replica.server for replica in answer.replicas}
             if known != servers:
@@ -270,7 +271,7 @@ class Chaos:
         for number in range(_CONTESTS):
             digest = block_set.payload.digest((1 << 62) + number)
             writes = [
-                pools[version % len(pools)].write_to(
+                admin(pools[version % len(pools)]).write_to(
                     server, namespace, digest, bytes([version + 1]) * size
                 )
                 for version, server in enumerate(self._cluster.servers)
@@ -294,7 +295,7 @@ class Chaos:
         namespace, data = Namespace("chaos/all"), bytes(CAPACITY)
         for server in self._cluster.servers:
             digest = hashlib.sha256(server.encode()).digest()
-            status = await pool.write_to(server, namespace, digest, data, timeout=20.0)
+            status = await admin(pool).write_to(server, namespace, digest, data, timeout=20.0)
             if status is not WriteStatus.STORED:
                 self.report.broken.append(
                     f"G9: not every block of {server} could be evicted: a block of its capacity "
@@ -310,7 +311,7 @@ class Chaos:
         while leaks and self._loop.time() < until:
             await asyncio.sleep(0.5)
             async with self._cluster.client() as pool:
-                members = await pool.members()
+                members = await admin(pool).members()
             leaks = [
                 f"{member.server}: {count} {what}"
                 for member in members

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus
+from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, admin
 from tests.chaos.cluster import ProcessCluster
 from tests.chaos.proxy import Proxy
 from tests.chaos.report import HEARTBEAT_S, SETTLE_S, ChaosReport
@@ -174,7 +174,7 @@ async def test_a_server_that_was_frozen_comes_back_with_everything(cluster: Proc
             await cluster.wait_until_healthy(within_s=2 * HEARTBEAT_S + patient(BUSY_S))
             # More than the server has left: a wrong server would evict what is pinned.
             for digest in keys("afterwards", 60):
-                await pool.write_to("server-0", NAMESPACE, digest, value(digest, 1 << 20))
+                await admin(pool).write_to("server-0", NAMESPACE, digest, value(digest, 1 << 20))
             assert [view.data for view in views] == values(chain[:8], 1 << 20)
         got = buffers(8, 1 << 20)
         results = await pool.read(NAMESPACE, chain[:8], got)
@@ -226,7 +226,7 @@ async def test_a_killed_master_is_back_with_the_whole_map(two_masters: ProcessCl
 async def until_known(pool: Pool, digests: list[bytes]) -> None:
     """Wait up to 2 s until this client's masters list all of these acknowledged blocks."""
     for _ in range(100):
-        if all(answer.status.hit for answer in await pool.explain(NAMESPACE, digests)):
+        if all(answer.status.hit for answer in await admin(pool).explain(NAMESPACE, digests)):
             return
         await asyncio.sleep(0.02)
     raise AssertionError("blocks that were acknowledged are not in the map")
@@ -359,7 +359,7 @@ WRITER = """
 
 
 async def address_of(pool: Pool, server: str, scheme: str) -> str:
-    (found,) = [m for m in await pool.members() if m.server == server]
+    (found,) = [m for m in await admin(pool).members() if m.server == server]
     return next(address for address in found.addresses if address.startswith(scheme))
 
 
@@ -372,7 +372,7 @@ async def test_a_killed_writers_space_is_back_at_once(cluster: ProcessCluster) -
             async with script(WRITER, address, str(64 << 20), "20") as writer:
                 assert await writer.line() == "reserved"
                 digest = key(f"who waits, {scheme}")
-                write = pool.write_to(server, NAMESPACE, digest, value(digest), timeout=8)
+                write = admin(pool).write_to(server, NAMESPACE, digest, value(digest), timeout=8)
                 waiting = asyncio.create_task(write)
                 done, _ = await asyncio.wait([waiting], timeout=0.5)
                 assert not done
@@ -402,7 +402,7 @@ async def test_a_killed_readers_child_holds_none_of_its_pins(cluster: ProcessClu
     """G4: pins end with their connection, even if a child process has inherited its socket."""
     async with cluster.client("shm") as pool:
         digest = key("forked")
-        await pool.write_to("server-0", NAMESPACE, digest, value(digest))
+        await admin(pool).write_to("server-0", NAMESPACE, digest, value(digest))
         async with script(FORKING_READER, cluster.masters_of("clients")[0]) as reader:
             child = int(await reader.line())
             try:

@@ -15,6 +15,7 @@ from kvpool import (
     MasterLost,
     ReadStatus,
     WriteStatus,
+    admin,
     connect,
     dev,
 )
@@ -84,7 +85,7 @@ async def test_reads_with_a_match_need_no_master(pool_dev: dev.Dev, scheme: str)
         (status,) = await pool.write(NAMESPACE, [key("w")], [b"x"], timeout=0.3)
         assert status in (WriteStatus.NO_MASTER, WriteStatus.DEADLINE)
         with pytest.raises(MasterLost, match=pool_dev.address):
-            await pool.members(timeout=0.3)
+            await admin(pool).members(timeout=0.3)
 
 
 async def test_no_master_is_an_error_at_once() -> None:
@@ -148,7 +149,7 @@ async def test_a_lost_server_is_a_miss_with_a_reason(two_servers: dev.Dev, schem
         for digest in keys("spread", 12):
             for server in mine:
                 if len(mine[server]) < 6:
-                    await pool.write_to(server, NAMESPACE, digest, value(digest, LARGE))
+                    await admin(pool).write_to(server, NAMESPACE, digest, value(digest, LARGE))
                     mine[server].append(digest)
                     break
         match_all = [*mine["dev-0"], *mine["dev-1"]]
@@ -241,11 +242,11 @@ async def test_no_more_connections_than_allowed(pool_dev: dev.Dev, scheme: str) 
     held = [server.connect(Peer("test")) for _ in range(1024)]
     config = ClientConfig(masters=[pool_dev.address], transports=[scheme])
     async with pool_dev.pool(config) as pool:
-        refused = await pool.write_to("dev-0", NAMESPACE, key("x"), b"x", timeout=1)
+        refused = await admin(pool).write_to("dev-0", NAMESPACE, key("x"), b"x", timeout=1)
         assert refused is WriteStatus.REFUSED
         for connection in held:
             connection.close()
-        assert await pool.write_to("dev-0", NAMESPACE, key("x"), b"x") is WriteStatus.STORED
+        assert await admin(pool).write_to("dev-0", NAMESPACE, key("x"), b"x") is WriteStatus.STORED
 
 
 async def test_a_frozen_writers_memory_is_not_reused(pool_dev: dev.Dev) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Final
 
+from kvpool import admin
 from kvpool.client.pool import Pool
 from kvpool.types import ReadStatus
 from tests.chaos.cluster import Node, ProcessCluster
@@ -162,7 +163,7 @@ class Trials:
         """The blocks of the load that a master lists."""
         known = set()
         for block_set in self._block_sets:
-            for answer in await pool.explain(block_set.namespace, block_set.digests):
+            for answer in await admin(pool).explain(block_set.namespace, block_set.digests):
                 if answer.status.hit:
                     known.add((block_set.namespace.name, answer.key.digest))
         return known

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvpool import admin
 from kvpool.client.pool import Pool
 from kvpool.tools.workloads import Payload
 from kvpool.types import Explanation, Match, Namespace, ReadStatus, Replica, Run
@@ -51,7 +52,7 @@ class Witness:
                 self._payload.write(digest, block)
             pool, buffers = self._pools[0], [block.data for block in blocks]
             await pool.write(NAMESPACE, self.digests, buffers, copies=2)
-            self.where = await pool.explain(NAMESPACE, self.digests)
+            self.where = await admin(pool).explain(NAMESPACE, self.digests)
             loop = asyncio.get_running_loop()
             self._reading = [
                 loop.create_task(self._read(reader, seen))

@@ -86,15 +86,15 @@ def test_status_without_a_server_is_a_failure(pool: LocalPool) -> None:
 
 def test_top_refreshes_as_often_as_asked(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    from kvpool.client.pool import Pool
+    from kvpool.client.admin import Admin
 
-    members = Pool.members
+    members = Admin.members
 
-    async def counted(self: Pool, **options: Any) -> Any:
+    async def counted(self: Admin, **options: Any) -> Any:
         asked.append(options)
         return await members(self, **options)
 
-    monkeypatch.setattr(Pool, "members", counted)
+    monkeypatch.setattr(Admin, "members", counted)
     done = kvpool("top", "--masters", pool.master, "--every", "1ms", "--refreshes", "3")
     assert done.exit_code == 0, done.output
     assert "dev-0" in done.stdout
@@ -104,11 +104,11 @@ def test_top_refreshes_as_often_as_asked(pool: LocalPool, monkeypatch: pytest.Mo
 def test_top_shows_what_went_wrong_and_goes_on(
     pool: LocalPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpool.client.pool import Pool
+    from kvpool.client.admin import Admin
 
-    members, asked = Pool.members, []
+    members, asked = Admin.members, []
 
-    async def failing(self: Pool, **options: Any) -> Any:
+    async def failing(self: Admin, **options: Any) -> Any:
         if "timeout" in options:
             asked.append(options)
             if len(asked) == 2:
@@ -117,7 +117,7 @@ def test_top_shows_what_went_wrong_and_goes_on(
                 raise ValueError("a bug")
         return await members(self, **options)
 
-    monkeypatch.setattr(Pool, "members", failing)
+    monkeypatch.setattr(Admin, "members", failing)
     done = kvpool("top", "--masters", pool.master, "--every", "1ms", "--refreshes", "3")
     assert done.exit_code == 0, done.output
     assert len(asked) == 3
@@ -196,8 +196,8 @@ def test_explain_says_what_came_of_a_sessions_hints(pool: LocalPool) -> None:
     async def hint(client: Pool) -> None:
         [chain] = [keys("explain a session", 1)]
         await client.write(NAMESPACE, chain, [b"x" * 4096], session="chat")
-        await client.hint("chat", resume_in=1e6)
-        await client.hint("elsewhere", resume_in=5)
+        await client.session("chat").hint(resume_in=1e6)
+        await client.session("elsewhere").hint(resume_in=5)
 
     pool.ask(hint)
     where = ("--masters", pool.master)
@@ -211,9 +211,9 @@ def test_explain_says_what_came_of_a_sessions_hints(pool: LocalPool) -> None:
     assert "dev-0: followed in part" in shown
     assert "no server has answered" in kvpool("explain", "--session", "elsewhere", *where).stdout
     assert "no hint about it" in kvpool("explain", "--session", "nobody", *where).stdout
-    pool.ask(lambda client: client.arrived("chat"))
+    pool.ask(lambda client: client.session("chat").arrived())
     assert "its prompt is here" in kvpool("explain", "--session", "chat", *where).stdout
-    pool.ask(lambda client: client.end("chat"))
+    pool.ask(lambda client: client.session("chat").end())
     assert "it ends" in kvpool("explain", "--session", "chat", *where).stdout
     assert kvpool("explain", "--session", "a\nb", *where).exit_code == 2
     assert kvpool("explain", *where).exit_code == 2

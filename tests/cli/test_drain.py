@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvpool import Pool
+from kvpool import Pool, admin
 from kvpool.cli.leave import _print
 from kvpool.types import DrainReport, DrainState, Left
 from tests.chaos.cluster import Node, ProcessCluster
@@ -93,7 +93,7 @@ async def test_a_name_that_no_server_has_is_a_usage_error(cancel: bool) -> None:
         assert code == 2, output
         assert "no server has the name 'server-17': there are server-" in output
         assert "kvpool status" in output
-        assert not any(one.stats.draining for one in await pool.members())
+        assert not any(one.stats.draining for one in await admin(pool).members())
 
 
 async def test_what_has_no_room_is_exit_1_and_a_table_and_it_may_stay() -> None:
@@ -119,7 +119,7 @@ async def test_a_drain_survives_a_kill(victim: str) -> None:
         draining = asyncio.create_task(drain(cluster, "server-0", "--json", "--deadline", "60s"))
         moved = 0
         while moved < 5:
-            moved = (await pool.drain_report("server-0")).moved_blocks
+            moved = (await admin(pool).drain_report("server-0")).moved_blocks
             await asyncio.sleep(0.005)
         await node(cluster, victim).kill()
         if victim == "server-1":
@@ -137,7 +137,7 @@ async def test_a_drain_survives_a_kill(victim: str) -> None:
         assert all(into[i] == value(blocks[i], BLOCK) for i in hits)
         await node(cluster, "server-0").start()
         await cluster.wait_until_healthy()
-        assert (await pool.write_to("server-0", NAMESPACE, blocks[-1], b"x" * 9)).present
+        assert (await admin(pool).write_to("server-0", NAMESPACE, blocks[-1], b"x" * 9)).present
 
 
 async def test_a_server_that_gets_sigterm_hands_over_first(monkeypatch: pytest.MonkeyPatch) -> None:

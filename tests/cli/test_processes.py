@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvpool import Pool, ReadStatus, WriteStatus, __version__
+from kvpool import Pool, ReadStatus, WriteStatus, __version__, admin
 from tests.chaos.cluster import ProcessCluster, open_sockets
 from tests.conftest import NAMESPACE, key, keys, patient, values
 from tests.support.processes import fill
@@ -76,7 +76,10 @@ async def test_a_restarted_server_starts_empty_and_says_so(cluster: ProcessClust
             await asyncio.sleep(0.02)
         assert (match.length, match.stopped) == (0, ReadStatus.SERVER_LOST)
         await cluster.wait_until_healthy()
-        assert await pool.write_to("server-0", NAMESPACE, key("new"), b"x") is WriteStatus.STORED
+        assert (
+            await admin(pool).write_to("server-0", NAMESPACE, key("new"), b"x")
+            is WriteStatus.STORED
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

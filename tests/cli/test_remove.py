@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvpool import ClientConfig, Namespace, connect
+from kvpool import ClientConfig, Namespace, admin, connect
 from kvpool.cli.app import app
 from tests.chaos.cluster import Node
 from tests.conftest import keys
@@ -65,16 +65,16 @@ async def test_a_model_goes_from_memory_and_file_and_a_kill_does_not_bring_it_ba
             assert [line.split()[-5:-2] for line in shown.splitlines()[1:2]] == [["1", "1", "200"]]
             assert "run it again with --yes" in shown
             assert sum(await pool.contains(LLAMA, old)) == 200
-            (held,) = (await pool.removals.held(lambda one: one == LLAMA, timeout=10)).found
+            (held,) = (await admin(pool).removals.held(lambda one: one == LLAMA, timeout=10)).found
             await server.kill()
             removing = asyncio.create_task(
-                pool.removals.remove([held], timeout=30, report=lambda *_: None)
+                admin(pool).removals.remove([held], timeout=30, report=lambda *_: None)
             )
             await server.start()
             assert await removing == {}, "it goes on with what the file has brought back"
             assert sum(await pool.contains(LLAMA, old)) == 0
             await pool.write(LLAMA, new, [b"y" * 8192] * 20, timeout=20)
-            await pool.removals.remove([held], timeout=30, report=lambda *_: None)
+            await admin(pool).removals.remove([held], timeout=30, report=lambda *_: None)
             assert sum(await pool.contains(LLAMA, new)) == 20
             code, shown = await kvpool_remove(
                 masters, "--namespace", LLAMA.name, "--model", "llama", "--yes", "--json"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpool import Pool
+from kvpool import Pool, admin
 from kvpool.cli.spread import _print
 from kvpool.protocols import WriteOptions
 from kvpool.types import ROOT, ReadStatus, SpreadReport, SpreadTo, WriteBlock
@@ -38,7 +38,9 @@ async def test_a_receiver_is_killed_in_the_middle_of_a_spread() -> None:
     async with ProcessCluster(servers=5) as cluster, cluster.client("tcp") as pool:
         await put(pool, "server-0", CHAIN)
         receivers = [f"server-{number}" for number in range(1, 5)]  # the first feeds the last two
-        spreading = asyncio.create_task(pool.spread(NAMESPACE, CHAIN, to=receivers, timeout=60))
+        spreading = asyncio.create_task(
+            admin(pool).spread(NAMESPACE, CHAIN, to=receivers, timeout=60)
+        )
         await begun(pool)
         assert not spreading.done()
         await cluster.servers["server-1"].kill()
@@ -61,7 +63,9 @@ async def test_when_the_source_is_killed_the_others_share_what_arrived() -> None
     async with ProcessCluster(servers=4) as cluster, cluster.client("tcp") as pool:
         await put(pool, "server-0", CHAIN)
         receivers = ["server-1", "server-2", "server-3"]
-        spreading = asyncio.create_task(pool.spread(NAMESPACE, CHAIN, to=receivers, timeout=60))
+        spreading = asyncio.create_task(
+            admin(pool).spread(NAMESPACE, CHAIN, to=receivers, timeout=60)
+        )
         await begun(pool)
         await cluster.servers["server-0"].kill()
         report = await asyncio.wait_for(spreading, 40)
@@ -87,7 +91,7 @@ async def test_what_is_read_has_two_copies_again_after_a_server_was_killed() -> 
         read = [n for n, held in enumerate(before) if lost in held][::2]  # of those that lost one
         await cluster.servers[lost].kill()
         for _ in range(300):
-            if lost not in {one.server for one in await pool.members() if one.alive}:
+            if lost not in {one.server for one in await admin(pool).members() if one.alive}:
                 break
             await asyncio.sleep(0.2)
         assert {len(await holders(pool, chains[n])) for n in read} == {1}
@@ -108,7 +112,7 @@ async def test_what_is_read_has_two_copies_again_after_a_server_was_killed() -> 
 async def begun(pool: Pool) -> None:
     """Wait until a second server has the head of the chain."""
     for _ in range(2000):
-        (head,) = await pool.explain(NAMESPACE, CHAIN[:1])
+        (head,) = await admin(pool).explain(NAMESPACE, CHAIN[:1])
         if len(head.replicas) > 1:
             return
         await asyncio.sleep(0.005)
@@ -117,8 +121,11 @@ async def begun(pool: Pool) -> None:
 
 async def holders(pool: Pool, chain: Sequence[bytes]) -> set[str]:
     """The servers that live and have all of the chain."""
-    living = {one.server for one in await pool.members() if one.alive}
-    found = [{one.server for one in each.replicas} for each in await pool.explain(NAMESPACE, chain)]
+    living = {one.server for one in await admin(pool).members() if one.alive}
+    found = [
+        {one.server for one in each.replicas}
+        for each in await admin(pool).explain(NAMESPACE, chain)
+    ]
     return set.intersection(living, *found)
 
 

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvpool.sync
-from kvpool import ClientConfig, Cluster, Namespace, Pool, ReadStatus, WriteStatus, dev
+from kvpool import ClientConfig, Cluster, Namespace, Pool, ReadStatus, WriteStatus, admin, dev
 from kvpool.cli.app import app
 from kvpool.cli.shared import console
 from kvpool.errors import BadBuffer, BadKey, Closed, ConfigError, UsageError
@@ -80,7 +80,7 @@ async def test_every_call_checks_its_digests(watched: dev.Dev) -> None:
             lambda: pool.match(NAMESPACE, wrong),
             lambda: pool.contains(NAMESPACE, wrong),
             lambda: pool.contains(NAMESPACE, []),
-            lambda: pool.explain(NAMESPACE, wrong),
+            lambda: admin(pool).explain(NAMESPACE, wrong),
             lambda: pool.remove(NAMESPACE, wrong),
             lambda: pool.remove(NAMESPACE, []),
         ):
@@ -95,7 +95,8 @@ async def test_values_of_another_type_are_named(watched: dev.Dev) -> None:
             (["61" * 16], r"keys begin with '6161.*bytes.fromhex"),
             (key("a"), "keys begin with [0-9]+, expected a list of bytes"),
         ):
-            for call in (pool.match, pool.contains, pool.explain, pool.prefetch, pool.remove):
+            explain = admin(pool).explain
+            for call in (pool.match, pool.contains, explain, pool.prefetch, pool.remove):
                 with pytest.raises(BadKey, match=says):
                     await call(NAMESPACE, asked)
         asked = "model"
@@ -154,11 +155,13 @@ async def test_sequences_that_are_none(watched: dev.Dev) -> None:
     asked: Any
     async with watched.pool() as pool:
         for asked in (iter(CHAIN), set(CHAIN), dict.fromkeys(CHAIN)):
-            for call in (pool.match, pool.contains, pool.explain, pool.prefetch, pool.remove):
+            explain = admin(pool).explain
+            for call in (pool.match, pool.contains, explain, pool.prefetch, pool.remove):
                 with pytest.raises(BadKey, match=f"keys are a {type(asked).__name__}, expected"):
                     await call(NAMESPACE, asked)
         for asked in (CHAIN[1].hex()[:32], None):
-            for call in (pool.match, pool.contains, pool.explain, pool.prefetch, pool.remove):
+            explain = admin(pool).explain
+            for call in (pool.match, pool.contains, explain, pool.prefetch, pool.remove):
                 with pytest.raises(BadKey, match=r"key 1 .*expected (bytes|equal)"):
                     await call(NAMESPACE, [CHAIN[0], asked])
             with pytest.raises(BadKey, match=r"parent 1 is .*, expected bytes"):
@@ -255,7 +258,7 @@ CALLS: dict[str, Callable[[Pool, list[bytes]], Coroutine[Any, Any, Any]]] = {
     "read": lambda pool, _: pool.read(NAMESPACE, CHAIN, buffers(3)),
     "match": lambda pool, _: pool.match(NAMESPACE, CHAIN),
     "remove": lambda pool, chain: pool.remove(NAMESPACE, chain),
-    "members": lambda pool, _: pool.members(),
+    "members": lambda pool, _: admin(pool).members(),
 }
 
 

@@ -57,13 +57,13 @@ async def test_it_takes_one_message(pool_dev: dev.Dev, monkeypatch: pytest.Monke
     async with pool_dev.pool() as pool:
         await pool.write(NAMESPACE, flat[::2], values(flat[::2], 64))
         asked: list[wire.Message] = []
-        ask = pool._masters.ask
+        ask = pool._context.masters.ask
 
         async def count(message: wire.Message, *rest: object) -> object:
             asked.append(message)
             return await ask(message, *rest)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(pool._masters, "ask", count)
+        monkeypatch.setattr(pool._context.masters, "ask", count)
         assert await pool.contains(NAMESPACE, flat) == [True, False] * 32
         assert len(asked) == 1
         monkeypatch.setattr(lookup_module, "_FIND_KEYS", 10)
@@ -109,7 +109,7 @@ async def test_no_master_is_an_error_that_says_so(pool_dev: dev.Dev) -> None:
     """Not `False`: who takes an outage for a miss would write everything again."""
     pool: Pool
     async with pool_dev.pool() as pool:
-        pool._masters.ask = Mock(side_effect=MasterLost("no master answers: it is gone"))  # type: ignore[method-assign]
+        pool._context.masters.ask = Mock(side_effect=MasterLost("no master answers: it is gone"))  # type: ignore[method-assign]
         with pytest.raises(MasterLost, match="no master answers"):
             await pool.contains(NAMESPACE, keys("k", 2))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, dev
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, admin, dev
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.server.connection import ServerConnection
 from tests.conftest import NAMESPACE, buffers, key, keys, value, values
@@ -50,11 +50,11 @@ async def test_what_has_moved_is_found_where_it_is_now(two_servers: dev.Dev) -> 
     first, second = (server.server for server in two_servers.servers)
     async with two_servers.pool() as pool, two_servers.pool() as other:
         for digest in chain:
-            await pool.write_to(first, NAMESPACE, digest, value(digest))
+            await admin(pool).write_to(first, NAMESPACE, digest, value(digest))
         assert set(await read(pool, chain)) == {ReadStatus.HIT}
         await other.remove(NAMESPACE, chain)
         for digest in chain[:4]:
-            await other.write_to(second, NAMESPACE, digest, value(digest))
+            await admin(other).write_to(second, NAMESPACE, digest, value(digest))
         assert await read(pool, chain) == [ReadStatus.HIT] * 4 + [ReadStatus.REMOVED] * 2
 
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 import kvpool
-from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, dev, spans
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, admin, dev, spans
 from kvpool.client import lookup as lookup_module
 from kvpool.client import masters as masters_module
 from kvpool.client import pool as pool_module
@@ -197,7 +197,7 @@ async def test_an_answer_for_another_number_of_blocks_is_none(blocks: int) -> No
     statuses = await pool.write(NAMESPACE, chain, values(chain))
     assert statuses == [WriteStatus.NO_MASTER] * 3
     with pytest.raises(MasterLost, match=f"{blocks} of 3"):
-        await pool.explain(NAMESPACE, chain)
+        await admin(pool).explain(NAMESPACE, chain)
     await pool.close()
 
 
@@ -226,7 +226,7 @@ async def test_a_chain_that_takes_several_messages_is_matched_and_read(
     chain = keys("long", 10)
     async with two_servers.pool() as writer, two_servers.pool() as reader:
         for number, digest in enumerate(chain):
-            await writer.write_to(f"dev-{number // 5}", NAMESPACE, digest, value(digest))
+            await admin(writer).write_to(f"dev-{number // 5}", NAMESPACE, digest, value(digest))
         match = await reader.match(NAMESPACE, chain)
         assert (match.length, match.stopped) == (10, ReadStatus.HIT)
         assert [(run.first, run.last, run.replicas[0].server) for run in match.runs] == [
@@ -237,7 +237,7 @@ async def test_a_chain_that_takes_several_messages_is_matched_and_read(
         results = await reader.read(NAMESPACE, chain, got, match=match)
         assert all(result.status.hit for result in results)
         assert got == values(chain)
-        assert [one.status for one in await reader.explain(NAMESPACE, chain)] == [
+        assert [one.status for one in await admin(reader).explain(NAMESPACE, chain)] == [
             ReadStatus.HIT
         ] * 10
 
@@ -252,7 +252,7 @@ async def test_misses_in_later_messages_have_their_own_reasons(pool_dev: Any) ->
         match = await reader.match(NAMESPACE, chain)
         assert (match.length, match.stopped) == (5, ReadStatus.REMOVED)
         results = await reader.read(NAMESPACE, chain, buffers(10))
-        explained = await reader.explain(NAMESPACE, chain)
+        explained = await admin(reader).explain(NAMESPACE, chain)
     removed, never = ReadStatus.REMOVED, ReadStatus.NEVER_WRITTEN
     expected = [ReadStatus.HIT] * 5 + [removed, removed, ReadStatus.HIT, removed, never]
     assert [result.status for result in results] == expected

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvpool import ClientConfig, Pool, WriteStatus, dev
+from kvpool import ClientConfig, Pool, WriteStatus, admin, dev
 from kvpool.errors import Forbidden, LinkBroken
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
@@ -240,7 +240,7 @@ async def test_a_server_that_does_not_answer_is_asked_last_for_a_while() -> None
                 assert servers.rank(sorted(servers._records))[1] == record.server
             assert len(transport.asked) == 4
             # Of a block that no other server has, the connection is given up.
-            status = await pool.write_to(record.server, NAMESPACE, key("alone"), bytes(100))
+            status = await admin(pool).write_to(record.server, NAMESPACE, key("alone"), bytes(100))
             assert status is WriteStatus.STORED
             assert record.channels
             (result,) = await pool.read(NAMESPACE, [key("alone")], buffers(1))
@@ -263,5 +263,5 @@ async def test_what_the_system_refuses_a_transport_is_a_path_that_fails(
         chain = keys("chain", 4)
         statuses = await pool.write(NAMESPACE, chain, values(chain))
         assert all(status.present for status in statuses)
-        report = await pool.spread(NAMESPACE, chain, to=2)
+        report = await admin(pool).spread(NAMESPACE, chain, to=2)
         assert sum(one.fetched for one in report.servers) == len(chain), "servers do the same"

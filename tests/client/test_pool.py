@@ -20,6 +20,7 @@ from kvpool import (
     TooLarge,
     UsageError,
     WriteStatus,
+    admin,
     dev,
 )
 from kvpool.server.state.budget import Limits
@@ -131,7 +132,7 @@ async def test_every_miss_has_a_reason(pool: Pool) -> None:
     results = await pool.read(NAMESPACE, [key("gone"), key("never"), key("old")], buffers(3))
     reasons = [ReadStatus.REMOVED, ReadStatus.NEVER_WRITTEN, ReadStatus.EVICTED]
     assert [result.status for result in results] == reasons
-    answers = await pool.explain(NAMESPACE, [key("gone"), key("never"), key("old")])
+    answers = await admin(pool).explain(NAMESPACE, [key("gone"), key("never"), key("old")])
     assert [answer.status for answer in answers] == reasons
     assert all(answer.text for answer in answers)
 
@@ -237,7 +238,7 @@ async def test_a_wrong_checksum_is_a_miss_and_the_block_goes(pool: Pool, pool_de
     assert [r.status for r in results] == [ReadStatus.HIT, ReadStatus.CORRUPT, ReadStatus.HIT]
     assert server.store.peek(NAMESPACE, 0, chain[1]) is None
     assert pool.counters["corrupt"] == 1
-    answers = await pool.explain(NAMESPACE, [chain[1]])
+    answers = await admin(pool).explain(NAMESPACE, [chain[1]])
     assert answers[0].status is ReadStatus.CORRUPT
     # The key is free again: the next writer heals it.
     assert await pool.write(NAMESPACE, [chain[1]], [value(chain[1])]) == [WriteStatus.STORED]
@@ -451,7 +452,7 @@ async def test_an_error_of_one_server_leaves_a_call_as_it_is(
     config = ClientConfig(masters=[two_servers.address], transports=["tcp"])
     async with two_servers.pool(config) as pool:
         for number, digest in enumerate(chain):
-            await pool.write_to(f"dev-{number}", NAMESPACE, digest, bytes(100))
+            await admin(pool).write_to(f"dev-{number}", NAMESPACE, digest, bytes(100))
         match = await pool.match(NAMESPACE, chain)
         assert len(match.runs) == 2
         monkeypatch.setattr(StreamChannel, "read", refuse)

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from kvpool import BadKey, Closed, HostScore, MasterLost, Member, Namespace, UsageError, dev, sync
+from kvpool import (
+    BadKey,
+    Closed,
+    HostScore,
+    MasterLost,
+    Member,
+    Namespace,
+    UsageError,
+    admin,
+    dev,
+    sync,
+)
 from kvpool.client.load_estimate import (
     PRIOR_FAR_RATE,
     PRIOR_NEAR_RATE,
@@ -47,8 +58,8 @@ def tcp(running: dev.Dev) -> ClientConfig:
 async def test_each_host_has_its_own_near_blocks_and_the_rest_is_far(hosts: dev.Dev) -> None:
     async with hosts.pool(tcp(hosts)) as pool:
         for number, server in enumerate(["dev-0", "dev-0", "dev-0", "dev-0", "dev-1", "dev-1"]):
-            await pool.write_to(server, NAMESPACE, CHAIN[number], value(CHAIN[number]))
-        await pool.write_to("dev-2", NAMESPACE, CHAIN[7], value(CHAIN[7]))  # behind a hole
+            await admin(pool).write_to(server, NAMESPACE, CHAIN[number], value(CHAIN[number]))
+        await admin(pool).write_to("dev-2", NAMESPACE, CHAIN[7], value(CHAIN[7]))  # behind a hole
         await eventually(lambda: all(one.blocks for one in stats(hosts)))
         names = ["host-0", "host-1", "host-2", "no such host"]
         scores = await pool.score(NAMESPACE, CHAIN, names)
@@ -64,7 +75,7 @@ async def test_each_host_has_its_own_near_blocks_and_the_rest_is_far(hosts: dev.
         assert not scores[0].measured
         # A copy on each host: then everything is near for all who have it.
         for digest in CHAIN[:4]:
-            await pool.write_to("dev-1", NAMESPACE, digest, value(digest))
+            await admin(pool).write_to("dev-1", NAMESPACE, digest, value(digest))
         (second,) = await pool.score(NAMESPACE, CHAIN, ["host-1"], block_bytes=1_000_000)
         assert (second.near, second.far, second.size) == (6, 0, 6_000_000)
 
@@ -83,13 +94,13 @@ async def test_one_question_for_all_hosts_and_no_demand(
     demand: list[object] = []
     async with hosts.pool(tcp(hosts)) as pool:
         await pool.write(NAMESPACE, CHAIN, values(CHAIN))
-        ask = pool._masters.ask
+        ask = pool._context.masters.ask
 
         async def counted(message: wire.Message, *rest: Any, **others: Any) -> Any:
             asked.append(type(message).__name__)
             return await ask(message, *rest, **others)
 
-        monkeypatch.setattr(pool._masters, "ask", counted)
+        monkeypatch.setattr(pool._context.masters, "ask", counted)
         monkeypatch.setattr(hosts.master._demand, "asked_chain", lambda *of: demand.append(of))
         for _ in range(3):
             await pool.score(NAMESPACE, CHAIN, [f"host-{number}" for number in range(1000)])

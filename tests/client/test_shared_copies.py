@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpool import Pool, dev
+from kvpool import Pool, admin, dev
 from kvpool.client import shared_copies
 from kvpool.client.shared_copies import needs_copy
 from kvpool.config import ClientConfig
@@ -30,7 +30,7 @@ async def chat(pool: Pool, number: int) -> None:
 
 
 async def holders(pool: Pool, digests: Sequence[bytes]) -> list[set[str]]:
-    explained = await pool.explain(NAMESPACE, digests)
+    explained = await admin(pool).explain(NAMESPACE, digests)
     return [{replica.server for replica in one.replicas} for one in explained]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import MasterLost, Namespace, Pool, UsageError, dev, sync
+from kvpool import MasterLost, Namespace, Pool, UsageError, admin, dev, sync
 from kvpool.client import spread as spread_module
 from kvpool.errors import BadMessage
 from kvpool.server.block_server import BlockServer
@@ -47,16 +47,18 @@ async def test_a_chain_is_on_as_many_servers_as_asked_and_is_not_moved_twice() -
     async with dev.serve("8MiB", servers=5, listen=LISTEN) as running, running.pool() as pool:
         await write(pool)
         (first,) = holding(running, CHAIN)
-        report = await pool.spread(NAMESPACE, CHAIN, to=4)
+        report = await admin(pool).spread(NAMESPACE, CHAIN, to=4)
         assert (report.length, report.stopped, report.complete) == (100, ReadStatus.HIT, True)
         assert [(one.blocks, one.fetched, one.problem) for one in report.servers] == [
             (100, 100, "")
         ] * 3
         assert len(holding(running, CHAIN)) == 4
         assert pool.counters["spread_blocks"] == 300
-        again = await pool.spread(NAMESPACE, CHAIN, to=4)
+        again = await admin(pool).spread(NAMESPACE, CHAIN, to=4)
         assert (again.servers, again.complete) == ((), True)
-        everywhere = await pool.spread(NAMESPACE, CHAIN, to=[one.server for one in running.servers])
+        everywhere = await admin(pool).spread(
+            NAMESPACE, CHAIN, to=[one.server for one in running.servers]
+        )
         assert sorted(one.fetched for one in everywhere.servers) == [0, 0, 0, 0, 100]
         await first.close()
         into = buffers(100)
@@ -88,7 +90,7 @@ async def test_receivers_feed_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
         await write(pool)
         (first,) = holding(running, CHAIN)
         others = [one.server for one in running.servers if one is not first]
-        report = await pool.spread(NAMESPACE, CHAIN, to=others, timeout=60)
+        report = await admin(pool).spread(NAMESPACE, CHAIN, to=others, timeout=60)
         assert report.complete
         assert [one.server for one in report.servers] == others
         # A chain is fetched piece by piece, so a holder serves others while it still receives.
@@ -103,10 +105,10 @@ async def test_what_has_no_room_or_is_lost_is_explained() -> None:
         full, gone, good = [one for one in running.servers if one is not first]
         busy = keys("busy", 200)  # used after the chain, and nearly all of that server
         for one in busy:
-            status = await pool.write_to(full.server, NAMESPACE, one, values([one])[0])
+            status = await admin(pool).write_to(full.server, NAMESPACE, one, values([one])[0])
             assert status is WriteStatus.STORED
         await gone.close()
-        report = await pool.spread(
+        report = await admin(pool).spread(
             NAMESPACE, CHAIN, to=[full.server, gone.server, good.server, "no such"]
         )
         assert not report.complete
@@ -130,9 +132,9 @@ async def test_a_server_that_leaves_is_not_chosen() -> None:
         leaving, staying = [one for one in running.servers if one is not first]
         leaving._context.draining = True
         await asyncio.wait(leaving._context.heartbeat_soon())
-        report = await pool.spread(NAMESPACE, CHAIN, to=3)
+        report = await admin(pool).spread(NAMESPACE, CHAIN, to=3)
         assert [one.server for one in report.servers] == [staying.server]
-        report = await pool.spread(NAMESPACE, CHAIN, to=[leaving.server])
+        report = await admin(pool).spread(NAMESPACE, CHAIN, to=[leaving.server])
         assert report.servers == (SpreadTo(leaving.server, 0, 0, "leaving"),)
 
 
@@ -143,14 +145,14 @@ async def test_it_ends_by_its_timeout_and_goes_on_later() -> None:
             moves_of(server).fetcher.budget = FetchBudget(200e3)  # 800 KB takes 4 s
         loop = asyncio.get_running_loop()
         began = loop.time()
-        report = await pool.spread(NAMESPACE, CHAIN, to=3, timeout=1.0)
+        report = await admin(pool).spread(NAMESPACE, CHAIN, to=3, timeout=1.0)
         assert loop.time() - began < 1.5
         assert {one.problem for one in report.servers} == {"no time was left"}
         await asyncio.sleep(0.5)
         check(running)  # nothing of the call is left
         for server in running.servers:
             moves_of(server).fetcher.budget = FetchBudget(1e9)
-        report = await pool.spread(NAMESPACE, CHAIN, to=3)
+        report = await admin(pool).spread(NAMESPACE, CHAIN, to=3)
         assert report.complete
         assert sum(one.fetched for one in report.servers) < 200
         check(running)
@@ -159,10 +161,10 @@ async def test_it_ends_by_its_timeout_and_goes_on_later() -> None:
 async def test_only_what_the_pool_has_is_spread() -> None:
     async with dev.serve("8MiB", servers=2, listen=LISTEN) as running, running.pool() as pool:
         await write(pool, CHAIN[:10])
-        report = await pool.spread(NAMESPACE, CHAIN, to=2)
+        report = await admin(pool).spread(NAMESPACE, CHAIN, to=2)
         assert (report.length, report.stopped) == (10, ReadStatus.NEVER_WRITTEN)
         assert [one.blocks for one in report.servers] == [10]
-        nothing = await pool.spread(NAMESPACE, keys("other", 3), to=2)
+        nothing = await admin(pool).spread(NAMESPACE, keys("other", 3), to=2)
         assert (nothing.length, nothing.complete) == (0, True)
 
 
@@ -171,7 +173,7 @@ async def test_all_parts_are_brought() -> None:
     async with dev.serve("8MiB", servers=4, listen=LISTEN) as running, running.pool() as pool:
         for part in range(2):
             await pool.write(halves, CHAIN, values(CHAIN), part=part)
-        report = await pool.spread(halves, CHAIN, to=4)
+        report = await admin(pool).spread(halves, CHAIN, to=4)
         assert report.complete
         for server in running.servers:
             for part in range(2):
@@ -187,7 +189,7 @@ async def test_a_server_that_breaks_the_protocol_is_left_out(
     async with dev.serve("8MiB", servers=2, listen=LISTEN) as running, running.pool() as pool:
         await write(pool)
         monkeypatch.setattr(ServerConnection, "fetch", refuse)
-        (one,) = (await pool.spread(NAMESPACE, CHAIN, to=2)).servers
+        (one,) = (await admin(pool).spread(NAMESPACE, CHAIN, to=2)).servers
         assert (one.blocks, one.problem) == (0, "server lost")
 
 
@@ -195,10 +197,10 @@ async def test_wrong_calls() -> None:
     async with dev.serve("8MiB", listen=LISTEN) as running, running.pool() as pool:
         for wrong in (0, -1, [], "dev-0", 257):
             with pytest.raises(UsageError, match="to is"):
-                await pool.spread(NAMESPACE, CHAIN, to=wrong)
+                await admin(pool).spread(NAMESPACE, CHAIN, to=wrong)
         await running.master.close()
         with pytest.raises(MasterLost):
-            await pool.spread(NAMESPACE, CHAIN, to=1, timeout=0.3)
+            await admin(pool).spread(NAMESPACE, CHAIN, to=1, timeout=0.3)
 
 
 async def test_a_cancelled_spread_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +210,7 @@ async def test_a_cancelled_spread_leaves_nothing(monkeypatch: pytest.MonkeyPatch
         for server in running.servers:
             moves_of(server).fetcher.budget = FetchBudget(100e3)
         for delay_s in (0.0, 0.003, 0.05, 0.3):
-            task = asyncio.create_task(pool.spread(NAMESPACE, CHAIN, to=4, timeout=30))
+            task = asyncio.create_task(admin(pool).spread(NAMESPACE, CHAIN, to=4, timeout=30))
             await asyncio.sleep(delay_s)
             task.cancel()
             await asyncio.wait([task])
@@ -222,5 +224,5 @@ def test_the_facade_for_threads(dev_in_thread: dev.Dev) -> None:
     with sync.connect(dev_in_thread.address) as pool:
         chain = [key("one"), key("two")]
         pool.write(NAMESPACE, chain, values(chain))
-        report = pool.spread(NAMESPACE, chain, to=1)
+        report = sync.admin(pool).spread(NAMESPACE, chain, to=1)
         assert (report.length, report.servers) == (2, ())

@@ -11,7 +11,9 @@ import threading
 import pytest
 
 import kvpool.sync
-from kvpool import BadKey, Closed, MasterLost, WriteStatus, dev
+from kvpool import BadKey, Closed, HintStatus, MasterLost, UsageError, WriteStatus, dev
+from kvpool.client.admin import Admin
+from kvpool.client.session import ClientSession
 from kvpool.config import ClientConfig
 from kvpool.errors import DeadlineExceeded
 from tests.conftest import NAMESPACE, buffers, key, keys, value, values
@@ -24,12 +26,34 @@ def address(dev_in_thread: dev.Dev) -> str:
 
 
 def test_a_call_takes_and_tells_what_the_pool_s_does() -> None:
-    """A signature and a docstring of each, and no coroutine for a thread."""
-    for name in ("match", "read", "write", "prefetch", "remove", "members"):
-        here, there = getattr(kvpool.sync.Pool, name), getattr(kvpool.Pool, name)
-        assert inspect.signature(here) == inspect.signature(there), name
-        assert here.__doc__ == there.__doc__
-        assert not inspect.iscoroutinefunction(here), name
+    """A signature and a docstring of each, and no coroutine for a thread; so do sessions' and
+    operators' calls."""
+    for here, there, absent in (
+        (kvpool.sync.Pool, kvpool.Pool, {"events"}),
+        (kvpool.sync.ClientSession, ClientSession, set()),
+        (kvpool.sync.Admin, Admin, {"write_to"}),
+    ):
+        methods = {name for name in vars(there) if not name.startswith("_")}
+        assert methods - set(dir(here)) == absent
+        for name in methods - absent - {"read_view", "session", "close"}:
+            mine, original = getattr(here, name), getattr(there, name)
+            assert inspect.signature(mine) == inspect.signature(original), name
+            assert mine.__doc__ == original.__doc__
+            assert not inspect.iscoroutinefunction(mine), name
+
+
+def test_a_session_and_an_operator_in_a_thread(address: str) -> None:
+    with kvpool.sync.connect(address) as pool:
+        session, operator = pool.session("agent"), kvpool.sync.admin(pool)
+        assert session.name == "agent"
+        assert session.hint(resume_in=2.0) is HintStatus.ACCEPTED
+        assert session.end() is HintStatus.ACCEPTED
+        assert session.explain().hints
+        with pytest.raises(UsageError, match="printable"):
+            pool.session("")
+    for call in (session.arrived, operator.members):
+        with pytest.raises(Closed):
+            call()
 
 
 def test_threads_share_a_pool(address: str) -> None:
@@ -52,7 +76,7 @@ def test_threads_share_a_pool(address: str) -> None:
         for thread in threads:
             thread.join()
         assert wrong == []
-        assert len(pool.members()) == 1
+        assert len(kvpool.sync.admin(pool).members()) == 1
 
 
 def test_views_removal_and_explanations(address: str) -> None:
@@ -61,7 +85,7 @@ def test_views_removal_and_explanations(address: str) -> None:
         with pool.read_view(NAMESPACE, [key("v")]) as (view,):
             assert view.data == value(key("v"))
         assert pool.remove(NAMESPACE, [key("v")]) == [True]
-        assert pool.explain(NAMESPACE, [key("v")])[0].status.label == "removed"
+        assert kvpool.sync.admin(pool).explain(NAMESPACE, [key("v")])[0].status.label == "removed"
 
 
 def test_errors_are_the_same(address: str) -> None:
@@ -114,7 +138,7 @@ def test_a_call_after_the_loop_has_ended_is_closed(address: str) -> None:
     pool.close()
     pool._closed = False  # as another thread may have read it just before
     with pytest.raises(Closed):
-        pool.members()
+        kvpool.sync.admin(pool).members()
 
 
 def test_a_forked_child_is_told(address: str) -> None:

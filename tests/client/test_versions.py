@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, WriteStatus, dev
+from kvpool import ClientConfig, Namespace, Pool, WriteStatus, admin, dev
 from kvpool.client import versions
 from kvpool.client.versions import WrittenBlock
 from kvpool.client.writer import best_status
@@ -126,12 +126,12 @@ def test_a_round_is_16_mib_or_one_block(sizes: list[int], groups: list[list[int]
 async def test_a_block_on_a_named_server_is_what_the_pool_has(two_servers: dev.Dev) -> None:
     (digest,) = keys("named", 1)
     async with two_servers.pool() as pool:
-        assert await pool.write_to("dev-1", NAMESPACE, digest, b"a" * 5000) is STORED
-        assert await pool.write_to("dev-0", NAMESPACE, digest, b"b" * 5000) is ALREADY_STORED
+        assert await admin(pool).write_to("dev-1", NAMESPACE, digest, b"a" * 5000) is STORED
+        assert await admin(pool).write_to("dev-0", NAMESPACE, digest, b"b" * 5000) is ALREADY_STORED
         assert stored(two_servers, digest) == [ord("a"), ord("a")]
         await pool.remove(NAMESPACE, [digest])
-        await pool.write_to("dev-1", NAMESPACE, digest, b"a" * 5000)
-        assert await pool.write_to("dev-0", NAMESPACE, digest, b"a" * 5000) is STORED
+        await admin(pool).write_to("dev-1", NAMESPACE, digest, b"a" * 5000)
+        assert await admin(pool).write_to("dev-0", NAMESPACE, digest, b"a" * 5000) is STORED
 
 
 async def test_a_named_server_that_refuses_is_an_answer(
@@ -144,7 +144,7 @@ async def test_a_named_server_that_refuses_is_an_answer(
 
     monkeypatch.setattr(ServerConnection, "seal", refuse)
     async with two_servers.pool() as pool:
-        status = await pool.write_to("dev-1", NAMESPACE, keys("refused", 1)[0], b"a" * 5000)
+        status = await admin(pool).write_to("dev-1", NAMESPACE, keys("refused", 1)[0], b"a" * 5000)
         assert status is WriteStatus.REFUSED
 
 
@@ -152,10 +152,10 @@ async def test_nothing_is_added_to_bytes_that_cannot_be_read(two_servers: dev.De
     """The holder does not answer, so what it has is not known: a copy might be another version."""
     (digest,) = keys("unknown", 1)
     async with two_servers.pool() as first, client_on(two_servers, "far") as second:
-        await first.write_to("dev-1", NAMESPACE, digest, b"a" * 5000)
+        await admin(first).write_to("dev-1", NAMESPACE, digest, b"a" * 5000)
         for listener in two_servers.servers[1]._listeners:
             await listener.close()
-        status = await second.write_to("dev-0", NAMESPACE, digest, b"b" * 5000)
+        status = await admin(second).write_to("dev-0", NAMESPACE, digest, b"b" * 5000)
         assert status is ALREADY_STORED
         await second.write(NAMESPACE, [digest], [b"b" * 5000], copies=2)
         assert second.counters["copies_missing"] == 1
@@ -194,7 +194,7 @@ async def test_the_version_on_the_first_server_stays(
     (digest,) = keys("first", 1)
     async with dev.serve("16MiB", servers=3) as running, running.pool() as pool:
         other = b"bc" * 4500  # the shorter ones are beginnings of it
-        await pool.write_to(f"dev-{holder}", NAMESPACE, digest, other[:size])
+        await admin(pool).write_to(f"dev-{holder}", NAMESPACE, digest, other[:size])
         names = [f"dev-{number}" for number in range(3) if number != holder]
         place = Placement((*names, f"dev-{holder}"), (0,))
         monkeypatch.setattr(running.master.directory, "place", lambda *_: place)
@@ -261,8 +261,8 @@ async def test_the_loser_reads_the_version_that_stays(far_apart: dev.Dev) -> Non
     async with client_on(far_apart, "a") as a, client_on(far_apart, "b") as b:
         await a.write(NAMESPACE, [digest], [b"a" * 5000], visible=False)
         statuses = await asyncio.gather(
-            b.write_to("dev-1", NAMESPACE, digest, b"b" * 5000),
-            a.write_to("dev-0", NAMESPACE, digest, b"a" * 5000),
+            admin(b).write_to("dev-1", NAMESPACE, digest, b"b" * 5000),
+            admin(a).write_to("dev-0", NAMESPACE, digest, b"a" * 5000),
         )
         (got,) = buffers(1, 5000)
         (result,) = await b.read(NAMESPACE, [digest], [got])
@@ -321,7 +321,7 @@ async def test_a_writer_removes_the_version_that_it_has_read(
     """Between its look and its removal another writer has stored the version that stays."""
     (digest,) = keys("meant", 1)
     async with two_servers.pool() as pool:
-        await pool.write_to("dev-0", NAMESPACE, digest, b"a" * 5000)
+        await admin(pool).write_to("dev-0", NAMESPACE, digest, b"a" * 5000)
         (server,) = two_servers.servers[1:]
         block = WriteBlock(digest, ROOT, (memoryview(b"b" * 5000),), 5000)
         deadline = asyncio.get_running_loop().time() + 5
@@ -347,7 +347,7 @@ async def test_a_removal_names_one_version_for_each_block(
 ) -> None:
     chain = keys("named", 2)
     async with client_on(two_servers, "far") as pool:
-        await pool.write_to("dev-0", NAMESPACE, chain[0], b"a" * 5000)
+        await admin(pool).write_to("dev-0", NAMESPACE, chain[0], b"a" * 5000)
         deadline = asyncio.get_running_loop().time() + 5
         channel = await pool._servers.call("dev-0", _itself, deadline)
         with pytest.raises(PeerError, match="one checksum per block"):
@@ -386,7 +386,7 @@ async def test_no_space_is_told_although_another_member_is_dead(
     two_servers.servers[1 - lost].store.held.limits = Limits.none()
     async with two_servers.pool() as pool:
         for digest in chain:
-            await pool.write_to(full, NAMESPACE, digest, b"x" * (1 << 20))
+            await admin(pool).write_to(full, NAMESPACE, digest, b"x" * (1 << 20))
         async with pool.read_view(NAMESPACE, chain) as views:
             assert all(view.status.hit for view in views)
             for listener in two_servers.servers[lost]._listeners:

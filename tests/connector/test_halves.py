@@ -1274,7 +1274,7 @@ def test_a_client_ends_no_session_of_another_tenant(
         engine.scheduler.on_request_finished("r")
 
     def hints_of(session: str) -> list[Any]:
-        return list(pool.ask(lambda client: client.explain_session(session)).hints)
+        return list(pool.ask(lambda client: client.session(session).explain()).hints)
 
     until = time.monotonic() + 10
     while not any(resume_in is None for _, resume_in in hints_of("chat")):

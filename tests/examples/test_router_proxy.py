@@ -18,7 +18,7 @@ from aiohttp import web
 from examples.router import __main__ as program
 from examples.router import proxy as proxy_module
 from examples.router.prompts import block_hashes
-from kvpool import Namespace, dev
+from kvpool import Namespace, admin, dev
 from kvpool.kv_events import ClearedEvent, StoredEvent, short_hash
 from kvpool.net.event_publisher import EventPublisher
 from kvpool.runtime import Host
@@ -367,7 +367,7 @@ async def test_precise_knows_devices_and_the_pool(apart: dev.Dev) -> None:
             await settles(asked, (a.url, "device"))
             # A cold engine: the pool has more than the device, on the other engine's host.
             for digest in chain:
-                await pool.write_to("dev-1", NAMESPACE, digest, value(digest))
+                await admin(pool).write_to("dev-1", NAMESPACE, digest, value(digest))
             await settles(asked, (b.url, "queue"))
             a.publisher.publish([ClearedEvent()], time.time())
             await settles(asked, (b.url, "pool"))
@@ -405,7 +405,7 @@ async def test_children_of_one_parent_have_their_prompt_spread(apart: dev.Dev) -
             engine.tokens = tokens
             describes(engine)
         for digest in chain:
-            await pool.write_to("dev-0", NAMESPACE, digest, value(digest))
+            await admin(pool).write_to("dev-0", NAMESPACE, digest, value(digest))
         async with precise(apart, a, b) as asked:
             (other,) = [one for one in apart.servers if one.server == "dev-1"]
             child = {"thread-id": "one", "x-codex-parent-thread-id": "root"}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpool import Namespace, Pool, dev
+from kvpool import Namespace, Pool, admin, dev
 from kvpool.master.state import demand as demand_module
 from kvpool.master.state.demand import FOLLOWED_MAX, NAMESPACES_MAX, DemandMeter
 from kvpool.ops import doctor
@@ -150,7 +150,7 @@ def test_a_flood_of_one_tenant_makes_the_figures_of_another_no_coarser() -> None
         first = 10_000 * (second + 1)
         meter.asked(theirs, [digest(first + n) for n in range(4096)], float(second), SIZE)
     found = {one.namespace: one for one in meter.demand(600.0).working_sets}
-    assert found[mine] == alone.demand(600.0).working_sets[0]
+    assert found[mine] == admin(alone).demand(600.0).working_sets[0]
 
 
 def test_of_many_tenants_each_follows_a_part_and_who_is_quiet_none() -> None:
@@ -298,20 +298,20 @@ def test_the_tenant_of_a_name(name: str, tenant: str) -> None:
 
 async def test_a_pool_says_how_much_is_asked_for(pool: Pool, pool_dev: dev.Dev) -> None:
     chain = keys("chain", 6)
-    assert (await pool.demand()).working_sets == ()
+    assert (await admin(pool).demand()).working_sets == ()
     await pool.write(NAMESPACE, chain, values(chain, SIZE))
     for _ in range(24):
         assert (await pool.match(NAMESPACE, chain)).stopped is ReadStatus.HIT
     await pool.remove(NAMESPACE, chain[2:3])
     for _ in range(24):
         assert (await pool.match(NAMESPACE, chain)).length == 2
-    demand = await pool.demand()
+    demand = await admin(pool).demand()
     (found,) = demand.working_sets
     assert found.namespace == NAMESPACE
     assert 0 < found.size <= 6 * SIZE * 1.01
     assert demand.chain_servers == 1.0
     assert 0.1 < demand.beyond_hole < 0.6  # three of five, since a block of the chain is gone
-    members = await pool.members()
+    members = await admin(pool).members()
     assert demand_table(demand).row_count == 1
     assert "times the live working set" not in demand_text(demand, members).plain  # after seconds
     assert "read from 1.0 servers" in demand_text(demand, members).plain

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from kvpool import ClientConfig, Pool, WriteStatus, dev
+from kvpool import ClientConfig, Pool, WriteStatus, admin, dev
 from kvpool.errors import LinkBroken, Overloaded, PeerError, Unauthenticated, Unavailable
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Channel, Link, WriteOptions
@@ -184,7 +184,7 @@ async def test_servers_that_say_too_much_of_themselves(watched: dev.Dev, link: L
         liar = msgspec.structs.replace(REGISTER, server=f"liar-{number:02}", addresses=wordy)
         assert (await ask(link, liar, wire.Registered)).accepted
     async with watched.pool() as pool:
-        names = [member.server for member in await pool.members()]
+        names = [member.server for member in await admin(pool).members()]
         assert len(names) == len(set(names)) == 61
         got = buffers(3)
         await pool.read(NAMESPACE, CHAIN, got)
@@ -230,7 +230,7 @@ async def test_a_master_that_lies(name: str) -> None:
         assert not any(result.status.hit for result in results)
         assert not any(s.present for s in await pool.write(NAMESPACE, pair, values(pair)))
         with contextlib.suppress(PeerError, Unavailable):  # the one that may raise
-            assert len(await pool.explain(NAMESPACE, pair)) == 2
+            assert len(await admin(pool).explain(NAMESPACE, pair)) == 2
         match = await pool.match(NAMESPACE, pair)
         assert not match.stopped.hit or match.runs[-1].last == 1
     network.close()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, ReadStatus, dev
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, admin, dev
+from kvpool.client.admin import Admin
 from kvpool.config import Config
 from kvpool.errors import ConfigError, MasterLost
 from kvpool.net.control_stream import MasterStreams
@@ -92,7 +93,7 @@ async def test_the_namespaces_of_a_pool_are_listed(pool_dev: dev.Dev, pool: Pool
     chain = keys("one", 2)
     for namespace in names:
         await pool.write(namespace, chain, values(chain, 16))
-    listed = await pool.namespaces()
+    listed = await admin(pool).namespaces()
     assert listed == [(namespace, 2) for namespace in names]
 
 
@@ -189,9 +190,9 @@ async def test_it_tries_one_block_on_every_transport_to_every_server(two_servers
 async def test_it_says_what_is_wrong_with_a_server(
     pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    members, read = Pool.members, Pool.read
+    members, read = Admin.members, Pool.read
 
-    async def silent(self: Pool, **options: Any) -> Any:
+    async def silent(self: Admin, **options: Any) -> Any:
         return [one._replace(alive=False, heard_s=7.4) for one in await members(self, **options)]
 
     async def empty(self: Pool, *arguments: Any, **options: Any) -> Any:
@@ -202,7 +203,7 @@ async def test_it_says_what_is_wrong_with_a_server(
 
     config = settings(pool_dev.address)
     with monkeypatch.context() as patch:
-        patch.setattr(Pool, "members", silent)
+        patch.setattr(Admin, "members", silent)
         (finding,) = await doctor._pool(config)
         assert finding[:3] == ("server dev-0", "warn", "silent for 7 s")
         assert (await doctor._master(config, pool_dev.address)).verdict == "fail"
@@ -260,10 +261,10 @@ async def test_a_check_that_finds_nothing_to_check_says_so(pool_dev: dev.Dev) ->
 async def test_what_a_master_does_not_tell_is_a_finding(
     pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refused(self: Pool, **options: Any) -> Any:
+    async def refused(self: Admin, **options: Any) -> Any:
         raise MasterLost("it told nothing")
 
-    monkeypatch.setattr(Pool, "namespaces", refused)
+    monkeypatch.setattr(Admin, "namespaces", refused)
     found = await doctor.examine(settings(pool_dev.address))
     (finding,) = [one for one in found if "it told nothing" in one.text]
     assert (finding.check, finding.verdict) == ("namespaces, memory", "warn")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvpool
-from kvpool import dev
+from kvpool import admin, dev
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
 from kvpool.net import http_server
@@ -55,7 +55,7 @@ async def test_its_figures_are_those_of_status(pool_dev: dev.Dev, address: str) 
         stored = keys("page", 3)
         await pool.write(NAMESPACE, stored, values(stored))
         await pool.match(NAMESPACE, [*stored, keys("page", 4)[3]])
-        await pool.hint("someone/with/a/long/name", resume_in=30.0)
+        await pool.session("someone/with/a/long/name").hint(resume_in=30.0)
 
         def listed() -> bool:
             return pool_dev.master.directory.members(0.0)[0].stats.blocks == 3
@@ -63,7 +63,7 @@ async def test_its_figures_are_those_of_status(pool_dev: dev.Dev, address: str) 
         await eventually(listed)
         await asyncio.sleep(status_page_module._FRESH_S)
         [shown] = (await look(address, "/api/v1/servers"))["servers"]
-        [member] = await pool.members()
+        [member] = await admin(pool).members()
     found = json.loads(json.dumps(as_json_object(member)))
     assert shown.keys() == found.keys() | {"state", "rates"}
     moving = {"heard_s", "rss", "counters", "victim_age_s", "clients"}

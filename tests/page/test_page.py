@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import kvpool
+from kvpool import admin
 
 playwright = pytest.importorskip("playwright.async_api", reason="see make test WITH=page")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -101,7 +102,7 @@ async def connected(pool: RunningPool) -> kvpool.Pool:
 async def fill(pool: RunningPool, servers: int, seconds: float = 0.0) -> None:
     """Clients of two sessions that write, ask and read."""
     async with await connected(pool) as client:
-        while len(await client.members()) < servers:  # noqa: ASYNC110
+        while len(await admin(client).members()) < servers:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         until = time.monotonic() + seconds
         turn = 0
@@ -116,7 +117,7 @@ async def fill(pool: RunningPool, servers: int, seconds: float = 0.0) -> None:
             if match.length:
                 buffers = [bytearray(64 << 10) for _ in range(match.length)]
                 await client.read(NAMESPACE, chain[: match.length], buffers, match=match)
-            await client.hint(f"s-{turn % 5}", resume_in=20.0)
+            await client.session(f"s-{turn % 5}").hint(resume_in=20.0)
             turn += 1
             await asyncio.sleep(0.1)
 
@@ -165,7 +166,7 @@ async def test_names_of_strangers_are_text(pool: RunningPool, browser: Any) -> N
     page = await opened(browser, pool)
     await fill(pool, 1)
     async with await connected(pool) as client:
-        await client.hint(HOSTILE[:12], resume_in=5.0)
+        await client.session(HOSTILE[:12]).hint(resume_in=5.0)
     for box, text in (("all", HOSTILE), ("sessions", HOSTILE[:12])):
         await until(page, box, lambda shown, text=text: text in shown)
     assert await page.locator("img").count() == 0

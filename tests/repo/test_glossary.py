@@ -56,8 +56,8 @@ RETIRED_MODULES: Final = {
     "stack",
     "staging",
 }
-#: The same name on purpose: the synchronous pool mirrors the asynchronous one.
-SHARED_CLASS_NAMES: Final = {"Pool"}
+#: The same names on purpose: the synchronous pool mirrors the asynchronous one.
+SHARED_CLASS_NAMES: Final = {"Admin", "ClientSession", "Pool"}
 
 
 def glossary() -> list[str]:

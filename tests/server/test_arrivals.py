@@ -300,7 +300,7 @@ async def test_a_match_with_a_session_reaches_the_servers(pool: Pool, pool_dev: 
     await pool.read(NAMESPACE, chain, [bytearray(64) for _ in chain])
     assert server.store.hint_counters["waiting_sessions"] == 0
     await asyncio.sleep(0.15)
-    assert await pool.arrived("agent") is HintStatus.ACCEPTED
+    assert await pool.session("agent").arrived() is HintStatus.ACCEPTED
     await eventually(lambda: server.store.hint_counters["waiting_sessions"] == 1)
 
 
@@ -310,7 +310,7 @@ async def test_what_is_no_session(pool_dev: dev.Dev, session: str) -> None:
         with pytest.raises(UsageError):
             await pool.match(NAMESPACE, keys("a", 1), session=session)
         with pytest.raises(UsageError):
-            await pool.arrived(session)
+            await pool.session(session).arrived()
 
 
 async def test_a_master_refuses_a_name_that_is_not_printable(link: Link) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool import dev
+from kvpool import admin, dev
 from kvpool.config import MasterConfig
 from kvpool.types import WriteStatus
 from tests.conftest import NAMESPACE, buffers, keys, values
@@ -16,7 +16,7 @@ async def test_more_servers_than_a_master_takes_from_one_host() -> None:
     ):
         chain = keys("many", count)
         last = f"dev-{count - 1}"
-        status = await pool.write_to(last, NAMESPACE, chain[0], values(chain)[0])
+        status = await admin(pool).write_to(last, NAMESPACE, chain[0], values(chain)[0])
         assert status is WriteStatus.STORED
         got = buffers(1)
         (result,) = await pool.read(NAMESPACE, chain[:1], got)

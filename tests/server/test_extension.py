@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import dev
+from kvpool import admin, dev
 from kvpool.errors import Forbidden
 from kvpool.server import extension
 from tests.conftest import NAMESPACE, buffers, keys, values
@@ -21,8 +21,8 @@ async def test_a_server_without_extensions_serves_blocks_and_refuses_the_rest(
         written = await pool.write(NAMESPACE, CHAIN, values(CHAIN))
         assert all(status.present for status in written)
         with pytest.raises(Forbidden, match="Drain: this server runs without the extension"):
-            await pool.drain("dev-0", within_s=1)
-        (report,) = (await pool.spread(NAMESPACE, CHAIN, to=2)).servers
+            await admin(pool).drain("dev-0", within_s=1)
+        (report,) = (await admin(pool).spread(NAMESPACE, CHAIN, to=2)).servers
         assert (report.fetched, report.problem) == (0, "it cannot fetch")
         into = buffers(len(CHAIN))
         assert all(result.status.hit for result in await pool.read(NAMESPACE, CHAIN, into))

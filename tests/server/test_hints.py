@@ -27,7 +27,7 @@ async def test_an_ended_session_makes_room_first(pool: Pool, pool_dev: dev.Dev) 
     old, ended = keys("old", 7), keys("ended", 7)
     await put(pool, old, "old")
     await put(pool, ended, "ended")
-    assert await pool.end("ended") is HintStatus.ACCEPTED
+    assert await pool.session("ended").end() is HintStatus.ACCEPTED
     await eventually(lambda: server.store.hint_counters.get("hints_accepted", 0) == 1)
     await put(pool, keys("new", 8))
     assert (await length(pool, old), await length(pool, ended)) == (7, 1)
@@ -39,7 +39,7 @@ async def test_a_write_tells_when_its_session_resumes(pool: Pool, pool_dev: dev.
     buffers = values(chain, SIZE)
     await pool.write(NAMESPACE, chain, buffers, session="agent", resume_in=60.0)
     assert server.store.hint_counters["announced_bytes"] == 4 * SIZE
-    assert await pool.hint("agent", resume_in=5.0) is HintStatus.ACCEPTED
+    assert await pool.session("agent").hint(resume_in=5.0) is HintStatus.ACCEPTED
     await eventually(lambda: server.store.hint_counters.get("hints_accepted", 0) == 2)
     await eventually(
         lambda: pool_dev.master.directory.members(0.0)[0].stats.counters["sessions"] == 1
@@ -51,7 +51,7 @@ async def test_every_server_hears_a_hint(two_servers: dev.Dev) -> None:
     async with two_servers.pool(config) as pool:
         for number in range(20):
             await pool.write(NAMESPACE, keys(f"{number}", 1), [b"x"], session="wide")
-        await pool.end("wide")
+        await pool.session("wide").end()
     stores = [server.store for server in two_servers.servers]
     assert all(store.stored for store in stores)
     await eventually(lambda: all(s.hint_counters.get("hints_accepted") == 1 for s in stores))
@@ -60,7 +60,7 @@ async def test_every_server_hears_a_hint(two_servers: dev.Dev) -> None:
 async def test_without_a_master_a_hint_is_refused_and_nothing_raised(pool_dev: dev.Dev) -> None:
     async with pool_dev.pool() as pool:
         await pool_dev.master.close()
-        assert await pool.end("anybody", timeout=0.3) is HintStatus.REFUSED
+        assert await pool.session("anybody").end(timeout=0.3) is HintStatus.REFUSED
         assert pool.counters["hint_refused"] == 1
 
 
@@ -83,8 +83,8 @@ def test_threads_have_sessions_too() -> None:
         assert ready.wait(10)
         with sync.connect(address[0]) as pool:
             pool.write(NAMESPACE, keys("s", 2), [b"x"] * 2, session="s", resume_in=1.0)
-            assert pool.hint("s", resume_in=2.0) is HintStatus.ACCEPTED
-            assert pool.end("s") is HintStatus.ACCEPTED
+            assert pool.session("s").hint(resume_in=2.0) is HintStatus.ACCEPTED
+            assert pool.session("s").end() is HintStatus.ACCEPTED
     finally:
         done.set()
         thread.join()
@@ -98,9 +98,8 @@ NO_SESSIONS = {"none": "", "long": "s" * 129, "NUL": "a\0", "a line": "a\nb", "r
 @pytest.mark.parametrize("name", NO_SESSIONS)
 async def test_what_is_no_name_of_a_session(pool_dev: dev.Dev, name: str) -> None:
     async with pool_dev.pool() as pool:
-        for call in (pool.end(NO_SESSIONS[name]), pool.hint(NO_SESSIONS[name], resume_in=1.0)):
-            with pytest.raises(UsageError, match="1 to 128 printable"):
-                await call
+        with pytest.raises(UsageError, match="1 to 128 printable"):
+            pool.session(NO_SESSIONS[name])
         with pytest.raises(UsageError):
             await pool.write(
                 NAMESPACE, keys("a", 1), [b"x"], session=NO_SESSIONS[name], resume_in=1.0
@@ -111,7 +110,7 @@ async def test_what_is_no_name_of_a_session(pool_dev: dev.Dev, name: str) -> Non
 async def test_what_is_no_time_to_resume(pool_dev: dev.Dev, resume_in: float) -> None:
     async with pool_dev.pool() as pool:
         with pytest.raises(UsageError, match="resume_in"):
-            await pool.hint("s", resume_in=resume_in)
+            await pool.session("s").hint(resume_in=resume_in)
         with pytest.raises(UsageError, match="resume_in"):
             await pool.write(NAMESPACE, keys("a", 1), [b"x"], session="s", resume_in=resume_in)
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from kvpool import Namespace, Pool, dev
+from kvpool import Namespace, Pool, admin, dev
 from kvpool.client.pool_events import PoolEventKind
 from kvpool.client.removal import HeldNamespace
 from kvpool.types import RemovalCursor
@@ -51,7 +51,7 @@ async def remove(pool: Pool, held: Sequence[HeldNamespace]) -> tuple[int, int]:
         done[0] += blocks
         done[1] += size
 
-    assert await pool.removals.remove(held, timeout=20, report=report) == {}
+    assert await admin(pool).removals.remove(held, timeout=20, report=report) == {}
     return done[0], done[1]
 
 
@@ -60,11 +60,11 @@ async def test_a_namespace_goes_with_all_its_parts_and_the_others_stay() -> None
         old, other = keys("old", 700), keys("other", 70)
         await put(pool, OLD, old)
         await put(pool, OTHER, other)
-        held = await pool.removals.held(of(OTHER), timeout=10)
+        held = await admin(pool).removals.held(of(OTHER), timeout=10)
         assert sum(one.blocks for one in held.found) == 140
         assert (await remove(pool, held.found)) == (140, 140 * SIZE)
-        assert [name for name, _ in await pool.namespaces()] == [OLD]
-        held = await pool.removals.held(of(OLD), timeout=10)
+        assert [name for name, _ in await admin(pool).namespaces()] == [OLD]
+        held = await admin(pool).removals.held(of(OLD), timeout=10)
         assert (sum(one.blocks for one in held.found), held.missing) == (700, {})
         events = pool.events()
         assert (await remove(pool, held.found))[0] == 700
@@ -90,7 +90,7 @@ async def test_what_is_written_after_the_look_stays_wherever_old_copies_move(
         old, new = keys("old", 60), keys("new", 300)
         await put(pool, OLD, old)
         assert server.stack.front.dirty == 60, "in memory alone"
-        held = (await pool.removals.held(of(OLD), timeout=10)).found
+        held = (await admin(pool).removals.held(of(OLD), timeout=10)).found
         await put(pool, OLD, new)
         await eventually(lambda: server.stack.front.peek(OLD, 0, old[0]) is None)
         assert any(server.stack.backing.peek(OLD, 0, one) for one in old), "moved since"
@@ -108,7 +108,7 @@ async def test_a_block_that_is_written_again_under_its_key_stays() -> None:
     async with serving() as (_, pool):
         old = keys("old", 10)
         await put(pool, OLD, old)
-        held = (await pool.removals.held(of(OLD), timeout=10)).found
+        held = (await admin(pool).removals.held(of(OLD), timeout=10)).found
         await pool.remove(OLD, old[:1])
         await put(pool, OLD, old[:1])
         assert (await remove(pool, held))[0] == 9
@@ -118,7 +118,7 @@ async def test_a_block_that_is_written_again_under_its_key_stays() -> None:
 async def test_a_call_is_short_and_says_where_to_go_on() -> None:
     async with serving() as (running, pool):
         await put(pool, OLD, keys("old", 1500))
-        (held,) = (await pool.removals.held(of(OLD), timeout=10)).found
+        (held,) = (await admin(pool).removals.held(of(OLD), timeout=10)).found
         store, at, steps = running.servers[0].stack, held.begin, []
         while True:
             step = store.remove_written(OLD, at, 64)
@@ -132,7 +132,7 @@ async def test_a_call_is_short_and_says_where_to_go_on() -> None:
 async def test_a_place_of_an_earlier_process_ends_and_takes_nothing_new() -> None:
     async with serving() as (_, pool):
         await put(pool, OLD, keys("old", 10))
-        (held,) = (await pool.removals.held(of(OLD), timeout=10)).found
+        (held,) = (await admin(pool).removals.held(of(OLD), timeout=10)).found
         earlier = RemovalCursor(held.begin.epoch ^ 1, 1 << 60, 7, 255, 1 << 20)
         assert await remove(pool, [held._replace(begin=earlier)]) == (0, 0)
         assert await present(pool, OLD, keys("old", 10)) == 10
@@ -149,7 +149,7 @@ async def test_namespaces_of_a_second_page_are_found_with_their_parts() -> None:
         names = [Namespace(f"n {n:03}", parts) for n in range(150) for parts in (1, 2)]
         for name in names:
             await pool.write(name, keys("k", 1), [b"x"])
-        held = (await pool.removals.held(wanted, timeout=10)).found
+        held = (await admin(pool).removals.held(wanted, timeout=10)).found
         assert [one.namespace for one in held] == names
         assert len({one.begin for one in held}) == 1
 
@@ -157,12 +157,12 @@ async def test_namespaces_of_a_second_page_are_found_with_their_parts() -> None:
 async def test_a_server_that_does_not_answer_is_named() -> None:
     async with serving(servers=2) as (running, pool):
         await put(pool, OLD, keys("old", 64))
-        held = await pool.removals.held(of(OLD), timeout=10)
+        held = await admin(pool).removals.held(of(OLD), timeout=10)
         (gone, *_) = [one for one in running.servers if one.server == held.found[0].server]
         await gone.close()
-        left = await pool.removals.remove(held.found, timeout=1.5, report=lambda *_: None)
+        left = await admin(pool).removals.remove(held.found, timeout=1.5, report=lambda *_: None)
         assert list(left) == [gone.server]
-        looked = await pool.removals.held(of(OLD), timeout=10)
+        looked = await admin(pool).removals.held(of(OLD), timeout=10)
         assert looked.missing == {}, "what was in its memory is gone with it"
 
 
@@ -175,9 +175,9 @@ async def test_a_tenant_finds_and_removes_its_own_only(tmp_path: Path) -> None:
         ]
         for one in (acme, blue):
             await one.write(model, keys("k", 3), [b"x"] * 3)
-        found = (await operator.removals.held(lambda one: True, timeout=10)).found
+        found = (await admin(operator).removals.held(lambda one: True, timeout=10)).found
         assert {one.namespace.name for one in found} == {"@acme/llama", "@blue/llama"}
-        (held,) = (await blue.removals.held(lambda one: True, timeout=10)).found
+        (held,) = (await admin(blue).removals.held(lambda one: True, timeout=10)).found
         assert held.namespace == model
         assert (await remove(blue, [held]))[0] == 3
         assert await present(acme, model, keys("k", 3)) == 3

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import Pool, ReadStatus, WriteStatus, connect, dev
+from kvpool import Pool, ReadStatus, WriteStatus, admin, connect, dev
 from kvpool.config import WRITE_BACK, ClientConfig, load
 from kvpool.errors import ConfigError
 from kvpool.protocols import ReserveRequest
@@ -426,7 +426,7 @@ async def test_more_than_memory_holds_and_what_status_shows(tmp_path: Path) -> N
         for number, chain in enumerate(chains):
             await write(pool, chain, f"{number}")
             if number < 4:
-                await pool.end(f"{number}")
+                await pool.session(f"{number}").end()
                 await eventually(
                     lambda n=number: server.stack.front.policy.counters["hints_accepted"] > n,
                     within_s=10,
@@ -463,13 +463,13 @@ async def test_a_stop_keeps_what_memory_has_and_a_kill_does_not(
                 (before,) = await servers_up(master, 1)
                 await write(pool, living, "living")
                 await write(pool, over, "over")
-                await pool.end("over")
+                await pool.session("over").end()
                 await asyncio.sleep(2.5)  # a heartbeat brings the hint
                 server.signal(number)
                 await server.ended()
             async with server_of(master, tmp_path / "tier"):
                 for _ in itertools.count():
-                    (member,) = await pool.members()
+                    (member,) = await admin(pool).members()
                     if member.epoch != before.epoch and member.alive:
                         break
                     await asyncio.sleep(0.1)

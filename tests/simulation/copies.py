@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from kvpool import admin
 from kvpool.client import spread as spread_module
 from kvpool.client.spread_plan import (
     FETCHES_MAX,
@@ -73,7 +74,7 @@ class Copies:
         began, timeout_s = world.loop.now, rng.choice([0.5, 3.0])
         self._chains.append((namespace, chain))
         try:
-            report = await pool.spread(namespace, chain, to=to, timeout=timeout_s)
+            report = await admin(pool).spread(namespace, chain, to=to, timeout=timeout_s)
         finally:
             self._chains.remove((namespace, chain))
         world.note(f"spread {[(one.server, one.blocks, one.problem) for one in report.servers]}")
@@ -211,7 +212,9 @@ class Copies:
         victim = next(node for node in world.servers if node.name == others[0])
         if victim.process.alive and not victim.restarting:
             self._chains.append((ONE, chain))
-            spreading = asyncio.ensure_future(client.pool.spread(ONE, chain, to=others, timeout=30))
+            spreading = asyncio.ensure_future(
+                admin(client.pool).spread(ONE, chain, to=others, timeout=30)
+            )
             await asyncio.sleep(rng.choice([0.0, 0.002, 0.01, 0.05]))
             await world.nemesis._kill(victim)
             report = await spreading

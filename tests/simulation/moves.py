@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from kvpool import admin
 from kvpool.errors import Unavailable
 from kvpool.protocols import Channel, SupportsFetch
 from kvpool.server.moves import fetcher
@@ -112,12 +113,12 @@ class Moves:
             and moves_of(node.server).drainer.report().state is DrainState.RUNNING
         )
         began = self._drains_began[life] = self._drains_began.get(life, now) if runs else now
-        await pool.drain(node.name, within_s=rng.choice(_DRAIN_S))
+        await admin(pool).drain(node.name, within_s=rng.choice(_DRAIN_S))
         state = DrainState.RUNNING
         try:
             while state is DrainState.RUNNING and world.loop.now < now + 9.0:
                 await asyncio.sleep(0.2)
-                report = await pool.drain_report(node.name)
+                report = await admin(pool).drain_report(node.name)
                 state = report.state
             if state is DrainState.INCOMPLETE and world.settled_since(began):
                 self._check_left(node.name, life, report.left_blocks, began)
@@ -129,7 +130,9 @@ class Moves:
                 # After a cancellation it is one more call, and must end in time (seed 997724).
                 task = asyncio.current_task()
                 is_cancelled = task is not None and task.cancelling() > 0
-                await pool.cancel_drain(node.name, timeout=_CLEANUP_S if is_cancelled else None)
+                await admin(pool).cancel_drain(
+                    node.name, timeout=_CLEANUP_S if is_cancelled else None
+                )
 
     async def play(self, client: SimClient) -> None:
         """When all faults have ended: fetches beside removals, and servers that leave together.

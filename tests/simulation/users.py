@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from kvpool import admin
 from kvpool.client.pool import Pool
 from kvpool.errors import Unavailable
 from kvpool.protocols import View
@@ -222,7 +223,7 @@ class SimClient:
         for _ in range(self._rng.choice([0, 0, 1, 3])):
             await asyncio.sleep(self._rng.choice([0.05, 1.0, 2.0]))
             if self._rng.random() < 0.3:
-                await self.pool.arrived(session, timeout=1.0)
+                await self.pool.session(session).arrived(timeout=1.0)
         if self._rng.random() < 0.8 and match.length:
             await self._read_now(namespace, chain[: match.length], match)
 
@@ -232,7 +233,9 @@ class SimClient:
         namespace, chain = self._chain()
         if world.plan.write_back and self._rng.random() < 0.4:
             session = f"{self.name} {self._rng.randrange(4)}"
-            await self.pool.hint(session, resume_in=self._rng.choice([1.0, 4.0, 20.0]), timeout=1.0)
+            await self.pool.session(session).hint(
+                resume_in=self._rng.choice([1.0, 4.0, 20.0]), timeout=1.0
+            )
         call = self.pool.prefetch(namespace, chain, timeout=self._timeout_s)
         world.prefetches.asked(await self._timed(call, "a prefetch"))
         await asyncio.sleep(self._rng.choice([0.0, 0.05, 1.0, 3.0]))
@@ -245,7 +248,7 @@ class SimClient:
 
     async def _end_session(self) -> None:
         _, chain = self._chain()
-        await self.pool.end(self._session(chain), timeout=1.0)
+        await self.pool.session(self._session(chain)).end(timeout=1.0)
 
     async def _lookups(self) -> None:
         for _ in range(self._rng.randint(1, 4)):
@@ -356,7 +359,7 @@ class SimClient:
             session=session,
         )
         if session and self._rng.random() < 0.4:
-            await self.pool.end(session, timeout=self._timeout_s)
+            await self.pool.session(session).end(timeout=self._timeout_s)
         if namespace.parts > 1 and self._rng.random() < 0.7:
             await self._write_now(namespace, chain, 1 - part, visible=visible)
         if self._world.plan.disk and self._rng.random() < 0.15:
@@ -460,7 +463,9 @@ class SimClient:
                     stored.add(digest)
 
         async def write_to(server: str, digest: bytes, data: bytes) -> list[WriteStatus]:
-            return [await self.pool.write_to(server, namespace, digest, data, timeout=timeout_s)]
+            return [
+                await admin(self.pool).write_to(server, namespace, digest, data, timeout=timeout_s)
+            ]
 
         async def write(version: int) -> None:
             await asyncio.sleep(gap_s * rng.random())
@@ -590,7 +595,9 @@ class SimClient:
 
     async def _explain(self) -> None:
         namespace, chain = self._chain()
-        await self._timed(self.pool.explain(namespace, chain, timeout=self._timeout_s), "explain")
+        await self._timed(
+            admin(self.pool).explain(namespace, chain, timeout=self._timeout_s), "explain"
+        )
 
     async def _timed(self, call: Awaitable[T], name: str) -> T:
         """Await one call of the pool; it must end by its deadline (G6)."""

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvpool import Pool, WriteStatus
+from kvpool import Pool, WriteStatus, admin
 from kvpool.tools.subprocesses import Child
 from tests.conftest import NAMESPACE, keys, value
 
@@ -18,14 +18,14 @@ async def fill(pool: Pool, server: str, count: int, size: int = 1 << 20) -> list
     """Write `count` blocks to one server; returns their keys."""
     chain = keys(f"on {server}", count)
     for digest in chain:
-        status = await pool.write_to(server, NAMESPACE, digest, value(digest, size))
+        status = await admin(pool).write_to(server, NAMESPACE, digest, value(digest, size))
         assert status is WriteStatus.STORED
     return chain
 
 
 async def member(pool: Pool, name: str) -> dict[str, int]:
     """The counters that masters have of a server."""
-    (found,) = [m for m in await pool.members() if m.server == name]
+    (found,) = [m for m in await admin(pool).members() if m.server == name]
     return {
         **found.stats.counters,
         "reservations": found.stats.reservations,

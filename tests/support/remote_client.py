@@ -12,13 +12,13 @@ import sys
 import time
 from typing import Any
 
-from kvpool import ClientConfig, Pool, connect
+from kvpool import ClientConfig, Pool, admin, connect
 from tests.conftest import NAMESPACE, buffers, keys, value
 
 
 async def write(pool: Pool, server: str, name: str, count: int, size: int) -> dict[str, Any]:
     statuses = [
-        await pool.write_to(server, NAMESPACE, digest, value(digest, size))
+        await admin(pool).write_to(server, NAMESPACE, digest, value(digest, size))
         for digest in keys(name, count)
     ]
     return {"statuses": sorted({status.name for status in statuses})}

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvpool import ConfigError, MasterLost, ReadStatus, WriteStatus
+from kvpool import ConfigError, MasterLost, ReadStatus, WriteStatus, admin
 from kvpool.client.pool import Pool
 from kvpool.errors import Forbidden, Unauthenticated, UsageError
 from kvpool.net.zmq_rpc import ZmqNetwork
@@ -246,21 +246,21 @@ async def test_a_master_tells_nothing_of_others(
         network.close()
     name = type(message).__name__.lower()
     assert pool.master.refusals[f"forbidden {name}"] == 1
-    assert [one.alive for one in await acme.members()] == [True]
-    report = await acme.explain_session("chat")
+    assert [one.alive for one in await admin(acme).members()] == [True]
+    report = await acme.session("chat").explain()
     assert report.hints == []
 
 
 async def test_lists_have_what_is_the_tenants_own(pool: TenantPool, blue: Pool, acme: Pool) -> None:
     await blue.write(Namespace("mistral"), CHAIN[:2], values(CHAIN[:2]))
-    assert await acme.namespaces() == [(MODEL, 4)]
-    assert await blue.namespaces() == [(Namespace("mistral"), 2)]
+    assert await admin(acme).namespaces() == [(MODEL, 4)]
+    assert await admin(blue).namespaces() == [(Namespace("mistral"), 2)]
     async with await pool.client(OPERATOR) as operator:
-        found = await operator.namespaces()
+        found = await admin(operator).namespaces()
         assert found == [(OF_ACME, 4), (Namespace("@blue/mistral"), 2)]
         await operator.write(MODEL, CHAIN[:1], values(CHAIN[:1]))
-    assert await acme.namespaces() == [(MODEL, 4)]
-    (explained,) = await blue.explain(Namespace("mistral"), CHAIN[:1])
+    assert await admin(acme).namespaces() == [(MODEL, 4)]
+    (explained,) = await admin(blue).explain(Namespace("mistral"), CHAIN[:1])
     assert explained.key.namespace == Namespace("mistral")
 
 
@@ -269,28 +269,28 @@ async def test_a_list_is_not_cut_off_by_what_others_have(pool: TenantPool, acme:
     async with await pool.client(OPERATOR) as operator:
         many = [Namespace(f"0{number:04}") for number in range(wire.NAMESPACES_MAX + 2)]
         await asyncio.gather(*(operator.write(one, CHAIN[:1], [bytearray(1)]) for one in many))
-        assert len(await operator.namespaces()) == len(many) + 1
-    assert await acme.namespaces() == [(MODEL, 4)]
+        assert len(await admin(operator).namespaces()) == len(many) + 1
+    assert await admin(acme).namespaces() == [(MODEL, 4)]
 
 
 async def test_demand_is_that_for_the_tenants_own(pool: TenantPool, blue: Pool, acme: Pool) -> None:
     for _ in range(3):
         await acme.match(MODEL, CHAIN)
     async with await pool.client(OPERATOR) as operator:
-        assert [one.namespace for one in (await operator.demand()).working_sets] == [OF_ACME]
-        assert (await operator.demand()).chain_servers > 0
-    assert [one.namespace for one in (await acme.demand()).working_sets] == [MODEL]
-    theirs = await blue.demand()
+        assert [one.namespace for one in (await admin(operator).demand()).working_sets] == [OF_ACME]
+        assert (await admin(operator).demand()).chain_servers > 0
+    assert [one.namespace for one in (await admin(acme).demand()).working_sets] == [MODEL]
+    theirs = await admin(blue).demand()
     assert (theirs.working_sets, theirs.chain_servers, theirs.beyond_hole) == ((), 0.0, 0.0)
 
 
 async def test_figures_of_servers_are_hidden(pool: TenantPool, blue: Pool, acme: Pool) -> None:
     await eventually(lambda: next(iter(pool.master.directory.members(0.0))).stats.blocks == 4)
-    (member,) = await blue.members()
+    (member,) = await admin(blue).members()
     assert member.stats == ServerStats()
     assert member.capacity == 4 << 20
     async with await pool.client(OPERATOR) as operator:
-        (member,) = await operator.members()
+        (member,) = await admin(operator).members()
         assert member.stats.blocks == 4
 
 
@@ -309,8 +309,8 @@ async def test_users_of_two_tenants_may_use_the_same_names(
     ] * 4
     other = [bytearray(b"b" * len(value)) for value in values(CHAIN)]
     assert await blue.write(MODEL, CHAIN, other, session="chat") == [WriteStatus.STORED] * 4
-    assert await blue.end("chat") is HintStatus.ACCEPTED
-    assert (await acme.explain_session("chat")).hints == []
+    assert await blue.session("chat").end() is HintStatus.ACCEPTED
+    assert (await acme.session("chat").explain()).hints == []
     assert await blue.remove(MODEL, CHAIN) == [True] * 4
     got = buffers(4)
     assert all(one.status.hit for one in await acme.read(MODEL, CHAIN, got))
@@ -327,8 +327,8 @@ async def test_a_foreign_prefix_is_like_an_unknown_one(
     for chain in (CHAIN, unknown):
         assert await acme.where(MODEL, chain) is not None
     (explained,), (of_unknown,) = (
-        await blue.explain(MODEL, CHAIN[:1]),
-        await blue.explain(MODEL, unknown[:1]),
+        await admin(blue).explain(MODEL, CHAIN[:1]),
+        await admin(blue).explain(MODEL, unknown[:1]),
     )
     assert (explained.status, explained.replicas) == (of_unknown.status, of_unknown.replicas)
     assert explained.text == of_unknown.text

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
-from kvpool import WriteStatus, logs
+from kvpool import WriteStatus, admin, logs
 from kvpool.cli.app import app
 from kvpool.client.pool import Pool
 from kvpool.config import TenantKey
@@ -63,7 +63,7 @@ async def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             statuses = await zebra.write(MODEL, THEIRS, values(THEIRS), session="chat")
             assert statuses == [WriteStatus.STORED] * 4
             await zebra.write(Namespace("llama", 2), THEIRS[:1], values(THEIRS[:1]), part=0)
-            await zebra.hint("chat", resume_in=5)
+            await zebra.session("chat").hint(resume_in=5)
             await zebra.read(MODEL, THEIRS, buffers(4), match=await zebra.match(MODEL, THEIRS))
             await zebra.remove(MODEL, THEIRS[3:])
             yield pool
@@ -266,17 +266,17 @@ def calls(
         lambda: blue.match(namespace, digests),
         lambda: blue.contains(namespace, digests),
         lambda: blue.where(namespace, digests),
-        lambda: blue.explain(namespace, digests),
+        lambda: admin(blue).explain(namespace, digests),
         lambda: blue.read(namespace, digests, buffers(len(digests)), part=0),
         lambda: blue.prefetch(namespace, digests),
-        lambda: blue.spread(namespace, digests, to=2),
+        lambda: admin(blue).spread(namespace, digests, to=2),
         lambda: blue.score(namespace, digests, ["h"]),
         lambda: blue.remove(namespace, digests),
-        lambda: blue.members(),
-        lambda: blue.namespaces(),
-        lambda: blue.demand(),
-        lambda: blue.hint("chat", resume_in=1),
-        lambda: blue.explain_session("chat"),
-        lambda: blue.drain_report("s"),
-        lambda: blue.drain("s", within_s=1),
+        lambda: admin(blue).members(),
+        lambda: admin(blue).namespaces(),
+        lambda: admin(blue).demand(),
+        lambda: blue.session("chat").hint(resume_in=1),
+        lambda: blue.session("chat").explain(),
+        lambda: admin(blue).drain_report("s"),
+        lambda: admin(blue).drain("s", within_s=1),
     ]

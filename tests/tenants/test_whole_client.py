@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import BadKey, ClientConfig, PrefetchStatus, WriteStatus
+from kvpool import BadKey, ClientConfig, PrefetchStatus, WriteStatus, admin
 from kvpool.client.match_poller import MatchPoller
 from kvpool.errors import UsageError
+from kvpool.sync import admin as sync_admin
 from kvpool.sync import connect as sync_connect
 from kvpool.types import SESSION_NAME_MAX, HintStatus, Namespace
 from kvpool_transports.tcp import TcpTransport
@@ -29,9 +30,9 @@ async def test_every_call_of_a_pool(tmp_path: Path) -> None:
             assert statuses == [WriteStatus.STORED] * 8
             assert acme.counters["copies_missing"] == 0
             await acme.write(MODEL, CHAIN[8:], values(CHAIN[8:]), parent=CHAIN[7])
-            report = await acme.spread(MODEL, CHAIN, to=2)
+            report = await admin(acme).spread(MODEL, CHAIN, to=2)
             assert [(one.blocks, one.problem) for one in report.servers] == [(40, "")]
-            members = await acme.members()
+            members = await admin(acme).members()
             for near in ("", members[0].host):
                 statuses = await acme.prefetch(MODEL, CHAIN, near=near)
                 assert statuses == [PrefetchStatus.IN_MEMORY] * 40
@@ -45,17 +46,17 @@ async def test_every_call_of_a_pool(tmp_path: Path) -> None:
             assert score.near == 40
             assert await acme.contains(MODEL, CHAIN) == [True] * 40
             assert all(await acme.where(MODEL, CHAIN))
-            assert await acme.hint("chat", resume_in=5) is HintStatus.ACCEPTED
-            assert await acme.arrived("chat") is HintStatus.ACCEPTED
+            assert await acme.session("chat").hint(resume_in=5) is HintStatus.ACCEPTED
+            assert await acme.session("chat").arrived() is HintStatus.ACCEPTED
             # Servers find the session's blocks: they were written in the same, qualified name.
             for _ in range(100):
-                report_of_session = await acme.explain_session("chat")
+                report_of_session = await acme.session("chat").explain()
                 if report_of_session.servers:
                     break
                 await asyncio.sleep(0.05)
             assert HintStatus.UNKNOWN not in [one[1] for one in report_of_session.servers]
             assert report_of_session.servers
-            assert await acme.end("chat") is HintStatus.ACCEPTED
+            assert await acme.session("chat").end() is HintStatus.ACCEPTED
             assert await acme.remove(MODEL, CHAIN[20:]) == [True] * 20
             await eventually(lambda: all(one.store.stored == 20 for one in pool.servers))
         for server in pool.servers:
@@ -71,7 +72,7 @@ async def test_the_other_two_clients(tmp_path: Path) -> None:
 
         def in_a_thread() -> tuple[int, list[tuple[Namespace, int]]]:
             with sync_connect(pool.master.address, cluster=tenant("acme")) as sync:
-                return sync.match(MODEL, CHAIN).length, sync.namespaces()
+                return sync.match(MODEL, CHAIN).length, sync_admin(sync).namespaces()
 
         assert await asyncio.to_thread(in_a_thread) == (40, [(MODEL, 40)])
 
@@ -89,17 +90,17 @@ async def test_the_other_two_clients(tmp_path: Path) -> None:
         assert await asyncio.to_thread(polled, "acme") == 40
         assert await asyncio.to_thread(polled, "blue") == 0
         async with await pool.client(OPERATOR) as operator:
-            assert (await operator.explain_session("@acme/chat")).hints
-            assert not (await operator.explain_session("chat")).hints
+            assert (await operator.session("@acme/chat").explain()).hints
+            assert not (await operator.session("chat").explain()).hints
 
 
 async def test_names_have_room_for_the_tenants(tmp_path: Path) -> None:
     """Said in the user's words: how long a name may be, not how long it became."""
     async with tenant_pool(tmp_path) as pool, await pool.client(tenant("acme")) as acme:
         room = SESSION_NAME_MAX - len("@acme/")
-        assert await acme.hint("s" * room, resume_in=1) is HintStatus.ACCEPTED
+        assert await acme.session("s" * room).hint(resume_in=1) is HintStatus.ACCEPTED
         with pytest.raises(UsageError, match=f"at most {room} characters for a client of tenant"):
-            await acme.hint("s" * (room + 1), resume_in=1)
+            await acme.session("s" * (room + 1)).hint(resume_in=1)
         assert (await acme.match(Namespace("n" * 506), CHAIN)).length == 0
         with pytest.raises(BadKey, match="at most 506 characters for a client of tenant 'acme'"):
             await acme.match(Namespace("n" * 507), CHAIN)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, connect, dev, registry
+from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, admin, connect, dev, registry
 from kvpool.errors import ConfigError, LinkBroken, Unavailable
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Peer, ReadOptions
@@ -296,7 +296,7 @@ async def test_a_write_that_was_given_up_leaves_nothing(running: Running) -> Non
             for digest, buffer, result in zip(chain, got, results, strict=True):
                 assert not result.status.hit or buffer == value(digest, SIZE)
             for _ in range(100):
-                (member,) = await other.members()
+                (member,) = await admin(other).members()
                 if not member.stats.reservations:
                     break
                 await asyncio.sleep(0.1)
@@ -408,7 +408,9 @@ async def test_more_clients_than_a_server_takes(installed: None) -> None:
         free = 1024 - len(server._context.connections)
         held = [server.connect(Peer(f"test-{number}")) for number in range(free)]
         late = await s.enter_async_context(running.pool(config))
-        written = await late.write_to("dev-0", NAMESPACE, keys("late", 1)[0], b"x", timeout=2)
+        written = await admin(late).write_to(
+            "dev-0", NAMESPACE, keys("late", 1)[0], b"x", timeout=2
+        )
         assert written is WriteStatus.STORED
         got = buffers(2, SIZE)
         await pool.read(NAMESPACE, chain, got)

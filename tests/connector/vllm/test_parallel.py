@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool import admin
 from tests.connector.vllm.helpers import Engine, closing, prompt, transfer
 from tests.support.local_pool import LocalPool
 
@@ -42,7 +43,7 @@ def test_pipeline_stages_share_with_equals_only(
         loaded = two.generate(prompts)
         assert loaded["cached"] == [480, 480]
         assert loaded["tokens"] == expected
-    names = [name for name, _ in shared_pool.ask(lambda client: client.namespaces())]
+    names = [name for name, _ in shared_pool.ask(lambda client: admin(client).namespaces())]
     assert [name.parts for name in names if " pp=2 " in name.name] == [2]
 
 
@@ -70,7 +71,7 @@ def test_what_one_size_of_tensor_parallelism_wrote_the_other_reads(
             loaded = one.generate(late)
             assert loaded["cached"] == [480, 480]
             assert loaded["tokens"] == expected[2:]
-            ((name, _),) = pool.ask(lambda client: client.namespaces())
+            ((name, _),) = pool.ask(lambda client: admin(client).namespaces())
             assert name.parts == 2
     finally:
         pool.close()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from examples.vllm_two_instances import Instance, transfer
+from kvpool import admin
 from kvpool.ops.engines import examine_engines
 from tests.connector.vllm.helpers import Engine, closing, prompt
 from tests.connector.vllm.helpers import transfer as always
@@ -146,7 +147,7 @@ def test_data_parallel_ranks_share(model: Callable[..., Path], tmp_path: Path) -
         assert loaded["usage"]["prompt_tokens_details"]["cached_tokens"] == 480
         assert loaded["choices"][0]["token_ids"] == computed["choices"][0]["token_ids"]
         assert pool.settled() == blocks
-        ((name, _),) = pool.ask(lambda client: client.namespaces())
+        ((name, _),) = pool.ask(lambda client: admin(client).namespaces())
         assert name.parts == 1
     finally:
         instance.close()
@@ -165,7 +166,7 @@ def test_tensor_parallel_ranks_each_have_their_part(
         with Engine(model(), logs("tp-first"), kv_transfer_config=config, **two) as first:
             expected = first.ready().generate(prompts)
             pool.settled()
-            (name, _), *_ = pool.ask(lambda client: client.namespaces())
+            (name, _), *_ = pool.ask(lambda client: admin(client).namespaces())
             assert name.parts == 2
             first.forget()
             again = first.generate(prompts)

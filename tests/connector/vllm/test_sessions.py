@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from examples.vllm_two_instances import Instance, transfer
+from kvpool import admin
 from kvpool.types import HintStatus
 from kvpool_connector import client_requests
 from tests.support.local_pool import LocalPool
@@ -73,8 +74,8 @@ def test_sessions_of_real_clients_arrive_in_the_pool(
         # The child has ended, and so has the agent; of the others nobody knows a pause yet.
         _until(lambda: _ended(pool) == {"child", "claude/agent"}, lambda: _ended(pool))
         _until(lambda: _explained(pool) == [HintStatus.ACCEPTED], lambda: _explained(pool))
-        assert pool.ask(lambda client: client.end("thread")) is HintStatus.ACCEPTED
-        (member,) = pool.ask(lambda client: client.members())
+        assert pool.ask(lambda client: client.session("thread").end()) is HintStatus.ACCEPTED
+        (member,) = pool.ask(lambda client: admin(client).members())
         assert member.stats.counters["sessions"] == len(expected)
         metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
         assert 'vllm:kvpool_client_events_total{event="ends_accepted"} 2.0' in metrics
@@ -141,7 +142,7 @@ def _ended(pool: LocalPool) -> set[str]:
 
 def _explained(pool: LocalPool) -> list[HintStatus]:
     """What the servers made of the child's end, which the pool was told last."""
-    report = pool.ask(lambda client: client.explain_session("child"))
+    report = pool.ask(lambda client: client.session("child").explain())
     assert None in [resume_in for _, resume_in in report.hints]
     return [status for _, status, _ in report.servers]
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, dev
+from kvpool import ClientConfig, Namespace, Pool, admin, dev
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import copy_keeper
 from kvpool.server.moves.state import copy_demand
@@ -147,22 +147,22 @@ async def test_blocks_that_were_spread_get_no_more_copies() -> None:
         await pool.write(NAMESPACE, CHAIN, values(CHAIN))
         await read_for(pool, CHAIN, 0.5)  # over inproc
         assert count(running, CHAIN) == {1}
-        await pool.spread(NAMESPACE, CHAIN, to=4)
+        await admin(pool).spread(NAMESPACE, CHAIN, to=4)
 
 
 async def test_extra_copies_go_first_and_the_last_one_is_no_extra() -> None:
     async with cluster(servers=2, capacity="1MiB") as (running, pool):
         await pool.write(NAMESPACE, CHAIN, values(CHAIN))
-        await pool.spread(NAMESPACE, CHAIN, to=2)
+        await admin(pool).spread(NAMESPACE, CHAIN, to=2)
         (first,) = [s for s in running.servers if s.stack.peek(NAMESPACE, 0, CHAIN[0]).copies]  # type: ignore[union-attr]
         (other,) = [server for server in running.servers if server is not first]
         older = keys("older", 20)
         for digest in older:
-            await pool.write_to(other.server, NAMESPACE, digest, values([digest])[0])
+            await admin(pool).write_to(other.server, NAMESPACE, digest, values([digest])[0])
         await read_for(pool, CHAIN, 0.2)  # used last
         newer = keys("newer", 80)
         for digest in newer:
-            await pool.write_to(other.server, NAMESPACE, digest, values([digest])[0])
+            await admin(pool).write_to(other.server, NAMESPACE, digest, values([digest])[0])
         assert all(other.stack.peek(NAMESPACE, 0, one) for one in older)
         left = [one for one in CHAIN if other.stack.peek(NAMESPACE, 0, one)]
         assert 0 < len(left) < len(CHAIN)
@@ -173,7 +173,7 @@ async def test_extra_copies_go_first_and_the_last_one_is_no_extra() -> None:
         )
         await read(pool, left)
         for digest in keys("last", 20):
-            await pool.write_to(other.server, NAMESPACE, digest, values([digest])[0])
+            await admin(pool).write_to(other.server, NAMESPACE, digest, values([digest])[0])
         assert all(other.stack.peek(NAMESPACE, 0, one) for one in left)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import Namespace, Pool, WriteStatus, dev
+from kvpool import Namespace, Pool, WriteStatus, admin, dev
 from kvpool.cli import run
 from kvpool.config import ServerConfig
 from kvpool.server.block_server import BlockServer
@@ -35,7 +35,7 @@ async def trio(capacity: str = "8MiB", servers: int = 3, **more: Any) -> AsyncIt
 
 async def put(pool: Pool, server: BlockServer, digests: Sequence[bytes]) -> None:
     for digest in digests:
-        status = await pool.write_to(server.server, NAMESPACE, digest, value(digest, SIZE))
+        status = await admin(pool).write_to(server.server, NAMESPACE, digest, value(digest, SIZE))
         assert status.present
 
 
@@ -69,13 +69,13 @@ async def test_a_server_that_leaves_is_read_and_gets_no_writes() -> None:
         blocks = keys("block", 50)
         await put(pool, leaving, blocks)
         await drain(leaving, 30.0)
-        (member,) = [m for m in await pool.members() if m.server == leaving.server]
+        (member,) = [m for m in await admin(pool).members() if m.server == leaving.server]
         assert member.stats.draining
         for number in range(20):
             digest = key(f"new {number}")
             assert await pool.write(NAMESPACE, [digest], [b"x" * SIZE]) == [WriteStatus.STORED]
             assert leaving.stack.peek(NAMESPACE, 0, digest) is None
-        status = await pool.write_to(leaving.server, NAMESPACE, key("there"), b"x")
+        status = await admin(pool).write_to(leaving.server, NAMESPACE, key("there"), b"x")
         assert status is WriteStatus.NO_SPACE
         assert set(await fetch_into(pool, leaving, other, [key("new 1")])) == {FetchStatus.REFUSED}
         await assert_readable(pool, blocks)
@@ -266,18 +266,18 @@ async def test_a_drain_that_is_cancelled_leaves_an_ordinary_server() -> None:
         moves_of(other).fetcher.budget = FetchBudget(1e5)  # slow: 100 blocks take 8 s
         blocks = keys("block", 200)
         await put(pool, leaving, blocks)
-        report = await pool.drain(leaving.server, within_s=60.0)
+        report = await admin(pool).drain(leaving.server, within_s=60.0)
         assert report.state is DrainState.RUNNING
-        while (report := await pool.drain_report(leaving.server)).moved_blocks == 0:
+        while (report := await admin(pool).drain_report(leaving.server)).moved_blocks == 0:
             assert report.state is DrainState.RUNNING
             await asyncio.sleep(0.02)
         assert 0 < report.left_blocks < 200
-        report = await pool.cancel_drain(leaving.server)
+        report = await admin(pool).cancel_drain(leaving.server)
         assert report.state is DrainState.OFF
-        (member,) = [m for m in await pool.members() if m.server == leaving.server]
-        assert (await pool.write_to(leaving.server, NAMESPACE, key("new"), b"x")).present
+        (member,) = [m for m in await admin(pool).members() if m.server == leaving.server]
+        assert (await admin(pool).write_to(leaving.server, NAMESPACE, key("new"), b"x")).present
         await leaving._context.masters_know(asyncio.get_running_loop().time() + 5)
-        (member,) = [m for m in await pool.members() if m.server == leaving.server]
+        (member,) = [m for m in await admin(pool).members() if m.server == leaving.server]
         assert not member.stats.draining
         await assert_readable(pool, blocks)
 
@@ -288,11 +288,11 @@ async def test_a_server_that_comes_back_with_its_file_keeps_what_is_in_it(tmp_pa
         leaving, _ = running.servers
         blocks = keys("block", 300)
         await put(pool, leaving, blocks)
-        await pool.drain(leaving.server, within_s=30.0, back_in_s=60.0)
+        await admin(pool).drain(leaving.server, within_s=30.0, back_in_s=60.0)
         report = await moves_of(leaving).drainer.wait()
         assert (report.state, report.moved_blocks) == (DrainState.DONE, 0)
         assert leaving.stack.backing.stored == 300
-        await pool.cancel_drain(leaving.server)
+        await admin(pool).cancel_drain(leaving.server)
         report = await drain(leaving, 30.0)
         assert (report.state, report.moved_blocks) == (DrainState.DONE, 300)
         await leaving.close()
@@ -336,7 +336,7 @@ async def test_a_file_keeps_what_may_have_no_other_copy(tmp_path: Path, why: str
             assert (await drain(leaving, 30.0)).moved_blocks == 60
             moved = 0
         if why == "it stays":
-            await pool.cancel_drain(leaving.server)
+            await admin(pool).cancel_drain(leaving.server)
         elif why == "the other one has left":
             await other.close()
         elif why == "the other one is silent":  # killed just now: masters do not know it yet
@@ -360,8 +360,8 @@ async def test_what_the_file_could_not_keep_is_handed_over_although_the_server_c
         blocks = {Namespace(f"@acme/{n}"): keys(f"b{n}", 5) for n in range(6)}
         for namespace, digests in blocks.items():
             for digest in digests:
-                await pool.write_to(leaving.server, namespace, digest, value(digest, SIZE))
-        await pool.drain(leaving.server, within_s=30.0, back_in_s=60.0)
+                await admin(pool).write_to(leaving.server, namespace, digest, value(digest, SIZE))
+        await admin(pool).drain(leaving.server, within_s=30.0, back_in_s=60.0)
         report = await moves_of(leaving).drainer.wait()
         assert (report.state, report.moved_blocks) == (DrainState.DONE, 4 * 5)
         await leaving.close()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvpool import ClientConfig, dev
+from kvpool import ClientConfig, admin, dev
 from kvpool.server.moves import peer_servers
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.support.moves import moves_of
@@ -24,7 +24,7 @@ async def test_what_is_not_used_is_closed_and_opened_again(monkeypatch: pytest.M
             chain = keys(name, 8)
             async with running.pool(config) as pool:
                 await pool.write(NAMESPACE, chain, values(chain))
-                await pool.spread(NAMESPACE, chain, to=3)
+                await admin(pool).spread(NAMESPACE, chain, to=3)
                 assert [server.store.stored > 0 for server in running.servers] == [True] * 3
             await asyncio.sleep(0.05)
             assert connections() > 0  # between the servers: the client has left

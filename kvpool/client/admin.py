@@ -1,0 +1,203 @@
+"""What an operator asks of a pool and has it do: what `kvpool.admin(pool)` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.arguments import as_float, as_int
+from kvpool.client.buffers import as_views
+from kvpool.client.context import TIMEOUT_S_MAX
+from kvpool.client.pool import Pool
+from kvpool.client.removal import Removals
+from kvpool.client.spread import Spreader
+from kvpool.client.spread_plan import RECEIVERS_MAX
+from kvpool.errors import Unavailable, UsageError
+from kvpool.protocols import Channel, SupportsDrain, WriteOptions
+from kvpool.types import (
+    ROOT,
+    Buffer,
+    Demand,
+    DrainOrder,
+    DrainReport,
+    Explanation,
+    Member,
+    Namespace,
+    SpreadReport,
+    WriteBlock,
+    WriteStatus,
+    check_digests,
+)
+
+
+def admin(pool: Pool) -> Admin:
+    """What an operator asks of this pool and has it do. It makes no connection of its own.
+
+    Raises UsageError for what is no `kvpool.Pool`.
+    """
+    if not isinstance(pool, Pool):
+        raise UsageError(
+            f"pool is a {type(pool).__module__}.{type(pool).__name__}, expected a kvpool.Pool "
+            "(a kvpool.sync.Pool has kvpool.sync.admin)"
+        )
+    return Admin(pool)
+
+
+class Admin:
+    """Shows what a pool has, and moves or removes it. It uses the connections of the `Pool`.
+
+    Every call takes `timeout`, and raises Closed, as those of `Pool`. A client of a tenant sees
+    what that tenant has; servers refuse it what concerns the whole pool.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._context = context = pool._context
+        self._writer = pool._writer
+        self._spreader = Spreader(context.lookup, context.servers, context.counters)
+        #: Finds whole namespaces and removes them; a tenant its own.
+        self.removals = Removals(context.servers, context.tenant)
+
+    def __repr__(self) -> str:
+        return f"<Admin of {self._context.servers!r}>"
+
+    # --- looking -------------------------------------------------------------------------
+
+    async def members(self, *, timeout: float | None = None) -> list[Member]:
+        """Every server that a master knows, lost ones included. Raises MasterLost."""
+        return await self._context.servers.refresh(self._context.begin(timeout))
+
+    async def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
+        """The namespaces that have blocks, by name, with their numbers of blocks.
+
+        Reads at most a thousand pages of a master's list. Raises MasterLost.
+        """
+        found = await self._context.lookup.namespaces(self._context.begin(timeout))
+        return [(self._context.as_seen(namespace), blocks) for namespace, blocks in found]
+
+    async def demand(self, *, timeout: float | None = None) -> Demand:
+        """What clients ask for: live working sets, as the master that answers has measured.
+
+        All clients ask the first master of their list while it answers; what other clients ask
+        another one is not in it. Raises MasterLost.
+        """
+        demand = await self._context.lookup.demand(self._context.begin(timeout))
+        sets = [
+            one._replace(namespace=self._context.as_seen(one.namespace))
+            for one in demand.working_sets
+        ]
+        return demand._replace(working_sets=tuple(sets))
+
+    async def explain(
+        self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None
+    ) -> list[Explanation]:
+        """Where each block is, or why it is not there. Raises BadKey, and MasterLost when no
+        master answers."""
+        answers = await self._context.lookup.explain(
+            self._context.own(namespace), digests, self._context.begin(timeout)
+        )
+        if not self._context.tenant:
+            return answers
+        return [one._replace(key=one.key._replace(namespace=namespace)) for one in answers]
+
+    # --- moving --------------------------------------------------------------------------
+
+    async def spread(
+        self,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        *,
+        to: int | Sequence[str],
+        timeout: float | None = None,
+    ) -> SpreadReport:
+        """Put copies of a chain where it will be read, before its readers come (design: movers).
+
+        `to` is how many servers should have it afterwards, or which: ids of servers, or of hosts
+        (`Member.host`), of which the server with the most room gets it. They fetch it from each
+        other, head first, each within its own budget for fetches, and evict for it only what was
+        used before. What a server has already is not moved, so calling again goes on where the time
+        was over. Ends by `timeout`; the report says what each server has, and why no more.
+
+        Raises BadKey for an empty `chain` or wrong digests; UsageError for a wrong `to`; MasterLost
+        when no master answers.
+        """
+        deadline = self._context.begin(timeout)
+        check_digests(chain)
+        number = as_int(to)
+        count = len(to) if isinstance(to, Sequence) and not isinstance(to, str) else number or 0
+        if not 1 <= count <= RECEIVERS_MAX:
+            raise UsageError(
+                f"to is {to!r}, expected a number of servers or a list of names, "
+                f"1 to {RECEIVERS_MAX}"
+            )
+        targets = to if number is None else number
+        return await self._spreader.spread(self._context.own(namespace), chain, targets, deadline)
+
+    async def drain(
+        self,
+        server: str,
+        *,
+        within_s: float,
+        back_in_s: float = 0.0,
+        timeout: float | None = None,
+    ) -> DrainReport:
+        """Have the other servers fetch all blocks of `server`, which will leave (design: movers).
+
+        Returns when it has begun; `drain_report` says how far it is. From now on `server` takes no
+        blocks, and serves those that it has. With `back_in_s` it will be back so soon: blocks that
+        lie in its file stay there. Raises ServerLost when the server cannot be reached, and
+        MasterLost.
+        """
+        order = DrainOrder(
+            True, False, _seconds("within_s", within_s), _seconds("back_in_s", back_in_s)
+        )
+        return await self._drain(server, order, timeout)
+
+    async def drain_report(self, server: str, *, timeout: float | None = None) -> DrainReport:
+        """How far the drain of `server` is, and what is left. Raises as `drain`."""
+        return await self._drain(server, DrainOrder(), timeout)
+
+    async def cancel_drain(self, server: str, *, timeout: float | None = None) -> DrainReport:
+        """`server` stays, and takes blocks again; what others have fetched stays there.
+
+        Raises as `drain`.
+        """
+        return await self._drain(server, DrainOrder(cancel=True), timeout)
+
+    async def write_to(
+        self,
+        server: str,
+        namespace: Namespace,
+        digest: bytes,
+        buffer: Buffer,
+        *,
+        timeout: float | None = None,
+    ) -> WriteStatus:
+        """Store one block on the server with the id `server`: for measurements and tools.
+
+        If another server has it, that server's bytes are stored here, and not those of `buffer`:
+        ALREADY_STORED when they differ (design: versions). REFUSED when that server refuses it,
+        for example from a process that was stopped while it held memory (design: budgets). Raises
+        BadKey, BadBuffer, and ServerLost when that server cannot be reached.
+        """
+        deadline = self._context.begin(timeout)
+        check_digests([digest])
+        views = as_views(buffer, 0)
+        block = WriteBlock(digest, ROOT, views, sum(map(len, views)))
+        options = WriteOptions(self._context.own(namespace), 0, True)
+        return await self._writer.write_to(server, options, block, deadline)
+
+    async def _drain(self, server: str, order: DrainOrder, timeout: float | None) -> DrainReport:
+        deadline = self._context.begin(timeout)
+
+        async def ask(channel: Channel) -> DrainReport:
+            if not isinstance(channel, SupportsDrain):
+                raise Unavailable(f"the transport to {server} cannot ask a server to leave")
+            return await channel.drain(order, deadline=deadline)
+
+        return await self._context.servers.call(server, ask, deadline)
+
+
+def _seconds(what: str, value: float) -> float:
+    seconds = as_float(value)
+    if seconds is None or not 0 <= seconds <= TIMEOUT_S_MAX:
+        raise UsageError(f"{what} is {value!r:.40}, expected seconds, 0 to {TIMEOUT_S_MAX:g}")
+    return seconds

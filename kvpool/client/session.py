@@ -1,0 +1,82 @@
+"""A conversation, as a client tells servers about it: what `Pool.session` returns."""
+
+from __future__ import annotations
+
+from kvpool.client.context import ClientContext
+from kvpool.errors import Unavailable
+from kvpool.types import ARRIVED, HintStatus, SessionReport, check_resume_in
+from kvpool.wire import messages as wire
+
+
+class ClientSession:
+    """What will become of a conversation, for the servers that have its blocks.
+
+    Blocks belong to it that were written with its name, `pool.write(..., session=name)`. All that
+    is said here is advice: one master passes it to every server within a heartbeat, and each server
+    counts how it applied it. The status is that master's answer; REFUSED when none accepts it. The
+    object holds nothing: any number may have the same name, in any process.
+
+    Every call takes `timeout`, and raises Closed, as those of `Pool` (design: session-hints).
+    """
+
+    def __init__(self, context: ClientContext, name: str) -> None:
+        self._context = context
+        self._known_as = context.own_session(name)
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<ClientSession {self.name!r}>"
+
+    async def hint(self, *, resume_in: float, timeout: float | None = None) -> HintStatus:
+        """It is expected to go on in `resume_in` seconds.
+
+        Until then servers prefer to evict other blocks; among expected sessions, the one with the
+        latest time is evicted first. A hint expires when the session does not go on. Raises
+        UsageError for a wrong `resume_in`.
+        """
+        return await self._hint(check_resume_in(resume_in), timeout)
+
+    async def end(self, *, timeout: float | None = None) -> HintStatus:
+        """It is over: its blocks that no other session uses are evicted first."""
+        return await self._hint(None, timeout)
+
+    async def arrived(self, *, timeout: float | None = None) -> HintStatus:
+        """A prompt of it waits to be served, in the queue of an engine perhaps.
+
+        Servers keep its blocks until they are read or the session writes, for 120 seconds at most,
+        within the same budget of bytes as for hints; call it again while the prompt waits, up to 10
+        minutes. `Pool.match` with a session does the same in one message.
+        """
+        return await self._hint(ARRIVED, timeout)
+
+    async def explain(self, *, timeout: float | None = None) -> SessionReport:
+        """What became of the hints about it: the last of each kind, and servers' answers.
+
+        It is what one master knows, the one that this client asks; a hint that was sent to another
+        one is not in it, and answers come with heartbeats. Raises MasterLost when no master
+        answers.
+        """
+        context = self._context
+        question = wire.ExplainSession(self._known_as)
+        answer = await context.masters.ask(question, wire.SessionExplained, context.begin(timeout))
+        known = frozenset(HintStatus)
+        return SessionReport(
+            answer.hints,
+            [
+                (server, HintStatus(status), age_s)
+                for server, status, age_s in answer.servers
+                if status in known
+            ],
+        )
+
+    async def _hint(self, resume_in: float | None, timeout: float | None) -> HintStatus:
+        context = self._context
+        deadline = context.begin(timeout)
+        try:
+            hint = wire.Hint(self._known_as, resume_in)
+            hinted = await context.masters.ask(hint, wire.HintReply, deadline)
+            status = HintStatus(hinted.status)
+        except (Unavailable, ValueError):
+            status = HintStatus.REFUSED
+        context.counters[f"hint_{status.name.lower()}"] += 1
+        return status
