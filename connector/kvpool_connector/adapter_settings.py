@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from kvpool import ClientConfig, Cluster, ConfigError, read_cluster
+from kvpool_connector.settings import wrong_master, wrong_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class AdapterSettings:
 
     @classmethod
     def parse(cls, params: Mapping[str, object], where: str) -> AdapterSettings:
-        """Raises ConfigError for an unknown name or a wrong type, with what is expected.
+        """Raises ConfigError for an unknown name or a wrong value, with what is expected.
 
         `where` is what the engine calls the dictionary.
         """
@@ -54,7 +55,14 @@ class AdapterSettings:
                 fits = fits and 0 <= value <= 3600 and not isinstance(value, bool)
             if not fits:
                 raise ConfigError(f"{where}: {name} is {value!r}, expected as in {default!r}")
-        return cls(**params)  # type: ignore[arg-type]
+        settings = cls(**params)  # type: ignore[arg-type]
+        wrong = [
+            wrong_name(one, getattr(settings, one)) for one in ("cluster", "tenant", "revision")
+        ]
+        wrong += map(wrong_master, settings.masters)
+        for sentence in filter(None, wrong):
+            raise ConfigError(f"{where}: {sentence}")
+        return settings
 
     def client(self) -> ClientConfig:
         """The configuration of the pool's client."""

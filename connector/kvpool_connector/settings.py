@@ -138,10 +138,10 @@ def parse(given: Mapping[str, Any]) -> Settings:
             "kv_head_parts needs revision, a name that is the same for "
             "the same weights only: what ranks have in memory depends on how many they are"
         )
-    for name in (*_NAMES, *_NAMES_OR_EMPTY):
-        _check_name(name, getattr(settings, name))
-    for master in settings.masters:
-        _check_master(master)
+    wrong = [wrong_name(name, getattr(settings, name)) for name in (*_NAMES, *_NAMES_OR_EMPTY)]
+    wrong += map(wrong_master, settings.masters)
+    for sentence in filter(None, wrong):
+        raise _refusal(sentence)
     try:
         check_transports(settings.transports)
     except ConfigError as error:
@@ -177,13 +177,15 @@ def _known(name: str, known: Iterable[str]) -> str:
     return f"{meant}known: {', '.join(known)}"
 
 
-def _check_name(name: str, value: str) -> None:
-    """A blank or a line's end is no difference that an operator sees, and would split a fleet."""
-    if value.strip() != value or not value.isprintable() or (not value and name in _NAMES):
-        empty = "a text" if name in _NAMES else "a text, or none"
-        raise _refusal(
-            f"{name} is {value!r}, expected {empty} without blanks around it and line ends in it"
-        )
+def wrong_name(name: str, value: str) -> str:
+    """Why this is no value of the setting `name`, which is one of names; empty if it is.
+
+    A blank or a line's end is no difference that an operator sees, and would split a fleet.
+    """
+    if value.strip() == value and value.isprintable() and (value or name not in _NAMES):
+        return ""
+    empty = "a text" if name in _NAMES else "a text, or none"
+    return f"{name} is {value!r}, expected {empty} without blanks around it and line ends in it"
 
 
 def _numeric(host: str) -> IPv4Address | IPv6Address | None:
@@ -194,7 +196,8 @@ def _numeric(host: str) -> IPv4Address | IPv6Address | None:
         return None
 
 
-def _check_master(master: str) -> None:
+def wrong_master(master: str) -> str:
+    """Why no master has this address; empty if one can have it."""
     host, _, port = master.rpartition(":")
     inner = host.removeprefix("[").removesuffix("]")
     bracketed = host == f"[{inner}]" and isinstance(_numeric(inner), IPv6Address)
@@ -202,14 +205,15 @@ def _check_master(master: str) -> None:
     if not is_port or not (bracketed or _HOST.fullmatch(host)):
         scheme, found, _ = master.rpartition("://")
         hint = f"; leave {scheme + found!r} out" if found else ""
-        raise _refusal(
+        return (
             f"master {master!r}: expected host:port, such as 127.0.0.1:7450 or [fd00::7]:7450{hint}"
         )
     if (address := _numeric(inner)) and address.is_unspecified:
-        raise _refusal(
+        return (
             f"master {master!r}: a master listens there; expected the name or the address of its "
             "host, such as 127.0.0.1:7450"
         )
+    return ""
 
 
 def _check_value(name: str, value: object, wanted: Any) -> None:
