@@ -348,9 +348,18 @@ async def test_parents_must_make_sense(pool: Pool) -> None:
 
 async def test_a_closed_pool_says_so(pool_dev: dev.Dev) -> None:
     async with pool_dev.pool() as pool:
-        pass
-    with pytest.raises(Closed, match="closed"):
-        await pool.match(NAMESPACE, [key("a")])
+        session, operator = pool.session("agent"), admin(pool)
+    for call in (
+        pool.match(NAMESPACE, [key("a")]),
+        pool.remove(NAMESPACE, [key("a")], timeout=1.0),
+        session.end(),
+        operator.members(),
+    ):
+        with pytest.raises(Closed, match="the pool is closed"):
+            await call
+    async with pool_dev.pool() as pool:
+        with pytest.raises(UsageError, match="expected seconds"):
+            await pool.session("agent").end(timeout=float("nan"))
 
 
 async def test_a_pool_closed_during_a_read_ends_the_read(pool_dev: dev.Dev) -> None:

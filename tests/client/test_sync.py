@@ -51,6 +51,8 @@ def test_a_session_and_an_operator_in_a_thread(address: str) -> None:
         assert session.explain().hints
         with pytest.raises(UsageError, match="printable"):
             pool.session("")
+        with pytest.raises(UsageError, match=r"a kvpool.sync.Pool has kvpool.sync.admin"):
+            kvpool.admin(pool)  # type: ignore[arg-type]
     for call in (session.arrived, operator.members):
         with pytest.raises(Closed):
             call()

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -854,14 +854,22 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    async def end(self, session: str) -> None:
-        self.sent.append(("end", session, None))
+    def session(self, name: str) -> RecordedSession:
+        return RecordedSession(name, self.sent)
 
-    async def hint(self, session: str, *, resume_in: float) -> None:
-        self.sent.append(("hint", session, resume_in))
 
-    async def arrived(self, session: str) -> None:
-        self.sent.append(("arrived", session, None))
+class RecordedSession(NamedTuple):
+    name: str
+    sent: list[tuple[str, str, float | None]]
+
+    async def end(self) -> None:
+        self.sent.append(("end", self.name, None))
+
+    async def hint(self, *, resume_in: float) -> None:
+        self.sent.append(("hint", self.name, resume_in))
+
+    async def arrived(self) -> None:
+        self.sent.append(("arrived", self.name, None))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from kvpool import ConfigError
 from kvpool.types import COPIES_MAX
+from kvpool_connector.adapter_settings import AdapterSettings
 from kvpool_connector.settings import Settings, parse
 from kvpool_connector.values import PlannerLimits
 
@@ -159,3 +160,17 @@ def test_engines_have_a_cluster_and_a_tenant_but_may_have_no_revision() -> None:
         with pytest.raises(ConfigError, match=f"{name} is '', expected a text without"):
             parse({name: ""})
     assert parse({"model": "", "revision": ""}).revision == ""
+
+
+def test_connectors_of_other_engines_ask_for_the_same_names_and_masters() -> None:
+    for params, says in (
+        ({"tenant": ""}, "extra-config: tenant is '', expected a text without blanks"),
+        ({"cluster": "lab "}, "cluster is 'lab '"),
+        ({"revision": "a\n"}, "revision is"),
+        ({"masters": ["http://a:1"]}, "master 'http://a:1': expected host:port.* leave 'http://'"),
+        ({"masters": ["a:1", "a"]}, "master 'a': expected host:port"),
+        ({"masters": ["0.0.0.0:1"]}, "a master listens there"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            AdapterSettings.parse(params, "extra-config")
+    assert AdapterSettings.parse({"tenant": "a", "revision": ""}, "extra-config").tenant == "a"
