@@ -33,6 +33,7 @@ from kvpool_connector.block_memory import memory_of
 from kvpool_connector.messages import ModelInfo, StepWork
 from kvpool_connector.planner import Planner
 from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.scheduler import SAVE_GATHER_S
 from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints, ScheduledRequest
 from kvpool_connector.worker import ConnectorWorker, Rank
 
@@ -93,7 +94,7 @@ class _PlayedEngine:
         self.blocks = blocks
         self._planner = Planner(
             (CacheGroup(shape.block, 1),),
-            PlannerLimits(load="never", save=saves, save_gather_s=given.save_gather_s),
+            PlannerLimits(load="never", save=saves, save_gather_s=SAVE_GATHER_S),
         )
         self._thread = PoolThread(given.client(), given.member(), lambda line: None)
         self._worker = ConnectorWorker(given, self._thread, Rank(0, 0, saves=True))

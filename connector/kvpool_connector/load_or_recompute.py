@@ -36,7 +36,6 @@ class LoadDecision(enum.Enum):
     LOAD = "load"
     WAIT = "wait"  # another prompt's load brings them; not final, so never counted
     NOTHING_NEW = "nothing new"  # the engine has as much as the pool
-    TOO_SHORT = "too short"
     SLOWER = "slower"  # loading is estimated to take longer than computing
     MEASURING = "measuring"  # after a load that was slow: a probe measures whether the pool is
     TOO_MANY = "too many loads"
@@ -106,8 +105,6 @@ class LoadOrRecompute:
         _, first, last, waits_until, _ = wanted
         if last <= first:
             return Choice(LoadDecision.NOTHING_NEW)
-        if last - first < self._limits.hit_tokens_min:
-            return Choice(LoadDecision.TOO_SHORT)
         size = self._bytes_of(first, last)
         load_s = self._transfer_cost.seconds(size + self._loads.bytes_beside(size))
         prefill_s = self._prefill_cost.seconds(first, last)

@@ -196,7 +196,7 @@ class Planner:
             self.counters[f"miss {reason}"] += 1
             return None
         request.matches = tuple(matches)
-        if self._limits.prefetch and not request.hints.skip_prefetch:
+        if not request.hints.skip_prefetch:
             self._prefetches.found(request_id, request.hashes, matches)
         request.blocks_saved = [
             max(blocks, match.length)

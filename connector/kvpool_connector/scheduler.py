@@ -52,6 +52,11 @@ _WAIT_S: Final = 0.001
 _ARRIVE_EVERY_S: Final = 60.0
 #: The estimated speed of computing is reported for a prompt of so many tokens.
 _RATE_TOKENS: Final = 1024
+#: Share of the engine's blocks that unfinished saves may keep from reuse: the rest is for prompts.
+_SAVE_SHARE_MAX: Final = 0.25
+#: For so long generated blocks wait for further ones: a message for each would cost more than they
+#: are worth, and no turn of a conversation comes sooner (design: pool-thread).
+SAVE_GATHER_S: Final = 0.1
 
 
 @dataclass(slots=True)
@@ -118,18 +123,12 @@ class ConnectorScheduler:
         limits = PlannerLimits(
             load=settings.load if engine.loads else "never",
             save=engine.saves,
-            hit_tokens_min=settings.hit_tokens_min,
             lookup_timeout_s=settings.lookup_timeout_s,
             load_timeout_s=settings.load_timeout_s,
             save_decode=settings.save_decode,
-            loads_max=settings.loads_max,
-            saved_blocks_max=max(1, int(engine.blocks * settings.save_share_max)),
-            save_retries=settings.save_retries,
-            save_gather_s=settings.save_gather_s,
-            probe_every_s=settings.probe_every_s,
+            saved_blocks_max=max(1, int(engine.blocks * _SAVE_SHARE_MAX)),
+            save_gather_s=SAVE_GATHER_S,
             loads_per_check=settings.loads_per_check,
-            prefetch=settings.prefetch,
-            promise_wait_s=settings.promise_wait_s,
             drops_last_block=engine.drops_last_block,
         )
         self.planner = Planner(engine.groups, limits, ranks=engine.ranks)

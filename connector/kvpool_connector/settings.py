@@ -19,13 +19,28 @@ from kvpool_connector.session_names import DEFAULT_TENANT
 CONNECTOR: Final = "KVPoolConnector"
 #: From a millisecond: whoever gives less has meant another unit.
 Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
-Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 #: Names that engines must have in common. Without a text there would be nothing to have.
 _NAMES: Final = ("cluster", "tenant")
 _NAMES_OR_EMPTY: Final = ("model", "revision")
 _HOST: Final = re.compile(r"[\w.-]+")
 #: A lower rate than one in a thousand million is none.
 _RATE_MIN: Final = 1e-9
+_BOTH: Final = "an engine loads and saves with kv_role kv_both"
+#: Settings that are gone, and what holds in their place.
+_GONE: Final = {
+    "consumer_saves": _BOTH,
+    "hit_tokens_min": "a hit is loaded when that is faster than computing it",
+    "loads_max": "32 prompts load at once",
+    "prefetch": "a request has skip_prefetch in its kv_transfer_params",
+    "probe_every_s": "while loads are too slow, the pool is measured every 5 s",
+    "producer_loads": _BOTH,
+    "promise_wait_s": "a load waits for promised blocks while they are computed, 10 s at most",
+    "save_gather_s": "generated blocks wait 0.1 s for further ones",
+    "save_retries": "a refused save is tried three times more",
+    "save_share_max": "unfinished saves keep a quarter of the engine's blocks",
+    "save_timeout_s": "a save has 10 s",
+    "transfers_max": "a process has four reads and two writes under way",
+}
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,50 +74,23 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: `auto` loads a prefix if the estimate is that loading is faster than computing it; `always`
     #: and `never` are for experiments (design: load-or-recompute).
     load: Literal["auto", "always", "never"] = "auto"
-    #: Tokens. A shorter hit is not loaded, because computing it costs less than the request.
-    hit_tokens_min: Annotated[int, Meta(ge=1)] = 1
     #: Longest time that a request waits for its lookup. As a rule the planner gives a lookup less:
     #: half of the time that computing the prompt takes.
     lookup_timeout_s: Seconds = 1.0
     #: Time after which the engine computes a prompt instead of waiting for its load. The planner
     #: often ends a load earlier, when it takes much longer than estimated.
     load_timeout_s: Seconds = 10.0
-    #: Longest time that a load waits for blocks which another engine has promised; as a rule it is
-    #: the time that computing them takes. 0: no promise is made, and none is waited for.
-    promise_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
-    #: Time after which a save without an acknowledgement releases the engine's blocks.
-    save_timeout_s: Seconds = 10.0
     #: Time for which the engine's start waits for the pool (without it the engine serves alone),
     #: and a first request for the workers' first message.
     start_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 1.0
     #: Also save blocks of generated tokens, because the next turn of a conversation contains them.
     save_decode: bool = True
-    #: Also load in an engine whose kv_role is kv_producer; also save in a kv_consumer.
-    producer_loads: bool = False
-    consumer_saves: bool = False
-    #: Have servers bring the blocks of prompts that wait in the engine's queue from slower tiers
-    #: into memory before they are loaded (design: promotion).
-    prefetch: bool = True
-    #: Prompts that load at once; further prompts are computed.
-    loads_max: Count = 32
-    #: Reads that one process has under way at once; it may have half as many writes in addition.
-    transfers_max: Count = 4
-    #: Share of the engine's blocks that unfinished saves may keep from reuse; further saves wait.
-    save_share_max: Annotated[float, Meta(gt=0, le=1)] = 0.25
-    #: Longest time for which generated blocks wait for further ones, so that one message stores
-    #: them; not once their request has ended. 0: no wait (design: pool-thread).
-    save_gather_s: Annotated[float, Meta(ge=0, le=10)] = 0.1
-    #: Number of further attempts of a refused save, while the engine still has its blocks.
-    save_retries: Annotated[int, Meta(ge=0, le=100)] = 3
     #: Number of servers to which each block is written.
     copies: Annotated[int, Meta(ge=1, le=16)] = 1
     #: With KV events switched on in the engine: how blocks of the pool are announced to routers.
     #: `shared` says which are on other hosts, as vllm-router wants it; `plain` says that those are
     #: on a disk, for Dynamo and llm-d; `off`: not at all, as for `kvpool events` (docs/events.md).
     kv_events: Literal["shared", "plain", "off"] = "shared"
-    #: While loads are refused because they are slow, the interval at which the connector measures
-    #: the pool's speed by reading a few blocks in the background.
-    probe_every_s: Seconds = 5.0
     #: Share of the loads that are computed instead, to compare what the pool has with it; 0: none
     #: (design: namespace).
     verify_rate: Annotated[float, Meta(ge=0, le=1)] = 1 / 2000
@@ -127,6 +115,8 @@ def parse(given: Mapping[str, Any]) -> Settings:
     expected, and the nearest name that is known."""
     known = [field.name for field in msgspec.structs.fields(Settings)]
     for name in given:
+        if name in _GONE:
+            raise _refusal(f"setting {name!r} is gone, remove it: {_GONE[name]}")
         if name not in known:
             raise _refusal(f"unknown setting {name!r}; {_known(str(name), known)}")
     for field in msgspec.structs.fields(Settings):

@@ -29,21 +29,31 @@ class CacheGroup(NamedTuple):
 
 
 class PlannerLimits(NamedTuple):
-    """The settings that decisions depend on (`settings.py` explains each)."""
+    """What decisions depend on: settings (`settings.py` explains each), and what nobody sets."""
 
     load: str = "auto"
     save: bool = True
-    hit_tokens_min: int = 1
     lookup_timeout_s: float = 1.0
     load_timeout_s: float = 10.0
     save_decode: bool = True
+    #: Prompts that load at once; further ones are computed. All share one link: more would only
+    #: make each later.
     loads_max: int = 32
+    #: Blocks of the engine that unfinished saves keep from reuse; further saves wait.
     saved_blocks_max: int = 1 << 30
+    #: Further attempts of a refused save, while the engine still has its blocks: a server that was
+    #: full for a moment has room by then.
     save_retries: int = 3
+    #: Longest time for which generated blocks wait for further ones, so that one message stores
+    #: them; not once their request has ended (design: pool-thread).
     save_gather_s: float = 0.0
+    #: While loads are refused because they are slow, the pool's speed is measured that often, by
+    #: reading a few blocks: an engine notices soon that it is fast again, and nobody notices the
+    #: reads.
     probe_every_s: float = 5.0
     loads_per_check: int = 0
-    prefetch: bool = True
+    #: Longest time that a load waits for blocks which another engine has promised; as a rule it is
+    #: the time that computing them takes. 0: no promise is made, and none is waited for.
     promise_wait_s: float = 10.0
     #: Of the engine: the last block of a prefix that is there is computed all the same.
     drops_last_block: bool = False

@@ -56,8 +56,8 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
         ranks=ranks,
         parts=split.parts * parallel.pipeline_parallel_size,
         blocks=kv_cache_config.num_blocks,
-        loads=_loads(vllm_config, settings),
-        saves=vllm_config.kv_transfer_config.is_kv_producer or settings.consumer_saves,
+        loads=bool(vllm_config.kv_transfer_config.is_kv_consumer),
+        saves=vllm_config.kv_transfer_config.is_kv_producer,
         stage_ranks=parallel.tensor_parallel_size if settings.kv_head_parts else 0,
         drops_last_block=_drops_last_block(vllm_config),
     )
@@ -67,10 +67,6 @@ def _drops_last_block(vllm_config: Any) -> bool:
     """As vLLM's own cache does with EAGLE and MTP, unless an operator has switched that off."""
     speculative = vllm_config.speculative_config
     return bool(speculative is not None and speculative.use_eagle_block_drop())
-
-
-def _loads(vllm_config: Any, settings: Settings) -> bool:
-    return bool(vllm_config.kv_transfer_config.is_kv_consumer or settings.producer_loads)
 
 
 def rank_of(vllm_config: Any, kv_cache_config: Any, split: HeadSplit, settings: Settings) -> Rank:
@@ -175,7 +171,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, settings: Settings) 
     if tuple(kv_cache_config.prefix_cacheable_group_ids) != tuple(range(len(groups))):
         raise ConfigError("KVPoolConnector supports models only whose every KV group is cacheable")
     whole_prompts_only = not vllm_config.scheduler_config.enable_chunked_prefill
-    loads = _loads(vllm_config, settings)
+    loads = vllm_config.kv_transfer_config.is_kv_consumer
     if vllm_config.model_config.use_mla and whole_prompts_only and loads:
         # vLLM's reference MLA for CPUs computes wrong tokens behind a loaded prefix.
         raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvpool_connector.vllm_interface import engine_resets
 
-#: Seconds that a reset waits. A save that hangs ends before, with the default of `save_timeout_s`.
+#: Seconds that a reset waits. A save that hangs ends before.
 _WAIT_S: Final = 15.0
 
 

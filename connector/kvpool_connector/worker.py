@@ -45,6 +45,12 @@ from kvpool_connector.worker_checks import CANCEL_AFTER_S, TransferContext, Work
 _READS_PER_LOAD: Final = 8
 _READ_BYTES_MIN: Final = 2 << 20
 _CLOSE_S: Final = 5.0
+#: Reads and writes that one process has under way: two cores copy as fast as memory does, and a
+#: request waits for a load, but none for a save.
+_READS_MAX: Final = 4
+_WRITES_MAX: Final = 2
+#: A save without an acknowledgement releases the engine's blocks after so long.
+_SAVE_TIMEOUT_S: Final = 10.0
 #: A master that takes longer to say whether a promised block is there is as good as none.
 _LOOK_TIMEOUT_S: Final = 1.0
 #: An engine that has nothing to compute steps without a pause until its transfers have ended, and
@@ -105,9 +111,8 @@ class ConnectorWorker:
         self._adapters: Mapping[int, str] = {}  # those that the scheduler half knows
         self._registered = False  # the scheduler half has what `_info` says
         self._work = StepWork(0)  # of the step that is computed
-        self._load_slots = asyncio.Semaphore(settings.transfers_max)
-        # A request waits for a load, and none for a save: saves get half of the slots.
-        slots = asyncio.Semaphore(max(1, settings.transfers_max // 2))
+        self._load_slots = asyncio.Semaphore(_READS_MAX)
+        slots = asyncio.Semaphore(_WRITES_MAX)
         self._checks = WorkerChecks(rank.number, rank.part, slots)
         #: Under these names the pool has blocks of another model: no load may end well.
         self._mismatched: set[Namespace] = set()
@@ -451,7 +456,7 @@ class ConnectorWorker:
         size = 0
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self._settings.save_timeout_s + CANCEL_AFTER_S):
+            async with asyncio.timeout(_SAVE_TIMEOUT_S + CANCEL_AFTER_S):
                 pool = self._thread.pool
                 if not self._rank.saves:  # another rank has the same bytes
                     refused = {}
@@ -510,7 +515,7 @@ class ConnectorWorker:
                     copies=self._settings.copies,
                     session=save.session,
                     resume_in=save.resume_in_s,
-                    timeout=self._settings.save_timeout_s,
+                    timeout=_SAVE_TIMEOUT_S,
                 )
             statuses += written
         return statuses

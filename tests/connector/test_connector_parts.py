@@ -172,7 +172,7 @@ def test_settings_are_checked_by_name() -> None:
         ({"masters": ["x:99999"]}, "master 'x:99999': expected host:port, such as 127.0.0.1:7450"),
         ({"load": "alwys"}, "one of 'always', 'auto', 'never'; did you mean 'always'?"),
         ({"load": 3}, "load is 3, expected one of 'always', 'auto', 'never'"),
-        ({"loads_max": 0}, "loads_max is 0, expected a whole number from 1 to 1000000"),
+        ({"copies": 0}, "copies is 0, expected a whole number from 1 to 16"),
         ({"lookup_timeout_s": "5"}, "is '5', expected a number from 0.001 to 3600"),
         ({"save_decode": "no"}, "save_decode is 'no', expected true or false"),
         ({"transports": ["smh"]}, "unknown transport 'smh'; did you mean 'shm'? installed: "),

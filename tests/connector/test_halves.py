@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.request_params import Asked, parse_request
 from kvpool_connector.save_queue import SaveItem, SaveQueue
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
-from kvpool_connector.values import CacheGroup, RequestHints, ScheduledRequest
+from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints, ScheduledRequest
 from kvpool_connector.worker import ConnectorWorker, FinishedTransfers, Rank
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool
@@ -57,6 +57,22 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
+#: What an engine is given beside its settings: nobody else can set it.
+UNSET: Final = {"promise_wait_s", "save_gather_s", "save_retries"}
+
+
+@contextlib.contextmanager
+def limited(limits: dict[str, Any]) -> Iterator[None]:
+    """A planner that is made inside has these limits."""
+
+    def made(**given: Any) -> PlannerLimits:
+        return PlannerLimits(**{**given, **limits})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvpool_connector.scheduler.PlannerLimits", made)
+        yield
+
+
 class Engine:
     """Blocks of KV memory on each rank, and steps: what an engine does to a connector."""
 
@@ -75,6 +91,7 @@ class Engine:
         **settings: Any,
     ) -> None:
         patient = {"load": "always", "lookup_timeout_s": 5.0, "transports": ["tcp"]}
+        limits = {name: settings.pop(name) for name in UNSET & settings.keys()}
         self.settings = settings_module.parse({"masters": [address], **patient, **settings})
         parts = self.settings.kv_head_parts
         shape: tuple[int, ...] = (BYTES,)
@@ -86,22 +103,20 @@ class Engine:
         self.lines: list[str] = []
         self.clock = Clock()
         self.threads: list[PoolThread] = []
-        self.scheduler = ConnectorScheduler(
-            self.settings,
-            self._thread(),
-            EngineInfo(
-                groups=(CacheGroup(BLOCK, 1),),
-                kinds=("full",),
-                fields={"model": "tiny"},
-                seed=lambda: "0",
-                ranks=ranks,
-                parts=split.parts,
-                blocks=blocks,
-                stage_ranks=ranks if parts else 0,
-            )._replace(**(engine or {})),
-            self.lines.append,
-            self.clock,
-        )
+        info = EngineInfo(
+            groups=(CacheGroup(BLOCK, 1),),
+            kinds=("full",),
+            fields={"model": "tiny"},
+            seed=lambda: "0",
+            ranks=ranks,
+            parts=split.parts,
+            blocks=blocks,
+            stage_ranks=ranks if parts else 0,
+        )._replace(**(engine or {}))
+        with limited(limits):
+            self.scheduler = ConnectorScheduler(
+                self.settings, self._thread(), info, self.lines.append, self.clock
+            )
         self.model = model or ModelInfo(packing=kernel)
         self.weight_changes = 0
         self.unreadable = False
@@ -400,7 +415,7 @@ def test_a_transfer_that_the_pool_answers_in_time_is_not_cancelled(
 ) -> None:
     """The connector's own limit comes after the deadline that the pool has."""
     monkeypatch.setattr("kvpool_connector.worker.CANCEL_AFTER_S", 60.0)
-    writer = start(load="auto", load_timeout_s=20.0, save_timeout_s=20.0)
+    writer = start(load="auto", load_timeout_s=20.0)
     reader = start(load_timeout_s=20.0)
     hashes = keys("in time", 2)
     writer.save(hashes, [1, 2])
@@ -1137,9 +1152,10 @@ def test_a_workers_silence_is_its_own_reason(pool: LocalPool) -> None:
         engine.close()
 
 
-def test_transfers_end_when_the_pool_has_gone() -> None:
+def test_transfers_end_when_the_pool_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_connector.worker._SAVE_TIMEOUT_S", 0.3)
     local = LocalPool()
-    engine = Engine(local.master, load_timeout_s=0.3, save_timeout_s=0.3, save_retries=1)
+    engine = Engine(local.master, load_timeout_s=0.3, save_retries=1)
     try:
         engine.connected()
         hashes = keys("gone", 2)

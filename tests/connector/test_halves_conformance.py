@@ -50,7 +50,6 @@ class PlayedEngine:
                 transports=["shm", "tcp"],
                 lookup_timeout_s=1.0,
                 load_timeout_s=1.0,
-                save_timeout_s=2.0,
             )
             self.engine.still_cached = lambda block, _, digest: self.contents.get(block) == digest
             for thread in self.engine.threads:

@@ -59,13 +59,6 @@ def test_a_load_that_takes_as_long_as_computing_is_not_chosen() -> None:
     assert played.offer("a", 100) == 96
 
 
-def test_as_many_tokens_as_the_setting_asks_for_are_enough() -> None:
-    played = Played(hit_tokens_min=80)
-    played.look_up("a", 100, 6)
-    assert played.offer("a", 100, 16) == 80
-    assert played.offer("a", 100, 32) == 0
-
-
 def test_a_probe_is_due_when_its_time_has_passed() -> None:
     played = Played(probe_every_s=4.0)
     estimating(played, 2.0, 1.0)

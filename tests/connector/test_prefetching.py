@@ -92,8 +92,7 @@ def test_a_prompt_that_waits_no_longer_is_not(end: str) -> None:
     assert planner.take_prefetches() == []
 
 
-def test_the_operator_and_the_request_can_switch_it_off() -> None:
-    assert looked_up(prefetch=False).take_prefetches() == []
+def test_a_request_can_switch_it_off() -> None:
     assert looked_up(RequestHints(skip_prefetch=True)).take_prefetches() == []
 
 

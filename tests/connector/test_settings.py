@@ -23,42 +23,21 @@ DEFAULTS = {
     "revision": "",
     "kv_head_parts": 0,
     "load": "auto",
-    "hit_tokens_min": 1,
     "lookup_timeout_s": 1.0,
     "load_timeout_s": 10.0,
-    "save_timeout_s": 10.0,
     "start_wait_s": 1.0,
-    "promise_wait_s": 10.0,
     "save_decode": True,
-    "producer_loads": False,
-    "consumer_saves": False,
-    "loads_max": 32,
-    "transfers_max": 4,
-    "save_share_max": 0.25,
-    "save_gather_s": 0.1,
-    "save_retries": 3,
     "kv_events": "shared",
     "copies": 1,
-    "prefetch": True,
-    "probe_every_s": 5.0,
     "verify_rate": 1 / 2000,
 }
 #: The smallest and the largest value; none: any.
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "kv_head_parts": (0, 256),
-    "hit_tokens_min": (1, None),
     "lookup_timeout_s": (0.001, 3600),
     "load_timeout_s": (0.001, 3600),
-    "save_timeout_s": (0.001, 3600),
     "start_wait_s": (0, 3600),
-    "promise_wait_s": (0, 3600),
-    "loads_max": (1, 1_000_000),
-    "transfers_max": (1, 1_000_000),
-    "save_share_max": (None, 1),
-    "save_gather_s": (0, 10),
-    "save_retries": (0, 100),
     "copies": (1, COPIES_MAX),
-    "probe_every_s": (0.001, 3600),
     "verify_rate": (0, 1),
 }
 
@@ -75,9 +54,19 @@ def test_defaults_stay() -> None:
 
 def test_a_planner_without_settings_has_their_defaults() -> None:
     limits = PlannerLimits()._asdict()
-    shared = limits.keys() & DEFAULTS.keys() - {"save_gather_s"}
-    assert len(shared) == 10
+    shared = limits.keys() & DEFAULTS.keys()
+    assert len(shared) == 4
     assert {name: limits[name] for name in shared} == {name: DEFAULTS[name] for name in shared}
+
+
+def test_a_setting_that_is_gone_says_what_holds_instead() -> None:
+    for name, holds in (
+        ("transfers_max", "a process has four reads and two writes under way"),
+        ("producer_loads", "an engine loads and saves with kv_role kv_both"),
+        ("prefetch", "a request has skip_prefetch in its kv_transfer_params"),
+    ):
+        with pytest.raises(ConfigError, match=f"setting '{name}' is gone, remove it: {holds}$"):
+            parse({name: 1})
 
 
 def test_settings_do_not_change_while_an_engine_runs() -> None:

@@ -149,7 +149,7 @@ WIDE_CLASSES = {
     "connector/kvpool_connector/planner.py:Planner": (38, 22),
     "connector/kvpool_connector/running_loads.py:RunningLoad": (25, 17),
     "connector/kvpool_connector/scheduler.py:ConnectorScheduler": (37, 27),
-    "connector/kvpool_connector/settings.py:Settings": (25, 29),
+    "connector/kvpool_connector/settings.py:Settings": (25, 17),
     "connector/kvpool_connector/tracked_request.py:TrackedRequest": (25, 18),
     "connector/kvpool_connector/verifier.py:Verifier": (25, 20),
     "connector/kvpool_connector/vllm.py:KVPoolConnector": (29, 15),
@@ -230,7 +230,7 @@ WORDS = {
 #: What a user or a contributor has to know, (budget, today).
 SURFACE = {
     "settings of the pool": (30, 36),
-    "settings of the connector": (15, 29),
+    "settings of the connector": (15, 17),
     "messages": (46, 69),
     "methods of Pool": (15, 15),
     "extras": (12, 12),

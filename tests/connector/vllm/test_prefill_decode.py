@@ -64,7 +64,7 @@ def pair(
 ) -> Iterator[tuple[Engine, Engine]]:
     """One that prefills and one that decodes."""
     prefills = Engine(model(), logs("prefills"), kv_transfer_config=role(pool, "kv_producer"))
-    config = role(pool, "kv_consumer", promise_wait_s=3.0)
+    config = role(pool, "kv_consumer")
     decodes = Engine(model(), logs("decodes"), kv_transfer_config=config)
     with closing(prefills, decodes):
         yield prefills, decodes
@@ -213,8 +213,7 @@ def test_beside_nixl_the_pool_brings_what_was_decoded(
     for name, kv_role in (("nixl-p", "kv_producer"), ("nixl-d", "kv_consumer")):
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
         base = {"kv_role": kv_role, "kv_load_failure_policy": "recompute"}
-        both = {"producer_loads": True, "consumer_saves": True}
-        children = [{"kv_connector": "NixlConnector", **base}, role(pool, kv_role, **both)]
+        children = [{"kv_connector": "NixlConnector", **base}, role(pool, "kv_both")]
         config = {"kv_connector": "MultiConnector", **base}
         config["kv_connector_extra_config"] = {"connectors": children}
         engines.append(Engine(model(), logs(name), kv_transfer_config=config))

@@ -63,10 +63,11 @@ def test_blocks_are_saved_and_let_go(played: Played) -> None:
 
 
 def test_a_step_that_is_scheduled_early_saves_no_block_whose_tokens_are_not_known(
-    pool: LocalPool, model: Callable[..., Path]
+    pool: LocalPool, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With asynchronous scheduling the next step is scheduled while this one is computed."""
-    config = transfer(pool.master, save_gather_s=0)
+    monkeypatch.setattr("kvpool_connector.scheduler.SAVE_GATHER_S", 0.0)
+    config = transfer(pool.master)
     played = Played(model(), config, scheduler_class=AsyncScheduler)
     request = played.request("a", 40)
     request.max_tokens = 60
