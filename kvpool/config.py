@@ -28,7 +28,7 @@ from kvpool.arguments import as_text
 from kvpool.errors import ConfigError
 from kvpool.runtime import make_private_directory, others_may_read, state_directory
 from kvpool.tenant_names import is_tenant_name
-from kvpool.types import ALIGNMENT, COPIES_MAX, Cluster
+from kvpool.types import ALIGNMENT, Cluster
 from kvpool.units import human, parse_bool, parse_duration, parse_size
 
 log = logs.get("kvpool.config")
@@ -138,8 +138,6 @@ class ServerConfig(_Section, frozen=True):
     drain_s: Annotated[float, Meta(ge=0, le=86_400, extra={"unit": "seconds"})] = 0.0
     #: If it is back so soon after SIGTERM, with its file, blocks in that stay. 0: it may not be.
     back_in_s: Annotated[float, Meta(ge=0, le=86_400, extra={"unit": "seconds"})] = 0.0
-    #: Touch all memory in the background at start, because the first write to a page is slow.
-    prefault: bool = True
     #: Host and port for metrics, health and readiness over HTTP. Empty: no HTTP server.
     http: str = ""
     #: Listen beyond loopback although access needs no secret.
@@ -162,9 +160,6 @@ class ClientConfig(_Section, frozen=True):
     #: Time without a byte after which the client asks another replica or another master. Choose it
     #: well above the time in which a healthy server sends its first byte (design: hedging).
     hedge_s: Seconds = 0.1
-    #: Copies of blocks that many chains share, such as a system prompt: servers on which such
-    #: chains begin fetch one, until there are so many. 1: none are made (design: placement).
-    copies_max: Annotated[int, Meta(ge=1, le=COPIES_MAX)] = 3
     #: Check the checksum of every block that is read. If false, damaged bytes are not noticed.
     verify: bool = True
     #: Bytes of pinned memory through which blocks move from and to CUDA devices; allocated with the
@@ -545,12 +540,14 @@ def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
 _UCX: Final = {"ucx_tls": "tls", "ucx_devices": "net_devices", "ucx_rails": "rails"}
 #: Settings that are gone, and what there is in their place.
 _GONE: Final = {
+    "client.copies_max": "remove it: blocks that many chains share get three copies",
     "client.measure": "remove it: paths are taken in the order of client.transports",
     "master.servers_max": "remove it: there is room for 4,096 servers",
     "server.alignment": "remove it: blocks start at multiples of a page, 4096 bytes",
     "server.copies_max": "remove it: lost copies are made again, and kvpool spread makes more",
     "server.fetches_max": "remove it: two transfers from one other server run at a time",
     "server.pinned_max": "remove it: readers may pin a quarter of the memory",
+    "server.prefault": "remove it, or write server.tiers: dram:8GiB?prefault=no",
     "server.prefetch_rate": "remove it: prefetches take a quarter of the speed of the disk",
     "server.promote_after": "remove it: a block that is read once is promoted",
     "server.reserved_max": "remove it: writers may reserve a quarter of the memory",

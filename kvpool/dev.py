@@ -101,11 +101,10 @@ async def serve(
                 masters=[master.address],
                 capacity=parse_size(capacity),
                 listen=list(listen),
-                prefault=prefault,
                 tiers=[tier.replace("{server}", f"dev-{number}") for tier in tiers],
                 write_mode=write_mode,
             )
-            opened = registry.tiers(config)
+            opened = registry.tiers(config, prefault=prefault)
             server = BlockServer(
                 config,
                 cluster=cluster,

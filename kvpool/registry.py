@@ -122,8 +122,11 @@ def check_transports(specs: Collection[str]) -> None:
     check_settings(specs)
 
 
-def tiers(config: ServerConfig) -> list[Tier]:
-    """A server's tiers, opened, in their order. Raises ConfigError; then none is left open."""
+def tiers(config: ServerConfig, *, prefault: bool = True) -> list[Tier]:
+    """A server's tiers, opened, in their order. Raises ConfigError; then none is left open.
+
+    With `prefault` memory is touched in the background, because the first write to a page is slow.
+    """
     specs = [parse_tier(text) for text in config.tiers] or [
         TierSpec("dram", "", config.capacity, {})
     ]
@@ -141,7 +144,7 @@ def tiers(config: ServerConfig) -> list[Tier]:
     opened: list[Tier] = []
     try:
         for spec in specs:  # one at a time, so that those already open can be closed
-            opened += [tier(spec, prefault=config.prefault)]
+            opened += [tier(spec, prefault=prefault)]
         if below < len(specs) - 1:
             opened[below:] = [makers[-1].joined(opened[below:])]  # type: ignore[attr-defined]
     except BaseException:
@@ -155,8 +158,8 @@ def tier(spec: TierSpec, *, prefault: bool = True) -> Tier:
     """Open one tier. Raises ConfigError.
 
     Its constructor takes the capacity in bytes, then, if it has one, its place as text, and
-    settings as `settings_of` explains. A setting called `prefault` is set from the server's
-    configuration.
+    settings as `settings_of` explains. One called `prefault`, if it has it, is what the caller says
+    unless the text says otherwise.
     """
     make = _load(TIERS, spec.name, "tier")
     parameters = inspect.signature(make).parameters

@@ -130,7 +130,7 @@ class Pool:
         )
         versions = Versions(lookup, reader, servers, counters)
         self._prefetches = PrefetchCalls(lookup, servers, counters)
-        self._shared_copies = SharedCopies(lookup, servers, counters, config.copies_max)
+        self._shared_copies = SharedCopies(lookup, servers, counters)
         self._writer = Writer(
             host.id,
             masters,

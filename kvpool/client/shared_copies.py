@@ -25,27 +25,27 @@ log = logs.get("kvpool.client")
 _COPY_S: Final = 10.0
 #: Pairs of a block and a server that are not looked at again; at the limit all are forgotten.
 _DONE_MAX: Final = 4096
+#: Copies of a block that many chains share, such as a system prompt: with two one server may die,
+#: with three its readers also spread; they are few, so their memory is no matter. 1: none are made.
+SHARED_COPIES_MAX: Final = 3
 
 
 class SharedCopies:
-    """Has servers fetch shared blocks, one copy at a time; each block gets `copies_max` at most.
+    """Has servers fetch shared blocks, one copy at a time: SHARED_COPIES_MAX in all.
 
     A copy that cannot be made is left out: nothing waits for it.
     """
 
-    def __init__(
-        self, lookup: Lookup, servers: Servers, counters: Counter[str], copies_max: int
-    ) -> None:
+    def __init__(self, lookup: Lookup, servers: Servers, counters: Counter[str]) -> None:
         self._lookup = lookup
         self._servers = servers
         self._counters = counters
-        self._copies_max = copies_max
         self._done: set[tuple[bytes, str]] = set()
         self._task: asyncio.Task[None] | None = None
 
     def wrote(self, options: WriteOptions, parent: bytes, last: bytes, server: str) -> None:
         """A chain that goes on from `parent` was written to `server` up to `last`."""
-        if self._copies_max < 2:
+        if SHARED_COPIES_MAX < 2:
             return
         known = parent == ROOT or (parent, server) in self._done
         self._finish(last, server)
@@ -74,7 +74,7 @@ class SharedCopies:
         namespace, part = options.namespace, options.part
         try:
             (holders,) = await self._lookup.holders(namespace, part, [parent], deadline)
-            if not needs_copy(server, holders, self._copies_max):
+            if not needs_copy(server, holders, SHARED_COPIES_MAX):
                 self._finish(parent, server)
                 return
             source = self._servers.rank(holders)[0]

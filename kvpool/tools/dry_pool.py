@@ -22,9 +22,8 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from kvpool.client.shared_copies import needs_copy
+from kvpool.client.shared_copies import SHARED_COPIES_MAX, needs_copy
 from kvpool.client.writer import BatchState
-from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError, InvariantViolated
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
@@ -160,7 +159,7 @@ class DryPool:
         self._placing = placing
         self._guaranteed = guaranteed or {}
         self._heartbeat_s = heartbeat_s
-        self._copies_max = ClientConfig().copies_max
+        self._copies_max = SHARED_COPIES_MAX
         self.played = Played()
         #: Blocks that servers have received from writers.
         self.written = Counter[str]()

@@ -14,7 +14,6 @@ from kvpool import registry
 from kvpool.cli import run
 from kvpool.config import load, parse_tier, parse_transport
 from kvpool.errors import ConfigError
-from kvpool.types import COPIES_MAX
 from kvpool.units import parse_duration, parse_size
 
 
@@ -41,10 +40,10 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
 
 def test_lists_and_booleans_from_the_environment() -> None:
     config = load(
-        environment={"KVPOOL_CLIENT_MASTERS": "a:1, b:2", "KVPOOL_SERVER_PREFAULT": "false"}
+        environment={"KVPOOL_CLIENT_MASTERS": "a:1, b:2", "KVPOOL_SERVER_BALANCE": "false"}
     )
     assert config.client.masters == ["a:1", "b:2"]
-    assert config.server.prefault is False
+    assert config.server.balance is False
 
 
 @pytest.mark.parametrize("section", ["", "master", "server", "client"])
@@ -84,7 +83,6 @@ DEFAULTS = {
         "balance": True,
         "drain_s": 0.0,
         "back_in_s": 0.0,
-        "prefault": True,
         "http": "",
         "insecure": False,
     },
@@ -94,7 +92,6 @@ DEFAULTS = {
         "timeout_s": 5.0,
         "attempt_s": 1.0,
         "hedge_s": 0.1,
-        "copies_max": 3,
         "verify": True,
         "device_staging": 128 << 20,
         "device_path": "staged",
@@ -123,7 +120,6 @@ def test_defaults_stay(section: str) -> None:
         ("server.drain_s", 0, 86_400.0),
         ("server.back_in_s", 0, 86_400.0),
         ("client.hedge_s", 0.001, 86_400.0),
-        ("client.copies_max", 1, COPIES_MAX),
     ],
 )
 def test_the_smallest_and_the_largest_value_of_a_setting(
@@ -202,7 +198,9 @@ def test_a_wrong_duration() -> None:
         ("client: {masters: []}", "masters"),
         ("- a\n- b", "expected settings"),
         ("a: [", "config file"),
-        ("server: {prefault: perhaps}", "neither true nor false"),
+        ("server: {balance: perhaps}", "neither true nor false"),
+        ("server: {prefault: false}", r"is gone: remove it, or write .*dram:8GiB\?prefault=no"),
+        ("client: {copies_max: 1}", "'client.copies_max' is gone: remove it: blocks that many"),
         ("server: {capacity: 0}", "'server.capacity' is 0"),
         ("server: {capacity: .inf}", "inf"),
         (f"server: {{capacity: {'1' * 400}}}", "1152921504606846976"),
@@ -242,7 +240,7 @@ def test_settings_of_tiers_and_transports_have_defaults() -> None:
 
 
 @pytest.mark.parametrize("prefault", [True, False])
-def test_memory_is_touched_at_start_if_the_configuration_says_so(
+def test_memory_is_touched_at_start_unless_the_tier_says_otherwise(
     prefault: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []

@@ -177,7 +177,7 @@ async def test_sequences_that_are_none(watched: dev.Dev) -> None:
         (ClientConfig(masters=[]), "'masters' is empty"),
         (ClientConfig(masters=cast(Any, None)), "masters"),
         (ClientConfig(timeout_s=-1), "'client.timeout_s': duration -1"),
-        (ClientConfig(copies_max=99), "copies_max"),
+        (ClientConfig(hedge_s=-1), "'client.hedge_s'"),
         (cast(Any, "127.0.0.1:7450"), "config is a str, expected a kvpool.ClientConfig"),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 from kvpool import Pool, admin, dev
 from kvpool.client import shared_copies
 from kvpool.client.shared_copies import needs_copy
-from kvpool.config import ClientConfig
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, ReadStatus
 from tests.conftest import NAMESPACE, eventually, keys, value, values
@@ -76,14 +75,13 @@ async def test_a_conversation_that_goes_on_is_not_copied() -> None:
         assert pool.counters["shared_copies"] == 0
 
 
-async def test_without_further_copies_none_are_made() -> None:
-    async with dev.serve("8MiB", servers=3) as running:
-        config = ClientConfig(masters=[running.address], copies_max=1)
-        async with running.pool(config=config) as pool:
-            await write(pool, PROMPT)
-            for number in range(12):
-                await chat(pool, number)
-            assert all(len(one) == 1 for one in await holders(pool, PROMPT))
+async def test_without_further_copies_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_copies, "SHARED_COPIES_MAX", 1)
+    async with dev.serve("8MiB", servers=3) as running, running.pool() as pool:
+        await write(pool, PROMPT)
+        for number in range(12):
+            await chat(pool, number)
+        assert all(len(one) == 1 for one in await holders(pool, PROMPT))
 
 
 async def test_a_pool_that_is_closed_leaves_no_copy_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ async def pool_of(cluster: Cluster) -> AsyncIterator[dev.Dev]:
     master = Master(MasterConfig(bind="127.0.0.1:0"), network)
     await master.start()
     server = BlockServer(
-        ServerConfig(id="s", masters=[master.address], prefault=False, heartbeat_s=0.1),
+        ServerConfig(id="s", masters=[master.address], heartbeat_s=0.1),
         cluster=cluster,
         network=network,
         transports={"shm": ShmTransport(), "tcp": TcpTransport()},

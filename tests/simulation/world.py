@@ -21,7 +21,7 @@ from typing import Any, Final
 import xxhash
 
 from kvpool import registry, spans
-from kvpool.client import spread
+from kvpool.client import shared_copies, spread
 from kvpool.config import WRITE_BACK, WRITE_THROUGH, ClientConfig, MasterConfig, ServerConfig
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.master import service
@@ -357,7 +357,6 @@ class World:
             masters=masters,
             transports=list(self.transports()),
             verify=self.plan.verify,
-            copies_max=1,  # with fetches between servers two runs of a seed may differ
         )
 
     # --- the history ------------------------------------------------------------------------------
@@ -569,6 +568,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         (spans, "SPAN_BLOCKS"),
         (balancer, "CHAIN_SHARE"),
         (spread, "SpreadPlan"),
+        (shared_copies, "SHARED_COPIES_MAX"),
         (block_server, "Supervisor"),
         (service, "Supervisor"),
         (requests, "ONE_REQUEST_MAX"),
@@ -576,6 +576,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
     )
     before = [(module, name, vars(module)[name]) for module, name in changed]
     vars(spans)["SPAN_BLOCKS"] = 2
+    vars(shared_copies)["SHARED_COPIES_MAX"] = 1  # with fetches of others two runs may differ
     vars(block_server)["Supervisor"] = vars(service)["Supervisor"] = FaultySupervisor
     vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
     vars(requests)["ONE_REQUEST_MAX"] = plan.one_request_max

@@ -78,7 +78,7 @@ class TenantPool:
     async def start_server(
         self, id: str, transports: Mapping[str, Transport], **settings: Any
     ) -> BlockServer:
-        settings = {"prefault": False, "heartbeat_s": 0.1, **settings}
+        settings = {"heartbeat_s": 0.1, **settings}
         server = BlockServer(
             ServerConfig(id=id, masters=[self.master.address], **settings),
             cluster=OPERATOR,

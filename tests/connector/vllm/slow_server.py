@@ -21,9 +21,9 @@ from tests.chaos.shaped_transport import ShapedTransport
 
 async def serve(master: str) -> None:
     config = ServerConfig(
-        id="slow", masters=[master], capacity=64 << 20, listen=["tcp://127.0.0.1:0"], prefault=False
+        id="slow", masters=[master], capacity=64 << 20, listen=["tcp://127.0.0.1:0"]
     )
-    tiers = registry.tiers(config)
+    tiers = registry.tiers(config, prefault=False)
     shaped = ShapedTransport(TcpTransport())
     server = BlockServer(
         config,

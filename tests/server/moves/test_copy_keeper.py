@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvpool import ClientConfig, Namespace, Pool, admin, dev
+from kvpool.client import shared_copies
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import copy_keeper
 from kvpool.server.moves.state import copy_demand
@@ -34,9 +35,11 @@ async def cluster(
     async with dev.serve(capacity, servers=servers, listen=LISTEN) as running:
         for server in running.servers:
             await moves_of(server).balancer.close()  # which would make room on a full server
-        config = ClientConfig(masters=[running.address], transports=["tcp"], copies_max=1)
-        async with running.pool(config) as pool:
-            yield running, pool
+        config = ClientConfig(masters=[running.address], transports=["tcp"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_copies, "SHARED_COPIES_MAX", 1)
+            async with running.pool(config) as pool:
+                yield running, pool
         for server in running.servers:
             check_invariants(server.stack)
 
