@@ -3,13 +3,14 @@
 A block that is read arrives in pinned memory, its transport verifies it there as always, and only
 then it is copied to the device: bytes that were never in host memory could not be verified. A
 block that is written is copied to pinned memory first. Batches go in rounds: while one round is on
-the network, another is copied between host and device. The memory is allocated when a device is
-used for the first time, and never grows (design: device-memory).
+the network, another is copied between host and device. The memory is allocated once, when a device
+is used for the first time, and never grows (design: device-memory).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
@@ -71,7 +72,7 @@ class Staging:
         self._used: dict[int, int] = {}  # sizes of what is allocated, by where it starts
         self._allocating = asyncio.Lock()
         self._space_freed = asyncio.Event()
-        self._preparing = asyncio.Lock()
+        self._making: asyncio.Future[tuple[Bytes, DeviceCopier]] | None = None
         self._copiers: dict[torch.device, DeviceCopier] = {}
         self._closed = False
 
@@ -212,30 +213,49 @@ class Staging:
         return self._array
 
     async def _prepare(self, devices: Iterable[torch.device]) -> None:
-        """Allocate the memory, and a copier for each device. Raises ConfigError when that fails."""
-        async with self._preparing:
-            for device in devices:
+        """Allocate the memory, and a copier for each device. Raises ConfigError when that fails.
+
+        A call that ends meanwhile leaves it to those that follow: with deadlines shorter than it
+        takes, each would begin anew.
+        """
+        for device in devices:
+            while device not in self._copiers:
                 if self._closed:
                     raise Closed("the pool is closed")
-                if device not in self._copiers:
-                    try:
-                        made = await asyncio.to_thread(self._create, device)
-                    except RuntimeError as error:
-                        raise ConfigError(
-                            f"{human(self._capacity)} of pinned host memory for {device} cannot be "
-                            f"had: {first_line(error)}; see client.device_staging"
-                        ) from None
-                    if self._closed:
-                        made[1].close()
-                        raise Closed("the pool is closed")
-                    self._array, self._copiers[device] = made
+                making = self._making
+                if making is None:
+                    loop = asyncio.get_running_loop()
+                    making = self._making = loop.run_in_executor(None, self._create, device)
+                    making.add_done_callback(functools.partial(self._made, device))
+                await asyncio.wait([making])
+                if isinstance(error := making.exception(), ConfigError):
+                    raise error.fresh()
+                making.result()
+
+    def _made(
+        self, device: torch.device, making: asyncio.Future[tuple[Bytes, DeviceCopier]]
+    ) -> None:
+        self._making = None
+        if making.cancelled() or making.exception() is not None:
+            return
+        array, copier = making.result()
+        if self._closed:
+            copier.close()
+        else:
+            self._array, self._copiers[device] = array, copier
 
     def _create(self, device: torch.device) -> tuple[Bytes, DeviceCopier]:
         """In a thread: pinning takes as long as touching every page."""
-        array = self._array
-        if array is None:
-            array = pinned(self._capacity, device).numpy()
-        return array, DeviceCopier(device, _ROUNDS_AT_ONCE)
+        try:
+            array = self._array
+            if array is None:
+                array = pinned(self._capacity, device).numpy()
+            return array, DeviceCopier(device, _ROUNDS_AT_ONCE)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{human(self._capacity)} of pinned host memory for {device} cannot be had: "
+                f"{first_line(error)}; see client.device_staging"
+            ) from None
 
     async def _transfer(
         self, moves: Sequence[tuple[StagingSlot, int]], deadline: float, *, to_host: bool

@@ -29,6 +29,7 @@ from kvpool import device_copy as device
 from kvpool.client import device_staging as staging
 from kvpool.client.buffers import HostRows, with_device_blocks
 from kvpool.device_copy import DeviceCopier
+from kvpool.errors import Closed
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, value, values
 from tests.support.late_device import Gate, LateTensor, copy_streams, make_late, stream
 
@@ -475,6 +476,56 @@ async def test_memory_that_is_too_small(tcp: Pool) -> None:
     await tcp.write(NAMESPACE, [name], [value(name, SIZE)])
     with pytest.raises(BadBuffer, match="buffer 0 has 10 bytes"):
         await tcp.read(NAMESPACE, [name], [empty(10)])
+
+
+async def test_short_deadlines_pin_memory_once(
+    tcp: Pool, copiers: list[DeviceCopier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than a call may take: the call ends in time, and a later one has it."""
+    pinned = threading.Event()
+    sizes: list[int] = []
+
+    def slowly(size: int, _: Any) -> Any:
+        sizes.append(size)
+        assert pinned.wait(20)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(staging, "pinned", slowly)
+    (name,) = chain = keys("pinned", 1)
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            calls = [tcp.write(NAMESPACE, chain, [empty()], timeout=0.05) for _ in range(2)]
+            assert await asyncio.gather(*calls) == [[WriteStatus.DEADLINE]] * 2
+        writing = asyncio.ensure_future(
+            tcp.write(NAMESPACE, chain, [on_gpu(value(name, SIZE))], timeout=10)
+        )
+        await asyncio.sleep(0.05)
+        pinned.set()
+        assert await writing == [WriteStatus.STORED]
+    assert sizes == [6 * SIZE]
+
+
+async def test_memory_that_is_pinned_too_late_is_given_back(
+    pool_dev: dev.Dev, copiers: list[DeviceCopier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool was closed meanwhile."""
+    pinned = threading.Event()
+
+    def slowly(size: int, _: Any) -> Any:
+        assert pinned.wait(20)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(staging, "pinned", slowly)
+    async with pool_dev.pool(configured(pool_dev, "tcp")) as pool:
+        writing = asyncio.ensure_future(pool.write(NAMESPACE, keys("late", 1), [empty()]))
+        await asyncio.sleep(0.05)
+    pinned.set()
+    with pytest.raises(Closed):
+        await writing
+    (copier,) = copiers
+    assert copier._closed
+    assert pool._device_staging is not None
+    assert pool._device_staging._array is None
 
 
 async def test_pinned_memory_that_cannot_be_had(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
