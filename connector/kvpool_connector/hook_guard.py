@@ -75,6 +75,11 @@ class FailureLog:
             self._write(f"{reason}; {consequence}. {hint}", error)
 
 
+#: An engine without free blocks waits so long for those of saves: they are gathered for 0.1 s, and
+#: few saves take longer. Later it preempts, as it would without a pool.
+FREES_WAIT_S: Final = 0.25
+
+
 class Owed:
     """What the engine gets back: pins of its blocks, and the end of loads.
 
@@ -89,6 +94,8 @@ class Owed:
         self._jobs: dict[tuple[str, int], tuple[list[int], int]] = {}
         self._waiting: dict[str, tuple[Sequence[int], ...]] = {}  # blocks of each group
         self._sent: set[str] = set()  # of those, the loads that the workers know
+        self._short = False  # of free blocks, in this step
+        self._short_since: float | None = None
 
     def __bool__(self) -> bool:
         return bool(self._pinned or self._waiting or self._jobs)
@@ -102,7 +109,10 @@ class Owed:
         self._pinned.update(blocks)
 
     def on_sent(self, work: StepWork) -> None:
-        """The workers get this."""
+        """The workers get this, at the end of each step."""
+        if not self._short:
+            self._short_since = None
+        self._short = False
         self._sent.update(load.request_id for load in work.loads)
         for save in work.saves:
             self._jobs["save", save.job] = _ids(save.blocks), self._ranks
@@ -120,6 +130,23 @@ class Owed:
             blocks, ranks = self._jobs.pop(job, ([], 0))
             if ranks > 1:
                 self._jobs[job] = blocks, ranks - 1
+
+    @property
+    def pinned_blocks(self) -> int:
+        return len(self._pinned)
+
+    def frees_blocks(self, uses: Callable[[int], int], now: float) -> bool:
+        """Whether an engine without a free block gets one soon: one whose `uses` are all pins. A
+        request may have others.
+
+        True for `FREES_WAIT_S` at most, and then not again before a step that did not ask.
+        """
+        if self._short_since is None:
+            self._short_since = now
+        self._short = True
+        return now - self._short_since < FREES_WAIT_S and any(
+            uses(block) == pins for block, pins in self._pinned.items()
+        )
 
     def on_unpinned(self, blocks: Sequence[int]) -> None:
         """These pins were given back."""

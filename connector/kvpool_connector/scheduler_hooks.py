@@ -244,6 +244,12 @@ class SchedulerHooks:
         self._owed.on_sent(work)  # last: nothing that raises comes behind it
         return work
 
+    @_guarded(lambda *_: False)
+    def has_pending_frees(self) -> bool:
+        """Whether blocks are about to come free, so that no request need be preempted for them."""
+        blocks = self.block_pool.blocks
+        return self._owed.frees_blocks(lambda block: int(blocks[block].ref_cnt), time.monotonic())
+
     def on_report(self, report: WorkerReport) -> None:
         self._owed.on_report(report)
         self._on_report(report)
@@ -304,6 +310,8 @@ class SchedulerHooks:
     @_guarded(lambda *_: {})
     def _take_metrics(self) -> dict[str, Any]:
         data: dict[str, Any] = self.scheduler.take_metrics()
+        if data:
+            data["pinned_share"] = self._owed.pinned_blocks / self._kv.num_blocks
         if description := self.scheduler.take_description():
             data[DESCRIPTION] = description
         return data

@@ -53,6 +53,7 @@ _PLAIN: Final = {
 _GAUGES: Final = {
     "load_bytes_rate": "Estimated bytes per second of a load.",
     "verified_difference": "Largest difference that the latest comparison has found, 0 to 2.",
+    "pinned_share": "Share of the engine's blocks that are pinned, for saves and comparisons.",
     "prefill_tokens_rate": "Estimated prompt tokens per second that the engine computes.",
 }
 #: Not a number: what the engine's name is made of, by field.

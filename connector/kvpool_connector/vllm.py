@@ -145,18 +145,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(metadata, ReportMetadata):
             self.hooks.on_report(metadata.report)
 
+    def has_pending_block_frees(self) -> bool:
+        return self.hooks.has_pending_frees()
+
     def has_pending_push_work(self) -> bool:
         return self.hooks.has_pending_work()
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return False, self.hooks.on_finished(request)
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.hooks.on_finished(request)
+    request_finished_all_groups = request_finished
 
     def take_events(self) -> Iterable[Any]:
         return self.hooks.take_events()

@@ -35,7 +35,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
 from kvpool import kv_events
-from kvpool_connector import engine_log
+from kvpool_connector import engine_log, hook_guard
 from kvpool_connector.messages import (
     LoadResult,
     Mismatch,
@@ -52,6 +52,61 @@ from tests.connector.vllm.played import BLOCK, BLOCKS, SIZE, Played, store, warm
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(120)
+
+
+def short_of_blocks(played: Played) -> Any:
+    """A request that needs some of the blocks of a save, which nobody acknowledges."""
+    played.step()
+    played.add("saved", 64 * BLOCK)
+    for _ in range(50):
+        played.step()
+        if not played.scheduler.has_unfinished_requests() and played.saves:
+            break
+        time.sleep(0.005)  # for its lookup
+    request = played.add("long", played.free * BLOCK, first=2000)
+    for _ in range(200):
+        step, _ = played.step()
+        if played.connector.hooks._owed._short_since:
+            assert not step.num_scheduled_tokens
+            return request
+        assert not step.preempted_req_ids
+        time.sleep(0 if step.num_scheduled_tokens else 0.005)
+    raise AssertionError("it has enough blocks")
+
+
+def test_an_engine_waits_for_blocks_of_a_save_and_preempts_nobody(played: Played) -> None:
+    request = short_of_blocks(played)
+    assert request.status == RequestStatus.RUNNING
+    assert played.connector.hooks._owed.pinned_blocks == 0.25 * BLOCKS
+    step, _ = played.step(saved=played.acknowledged())
+    assert not step.preempted_req_ids
+    step, _ = played.step()
+    assert step.num_scheduled_tokens["long"]
+    assert request.num_preemptions == 0
+
+
+def test_an_engine_does_not_wait_for_a_save_that_does_not_end(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = short_of_blocks(played)
+    monkeypatch.setattr(hook_guard, "FREES_WAIT_S", 0.0)
+    step, _ = played.step()
+    assert step.preempted_req_ids == {"long"}
+    assert request.num_preemptions == 1
+
+
+def test_blocks_that_a_request_has_do_not_come_free_with_their_pins(played: Played) -> None:
+    """Waiting for such a save would end with no block."""
+    played.step()
+    played.add("long", 20 * BLOCK)
+    while not played.connector.hooks._owed.pinned_blocks:
+        played.step()
+    assert not played.connector.has_pending_block_frees()
+    while played.scheduler.has_unfinished_requests():
+        played.step()
+    assert played.connector.has_pending_block_frees()
+    played.step(saved=played.acknowledged())
+    assert not played.connector.has_pending_block_frees()
 
 
 def test_blocks_are_saved_and_let_go(played: Played) -> None:
