@@ -390,10 +390,10 @@ def load(
 
     Raises ConfigError for an unknown setting or a value that is not valid.
     """
-    raw: dict[str, Any] = _read(Path(path)) if path is not None else {}
+    raw: dict[str, Any] = read_file(Path(path)) if path is not None else {}
     for name, value in (environment or {}).items():
         if name.startswith("KVPOOL_") and name not in _NO_SETTINGS:
-            setting = _from_environment(name)
+            setting = setting_of(name)
             alone: dict[str, Any] = {}
             _set(alone, setting, value, name)
             try:
@@ -485,7 +485,8 @@ def check_bind(address: str, insecure: bool) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings in a file as they are written, unchecked. Raises ConfigError."""
     import yaml  # not at the top (design: layout)
 
     try:
@@ -501,7 +502,8 @@ def _read(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _from_environment(name: str) -> list[str]:
+def setting_of(name: str) -> list[str]:
+    """Section and name of the setting that a variable of the environment has, known or not."""
     rest = name.removeprefix("KVPOOL_").lower()
     section, _, setting = rest.partition("_")
     return [section, setting] if section in ("master", "server", "client") else [rest]

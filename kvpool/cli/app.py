@@ -13,7 +13,19 @@ from typing import Annotated
 import typer
 
 from kvpool import __version__
-from kvpool.cli import events, inspect, leave, measure, remove, run, spread, tenant, top, usage
+from kvpool.cli import (
+    config,
+    events,
+    inspect,
+    leave,
+    measure,
+    remove,
+    run,
+    spread,
+    tenant,
+    top,
+    usage,
+)
 
 app = typer.Typer(
     name="kvpool",
@@ -38,6 +50,7 @@ for command in (
     usage.usage,
     inspect.explain,
     inspect.doctor,
+    config.config,
     leave.drain,
     remove.remove,
     spread.spread,
