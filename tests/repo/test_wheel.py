@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -79,16 +81,54 @@ def test_the_wheel_holds_what_users_and_plug_in_authors_use(wheel: Path) -> None
     assert not parts & set(NOT_SHIPPED)
 
 
-def test_an_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
-    """Dependencies are those of this interpreter; of kvpool there is only the wheel."""
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path)
-    python = tmp_path / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python)
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of an environment. Dependencies are those of this interpreter; of kvpool there is
+    only the wheel."""
+    place = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", "--without-pip", place)
+    pip = (sys.executable, "-m", "pip", "--python", place / "bin" / "python")
     run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel)
-    paths = {"base": str(tmp_path), "platbase": str(tmp_path)}
+    paths = {"base": str(place), "platbase": str(place)}
     site = Path(sysconfig.get_path("purelib", "venv", paths))
     # A path in a .pth file comes after the environment's own packages, and the .pth files in it
     # are not read: so the development install of kvpool is not found through it.
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    assert run(tmp_path / "bin" / "kvpool", "--version") == f"kvpool {kvpool.__version__}\n"
-    assert run(python, "-c", textwrap.dedent(TRIAL)) == "all loaded\n"
+    return place / "bin"
+
+
+def test_an_installed_wheel_works(installed: Path) -> None:
+    assert run(installed / "kvpool", "--version") == f"kvpool {kvpool.__version__}\n"
+    assert run(installed / "python", "-c", textwrap.dedent(TRIAL)) == "all loaded\n"
+
+
+def test_the_installed_commands_run_a_pool(installed: Path) -> None:
+    """Its processes start from the wheel, too."""
+    options = "--sessions 1 --limit 3 --block-size 4KiB --servers 1 --clients 1 --capacity 8MiB"
+    played = run(installed / "kvpool", "replay", *options.split(), "--json")
+    figures = json.loads(played)
+    assert (figures["requests"], figures["wrong_bytes"]) == (3, 0)
+    dev = subprocess.Popen(
+        [installed / "kvpool", "dev", "--capacity", "8MiB", "--bind", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+    )
+    try:
+        assert dev.stdout is not None
+        line = dev.stdout.readline()
+        assert "is up: master at 127.0.0.1:" in line
+        status = run(installed / "kvpool", "status", "--masters", line.split()[-1], "--json")
+        assert [one["server"] for one in json.loads(status)] == ["dev-0"]
+        dev.send_signal(signal.SIGTERM)
+        assert dev.wait(20) == 0
+    finally:
+        dev.kill()
+
+
+def test_a_shell_has_completion_after_it_was_installed(installed: Path, tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    assert "installed" in run(installed / "kvpool", "--install-completion", "bash", **home)
+    rules = run("bash", "-c", "source ~/.bashrc; complete -p kvpool", **home)
+    assert "kvpool" in rules
