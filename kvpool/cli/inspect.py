@@ -33,7 +33,7 @@ from kvpool.types import OTHERS, Demand, Explanation, Member, Namespace, Session
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvpool.ops.doctor import Finding
+    from kvpool.ops.finding import Finding
 
 
 def status(

@@ -30,19 +30,19 @@ async def diagnose_unreachable(masters: Iterable[str], cluster: Cluster) -> str:
     """
     hints = []
     for master in masters:
-        mechanism = await _mechanism(master)
-        if mechanism == b"CURVE" and not cluster.secret:
+        greeted = await mechanism(master)
+        if greeted == b"CURVE" and not cluster.secret:
             hints.append(f"{master} requires a secret: set secret_file")
-        elif mechanism == b"CURVE" and cluster.tenant:
+        elif greeted == b"CURVE" and cluster.tenant:
             hints.append(f"{master} has a secret: check that the key of this tenant is still valid")
-        elif mechanism == b"CURVE":
+        elif greeted == b"CURVE":
             hints.append(f"{master} has a secret: check that it and the cluster's name are equal")
-        elif mechanism == b"NULL" and cluster.secret:
+        elif greeted == b"NULL" and cluster.secret:
             hints.append(f"{master} has no secret, but this process has one")
     return "".join(f"; {hint}" for hint in hints)
 
 
-async def _mechanism(address: str) -> bytes | None:
+async def mechanism(address: str) -> bytes | None:
     """NULL, CURVE, or None when there is no ZMTP greeting at that address."""
     parts = split(endpoint(address))
     if parts is None:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import aiofiles
 import msgspec
@@ -24,6 +23,7 @@ from kvpool.client.pool import Pool
 from kvpool.config import (
     ClientConfig,
     Config,
+    ServerConfig,
     cluster_of,
     local_secret_file,
     parse_transport,
@@ -35,33 +35,31 @@ from kvpool.memory_limits import MemoryLimits, tightest
 from kvpool.net.diagnose import diagnose_unreachable
 from kvpool.net.zmq_rpc import ZmqNetwork, stream_problem
 from kvpool.ops.demand import judged, memory_of
+from kvpool.ops.finding import Finding
+from kvpool.ops.own_host import examine_settings, wanted_memory
+from kvpool.ops.pool_health import same_id, untold, unwell
+from kvpool.ops.unreachable_master import unreachable
 from kvpool.protocols import SupportsStatusText
+from kvpool.runtime import host_id
 from kvpool.types import Cluster, Member, Namespace
 from kvpool.units import human
 
 _TRIAL_SIZE = 1 << 20
 
 
-class Finding(NamedTuple):
-    """One check. `verdict` is ok, warn or fail; `advice` says what to do unless it is ok."""
-
-    check: str
-    verdict: str
-    text: str
-    advice: str = ""
-
-
 async def examine(settings: Config) -> list[Finding]:
     """Look at this machine, the masters, the servers, and one real block on each transport."""
     findings = [_python(), _loop(), _kernel(), await _huge_pages(), _secret(settings)]
     findings.append(_limits(settings, MemoryLimits()))
+    findings += examine_settings(settings)
     findings += _transports(settings.client)
     findings.append(await asyncio.to_thread(device_memory, settings.client))  # imports torch
-    for address in settings.client.masters:
-        findings.append(await _master(settings, address))
+    known: dict[str, list[Member]] = {}
+    for address in dict.fromkeys(settings.client.masters):
+        findings.append(await _master(settings, address, known))
         if findings[-1].verdict == "ok":
             findings.append(await _stream(settings, address))
-    about = await _pool(settings)
+    about = [*untold(known), *await _pool(settings)]
     return findings + _unchecked(about) + about
 
 
@@ -108,7 +106,7 @@ async def _huge_pages() -> Finding:
 
 
 def _limits(settings: Config, limits: MemoryLimits) -> Finding:
-    """What a server that is started here could have."""
+    """What a server that is started here could have, and one with these settings takes."""
     memory, reserved = tightest(limits.memory()), tightest(limits.huge_pages())
     text = f"{human(max(0, memory.free))} ({memory.name})"
     if reserved.free > 0:
@@ -122,6 +120,12 @@ def _limits(settings: Config, limits: MemoryLimits) -> Finding:
     if over_ucx and Path("/sys/class/infiniband").exists() and locked.free < memory.free:
         text += f"; {locked.name} has {human(max(0, locked.free))}, and RDMA locks a whole segment"
         return Finding("memory limits", "warn", text, f"raise {locked.advice}")
+    wanted = wanted_memory(settings.server)
+    if settings.server != ServerConfig() and wanted > max(memory.free, reserved.free):
+        text += f", and a server of these settings takes {human(wanted)}"
+        raised = f", or raise {memory.advice}" if memory.advice else ""
+        advice = f"give it less memory{raised}; right where it runs already"
+        return Finding("memory limits", "warn", text, advice)
     return Finding("memory limits", "ok", text)
 
 
@@ -199,7 +203,10 @@ def device_memory(config: ClientConfig) -> Finding:
 _NO_DEVICE = "see nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the driver is new enough for torch"
 
 
-async def _master(settings: Config, address: str) -> Finding:
+async def _master(
+    settings: Config, address: str, known: dict[str, list[Member]] | None = None
+) -> Finding:
+    """Whether it answers; the servers that it knows are added to `known`."""
     only = _asking(settings.client, [address], settings.client.transports)
     try:
         async with _client(cluster_of(settings), only) as pool:
@@ -207,8 +214,11 @@ async def _master(settings: Config, address: str) -> Finding:
             members = await admin(pool).members()
     except KvpoolError as error:
         hint = await diagnose_unreachable([address], cluster_of(settings))
-        advice = "see secret_file" if hint else f"start it: kvpool master --bind {address}"
-        return Finding(f"master {address}", "fail", f"{error}{hint}", advice)
+        why, advice = ("", "see secret_file") if hint else await unreachable(address)
+        advice = advice or "it is there: do as it says, or look at its log and its host"
+        return Finding(f"master {address}", "fail", why or f"{error}{hint}", advice)
+    if known is not None:
+        known[address] = members
     took_ms = (time.perf_counter() - started) * 1e3
     alive = sum(member.alive for member in members)
     text = f"answers in {took_ms:.1f} ms, {alive} of {len(members)} servers up"
@@ -239,6 +249,7 @@ async def _pool(settings: Config) -> list[Finding]:
         ) as pool:
             members = await admin(pool).members()
             findings = await _compared(pool, members)
+            findings += same_id(members, settings.server.id, host_id())
     except KvpoolError:
         return []
     for member in members:
@@ -261,7 +272,7 @@ async def _pool(settings: Config) -> list[Finding]:
 async def _compared(pool: Pool, members: list[Member]) -> list[Finding]:
     """Namespaces with each other, servers with each other, memory with what is in use."""
     living = [member for member in members if member.alive]
-    findings = [*differing(living), *crowded(living)]
+    findings = [*differing(living), *crowded(living), *unwell(living, host_id())]
     try:
         return compared(await admin(pool).namespaces()) + findings + await _memory(pool, members)
     except KvpoolError as error:

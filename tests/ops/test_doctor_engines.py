@@ -16,8 +16,8 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.ops import engines
-from kvpool.ops.doctor import Finding
 from kvpool.ops.engines import METRIC, DescribedEngine, examine_engines, metrics_url, parse_engines
+from kvpool.ops.finding import Finding
 
 ONE = {
     "namespace": "vllm/2 model=qwen shape=11",

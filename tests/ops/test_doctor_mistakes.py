@@ -1,0 +1,575 @@
+"""Mistakes that people make with a pool, planted one by one: `kvpool doctor` names each, and says
+what to do about it.
+
+A row: how it is planted, the check that finds it, its verdict, and words of text and advice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvpool import ClientConfig, ServerConfig, dev, registry
+from kvpool.config import Config, MasterConfig
+from kvpool.errors import ConfigError
+from kvpool.master.service import Master
+from kvpool.memory_limits import Limit, MemoryLimits
+from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.ops import doctor, own_host, pool_health, unreachable_master
+from kvpool.ops.engines import examine_engines
+from kvpool.ops.finding import Finding
+from kvpool.runtime import host_id
+from kvpool.types import (
+    ClientUsage,
+    Cluster,
+    Demand,
+    Namespace,
+    ServerStats,
+    TierUsage,
+    WorkingSet,
+)
+from tests.net.test_secret import pool_of
+from tests.net.test_versions import THEIRS, process
+from tests.ops.test_doctor import member, named
+
+SECRET = b"0123456789abcdef-the-secret"
+OPEN = Cluster()
+GIB = 1 << 30
+
+
+class Place:
+    """Where a mistake is planted."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, stack: AsyncExitStack) -> None:
+        self.folder, self.patch, self.stack = folder, patch, stack
+
+    def secret(self, content: bytes = SECRET) -> str:
+        path = self.folder / "secret"
+        path.write_bytes(content)
+        path.chmod(0o600)
+        return str(path)
+
+    async def pool(self, cluster: Cluster = OPEN) -> dev.Dev:
+        return await self.stack.enter_async_context(pool_of(cluster))
+
+    async def master(self, address: str, **settings: Any) -> list[Finding]:
+        """What it says of one master; a client of a pool over tcp."""
+        config = Config(client=ClientConfig(masters=[address], transports=["tcp"]), **settings)
+        return [await doctor._master(config, address)]
+
+    def server(self, *tiers: str, **settings: Any) -> Iterable[Finding]:
+        config = ServerConfig(
+            tiers=[one.replace("DIR", str(self.folder)) for one in tiers], **settings
+        )
+        return own_host.examine_settings(Config(server=config))
+
+
+Plant = Callable[[Place], Awaitable[Iterable[Finding]]]
+
+
+class Mistake(NamedTuple):
+    plant: Plant
+    check: str
+    verdict: str
+    text: str
+    advice: str
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def mistake(check: str, verdict: str, text: str, advice: str) -> Callable[[Plant], Plant]:
+    def entered(plant: Plant) -> Plant:
+        name = plant.__name__.replace("_", " ")
+        assert name not in MISTAKES
+        MISTAKES[name] = Mistake(plant, check, verdict, text, advice)
+        return plant
+
+    return entered
+
+
+# --- masters that are not reached: real sockets, clients and masters ------------------------------
+
+
+@mistake("master", "fail", "check that it and the cluster's name are equal", "see secret_file")
+async def another_secret(place: Place) -> Iterable[Finding]:
+    pool = await place.pool(Cluster("default", SECRET))
+    return await place.master(pool.address, secret_file=place.secret(SECRET + b"!"))
+
+
+@mistake("master", "fail", "check that it and the cluster's name are equal", "see secret_file")
+async def another_cluster_with_the_secret(place: Place) -> Iterable[Finding]:
+    pool = await place.pool(Cluster("default", SECRET))
+    return await place.master(pool.address, cluster="bank", secret_file=place.secret())
+
+
+@mistake("master", "fail", "requires a secret: set secret_file", "see secret_file")
+async def no_secret(place: Place) -> Iterable[Finding]:
+    return await place.master((await place.pool(Cluster("default", SECRET))).address)
+
+
+@mistake("master", "fail", "has no secret, but this process has one", "see secret_file")
+async def a_secret_that_the_master_was_not_given(place: Place) -> Iterable[Finding]:
+    return await place.master((await place.pool()).address, secret_file=place.secret())
+
+
+@mistake("master", "fail", "another cluster (setting `cluster`)", "do as it says")
+async def another_cluster(place: Place) -> Iterable[Finding]:
+    return await place.master((await place.pool()).address, cluster="bank")
+
+
+@mistake("master", "fail", "run the same release", "do as it says")
+async def another_release(place: Place) -> Iterable[Finding]:
+    start = (*THEIRS, "master", "--bind", "127.0.0.1:0")
+    line = await place.stack.enter_async_context(process(*start, says="master at"))
+    return await place.master(line.split()[-1])
+
+
+@mistake("master", "fail", "nothing listens there", "start it: kvpool master --bind 127.0.0.1:")
+async def no_master(place: Place) -> Iterable[Finding]:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    return await place.master(f"127.0.0.1:{port}")
+
+
+@mistake("master", "fail", "nothing comes back", "firewall")
+async def a_firewall_that_drops(place: Place) -> Iterable[Finding]:
+    full = place.stack.enter_context(socket.socket())  # its queue is full: packets get no answer
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    for _ in range(4):
+        waiting = place.stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        waiting.connect_ex(full.getsockname())
+    return await place.master(f"127.0.0.1:{full.getsockname()[1]}")
+
+
+@mistake("master", "fail", "no master", "not that of --http, nor of a server")
+async def the_port_of_a_web_server(place: Place) -> Iterable[Finding]:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    served = await place.stack.enter_async_context(await asyncio.start_server(answer, "127.0.0.1"))
+    return await place.master(f"127.0.0.1:{served.sockets[0].getsockname()[1]}")
+
+
+@mistake("master", "fail", "no master", "nor of a server")
+async def the_port_of_a_server(place: Place) -> Iterable[Finding]:
+    (server,) = (await place.pool()).servers
+    address = next(one for one in server.addresses if one.startswith("tcp"))
+    return await place.master(address.removeprefix("tcp://"))
+
+
+@mistake("master", "fail", "the name nowhere.invalid does not resolve", "DNS")
+async def a_name_that_does_not_resolve(place: Place) -> Iterable[Finding]:
+    return await place.master("nowhere.invalid:7450")
+
+
+@mistake("master", "fail", "no address of one", "the address of its host")
+async def every_address_as_a_master(place: Place) -> Iterable[Finding]:
+    return await place.master("0.0.0.0:7450")
+
+
+@mistake("master", "fail", "http:// is no scheme", "give 127.0.0.1:7450")
+async def a_url_as_a_master(place: Place) -> Iterable[Finding]:
+    return await place.master("http://127.0.0.1:7450")
+
+
+@mistake("master", "fail", "there is no way: Network is unreachable", "has this host IPv6")
+async def no_route_for_ipv6(place: Place) -> Iterable[Finding]:
+    async def refused(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    place.patch.setattr(unreachable_master.asyncio, "open_connection", refused)
+    return await place.master("[fd00::1]:7450")
+
+
+@mistake("master", "fail", "0 of 0 servers up", "start one: kvpool server --masters")
+async def no_servers(place: Place) -> Iterable[Finding]:
+    network = ZmqNetwork(Cluster())
+    place.stack.callback(network.close)
+    running = Master(MasterConfig(bind="127.0.0.1:0"), network)
+    await running.start()
+    place.stack.push_async_callback(running.close)
+    return await place.master(running.address)
+
+
+@mistake("server s", "warn", "does not know it", "every master (--masters)")
+async def one_master_that_a_server_was_not_told(place: Place) -> Iterable[Finding]:
+    network = ZmqNetwork(Cluster())
+    place.stack.callback(network.close)
+    other = Master(MasterConfig(bind="127.0.0.1:0"), network)
+    await other.start()
+    place.stack.push_async_callback(other.close)
+    masters = [(await place.pool()).address, other.address]
+    return await doctor.examine(Config(client=ClientConfig(masters=masters, transports=["tcp"])))
+
+
+# --- servers: real ones, or their figures ---------------------------------------------------------
+
+
+@mistake("server s", "fail", "this client uses ucx", "--transport")
+async def no_transport_in_common(place: Place) -> Iterable[Finding]:
+    masters = [(await place.pool()).address]
+    config = Config(client=ClientConfig(masters=masters, transports=["ucx"]))
+    place.patch.setattr(registry, "transports", lambda *_, **__: {})
+    return await doctor._pool(config)
+
+
+@mistake("server s over tcp", "fail", "", "firewalls")
+async def the_port_of_a_server_is_closed(place: Place) -> Iterable[Finding]:
+    pool = await place.pool()
+    for listener in pool.servers[0]._listeners:
+        await listener.close()
+    config = ClientConfig(masters=[pool.address], transports=["tcp"])
+    return await doctor._pool(Config(client=config))
+
+
+@mistake("server id", "fail", "of another host, which is up", "choose another one")
+async def an_id_twice(place: Place) -> Iterable[Finding]:
+    (server,) = (await place.pool()).servers
+    here = member(server.server, host=host_id())
+    assert not list(pool_health.same_id([here], "s", host_id())), "it is that server itself"
+    return pool_health.same_id([here], "s", "another")
+
+
+def figures(**stats: Any) -> Iterable[Finding]:
+    return pool_health.unwell([member("s", stats=ServerStats(**stats))])
+
+
+def tier(**figures: Any) -> TierUsage:
+    return TierUsage("nvme", "/mnt/pool, O_DIRECT", **figures)
+
+
+@mistake("tier nvme of s", "warn", "takes no writes: /mnt/pool", "is the disk full")
+async def a_full_disk(place: Place) -> Iterable[Finding]:
+    return figures(usage=[TierUsage("dram"), tier(read_only=True)])
+
+
+@mistake("tier nvme of s", "fail", "is out of service", "dmesg")
+async def a_lost_disk(place: Place) -> Iterable[Finding]:
+    return figures(usage=[tier(lost=True)])
+
+
+@mistake("tier nvme of s", "warn", "does without 2 of its files", "dmesg")
+async def two_of_several_disks_lost(place: Place) -> Iterable[Finding]:
+    return figures(usage=[tier(files_out=2)])
+
+
+@mistake("tier nvme of s", "warn", "7 reads and writes failed", "health of the disk")
+async def a_disk_that_fails_at_times(place: Place) -> Iterable[Finding]:
+    return figures(usage=[tier(failures=7)])
+
+
+@mistake("figures of s", "warn", "3 blocks failed their checksum", "memory and disks")
+async def memory_that_forgets(place: Place) -> Iterable[Finding]:
+    return figures(counters={"corrupt_blocks": 3, "rejected_victims": 0})
+
+
+@mistake("figures of s", "warn", "for the limit of their tenant", "kvpool usage --by tenant")
+async def a_tenant_over_its_limit(place: Place) -> Iterable[Finding]:
+    return figures(counters={"over_limit_blocks": 1})
+
+
+@mistake("figures of s", "warn", "a master has no room for", "master.blocks_max")
+async def a_master_without_room(place: Place) -> Iterable[Finding]:
+    return figures(counters={"unlisted_blocks": 5})
+
+
+@mistake("figures of s", "warn", "did not show the secret", "a stranger")
+async def an_engine_with_another_secret(place: Place) -> Iterable[Finding]:
+    return figures(counters={"refused_connections": 4})
+
+
+@mistake("figures of s", "warn", "may not be evicted", "POLICY_CHECKS")
+async def a_wrong_policy(place: Place) -> Iterable[Finding]:
+    return figures(counters={"rejected_victims": 1})
+
+
+@mistake("memory of s", "warn", "75% is held by clients, for 61 s, most by engine-2", "does that")
+async def an_engine_that_hangs(place: Place) -> Iterable[Finding]:
+    clients = [
+        ClientUsage("engine-1", "shm", 1, 1),
+        ClientUsage("engine-2", "shm", 1, 3 * GIB // 4),
+    ]
+    assert not list(figures(pinned_bytes=3 * GIB // 4, oldest_pin_s=9.0, clients=clients))
+    return figures(pinned_bytes=3 * GIB // 4, oldest_pin_s=61.0, clients=clients)
+
+
+@mistake(
+    "addresses of b", "warn", "tcp://127.0.0.1:7460 is no address for other hosts", "--announce"
+)
+async def loopback_announced_to_other_hosts(place: Place) -> Iterable[Finding]:
+    shared = member("a", host="one", addresses=("tcp://10.0.0.1:7460", "tcp://127.0.0.1:1"))
+    alone = member("b", host="two", addresses=("tcp://127.0.0.1:7460", "shm://@b"))
+    assert not list(pool_health.unwell([alone], "two")), "all are on one host"
+    found = list(pool_health.unwell([shared, alone]))
+    assert len(found) == 1
+    return found
+
+
+@mistake("room", "fail", "every server is leaving", "start servers")
+async def all_servers_drain(place: Place) -> Iterable[Finding]:
+    staying = member("b")
+    leaving = member("a", stats=ServerStats(draining=True))
+    assert not list(pool_health.unwell([leaving, staying]))
+    return pool_health.unwell([leaving])
+
+
+@mistake("connections", "warn", "s has 900 of 1024 connections", "server.connections_max")
+async def too_many_clients(place: Place) -> Iterable[Finding]:
+    counters = {"connections": 900, "connections_max": 1024}
+    return doctor.crowded([member("s", stats=ServerStats(counters=counters))])
+
+
+@mistake("memory of servers", "warn", "more than 4 times the median", "usual size")
+async def one_large_server(place: Place) -> Iterable[Finding]:
+    return doctor.differing([member("a"), member("b"), member("c", capacity=9 << 30)])
+
+
+@mistake("tiers of servers", "warn", "survives a restart", "the same tiers")
+async def a_server_without_the_disk_of_the_others(place: Place) -> Iterable[Finding]:
+    return doctor.differing([member("a", tiers=("dram", "nvme")), member("b")])
+
+
+class Told(NamedTuple):
+    """The operator's half of a pool that says what clients ask for."""
+
+    said: Demand
+
+    async def demand(self) -> Demand:
+        return self.said
+
+
+@mistake("memory", "warn", "expect many misses", "add servers")
+async def a_working_set_larger_than_memory(place: Place) -> Iterable[Finding]:
+    sets = (WorkingSet(Namespace("n"), 2 * GIB, 9),)
+    place.patch.setattr(doctor, "admin", lambda _: Told(Demand(600.0, sets, 1.0, 0.0)))
+    return await doctor._memory(None, [member("s")])  # type: ignore[arg-type]
+
+
+@mistake("chains", "warn", "20% of the blocks of prompts lie behind a missing one", "lost")
+async def chains_with_holes(place: Place) -> Iterable[Finding]:
+    sets = (WorkingSet(Namespace("n"), 1, 9),)
+    place.patch.setattr(doctor, "admin", lambda _: Told(Demand(600.0, sets, 1.0, 0.2)))
+    return await doctor._memory(None, [member("s")])  # type: ignore[arg-type]
+
+
+@mistake("model qwen", "warn", "seed 0 and unset", "PYTHONHASHSEED")
+async def engines_that_do_not_share(place: Place) -> Iterable[Finding]:
+    one, other = (named(model="qwen", seed=seed) for seed in ("0", "unset"))
+    return doctor.compared([(one, 9), (other, 3)])
+
+
+# --- this host, and settings for a server ---------------------------------------------------------
+
+
+@mistake("tier files", "fail", "more than once", "a file of its own")
+async def a_file_twice(place: Place) -> Iterable[Finding]:
+    (place.folder / "link").symlink_to(place.folder / "a")
+    return place.server("nvme:DIR/a:1MiB", "nvme:DIR/link:1MiB")
+
+
+@mistake("tier files", "fail", "there is no directory", "mkdir -p")
+async def a_disk_that_is_not_mounted(place: Place) -> Iterable[Finding]:
+    return place.server("dram:1MiB", "nvme:DIR/data/blocks:1MiB")
+
+
+@mistake("tier files", "fail", "is a directory", "name a file in it")
+async def a_directory_as_a_file(place: Place) -> Iterable[Finding]:
+    return place.server("nvme:DIR:1MiB")
+
+
+@mistake("tier files", "fail", "this user may not write", "chown")
+async def the_directory_of_another_user(place: Place) -> Iterable[Finding]:
+    place.patch.setattr(own_host.os, "access", lambda *_: False)  # root may always
+    return place.server("nvme:DIR/a:1MiB")
+
+
+@mistake("tier files", "fail", "is mounted read-only", "mount it for writing")
+async def a_disk_mounted_read_only(place: Place) -> Iterable[Finding]:
+    only = SimpleNamespace(f_flag=os.ST_RDONLY, f_bavail=1 << 40, f_frsize=1)
+    place.patch.setattr(own_host.os, "statvfs", lambda _: only)
+    return place.server("nvme:DIR/a:1MiB")
+
+
+@mistake("tier files", "warn", "lies in memory", "a file on a disk")
+async def a_file_in_memory(place: Place) -> Iterable[Finding]:
+    place.patch.setattr(own_host, "_kind_of_mount", lambda _: "tmpfs")
+    return place.server("nvme:DIR/a:1MiB")
+
+
+@mistake("disk space", "fail", "1024 TiB is wanted", "a smaller size")
+async def files_larger_than_the_disk_together(place: Place) -> Iterable[Finding]:
+    assert not list(place.server("nvme:DIR/a:1MiB", "nvme:DIR/b:1MiB"))
+    return place.server("nvme:DIR/a:512TiB", "nvme:DIR/b:512TiB")
+
+
+@mistake("open files", "warn", "this process may open 256", "ulimit -n 65536")
+async def few_open_files(place: Place) -> Iterable[Finding]:
+    place.patch.setattr(own_host.resource, "getrlimit", lambda _: (256, 256))
+    return place.server()
+
+
+@mistake("times", "warn", "one lost heartbeat in 3 s", "a third of master.timeout_s")
+async def rare_heartbeats(place: Place) -> Iterable[Finding]:
+    return place.server(heartbeat_s=1.5)
+
+
+@mistake("times", "warn", "a silent server costs a call all of its time", "hedge_s < attempt_s")
+async def an_attempt_as_long_as_a_call(place: Place) -> Iterable[Finding]:
+    client = ClientConfig(timeout_s=1.0, attempt_s=1.0)
+    return own_host.examine_settings(Config(client=client))
+
+
+@mistake("checksums", "warn", "damaged bytes are not noticed", "turn it on")
+async def checksums_turned_off(place: Place) -> Iterable[Finding]:
+    return own_host.examine_settings(Config(client=ClientConfig(verify=False)))
+
+
+@mistake("secret", "warn", "none, and tcp://0.0.0.0:7460 is reachable", "kvpool secret")
+async def no_secret_beyond_loopback(place: Place) -> Iterable[Finding]:
+    listen = ["tcp://0.0.0.0:7460", "shm://"]
+    closed = Config(server=ServerConfig(listen=listen), secret_file="s")
+    assert not list(own_host.examine_settings(closed))
+    return place.server(listen=listen)
+
+
+@mistake("masters", "warn", "a:1 stands twice", "once")
+async def a_master_twice(place: Place) -> Iterable[Finding]:
+    client = ClientConfig(masters=["a:1", "a:1"])
+    return own_host.examine_settings(Config(client=client, secret_file="s"))
+
+
+@mistake("secret", "warn", "may be read by every user", "chmod 600")
+async def a_secret_that_all_may_read(place: Place) -> Iterable[Finding]:
+    place.patch.setattr(
+        doctor, "secret_problem", lambda f: f"{f} may be read by every user: chmod 600 {f}"
+    )
+    return [doctor._secret(Config(secret_file=place.secret()))]
+
+
+def limited(place: Place, **limits: list[Limit]) -> None:
+    for name, found in limits.items():
+        place.patch.setattr(MemoryLimits, name, lambda self, found=found: found)
+
+
+@mistake("memory limits", "warn", "a server of these settings takes 8 GiB", "or raise MemoryMax=")
+async def a_cgroup_smaller_than_the_server(place: Place) -> Iterable[Finding]:
+    limited(place, memory=[Limit("cgroup /pool", 4 * GIB, "MemoryMax=")], huge_pages=[])
+    limited(place, huge_pages=[Limit("reserved huge pages", 0, "vm.nr_hugepages")])
+    unset = Config(client=ClientConfig(transports=["tcp"]))
+    assert doctor._limits(unset, MemoryLimits()).verdict == "ok"
+    server = ServerConfig(tiers=["dram:8GiB", "nvme:/x:1TiB"])
+    return [doctor._limits(Config(server=server, client=unset.client), MemoryLimits())]
+
+
+@mistake("memory limits", "warn", "/dev/shm has 64 MiB, and UCX needs more", "raise --shm-size")
+async def a_small_dev_shm(place: Place) -> Iterable[Finding]:
+    limited(place, named_shared_memory=[Limit("/dev/shm", 64 << 20, "--shm-size")])
+    return [doctor._limits(Config(), MemoryLimits())]
+
+
+@mistake("memory limits", "warn", "ulimit -l has 64 KiB, and RDMA locks", "raise ulimit -l")
+async def a_small_memlock(place: Place) -> Iterable[Finding]:
+    limited(place, named_shared_memory=[], locked=[Limit("ulimit -l", 64 << 10, "ulimit -l")])
+    place.patch.setattr(Path, "exists", lambda _: True)  # a card is there
+    return [doctor._limits(Config(), MemoryLimits())]
+
+
+@mistake("huge pages", "warn", "shared memory: deny", "echo advise")
+async def huge_pages_denied(place: Place) -> Iterable[Finding]:
+    mode = place.folder / "shmem_enabled"
+    mode.write_text("always advise never [deny]")
+    opened = doctor.aiofiles.open
+    place.patch.setattr(doctor.aiofiles, "open", lambda _: opened(mode))
+    return [await doctor._huge_pages()]
+
+
+@mistake("kernel", "warn", "5.4.0 cannot touch pages in advance", "Linux >= 5.14")
+async def an_old_kernel(place: Place) -> Iterable[Finding]:
+    place.patch.setattr("platform.release", lambda: "5.4.0")
+    return [doctor._kernel()]
+
+
+@mistake("transport ucx", "fail", "left out: UCX has no lanes", "extras")
+async def ucx_without_lanes(place: Place) -> Iterable[Finding]:
+    def refused(_: str) -> None:
+        raise ConfigError("UCX has no lanes")
+
+    place.patch.setattr(registry, "transport", refused)
+    return doctor._transports(ClientConfig(transports=["ucx"]))
+
+
+@mistake("transport carrier", "warn", "not installed", "extras")
+async def a_transport_that_is_not_installed(place: Place) -> Iterable[Finding]:
+    return doctor._transports(ClientConfig(transports=["carrier", "tcp"]))
+
+
+@mistake("engine", "fail", "Connection refused", "the address of a vLLM server")
+async def an_engine_behind_a_proxy_of_the_environment(place: Place) -> Iterable[Finding]:
+    """A proxy would answer in its place: none is asked."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfrom a proxy")
+        writer.close()
+
+    proxy = await place.stack.enter_async_context(await asyncio.start_server(answer, "127.0.0.1"))
+    port = proxy.sockets[0].getsockname()[1]
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        place.patch.setenv(name, f"http://127.0.0.1:{port}")
+    return await examine_engines(["127.0.0.1:9"])
+
+
+@asynccontextmanager
+async def prepared(folder: Path) -> AsyncIterator[Place]:
+    with pytest.MonkeyPatch.context() as patch:
+        async with AsyncExitStack() as stack:
+            yield Place(folder, patch, stack)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+async def test_a_mistake_is_found_and_it_says_what_to_do(name: str, tmp_path: Path) -> None:
+    planted = MISTAKES[name]
+    async with prepared(tmp_path) as place:
+        found = list(await planted.plant(place))
+    fitting = [one for one in found if one.check.startswith(planted.check) and one.verdict != "ok"]
+    assert fitting, found
+    matching = [one for one in fitting if planted.text in one.text and planted.advice in one.advice]
+    assert matching, fitting
+    assert {one.verdict for one in matching} == {planted.verdict}
+    assert all(one.advice for one in matching)
+
+
+def test_there_are_many_and_a_right_pool_has_none() -> None:
+    assert len(MISTAKES) >= 50
+    assert not list(own_host.examine_settings(Config()))
+    assert not list(pool_health.unwell([member("a"), member("b")], "host"))
+    known = [member("a"), member("gone", alive=False)]
+    assert not list(pool_health.untold({"m:1": known, "m:2": known[:1]}))
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--masters", "127.0.0.1:9"], 1),
+        (["--masters", "no port"], 2),
+        (["--engine", "127.0.0.1:9"], 1),
+    ],
+)
+def test_a_script_sees_it_in_the_exit_code(options: list[str], code: int) -> None:
+    command = [sys.executable, "-m", "kvpool", "doctor", "--transport", "tcp", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stdout + done.stderr
