@@ -83,7 +83,8 @@ def test_the_schema_is_one_and_says_what_a_setting_is_for() -> None:
     jsonschema.Draft202012Validator.check_schema(made)
     for section in ("Config", "MasterConfig", "ServerConfig", "ClientConfig"):
         for name, field in made["$defs"][section]["properties"].items():
-            assert "$ref" in field or ("default" in field and field["description"]), name
+            assert ("default" in field) is ("$ref" not in field), name
+            assert "$ref" in field or field["description"]
     assert (
         "unique in the cluster" in made["$defs"]["ServerConfig"]["properties"]["id"]["description"]
     )

@@ -468,7 +468,7 @@ def limited(place: Place, **limits: list[Limit]) -> None:
 
 @mistake("memory limits", "warn", "a server of these settings takes 8 GiB", "or raise MemoryMax=")
 async def a_cgroup_smaller_than_the_server(place: Place) -> Iterable[Finding]:
-    limited(place, memory=[Limit("cgroup /pool", 4 * GIB, "MemoryMax=")], huge_pages=[])
+    limited(place, memory=[Limit("cgroup /pool", GIB // 2, "MemoryMax=")], huge_pages=[])
     limited(place, huge_pages=[Limit("reserved huge pages", 0, "vm.nr_hugepages")])
     unset = Config(client=ClientConfig(transports=["tcp"]))
     assert doctor._limits(unset, MemoryLimits()).verdict == "ok"
@@ -559,6 +559,9 @@ def test_there_are_many_and_a_right_pool_has_none() -> None:
     assert not list(pool_health.unwell([member("a"), member("b")], "host"))
     known = [member("a"), member("gone", alive=False)]
     assert not list(pool_health.untold({"m:1": known, "m:2": known[:1]}))
+    silent = [member("a", alive=False)]
+    (found,) = pool_health.untold({"m:1": known, "m:2": silent})  # it no longer hears of it
+    assert found.text.startswith("m:2 does not know it")
 
 
 @pytest.mark.parametrize(
