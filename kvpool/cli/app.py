@@ -24,6 +24,7 @@ from kvpool.cli import (
     spread,
     tenant,
     top,
+    up,
     usage,
 )
 
@@ -43,6 +44,7 @@ def _paragraphs(text: str) -> str:
 
 for command in (
     run.dev,
+    up.up,
     run.master,
     run.server,
     inspect.status,

@@ -50,6 +50,7 @@ SHORT_LIVED = {
     "kvpool/cli/run.py _serve_as": _MAIN,
     "kvpool/cli/top.py _on_screen": _MAIN,
     "kvpool/cli/top.py top.main": _MAIN,
+    "kvpool/cli/up.py _started": _MAIN,
     "kvpool/client/device_staging.py _run_two": _GROUP,
     "kvpool/client/idle_timeout.py InactivityTimer._on_timer": _CALL,
     "kvpool/client/masters.py Masters._ask_all": _CALL,

@@ -1,0 +1,111 @@
+"""The command up: a master and a server with what this host has."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from kvpool import runtime
+from kvpool.cli.shared import SecretFile, console, fail, run
+from kvpool.errors import ConfigError, KvpoolError, ServerLost
+from kvpool.units import parse_size
+
+if TYPE_CHECKING:
+    from kvpool.ops.host_plan import HostPlan
+
+
+def up(
+    capacity: Annotated[
+        str | None,
+        typer.Option(help="Memory for blocks, e.g. 64GiB. Default: half of what is left."),
+    ] = None,
+    disk: Annotated[
+        list[Path] | None,
+        typer.Option(help="Directory for a file of blocks, e.g. /data. Repeat it for several."),
+    ] = None,
+    address: Annotated[
+        str, typer.Option(help="Where this host is reached, e.g. 10.0.0.1.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the master.")] = 7450,
+    secret_file: SecretFile = None,
+    systemd: Annotated[
+        Path | None, typer.Option(help="Write units into this directory instead of starting.")
+    ] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="Only show what would be started.")] = False,
+) -> None:
+    """Run a master and a server with what this host has, and say why they are as they are."""
+    from kvpool.memory_limits import MemoryLimits, tightest
+    from kvpool.ops.host_plan import look_at, planned
+
+    try:
+        secret = str(Path(secret_file).resolve()) if secret_file else ""
+        if secret and not Path(secret).is_file():
+            raise ConfigError(
+                f"secret file {secret!r}: there is none; `kvpool secret FILE` makes it"
+            )
+        disks = [look_at(one) for one in disk or []]
+        memory = tightest(MemoryLimits().memory())
+        size = parse_size(capacity) if capacity else 0
+        plan = planned(memory, disks, size, address, port, secret)
+        _show(plan)
+        if systemd is not None:
+            _write_units(plan, systemd)
+        elif not dry:
+            run(_started(plan))
+    except KvpoolError as error:
+        fail(error)
+
+
+def _show(plan: HostPlan) -> None:
+    for what, chosen, why in plan.choices:
+        console.print(
+            f"{what:<7} {escape(chosen)}[dim]: {escape(why)}[/]".removesuffix(": "), soft_wrap=True
+        )
+    for words in (plan.master, plan.server):
+        console.print(f"  kvpool {' '.join(words)}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"\n  {plan.vllm}\n", soft_wrap=True, markup=False, highlight=False)
+
+
+def _write_units(plan: HostPlan, folder: Path) -> None:
+    from kvpool.ops.host_plan import unit
+
+    program = (sys.executable, "-m", "kvpool")
+    units = {
+        "kvpool-master.service": unit("master", (*program, *plan.master)),
+        "kvpool-server.service": unit("server", (*program, *plan.server), "kvpool-master.service"),
+    }
+    try:
+        for name, text in units.items():
+            with (folder / name).open("x") as file:
+                file.write(text)
+            console.print(f"written: {folder / name}", soft_wrap=True, markup=False)
+    except OSError as error:
+        raise ConfigError(f"{folder / name}: {error.strerror}") from None
+    console.print("add User= to them; then: systemctl daemon-reload, enable --now")
+
+
+async def _started(plan: HostPlan) -> None:
+    """Both processes until a signal. Raises ServerLost when one of them ends."""
+    import asyncio
+
+    from kvpool.tools.subprocesses import process_of
+
+    async with process_of("kvpool", *plan.master) as master:
+        console.print(await master.line(), markup=False)
+        async with process_of("kvpool", *plan.server) as server:
+            console.print(await server.line(), soft_wrap=True, markup=False)
+            console.print("\nPress Ctrl-C to stop.")
+            waits = [master.ended(), server.ended(), runtime.wait_for_signal()]
+            tasks = [asyncio.ensure_future(one) for one in waits]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            stopped = tasks[2].done()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            if not stopped:
+                name = "master" if master.code is not None else "server"
+                raise ServerLost(f"the {name} has ended: its log is above")

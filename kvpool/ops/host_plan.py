@@ -1,0 +1,145 @@
+"""What a pool of this one host looks like: how much memory and disk, which paths, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvpool.addresses import is_everywhere, is_loopback, join
+from kvpool.errors import ConfigError
+from kvpool.memory_limits import Limit
+from kvpool.units import human
+
+#: The shares of what is left of memory and disks that blocks get.
+_MEMORY_SHARE: Final = 0.5
+_DISK_SHARE: Final = 0.8
+#: Sizes are whole multiples of it.
+_STEP: Final = 1 << 20
+_CAPACITY_MIN: Final = 16 << 20
+
+
+class PlannedPart(NamedTuple):
+    """One thing that was chosen, and why."""
+
+    what: str
+    chosen: str
+    why: str
+
+
+class DiskSpace(NamedTuple):
+    """A directory for blocks: the bytes that are free there, and those that its file has."""
+
+    folder: Path
+    free: int
+    file_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """The words of the commands, and the choices behind them."""
+
+    master: tuple[str, ...]
+    server: tuple[str, ...]
+    vllm: str
+    choices: tuple[PlannedPart, ...]
+
+
+def look_at(folder: Path) -> DiskSpace:
+    """Raises ConfigError for what is no directory that this user may write."""
+    folder = folder.resolve()
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--disk {folder}: expected a directory that this user may write")
+    space, file = os.statvfs(folder), folder / "kvpool"
+    return DiskSpace(
+        folder, space.f_bavail * space.f_frsize, file.stat().st_size if file.exists() else 0
+    )
+
+
+def planned(
+    memory: Limit, disks: Sequence[DiskSpace], capacity: int, host: str, port: int, secret_file: str
+) -> HostPlan:
+    """A master and a server. `capacity` 0: as much as is good. Raises ConfigError."""
+    if is_everywhere(host) or not (is_loopback(host) or secret_file):
+        raise ConfigError(
+            f"--address {host}: expected an address of this host, and for other hosts a "
+            "--secret-file (`kvpool secret FILE` makes one)"
+        )
+    choices = []
+    if not capacity:
+        capacity = int(max(0, memory.free) * _MEMORY_SHARE) // _STEP * _STEP
+        if capacity < _CAPACITY_MIN:
+            raise ConfigError(
+                f"{memory.name} has {human(max(0, memory.free))} left: give --capacity"
+            )
+        why = f"half of what {memory.name} has left, {human(memory.free)}: engines need some, too"
+    else:
+        why = "as --capacity says"
+    choices.append(PlannedPart("memory", human(capacity), why))
+    tiers = [f"dram:{_text(capacity)}"] if disks else []
+    for disk in disks:
+        size = disk.file_size or int(disk.free * _DISK_SHARE) // _STEP * _STEP
+        tiers.append(f"nvme:{disk.folder / 'kvpool'}:{_text(size)}")
+        why = (
+            "as its file has" if disk.file_size else f"80 % of the {human(disk.free)} that are free"
+        )
+        choices.append(PlannedPart("disk", f"{disk.folder / 'kvpool'}, {human(size)}", why))
+    if not disks:
+        choices.append(PlannedPart("disk", "none", "--disk DIR holds more, and over a restart"))
+    alone = is_loopback(host)
+    why = "for engines of this host; --address serves others" if alone else "shm on this host"
+    choices.append(PlannedPart("paths", f"shm, tcp on {host}", why))
+    if not alone:
+        why = "it asks for no secret: docs/deploy-ucx.md for a fabric"
+        choices.append(PlannedPart("lanes", "without ucx", why))
+    shown = secret_file or "none"
+    choices.append(
+        PlannedPart("secret", shown, "" if secret_file else "loopback only; --secret-file")
+    )
+    address = join(host, port)
+    secret = ("--secret-file", secret_file) if secret_file else ()
+    sizes = [word for tier in tiers for word in ("--tier", tier)] or ["--capacity", _text(capacity)]
+    listen = f"tcp://{join(host, 0)},shm://"
+    return HostPlan(
+        ("master", "--bind", address, *secret),
+        ("server", "--masters", address, "--listen", listen, *sizes, *secret),
+        _vllm(address, secret_file),
+        tuple(choices),
+    )
+
+
+def _text(size: int) -> str:
+    """A size as an option has it, exactly."""
+    return str(size) if size % _STEP else f"{size // _STEP}MiB"
+
+
+def _vllm(address: str, secret_file: str) -> str:
+    extra = {"masters": [address], **({"secret_file": secret_file} if secret_file else {})}
+    settings = {
+        "kv_connector": "KVPoolConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    return f"vllm serve MODEL --kv-transfer-config '{json.dumps(settings)}'"
+
+
+def unit(what: str, command: Sequence[str], after: str = "") -> str:
+    """A unit of systemd that runs this command."""
+    words = " ".join(_quoted(word) for word in command)
+    order = f"After=network-online.target {after}".rstrip()
+    return (
+        f"[Unit]\nDescription=kvpool {what}\nWants=network-online.target\n{order}\n\n"
+        f"[Service]\nExecStart={words}\nRestart=always\nRestartSec=1\nTimeoutStopSec=30\n"
+        "LimitNOFILE=65536\nLimitMEMLOCK=infinity\nNoNewPrivileges=yes\nUMask=0077\n\n"
+        "[Install]\nWantedBy=multi-user.target\n"
+    )
+
+
+def _quoted(word: str) -> str:
+    for letter, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+        word = word.replace(letter, escaped)
+    return f'"{word}"'

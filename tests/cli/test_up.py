@@ -1,0 +1,146 @@
+"""`kvpool up`: a pool with what this host has, and the reasons."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvpool.cli.app import app
+from kvpool.config import load
+from kvpool.errors import ConfigError
+from kvpool.memory_limits import Limit
+from kvpool.ops.host_plan import DiskSpace, HostPlan, planned, unit
+
+MIB, GIB = 1 << 20, 1 << 30
+FREE = Limit("cgroup /pool", 10 * GIB + 5, "MemoryMax=")
+
+
+def plan(
+    memory: Limit = FREE,
+    disks: tuple[DiskSpace, ...] = (),
+    capacity: int = 0,
+    host: str = "127.0.0.1",
+    secret: str = "",
+) -> HostPlan:
+    return planned(memory, disks, capacity, host, 7450, secret)
+
+
+def why(chosen: HostPlan, what: str) -> list[str]:
+    return [f"{one.chosen}: {one.why}" for one in chosen.choices if one.what == what]
+
+
+def test_a_host_gives_half_of_the_memory_that_is_left() -> None:
+    chosen = plan()
+    assert chosen.server[-2:] == ("--capacity", "5120MiB")
+    assert why(chosen, "memory")[0].startswith("5 GiB: half of what cgroup /pool has left, 10 GiB")
+    assert plan(capacity=5000).server[-2:] == ("--capacity", "5000")
+    assert plan(Limit("x", 32 * MIB, "")).server[-1] == "16MiB"
+    for little in (32 * MIB - 1, -7):
+        with pytest.raises(ConfigError, match="give --capacity"):
+            plan(Limit("x", little, ""))
+
+
+def test_a_disk_gives_most_of_what_is_free_and_a_file_stays_as_it_is() -> None:
+    disks = (DiskSpace(Path("/a"), 10 * GIB, 0), DiskSpace(Path("/b"), GIB, 7 * GIB))
+    words = plan(disks=disks).server
+    tiers = [word for before, word in pairwise(words) if before == "--tier"]
+    assert tiers == ["dram:5120MiB", "nvme:/a/kvpool:8192MiB", "nvme:/b/kvpool:7168MiB"]
+    assert why(plan(disks=disks), "disk")[1] == "/b/kvpool, 7 GiB: as its file has"
+    load(flags={"server.tiers": tiers})
+
+
+def test_other_hosts_need_a_secret() -> None:
+    for host in ("10.0.0.1", "0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match="secret"):
+            plan(host=host)
+    with pytest.raises(ConfigError, match="an address of this host"):
+        plan(host="0.0.0.0", secret="/s")
+    chosen = plan(host="fd00::1", secret="/s")
+    assert chosen.master == ("master", "--bind", "[fd00::1]:7450", "--secret-file", "/s")
+    assert "tcp://[fd00::1]:0,shm://" in chosen.server
+    extra = json.loads(shlex.split(chosen.vllm)[-1])["kv_connector_extra_config"]
+    assert extra == {"masters": ["[fd00::1]:7450"], "secret_file": "/s"}
+    assert why(chosen, "lanes")
+
+
+def test_a_unit_runs_exactly_this_command() -> None:
+    parsed = configparser.RawConfigParser()
+    parsed.optionxform = str  # type: ignore[assignment]
+    parsed.read_string(
+        unit("server", ["/a b/python", "--tier", 'nvme:/100%/$x"y:1GiB'], "m.service")
+    )
+    service = parsed["Service"]
+    assert service["ExecStart"] == r'"/a b/python" "--tier" "nvme:/100%%/$$x\"y:1GiB"'
+    assert service["Restart"] == "always"
+    assert parsed["Unit"]["After"] == "network-online.target m.service"
+
+
+def up(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["up", *map(str, arguments)])
+
+
+def test_units_are_written_and_none_is_replaced(tmp_path: Path) -> None:
+    done = up("--capacity", "64MiB", "--disk", tmp_path, "--systemd", tmp_path)
+    assert done.exit_code == 0, done.output
+    server = (tmp_path / "kvpool-server.service").read_text()
+    assert f'"{sys.executable}" "-m" "kvpool" "server"' in server
+    assert f'"nvme:{tmp_path}/kvpool:' in server
+    assert "vllm serve MODEL" in done.stdout
+    again = up("--capacity", "64MiB", "--systemd", tmp_path)
+    assert again.exit_code == 2
+    assert "File exists" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--disk", "/there/is/none"], "expected a directory"),
+        (["--secret-file", "/there/is/none"], "`kvpool secret FILE` makes it"),
+        (["--address", "10.0.0.1"], "--secret-file"),
+        (["--capacity", "64GB"], "did you mean 64GiB"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(arguments: list[str], said: str) -> None:
+    done = up(*arguments, "--dry")
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.stderr.split())
+
+
+def test_it_runs_a_pool_until_it_is_stopped() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        start = [sys.executable, "-m", "kvpool", "up", "--capacity", "16MiB", "--port", str(port)]
+        taken = subprocess.run(start, capture_output=True, text=True, timeout=60)
+        assert taken.returncode == 1  # and no server is left behind
+    running = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert running.stdout is not None
+        while "Press Ctrl-C" not in (line := running.stdout.readline()):
+            assert line, "it has ended"
+        status = [
+            sys.executable,
+            "-m",
+            "kvpool",
+            "status",
+            "--masters",
+            f"127.0.0.1:{port}",
+            "--json",
+        ]
+        told = json.loads(subprocess.run(status, capture_output=True, timeout=60).stdout)
+        assert [one["capacity"] for one in told] == [16 * MIB]
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(20) == 0
+        gone = subprocess.run(status, capture_output=True, timeout=60)
+        assert gone.returncode == 1
+    finally:
+        running.kill()
