@@ -49,9 +49,11 @@ _TRIAL_SIZE = 1 << 20
 
 async def examine(settings: Config) -> list[Finding]:
     """Look at this machine, the masters, the servers, and one real block on each transport."""
-    findings = [_python(), _loop(), _kernel(), await _huge_pages(), _secret(settings)]
-    findings.append(_limits(settings, MemoryLimits()))
-    findings += examine_settings(settings)
+    findings = [_python(), _loop(), _kernel(), await _huge_pages()]
+    wrong = list(examine_settings(settings))
+    if all(one.check != "secret" for one in wrong):
+        findings.append(_secret(settings))
+    findings += [_limits(settings, MemoryLimits()), *wrong]
     findings += _transports(settings.client)
     findings.append(await asyncio.to_thread(device_memory, settings.client))  # imports torch
     known: dict[str, list[Member]] = {}

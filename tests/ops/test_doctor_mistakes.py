@@ -564,6 +564,14 @@ def test_there_are_many_and_a_right_pool_has_none() -> None:
     assert found.text.startswith("m:2 does not know it")
 
 
+async def test_a_check_that_warns_is_not_ok_as_well() -> None:
+    client = ClientConfig(masters=["127.0.0.1:9"], transports=["tcp"])
+    open_to_all = Config(client=client, server=ServerConfig(listen=["tcp://0.0.0.0:7460"]))
+    for settings, verdict in ((open_to_all, "warn"), (Config(client=client), "ok")):
+        found = [one for one in await doctor.examine(settings) if one.check == "secret"]
+        assert [one.verdict for one in found] == [verdict]
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [
