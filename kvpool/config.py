@@ -38,11 +38,9 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"unit": "seconds"})]
 #: As one text, these are split only where a new `scheme://` begins: settings may have commas.
 Addresses = Annotated[list[str], Meta(extra={"separator": r",(?=\s*[\w.+-]+://)"})]
 
-#: Values of `server.write_mode`.
+#: Values of `server.write_mode`, and of `client.device_path`.
 WRITE_THROUGH: Final = "write_through"
 WRITE_BACK: Final = "write_back"
-
-#: Values of `client.device_path`.
 STAGED: Final = "staged"
 DIRECT: Final = "direct"
 AUTO: Final = "auto"

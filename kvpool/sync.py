@@ -126,6 +126,7 @@ class Pool:
     write = _blocking(client.Pool.write)
     prefetch = _blocking(client.Pool.prefetch)
     remove = _blocking(client.Pool.remove)
+    members = _blocking(client.Pool.members)
 
     def session(self, name: str) -> ClientSession:
         """The conversation of this name. Raises UsageError. See `kvpool.Pool.session`."""

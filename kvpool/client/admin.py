@@ -50,6 +50,7 @@ class Admin:
     """
 
     def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._context = context = pool._context
         self._writer = pool._writer
         self._spreader = Spreader(context.lookup, context.servers, context.counters)
@@ -62,8 +63,8 @@ class Admin:
     # --- looking -------------------------------------------------------------------------
 
     async def members(self, *, timeout: float | None = None) -> list[Member]:
-        """Every server that a master knows, lost ones included. Raises MasterLost."""
-        return await self._context.servers.refresh(self._context.begin(timeout))
+        """As `Pool.members`."""
+        return await self._pool.members(timeout=timeout)
 
     async def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
         """The namespaces that have blocks, by name, with their numbers of blocks.

@@ -42,6 +42,7 @@ from kvpool.types import (
     Cluster,
     HostScore,
     Match,
+    Member,
     Namespace,
     PrefetchStatus,
     Presence,
@@ -261,6 +262,10 @@ class Pool:
         if self._context.tenant:
             raise UsageError("events are of the whole pool: a tenant's client cannot read them")
         return EventReader(self._context.masters, lambda: self._context.begin(None), from_position)
+
+    async def members(self, *, timeout: float | None = None) -> list[Member]:
+        """Every server that a master knows, lost ones included. Raises MasterLost."""
+        return await self._servers.refresh(self._context.begin(timeout))
 
     # --- reading -------------------------------------------------------------------------
 

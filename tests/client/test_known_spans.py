@@ -248,7 +248,8 @@ async def test_a_prompt_counts_once_and_all_of_it_is_asked_for() -> None:
         assert await found(lookup, chain) == (0, ReadStatus.NEVER_WRITTEN)
     assert master.taken() == [("FindChain", 0, 512)] * 3
     assert master.master.matches[ReadStatus.NEVER_WRITTEN] == 3
-    assert len(master.master._demand._asked) == 4000 // SPAN_BLOCKS  # the rest of it by its marks
+    # The rest of it by its marks.
+    assert len(master.master._demand._samples[""].asked) == 4000 // SPAN_BLOCKS
     master.announce(CHAIN)
     await found(lookup)
     master.announce([CHAIN[40]], ReadStatus.EVICTED)
