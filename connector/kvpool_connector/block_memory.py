@@ -36,7 +36,7 @@ from kvpool_connector.kv_layout import (
 
 #: Page-locked host memory of one transfer; the worker splits larger ones.
 STAGING_BYTES: Final = 32 << 20
-#: Transfers that have such memory at a time, as `transfers_max` has them if nobody sets it.
+#: Transfers that have such memory at a time: as many as a worker has under way.
 _LOADS: Final = 4
 _SAVES: Final = 2
 #: All that staging takes of a device, whatever the model. Copying half of it over a bus takes

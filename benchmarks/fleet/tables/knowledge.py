@@ -16,7 +16,8 @@ def hints(base: FleetOptions) -> list[Case]:
         memory_tokens = with_memory(base, share).memory_tokens
         for name, options in (
             ("lru", base),
-            ("lease", lease),
+            ("density", replace(base, policy="density")),
+            ("programs", replace(base, policy="programs")),
             ("end", replace(lease, hints=Hints.END)),
             ("end, arrival", replace(lease, hints=Hints.END | Hints.ARRIVAL)),
             ("end, arrival, resume", replace(lease, hints=Hints.ALL)),
