@@ -37,7 +37,7 @@ TRANSPORTS = ["inproc", "shm", "tcp", UCX]
 def _logs_as_before() -> Iterator[None]:
     """A command that runs in this process configures the logs of later tests, too."""
     logger = logging.getLogger("kvpool")
-    before = logger.handlers, logger.propagate, logger.level
+    before = list(logger.handlers), logger.propagate, logger.level
     yield
     logger.handlers, logger.propagate = before[:2]
     logger.setLevel(before[2])

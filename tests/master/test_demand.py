@@ -150,7 +150,7 @@ def test_a_flood_of_one_tenant_makes_the_figures_of_another_no_coarser() -> None
         first = 10_000 * (second + 1)
         meter.asked(theirs, [digest(first + n) for n in range(4096)], float(second), SIZE)
     found = {one.namespace: one for one in meter.demand(600.0).working_sets}
-    assert found[mine] == admin(alone).demand(600.0).working_sets[0]
+    assert found[mine] == alone.demand(600.0).working_sets[0]
 
 
 def test_of_many_tenants_each_follows_a_part_and_who_is_quiet_none() -> None:

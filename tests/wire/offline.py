@@ -117,7 +117,7 @@ class NoNetwork:
 def server(capacity: int = 64 << 10) -> BlockServer:
     """A block server that nobody has told of any master."""
     return BlockServer(
-        ServerConfig(id="s", masters=[], capacity=capacity, prefault=False),
+        ServerConfig(id="s", masters=[], capacity=capacity),
         cluster=Cluster(),
         network=NoNetwork(),
         transports={},

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 from msgspec import inspect
 
-from kvpool import admin
 from kvpool.client.pool_events import EventReader, PoolEventKind
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
@@ -128,7 +127,7 @@ async def test_where_blocks_are_comes_in_pages(lookup: Callable[[Master], Any]) 
     assert (
         await client.contains(long_name(0), asked, 0.0) == [True] * 30 + [False] * 3 + [True] * 10
     )
-    explained = await admin(client).explain(long_name(0), asked, 0.0)
+    explained = await client.explain(long_name(0), asked, 0.0)
     assert [one.key.digest for one in explained] == asked
     assert [one.status.hit for one in explained] == [True] * 30 + [False] * 3 + [True] * 10
 
