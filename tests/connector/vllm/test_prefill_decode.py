@@ -187,13 +187,13 @@ GOOD = {"version": 1, "name": "0123456789abcdef", "tokens": 672, "tail": "ab" * 
 def test_what_a_client_makes_up_delays_its_own_request(
     plain: Engine, pair: tuple[Engine, Engine], forged: Any
 ) -> None:
-    """At the most by the limit of the setting, and its answer is the same."""
+    """At the most by the 10 s that a load waits for a promise, and its answer is the same."""
     _, decodes = pair
     (tokens,) = prompts(1, seed=6)
     tokens = [len(str(forged)) % 900 + 10, *tokens]
     answer = decodes.generate([tokens], params={"kvpool": {"promise": forged}})
     assert answer["tokens"] == plain.generate([tokens])["tokens"]
-    assert answer["seconds"] < 3.0 + 5.0
+    assert answer["seconds"] < 10.0 + 5.0
 
 
 @pytest.mark.long  # what the second engine has generated is saved with its next step, or later
