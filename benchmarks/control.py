@@ -28,7 +28,7 @@ from typing import Final, TypeVar
 import uvloop
 
 from benchmarks.started import at_least, started
-from kvpool import ClientConfig, Namespace, Pool, WriteStatus, admin, connect, read_secret
+from kvpool import ClientConfig, Namespace, Pool, WriteStatus, connect, read_secret
 from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Link
 from kvpool.types import Cluster
@@ -89,7 +89,7 @@ async def _touched(pool: Pool) -> None:
     """Return when the server's memory is there: else the server that was started last is slower."""
     async with asyncio.timeout(60):
         while True:
-            (member,) = await admin(pool).members()
+            (member,) = await pool.members()
             if member.stats.rss >= _CAPACITY:
                 return
             await asyncio.sleep(0.1)

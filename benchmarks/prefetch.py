@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvpool import Namespace, Pool, admin
+from kvpool import Namespace, Pool
 from kvpool.client.opening import connect
 from kvpool.config import ClientConfig
 from kvpool.tools.subprocesses import process_of, servers_up
@@ -78,7 +78,7 @@ async def running(directory: Path) -> AsyncIterator[tuple[Pool, str]]:
 async def written(pool: Pool, blocks: int) -> None:
     """Wait until the file has so many blocks."""
     while True:
-        (member,) = await admin(pool).members()
+        (member,) = await pool.members()
         if member.stats.usage[1].written_blocks >= blocks:
             return
         await asyncio.sleep(0.05)
@@ -183,7 +183,7 @@ async def main(directory: Path, count: int) -> Table:
             add(f"{label}, alone", found[kind], base)
             add("... beside a stranger who looks up", base, base)
             add("... beside one who prefetches as often", found[f"{kind} beside prefetches"], base)
-        (member,) = await admin(pool).members()
+        (member,) = await pool.members()
         counters = member.stats.counters
         shown = ", ".join(f"{n} {c:,}" for n, c in counters.items() if n.startswith("prefetch"))
         table.caption = shown

@@ -179,7 +179,7 @@ async def measure(names: Sequence[str], mbit: int) -> dict[str, float]:
             )
         pool = await stack.enter_async_context(await connect(config=config))
         await asyncio.sleep(2.0)  # until all are registered
-        assert len(await admin(pool).members()) == len(servers)
+        assert len(await pool.members()) == len(servers)
         receivers = [f"s{number}" for number in range(1, len(servers))]
         for way in ("one after the other", "spread"):
             chain = await write(pool, way, blocks)

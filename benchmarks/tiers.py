@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.nvme import Bare
-from kvpool import Pool, admin
+from kvpool import Pool
 from kvpool import runtime as process
 from kvpool.checksum import checksum
 from kvpool.client.opening import connect
@@ -50,7 +50,7 @@ def keys(what: str, count: int) -> list[bytes]:
 
 
 async def _disk(pool: Pool) -> TierUsage:
-    (member,) = await admin(pool).members()
+    (member,) = await pool.members()
     return member.stats.usage[1]
 
 

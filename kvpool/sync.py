@@ -252,7 +252,6 @@ class Admin:
     def __repr__(self) -> str:
         return repr(self._inner)
 
-    members = _blocking(administration.Admin.members)
     namespaces = _blocking(administration.Admin.namespaces)
     demand = _blocking(administration.Admin.demand)
     explain = _blocking(administration.Admin.explain)

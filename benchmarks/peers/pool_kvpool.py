@@ -11,7 +11,7 @@ from typing import Any
 import kvpool
 from benchmarks.peers.contract import Blocks, Failed, Key, Memory, Shape
 from benchmarks.peers.processes import Process, Rig, free_ports, until
-from kvpool import ClientConfig, Namespace, admin
+from kvpool import ClientConfig, Namespace
 from kvpool.types import ROOT, Member
 
 _NAMESPACE = Namespace("peers")
@@ -87,7 +87,7 @@ class KvpoolSystem:
 
     async def _members(self) -> list[Member]:
         assert self._pool is not None
-        return await admin(self._pool).members()
+        return await self._pool.members()
 
     async def _all_there(self) -> bool:
         return sum(m.alive for m in await self._members()) == self._shape.stores

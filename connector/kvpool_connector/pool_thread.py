@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import kvpool
-from kvpool import ClientConfig, Cluster, KvpoolError, Namespace, Pool, ReadStatus, admin
+from kvpool import ClientConfig, Cluster, KvpoolError, Namespace, Pool, ReadStatus
 from kvpool.backoff import Backoff
 from kvpool.types import Duration
 
@@ -167,7 +167,7 @@ class PoolThread:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S if looks_without else _SERVERS_EVERY_S)
             try:
-                members = await admin(pool).members(timeout=_LOOK_TIMEOUT_S)
+                members = await pool.members(timeout=_LOOK_TIMEOUT_S)
             except Exception:  # the other look says that
                 continue
             masters = ", ".join(self._config.masters)
@@ -208,7 +208,7 @@ async def _problem_of(pool: Pool) -> str:
         match = await pool.match(_NOWHERE, [bytes(32)], timeout=_LOOK_TIMEOUT_S)
         if match.stopped is not ReadStatus.NO_MASTER:
             return ""
-        await admin(pool).members(timeout=_LOOK_TIMEOUT_S)  # the error says why
+        await pool.members(timeout=_LOOK_TIMEOUT_S)  # the error says why
     except Exception as error:
         return _text(error)
     return ""

@@ -138,7 +138,7 @@ class Fleet:
                     self.sharing[engine.url] = Sharing(namespace, int(size), hashed)
         if engine.host == NOWHERE:
             at = urllib.parse.urlsplit(engine.url).hostname
-            for member in await admin(self._pool).members(timeout=_ANSWER_S):
+            for member in await self._pool.members(timeout=_ANSWER_S):
                 if at in {urllib.parse.urlsplit(one).hostname for one in member.addresses}:
                     engine.host = member.host
 

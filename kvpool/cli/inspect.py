@@ -48,6 +48,7 @@ def status(
 
     Exit code 1 if no server is up.
     """
+    from kvpool.client.admin import admin
     from kvpool.ops.demand import OBSERVED_S, demand_table, demand_text
     from kvpool.ops.folding import Fitted
     from kvpool.ops.tables import (
@@ -62,8 +63,8 @@ def status(
     settings = query_settings(config, masters, cluster, secret_file, local_only)
 
     async def main() -> tuple[list[Member], list[tuple[Namespace, int]], Demand]:
-        async with open_admin(settings) as operator:
-            members = await operator.members(timeout=QUERY_S)
+        async with await open_pool(settings) as pool:
+            members, operator = await pool.members(timeout=QUERY_S), admin(pool)
             namespaces = await operator.namespaces(timeout=QUERY_S) if not as_json else []
             return members, namespaces, await operator.demand(timeout=QUERY_S)
 

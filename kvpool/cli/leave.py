@@ -19,7 +19,7 @@ from kvpool.cli.shared import (
     check_server,
     console,
     fail,
-    open_admin,
+    open_pool,
     query_settings,
     run,
     stderr,
@@ -71,8 +71,11 @@ def drain(
         fail(error)
 
     async def main() -> DrainReport:
-        async with open_admin(settings) as operator:
-            await check_server(operator, server)
+        from kvpool.client.admin import admin
+
+        async with await open_pool(settings) as pool:
+            await check_server(pool, server)
+            operator = admin(pool)
             if cancel:
                 return await operator.cancel_drain(server)
             await operator.drain(server, within_s=within_s, back_in_s=back_in_s)

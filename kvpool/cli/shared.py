@@ -140,9 +140,9 @@ def no_such_name(name: str, members: Sequence[Member], *, hosts: bool = False) -
     return f"no {what} has the name {name!r}: {listed}; `kvpool status` shows all"
 
 
-async def check_server(operator: Admin, server: str) -> None:
+async def check_server(pool: Pool, server: str) -> None:
     """Raises ConfigError when no server has this id, and MasterLost."""
-    members = await operator.members()
+    members = await pool.members()
     if all(one.server != server for one in members):
         raise ConfigError(no_such_name(server, members))
 

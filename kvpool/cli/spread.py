@@ -21,7 +21,7 @@ from kvpool.cli.shared import (
     digests_of,
     fail,
     no_such_name,
-    open_admin,
+    open_pool,
     query_settings,
     run,
     stderr,
@@ -73,16 +73,18 @@ def spread(
     receivers: int | list[str] = int(to) if to.isdecimal() else [n for n in to.split(",") if n]
 
     async def main() -> SpreadReport:
-        async with open_admin(settings) as operator:
+        from kvpool.client.admin import admin
+
+        async with await open_pool(settings) as pool:
             try:
-                report = await operator.spread(wanted, chain, to=receivers, timeout=within_s)
+                report = await admin(pool).spread(wanted, chain, to=receivers, timeout=within_s)
             except UsageError as error:
                 raise ConfigError(f"--to {to}: {error}") from None
             from kvpool.client.spread_plan import NO_SUCH_NAME
 
             wrong = [one.server for one in report.servers if one.problem == NO_SUCH_NAME]
             for name in wrong[:_WRONG_NAMES_MAX]:
-                line = no_such_name(name, await operator.members(), hosts=True)
+                line = no_such_name(name, await pool.members(), hosts=True)
                 stderr.print(line, markup=False, highlight=False, soft_wrap=True)
             return report
 

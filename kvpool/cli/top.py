@@ -19,7 +19,7 @@ from kvpool.cli.shared import (
     Masters,
     SecretFile,
     console,
-    open_admin,
+    open_pool,
     query_settings,
     run,
 )
@@ -30,7 +30,7 @@ from kvpool.units import parse_duration
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from kvpool.client.admin import Admin
+    from kvpool.client.pool import Pool
     from kvpool.config import Config
     from kvpool.ops.top import Top
 
@@ -77,12 +77,12 @@ async def _watch(settings: Config, pause_s: float, refreshes: int) -> None:
     from kvpool.ops.top import Top
 
     view = Top(FOR_OPERATORS if cluster_of(settings).tenant else "")
-    async with open_admin(settings) as operator:
+    async with await open_pool(settings) as pool:
         if console.is_terminal and not console.is_dumb_terminal:
-            await _on_screen(operator, view, pause_s, refreshes)
+            await _on_screen(pool, view, pause_s, refreshes)
             return
         for count in itertools.count(1):
-            await _look(operator, view)
+            await _look(pool, view)
             for line in _lines(view, console.width, None):
                 console.print(line)
             if count == refreshes:
@@ -91,12 +91,14 @@ async def _watch(settings: Config, pause_s: float, refreshes: int) -> None:
             await asyncio.sleep(pause_s)
 
 
-async def _look(operator: Admin, view: Top) -> None:
+async def _look(pool: Pool, view: Top) -> None:
     """Ask for what is there; when no master answers, the view says so."""
+    from kvpool.client.admin import admin
+
     try:
-        members = await operator.members(timeout=QUERY_S)
+        members = await pool.members(timeout=QUERY_S)
         try:
-            demand = await operator.demand(timeout=QUERY_S)
+            demand = await admin(pool).demand(timeout=QUERY_S)
         except KvpoolError:  # of a tenant
             demand = None
         view.seen(time.monotonic(), members, demand)
@@ -104,7 +106,7 @@ async def _look(operator: Admin, view: Top) -> None:
         view.lost(time.monotonic(), time.strftime("%H:%M:%S"), str(error))
 
 
-async def _on_screen(operator: Admin, view: Top, pause_s: float, refreshes: int) -> None:
+async def _on_screen(pool: Pool, view: Top, pause_s: float, refreshes: int) -> None:
     """Draw after each look, key and change of the size. The screen is as before at the end."""
     import asyncio
 
@@ -122,7 +124,7 @@ async def _on_screen(operator: Admin, view: Top, pause_s: float, refreshes: int)
     async def look_again_and_again() -> None:
         try:
             for count in itertools.count(1):
-                await _look(operator, view)
+                await _look(pool, view)
                 changed.set()
                 if count == refreshes:
                     return

@@ -18,7 +18,7 @@ from kvpool.cli.shared import (
     Masters,
     SecretFile,
     console,
-    open_admin,
+    open_pool,
     query_settings,
     run,
 )
@@ -54,8 +54,8 @@ def usage(
     settings = query_settings(config, masters, cluster, secret_file, local_only)
 
     async def main() -> list[Member]:
-        async with open_admin(settings) as operator:
-            return await operator.members(timeout=QUERY_S)
+        async with await open_pool(settings) as pool:
+            return await pool.members(timeout=QUERY_S)
 
     members = run(main())
     found = usage_by(by.value, members)

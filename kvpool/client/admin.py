@@ -20,7 +20,6 @@ from kvpool.types import (
     DrainOrder,
     DrainReport,
     Explanation,
-    Member,
     Namespace,
     SpreadReport,
     WriteBlock,
@@ -50,7 +49,6 @@ class Admin:
     """
 
     def __init__(self, pool: Pool) -> None:
-        self._pool = pool
         self._context = context = pool._context
         self._writer = pool._writer
         self._spreader = Spreader(context.lookup, context.servers, context.counters)
@@ -61,10 +59,6 @@ class Admin:
         return f"<Admin of {self._context.servers!r}>"
 
     # --- looking -------------------------------------------------------------------------
-
-    async def members(self, *, timeout: float | None = None) -> list[Member]:
-        """As `Pool.members`."""
-        return await self._pool.members(timeout=timeout)
 
     async def namespaces(self, *, timeout: float | None = None) -> list[tuple[Namespace, int]]:
         """The namespaces that have blocks, by name, with their numbers of blocks.

@@ -213,7 +213,7 @@ async def _master(
     try:
         async with _client(cluster_of(settings), only) as pool:
             started = time.perf_counter()
-            members = await admin(pool).members()
+            members = await pool.members()
     except KvpoolError as error:
         hint = await diagnose_unreachable([address], cluster_of(settings))
         why, advice = ("", "see secret_file") if hint else await unreachable(address)
@@ -249,7 +249,7 @@ async def _pool(settings: Config) -> list[Finding]:
         async with _client(
             cluster_of(settings), _asking(client, client.masters, client.transports)
         ) as pool:
-            members = await admin(pool).members()
+            members = await pool.members()
             findings = await _compared(pool, members)
             findings += same_id(members, settings.server.id, host_id())
     except KvpoolError:

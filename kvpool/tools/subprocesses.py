@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvpool.client.admin import admin
 from kvpool.client.opening import connect
 from kvpool.config import ClientConfig
 from kvpool.errors import ServerLost
@@ -97,7 +96,7 @@ async def servers_up(master: str, count: int) -> list[Member]:
     until = loop.time() + _START_S
     async with await connect(config=ClientConfig(masters=[master])) as pool:
         while True:
-            members = await admin(pool).members()
+            members = await pool.members()
             if sum(member.alive for member in members) >= count:
                 return members
             if loop.time() > until:

@@ -11,7 +11,6 @@ import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from kvpool import admin
 from kvpool.client.opening import connect
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
@@ -189,7 +188,7 @@ class ProcessCluster:
                 with contextlib.suppress(Unavailable):
                     async with self.client(master=master) as pool:
                         while alive < set(self.servers) and loop.time() < until:
-                            alive = {m.server for m in await admin(pool).members() if m.alive}
+                            alive = {m.server for m in await pool.members() if m.alive}
                             await asyncio.sleep(0.02)
 
     async def close(self) -> None:

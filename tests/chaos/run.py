@@ -311,7 +311,7 @@ class Chaos:
         while leaks and self._loop.time() < until:
             await asyncio.sleep(0.5)
             async with self._cluster.client() as pool:
-                members = await admin(pool).members()
+                members = await pool.members()
             leaks = [
                 f"{member.server}: {count} {what}"
                 for member in members

@@ -359,7 +359,7 @@ WRITER = """
 
 
 async def address_of(pool: Pool, server: str, scheme: str) -> str:
-    (found,) = [m for m in await admin(pool).members() if m.server == server]
+    (found,) = [m for m in await pool.members() if m.server == server]
     return next(address for address in found.addresses if address.startswith(scheme))
 
 

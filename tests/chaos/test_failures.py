@@ -85,7 +85,7 @@ async def test_reads_with_a_match_need_no_master(pool_dev: dev.Dev, scheme: str)
         (status,) = await pool.write(NAMESPACE, [key("w")], [b"x"], timeout=0.3)
         assert status in (WriteStatus.NO_MASTER, WriteStatus.DEADLINE)
         with pytest.raises(MasterLost, match=pool_dev.address):
-            await admin(pool).members(timeout=0.3)
+            await pool.members(timeout=0.3)
 
 
 async def test_no_master_is_an_error_at_once() -> None:

@@ -86,15 +86,15 @@ def test_status_without_a_server_is_a_failure(pool: LocalPool) -> None:
 
 def test_top_refreshes_as_often_as_asked(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    from kvpool.client.admin import Admin
+    from kvpool import Pool
 
-    members = Admin.members
+    members = Pool.members
 
-    async def counted(self: Admin, **options: Any) -> Any:
+    async def counted(self: Pool, **options: Any) -> Any:
         asked.append(options)
         return await members(self, **options)
 
-    monkeypatch.setattr(Admin, "members", counted)
+    monkeypatch.setattr(Pool, "members", counted)
     done = kvpool("top", "--masters", pool.master, "--every", "1ms", "--refreshes", "3")
     assert done.exit_code == 0, done.output
     assert "dev-0" in done.stdout
@@ -104,11 +104,11 @@ def test_top_refreshes_as_often_as_asked(pool: LocalPool, monkeypatch: pytest.Mo
 def test_top_shows_what_went_wrong_and_goes_on(
     pool: LocalPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpool.client.admin import Admin
+    from kvpool import Pool
 
-    members, asked = Admin.members, []
+    members, asked = Pool.members, []
 
-    async def failing(self: Admin, **options: Any) -> Any:
+    async def failing(self: Pool, **options: Any) -> Any:
         if "timeout" in options:
             asked.append(options)
             if len(asked) == 2:
@@ -117,7 +117,7 @@ def test_top_shows_what_went_wrong_and_goes_on(
                 raise ValueError("a bug")
         return await members(self, **options)
 
-    monkeypatch.setattr(Admin, "members", failing)
+    monkeypatch.setattr(Pool, "members", failing)
     done = kvpool("top", "--masters", pool.master, "--every", "1ms", "--refreshes", "3")
     assert done.exit_code == 0, done.output
     assert len(asked) == 3

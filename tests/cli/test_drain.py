@@ -93,7 +93,7 @@ async def test_a_name_that_no_server_has_is_a_usage_error(cancel: bool) -> None:
         assert code == 2, output
         assert "no server has the name 'server-17': there are server-" in output
         assert "kvpool status" in output
-        assert not any(one.stats.draining for one in await admin(pool).members())
+        assert not any(one.stats.draining for one in await pool.members())
 
 
 async def test_what_has_no_room_is_exit_1_and_a_table_and_it_may_stay() -> None:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 import kvpool
-from kvpool import ClientConfig, Cluster, MasterLost, WriteStatus, admin, local_secret
+from kvpool import ClientConfig, Cluster, MasterLost, WriteStatus, local_secret
 from kvpool.cli import other_users
 from kvpool.config import load, local_secret_file
 from kvpool.errors import ConfigError, Unauthenticated
@@ -70,7 +70,7 @@ async def test_a_process_without_the_secret_is_refused_on_every_port() -> None:
         assert "requires a secret" in why
         cluster = Cluster("default", local_secret())
         async with await kvpool.connect(address, cluster=cluster) as pool:
-            (member,) = await admin(pool).members()
+            (member,) = await pool.members()
         (tcp,) = [a for a in member.addresses if a.startswith("tcp://127.0.0.1:")]
         with pytest.raises(Unauthenticated):
             await TcpTransport().connect(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import ClientConfig, PrefetchStatus, ReadStatus, admin, connect
+from kvpool import ClientConfig, PrefetchStatus, ReadStatus, connect
 from kvpool.tools.subprocesses import process_of, servers_up
 from tests.conftest import NAMESPACE, buffers, keys, values
 
@@ -38,7 +38,7 @@ async def test_a_server_brings_up_what_will_be_read_and_counts_it(tmp_path: Path
                     await pool.write(NAMESPACE, filler, values(filler, BLOCK))
 
                 async def counters() -> dict[str, int]:
-                    (member,) = await admin(pool).members()
+                    (member,) = await pool.members()
                     return member.stats.counters
 
                 async def tier() -> set[str]:

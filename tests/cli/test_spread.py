@@ -91,7 +91,7 @@ async def test_what_is_read_has_two_copies_again_after_a_server_was_killed() -> 
         read = [n for n, held in enumerate(before) if lost in held][::2]  # of those that lost one
         await cluster.servers[lost].kill()
         for _ in range(300):
-            if lost not in {one.server for one in await admin(pool).members() if one.alive}:
+            if lost not in {one.server for one in await pool.members() if one.alive}:
                 break
             await asyncio.sleep(0.2)
         assert {len(await holders(pool, chains[n])) for n in read} == {1}
@@ -121,7 +121,7 @@ async def begun(pool: Pool) -> None:
 
 async def holders(pool: Pool, chain: Sequence[bytes]) -> set[str]:
     """The servers that live and have all of the chain."""
-    living = {one.server for one in await admin(pool).members() if one.alive}
+    living = {one.server for one in await pool.members() if one.alive}
     found = [
         {one.server for one in each.replicas}
         for each in await admin(pool).explain(NAMESPACE, chain)

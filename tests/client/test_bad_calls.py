@@ -258,7 +258,7 @@ CALLS: dict[str, Callable[[Pool, list[bytes]], Coroutine[Any, Any, Any]]] = {
     "read": lambda pool, _: pool.read(NAMESPACE, CHAIN, buffers(3)),
     "match": lambda pool, _: pool.match(NAMESPACE, CHAIN),
     "remove": lambda pool, chain: pool.remove(NAMESPACE, chain),
-    "members": lambda pool, _: admin(pool).members(),
+    "members": lambda pool, _: pool.members(),
 }
 
 

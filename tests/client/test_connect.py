@@ -18,7 +18,6 @@ from kvpool import (
     ConfigError,
     MasterLost,
     Pool,
-    admin,
     connect,
     dev,
     read_cluster,
@@ -49,7 +48,7 @@ async def test_a_master_that_answers_late_is_waited_for() -> None:
     master = Master(MasterConfig(bind=address), network)
     await master.start()
     async with await connecting as pool:
-        assert await admin(pool).members() == []
+        assert await pool.members() == []
     await master.close()
     network.close()
 
@@ -115,7 +114,7 @@ async def test_a_secret_a_transport_and_a_timeout_are_arguments(guarded: tuple[s
         async with await connect(address, secret_file=file, transports=["tcp"]) as pool:
             assert await through(pool) == {"tcp"}
     sync = await asyncio.to_thread(kvpool.sync.connect, address, secret_file=secret)
-    assert len(await asyncio.to_thread(kvpool.sync.admin(sync).members)) == 1
+    assert len(await asyncio.to_thread(sync.members)) == 1
     await asyncio.to_thread(sync.close)
     with pytest.raises(MasterLost):
         await connect(address, timeout=0.3)
@@ -135,7 +134,7 @@ async def test_arguments_replace_what_the_configuration_says(guarded: tuple[str,
     given = {"transports": ["tcp"], "timeout": 5.0, "secret_file": secret}
     async with await connect(address, config=config, **given) as pool:
         assert await through(pool) == {"tcp"}
-        assert (await admin(pool).members(timeout=5.0))[0].alive
+        assert (await pool.members(timeout=5.0))[0].alive
     with pytest.raises(MasterLost):
         await connect(config=config, secret_file=secret)
 

@@ -24,7 +24,6 @@ from kvpool import (
     ReadStatus,
     TooLarge,
     Unavailable,
-    admin,
     connect,
     dev,
 )
@@ -333,7 +332,7 @@ async def auto(
     monkeypatch.setattr(direct, "is_fast", lambda block: True)
     async with served.pool(configured(served, "auto")) as pool:
         pool._servers._host = dataclasses.replace(pool._servers._host, id="elsewhere")
-        await admin(pool).members()
+        await pool.members()
         await compiled(pool, gpu)
         yield pool
 
@@ -566,7 +565,7 @@ async def test_auto_goes_through_the_host_until_kernels_are_compiled(
     monkeypatch.setattr(direct, "_compile", lambda device: go_on.wait(20))
     async with served.pool(configured(served, "auto")) as pool:
         pool._servers._host = auto._servers._host
-        await admin(pool).members()
+        await pool.members()
         for _ in range(2):
             sources = [gpu.tensor(one) for one in data]
             assert all(one.present for one in await pool.write(NAMESPACE, chain, sources))

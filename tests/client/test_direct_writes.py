@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Pool, TooLarge, Unavailable, WriteStatus, admin, connect, dev
+from kvpool import ClientConfig, Pool, TooLarge, Unavailable, WriteStatus, connect, dev
 from kvpool.client import device_direct as direct
 from kvpool.client import device_writes as writes
 from kvpool.client.servers import Servers
@@ -393,7 +393,7 @@ async def test_auto_is_staged_where_memory_is_shared_or_the_device_is_slow(
     assert statuses(written) == ["stored"] * 4
     assert auto.counters["direct_write_bytes"] == auto.counters["staged_write_bytes"] == 2 * SIZE
     async with served.pool(configured(served, "auto")) as beside:
-        await admin(beside).members()
+        await beside.members()
         other = keys("beside", 2)
         sources = [gpu.tensor(one, 1) for one in values(other, SIZE)]
         assert statuses(await beside.write(NAMESPACE, other, sources)) == ["stored"] * 2

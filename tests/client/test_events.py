@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import BadKey, Namespace, PoolEvent, PoolEventKind, Replica, admin, dev
+from kvpool import BadKey, Namespace, PoolEvent, PoolEventKind, Replica, dev
 from kvpool.client import pool_events
 from kvpool.client.pool_events import EventPosition
 from kvpool.errors import MasterLost
@@ -45,7 +45,7 @@ async def test_events_begin_with_all_that_is_there_and_go_on(pool_dev: dev.Dev) 
         await pool_dev.servers[0].close()
         left = await until(events, PoolEventKind.LEFT)
         assert left.server == server.server
-        assert [one.left for one in await admin(pool).members()] == [True]
+        assert [one.left for one in await pool.members()] == [True]
         snapshot = pool.events()
         assert (await until(snapshot, PoolEventKind.LEFT)).server == server.server
 
@@ -110,7 +110,7 @@ async def test_a_reader_tells_for_how_long_it_has_known_nothing_new(pool_dev: de
 async def test_where_says_which_blocks_are_there_in_whatever_order(pool_dev: dev.Dev) -> None:
     chain = keys("chain", 3)
     async with pool_dev.pool() as pool:
-        ((server, *_),) = await admin(pool).members()
+        ((server, *_),) = await pool.members()
         await pool.write(NAMESPACE, chain, values(chain))
         await pool.remove(NAMESPACE, [chain[0]])
         first, second, third = await pool.where(NAMESPACE, [chain[2], chain[0], chain[1]])

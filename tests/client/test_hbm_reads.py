@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Pool, ReadStatus, admin, connect, dev
+from kvpool import ClientConfig, Pool, ReadStatus, connect, dev
 from kvpool.client import device_direct as direct
 from kvpool.client import reader
 from kvpool.server.state.budget import Limits
@@ -303,7 +303,7 @@ async def auto(
     monkeypatch.setattr(direct, "is_fast", lambda block: True)
     async with served.pool(configured(served, "auto")) as pool:
         pool._servers._host = dataclasses.replace(pool._servers._host, id="elsewhere")
-        await admin(pool).members()
+        await pool.members()
         await compiled(pool, gpu)
         yield pool
 

@@ -353,7 +353,8 @@ async def test_a_closed_pool_says_so(pool_dev: dev.Dev) -> None:
         pool.match(NAMESPACE, [key("a")]),
         pool.remove(NAMESPACE, [key("a")], timeout=1.0),
         session.end(),
-        operator.members(),
+        pool.members(),
+        operator.namespaces(),
     ):
         with pytest.raises(Closed, match="the pool is closed"):
             await call

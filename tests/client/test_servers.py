@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpool import Match, Member, Pool, ReadStatus, WriteStatus, admin, dev
+from kvpool import Match, Member, Pool, ReadStatus, WriteStatus, dev
 from kvpool.client import servers as servers_module
 from kvpool.errors import LinkBroken, MasterLost
 from kvpool.protocols import SupportsZeroCopyView
@@ -35,7 +35,7 @@ async def test_paths_that_failed_are_forgotten_in_time(
     """A server has another port after each restart: a client must not keep them all."""
     monkeypatch.setattr(servers_module, "_BACKOFF_S_MAX", BACKOFF_S)
     async with pool_dev.pool() as pool:
-        await admin(pool).members()
+        await pool.members()
         servers = pool._servers
         for port in range(3):
             fail(servers, f"tcp://127.0.0.1:{port}")
@@ -51,7 +51,7 @@ async def test_a_call_that_waited_to_connect_is_not_misled_by_another_path(
     """That an old failure is forgotten while the call waits is no new failure of its path."""
     monkeypatch.setattr(servers_module, "_BACKOFF_S_MAX", BACKOFF_S)
     async with pool_dev.pool() as pool:
-        await admin(pool).members()
+        await pool.members()
         servers = pool._servers
         (record,) = servers._records.values()
         path = record.paths[0]
@@ -86,7 +86,7 @@ async def test_a_call_that_waits_to_connect_ends_at_its_deadline(pool_dev: dev.D
 async def test_a_server_with_other_addresses_is_called_there_at_once(pool_dev: dev.Dev) -> None:
     """Another process may have had its id for a time: the epoch need not be another one."""
     async with pool_dev.pool() as pool:
-        await admin(pool).members()
+        await pool.members()
         (record,) = pool._servers._records.values()
         record.paths = [servers_module._Path("tcp", "tcp://127.0.0.1:1")]
         statuses = await pool.write(NAMESPACE, keys("moved", 1), [b"a" * 100])
@@ -158,7 +158,7 @@ async def test_memory_is_shown_over_the_next_path_when_the_first_is_broken(
     pool_dev: dev.Dev,
 ) -> None:
     async with pool_dev.pool() as pool:
-        await admin(pool).members()
+        await pool.members()
         (record,) = pool._servers._records.values()
         record.paths = [servers_module._Path("tcp", "tcp://127.0.0.1:1"), *record.paths]
         deadline = asyncio.get_running_loop().time() + 5
@@ -176,7 +176,7 @@ async def test_connections_to_the_process_before_a_restart_are_closed(pool_dev: 
         record.epoch = 0
         record.backoff.next_delay()
         record.retry_at = record.slow_until = asyncio.get_running_loop().time() + 60
-        await admin(pool).members()
+        await pool.members()
         assert not record.channels
         assert not record.retry_at
         assert not record.slow_until

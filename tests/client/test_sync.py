@@ -53,7 +53,7 @@ def test_a_session_and_an_operator_in_a_thread(address: str) -> None:
             pool.session("")
         with pytest.raises(UsageError, match=r"a kvpool.sync.Pool has kvpool.sync.admin"):
             kvpool.admin(pool)  # type: ignore[arg-type]
-    for call in (session.arrived, operator.members):
+    for call in (session.arrived, operator.namespaces, pool.members):
         with pytest.raises(Closed):
             call()
 
@@ -78,7 +78,7 @@ def test_threads_share_a_pool(address: str) -> None:
         for thread in threads:
             thread.join()
         assert wrong == []
-        assert len(kvpool.sync.admin(pool).members()) == 1
+        assert len(pool.members()) == 1
 
 
 def test_views_removal_and_explanations(address: str) -> None:
@@ -140,7 +140,7 @@ def test_a_call_after_the_loop_has_ended_is_closed(address: str) -> None:
     pool.close()
     pool._closed = False  # as another thread may have read it just before
     with pytest.raises(Closed):
-        kvpool.sync.admin(pool).members()
+        pool.members()
 
 
 def test_a_forked_child_is_told(address: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kvpool.sync
-from kvpool import ClientConfig, UsageError, admin, dev
+from kvpool import ClientConfig, UsageError, dev
 from kvpool.testing import Ran
 from kvpool.testing.connector_checks import prompt
 
@@ -147,7 +147,7 @@ def test_a_conversation_that_changes_its_process(pool: kvpool.sync.Pool) -> None
     assert loaded + computed == computed_alone
     # All full blocks of what was there before: 248 tokens and 12 more with each turn of 52.
     assert loaded == sum((251 + 52 * turn) // BLOCK_TOKENS * BLOCK_TOKENS for turn in range(3))
-    assert admin(pool).members()  # it is the caller's, and still open
+    assert pool.members()  # it is the caller's, and still open
 
 
 PROCESS = """

@@ -311,7 +311,7 @@ async def test_a_pool_says_how_much_is_asked_for(pool: Pool, pool_dev: dev.Dev) 
     assert 0 < found.size <= 6 * SIZE * 1.01
     assert demand.chain_servers == 1.0
     assert 0.1 < demand.beyond_hole < 0.6  # three of five, since a block of the chain is gone
-    members = await admin(pool).members()
+    members = await pool.members()
     assert demand_table(demand).row_count == 1
     assert "times the live working set" not in demand_text(demand, members).plain  # after seconds
     assert "read from 1.0 servers" in demand_text(demand, members).plain

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvpool.net.announced as announcing
-from kvpool import ClientConfig, Cluster, Pool, addresses, admin, dev
+from kvpool import ClientConfig, Cluster, Pool, addresses, dev
 from kvpool.config import load
 from kvpool.errors import ConfigError
 from kvpool.kv_events import EventBatch, encode_batch
@@ -124,7 +124,7 @@ async def test_masters_hear_of_no_address_that_means_the_one_who_asks(
         assert address.startswith("tcp://127.0.0.9:")
         assert running.address.startswith("127.0.0.9:")
         await _round_trip(pool)
-        (member,) = await admin(pool).members()
+        (member,) = await pool.members()
         assert list(member.addresses) == [address]
 
 
@@ -194,7 +194,7 @@ async def test_a_master_has_callers_over_ipv6(
         await _round_trip(pool)
         async with asyncio.timeout(10):  # and what asks often, over a stream
             while not running.master.streams:
-                await admin(pool).members()
+                await pool.members()
         assert await stream_problem(cluster, running.address) == ""
         assert await diagnose_unreachable([running.address], Cluster("default", bytes(32)))
 

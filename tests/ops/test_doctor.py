@@ -190,9 +190,9 @@ async def test_it_tries_one_block_on_every_transport_to_every_server(two_servers
 async def test_it_says_what_is_wrong_with_a_server(
     pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    members, read = Admin.members, Pool.read
+    members, read = Pool.members, Pool.read
 
-    async def silent(self: Admin, **options: Any) -> Any:
+    async def silent(self: Pool, **options: Any) -> Any:
         return [one._replace(alive=False, heard_s=7.4) for one in await members(self, **options)]
 
     async def empty(self: Pool, *arguments: Any, **options: Any) -> Any:
@@ -203,7 +203,7 @@ async def test_it_says_what_is_wrong_with_a_server(
 
     config = settings(pool_dev.address)
     with monkeypatch.context() as patch:
-        patch.setattr(Admin, "members", silent)
+        patch.setattr(Pool, "members", silent)
         (finding,) = await doctor._pool(config)
         assert finding[:3] == ("server dev-0", "warn", "silent for 7 s")
         assert (await doctor._master(config, pool_dev.address)).verdict == "fail"

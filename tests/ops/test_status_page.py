@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvpool
-from kvpool import admin, dev
+from kvpool import dev
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
 from kvpool.net import http_server
@@ -63,7 +63,7 @@ async def test_its_figures_are_those_of_status(pool_dev: dev.Dev, address: str) 
         await eventually(listed)
         await asyncio.sleep(status_page_module._FRESH_S)
         [shown] = (await look(address, "/api/v1/servers"))["servers"]
-        [member] = await admin(pool).members()
+        [member] = await pool.members()
     found = json.loads(json.dumps(as_json_object(member)))
     assert shown.keys() == found.keys() | {"state", "rates"}
     moving = {"heard_s", "rss", "counters", "victim_age_s", "clients"}

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 import kvpool
-from kvpool import admin
 
 playwright = pytest.importorskip("playwright.async_api", reason="see make test WITH=page")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -102,7 +101,7 @@ async def connected(pool: RunningPool) -> kvpool.Pool:
 async def fill(pool: RunningPool, servers: int, seconds: float = 0.0) -> None:
     """Clients of two sessions that write, ask and read."""
     async with await connected(pool) as client:
-        while len(await admin(client).members()) < servers:  # noqa: ASYNC110
+        while len(await client.members()) < servers:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         until = time.monotonic() + seconds
         turn = 0

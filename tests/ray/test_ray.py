@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Cluster, Member, Pool, ReadStatus, WriteStatus, admin, connect
+from kvpool import ClientConfig, Cluster, Member, Pool, ReadStatus, WriteStatus, connect
 from tests.conftest import NAMESPACE, buffers, keys, values
 
 ray = pytest.importorskip("ray", reason="needs ray: make test WITH=ray")
@@ -125,7 +125,7 @@ async def alive(pool: Pool, count: int, within_s: float = 60.0) -> dict[str, Mem
     """Wait until so many servers are."""
     until = time.monotonic() + within_s
     while True:
-        living = {member.server: member for member in await admin(pool).members() if member.alive}
+        living = {member.server: member for member in await pool.members() if member.alive}
         if len(living) == count:
             return living
         assert time.monotonic() < until, living

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import Cluster, Pool, ReadStatus, WriteStatus, admin, connect, dev
+from kvpool import Cluster, Pool, ReadStatus, WriteStatus, connect, dev
 from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.registry import tier
@@ -168,7 +168,7 @@ async def test_readers_of_one_block_share_its_way_up(tiered: dev.Dev) -> None:
         await saved(tiered)
         answers = await asyncio.gather(*(read(pool, chain[:8]) for _ in range(6)))
         assert {status for answer in answers for status in answer} == {ReadStatus.HIT}
-        (member,) = await admin(pool).members()
+        (member,) = await pool.members()
         assert member.tiers == ("dram", "nvme")
     assert tiered.servers[0].stack.hits[1] == 8
 
@@ -180,7 +180,7 @@ async def test_status_tells_what_lies_where(tiered: dev.Dev) -> None:
         await read(pool, chain)
         await saved(tiered)
         await asyncio.sleep(1.1)  # the next heartbeat
-        (member,) = await admin(pool).members()
+        (member,) = await pool.members()
         match = await pool.match(NAMESPACE, chain)
     memory, disk = member.stats.usage
     assert (memory.name, disk.name) == ("dram", "nvme")
@@ -271,7 +271,7 @@ async def test_a_dead_disk_is_taken_out_of_service(tiered: dev.Dev) -> None:
             assert set(await read(pool, new)) == {ReadStatus.HIT}
             await pool.remove(NAMESPACE, new)
         await asyncio.sleep(1.1)
-        (member,) = await admin(pool).members()
+        (member,) = await pool.members()
         assert [usage.lost for usage in member.stats.usage] == [False, True]
         match = await pool.match(NAMESPACE, old)
         assert match.length < 100
@@ -323,7 +323,7 @@ async def test_a_disk_that_takes_no_writes_is_read_and_comes_back(
             assert set(await read(pool, [digest])) <= {ReadStatus.HIT, ReadStatus.EVICTED}
             await pool.write(NAMESPACE, [digest], values([digest], BLOCK))
         await asyncio.sleep(1.1)  # the next heartbeat
-        (member,) = await admin(pool).members()
+        (member,) = await pool.members()
         usage = member.stats.usage[1]
         assert (usage.read_only, usage.lost) == (True, False)
         assert usage.status_text.endswith(f"read-only: {error}")
@@ -479,13 +479,13 @@ async def server_of(master: str, file: Path, name: str = "one") -> AsyncIterator
 
 
 async def holds(pool: Pool, blocks: int) -> bool:
-    (member,) = await admin(pool).members()
+    (member,) = await pool.members()
     return member.stats.usage[1].blocks >= blocks
 
 
 async def restarted(pool: Pool, epoch: int) -> bool:
     """The master knows the new server; until then it believes in the old one."""
-    (member,) = await admin(pool).members()
+    (member,) = await pool.members()
     return member.epoch != epoch
 
 
@@ -501,7 +501,7 @@ async def test_a_server_that_was_killed_comes_back_warm(file: Path) -> None:
                 await write(pool, chain + removed)
                 await until(lambda: holds(pool, 130))
                 assert all(await pool.remove(NAMESPACE, removed))
-                (before,) = await admin(pool).members()
+                (before,) = await pool.members()
                 second = await asyncio.to_thread(
                     subprocess.run,
                     [sys.executable, "-m", "kvpool", *command(master, file, "two")],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import Pool, ReadStatus, WriteStatus, admin, connect, dev
+from kvpool import Pool, ReadStatus, WriteStatus, connect, dev
 from kvpool.config import WRITE_BACK, ClientConfig, load
 from kvpool.errors import ConfigError
 from kvpool.protocols import ReserveRequest
@@ -469,7 +469,7 @@ async def test_a_stop_keeps_what_memory_has_and_a_kill_does_not(
                 await server.ended()
             async with server_of(master, tmp_path / "tier"):
                 for _ in itertools.count():
-                    (member,) = await admin(pool).members()
+                    (member,) = await pool.members()
                     if member.epoch != before.epoch and member.alive:
                         break
                     await asyncio.sleep(0.1)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
-from kvpool import ClientConfig, Pool, admin, dev
+from kvpool import ClientConfig, Pool, dev
 from kvpool_transports.tcp import TcpTransport
 from tests.chaos.proxy import LinkConditions
 from tests.chaos.shaped_transport import ShapedTransport
@@ -50,7 +50,7 @@ class LocalPool:
 
     @property
     def blocks(self) -> int:
-        return sum(member.stats.blocks for member in self.ask(lambda pool: admin(pool).members()))
+        return sum(member.stats.blocks for member in self.ask(lambda pool: pool.members()))
 
     def settled(self, within_s: float = 20.0) -> int:
         """Wait until no more blocks come; how many there are."""

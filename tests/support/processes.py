@@ -25,7 +25,7 @@ async def fill(pool: Pool, server: str, count: int, size: int = 1 << 20) -> list
 
 async def member(pool: Pool, name: str) -> dict[str, int]:
     """The counters that masters have of a server."""
-    (found,) = [m for m in await admin(pool).members() if m.server == name]
+    (found,) = [m for m in await pool.members() if m.server == name]
     return {
         **found.stats.counters,
         "reservations": found.stats.reservations,

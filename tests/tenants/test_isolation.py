@@ -246,7 +246,7 @@ async def test_a_master_tells_nothing_of_others(
         network.close()
     name = type(message).__name__.lower()
     assert pool.master.refusals[f"forbidden {name}"] == 1
-    assert [one.alive for one in await admin(acme).members()] == [True]
+    assert [one.alive for one in await acme.members()] == [True]
     report = await acme.session("chat").explain()
     assert report.hints == []
 
@@ -286,11 +286,11 @@ async def test_demand_is_that_for_the_tenants_own(pool: TenantPool, blue: Pool, 
 
 async def test_figures_of_servers_are_hidden(pool: TenantPool, blue: Pool, acme: Pool) -> None:
     await eventually(lambda: next(iter(pool.master.directory.members(0.0))).stats.blocks == 4)
-    (member,) = await admin(blue).members()
+    (member,) = await blue.members()
     assert member.stats == ServerStats()
     assert member.capacity == 4 << 20
     async with await pool.client(OPERATOR) as operator:
-        (member,) = await admin(operator).members()
+        (member,) = await operator.members()
         assert member.stats.blocks == 4
 
 

@@ -272,7 +272,7 @@ def calls(
         lambda: admin(blue).spread(namespace, digests, to=2),
         lambda: blue.score(namespace, digests, ["h"]),
         lambda: blue.remove(namespace, digests),
-        lambda: admin(blue).members(),
+        lambda: blue.members(),
         lambda: admin(blue).namespaces(),
         lambda: admin(blue).demand(),
         lambda: blue.session("chat").hint(resume_in=1),

@@ -32,7 +32,7 @@ async def test_every_call_of_a_pool(tmp_path: Path) -> None:
             await acme.write(MODEL, CHAIN[8:], values(CHAIN[8:]), parent=CHAIN[7])
             report = await admin(acme).spread(MODEL, CHAIN, to=2)
             assert [(one.blocks, one.problem) for one in report.servers] == [(40, "")]
-            members = await admin(acme).members()
+            members = await acme.members()
             for near in ("", members[0].host):
                 statuses = await acme.prefetch(MODEL, CHAIN, near=near)
                 assert statuses == [PrefetchStatus.IN_MEMORY] * 40

@@ -296,7 +296,7 @@ async def test_a_write_that_was_given_up_leaves_nothing(running: Running) -> Non
             for digest, buffer, result in zip(chain, got, results, strict=True):
                 assert not result.status.hit or buffer == value(digest, SIZE)
             for _ in range(100):
-                (member,) = await admin(other).members()
+                (member,) = await other.members()
                 if not member.stats.reservations:
                     break
                 await asyncio.sleep(0.1)

@@ -21,7 +21,6 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from examples.vllm_two_instances import Instance, transfer
-from kvpool import admin
 from kvpool.types import HintStatus
 from kvpool_connector import client_requests
 from tests.support.local_pool import LocalPool
@@ -75,7 +74,7 @@ def test_sessions_of_real_clients_arrive_in_the_pool(
         _until(lambda: _ended(pool) == {"child", "claude/agent"}, lambda: _ended(pool))
         _until(lambda: _explained(pool) == [HintStatus.ACCEPTED], lambda: _explained(pool))
         assert pool.ask(lambda client: client.session("thread").end()) is HintStatus.ACCEPTED
-        (member,) = pool.ask(lambda client: admin(client).members())
+        (member,) = pool.ask(lambda client: client.members())
         assert member.stats.counters["sessions"] == len(expected)
         metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
         assert 'vllm:kvpool_client_events_total{event="ends_accepted"} 2.0' in metrics
