@@ -46,7 +46,6 @@ DIRECT: Final = "direct"
 AUTO: Final = "auto"
 
 DEFAULT_MASTER: Final = "127.0.0.1:7450"
-POLICY: Final = "density"  # of a server that was told nothing else
 _SECRET_SIZE_MIN: Final = 16
 _SECRET_SIZE_MAX: Final = 4096
 #: Also of a tenant's key, which has a secret in base 64.
@@ -120,7 +119,7 @@ class ServerConfig(_Section, frozen=True):
     #: Interval of heartbeats to the masters. Keep it at most a third of `master.timeout_s`.
     heartbeat_s: Seconds = 1.0
     #: Eviction policy: lru, arc, lease, density, programs, or an installed one.
-    policy: str = POLICY
+    policy: str = "density"
     #: Client connections at the same time, so that the memory for them is bounded. Clients share
     #: them: where none is left, idle ones end for new ones.
     connections_max: Annotated[int, Meta(ge=1)] = 1024

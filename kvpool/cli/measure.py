@@ -10,7 +10,6 @@ import typer
 
 from kvpool import runtime
 from kvpool.cli.shared import Json, console, fail, run, stderr
-from kvpool.config import POLICY
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.units import parse_size
 
@@ -65,7 +64,11 @@ EngineTransports = Annotated[
 Limit = Annotated[int | None, typer.Option(min=1, help="Play only the first requests, e.g. 1000.")]
 Seed = Annotated[int, typer.Option(help="Seed of the generated workload and contents.")]
 PolicyNames = Annotated[
-    str, typer.Option(help="Eviction policy, e.g. lru, density, programs; with --dry several.")
+    str,
+    typer.Option(
+        help="Eviction policy, e.g. lru; with --dry several. Those that learn from times, such as "
+        "density, need --dry, which has the trace's."
+    ),
 ]
 ReplayTiers = Annotated[
     list[str] | None,
@@ -120,7 +123,7 @@ def replay(
     transports: EngineTransports = "shm,tcp",
     limit: Limit = None,
     seed: Seed = 1,
-    policy: PolicyNames = POLICY,
+    policy: PolicyNames = "lru",
     tier: ReplayTiers = None,
     kill_at: KillAt = None,
     events: Events = "",

@@ -23,7 +23,7 @@ from rich.console import Console
 from kvpool import registry
 from kvpool.client.admin import admin
 from kvpool.client.opening import connect
-from kvpool.config import POLICY, ClientConfig, parse_tier
+from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError, ServerLost
 from kvpool.runtime import task_group, wait_for_all
 from kvpool.tools import cache_bounds, traces, workloads
@@ -54,7 +54,9 @@ class ReplayOptions:
     in_flight: int
     transports: list[str]
     seed: int
-    policy: str = POLICY
+    #: A replay is a hundred times as fast as its trace: policies that learn from times, such as a
+    #: server's default, see others than they would. `--dry` has those of the trace.
+    policy: str = "lru"
     #: Of each server, instead of memory only; `{server}` in one stands for its id.
     tiers: tuple[str, ...] = ()
     #: Kill every server with -9 after this share of the requests, and start it again.
@@ -99,7 +101,7 @@ def options(
     transports: list[str],
     limit: int | None,
     seed: int,
-    policy: str = POLICY,
+    policy: str = "lru",
     tiers: Sequence[str] = (),
     kill_at: float | None = None,
     events: str = "",

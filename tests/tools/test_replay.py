@@ -24,21 +24,18 @@ def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("policy", ["lru", "density"])
-def test_a_replay_has_the_hit_rate_of_its_policy(tmp_path: Path, policy: str) -> None:
+def test_a_replay_has_the_hit_rate_of_its_policy(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     done = replay(
         *("--sessions", "6", "--concurrent", "3", "--clients", "2", "--servers", "1"),
         *("--in-flight", "1", "--capacity", "1600KiB", "--block-size", "4KiB", "--limit", "80"),
-        *("--picture", str(picture), "--json", *(("--policy", "lru") * (policy == "lru"))),
+        *("--picture", str(picture), "--json"),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["wrong_bytes"] == 0
     assert report["hits"] > 0
-    # The default one learns how long blocks live, from times that are those of this machine.
-    within = 0.002 if policy == "lru" else 0.05
-    assert report["hit_rate"] == pytest.approx(report["offline_policy"], abs=within)
+    assert abs(report["hit_rate"] - report["offline_lru"]) < 0.002
     assert report["offline_isolated"] < report["offline_lru"] <= report["offline_ideal"]
     assert picture.read_text().startswith("<svg")
 
@@ -51,7 +48,7 @@ def test_a_replay_with_four_servers_is_what_the_dry_one_is(
     done = replay(
         *("--sessions", "12", "--concurrent", "6", "--clients", "2", "--servers", "4"),
         *("--in-flight", "1", "--capacity", "800blocks", "--block-size", "4KiB"),
-        *("--limit", "200", "--policy", "lru", "--json"),
+        *("--limit", "200", "--json"),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
