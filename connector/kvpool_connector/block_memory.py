@@ -36,9 +36,10 @@ from kvpool_connector.kv_layout import (
 
 #: Page-locked host memory of one transfer; the worker splits larger ones.
 STAGING_BYTES: Final = 32 << 20
-#: Transfers that have such memory at a time: as many as a worker has under way.
-_LOADS: Final = 4
-_SAVES: Final = 2
+#: Reads and writes that one process has under way, each with such memory: two cores copy as fast as
+#: memory does, and a request waits for a load, but none for a save.
+READS_MAX: Final = 4
+WRITES_MAX: Final = 2
 #: All that staging takes of a device, whatever the model. Copying half of it over a bus takes
 #: 0.15 ms or more: starting the next round costs little beside it.
 DEVICE_BYTES: Final = 16 << 20
@@ -245,8 +246,8 @@ class DeviceStage(_Lane):
     """
 
     def __init__(self, device: torch.device, size: int = DEVICE_BYTES) -> None:
-        super().__init__(device, size // 2, "kvpool-load", _LOADS)
-        self.saves = _Lane(device, size // 2, "kvpool-save", _SAVES)
+        super().__init__(device, size // 2, "kvpool-load", READS_MAX)
+        self.saves = _Lane(device, size // 2, "kvpool-save", WRITES_MAX)
 
     @property
     def device_bytes(self) -> int:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvpool import KvpoolError, Match, Namespace, Pool, ReadStatus, WriteStatus, tracing
-from kvpool_connector.block_memory import BlockMemory
+from kvpool_connector.block_memory import READS_MAX, WRITES_MAX, BlockMemory
 from kvpool_connector.hook_guard import FailureLog
 from kvpool_connector.messages import (
     AdapterInfo,
@@ -45,10 +45,6 @@ from kvpool_connector.worker_checks import CANCEL_AFTER_S, TransferContext, Work
 _READS_PER_LOAD: Final = 8
 _READ_BYTES_MIN: Final = 2 << 20
 _CLOSE_S: Final = 5.0
-#: Reads and writes that one process has under way: two cores copy as fast as memory does, and a
-#: request waits for a load, but none for a save.
-_READS_MAX: Final = 4
-_WRITES_MAX: Final = 2
 #: A save without an acknowledgement releases the engine's blocks after so long.
 _SAVE_TIMEOUT_S: Final = 10.0
 #: A master that takes longer to say whether a promised block is there is as good as none.
@@ -111,8 +107,8 @@ class ConnectorWorker:
         self._adapters: Mapping[int, str] = {}  # those that the scheduler half knows
         self._registered = False  # the scheduler half has what `_info` says
         self._work = StepWork(0)  # of the step that is computed
-        self._load_slots = asyncio.Semaphore(_READS_MAX)
-        slots = asyncio.Semaphore(_WRITES_MAX)
+        self._load_slots = asyncio.Semaphore(READS_MAX)
+        slots = asyncio.Semaphore(WRITES_MAX)
         self._checks = WorkerChecks(rank.number, rank.part, slots)
         #: Under these names the pool has blocks of another model: no load may end well.
         self._mismatched: set[Namespace] = set()

@@ -107,5 +107,7 @@ async def _started(plan: HostPlan) -> None:
                 task.cancel()
             await asyncio.wait(tasks)
             if not stopped:
-                name = "master" if master.code is not None else "server"
-                raise ServerLost(f"the {name} has ended: its log is above")
+                name, code = (
+                    ("server", server.code) if master.code is None else ("master", master.code)
+                )
+                raise ServerLost(f"the {name} has ended, with code {code}; its log is above")

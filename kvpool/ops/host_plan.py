@@ -97,7 +97,9 @@ def planned(
         choices.append(PlannedPart("lanes", "without ucx", why))
     shown = secret_file or "none"
     choices.append(
-        PlannedPart("secret", shown, "" if secret_file else "loopback only; --secret-file")
+        PlannedPart(
+            "secret", shown, "" if secret_file else "this host only; --secret-file admits others"
+        )
     )
     address = join(host, port)
     secret = ("--secret-file", secret_file) if secret_file else ()
