@@ -52,7 +52,6 @@ def closed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> PoolThread:
         return NoPool()
 
     monkeypatch.setattr(kvpool, "connect", connect)
-    monkeypatch.setattr(pool_thread, "admin", lambda pool: pool)
     thread = PoolThread(SETTINGS.client(), Cluster(), lines.append)
     assert thread.wait(10)
     thread.close(10)
@@ -78,7 +77,6 @@ def test_it_connects_as_soon_as_there_is_a_master(
         return NoPool()
 
     monkeypatch.setattr(kvpool, "connect", connect)
-    monkeypatch.setattr(pool_thread, "admin", lambda pool: pool)
     monkeypatch.setattr(pool_thread, "_RETRY_S", 0.001)
     thread = PoolThread(SETTINGS.client(), Cluster(), lines.append)
     assert thread.wait(10)
@@ -136,7 +134,6 @@ def test_the_log_says_once_that_all_servers_are_gone_and_once_that_some_are_back
         return watched
 
     monkeypatch.setattr(kvpool, "connect", connect)
-    monkeypatch.setattr(pool_thread, "admin", lambda pool: pool)
     for name in ("_RETRY_S", "_LOOK_EVERY_S", "_SERVERS_EVERY_S"):
         monkeypatch.setattr(pool_thread, name, 0.001)
     thread = PoolThread(
@@ -201,7 +198,6 @@ def test_the_log_says_when_the_pool_is_lost_and_when_it_is_back(
         return watched
 
     monkeypatch.setattr(kvpool, "connect", connect)
-    monkeypatch.setattr(pool_thread, "admin", lambda pool: pool)
     monkeypatch.setattr(pool_thread, "_RETRY_S", 0.001)
     monkeypatch.setattr(pool_thread, "_LOOK_EVERY_S", 0.001)
     thread = PoolThread(
