@@ -315,7 +315,10 @@ class TierMover:
         call ends, so that is not reused before."""
         for one in list(self._promoting.values()):
             if self.health.place(one.copy.source, one.copy.entry.offset) == place:
-                self._store.front.quarantine(MOVER, one.copy.id, -one.copy.id)
+                front = self._store.front
+                front.quarantine(MOVER, one.copy.id, -one.copy.id)
+                if one.copy.prefetch:  # it comes no more
+                    front.prefetched.coming -= front.allocator.rounded(one.copy.entry.size)
                 self._promotion_ended(one.copy)
 
     # --- demotion -------------------------------------------------------------------------------

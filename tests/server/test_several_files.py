@@ -308,6 +308,27 @@ async def test_a_disk_that_hangs_holds_up_nothing_of_the_other(
         assert await one.read(stuck[:1]) == [ReadStatus.HIT]
 
 
+async def test_what_a_hanging_disk_was_to_bring_takes_no_room_of_what_others_bring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_health, "_STUCK_S", 0.3)
+    monkeypatch.setattr(tier_health, "_CONFIRM_DELAY_S", 0.1)
+    chain = keys("chain", 300)
+    async with scene(tmp_path) as one:
+        await one.write(chain)
+        await one.written_back()
+        good, stuck = one.in_file(0), one.in_file(1)
+        one.disks[1].runs.clear()
+        await one.pool.prefetch(NAMESPACE, stuck[:64])  # more than may be prefetched at a time
+        await eventually(lambda: "b is out of service" in one.status_text, within_s=5)
+        await one.pool.prefetch(NAMESPACE, good[:4])
+        front = one.stack.front
+        await eventually(lambda: all(front.peek(NAMESPACE, 0, one) for one in good[:4]), within_s=5)
+        one.disks[1].runs.set()
+        await eventually(lambda: not front.held.quarantined)
+        assert front.prefetched.coming == 0
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_histories_of_faults_lose_no_more_than_the_faults(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -960,15 +960,15 @@ for reservation, size in sorted(
         "lost-disk-gives-back-what-it-fills",
         "G4",
         _MOVER,
-        "                self._store.front.quarantine(MOVER, one.copy.id, -one.copy.id)\n",
-        "                self._store.front.cancel(MOVER, one.copy.id)\n",
+        "                front.quarantine(MOVER, one.copy.id, -one.copy.id)\n",
+        "                front.cancel(MOVER, one.copy.id)\n",
     ),
     Bug(
         "quarantine-of-a-lost-disk-never-ends",
         "liveness",
         _STACK,
-        "        if target.writer_exited(-copy.id):  # of a device that was lost\n",
-        "        if copy.id not in target.held.owner(MOVER).reservations:\n",
+        "        lost = target.writer_exited(-copy.id)  # with its device: it is counted no more\n",
+        "        lost = copy.id not in target.held.owner(MOVER).reservations\n",
     ),
     Bug(
         "hanging-disk-is-waited-for",
@@ -1076,6 +1076,13 @@ for reservation, size in sorted(
         _PREFETCHES,
         "        return memory // SHARE - self.held - self.coming\n",
         "        return memory - self.held - self.coming\n",
+    ),
+    Bug(
+        "what-a-lost-disk-was-to-bring-still-comes",
+        "G4",
+        _MOVER,
+        "                if one.copy.prefetch:  # it comes no more\n",
+        "                if False:\n",
     ),
     Bug(
         "prefetched-in-place-of-what-is-in-use",

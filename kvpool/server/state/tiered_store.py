@@ -500,12 +500,13 @@ class TieredStore:
             # A block with children in memory makes no room there before they are written, too.
             if not good or not entry.children:
                 self._refused(0)
-        if copy.prefetch:
+        lost = target.writer_exited(-copy.id)  # with its device: it is counted no more
+        if copy.prefetch and not lost:
             self.front.prefetched.coming -= self.front.allocator.rounded(entry.size)
         if self.offline_tiers.intersection((copy.source, copy.target)):
             good = False  # `take_offline` has already removed these blocks from the pool
         # The source block may have been removed during the transfer: then no copy may appear.
-        if target.writer_exited(-copy.id):  # of a device that was lost
+        if lost:
             pass
         elif good and entry.state is State.STORED:
             down = copy.target == self.backing_tier != self.front_tier
