@@ -368,13 +368,13 @@ async def _master_pages(
     running: Master, settings: Config, more: Routes | None = None
 ) -> AsyncIterator[None]:
     """The status page, metrics and health of a master, where `--http` says."""
-    from kvpool.ops import metrics
-    from kvpool.ops.status_page import status_page
-
     wanted = settings.master
     if not wanted.http:
         yield
         return
+    from kvpool.ops import metrics
+    from kvpool.ops.status_page import status_page
+
     async with status_page(running, wanted.timeout_s / 2) as views:
         served = {**metrics.pages_of_master(running), **views}
         async with _pages(served, wanted, settings):

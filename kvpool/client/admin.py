@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from kvpool.arguments import as_float, as_int
+from kvpool.arguments import as_float
 from kvpool.client.buffers import as_views
 from kvpool.client.context import TIMEOUT_S_MAX
 from kvpool.client.pool import Pool
-from kvpool.client.removal import Removals
-from kvpool.client.spread import Spreader
-from kvpool.client.spread_plan import RECEIVERS_MAX
 from kvpool.errors import Unavailable, UsageError
 from kvpool.protocols import Channel, SupportsDrain, WriteOptions
 from kvpool.types import (
@@ -26,6 +24,9 @@ from kvpool.types import (
     WriteStatus,
     check_digests,
 )
+
+if TYPE_CHECKING:
+    from kvpool.client.removal import Removals
 
 
 def admin(pool: Pool) -> Admin:
@@ -49,14 +50,18 @@ class Admin:
     """
 
     def __init__(self, pool: Pool) -> None:
-        self._context = context = pool._context
+        self._context = pool._context
         self._writer = pool._writer
-        self._spreader = Spreader(context.lookup, context.servers, context.counters)
-        #: Finds whole namespaces and removes them; a tenant its own.
-        self.removals = Removals(context.servers, context.tenant)
+        self._extensions = pool._extensions
 
     def __repr__(self) -> str:
         return f"<Admin of {self._context.servers!r}>"
+
+    @property
+    def removals(self) -> Removals:
+        """Finds whole namespaces and removes them; a tenant its own."""
+        found: Removals = self._extensions.get("removal")
+        return found
 
     # --- looking -------------------------------------------------------------------------
 
@@ -116,15 +121,10 @@ class Admin:
         """
         deadline = self._context.begin(timeout)
         check_digests(chain)
-        number = as_int(to)
-        count = len(to) if isinstance(to, Sequence) and not isinstance(to, str) else number or 0
-        if not 1 <= count <= RECEIVERS_MAX:
-            raise UsageError(
-                f"to is {to!r}, expected a number of servers or a list of names, "
-                f"1 to {RECEIVERS_MAX}"
-            )
-        targets = to if number is None else number
-        return await self._spreader.spread(self._context.own(namespace), chain, targets, deadline)
+        report: SpreadReport = await self._extensions.get("spread").spread(
+            self._context.own(namespace), chain, to, deadline
+        )
+        return report
 
     async def drain(
         self,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvpool import registry, tracing
+from kvpool import registry
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig, checked_client, checked_cluster
 from kvpool.errors import KvpoolError, MasterLost, Unavailable
@@ -80,9 +80,8 @@ async def _connect(config: ClientConfig, cluster: Cluster) -> Pool:
 
 def _pool_class() -> Callable[..., Pool]:
     """One that begins spans, where the environment asks for them."""
-    tracer = tracing.tracer()
-    if tracer is None:
+    if "KVPOOL_OTEL" not in os.environ:
         return Pool
-    from kvpool.client.traced_pool import TracedPool
+    from kvpool.client.traced_pool import pool_class
 
-    return functools.partial(TracedPool, tracer=tracer)
+    return pool_class()

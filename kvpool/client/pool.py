@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING
 from kvpool.arguments import as_int
 from kvpool.client.buffers import BufferLike, check_one_for_each, normalize_buffers
 from kvpool.client.context import ClientContext
+from kvpool.client.extension import ClientExtensions, ClientParts
 from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import LocationCache
 from kvpool.client.masters import Masters
-from kvpool.client.pool_events import EventPosition, EventReader
-from kvpool.client.prefetch import PrefetchCalls
 from kvpool.client.reader import Reader
-from kvpool.client.score import Scorer
 from kvpool.client.servers import Servers, device_lack, gather_errors
 from kvpool.client.session import ClientSession
-from kvpool.client.shared_copies import SharedCopies
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
 from kvpool.config import DIRECT, ClientConfig, check_device_path
@@ -58,6 +55,7 @@ if TYPE_CHECKING:
     from kvpool.client.device_direct import Devices, DirectReads
     from kvpool.client.device_staging import Staging
     from kvpool.client.device_writes import DirectWrites
+    from kvpool.client.pool_events import EventPosition, EventReader
 
 
 class Pool:
@@ -125,20 +123,19 @@ class Pool:
         self._direct_writes: DirectWrites | None = None
         locations = LocationCache()
         rates = ReadRates()
-        self._scorer = Scorer(lookup, servers, rates)
         self._reader = reader = Reader(
             config, lookup, servers, locations, self._staging, self._direct, rates, counters
         )
         versions = Versions(lookup, reader, servers, counters)
-        self._prefetches = PrefetchCalls(lookup, servers, counters)
-        self._shared_copies = SharedCopies(lookup, servers, counters)
+        parts = ClientParts(self._context, rates, on_apart=[])
+        self._extensions = ClientExtensions(parts)
         self._writer = Writer(
             host.id,
             masters,
             servers,
             locations,
             versions,
-            self._shared_copies,
+            parts.on_apart,
             self._staging,
             config.device_path,
             self._direct_writer,
@@ -243,9 +240,10 @@ class Pool:
             )
         if block_bytes is not None:
             block_bytes = _whole("block_bytes", block_bytes, BLOCK_SIZE_MAX)
-        return await self._scorer.score(
+        scores: list[HostScore] = await self._extensions.get("score").score(
             self._context.own(namespace), chain, hosts, block_bytes, deadline
         )
+        return scores
 
     def events(self, from_position: EventPosition | None = None) -> EventReader:
         """What the pool has, and each change of it, as one master sees them, for ever.
@@ -261,7 +259,8 @@ class Pool:
         self._context.begin(None)
         if self._context.tenant:
             raise UsageError("events are of the whole pool: a tenant's client cannot read them")
-        return EventReader(self._context.masters, lambda: self._context.begin(None), from_position)
+        reader: EventReader = self._extensions.get("events").reader(from_position)
+        return reader
 
     async def members(self, *, timeout: float | None = None) -> list[Member]:
         """Every server that a master knows, lost ones included. Raises MasterLost."""
@@ -355,7 +354,10 @@ class Pool:
         deadline = self._context.begin(self._config.attempt_s if timeout is None else timeout)
         check_digests(chain)
         namespace = self._context.own(namespace)
-        return await self._prefetches.prefetch(namespace, chain, near, match, deadline)
+        statuses: list[PrefetchStatus] = await self._extensions.get("prefetch").prefetch(
+            namespace, chain, near, match, deadline
+        )
+        return statuses
 
     def session(self, name: str) -> ClientSession:
         """The conversation of this name, to say what will become of it. Asks nobody by itself.
@@ -466,8 +468,7 @@ class Pool:
         """End every running call, then every connection. Idempotent."""
         if not self._context.closed:
             self._context.closed = True
-            await self._shared_copies.close()
-            await self._prefetches.close()
+            await self._extensions.close()
             await self._servers.close()
             self._context.masters.close()
             if self._device_staging is not None:

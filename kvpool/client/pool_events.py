@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from kvpool import logs
 from kvpool.backoff import Backoff
+from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.client.lookup import Asks
 from kvpool.errors import BadKey, BadMessage, MasterLost
 from kvpool.types import Namespace
@@ -83,6 +84,16 @@ _KINDS: Final = (
     PoolEventKind.BACK,
     PoolEventKind.LEFT,
 )
+
+
+class PoolEvents(ClientExtension):
+    """The extension behind `Pool.events`."""
+
+    def __init__(self, parts: ClientParts) -> None:
+        self._context = parts.context
+
+    def reader(self, at: EventPosition | None) -> EventReader:
+        return EventReader(self._context.masters, lambda: self._context.begin(None), at)
 
 
 class EventReader(AsyncIterator[PoolEvent]):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Final
 
 from kvpool import logs
-from kvpool.client.lookup import Lookup
-from kvpool.client.servers import Servers, gather_errors
+from kvpool.client.extension import ClientExtension, ClientParts
+from kvpool.client.servers import gather_errors
 from kvpool.client.spread import Spreader
 from kvpool.errors import KvpoolError, MasterLost, Overloaded
 from kvpool.protocols import Channel, SupportsPrefetch
@@ -29,14 +29,15 @@ _COPY_S: Final = 30.0
 _Wanted = dict[tuple[str, int], list[int]]
 
 
-class PrefetchCalls:
+class PrefetchCalls(ClientExtension):
     """The prefetches of one client."""
 
-    def __init__(self, lookup: Lookup, servers: Servers, counters: Counter[str]) -> None:
-        self._lookup = lookup
-        self._servers = servers
-        self._spreader = Spreader(lookup, servers, counters)
-        self._counters = counters
+    def __init__(self, parts: ClientParts) -> None:
+        context = parts.context
+        self._lookup = context.lookup
+        self._servers = context.servers
+        self._spreader = Spreader(parts)
+        self._counters = context.counters
         self._copying: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:

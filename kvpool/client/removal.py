@@ -11,8 +11,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.client.own_names import own_namespace
-from kvpool.client.servers import Servers, gather_errors
+from kvpool.client.servers import gather_errors
 from kvpool.errors import KvpoolError, Overloaded, Unavailable, UsageError
 from kvpool.protocols import Channel, SupportsRemoveAll
 from kvpool.runtime import task_group
@@ -52,13 +53,13 @@ class HeldByServers(NamedTuple):
     missing: dict[str, str]
 
 
-class Removals:
+class Removals(ClientExtension):
     """Looks for whole namespaces and removes them, for one client. A client of a tenant sees, and
     removes, that tenant's only."""
 
-    def __init__(self, servers: Servers, tenant: str) -> None:
-        self._servers = servers
-        self._tenant = tenant
+    def __init__(self, parts: ClientParts) -> None:
+        self._servers = parts.context.servers
+        self._tenant = parts.context.tenant
 
     async def held(self, wanted: Wanted, *, timeout: float) -> HeldByServers:
         """What every server has of the `wanted` namespaces. Raises MasterLost."""

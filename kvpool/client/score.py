@@ -7,9 +7,8 @@ import asyncio
 from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
-from kvpool.client.load_estimate import LoadEstimate, ReadRates
-from kvpool.client.lookup import Lookup
-from kvpool.client.servers import Servers
+from kvpool.client.extension import ClientExtension, ClientParts
+from kvpool.client.load_estimate import LoadEstimate
 from kvpool.errors import MasterLost
 from kvpool.types import HostScore, Member, Namespace, ReadStatus
 
@@ -22,13 +21,13 @@ _RUNS_BURST: Final = 64
 _HOSTS_BURST: Final = 2
 
 
-class Scorer:
+class Scorer(ClientExtension):
     """The scores of one client, and the servers that a master has named lately."""
 
-    def __init__(self, lookup: Lookup, servers: Servers, rates: ReadRates) -> None:
-        self._lookup = lookup
-        self._servers = servers
-        self._rates = rates
+    def __init__(self, parts: ClientParts) -> None:
+        self._lookup = parts.context.lookup
+        self._servers = parts.context.servers
+        self._rates = parts.rates
         self._members: Mapping[str, Member] = {}
         self._asked_at = float("-inf")
         self._asking = asyncio.Lock()

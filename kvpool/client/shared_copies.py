@@ -8,13 +8,11 @@ server fetch a copy of them, in the background, until there are enough copies (d
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Collection
 from typing import Final
 
 from kvpool import logs
-from kvpool.client.lookup import Lookup
-from kvpool.client.servers import Servers
+from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.errors import Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, SupportsFetch, WriteOptions
 from kvpool.types import BATCH_BLOCKS_MAX, ROOT, FetchStatus, Namespace
@@ -30,18 +28,19 @@ _DONE_MAX: Final = 4096
 SHARED_COPIES_MAX: Final = 3
 
 
-class SharedCopies:
+class SharedCopies(ClientExtension):
     """Has servers fetch shared blocks, one copy at a time: SHARED_COPIES_MAX in all.
 
     A copy that cannot be made is left out: nothing waits for it.
     """
 
-    def __init__(self, lookup: Lookup, servers: Servers, counters: Counter[str]) -> None:
-        self._lookup = lookup
-        self._servers = servers
-        self._counters = counters
+    def __init__(self, parts: ClientParts) -> None:
+        self._lookup = parts.context.lookup
+        self._servers = parts.context.servers
+        self._counters = parts.context.counters
         self._done: set[tuple[bytes, str]] = set()
         self._task: asyncio.Task[None] | None = None
+        parts.on_apart.append(self.wrote)
 
     def wrote(self, options: WriteOptions, parent: bytes, last: bytes, server: str) -> None:
         """A chain that goes on from `parent` was written to `server` up to `last`."""

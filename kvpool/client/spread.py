@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
-from kvpool.client.lookup import Lookup
-from kvpool.client.servers import Servers
+from kvpool.arguments import as_int
+from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.client.spread_plan import (
     CANNOT_FETCH,
     NO_TIME,
+    RECEIVERS_MAX,
     SERVER_LOST,
     Call,
     SpreadPlan,
@@ -23,7 +24,7 @@ from kvpool.client.spread_plan import (
     cut,
     receivers_at,
 )
-from kvpool.errors import Forbidden, MasterLost, Overloaded, Unavailable
+from kvpool.errors import Forbidden, MasterLost, Overloaded, Unavailable, UsageError
 from kvpool.protocols import Channel, SupportsFetch
 from kvpool.types import FetchStatus, Match, Namespace, ReadStatus, SpreadReport, SpreadTo
 
@@ -33,13 +34,13 @@ _FETCH_S: Final = 5.0
 _ASK_AGAIN_S: Final = 0.05
 
 
-class Spreader:
+class Spreader(ClientExtension):
     """Spreads chains for one client. Nothing of a call is left when it ends."""
 
-    def __init__(self, lookup: Lookup, servers: Servers, counters: Counter[str]) -> None:
-        self._lookup = lookup
-        self._servers = servers
-        self._counters = counters
+    def __init__(self, parts: ClientParts) -> None:
+        self._lookup = parts.context.lookup
+        self._servers = parts.context.servers
+        self._counters = parts.context.counters
 
     async def spread(
         self,
@@ -49,16 +50,23 @@ class Spreader:
         deadline: float,
     ) -> SpreadReport:
         """As `Admin.spread`."""
+        number = as_int(to)
+        count = len(to) if isinstance(to, Sequence) and not isinstance(to, str) else number or 0
+        if not 1 <= count <= RECEIVERS_MAX:
+            raise UsageError(
+                f"to is {to!r}, expected a number of servers or a list of names, "
+                f"1 to {RECEIVERS_MAX}"
+            )
         match = await self._lookup.match(namespace, chain, deadline)
         if match.stopped is ReadStatus.NO_MASTER and not match.length:
             raise MasterLost("no master answers where the chain is")
         members = await self._servers.refresh(deadline)
         problems: dict[str, str] = {}
-        if isinstance(to, int):
-            held = _blocks_of(match, namespace.parts)
-            receivers = choose_receivers(members, held, match.length, to)
+        if number is None:
+            receivers, problems = receivers_at(members, cast(Sequence[str], to))
         else:
-            receivers, problems = receivers_at(members, to)
+            held = _blocks_of(match, namespace.parts)
+            receivers = choose_receivers(members, held, match.length, number)
         pieces = cut(match.runs, namespace.parts, match.length)
         plan = SpreadPlan(pieces, receivers)
         await self._run(plan, namespace, chain, deadline)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvpool import tracing
 from kvpool.client.buffers import BufferLike
 from kvpool.client.pool import Pool
 from kvpool.tracing import count_results
@@ -12,6 +14,12 @@ from kvpool.types import Match, Namespace, ReadResult, WriteStatus
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+
+
+def pool_class() -> Callable[..., Pool]:
+    """`TracedPool`; `Pool` where the environment says no, or OpenTelemetry is not installed."""
+    tracer = tracing.tracer()
+    return Pool if tracer is None else functools.partial(TracedPool, tracer=tracer)
 
 
 class TracedPool(Pool):

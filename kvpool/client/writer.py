@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvpool.client import buffers as memory
 from kvpool.client.buffers import Buffers, HostRows
+from kvpool.client.extension import OnApart
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
-from kvpool.client.shared_copies import SharedCopies
 from kvpool.client.versions import SourceBlock, Versions, WrittenBlock, differing, rounds
 from kvpool.config import STAGED
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
@@ -147,7 +147,7 @@ class Writer:
         servers: Servers,
         locations: LocationCache,
         versions: Versions,
-        shared_copies: SharedCopies,
+        on_apart: Sequence[OnApart],
         staging: Callable[[], Staging],
         device_path: str,
         direct: Callable[[], DirectWrites],
@@ -158,7 +158,7 @@ class Writer:
         self._servers = servers
         self._locations = locations
         self._versions = versions
-        self._shared_copies = shared_copies
+        self._on_apart = on_apart
         self._staging = staging
         self._device_path = device_path
         self._direct = direct
@@ -295,7 +295,7 @@ class Writer:
             batch.statuses[position] = WriteStatus.ALREADY_STORED
         await self._spread(batch, {i: copies for i in range(len(blocks)) if i not in made}, {})
         if len(placed.servers) > 1:  # with one server there is one version
-            self._copy_shared(batch)
+            self._tell_apart(batch)
             await self._settle(batch, {})
             short = [
                 i
@@ -341,14 +341,15 @@ class Writer:
                 location = CachedLocation(batch.options.namespace, server, batch.copies == 1)
                 self._locations.put(location, present)
 
-    def _copy_shared(self, batch: BatchState) -> None:
-        """If this chain begins on another server than its parent, that one may get a copy."""
+    def _tell_apart(self, batch: BatchState) -> None:
+        """Say so where this chain begins on another server than its parent."""
         server, first = batch.servers[0], batch.blocks[0]
         if batch.options.visible and server in batch.stored_on[0]:
             known = self._locations.get(batch.options.namespace, [first.parent])
             if not known or known[0].server != server:
                 last = batch.blocks[-1].digest
-                self._shared_copies.wrote(batch.options, first.parent, last, server)
+                for call in self._on_apart:
+                    call(batch.options, first.parent, last, server)
 
     async def _settle(self, batch: BatchState, sources: Mapping[int, WriteBlock]) -> None:
         """Keep one version of the blocks that this call has stored (`Versions.settle`)."""

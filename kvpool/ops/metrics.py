@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from itertools import islice
-from typing import Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -30,17 +30,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from kvpool.client.pool_events import EventReader
 from kvpool.master.service import Master
-from kvpool.net.event_publisher import EventPublisher
 from kvpool.net.http_server import Page, PageInSteps
 from kvpool.ops.demand import labelled_tenant
-from kvpool.ops.engine_stream import EngineStream
-from kvpool.ops.event_service import EngineCounts
-from kvpool.ops.pool_stream import PoolStream
 from kvpool.server.block_server import BlockServer
 from kvpool.supervision import Supervisor
 from kvpool.types import Consumer, Demand, Figure, Member, ServerStats, TierUsage
+
+if TYPE_CHECKING:
+    from kvpool.client.pool_events import EventReader
+    from kvpool.net.event_publisher import EventPublisher
+    from kvpool.ops.engine_stream import EngineStream
+    from kvpool.ops.event_service import EngineCounts
+    from kvpool.ops.pool_stream import PoolStream
 
 #: Of a server's counters, those that go up and down.
 _LEVELS: Final = frozenset(

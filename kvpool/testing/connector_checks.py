@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvpool import dev
-from kvpool.client.admin import admin
 from kvpool.client.opening import connect
 from kvpool.errors import KvpoolError
 from kvpool.protocols import Addressable
@@ -207,6 +206,8 @@ class ProcessPool:
         """Blocks in the pool; 0 also while no master answers."""
 
         async def count() -> int:
+            from kvpool.client.admin import admin  # a ring
+
             async with await connect(self.address) as pool:
                 return sum(blocks for _, blocks in await admin(pool).namespaces())
 

@@ -24,7 +24,6 @@ from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers
-from kvpool.client.shared_copies import SharedCopies
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
 from kvpool.errors import BadMessage, DeadlineExceeded, KvpoolError, LinkBroken, Overloaded
@@ -277,7 +276,7 @@ async def write(
         cast(Servers, servers),
         locations,
         cast(Versions, None),  # with one server there is one version
-        cast(SharedCopies, None),  # and no other server that could have the parent
+        [],  # and no other server that could have the parent
         cast(Callable[[], Staging], None),
         "staged",
         cast(Callable[[], DirectWrites], None),

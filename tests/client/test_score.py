@@ -129,9 +129,9 @@ async def test_rates_are_those_of_this_clients_own_reads(pool_dev: dev.Dev) -> N
         await pool.read(NAMESPACE, chain[:1], buffers(1, 1 << 20))
         small = keys("small", 2)
         await pool.write(NAMESPACE, small, values(small))
-        kept = pool._scorer._rates.rate(True)
+        kept = pool._extensions.get("score")._rates.rate(True)
         await pool.read(NAMESPACE, small, buffers(2))
-        assert pool._scorer._rates.rate(True) == kept
+        assert pool._extensions.get("score")._rates.rate(True) == kept
 
 
 def member(server: str, host: str, *usage: TierUsage) -> tuple[str, Member]:

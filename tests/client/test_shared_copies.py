@@ -25,7 +25,7 @@ async def write(pool: Pool, digests: Sequence[bytes], parent: bytes = ROOT) -> N
 async def chat(pool: Pool, number: int) -> None:
     """One session that begins with the prompt; then nothing is copied any more."""
     await write(pool, keys(f"chat {number}/", 2), PROMPT[-1])
-    await eventually(lambda: pool._shared_copies._task is None)
+    await eventually(lambda: pool._extensions.get("shared copies")._task is None)
 
 
 async def holders(pool: Pool, digests: Sequence[bytes]) -> list[set[str]]:
@@ -69,7 +69,7 @@ async def test_a_conversation_that_goes_on_is_not_copied() -> None:
             parent = blocks[-1]
         for back in range(2):  # it goes on from earlier points, as agents do that rewrite history
             await write(pool, keys(f"again {back}/", 2), keys("turn 3/", 2)[-1])
-        await eventually(lambda: pool._shared_copies._task is None)
+        await eventually(lambda: pool._extensions.get("shared copies")._task is None)
         assert sum(server.store.stored for server in running.servers) == 5 + 2 * 14
         assert sorted(server.store.stored for server in running.servers) == [0, 0, 33]
         assert pool.counters["shared_copies"] == 0
@@ -99,7 +99,7 @@ async def test_a_pool_that_is_closed_leaves_no_copy_behind(monkeypatch: pytest.M
             for number in range(12):
                 await write(pool, keys(f"chat {number}/", 2), PROMPT[-1])
             await asyncio.wait_for(began.wait(), 5)
-            task = pool._shared_copies._task
+            task = pool._extensions.get("shared copies")._task
             assert task is not None
         assert task.cancelled()
 

@@ -891,8 +891,8 @@ for reservation, size in sorted(
         "removed-block-is-sealed-below",
         "G5",
         _STACK,
-        "        elif good and entry.state is State.STORED:\n",
-        "        elif good:\n",
+        "        if good and not lost and entry.state is State.STORED:\n",
+        "        if good and not lost:\n",
     ),
     Bug(
         "removed-from-one-tier",

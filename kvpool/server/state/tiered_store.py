@@ -506,9 +506,7 @@ class TieredStore:
         if self.offline_tiers.intersection((copy.source, copy.target)):
             good = False  # `take_offline` has already removed these blocks from the pool
         # The source block may have been removed during the transfer: then no copy may appear.
-        if lost:
-            pass
-        elif good and entry.state is State.STORED:
+        if good and not lost and entry.state is State.STORED:
             down = copy.target == self.backing_tier != self.front_tier
             # A prefetched block is as old as it was: if nobody reads it, it is the next victim.
             last_used = entry.last_used if down or copy.prefetch else None
@@ -522,7 +520,7 @@ class TieredStore:
             elif down:
                 self._fetched.discard(entry)
                 self.front.mark_clean(entry)
-        else:
+        elif not lost:
             target.cancel(MOVER, copy.id)
             if copy.target == self.backing_tier != self.front_tier:
                 self._to_erase(copy.extent.offset)  # its record may be written already

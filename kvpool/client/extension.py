@@ -1,0 +1,66 @@
+"""The joint of a client: what it can do besides finding, reading, writing and removing blocks.
+
+A client without an extension's file and its line in `EXTENSIONS` works as before, and refuses the
+calls that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from kvpool.client.context import ClientContext
+from kvpool.client.load_estimate import ReadRates
+from kvpool.errors import UsageError
+from kvpool.protocols import WriteOptions
+
+#: What every client has, by the name that `Pool` and `Admin` ask for: `module:class`, made with
+#: the `ClientParts`.
+EXTENSIONS: Final = {
+    "events": "kvpool.client.pool_events:PoolEvents",
+    "prefetch": "kvpool.client.prefetch:PrefetchCalls",
+    "removal": "kvpool.client.removal:Removals",
+    "score": "kvpool.client.score:Scorer",
+    "shared copies": "kvpool.client.shared_copies:SharedCopies",
+    "spread": "kvpool.client.spread:Spreader",
+}
+
+#: A chain was written to another server than its parent: the options, the digests of the parent
+#: and of the last block, and the server. It returns at once and raises nothing.
+OnApart: TypeAlias = Callable[[WriteOptions, bytes, bytes, str], None]
+
+
+class ClientParts(NamedTuple):
+    """What an extension may use of its client."""
+
+    context: ClientContext
+    rates: ReadRates
+    on_apart: list[OnApart]
+
+
+class ClientExtension:
+    """One mechanism of a client, beside the methods that `Pool` and `Admin` call."""
+
+    async def close(self) -> None:
+        """The client is about to close its connections: end every task. Idempotent."""
+
+
+class ClientExtensions:
+    """The extensions of one client."""
+
+    def __init__(self, parts: ClientParts) -> None:
+        self._made: dict[str, Any] = {}
+        for name, where in EXTENSIONS.items():
+            module, _, kind = where.partition(":")
+            self._made[name] = getattr(import_module(module), kind)(parts)
+
+    def get(self, name: str) -> Any:
+        """Raises UsageError for one that this client runs without."""
+        if name not in self._made:
+            raise UsageError(f"this client runs without the extension for {name}")
+        return self._made[name]
+
+    async def close(self) -> None:
+        for one in self._made.values():
+            await one.close()

@@ -1,0 +1,98 @@
+"""The deletion test: a ring is a mechanism that the kernel works without.
+
+A copy of the product lacks the ring's files and its lines in the tables of extensions, and nothing
+else is changed. Then the kernel's tests pass, and a pool writes, matches and reads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.repo.test_budgets import PRODUCT, RINGS, files_of, module_of
+from tests.repo.test_house import ROOT
+
+#: Where a ring says that it is there.
+TABLES = ("kvpool/client/extension.py", "kvpool/server/extension.py")
+#: Known by the kernel still: each needs a joint of its own.
+WOVEN_IN = frozenset(("tiers", "sessions", "tenancy", "policies"))
+#: The tests look at a pool by it, so it is deleted alone.
+INSTRUMENT = "admin"
+KERNEL_TESTS = ("tests/client/test_pool.py", "tests/client/test_reader.py")
+
+PLAY = """
+import asyncio
+import kvpool, kvpool.cli.app, kvpool.testing
+from kvpool import ClientConfig, Namespace, dev
+
+def asked(master, scheme):
+    return ClientConfig(masters=[master], transports=[scheme])
+
+async def main():
+    space, chain = Namespace("a"), [bytes([number]) * 32 for number in range(4)]
+    async with dev.serve("4MiB") as served:
+        for scheme in ("inproc", "tcp", "shm"):
+            async with served.pool(asked(served.address, scheme)) as pool:
+                await pool.write(space, chain, [digest * 2048 for digest in chain])
+                match = await pool.match(space, chain)
+                into = [bytearray(65536) for _ in chain]
+                await pool.read(space, chain, into, match=match)
+                assert into == [digest * 2048 for digest in chain], scheme
+
+asyncio.run(main())
+"""
+
+
+def copy_without(rings: Iterable[str], into: Path) -> dict[str, str]:
+    """The product, its tests and no file of these rings; the environment in which it runs."""
+    for part in (*PRODUCT, "tests"):
+        shutil.copytree(ROOT / part, into / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", into)
+    gone = set()
+    for path in files_of(*(pattern for ring in rings for pattern in RINGS[ring])):
+        (into / path.relative_to(ROOT)).unlink()
+        gone.add(module_of(path))
+    for table in TABLES:
+        rows = (into / table).read_text().splitlines(keepends=True)
+        kept = [row for row in rows if (named := re.search(r'"([\w.]+):\w+"', row)) is None
+                or named[1] not in gone]  # fmt: skip
+        (into / table).write_text("".join(kept))
+    paths = [into, *(into / part for part in PRODUCT[1:])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
+def run(folder: Path, environment: dict[str, str], *arguments: str) -> str:
+    """What Python said, if it failed."""
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return ended.stdout + ended.stderr if ended.returncode else ""
+
+
+def test_the_kernel_s_tests_pass_without_any_ring(tmp_path: Path) -> None:
+    environment = copy_without(RINGS.keys() - WOVEN_IN - {INSTRUMENT}, tmp_path)
+    options = ("-n0", "-q", "-p", "no:cacheprovider", "-k", "not inproc and not shm and not ucx")
+    assert not run(tmp_path, environment, "-m", "pytest", *options, *KERNEL_TESTS)
+
+
+@pytest.mark.parametrize(
+    "ring",
+    [
+        pytest.param(one, marks=pytest.mark.xfail(strict=True) if one in WOVEN_IN else ())
+        for one in RINGS
+    ],
+)
+def test_a_pool_works_without(ring: str, tmp_path: Path) -> None:
+    assert not run(tmp_path, copy_without([ring], tmp_path), "-c", PLAY)
