@@ -23,7 +23,8 @@ from kvpool.config import load, local_secret_file
 from kvpool.errors import ConfigError, Unauthenticated
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, key, keys, values
-from tests.net.test_secret import command, run
+from tests.net.test_secret import command
+from tests.support.commands import running_kvpool
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 SOMEBODY = 65534
@@ -50,7 +51,7 @@ async def pool_of_one_user() -> AsyncIterator[str]:
 
 async def test_processes_of_this_user_share_a_pool() -> None:
     async with pool_of_one_user() as address:
-        code, said, _ = await run("status", "--masters", address, "--local-only")
+        code, said, _ = await running_kvpool("status", "--masters", address, "--local-only")
         assert code == 0, said
         chain = keys("own", 3)
         cluster = Cluster("default", local_secret())
@@ -65,7 +66,7 @@ async def test_processes_of_this_user_share_a_pool() -> None:
 
 async def test_a_process_without_the_secret_is_refused_on_every_port() -> None:
     async with pool_of_one_user() as address:
-        refused, _, why = await run("status", "--masters", address)
+        refused, _, why = await running_kvpool("status", "--masters", address)
         assert refused == 1
         assert "requires a secret" in why
         cluster = Cluster("default", local_secret())
@@ -208,7 +209,7 @@ def test_what_goes_with_it() -> None:
 
 async def test_a_transport_that_asks_for_no_secret_is_refused() -> None:
     pytest.importorskip("ucxx", reason="needs ucxx: pip install kvpool[ucx]")
-    code, _, why = await run("server", "--local-only", "--listen", "ucx://127.0.0.1:0")
+    code, _, why = await running_kvpool("server", "--local-only", "--listen", "ucx://127.0.0.1:0")
     assert code == 2
     assert "'ucx' does not ask" in why
 

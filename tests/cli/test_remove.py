@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from kvpool import ClientConfig, Namespace, admin, connect
-from kvpool.cli.app import app
 from tests.chaos.cluster import Node
 from tests.conftest import keys
+from tests.support.commands import kvpool, running_kvpool
 
 LLAMA, QWEN = Namespace("vllm/2 model=llama dtype=bf16"), Namespace("vllm/2 model=qwen")
 
@@ -29,20 +27,15 @@ LLAMA, QWEN = Namespace("vllm/2 model=llama dtype=bf16"), Namespace("vllm/2 mode
     ],
 )
 def test_wrong_input_is_one_clear_error(arguments: list[str], says: str) -> None:
-    result = CliRunner().invoke(app, ["remove", *arguments])
-    assert result.exit_code == 2
-    assert says in " ".join(result.output.split())
-    assert result.output.count("error:") == 1
+    result = kvpool("remove", *arguments)
+    assert result.code == 2
+    assert says in " ".join(result.all.split())
+    assert result.all.count("error:") == 1
 
 
 async def kvpool_remove(masters: str, *arguments: str) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvpool", "remove", "--masters", masters, *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), 60)
-    return await process.wait(), output.decode()
+    said = await running_kvpool("remove", "--masters", masters, *arguments)
+    return said.code, said.all
 
 
 async def test_a_model_goes_from_memory_and_file_and_a_kill_does_not_bring_it_back(

@@ -25,6 +25,7 @@ from kvpool_tiers.dram import Dram
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.support.commands import running_kvpool
 from tests.support.raw_peers import frame, raw, read
 
 OURS = Cluster("default", b"0123456789abcdef-ours")
@@ -263,22 +264,11 @@ async def test_the_commands_share_a_secret(tmp_path: Path) -> None:
         await stack.enter_async_context(
             command("server", "--capacity", "4MiB", *master, *secret, says="server ")
         )
-        refused, _, why = await run("status", *master)
+        refused, _, why = await running_kvpool("status", *master)
         assert refused == 1
         assert "requires a secret: set secret_file" in why
-        code, said, _ = await run("status", *master, *secret, "--json")
+        code, said, _ = await running_kvpool("status", *master, *secret, "--json")
         assert code == 0, said
-
-
-async def run(*arguments: str) -> tuple[int | None, str, str]:
-    """A `kvpool` command: its exit code, and what it said."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvpool", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, errors = await process.communicate()
-    return process.returncode, out.decode(), errors.decode()
 
 
 @asynccontextmanager
