@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvpool.ops.doctor import compared, device_memory, differing
 from kvpool.types import Member, ReadResult, ServerStats
 from kvpool.wire import messages as wire
 from tests.conftest import keys, values
+from tests.support.commands import kvpool
 
 
 def named(**fields: str) -> Namespace:
@@ -311,9 +311,8 @@ def test_the_largest_of_several_names_is_what_others_are_compared_with() -> None
 )
 def test_a_wrong_setting_of_a_transport_is_a_usage_error(spec: str, why: str) -> None:
     """And no check that failed: starting a master would not help."""
-    command = [sys.executable, "-m", "kvpool", "doctor", "--transport", spec]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "--transport" in done.stderr
-    assert why in done.stderr
-    assert done.stdout == ""
+    done = kvpool("doctor", "--transport", spec)
+    assert done.code == 2
+    assert "--transport" in done.err
+    assert why in done.err
+    assert done.out == ""

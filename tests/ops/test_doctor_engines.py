@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +15,7 @@ from kvpool.errors import ConfigError
 from kvpool.ops import engines
 from kvpool.ops.engines import METRIC, DescribedEngine, examine_engines, metrics_url, parse_engines
 from kvpool.ops.finding import Finding
+from tests.support.commands import kvpool
 
 ONE = {
     "namespace": "vllm/2 model=qwen shape=11",
@@ -245,26 +243,24 @@ def test_what_is_no_web_server_is_refused(address: str) -> None:
 
 
 def test_the_command_compares_engines_without_a_pool(serve: Serve) -> None:
-    command = [sys.executable, "-m", "kvpool", "doctor", "--json"]
+    engines = []
     for fields in (ONE, {**ONE, "namespace": "n", "model": "llama"}):
-        command += ["--engine", serve(page(fields))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1, done.stderr  # they share nothing
-    assert "model qwen and llama" in json.loads(done.stdout)[2]["text"]
-    wrong = [sys.executable, "-m", "kvpool", "doctor", "--engine", "file:///x"]
-    assert subprocess.run(wrong, capture_output=True, timeout=60, check=False).returncode == 2
+        engines += ["--engine", serve(page(fields))]
+    done = kvpool("doctor", "--json", *engines)
+    assert done.code == 1, done.err  # they share nothing
+    assert "model qwen and llama" in json.loads(done.out)[2]["text"]
+    assert kvpool("doctor", "--engine", "file:///x").code == 2
 
 
-def test_the_table_shows_what_looks_like_markup_as_it_is(serve: Serve) -> None:
+def test_the_table_shows_what_looks_like_markup_as_it_is(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank numbers come from the page, too."""
     text = page(ONE) + page(ONE).replace('engine="0"', 'engine="[/red]"')
-    command = [sys.executable, "-m", "kvpool", "doctor", "--engine", serve(text)]
-    environment = {**os.environ, "COLUMNS": "300"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert "engine [/red]" in done.stdout
+    monkeypatch.setenv("COLUMNS", "300")
+    done = kvpool("doctor", "--engine", serve(text))
+    assert done.code == 0, done.err
+    assert "engine [/red]" in done.out
 
 
 async def test_an_engine_is_asked_itself_where_there_is_a_proxy(

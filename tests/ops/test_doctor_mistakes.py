@@ -10,8 +10,6 @@ import asyncio
 import errno
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -42,6 +40,7 @@ from kvpool.types import (
 from tests.net.test_secret import pool_of
 from tests.net.test_versions import THEIRS, process
 from tests.ops.test_doctor import member, named
+from tests.support.commands import kvpool
 
 SECRET = b"0123456789abcdef-the-secret"
 OPEN = Cluster()
@@ -581,6 +580,5 @@ async def test_a_check_that_warns_is_not_ok_as_well() -> None:
     ],
 )
 def test_a_script_sees_it_in_the_exit_code(options: list[str], code: int) -> None:
-    command = [sys.executable, "-m", "kvpool", "doctor", "--transport", "tcp", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = kvpool("doctor", "--transport", "tcp", *options)
+    assert done.code == code, done.all

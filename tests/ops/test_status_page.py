@@ -130,7 +130,9 @@ async def test_a_pool_with_many_servers_is_read_in_pages(tmp_path: Any) -> None:
     whole = page.routes()["/api/v1/pool"]
     assert isinstance(whole, PageView)
     assert len(whole.answer({}).body) < 64 << 10
-    for after in names:  # what is kept for the next second does not grow with what is asked for
+    for after in names[
+        :20
+    ]:  # what is kept for the next second does not grow with what is asked for
         page._servers_page({"after": after})
         page._made = {name: (at - 1, body) for name, (at, body) in page._made.items()}
     assert len(page._made) <= 2
