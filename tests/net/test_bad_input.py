@@ -15,15 +15,17 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 import zmq
 
-from kvpool import ReadStatus, WriteStatus, dev
+from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
 from kvpool.checksum import block_seeds, checksum
+from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.protocols import Link, Peer, ReserveRequest
 from kvpool.runtime import resident_bytes
 from kvpool.server import connection
@@ -32,7 +34,16 @@ from kvpool.wire import messages as wire
 from kvpool.wire.frames import PROTOCOL_VERSION, cluster_id, encode_envelope, encode_frame
 from kvpool_transports.streams import server as serving
 from kvpool_transports.streams import stream as streams
-from tests.conftest import CHAIN, NAMESPACE, eventually, key, keys, values
+from tests.conftest import (
+    CHAIN,
+    NAMESPACE,
+    check_books,
+    eventually,
+    has_noticed_nothing,
+    key,
+    keys,
+    values,
+)
 from tests.support.raw_peers import (
     HELLO,
     KEYS,
@@ -48,6 +59,28 @@ from tests.support.raw_peers import (
 )
 
 BOTH = pytest.mark.parametrize("scheme", ["tcp", "shm"])
+#: Of tests that change nothing in the pool: `shared` is the same one for each of them.
+SHARED = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one_pool() -> AsyncIterator[tuple[dev.Dev, Pool]]:
+    async with dev.serve("16MiB", listen=("shm://", "tcp://127.0.0.1:0")) as running:
+        config = ClientConfig(masters=[running.address], transports=["tcp"])
+        async with running.pool(config) as witness:
+            await witness.write(NAMESPACE, CHAIN, values(CHAIN))
+            yield running, witness
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def shared(one_pool: tuple[dev.Dev, Pool]) -> AsyncIterator[dev.Dev]:
+    """As `watched`: after each test the witness must not have noticed anything."""
+    running, witness = one_pool
+    (server,) = running.servers
+    yield running
+    await has_noticed_nothing(witness)
+    await eventually(lambda: (server.store.held.pins, server.store.held.reservations) == (0, 0))
+    check_books(running)
 
 
 # --- frames ------------------------------------------------------------------------------
@@ -93,11 +126,12 @@ FRAMES = {
 }
 
 
+@SHARED
 @BOTH
 @pytest.mark.parametrize("name", FRAMES)
-async def test_frames(watched: dev.Dev, name: str, scheme: str) -> None:
+async def test_frames(shared: dev.Dev, name: str, scheme: str) -> None:
     sent, error = FRAMES[name]
-    async with raw(watched, scheme) as peer:
+    async with raw(shared, scheme) as peer:
         await peer.send(sent)
         assert await peer.refusal() == error
 
@@ -230,21 +264,23 @@ MESSAGES: dict[str, dict[str, Any]] = {
 }
 
 
+@SHARED
 @BOTH
 @pytest.mark.parametrize("name", MESSAGES)
-async def test_messages(watched: dev.Dev, name: str, scheme: str) -> None:
+async def test_messages(shared: dev.Dev, name: str, scheme: str) -> None:
     fields = msgspec.structs.asdict(reserve(key("a"))) | MESSAGES[name]
-    async with raw(watched, scheme) as peer:
+    async with raw(shared, scheme) as peer:
         await peer.send(HELLO + encode_frame(4, msgspec.msgpack.encode(fields)))
         assert await peer.refusal() == "BadMessage"
 
 
+@SHARED
 @pytest.mark.parametrize("name", MESSAGES)
-async def test_messages_with_bytes(watched: dev.Dev, name: str) -> None:
+async def test_messages_with_bytes(shared: dev.Dev, name: str) -> None:
     """The same fields of a `Write`: nothing is reserved, and no byte of it is awaited."""
     good = msgspec.structs.asdict(write(key("a")))
     whole = encode_frame(27, msgspec.msgpack.encode(good | MESSAGES[name]), 64)
-    async with raw(watched) as peer:
+    async with raw(shared) as peer:
         await peer.send(HELLO + whole)
         assert await peer.refusal() == "BadMessage"
 
@@ -259,11 +295,12 @@ OF_ANOTHER_PART: tuple[wire.Message, ...] = (
 )
 
 
+@SHARED
 @pytest.mark.parametrize("request_", OF_ANOTHER_PART, ids=lambda one: type(one).__name__)
 async def test_no_request_is_for_a_part_that_its_namespace_does_not_have(
-    watched: dev.Dev, request_: wire.Message
+    shared: dev.Dev, request_: wire.Message
 ) -> None:
-    async with raw(watched) as peer:
+    async with raw(shared) as peer:
         await peer.send(HELLO + frame(request_))
         assert await peer.refusal() == "BadMessage"
 
@@ -547,12 +584,16 @@ REQUESTS: dict[str, tuple[int, Any]] = {
 }
 
 
+@SHARED
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_requests(link: Link, name: str) -> None:
+async def test_requests(shared: dev.Dev, name: str) -> None:
     number, body = REQUESTS[name]
     packed = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     deadline = asyncio.get_running_loop().time() + 2
+    network = ZmqNetwork()
+    link = network.connect(shared.address)
     answer, refusal = await link.request(number, bytes(packed), deadline=deadline)
+    network.close()
     assert answer == wire.TYPES[wire.Error]
     assert wire.decode(wire.Error, answer, refusal).code == "BadMessage"
 
@@ -573,12 +614,13 @@ ENVELOPES: dict[str, tuple[list[bytes], bool]] = {
 }
 
 
+@SHARED
 @pytest.mark.parametrize("name", ENVELOPES)
-async def test_envelopes(watched: dev.Dev, name: str) -> None:
+async def test_envelopes(shared: dev.Dev, name: str) -> None:
     parts, answered = ENVELOPES[name]
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(f"tcp://{watched.address}")
+        dealer.connect(f"tcp://{shared.address}")
         dealer.send_multipart(parts)
         dealer.send(GOOD)
         answers = []
@@ -600,9 +642,10 @@ NO_ZMQ = {
 }  # fmt: skip
 
 
+@SHARED
 @pytest.mark.parametrize("name", NO_ZMQ)
-async def test_no_zmq(watched: dev.Dev, name: str) -> None:
-    host, _, port = watched.address.partition(":")
+async def test_no_zmq(shared: dev.Dev, name: str) -> None:
+    host, _, port = shared.address.partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(NO_ZMQ[name])
     with contextlib.suppress(OSError):  # it may have closed the link already
