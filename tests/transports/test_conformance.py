@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,16 +32,9 @@ from kvpool.protocols import (
     Connection,
     Listener,
     Peer,
-    ReadOptions,
-    SupportsDrain,
-    SupportsFetch,
-    SupportsPrefetch,
-    SupportsRemoveAll,
-    SupportsZeroCopyView,
     Tier,
     Transport,
     View,
-    WriteOptions,
 )
 from kvpool.testing import (
     TIER_CHECKS,
@@ -57,21 +51,10 @@ from kvpool.types import (
     BATCH_BLOCKS_MAX,
     ROOT,
     Cluster,
-    DrainOrder,
-    DrainReport,
-    FetchStatus,
-    HoldingsPage,
-    Namespace,
-    Offer,
     Pin,
-    PrefetchStatus,
-    ReadBlock,
     ReadResult,
     ReadStatus,
     Record,
-    Removal,
-    RemovalCursor,
-    WriteBlock,
     WriteStatus,
 )
 from kvpool_tiers.dram import Dram
@@ -179,7 +162,7 @@ async def test_tier(name: str, check: str, tmp_path: Path) -> None:
         return NvmeFiles([Nvme(size, f"{path}-{number}") for number, size in enumerate(sizes)])
 
     tiers: dict[str, Callable[[int], Tier]] = {
-        "dram": dram,
+        "dram": PlainDram,
         "file": lambda capacity: FileTier(path, capacity),
         "nvme": lambda capacity: Nvme(capacity, path=path),
         "nvme-buffered": lambda capacity: Nvme(capacity, path=path, direct=False),
@@ -208,7 +191,7 @@ def test_nvme_under_uvloop(check: str, tmp_path: Path) -> None:
 async def test_the_kit_names_what_is_wrong() -> None:
     """The whole kit stops at the first broken promise and says which, what and instead of what."""
     with pytest.raises(ConformanceError, match=r"expected .*; got") as caught:
-        await check_transport(broken(channel=Unverified))
+        await check_transport(broken(read=unverified))
     assert caught.value.check == "damaged_blocks_are_corrupt"
     with pytest.raises(ConformanceError, match="expected UsageError from writing") as caught:
         await check_tier(Endless)
@@ -223,79 +206,23 @@ async def test_what_only_passes_on_is_as_good_as_what_it_wraps() -> None:
 # --- teeth: transports -------------------------------------------------------------------
 
 
+CALLS = (
+    *("write", "read", "remove", "report_corruption", "read_view", "offer", "fetch", "prefetch"),
+    *("holdings", "remove_all", "drain", "close", "abort"),
+)
+
+
 class Through:
-    """A channel that passes everything on. Each broken one changes one thing."""
+    """A channel that passes everything on, but for the calls that are changed.
 
-    def __init__(self, inner: Channel) -> None:
-        self.inner = inner
+    A changed call gets the channel behind it first, and then what it was called with.
+    """
 
-    async def write(
-        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
-    ) -> list[WriteStatus]:
-        return await self.inner.write(writing, blocks, deadline=deadline)
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        return await self.inner.read(reading, blocks, deadline=deadline)
-
-    async def remove(
-        self,
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        *,
-        part: int | None = None,
-        checksums: Sequence[int] = (),
-        deadline: float,
-    ) -> list[bool]:
-        return await self.inner.remove(
-            namespace, digests, part=part, checksums=checksums, deadline=deadline
-        )
-
-    async def report_corruption(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[bool]:
-        return await self.inner.report_corruption(namespace, part, digests, deadline=deadline)
-
-    @asynccontextmanager
-    async def read_view(
-        self, reading: ReadOptions, digests: Sequence[bytes], *, deadline: float
-    ) -> AsyncIterator[list[View]]:
-        assert isinstance(self.inner, SupportsZeroCopyView)
-        async with self.inner.read_view(reading, digests, deadline=deadline) as views:
-            yield views
-
-    async def offer(self, *asked: Any, deadline: float) -> list[Offer]:
-        assert isinstance(self.inner, SupportsFetch)
-        return await self.inner.offer(*asked, deadline=deadline)
-
-    async def fetch(self, *asked: Any, extra: bool = False, deadline: float) -> list[FetchStatus]:
-        assert isinstance(self.inner, SupportsFetch)
-        return await self.inner.fetch(*asked, extra=extra, deadline=deadline)
-
-    async def prefetch(self, *asked: Any, deadline: float) -> list[PrefetchStatus]:
-        assert isinstance(self.inner, SupportsPrefetch)
-        return await self.inner.prefetch(*asked, deadline=deadline)
-
-    async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
-        assert isinstance(self.inner, SupportsRemoveAll)
-        return await self.inner.holdings(after, deadline=deadline)
-
-    async def remove_all(
-        self, namespace: Namespace, at: RemovalCursor, *, deadline: float
-    ) -> Removal:
-        assert isinstance(self.inner, SupportsRemoveAll)
-        return await self.inner.remove_all(namespace, at, deadline=deadline)
-
-    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
-        assert isinstance(self.inner, SupportsDrain)
-        return await self.inner.drain(order, deadline=deadline)
-
-    async def close(self) -> None:
-        await self.inner.close()
-
-    def abort(self) -> None:
-        self.inner.abort()
+    def __init__(self, inner: Channel, changed: dict[str, Callable[..., Any]]) -> None:
+        for name in CALLS:
+            if hasattr(inner, name):
+                call = changed.get(name)
+                setattr(self, name, partial(call, inner) if call else getattr(inner, name))
 
 
 class ThroughTransport:
@@ -306,204 +233,228 @@ class ThroughTransport:
     authenticated = True
 
     def __init__(
-        self,
-        channel: Callable[[Channel], Channel] = Through,
-        store: Callable[[BlockStore], BlockStore] = lambda store: store,
+        self, store: Callable[[BlockStore], BlockStore] = lambda store: store, **changed: Any
     ) -> None:
         self.inner = InprocTransport()
-        self.channel = channel
         self.store = store
+        self.changed = changed
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
         return await self.inner.listen(address, self.store(store))
 
-    async def connect(
-        self, address: str, *, cluster: Cluster, client: str, deadline: float
-    ) -> Channel:
-        return self.channel(
-            await self.inner.connect(address, cluster=cluster, client=client, deadline=deadline)
-        )
+    async def connect(self, address: str, **options: Any) -> Any:
+        return Through(await self.inner.connect(address, **options), self.changed)
 
 
-def broken(**parts: Any) -> Callable[[], Transport]:
-    transport = ThroughTransport(**parts)
+def broken(**changed: Any) -> Callable[[], Transport]:
+    transport = ThroughTransport(**changed)
     return lambda: transport
 
 
-class Unordered(Through):
+async def unordered(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
     """Answers in the order of the digests."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        return await self.inner.read(reading, sorted(blocks, key=lambda b: b[0]), deadline=deadline)
+    return await inner.read(reading, sorted(blocks, key=lambda b: b[0]), deadline=deadline)
 
 
-class Unverified(Through):
+async def unverified(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
     """Trusts the memory."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        return await self.inner.read(reading._replace(verify=False), blocks, deadline=deadline)
+    return await inner.read(reading._replace(verify=False), blocks, deadline=deadline)
 
 
-class Caching(Through):
+def caching() -> Callable[..., Any]:
     """Remembers what it has read."""
+    seen: dict[object, bytes] = {}
 
-    def __init__(self, inner: Channel) -> None:
-        super().__init__(inner)
-        self.seen: dict[object, bytes] = {}
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
+    async def read(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
         places = [(reading.namespace, reading.part, block.digest) for block in blocks]
-        if all(place in self.seen for place in places):
+        if all(place in seen for place in places):
             for place, block in zip(places, blocks, strict=True):
-                block.pieces[0][: len(self.seen[place])] = self.seen[place]
-            return [ReadResult(ReadStatus.HIT, len(self.seen[place])) for place in places]
-        results = await self.inner.read(reading, blocks, deadline=deadline)
+                block.pieces[0][: len(seen[place])] = seen[place]
+            return [ReadResult(ReadStatus.HIT, len(seen[place])) for place in places]
+        results = await inner.read(reading, blocks, deadline=deadline)
         for place, block, result in zip(places, blocks, results, strict=True):
             if result.status.hit:
-                self.seen[place] = bytes(block.pieces[0][: result.size])
+                seen[place] = bytes(block.pieces[0][: result.size])
         return results
 
+    return read
 
-class Retrying(Through):
+
+def insisting(name: str) -> Callable[..., Any]:
     """Does not take no for an answer."""
 
-    async def write(
-        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
-    ) -> list[WriteStatus]:
+    async def call(inner: Any, *asked: Any, **options: Any) -> Any:
         with suppress(Overloaded):
-            return await self.inner.write(writing, blocks, deadline=deadline)
-        return await self.inner.write(writing, blocks, deadline=deadline)
+            return await getattr(inner, name)(*asked, **options)
+        return await getattr(inner, name)(*asked, **options)
+
+    return call
 
 
-class Rereading(Through):
-    """Does not take no for an answer from a read."""
+def patient(name: str) -> Callable[..., Any]:
+    """Has its own idea of a deadline."""
 
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        with suppress(Overloaded):
-            return await self.inner.read(reading, blocks, deadline=deadline)
-        return await self.inner.read(reading, blocks, deadline=deadline)
+    async def call(inner: Any, *asked: Any, deadline: float) -> Any:
+        return await getattr(inner, name)(*asked, deadline=deadline + 60)
+
+    return call
 
 
-class Thinking(Through):
+def lingering(name: str) -> Callable[..., Any]:
+    """Lets a call go on when its caller has left."""
+
+    async def call(inner: Any, *asked: Any, **options: Any) -> Any:
+        return await asyncio.shield(asyncio.ensure_future(getattr(inner, name)(*asked, **options)))
+
+    return call
+
+
+async def thinking(inner: Any, *asked: Any, deadline: float) -> Any:
     """Keeps the loop while it reads."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        time.sleep(0.02)  # noqa: ASYNC251, which is what it does wrong
-        return await self.inner.read(reading, blocks, deadline=deadline)
+    time.sleep(0.02)  # noqa: ASYNC251, which is what it does wrong
+    return await inner.read(*asked, deadline=deadline)
 
 
-class Collecting(Through):
+async def collecting(inner: Any, *asked: Any, deadline: float) -> Any:
     """Waits whether there is more to send."""
-
-    async def write(
-        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
-    ) -> list[WriteStatus]:
-        await asyncio.sleep(0.02)
-        return await self.inner.write(writing, blocks, deadline=deadline)
+    await asyncio.sleep(0.02)
+    return await inner.write(*asked, deadline=deadline)
 
 
-class Fiddling(Through):
+async def fiddling(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
     """Keeps the loop for each small block."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        if blocks[0].size < 4096:
-            time.sleep(0.02)  # noqa: ASYNC251, which is what it does wrong
-        return await self.inner.read(reading, blocks, deadline=deadline)
+    if blocks[0].size < 4096:
+        time.sleep(0.02)  # noqa: ASYNC251, which is what it does wrong
+    return await inner.read(reading, blocks, deadline=deadline)
 
 
-class Summing(Through):
+async def summing(inner: Any, *asked: Any, deadline: float) -> Any:
     """Knows one kind of miss."""
+    return [
+        one if one.status.hit else ReadResult(ReadStatus.NEVER_WRITTEN, one.size)
+        for one in await inner.read(*asked, deadline=deadline)
+    ]
 
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        results = await self.inner.read(reading, blocks, deadline=deadline)
-        return [
-            one if one.status.hit else ReadResult(ReadStatus.NEVER_WRITTEN, one.size)
-            for one in results
+
+async def hurrying(inner: Any, *asked: Any, deadline: float) -> Any:
+    """Takes every failed write for a full server."""
+    statuses = await inner.write(*asked, deadline=deadline)
+    return [WriteStatus.NO_SPACE if s is WriteStatus.BYPASSED else s for s in statuses]
+
+
+async def translating(inner: Any, *asked: Any, **options: Any) -> Any:
+    """Says what it thinks was meant."""
+    try:
+        return await inner.remove(*asked, **options)
+    except Forbidden as error:
+        raise Unauthenticated(str(error)) from error
+
+
+async def terser(inner: Any, after: Any, deadline: float) -> Any:
+    """Leaves out why."""
+    try:
+        return await inner.holdings(after, deadline=deadline)
+    except Overloaded as error:
+        raise Overloaded("refused") from error
+
+
+async def silent(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
+    """Tells nobody that an answer arrives."""
+    return await inner.read(reading._replace(idle_timeout=None), blocks, deadline=deadline)
+
+
+async def ticking(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
+    """Says that it goes on, whether it does or not."""
+    reads = asyncio.ensure_future(inner.read(reading, blocks, deadline=deadline))
+    while not reads.done():
+        if reading.idle_timeout is not None:
+            reading.idle_timeout.touch()
+        await asyncio.wait([reads], timeout=0.01)
+    return await reads
+
+
+def deaf(inner: Any) -> None:
+    """Does not hear `abort`."""
+
+
+async def undead(inner: Any) -> None:
+    """Works on after its end."""
+
+
+@asynccontextmanager
+async def scribbled(inner: Any, *asked: Any, deadline: float) -> AsyncIterator[list[View]]:
+    """Shows memory that can be written into."""
+    async with inner.read_view(*asked, deadline=deadline) as views:
+        yield [
+            view if view.data is None else View(view.status, memoryview(bytearray(view.data)))
+            for view in views
         ]
 
 
-class Hurrying(Through):
-    """Takes every failed write for a full server."""
-
-    async def write(
-        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
-    ) -> list[WriteStatus]:
-        statuses = await self.inner.write(writing, blocks, deadline=deadline)
-        return [WriteStatus.NO_SPACE if s is WriteStatus.BYPASSED else s for s in statuses]
+async def backwards(inner: Any, writing: Any, blocks: Any, deadline: float) -> Any:
+    """Sends the last piece first."""
+    turned = [block._replace(pieces=block.pieces[::-1]) for block in blocks]
+    return await inner.write(writing, turned, deadline=deadline)
 
 
-class Translating(Through):
-    """Says what it thinks was meant."""
-
-    async def remove(self, *asked: Any, **options: Any) -> list[bool]:
-        try:
-            return await self.inner.remove(*asked, **options)
-        except Forbidden as error:
-            raise Unauthenticated(str(error)) from error
-
-
-class Terser(Through):
-    """Leaves out why."""
-
-    async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
-        try:
-            return await super().holdings(after, deadline=deadline)
-        except Overloaded as error:
-            raise Overloaded("refused") from error
+async def headless(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
+    """Takes a first piece that is smaller than a header for one, and leaves it as it was."""
+    kept = [bytes(block.pieces[0]) for block in blocks]
+    results = await inner.read(reading, blocks, deadline=deadline)
+    for block, before in zip(blocks, kept, strict=True):
+        if len(before) < 16 and len(block.pieces) > 1:
+            block.pieces[0][:] = before
+    return results
 
 
-class Endured(Through):
-    """Reads for as long as it takes."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        return await self.inner.read(reading, blocks, deadline=deadline + 60)
-
-
-class Ordering(Through):
-    """Waits for a server that leaves until it has left."""
-
-    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
-        return await super().drain(order, deadline=deadline + 60)
+async def overflowing(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
+    """Fills what a block does not need of its pieces."""
+    results = await inner.read(reading, blocks, deadline=deadline)
+    for block, result in zip(blocks, results, strict=True):
+        if len(block.pieces) > 1 and result.size < block.size:
+            block.pieces[-1][-1] ^= 255
+    return results
 
 
-class Silent(Through):
-    """Tells nobody that an answer arrives."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        options = reading._replace(idle_timeout=None)
-        return await self.inner.read(options, blocks, deadline=deadline)
+async def shifting(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
+    """Puts the hits of a batch into the first pieces, as if there had been no miss."""
+    results = await inner.read(reading, blocks, deadline=deadline)
+    if not results[0].status.hit and len(blocks) > 1 and len(blocks[0].pieces) > 1:
+        blocks[0].pieces[1][:] = blocks[1].pieces[1]
+    return results
 
 
-class Ticking(Through):
-    """Says that it goes on, whether it does or not."""
+async def superficial(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
+    """Verifies blocks in one piece only."""
+    whole = all(len(block.pieces) == 1 for block in blocks)
+    options = reading._replace(verify=reading.verify and whole)
+    return await inner.read(options, blocks, deadline=deadline)
 
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        reads = asyncio.ensure_future(self.inner.read(reading, blocks, deadline=deadline))
-        while not reads.done():
-            if reading.idle_timeout is not None:
-                reading.idle_timeout.touch()
-            await asyncio.wait([reads], timeout=0.01)
-        return await reads
+
+async def forgetting(inner: Any, *asked: Any, deadline: float) -> Any:
+    """Loses with how many copies a block was written."""
+    return [one._replace(copies=1) for one in await inner.offer(*asked, deadline=deadline)]
+
+
+async def ordinary(inner: Any, *asked: Any, extra: bool = False, deadline: float) -> Any:
+    """Does not say that a copy is an extra one."""
+    return await inner.fetch(*asked, deadline=deadline)
+
+
+async def piecemeal(inner: Any, *asked: Any, **options: Any) -> Any:
+    """Asks for half of a batch."""
+    return (await inner.fetch(*asked, **options))[: BATCH_BLOCKS_MAX // 2]
+
+
+async def first_part(inner: Any, namespace: Any, part: int, keys: Any, deadline: float) -> Any:
+    """Brings up part 0, whichever was asked for."""
+    return await inner.prefetch(namespace, 0, keys, deadline=deadline)
+
+
+async def terse(inner: Any, order: Any, deadline: float) -> Any:
+    """Reports the first line of what is left."""
+    report = await inner.drain(order, deadline=deadline)
+    return report._replace(left=report.left[:1])
 
 
 class Unreachable(ThroughTransport):
@@ -528,11 +479,9 @@ class Wordless(ThroughTransport):
 class Trusting(ThroughTransport):
     """Takes a tenant's word for it."""
 
-    async def connect(
-        self, address: str, *, cluster: Cluster, client: str, deadline: float
-    ) -> Channel:
+    async def connect(self, address: str, *, cluster: Cluster, **options: Any) -> Any:
         secret = CLUSTER._replace(secret=b"the cluster's" if cluster.tenant else cluster.secret)
-        return await super().connect(address, cluster=secret, client=client, deadline=deadline)
+        return await super().connect(address, cluster=secret, **options)
 
 
 class Parting(ThroughTransport):
@@ -547,6 +496,28 @@ class Parting(ThroughTransport):
 
         listener.close = later  # type: ignore[method-assign]
         return listener
+
+
+class Raw(ThroughTransport):
+    """Lets through what the operating system says."""
+
+    async def connect(self, address: str, **options: Any) -> Any:
+        try:
+            return await super().connect(address, **options)
+        except LinkBroken as error:
+            raise ConnectionRefusedError(111, "Connection refused") from error
+
+
+class Leaking(ThroughTransport):
+    """Opens one descriptor more than it closes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[int] = []
+
+    async def listen(self, address: str, store: BlockStore) -> Listener:
+        self.opened.append(os.open("/dev/null", os.O_RDONLY))
+        return await super().listen(address, store)
 
 
 class Linked(UnixTransport):
@@ -579,202 +550,8 @@ def link(**calls: Callable[..., Any]) -> Callable[[Peer], Peer]:
 class Dialling(UnixTransport):
     """Connects for as long as it takes."""
 
-    async def connect(
-        self, address: str, *, cluster: Cluster, client: str, deadline: float
-    ) -> Channel:
-        return await super().connect(
-            address, cluster=cluster, client=client, deadline=deadline + 60
-        )
-
-
-class Patient(Through):
-    """Has its own idea of a deadline."""
-
-    async def write(
-        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
-    ) -> list[WriteStatus]:
-        return await self.inner.write(writing, blocks, deadline=deadline + 60)
-
-
-class Lingering(Through):
-    """Lets a read go on when its caller has left."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        reads = asyncio.ensure_future(self.inner.read(reading, blocks, deadline=deadline))
-        return await asyncio.shield(reads)
-
-
-class Deaf(Through):
-    """Does not hear `abort`."""
-
-    def abort(self) -> None:
-        pass
-
-
-class Undead(Through):
-    """Works on after its end."""
-
-    async def close(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
-
-
-class Scribbled(Through):
-    """Shows memory that can be written into."""
-
-    @asynccontextmanager
-    async def read_view(
-        self, reading: ReadOptions, digests: Sequence[bytes], *, deadline: float
-    ) -> AsyncIterator[list[View]]:
-        async with super().read_view(reading, digests, deadline=deadline) as views:
-            yield [
-                view if view.data is None else View(view.status, memoryview(bytearray(view.data)))
-                for view in views
-            ]
-
-
-class Backwards(Through):
-    """Sends the last piece first."""
-
-    async def write(
-        self, writing: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
-    ) -> list[WriteStatus]:
-        turned = [block._replace(pieces=block.pieces[::-1]) for block in blocks]
-        return await self.inner.write(writing, turned, deadline=deadline)
-
-
-class Headless(Through):
-    """Takes a first piece that is smaller than a header for one, and leaves it as it was."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        kept = [bytes(block.pieces[0]) for block in blocks]
-        results = await self.inner.read(reading, blocks, deadline=deadline)
-        for block, before in zip(blocks, kept, strict=True):
-            if len(before) < 16 and len(block.pieces) > 1:
-                block.pieces[0][:] = before
-        return results
-
-
-class Overflowing(Through):
-    """Fills what a block does not need of its pieces."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        results = await self.inner.read(reading, blocks, deadline=deadline)
-        for block, result in zip(blocks, results, strict=True):
-            if len(block.pieces) > 1 and result.size < block.size:
-                block.pieces[-1][-1] ^= 255
-        return results
-
-
-class Shifting(Through):
-    """Puts the hits of a batch into the first pieces, as if there had been no miss."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        results = await self.inner.read(reading, blocks, deadline=deadline)
-        if not results[0].status.hit and len(blocks) > 1 and len(blocks[0].pieces) > 1:
-            blocks[0].pieces[1][:] = blocks[1].pieces[1]
-        return results
-
-
-class Superficial(Through):
-    """Verifies blocks in one piece only."""
-
-    async def read(
-        self, reading: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
-    ) -> list[ReadResult]:
-        whole = all(len(block.pieces) == 1 for block in blocks)
-        options = reading._replace(verify=reading.verify and whole)
-        return await self.inner.read(options, blocks, deadline=deadline)
-
-
-class Forgetting(Through):
-    """Loses with how many copies a block was written."""
-
-    async def offer(self, *asked: Any, deadline: float) -> list[Offer]:
-        offers = await super().offer(*asked, deadline=deadline)
-        return [offer._replace(copies=1) for offer in offers]
-
-
-class Ordinary(Through):
-    """Does not say that a copy is an extra one."""
-
-    async def fetch(self, *asked: Any, extra: bool = False, deadline: float) -> list[FetchStatus]:
-        return await super().fetch(*asked, deadline=deadline)
-
-
-class Piecemeal(Through):
-    """Asks for half of a batch."""
-
-    async def fetch(self, *asked: Any, extra: bool = False, deadline: float) -> list[FetchStatus]:
-        statuses = await super().fetch(*asked, extra=extra, deadline=deadline)
-        return statuses[: BATCH_BLOCKS_MAX // 2]
-
-
-class Running(Through):
-    """Lets a fetch go on when its caller has left."""
-
-    async def fetch(self, *asked: Any, extra: bool = False, deadline: float) -> list[FetchStatus]:
-        fetching = super().fetch(*asked, extra=extra, deadline=deadline)
-        return await asyncio.shield(asyncio.ensure_future(fetching))
-
-
-class Insisting(Through):
-    """Fetches until it is allowed to."""
-
-    async def fetch(self, *asked: Any, extra: bool = False, deadline: float) -> list[FetchStatus]:
-        with suppress(Overloaded):
-            return await super().fetch(*asked, extra=extra, deadline=deadline)
-        return await super().fetch(*asked, extra=extra, deadline=deadline)
-
-
-class Whole(Through):
-    """Brings up part 0, whichever was asked for."""
-
-    async def prefetch(self, *asked: Any, deadline: float) -> list[PrefetchStatus]:
-        namespace, _, keys = asked
-        return await super().prefetch(namespace, 0, keys, deadline=deadline)
-
-
-class Terse(Through):
-    """Reports the first line of what is left."""
-
-    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
-        report = await super().drain(order, deadline=deadline)
-        return report._replace(left=report.left[:1])
-
-
-class Raw(ThroughTransport):
-    """Lets through what the operating system says."""
-
-    async def connect(
-        self, address: str, *, cluster: Cluster, client: str, deadline: float
-    ) -> Channel:
-        try:
-            return await super().connect(address, cluster=cluster, client=client, deadline=deadline)
-        except LinkBroken as error:
-            raise ConnectionRefusedError(111, "Connection refused") from error
-
-
-class Leaking(ThroughTransport):
-    """Opens one descriptor more than it closes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.opened: list[int] = []
-
-    async def listen(self, address: str, store: BlockStore) -> Listener:
-        self.opened.append(os.open("/dev/null", os.O_RDONLY))
-        return await super().listen(address, store)
+    async def connect(self, address: str, *, deadline: float, **options: Any) -> Any:
+        return await super().connect(address, deadline=deadline + 60, **options)
 
 
 class Books:
@@ -821,37 +598,37 @@ def forget_the_books(connection: Any) -> None:
 
 
 BROKEN: dict[str, Callable[[], Transport]] = {
-    "results_are_in_the_callers_order": lambda: ThroughTransport(Unordered),
-    "damaged_blocks_are_corrupt": lambda: ThroughTransport(Unverified),
-    "a_block_in_pieces_is_their_concatenation": lambda: ThroughTransport(Backwards),
-    "pieces_may_meet_anywhere": lambda: ThroughTransport(Headless),
-    "a_small_block_leaves_the_other_pieces_alone": lambda: ThroughTransport(Overflowing),
-    "hits_and_misses_keep_their_own_pieces": lambda: ThroughTransport(Shifting),
-    "a_checksum_covers_all_pieces": lambda: ThroughTransport(Superficial),
-    "a_channel_never_caches": lambda: ThroughTransport(Caching),
-    "a_transport_never_retries": lambda: ThroughTransport(Retrying),
-    "a_silent_server_costs_a_deadline": lambda: ThroughTransport(Patient),
-    "a_cancelled_read_leaves_nothing": lambda: ThroughTransport(Lingering),
-    "abort_ends_calls_that_wait": lambda: ThroughTransport(Deaf),
-    "closing_twice_is_closing_once": lambda: ThroughTransport(Undead),
-    "a_view_is_pinned_and_read_only": lambda: ThroughTransport(Scribbled),
-    "an_offer_arrives_as_it_was_made": lambda: ThroughTransport(Forgetting),
-    "a_fetch_arrives_as_it_was_asked": lambda: ThroughTransport(Ordinary),
-    "a_full_batch_is_offered_and_fetched": lambda: ThroughTransport(Piecemeal),
-    "a_fetch_ends_with_its_caller": lambda: ThroughTransport(Running),
-    "a_refused_fetch_is_not_repeated": lambda: ThroughTransport(Insisting),
-    "a_prefetch_arrives_as_it_was_asked": lambda: ThroughTransport(Whole),
-    "a_drain_arrives_as_it_was_ordered": lambda: ThroughTransport(Terse),
-    "a_closed_channel_moves_nothing": lambda: ThroughTransport(Undead),
+    "results_are_in_the_callers_order": lambda: ThroughTransport(read=unordered),
+    "damaged_blocks_are_corrupt": lambda: ThroughTransport(read=unverified),
+    "a_block_in_pieces_is_their_concatenation": lambda: ThroughTransport(write=backwards),
+    "pieces_may_meet_anywhere": lambda: ThroughTransport(read=headless),
+    "a_small_block_leaves_the_other_pieces_alone": lambda: ThroughTransport(read=overflowing),
+    "hits_and_misses_keep_their_own_pieces": lambda: ThroughTransport(read=shifting),
+    "a_checksum_covers_all_pieces": lambda: ThroughTransport(read=superficial),
+    "a_channel_never_caches": lambda: ThroughTransport(read=caching()),
+    "a_transport_never_retries": lambda: ThroughTransport(write=insisting("write")),
+    "a_silent_server_costs_a_deadline": lambda: ThroughTransport(write=patient("write")),
+    "a_cancelled_read_leaves_nothing": lambda: ThroughTransport(read=lingering("read")),
+    "abort_ends_calls_that_wait": lambda: ThroughTransport(abort=deaf),
+    "closing_twice_is_closing_once": lambda: ThroughTransport(close=undead, abort=deaf),
+    "a_view_is_pinned_and_read_only": lambda: ThroughTransport(read_view=scribbled),
+    "an_offer_arrives_as_it_was_made": lambda: ThroughTransport(offer=forgetting),
+    "a_fetch_arrives_as_it_was_asked": lambda: ThroughTransport(fetch=ordinary),
+    "a_full_batch_is_offered_and_fetched": lambda: ThroughTransport(fetch=piecemeal),
+    "a_fetch_ends_with_its_caller": lambda: ThroughTransport(fetch=lingering("fetch")),
+    "a_refused_fetch_is_not_repeated": lambda: ThroughTransport(fetch=insisting("fetch")),
+    "a_prefetch_arrives_as_it_was_asked": lambda: ThroughTransport(prefetch=first_part),
+    "a_drain_arrives_as_it_was_ordered": lambda: ThroughTransport(drain=terse),
+    "a_closed_channel_moves_nothing": lambda: ThroughTransport(close=undead, abort=deaf),
     "nobody_there_is_unavailable": Raw,
-    "a_refused_call_is_made_once": lambda: ThroughTransport(Rereading),
-    "no_call_keeps_the_loop": lambda: ThroughTransport(Thinking),
+    "a_refused_call_is_made_once": lambda: ThroughTransport(read=insisting("read")),
+    "no_call_keeps_the_loop": lambda: ThroughTransport(read=thinking),
     "nothing_stays_when_both_sides_close": Leaking,
-    "no_small_call_waits_for_a_timer": lambda: ThroughTransport(Collecting),
-    "a_read_shows_that_it_goes_on": lambda: ThroughTransport(Silent),
-    "every_call_ends_by_its_deadline": lambda: ThroughTransport(Endured),
-    "every_status_arrives": lambda: ThroughTransport(Summing),
-    "a_refusal_arrives_unchanged": lambda: ThroughTransport(Translating),
+    "no_small_call_waits_for_a_timer": lambda: ThroughTransport(write=collecting),
+    "a_read_shows_that_it_goes_on": lambda: ThroughTransport(read=silent),
+    "every_call_ends_by_its_deadline": lambda: ThroughTransport(read=patient("read")),
+    "every_status_arrives": lambda: ThroughTransport(read=summing),
+    "a_refusal_arrives_unchanged": lambda: ThroughTransport(remove=translating),
     "a_tenants_client_is_known_or_refused": Trusting,
     "what_a_transport_declares_is_so": Unreachable,
     "a_closed_listener_has_no_connection": Parting,
@@ -879,11 +656,11 @@ async def test_a_connect_without_a_deadline_is_noticed() -> None:
 
 #: Others, which break the same promise elsewhere.
 BROKEN_TOO: list[tuple[str, Callable[[], Transport]]] = [
-    ("no_call_keeps_the_loop", lambda: ThroughTransport(Fiddling)),
-    ("a_read_shows_that_it_goes_on", lambda: ThroughTransport(Ticking)),
-    ("every_call_ends_by_its_deadline", lambda: ThroughTransport(Ordering)),
-    ("every_status_arrives", lambda: ThroughTransport(Hurrying)),
-    ("a_refusal_arrives_unchanged", lambda: ThroughTransport(Terser)),
+    ("no_call_keeps_the_loop", lambda: ThroughTransport(read=fiddling)),
+    ("a_read_shows_that_it_goes_on", lambda: ThroughTransport(read=ticking)),
+    ("every_call_ends_by_its_deadline", lambda: ThroughTransport(drain=patient("drain"))),
+    ("every_status_arrives", lambda: ThroughTransport(write=hurrying)),
+    ("a_refusal_arrives_unchanged", lambda: ThroughTransport(holdings=terser)),
     ("what_a_transport_declares_is_so", Devoted),
     ("what_a_transport_declares_is_so", Wordless),
     ("a_server_knows_who_calls", lambda: Linked(lambda peer: peer._replace(transport="tcp"))),
@@ -909,8 +686,11 @@ async def test_a_broken_transport_is_noticed(
 # --- teeth: tiers ----------------------------------------------------------------------------
 
 
-def dram(capacity: int) -> Dram:
-    return Dram(capacity, prefault=False)
+class PlainDram(Dram):
+    """Touches no page before it is used."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, prefault=False)
 
 
 class FileTier:
@@ -974,7 +754,7 @@ class Late(FileTier):
         await super().write_from(offset, buffer)
 
 
-class Keeping(Dram):
+class Keeping(PlainDram):
     """Stores the caller's buffer, and no copy of it."""
 
     async def write_from(self, offset: int, buffer: memoryview) -> None:
@@ -987,7 +767,7 @@ class Keeping(Dram):
         await super().read_into(offset, buffer)
 
 
-class Slow(Dram):
+class Slow(PlainDram):
     """Waits for its medium on the loop's thread."""
 
     async def write_from(self, offset: int, buffer: memoryview) -> None:
@@ -995,22 +775,16 @@ class Slow(Dram):
         await super().write_from(offset, buffer)
 
 
-class Endless(Dram):
+class Endless(PlainDram):
     """Takes what fits, and says nothing of the rest."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, prefault=False)
 
     async def write_from(self, offset: int, buffer: memoryview) -> None:
         room = max(0, self.capacity - offset)
         await super().write_from(offset, buffer[:room])
 
 
-class Copying(Dram):
+class Copying(PlainDram):
     """Shows a copy."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, prefault=False)
 
     def view(self, offset: int, size: int) -> memoryview:
         return memoryview(bytearray(super().view(offset, size)))
@@ -1158,11 +932,11 @@ class Discreet(Nvme):
     status_text = ""
 
 
-class Closing(Dram):
+class Closing(PlainDram):
     """Goes on copying when it is closed."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, prefault=False)
+        super().__init__(capacity)
         self._kept = memoryview(bytes(self.capacity))
 
     async def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -1173,19 +947,16 @@ class Closing(Dram):
         buffer[:] = self._kept[: len(buffer)]
 
 
-class Hoarding(Dram):
+class Hoarding(PlainDram):
     """Is closed, and has its memory."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, prefault=False)
+        super().__init__(capacity)
         self.kept = self.view(0, self.capacity)
 
 
-class Regretful(Dram):
+class Regretful(PlainDram):
     """Says that a closed tier may be there again soon."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, prefault=False)
 
     def view(self, offset: int, size: int) -> memoryview:
         try:
@@ -1237,7 +1008,7 @@ def unsealed(capacity: int) -> Tier:
     """Dram, if it forgot the seals."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fcntl, "fcntl", lambda *_: 0)
-        return dram(capacity)
+        return PlainDram(capacity)
 
 
 @pytest.mark.parametrize(
