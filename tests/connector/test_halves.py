@@ -212,11 +212,7 @@ class Engine:
                 memory[block] = values.byte()
 
     def compute(
-        self,
-        request: str,
-        hashes: list[bytes],
-        blocks: list[int],
-        adapter: Adapter | None = None,
+        self, request: str, hashes: list[bytes], blocks: list[int], adapter: Adapter | None = None
     ) -> None:
         """A new request that the pool is not asked for, computed in one step."""
         tokens = len(hashes) * BLOCK
@@ -277,6 +273,9 @@ class Engine:
         self.scheduler.on_request_finished("save")
 
 
+Start = Callable[..., Engine]
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalPool]:
     local = LocalPool()
@@ -285,7 +284,7 @@ def pool() -> Iterator[LocalPool]:
 
 
 @pytest.fixture
-def start(pool: LocalPool) -> Iterator[Callable[..., Engine]]:
+def start(pool: LocalPool) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
 
         def engine(**options: Any) -> Engine:
@@ -301,7 +300,7 @@ def ended(engine: Engine) -> bool:
     return all(worker._running == 0 for worker in engine.workers)
 
 
-def test_what_one_engine_saved_another_one_loads(start: Callable[..., Engine]) -> None:
+def test_what_one_engine_saved_another_one_loads(start: Start) -> None:
     writer, reader = start(), start()
     hashes = keys("halves", 5)
     writer.save(hashes, [3, 4, 5, 6, 7])
@@ -328,7 +327,7 @@ def test_what_one_engine_saved_another_one_loads(start: Callable[..., Engine]) -
     [(1, 2, 2, 8), (2, 1, 2, 8), (1, 4, 4, 8), (4, 2, 8, 8), (2, 2, 4, 8), (4, 1, 2, 2)],
 )
 def test_ranks_of_another_number_load_their_heads(
-    start: Callable[..., Engine], writers: int, readers: int, parts: int, heads: int
+    start: Start, writers: int, readers: int, parts: int, heads: int
 ) -> None:
     """Also with two ranks for each head, of which one saves."""
     common = {"kv_head_parts": parts, "revision": "r", "heads": heads}
@@ -348,7 +347,7 @@ def test_ranks_of_another_number_load_their_heads(
     assert loaded == 3 * written[0].numel()
 
 
-def test_a_block_is_loaded_only_with_all_of_its_parts(start: Callable[..., Engine]) -> None:
+def test_a_block_is_loaded_only_with_all_of_its_parts(start: Start) -> None:
     """The first part of one block is corrupt, and the last of another."""
     own = LocalPool()
     try:
@@ -368,7 +367,7 @@ def test_a_block_is_loaded_only_with_all_of_its_parts(start: Callable[..., Engin
         own.close()
 
 
-def test_a_part_of_what_was_offered_is_loaded(start: Callable[..., Engine]) -> None:
+def test_a_part_of_what_was_offered_is_loaded(start: Start) -> None:
     writer, reader = start(), start()
     hashes = keys("part of it", 6)
     writer.save(hashes, [1, 2, 3, 4, 5, 6])
@@ -385,7 +384,7 @@ def test_a_part_of_what_was_offered_is_loaded(start: Callable[..., Engine]) -> N
 
 
 def test_many_blocks_are_loaded_by_several_reads(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool_connector.worker._READ_BYTES_MIN", BYTES)
     writer, reader = start(), start()
@@ -411,7 +410,7 @@ def test_many_blocks_are_loaded_by_several_reads(
 
 
 def test_a_transfer_that_the_pool_answers_in_time_is_not_cancelled(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connector's own limit comes after the deadline that the pool has."""
     monkeypatch.setattr("kvpool_connector.worker.CANCEL_AFTER_S", 60.0)
@@ -428,9 +427,7 @@ def test_a_transfer_that_the_pool_answers_in_time_is_not_cancelled(
     assert not reader.failed
 
 
-def test_blocks_that_were_lost_after_the_lookup_are_named(
-    pool: LocalPool, start: Callable[..., Engine]
-) -> None:
+def test_blocks_that_were_lost_after_the_lookup_are_named(pool: LocalPool, start: Start) -> None:
     writer, reader = start(), start()
     hashes = keys("lost after the lookup", 4)
     writer.save(hashes, [1, 2, 3, 4])
@@ -452,7 +449,7 @@ def test_blocks_that_were_lost_after_the_lookup_are_named(
     assert pool.ask(lambda client: client.match(name, hashes)).length == 4
 
 
-def test_two_ranks_each_load_and_save_their_part(start: Callable[..., Engine]) -> None:
+def test_two_ranks_each_load_and_save_their_part(start: Start) -> None:
     writer, reader = start(ranks=2), start(ranks=2)
     hashes = keys("two ranks", 3)
     writer.save(hashes, [1, 2, 3])
@@ -469,7 +466,7 @@ def test_two_ranks_each_load_and_save_their_part(start: Callable[..., Engine]) -
 
 
 def test_a_rank_that_does_not_save_acknowledges_and_writes_nothing(
-    pool: LocalPool, start: Callable[..., Engine]
+    pool: LocalPool, start: Start
 ) -> None:
     engine = start(saves=[False])
     hashes = keys("not the saving rank", 2)
@@ -479,7 +476,7 @@ def test_a_rank_that_does_not_save_acknowledges_and_writes_nothing(
     assert pool.ask(lambda client: client.match(name, hashes)).length == 0
 
 
-def test_engines_whose_kernels_differ_share_nothing(start: Callable[..., Engine]) -> None:
+def test_engines_whose_kernels_differ_share_nothing(start: Start) -> None:
     one, same, other = start(), start(), start(kernel="another")
     assert one.scheduler.namespaces == same.scheduler.namespaces
     assert one.scheduler.namespaces != other.scheduler.namespaces
@@ -497,9 +494,7 @@ def updated(engine: Engine, weights: str) -> Engine:
     return engine
 
 
-def test_a_prompt_in_the_queue_is_looked_up_anew_after_a_reset(
-    start: Callable[..., Engine],
-) -> None:
+def test_a_prompt_in_the_queue_is_looked_up_anew_after_a_reset(start: Start) -> None:
     """It has computed nothing with the old weights: it loads, and is saved, as any other."""
     writer, engine = start(), start()
     hashes = keys("in the queue", 3)
@@ -516,9 +511,7 @@ def test_a_prompt_in_the_queue_is_looked_up_anew_after_a_reset(
     engine.until(lambda: engine.stored == 1)
 
 
-def test_a_prompt_whose_adapter_may_have_been_replaced_is_not_looked_up_again(
-    start: Callable[..., Engine],
-) -> None:
+def test_a_prompt_whose_adapter_may_have_been_replaced_is_not_looked_up_again(start: Start) -> None:
     """Its hashes have the fingerprint of the adapter that was loaded when it arrived."""
     engine, adapter = start(), Adapter(1, "chat at /chat")
     engine.adapters = {1: "v1"}
@@ -535,9 +528,7 @@ def test_a_prompt_whose_adapter_may_have_been_replaced_is_not_looked_up_again(
     assert engine.stored == 2
 
 
-def test_engines_share_again_after_each_update_of_their_weights(
-    start: Callable[..., Engine],
-) -> None:
+def test_engines_share_again_after_each_update_of_their_weights(start: Start) -> None:
     """Roll-outs: nothing of the old weights is found, and everything of the new ones."""
     one, two = start(), start()
     for number, update in enumerate(("first", "second", "third")):
@@ -557,9 +548,7 @@ def test_engines_share_again_after_each_update_of_their_weights(
     assert late.scheduler.namespaces != one.scheduler.namespaces
 
 
-def test_weights_that_the_fingerprint_cannot_see_are_shared_with_nobody(
-    start: Callable[..., Engine],
-) -> None:
+def test_weights_that_the_fingerprint_cannot_see_are_shared_with_nobody(start: Start) -> None:
     one, two = start(), start()
     for engine in (one, two):
         engine.model = engine.model._replace(hidden=1)
@@ -568,7 +557,7 @@ def test_weights_that_the_fingerprint_cannot_see_are_shared_with_nobody(
 
 
 def test_what_was_computed_with_the_old_weights_is_not_saved_under_the_new_name(
-    start: Callable[..., Engine],
+    start: Start,
 ) -> None:
     engine = start()
     hashes = keys("half old", 3)
@@ -626,7 +615,7 @@ def test_a_request_waits_no_longer_for_names_than_the_setting_says(pool: LocalPo
         engine.close()
 
 
-def test_a_consumer_saves_nothing(start: Callable[..., Engine]) -> None:
+def test_a_consumer_saves_nothing(start: Start) -> None:
     writer, consumer = start(), start(engine={"saves": False})
     hashes = keys("for a consumer", 2)
     writer.save(hashes, [1, 2])
@@ -635,9 +624,7 @@ def test_a_consumer_saves_nothing(start: Callable[..., Engine]) -> None:
     assert not consumer.pinned
 
 
-def test_a_request_may_ask_for_no_load_no_save_and_fewer_tokens(
-    start: Callable[..., Engine],
-) -> None:
+def test_a_request_may_ask_for_no_load_no_save_and_fewer_tokens(start: Start) -> None:
     writer, reader = start(), start()
     hashes = keys("by request", 4)
     writer.save(hashes, [1, 2, 3, 4])
@@ -666,7 +653,7 @@ def test_a_request_may_ask_for_no_load_no_save_and_fewer_tokens(
     assert reader.scheduler.planner.quiet_until["secret"] > 1 << 40
 
 
-def test_durations_are_counted(start: Callable[..., Engine]) -> None:
+def test_durations_are_counted(start: Start) -> None:
     writer, reader = start(), start()
     hashes = keys("durations", 2)
     writer.save(hashes, [1, 2])
@@ -683,9 +670,7 @@ def test_durations_are_counted(start: Callable[..., Engine]) -> None:
     assert not any("duration" in one for one in writer.workers[0].take_counters()), "taken twice"
 
 
-def test_weights_that_were_changed_in_place_have_another_name(
-    start: Callable[..., Engine],
-) -> None:
+def test_weights_that_were_changed_in_place_have_another_name(start: Start) -> None:
     """Without a reset. What is computed before the scheduler half knows goes under no name."""
     engine = start(ranks=2)
     before, between, after = keys("in place", 2), keys("in between", 2), keys("afterwards", 2)
@@ -712,9 +697,7 @@ def test_weights_that_were_changed_in_place_have_another_name(
     assert Counter(engine.pinned) == Counter(engine.unpinned)
 
 
-def test_nothing_that_the_old_weights_computed_gets_the_name_of_the_new_ones(
-    start: Callable[..., Engine],
-) -> None:
+def test_nothing_that_the_old_weights_computed_gets_the_name_of_the_new_ones(start: Start) -> None:
     """A generated block that waits for others, and the blocks that its request completes later."""
     engine = start(save_gather_s=10.0)
     hashes = keys("gathered, old", 4)
@@ -734,9 +717,7 @@ def test_nothing_that_the_old_weights_computed_gets_the_name_of_the_new_ones(
     assert Counter(engine.pinned) == Counter(engine.unpinned)
 
 
-def test_a_load_that_runs_while_the_weights_change_fails(
-    pool: LocalPool, start: Callable[..., Engine]
-) -> None:
+def test_a_load_that_runs_while_the_weights_change_fails(pool: LocalPool, start: Start) -> None:
     writer, reader = start(), start()
     hashes = keys("loaded meanwhile", 2)
     writer.save(hashes, [1, 2])
@@ -756,9 +737,7 @@ def test_a_load_that_runs_while_the_weights_change_fails(
     assert reader.bad_blocks == {1, 2}
 
 
-def test_weights_that_change_after_the_reset_have_their_own_name(
-    start: Callable[..., Engine],
-) -> None:
+def test_weights_that_change_after_the_reset_have_their_own_name(start: Start) -> None:
     """vLLM resets when it pauses, before the update. Steps in the pause compute nothing: what they
     find is not what the engine computes with afterwards, and may not even be readable."""
     engine = start(ranks=2)
@@ -780,7 +759,7 @@ def test_weights_that_change_after_the_reset_have_their_own_name(
 
 
 def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is loaded or saved meanwhile, and no request waits for it."""
     engine = start(ranks=2)
@@ -796,7 +775,7 @@ def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
     assert "ranks [0]" in line
 
 
-def test_a_block_whose_adapter_was_reloaded_is_not_saved(start: Callable[..., Engine]) -> None:
+def test_a_block_whose_adapter_was_reloaded_is_not_saved(start: Start) -> None:
     """vLLM loads an adapter again in the step that computes with it: only the worker sees that."""
     engine, adapter = start(), Adapter(1, "chat at /chat")
     engine.adapters = {1: "v1"}
@@ -816,9 +795,7 @@ def test_a_block_whose_adapter_was_reloaded_is_not_saved(start: Callable[..., En
     assert any("was replaced under its name" in line for line in engine.lines)
 
 
-def test_workers_introduce_themselves_until_there_are_names(
-    pool: LocalPool, start: Callable[..., Engine]
-) -> None:
+def test_workers_introduce_themselves_until_there_are_names(pool: LocalPool, start: Start) -> None:
     engine = Engine(pool.master)
     try:
         assert len(engine.step().worker_infos) == 1
@@ -829,9 +806,7 @@ def test_workers_introduce_themselves_until_there_are_names(
         engine.close()
 
 
-def test_a_lookup_waits_for_the_workers_first_message(
-    pool: LocalPool, start: Callable[..., Engine]
-) -> None:
+def test_a_lookup_waits_for_the_workers_first_message(pool: LocalPool, start: Start) -> None:
     writer = start()
     hashes = keys("before the names", 2)
     writer.save(hashes, [1, 2])
@@ -847,7 +822,7 @@ def test_a_lookup_waits_for_the_workers_first_message(
         engine.close()
 
 
-def test_a_preempted_request_is_looked_up_again(start: Callable[..., Engine]) -> None:
+def test_a_preempted_request_is_looked_up_again(start: Start) -> None:
     writer, reader = start(), start()
     hashes = keys("preempted", 3)
     assert reader.ask("r", hashes) == 0
@@ -899,7 +874,7 @@ class RecordedSession(NamedTuple):
     ],
 )
 def test_hints_are_sent_when_a_request_has_finished(
-    start: Callable[..., Engine], hints: RequestHints, expected: list[Any]
+    start: Start, hints: RequestHints, expected: list[Any]
 ) -> None:
     engine = start()
     thread = engine.threads[0]
@@ -917,7 +892,7 @@ def test_hints_are_sent_when_a_request_has_finished(
     assert recorded.sent == expected
 
 
-def test_the_metrics_of_a_busy_engine_come_once_a_second(start: Callable[..., Engine]) -> None:
+def test_the_metrics_of_a_busy_engine_come_once_a_second(start: Start) -> None:
     engine = start()
     engine.scheduler.take_metrics()
     counters = engine.scheduler.planner.counters
@@ -936,7 +911,7 @@ def test_the_metrics_of_a_busy_engine_come_once_a_second(start: Callable[..., En
     assert engine.scheduler.take_metrics()["prefill_tokens_rate"] == pytest.approx(512)
 
 
-def test_late_answers_are_one_line_a_minute(start: Callable[..., Engine]) -> None:
+def test_late_answers_are_one_line_a_minute(start: Start) -> None:
     engine = start()
     planner = engine.scheduler.planner
 
@@ -990,7 +965,7 @@ class FakePoller:
 
 
 @pytest.fixture
-def asked(start: Callable[..., Engine]) -> tuple[Engine, FakePoller, Callable[[str], float]]:
+def asked(start: Start) -> tuple[Engine, FakePoller, Callable[[str], float]]:
     """An engine whose masters are the test, and how many requests of a name miss for a reason."""
     engine = start(lookup_timeout_s=0.1)
     poller = FakePoller()
@@ -1197,7 +1172,7 @@ class Waits:
         return bool(self._inner.wait(timeout))
 
 
-def test_an_idle_engine_waits_only_while_something_runs(start: Callable[..., Engine]) -> None:
+def test_an_idle_engine_waits_only_while_something_runs(start: Start) -> None:
     engine = start()
     worker = engine.workers[0]
     hashes = keys("idle", 2)
@@ -1220,7 +1195,7 @@ def test_an_idle_engine_waits_only_while_something_runs(start: Callable[..., Eng
     assert (transfers.count, poller.waited_s) == (1, [0.001, 0.0])
 
 
-def test_the_pools_speed_is_probed_after_the_first_save(start: Callable[..., Engine]) -> None:
+def test_the_pools_speed_is_probed_after_the_first_save(start: Start) -> None:
     engine = start(load="auto")
     engine.save(keys("probe", 4), [1, 2, 3, 4])
     cost = engine.scheduler.planner.transfer_cost
@@ -1237,7 +1212,7 @@ def test_the_pools_speed_is_probed_after_the_first_save(start: Callable[..., Eng
 
 
 def test_a_worker_without_a_pool_answers_all_that_a_step_asks(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start()
     (worker,) = engine.workers
@@ -1284,9 +1259,7 @@ def test_hints_of_a_request(given: dict[str, Any], hints: RequestHints, wrong: s
     assert ", ".join(one.partition(" is ")[0] for one in mistakes) == wrong
 
 
-def test_a_client_ends_no_session_of_another_tenant(
-    start: Callable[..., Engine], pool: LocalPool
-) -> None:
+def test_a_client_ends_no_session_of_another_tenant(start: Start, pool: LocalPool) -> None:
     for tenant in ("red", "default"):
         engine = start(tenant=tenant)
         hashes = keys(f"tenant {tenant}", 1)
@@ -1314,7 +1287,7 @@ def test_a_client_ends_no_session_of_another_tenant(
 
 
 def test_a_save_that_the_pool_refused_reports_why(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(save_retries=0)
     # As before the first connection. (monkeypatch ends before the engine is closed.)
@@ -1332,7 +1305,7 @@ def test_a_save_that_the_pool_refused_reports_why(
 
 
 def test_loads_and_saves_are_spans_with_their_reads_and_writes_inside(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="pip install 'kvpool[otel]'")
     from opentelemetry.sdk.trace import TracerProvider

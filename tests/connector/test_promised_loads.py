@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from kvpool import Pool
 from kvpool_connector.promises import PromisedBlocks
 from kvpool_connector.values import RequestHints, ScheduledRequest
 from tests.conftest import keys
-from tests.connector.test_halves import BLOCK, Engine, ended
+from tests.connector.test_halves import BLOCK, Engine, Start, ended
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(60)
@@ -28,7 +28,7 @@ def pool() -> Iterator[LocalPool]:
 
 
 @pytest.fixture
-def start(pool: LocalPool) -> Iterator[Callable[..., Engine]]:
+def start(pool: LocalPool) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
 
         def engine(**options: Any) -> Engine:
@@ -78,11 +78,10 @@ def counted(engine: Engine, outcome: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"),
-    [(1, {}), (2, {}), (2, {"kv_head_parts": 4, "revision": "r", "heads": 8})],
+    ("ranks", "options"), [(1, {}), (2, {}), (2, {"kv_head_parts": 4, "revision": "r", "heads": 8})]
 )
 def test_blocks_are_loaded_while_the_producer_computes_the_next(
-    start: Callable[..., Engine], ranks: int, options: dict[str, Any]
+    start: Start, ranks: int, options: dict[str, Any]
 ) -> None:
     producer, consumer = (start(ranks=ranks, **options) for _ in range(2))
     hashes = keys(f"while {ranks} {len(options)}", 20)
@@ -112,7 +111,7 @@ def test_blocks_are_loaded_while_the_producer_computes_the_next(
     assert load.seconds < 5
 
 
-def test_a_wait_is_no_part_of_the_time_that_a_load_may_take(start: Callable[..., Engine]) -> None:
+def test_a_wait_is_no_part_of_the_time_that_a_load_may_take(start: Start) -> None:
     producer, consumer = start(), start(load_timeout_s=0.3)
     hashes = keys("longer", 4)
     producer.fill([1, 2, 3, 4], 8)
@@ -129,7 +128,7 @@ def test_a_wait_is_no_part_of_the_time_that_a_load_may_take(start: Callable[...,
     assert not consumer.failed
 
 
-def test_blocks_of_a_producer_that_is_killed_are_computed(start: Callable[..., Engine]) -> None:
+def test_blocks_of_a_producer_that_is_killed_are_computed(start: Start) -> None:
     """What it had stored is used all the same."""
     producer, consumer = start(), start(load="auto")
     hashes = keys("killed", 12)
@@ -154,7 +153,7 @@ def test_blocks_of_a_producer_that_is_killed_are_computed(start: Callable[..., E
 
 
 def test_blocks_that_are_evicted_before_they_are_read_are_computed(
-    pool: LocalPool, start: Callable[..., Engine]
+    pool: LocalPool, start: Start
 ) -> None:
     producer, consumer = start(), start(promise_wait_s=0.3)
     hashes = keys("evicted", 8)
@@ -175,7 +174,7 @@ def test_blocks_that_are_evicted_before_they_are_read_are_computed(
     assert counted(consumer, "broken") == 1
 
 
-def test_two_consumers_have_one_promise(start: Callable[..., Engine]) -> None:
+def test_two_consumers_have_one_promise(start: Start) -> None:
     producer, one, other = start(), start(), start()
     hashes = keys("two", 9)
     blocks = list(range(1, 10))
@@ -191,7 +190,7 @@ def test_two_consumers_have_one_promise(start: Callable[..., Engine]) -> None:
         assert counted(consumer, "kept") == 1
 
 
-def test_engines_of_other_names_promise_each_other_nothing(start: Callable[..., Engine]) -> None:
+def test_engines_of_other_names_promise_each_other_nothing(start: Start) -> None:
     producer, consumer = start(), start(kernel="another kernel")
     hashes = keys("names", 5)
     promise = promised(producer, "p", hashes)
@@ -222,9 +221,7 @@ def test_a_pool_that_dies_ends_the_wait() -> None:
         consumer.close()
 
 
-def test_a_request_that_is_aborted_while_it_waits_ends_in_time(
-    start: Callable[..., Engine],
-) -> None:
+def test_a_request_that_is_aborted_while_it_waits_ends_in_time(start: Start) -> None:
     """The engine keeps its blocks until the worker has reported."""
     producer, consumer = start(), start(promise_wait_s=0.3)
     hashes = keys("aborted", 6)

@@ -75,8 +75,7 @@ def test_an_engine_promises_what_it_has_computed_in_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "unable",
-    ["unknown", "short", "skip_save", "saves nothing", "reset", "no name", "switched off"],
+    "unable", ["unknown", "short", "skip_save", "saves nothing", "reset", "no name", "switched off"]
 )
 def test_what_is_not_saved_is_not_promised(unable: str) -> None:
     limits: dict[str, object] = {"save": unable != "saves nothing"}

@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from kvpool_connector import block_memory
-from kvpool_connector.block_memory import (
-    DeviceBlockMemory,
-    DeviceStage,
-    HostBlockMemory,
-    views_of,
-)
+from kvpool_connector.block_memory import DeviceBlockMemory, DeviceStage, HostBlockMemory, views_of
 from tests.connector.test_connector_parts import LAYOUTS, caches
 from tests.connector.test_device_stage import saved
 from tests.support.fake_device import FakeEvent, FakeGpu, FakeStream

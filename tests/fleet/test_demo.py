@@ -142,9 +142,7 @@ def test_lookups_without_an_answer_are_given_up_and_computed(tmp_path: Path) -> 
     assert alone.predicted.first_s < lost.predicted.first_s < 2 * alone.predicted.first_s
 
 
-def test_a_sessions_next_prompt_comes_before_those_that_wait_for_its_answer(
-    tmp_path: Path,
-) -> None:
+def test_a_sessions_next_prompt_comes_before_those_that_wait_for_its_answer(tmp_path: Path) -> None:
     """One place, round robin over one engine that holds one prompt of ten blocks and a little: the
     child that comes between two turns of its parent would take the parent's blocks."""
     child = {
@@ -227,11 +225,7 @@ def test_the_command_prints_what_was_measured_beside_what_is_predicted(tmp_path:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("{}", "missing required field"),
-        ("no", "not a file of"),
-        (None, "No such file"),
-    ],
+    [("{}", "missing required field"), ("no", "not a file of"), (None, "No such file")],
 )
 def test_a_file_that_is_none_is_an_error(tmp_path: Path, text: str | None, said: str) -> None:
     file = tmp_path / "other.json"

@@ -338,10 +338,7 @@ WRITES: dict[str, tuple[Wrong, str]] = {
     "bytes missing": (lambda own, other: payload(63) + seal(own), "BadFrame"),
     "bytes past the end": (lambda own, other: payload(65) + seal(own), "BadFrame"),
     "bytes twice": (lambda own, other: payload(64) * 2 + seal(own), "BadFrame"),
-    "bytes after the seal": (
-        lambda own, other: payload(64) + seal(own) + payload(64),
-        "BadFrame",
-    ),
+    "bytes after the seal": (lambda own, other: payload(64) + seal(own) + payload(64), "BadFrame"),
     "a read in between": (lambda own, other: frame(read(CHAIN[0])), "BadMessage"),
     "another write in between": (lambda own, other: frame(reserve(key("x"))), "BadMessage"),
     "an error": (lambda own, other: payload(64) + frame(wire.Error("x", "y")), "BadMessage"),

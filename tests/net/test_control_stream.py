@@ -323,9 +323,7 @@ class Tap:
 def through(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
     offer = MasterStreams.offer
     monkeypatch.setattr(
-        MasterStreams,
-        "offer",
-        lambda *args: msgspec.structs.replace(offer(*args), port=tap.port),
+        MasterStreams, "offer", lambda *args: msgspec.structs.replace(offer(*args), port=tap.port)
     )
 
 

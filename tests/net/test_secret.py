@@ -223,9 +223,7 @@ def test_a_secret_that_others_may_write_is_refused(tmp_path: Path, mode: int) ->
     assert read_secret(str(path)) == b"0123456789abcdef"
 
 
-def test_a_secret_that_all_may_read_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_secret_that_all_may_read_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as place:  # pytest's own is private
         os.chmod(place, 0o755)
         path = Path(place) / "secret"

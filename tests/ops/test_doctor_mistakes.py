@@ -28,15 +28,7 @@ from kvpool.ops import doctor, own_host, pool_health, unreachable_master
 from kvpool.ops.engines import examine_engines
 from kvpool.ops.finding import Finding
 from kvpool.runtime import host_id
-from kvpool.types import (
-    ClientUsage,
-    Cluster,
-    Demand,
-    Namespace,
-    ServerStats,
-    TierUsage,
-    WorkingSet,
-)
+from kvpool.types import ClientUsage, Cluster, Demand, Namespace, ServerStats, TierUsage, WorkingSet
 from tests.net.test_secret import pool_of
 from tests.net.test_versions import THEIRS, process
 from tests.ops.test_doctor import member, named

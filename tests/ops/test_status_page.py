@@ -29,10 +29,7 @@ from tests.net.test_http_server import raw
 
 @pytest.fixture
 async def address(pool_dev: dev.Dev) -> AsyncIterator[str]:
-    async with (
-        status_page(pool_dev.master, 1.5) as views,
-        pages(views, "127.0.0.1:0") as serving,
-    ):
+    async with status_page(pool_dev.master, 1.5) as views, pages(views, "127.0.0.1:0") as serving:
         assert serving is not None
         yield serving.address
 

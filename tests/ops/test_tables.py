@@ -12,15 +12,7 @@ from rich.text import Text
 from kvpool.ops.demand import demand_table
 from kvpool.ops.folding import Fitted
 from kvpool.ops.tables import as_json_object, clients_table, members_table, tiers_table
-from kvpool.types import (
-    ClientUsage,
-    Demand,
-    Member,
-    Namespace,
-    ServerStats,
-    TierUsage,
-    WorkingSet,
-)
+from kvpool.types import ClientUsage, Demand, Member, Namespace, ServerStats, TierUsage, WorkingSet
 from kvpool.units import human, parse_size
 
 

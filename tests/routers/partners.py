@@ -41,8 +41,7 @@ def need(*modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(
-            f"{', '.join(missing)} not installed: make test WITH=routers",
-            allow_module_level=True,
+            f"{', '.join(missing)} not installed: make test WITH=routers", allow_module_level=True
         )
 
 

@@ -99,10 +99,7 @@ async def test_vllm_router_credits_each_kind(
 
 @pytest.mark.parametrize(("kind", "believed"), BELIEVED.items(), ids=str)
 async def test_dynamo_believes_each_kind(
-    indexer: Indexer,
-    engine: Engine,
-    kind: tuple[EventForm, bool, str],
-    believed: tuple[float, str],
+    indexer: Indexer, engine: Engine, kind: tuple[EventForm, bool, str], believed: tuple[float, str]
 ) -> None:
     form, near, tier = kind
     known, prompt = Prompt(4), Prompt(4)
@@ -254,9 +251,7 @@ async def test_cleared_means_all(router: Router, indexer: Indexer, engine: Engin
     assert (await indexer.blocks(1, prompt))["cpu"] == 0
 
 
-async def test_a_form_that_routers_refuse_is_noticed_here(
-    router: Router,
-) -> None:
+async def test_a_form_that_routers_refuse_is_noticed_here(router: Router) -> None:
     """REMOTE without an ownership: these tests would see it."""
     known = await router.remember()
     router.a.send(Prompt(2).stored(0, 2, Residency("CPU", "REMOTE")))

@@ -283,9 +283,7 @@ class FakeGpu:
             **pytree.tree_map_only(torch.Tensor, _shape, behind_kwargs),
         )
         results = pytree.tree_map_only(
-            torch.Tensor,
-            lambda s: torch.empty_strided(s.size(), s.stride(), dtype=s.dtype),
-            shapes,
+            torch.Tensor, lambda s: torch.empty_strided(s.size(), s.stride(), dtype=s.dtype), shapes
         )
 
         def work() -> None:

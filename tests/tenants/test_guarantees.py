@@ -34,9 +34,7 @@ async def found(client: Pool, digests: list[bytes]) -> int:
     return (await client.match(MODEL, digests)).length
 
 
-async def test_a_burst_of_one_tenant_leaves_the_other_what_it_is_guaranteed(
-    tmp_path: Path,
-) -> None:
+async def test_a_burst_of_one_tenant_leaves_the_other_what_it_is_guaranteed(tmp_path: Path) -> None:
     async with tenant_pool(tmp_path, capacity=4 << 20) as pool:
         pool.write_tenants(guaranteed="30%", limit="90%")
         assert all(await pool.read_again())

@@ -19,14 +19,7 @@ from kvpool.wire import messages as wire
 from kvpool.wire.access import TENANT_MAY, Access, check_access, names_of
 from tests.conftest import buffers, eventually, keys, values
 from tests.support.raw_peers import REGISTER, ask, frame, payload, raw
-from tests.support.tenant_pool import (
-    MODEL,
-    OF_ACME,
-    OPERATOR,
-    TenantPool,
-    tenant,
-    tenant_pool,
-)
+from tests.support.tenant_pool import MODEL, OF_ACME, OPERATOR, TenantPool, tenant, tenant_pool
 
 CHAIN = keys("tenants", 4)
 PACKED = b"".join(CHAIN)

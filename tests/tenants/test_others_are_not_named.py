@@ -70,12 +70,7 @@ async def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 def keys_of(namespace: str, digests: list[bytes], parts: int = 1) -> dict[str, Any]:
-    return {
-        "namespace": namespace,
-        "parts": parts,
-        "digest_size": 32,
-        "digests": b"".join(digests),
-    }
+    return {"namespace": namespace, "parts": parts, "digest_size": 32, "digests": b"".join(digests)}
 
 
 def messages() -> list[wire.Message]:

@@ -100,10 +100,7 @@ def test_version_1_with_and_without_a_view_of_the_host(machine: Machine, root: s
     folder = {"/": "memory/docker/abc", "/docker": "memory/abc", "/docker/abc": "memory"}[root]
     stat = f"inactive_file 1\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}"
     machine.cgroup(
-        folder,
-        memory__limit_in_bytes=5 * GIB,
-        memory__usage_in_bytes=3 * GIB,
-        memory__stat=stat,
+        folder, memory__limit_in_bytes=5 * GIB, memory__usage_in_bytes=3 * GIB, memory__stat=stat
     )
     found = tightest(machine.limits.memory())
     assert found.free == 4 * GIB - OWN

@@ -40,9 +40,7 @@ def test_a_replay_has_the_hit_rate_of_its_policy(tmp_path: Path) -> None:
     assert picture.read_text().startswith("<svg")
 
 
-def test_a_replay_with_four_servers_is_what_the_dry_one_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replay_with_four_servers_is_what_the_dry_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     # The dry replay hands no chains over: its seconds are those of the trace.
     monkeypatch.setenv("KVPOOL_SERVER_BALANCE", "false")
     done = replay(

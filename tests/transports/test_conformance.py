@@ -26,16 +26,7 @@ from kvpool.errors import (
     Unavailable,
     UsageError,
 )
-from kvpool.protocols import (
-    BlockStore,
-    Channel,
-    Connection,
-    Listener,
-    Peer,
-    Tier,
-    Transport,
-    View,
-)
+from kvpool.protocols import BlockStore, Channel, Connection, Listener, Peer, Tier, Transport, View
 from kvpool.testing import (
     TIER_CHECKS,
     TRANSPORT_CHECKS,

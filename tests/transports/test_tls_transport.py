@@ -39,10 +39,7 @@ def server_tls(name: str = "server", **settings: Any) -> TlsTransport:
 @asynccontextmanager
 async def serving(cluster: Cluster, transport: TlsTransport) -> AsyncIterator[dev.Dev]:
     async with dev.serve(
-        "8MiB",
-        listen=("tls://127.0.0.1:0",),
-        transports={"tls": transport},
-        cluster=cluster,
+        "8MiB", listen=("tls://127.0.0.1:0",), transports={"tls": transport}, cluster=cluster
     ) as running:
         yield running
 
@@ -62,12 +59,7 @@ async def connect(
 
 
 @pytest.mark.parametrize(
-    ("cluster", "client"),
-    [
-        (SECRET, {}),
-        (SECRET, {"ca": "server"}),
-        (OPEN, {"ca": "server"}),
-    ],
+    ("cluster", "client"), [(SECRET, {}), (SECRET, {"ca": "server"}), (OPEN, {"ca": "server"})]
 )
 async def test_blocks_pass(cluster: Cluster, client: dict[str, str]) -> None:
     chain = keys("chain", 40)
@@ -128,9 +120,7 @@ async def test_a_secret_is_not_proved_through_a_peer_in_the_middle() -> None:
         await connect(TlsTransport(), address_of(running), SECRET)
 
 
-async def test_a_server_sees_a_peer_in_the_middle_as_well(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_sees_a_peer_in_the_middle_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that does not look at the server's proof gets nothing."""
     strict = SimpleNamespace(**{**vars(auth), "same": auth.same})
 

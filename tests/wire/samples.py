@@ -9,12 +9,7 @@ from kvpool.wire import messages
 
 DIGESTS: Final = bytes(range(32)) + bytes(range(32, 64))
 TOKEN: Final = bytes(range(16))
-KEYS: Final[dict[str, Any]] = {
-    "namespace": "n",
-    "parts": 1,
-    "digest_size": 32,
-    "digests": DIGESTS,
-}
+KEYS: Final[dict[str, Any]] = {"namespace": "n", "parts": 1, "digest_size": 32, "digests": DIGESTS}
 USAGE: Final = TierUsage("dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10, 11, 12.0)
 CLIENT: Final = ClientUsage("engine", "shm", 1, 2, 0.5, 3)
 CONSUMER: Final = Consumer("tenant", "acme", {"dram": 1}, 2, 3, 4, {"b": 5})

@@ -272,11 +272,7 @@ def test_a_server_and_what_a_client_sends(
         server = offline.server()
         answered = await offline.converse(server, chunks, mapped=mapped)
         store = server.store
-        assert (store.held.pins, store.held.reservations, store.held.quarantined) == (
-            0,
-            0,
-            0,
-        )
+        assert (store.held.pins, store.held.reservations, store.held.quarantined) == (0, 0, 0)
         check_invariants(store)
         assert server.stats(0).counters["connections"] == 0
         assert answered[:2] in (b"", b"kv")

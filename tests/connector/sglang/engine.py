@@ -91,11 +91,7 @@ def main() -> None:
                 outputs = [
                     engine.generate(
                         input_ids=prompt,
-                        sampling_params={
-                            "max_new_tokens": 8,
-                            "temperature": 0,
-                            "ignore_eos": True,
-                        },
+                        sampling_params={"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
                         **salt,
                     )
                     for prompt in told["prompts"]
