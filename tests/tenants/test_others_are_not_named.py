@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,6 @@ from kvpool.wire import messages as wire
 from kvpool.wire.access import TENANT_MAY, Access
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import buffers, keys, values
-from tests.net.test_secret import run
 from tests.support import tenant_pool as tenants
 from tests.support.raw_peers import Raw, ask, frame
 from tests.support.tenant_pool import TenantPool, tenant, tenant_pool
@@ -217,7 +218,10 @@ async def test_no_command_names_others(pool: TenantPool, monkeypatch: pytest.Mon
         assert not named_in(shown), command
         if command[0] in ("status", "usage") and "--json" not in command:
             check_figures(done.output)
-    code, out, _ = await run("top", "--refreshes", "1", *options)  # a thread gets no signals
+    # A process of its own: a thread gets no signals.
+    command = [sys.executable, "-m", "kvpool", "top", "--refreshes", "1", *options]
+    top = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    code, out = top.returncode, top.stdout
     assert (code, named_in(out.encode())) == (0, [])
     check_figures(out)
 

@@ -21,7 +21,8 @@ from kvpool.supervision import Supervisor
 from kvpool.types import Cluster
 from kvpool.wire import messages as wire
 from tests.conftest import eventually, keys, values
-from tests.net.test_secret import command, run
+from tests.net.test_secret import command
+from tests.support.commands import running_kvpool
 from tests.support.raw_peers import ask, frame
 from tests.support.tenant_pool import MODEL, OPERATOR, SECRETS, TenantPool, tenant, tenant_pool
 
@@ -261,12 +262,12 @@ async def test_the_commands_of_a_pool_with_tenants(tmp_path: Path) -> None:
     for name in ("acme", "blue"):
         files = ("--tenant-secret", str(tmp_path / f"{name}.secret"))
         out = ("--out", str(tmp_path / f"{name}.key"))
-        code, said, why = await run("tenant-key", name, *files, *out, *secret)
+        code, said, why = await running_kvpool("tenant-key", name, *files, *out, *secret)
         assert code == 0, why
         assert f"secret of tenant {name}" in said
         assert (tmp_path / f"{name}.key").stat().st_mode & 0o777 == 0o600
         assert (tmp_path / f"{name}.secret").stat().st_mode & 0o777 == 0o600
-    code, _, why = await run("tenant-key", "acme", *files, *out, *secret)
+    code, _, why = await running_kvpool("tenant-key", "acme", *files, *out, *secret)
     assert (code, "is there already" in why) == (2, True)
     (tmp_path / "tenants.yaml").write_text(
         "tenants:\n- {name: acme, secret_file: acme.secret}\n"
@@ -275,9 +276,9 @@ async def test_the_commands_of_a_pool_with_tenants(tmp_path: Path) -> None:
     tenants = ("--tenants", str(tmp_path / "tenants.yaml"))
     acme = ("--secret-file", str(tmp_path / "acme.key"))
     for which in ("master", "server"):
-        code, _, why = await run(which, *acme)
+        code, _, why = await running_kvpool(which, *acme)
         assert (code, f"a tenant's key makes no {which}" in why) == (2, True), why
-        code, _, why = await run(which, *tenants)
+        code, _, why = await running_kvpool(which, *tenants)
         assert (code, "set 'secret_file'" in why) == (2, True), why
     async with AsyncExitStack() as stack:
         line = await stack.enter_async_context(
@@ -290,14 +291,16 @@ async def test_the_commands_of_a_pool_with_tenants(tmp_path: Path) -> None:
         cluster = read_cluster("default", acme[1])
         async with await connect(line.split()[-1], cluster=cluster) as pool:
             assert await pool.write(MODEL, CHAIN, values(CHAIN)) == [WriteStatus.STORED] * 2
-        code, said, _ = await run("explain", CHAIN[0].hex(), "--namespace", "llama", *master, *acme)
+        code, said, _ = await running_kvpool(
+            "explain", CHAIN[0].hex(), "--namespace", "llama", *master, *acme
+        )
         assert "dram" in said
         await asyncio.sleep(1.5)  # servers report with their heartbeats
-        code, said, _ = await run("status", *master, *secret)
+        code, said, _ = await running_kvpool("status", *master, *secret)
         assert code == 0
         (title, *rows) = said[said.index("evicted by") - 80 :].splitlines()[-4:]
         assert any(row.startswith("acme") for row in (title, *rows)), said
-        code, said, _ = await run("status", *master, *acme)
+        code, said, _ = await running_kvpool("status", *master, *acme)
         assert code == 0, said
 
 
