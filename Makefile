@@ -26,7 +26,7 @@ demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
 
 # Suites with packages of their own, each in a virtual environment .venv-NAME.
-SUITES := kernels vllm vllm-long routers page ray prometheus transformers lmcache lmcache-long sglang
+SUITES := kernels vllm vllm-long routers page ray helm prometheus transformers lmcache lmcache-long sglang
 ifeq ($(WITH),)
 test: $(VENV)/ready  ## the whole suite, two tests at a time; with vLLM and others: WITH=vllm ...
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
@@ -58,6 +58,10 @@ test/page: .venv-page/ready
 # deploy/ray on a Ray cluster of three nodes in this machine, one killed.
 test/ray: .venv-ray/ready
 	.venv-ray/bin/python -m pytest tests/ray $(ARGS)
+
+# deploy/helm with many values, deploy/docker and the workflows, by the tools of their makers.
+test/helm: .venv-helm/ready
+	.venv-helm/bin/python -m pytest tests/repo/test_kubernetes.py tests/repo/test_deploy.py $(ARGS)
 
 # Alerts and dashboard with a real Prometheus that watches a pool.
 test/prometheus: $(VENV)/ready $(PROMETHEUS)/usr/bin/promtool
@@ -128,7 +132,7 @@ docs: .venv-docs/ready  ## the documentation as a site in site/, with the API re
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 # Apart from the others: triton is a large package, and torch uses it where it finds it.
-SIMPLE := kernels routers page ray transformers
+SIMPLE := kernels routers page ray helm transformers
 $(SIMPLE:%=.venv-%/ready): .venv-%/ready: pyproject.toml
 	@$(call venv,$(@D))
 	$(@D)/$(PIP_INSTALL) -e . $(call group,$*)

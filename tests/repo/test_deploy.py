@@ -1,13 +1,20 @@
-"""What `deploy/` says is what kvpool understands: each command line, setting, port and path."""
+"""What `deploy/` says is what kvpool understands: each command line, setting, port and path.
+
+For Kubernetes see `test_kubernetes.py`.
+"""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import importlib.util
+import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Coroutine, Iterator, Mapping
+import sys
+from collections.abc import Coroutine, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,18 +22,17 @@ import pytest
 import typer
 import yaml
 
+import kvpool
 from kvpool import config, registry
 from kvpool.cli import run as commands
 from kvpool.cli import shared
 from kvpool.cli.app import app
 from kvpool.config import Config, check_bind, parse_transport
-from kvpool.units import parse_size
+from kvpool.net.http_server import Page, pages
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-POD_IP = "10.1.2.3"
 
 
 def settings_of(
@@ -208,9 +214,10 @@ def test_compose_runs_what_kvpool_understands(
         assert ports(found) == {"tcp": 7460, "ucx": 7461}
         assert service["ulimits"]["memlock"] == -1
         assert ucx_settings(found.server.listen) == ({"tls": "rc,self"} if environment else {})
-        assert f"'http://{found.server.http}/ready'" in service["healthcheck"]["test"][-1]
-    else:
-        assert f"'http://{found.master.http}/health'" in service["healthcheck"]["test"][-1]
+    assert "healthcheck" not in service  # the image's
+    page = found.server.http if name == "server" else found.master.http
+    assert page
+    assert healthy().page_of(["kvpool", *service["command"]], told) == page
     (mount,) = service["volumes"]
     assert mount.split(":")[1] == (found.secret_file or "/run/secrets/kvpool")
 
@@ -225,198 +232,87 @@ def test_nobody_listens_beyond_loopback_unasked(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_image_has_all_that_is_packaged() -> None:
     lines = (DEPLOY / "docker/Dockerfile").read_text().splitlines()
-    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    copies = [line for line in lines if re.match("COPY (?!--from)", line)]
+    copied = {word for line in copies for word in line.split()[1:-1]}
     assert all((ROOT / name).exists() for name in copied)
     project = (ROOT / "pyproject.toml").read_text()
     wheel = project.partition("[tool.hatch.build.targets.wheel]")[2].partition("\n\n")[0]
     for package in re.findall(r'"([\w/]+)"', wheel):
         assert package.partition("/")[0] in copied, package
-    assert "ENTRYPOINT" in lines[-1]
-    assert '["kvpool"]' in lines[-1]
+    assert lines[-1] == 'ENTRYPOINT ["kvpool"]'
+    assert "COPY deploy/docker/healthy.py /opt/kvpool/healthy.py" in lines
+    assert lines[-2].endswith('CMD ["python", "/opt/kvpool/healthy.py"]')
 
 
-# --- Kubernetes ----------------------------------------------------------------------------
+def healthy() -> Any:
+    """deploy/docker/healthy.py."""
+    spec = importlib.util.spec_from_file_location("healthy", DEPLOY / "docker/healthy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def manifests() -> Iterator[dict[str, Any]]:
-    for path in MANIFESTS:
-        for document in yaml.safe_load_all(path.read_text()):
-            assert {"apiVersion", "kind"} <= set(document), path
-            yield document
+@pytest.mark.parametrize(
+    ("words", "environment", "page"),
+    [
+        ("kvpool master --http 10.0.0.1:7452", {}, "10.0.0.1:7452"),
+        ("docker-init -- kvpool server --http=[::1]:7453", {}, "[::1]:7453"),
+        ("kvpool server", {"KVPOOL_SERVER_HTTP": "127.0.0.1:1"}, "127.0.0.1:1"),
+        ("kvpool server", {"KVPOOL_CONFIG": "FILE"}, "127.0.0.1:7453"),
+        ("kvpool master --config FILE", {}, "127.0.0.1:7452"),
+        ("kvpool master --config FILE --http 127.0.0.1:2", {}, "127.0.0.1:2"),
+        ("kvpool master", {"KVPOOL_SERVER_HTTP": "127.0.0.1:1"}, ""),
+        ("kvpool status --masters a:1", {"KVPOOL_SERVER_HTTP": "127.0.0.1:1"}, ""),
+    ],
+)
+def test_the_health_check_asks_the_page_of_this_process(
+    words: str, environment: dict[str, str], page: str
+) -> None:
+    file = str(DEPLOY / "systemd/pool.yaml")
+    command = words.replace("FILE", file).split()
+    environment = {name: value.replace("FILE", file) for name, value in environment.items()}
+    assert healthy().page_of(command, environment) == page
 
 
-def of_kind(kind: str) -> dict[str, Any]:
-    (found,) = [document for document in manifests() if document["kind"] == kind]
-    return found
+async def test_the_health_check_passes_no_proxy(tmp_path: Path) -> None:
+    problems: list[str] = ["no master knows this server yet"]
+
+    def ready() -> Page:
+        status = HTTPStatus.SERVICE_UNAVAILABLE if problems else HTTPStatus.OK
+        return Page(status, "".join(problems).encode())
+
+    async def check_of(http: str) -> tuple[int | None, str]:
+        command = tmp_path / "cmdline"
+        command.write_text("\0".join(["kvpool", "server", "--http", http, ""]))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, DEPLOY / "docker/healthy.py", command),
+            env={**os.environ, "http_proxy": "http://127.0.0.1:9", "HTTP_PROXY": "http://[::1]:9"},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(20):
+            _, said = await process.communicate()
+        return process.returncode, said.decode().strip()
+
+    async with pages({"/ready": ready}, "127.0.0.1:0") as serving:
+        assert serving is not None
+        everywhere = serving.address.replace("127.0.0.1", "0.0.0.0")
+        assert await check_of(everywhere) == (1, problems.pop())
+        assert await check_of(serving.address) == (0, "")
+        address = serving.address
+    code, said = await check_of(address)
+    assert code == 1
+    assert said.startswith(f"{address} does not answer: ")
 
 
-def container(workload: dict[str, Any]) -> dict[str, Any]:
-    (only,) = workload["spec"]["template"]["spec"]["containers"]
-    assert isinstance(only, dict)
-    return only
-
-
-def pod_settings(
-    workload: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Config:
-    """What the only container of a workload would run with."""
-    one = container(workload)
-    fields = {"status.podIP": POD_IP, "spec.nodeName": "node-7", "metadata.name": "engine-1"}
-    environment = {
-        variable["name"]: variable.get("value")
-        or fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
-        for variable in one["env"]
-    }
-    (mount,) = [m for m in one["volumeMounts"] if m["name"] == "config"]
-    assert environment["KVPOOL_CONFIG"] == f"{mount['mountPath']}/pool.yaml"
-    (volume,) = [
-        v for v in workload["spec"]["template"]["spec"]["volumes"] if v["name"] == "config"
+def test_images_are_of_this_version() -> None:
+    names = [
+        (path, name)
+        for path in DEPLOY.rglob("*")
+        if path.is_file() and path.suffix in ("", ".yaml")
+        for name in re.findall(r"\bkvpool:(\d[\w.-]*|latest)", path.read_text())
     ]
-    assert volume["configMap"]["name"] == of_kind("ConfigMap")["metadata"]["name"]
-    file = tmp_path / "pool.yaml"
-    file.write_text(of_kind("ConfigMap")["data"]["pool.yaml"])
-    environment["KVPOOL_CONFIG"] = str(file)
-    words = [re.sub(r"\$\((\w+)\)", lambda m: environment[m[1]], word) for word in one["args"]]
-    ours = {name: value for name, value in environment.items() if name.startswith("KVPOOL_")}
-    return settings_of(words, ours, monkeypatch)
-
-
-def test_a_master_has_the_memory_for_its_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full map refuses blocks and says so; a container that is killed does not."""
-    master = of_kind("Deployment")
-    memory = container(master)["resources"]["limits"]["memory"]
-    found = pod_settings(master, tmp_path, monkeypatch)
-    assert 150 * found.master.blocks_max + (200 << 20) <= parse_size(f"{memory}B")
-
-
-def test_manifests_are_all_applied() -> None:
-    kustomization = of_kind("Kustomization")
-    files = {path.name for path in MANIFESTS} - {"kustomization.yaml"}
-    assert set(kustomization["resources"]) == files
-    assert kustomization["namespace"] == of_kind("Namespace")["metadata"]["name"]
-
-
-EXAMPLES = sorted((DEPLOY / "kubernetes/examples").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", [*MANIFESTS, *EXAMPLES], ids=lambda path: path.stem)
-def test_manifests_are_what_kubernetes_takes(path: Path) -> None:
-    validator = pytest.importorskip("kubernetes_validate", reason="a package of the group test")
-    for document in yaml.safe_load_all(path.read_text()):
-        if document["kind"] != "Kustomization":  # it never reaches a cluster
-            validator.validate(document, "1.37", strict=True)
-
-
-def test_a_server_has_the_time_to_hand_its_blocks_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servers = of_kind("DaemonSet")
-    found = pod_settings(servers, tmp_path, monkeypatch).server
-    granted = servers["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert 60 <= found.drain_s < found.drain_s + found.flush_s < granted
-
-
-def test_the_engine_and_its_sidecar_run_what_kvpool_understands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (deployment,) = yaml.safe_load_all((DEPLOY / "kubernetes/examples/engine.yaml").read_text())
-    pod = deployment["spec"]["template"]["spec"]
-    (sidecar,), (engine,) = pod["initContainers"], pod["containers"]
-    assert sidecar["restartPolicy"] == "Always", "an init container that ends"
-    with_sidecar = {"spec": {"template": {"spec": {**pod, "containers": [sidecar]}}}}
-    found = pod_settings(with_sidecar, tmp_path, monkeypatch)
-    check(found)
-    assert ports(found) == {"tcp": 7460}
-    assert found.server.drain_s + found.server.flush_s < pod["terminationGracePeriodSeconds"]
-    given = json.loads(engine["args"][engine["args"].index("--kv-transfer-config") + 1])
-    extra = given["kv_connector_extra_config"]
-    assert extra["masters"] == found.client.masters
-    assert extra["secret_file"] == found.secret_file
-    mounts = {one["name"]: one["mountPath"] for one in engine["volumeMounts"]}
-    assert extra["secret_file"].startswith(mounts["secret"])
-    volumes = {one["name"] for one in pod["volumes"]}
-    assert {m["name"] for c in (sidecar, engine) for m in c["volumeMounts"]} <= volumes
-
-
-def test_the_master_is_where_everybody_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deployment, service = of_kind("Deployment"), of_kind("Service")
-    found = pod_settings(deployment, tmp_path, monkeypatch)
-    check(found)
-    assert found.master.bind == f"{POD_IP}:7450"
-    namespace = of_kind("Namespace")["metadata"]["name"]
-    name = f"{service['metadata']['name']}.{namespace}.svc.cluster.local"
-    door, streams = service["spec"]["ports"]
-    assert found.server.masters == found.client.masters == [f"{name}:{door['port']}"]
-    assert service["spec"]["clusterIP"] == "None"
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= labels.items()
-    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    named = {p["name"]: p["containerPort"] for p in container(deployment)["ports"]}
-    assert named == {
-        door["targetPort"]: door["port"],
-        streams["targetPort"]: streams["port"],
-        "http": port(found.master.http),
-    }
-    assert streams["port"] == found.master.stream_port
-    policy = of_kind("NetworkPolicy")["spec"]
-    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
-    open_ = {rule["port"] for rule in policy["ingress"][0]["ports"]}
-    assert open_ == {p["containerPort"] for p in container(deployment)["ports"]}
-
-
-def test_servers_have_the_memory_and_devices_they_ask_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    daemons = of_kind("DaemonSet")
-    found = pod_settings(daemons, tmp_path, monkeypatch)
-    check(found)
-    one = container(daemons)
-    assert found.server.id == "node-7"
-    http = {"http": port(found.server.http)}
-    assert {p["name"]: p["containerPort"] for p in one["ports"]} == ports(found) | http
-    limits, requests = one["resources"]["limits"], one["resources"]["requests"]
-    assert parse_size(limits["hugepages-2Mi"] + "B") == found.server.capacity
-    assert parse_size(limits["memory"] + "B") >= parse_size("2GiB")
-    for resource, amount in limits.items():
-        assert requests[resource] == amount
-    assert any(name.startswith("rdma/") for name in limits)
-    pod = daemons["spec"]["template"]["spec"]
-    labels = daemons["spec"]["template"]["metadata"]["labels"]
-    assert daemons["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert pod["hostNetwork"]
-    assert pod["dnsPolicy"] == "ClusterFirstWithHostNet"
-    same = ucx_settings(found.server.listen)
-    assert same == ucx_settings(found.client.transports) == {"tls": "rc,self", "rails": "2"}
-
-
-@pytest.mark.parametrize("kind", ["Deployment", "DaemonSet"])
-def test_pods_are_probed_and_harmless(kind: str) -> None:
-    workload = of_kind(kind)
-    one, pod = container(workload), workload["spec"]["template"]["spec"]
-    assert "http" in {p["name"] for p in one["ports"]}
-    paths = {"startupProbe": "/health", "readinessProbe": "/ready", "livenessProbe": "/health"}
-    for probe, path in paths.items():
-        assert one[probe]["httpGet"] == {"path": path, "port": "http"}
-    secret = of_kind("Kustomization")["secretGenerator"]
-    assert [made["name"] for made in secret] == [
-        volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume
-    ]
-    assert pod["securityContext"]["runAsNonRoot"]
-    assert not one["securityContext"]["allowPrivilegeEscalation"]
-    assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert {m["name"] for m in one["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
-    # Kubernetes would set KVPOOL_MASTER_PORT, and kvpool refuses settings that it does not know.
-    assert pod["enableServiceLinks"] is False
-
-
-def test_the_same_user_everywhere() -> None:
-    """Shared memory is for one user alone."""
-    users = {of_kind(kind)["spec"]["template"]["spec"]["securityContext"]["runAsUser"]
-             for kind in ("Deployment", "DaemonSet")}  # fmt: skip
-    assert re.findall(r"--uid (\d+)", (DEPLOY / "docker/Dockerfile").read_text()) == [
-        str(user) for user in users
-    ]
+    assert len(names) >= 5
+    assert [one for one in names if one[1] not in (kvpool.__version__, "latest")] == []
+    assert [path.name for path, name in names if name == "latest"] == ["engine.yaml"]  # another's
