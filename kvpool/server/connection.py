@@ -129,9 +129,13 @@ class ServerConnection:
         else:
             answers = store.reserve(self._id, request, now)
             context.compactor.stop(self._id)  # room is made for callers that wait for it
-        context.publish()
+        granted = any(answer.extent for answer in answers)
+        if granted:
+            context.publish_soon()  # with what is sealed when its bytes are here
+        else:
+            context.publish()
         full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
-        if full and (any(a.extent for a in answers) or (store.is_held and not context.draining)):
+        if full and (granted or (store.is_held and not context.draining)):
             for position in full:
                 answers[position] = _ASK_AGAIN
             full = []

@@ -29,6 +29,9 @@ log = logs.get("kvpool.server")
 
 #: While a call waits for space, connections are looked at so often.
 SAMPLE_S: Final = 0.25
+#: What a write evicts waits so long for what it stores, if the bytes of that are on their way: one
+#: message to each master instead of two, and the caller waits for both.
+_PUBLISH_SOON_S: Final = 0.002
 
 
 class Holder(Protocol):
@@ -48,9 +51,10 @@ class Holder(Protocol):
 class ServerContext:
     """The index of the blocks, their memory, and the two things that a call may wait for.
 
-    Connections change `store` and then call `on_change` (or `publish`), without an `await` between
-    the two. They wait for masters (`wait_until_announced`) and for memory (`wait_for_space`), both
-    with a deadline. The server itself only makes a context and fills `announcers`.
+    Connections change `store` and then call `on_change`, `publish` or `publish_soon`, without an
+    `await` between the two. They wait for masters (`wait_until_announced`) and for memory
+    (`wait_for_space`), both with a deadline. The server itself only makes a context and fills
+    `announcers`.
     """
 
     def __init__(
@@ -154,6 +158,16 @@ class ServerContext:
             if missed:
                 announcer.correct(missed)
         self.mover.wake()
+
+    def publish_soon(self) -> None:
+        """`publish` after `_PUBLISH_SOON_S`, unless somebody does it before."""
+
+        def publish_rest() -> None:
+            if self.store.has_changes:
+                self.publish()
+
+        if self.store.has_changes:
+            asyncio.get_running_loop().call_later(_PUBLISH_SOON_S, publish_rest)
 
     def on_change(self) -> None:
         """The store has changed: `publish`, and let writers try again that wait for space."""

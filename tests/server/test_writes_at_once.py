@@ -14,7 +14,7 @@ from kvpool.server.state.budget import Limits
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Cluster, Namespace
 from kvpool.wire import messages as wire
-from tests.conftest import NAMESPACE, key, keys, value
+from tests.conftest import NAMESPACE, eventually, key, keys, value
 from tests.support.raw_peers import frame, raw, write
 
 MIB = 1 << 20
@@ -93,6 +93,30 @@ async def test_no_range_is_emptied_for_a_write_that_does_not_wait(
     for size in (MIB, MIB // 4, MIB // 16):
         assert statuses(connection, request("large", size)) == [WriteStatus.NOT_YET]
         assert server.store.clearing is None
+
+
+async def test_what_a_write_evicts_is_told_with_what_it_stores(
+    pool_dev: dev.Dev, connection: Connection
+) -> None:
+    """Its caller waits for one message. If the bytes do not come, masters hear of the rest."""
+    (server,), master = pool_dev.servers, pool_dev.master
+    (announcer,) = server._context.announcers
+    server.store.held.limits = Limits.none()
+    old = keys("old", 16)
+
+    def known() -> int:
+        return master.directory.match(NAMESPACE, old).length
+
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, old, [value(digest, MIB) for digest in old])
+    before, deadline = announcer._sequence, asyncio.get_running_loop().time() + 5
+    (granted,) = connection.reserve_now(request("new", MIB))
+    await asyncio.sleep(0)
+    assert (known(), announcer._sequence) == (16, before)
+    await connection.seal([granted.id], [0], visible=True, deadline=deadline)
+    assert (known(), announcer._sequence) == (15, before + 1)
+    assert statuses(connection, request("never sent", MIB)) == [WriteStatus.RESERVED]
+    await eventually(lambda: known() == 14)
 
 
 async def test_a_block_of_another_writer_is_acknowledged_when_masters_know_it(
