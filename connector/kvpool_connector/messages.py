@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvpool.types import Match, Namespace, WriteStatus
 from kvpool_connector.promises import WaitLimits
+from kvpool_connector.provenance import BlockWriter
 
 #: Number and fingerprints, by rank, of a LoRA adapter.
 AdapterKey: TypeAlias = tuple[int, tuple[str, ...]]
@@ -95,6 +96,8 @@ class StepWork:
     verify: VerifyRequest | None = None
     serial_min: int = 1
     weights_wanted: bool = True
+    #: What stands behind the blocks that are saved (`provenance.py`).
+    mark: bytes = b""
 
 
 class ModelInfo(NamedTuple):
@@ -139,7 +142,7 @@ class LoadResult(NamedTuple):
 
     The seconds are the worker's: the engine learns of the end only after its step, which may take
     long for another request, and says nothing about the pool. Neither does the time of waiting for
-    promised blocks: it is not among them, but in `waited_s`.
+    promised blocks: it is not among them, but in `waited_s`. `writers` have stored what came.
     """
 
     request_id: str
@@ -147,6 +150,7 @@ class LoadResult(NamedTuple):
     complete: bool
     seconds: float
     waited_s: float = 0.0
+    writers: frozenset[BlockWriter] = frozenset()
 
 
 class SaveResult(NamedTuple):
@@ -171,7 +175,7 @@ class Mismatch(NamedTuple):
     """A block of the pool that is not what this engine computes.
 
     `difference` is that of the layer that differs most (`comparison.py`); rounding explains at most
-    `tolerance`. `part` is the rank's part of the block.
+    `tolerance`. `part` is the rank's part of the block, which `writer` has stored.
     """
 
     rank: int
@@ -181,6 +185,7 @@ class Mismatch(NamedTuple):
     layer: str
     difference: float
     tolerance: float
+    writer: BlockWriter
 
 
 class VerifyResult(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from kvpool.types import Namespace
 from kvpool_connector import namespace
 from kvpool_connector.messages import WorkerInfo
+from kvpool_connector.provenance import BlockWriter
 from kvpool_connector.values import CacheGroup
 
 #: Infos that were sent before a reset have serials below those that it asks for, also if ranks have
@@ -64,6 +65,8 @@ class EngineNames:
         self.description: dict[str, str] = {}
         #: Whether its LoRA adapters can be told apart.
         self.knows_adapters = False
+        #: What this engine is called behind its blocks.
+        self.writer = BlockWriter.new()
         self._engine = engine
         self._infos: dict[int, WorkerInfo] = {}  # all with the same serial
         self._generation = ""

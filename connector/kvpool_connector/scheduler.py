@@ -8,9 +8,7 @@ block, or waits for a lookup longer than `_WAIT_S` in a step. Its own thread ask
 from __future__ import annotations
 
 import math
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from kvpool_connector.planner import Planner
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.prefetching import PrefetchRequest
 from kvpool_connector.promises import PromisedBlocks, promise_name
+from kvpool_connector.provenance import BlockWriter
 from kvpool_connector.save_queue import StoredBlock
 from kvpool_connector.session_names import in_tenant
 from kvpool_connector.settings import Settings
@@ -298,6 +297,7 @@ class ConnectorScheduler:
             plan.verify,
             self.names.serial,
             weights_wanted,
+            self.names.writer.mark(),
         )
         return work, plan.blocks_to_pin
 
@@ -390,6 +390,7 @@ class ConnectorScheduler:
         self._held_lookups.clear()
         # With parts by heads the fingerprint is of those weights only that no rank divides.
         alone = self.planner.verifier.mismatch is not None or self._settings.kv_head_parts > 0
+        self.names.writer = BlockWriter.new()
         self.names.forget(secrets.token_hex(6), alone=alone, serial=serial)
         self.planner.promise_name = ""
         self.adapters.reset()
@@ -423,8 +424,8 @@ class ConnectorScheduler:
             f"saved under this name until a restart or reset_prefix_cache with reset_connector. "
             f"Block {mismatch.digest.hex()} differs by {mismatch.difference:.2g} in "
             f"{mismatch.layer} (rounding explains {mismatch.tolerance:.2g}). "
-            f"Computed by {_instance()}, rank {mismatch.rank}; "
-            f"stored by another engine on {self.planner.verifier.stored_at(mismatch)}; "
+            f"Computed by {self.names.writer}, rank {mismatch.rank}; "
+            f"stored by {mismatch.writer} on {self.planner.verifier.stored_at(mismatch)}; "
             f"both call it: {name}. Find the engine that differs (kvpool doctor), then give all "
             f"others a new revision in kv_connector_extra_config: blocks of both are mixed."
         )
@@ -470,6 +471,8 @@ class ConnectorScheduler:
     def _log_names(self) -> None:
         for name in self.namespaces:
             self._log_line(f"sharing blocks as: {name.name}")
+        if self.namespaces:
+            self._log_line(f"its blocks say that they are of {self.names.writer}")
         if self.names.problem:
             self._log_line(self.names.problem)
 
@@ -601,8 +604,3 @@ class ConnectorScheduler:
                 await pool.session(hints.session).hint(resume_in=hints.resume_in_s)
         except KvpoolError as error:  # a lost hint costs hits, never correctness
             self._log_line(f"a session hint was not sent: {error}")
-
-
-def _instance() -> str:
-    """This process, for the log of a fleet."""
-    return f"{socket.gethostname()} (pid {os.getpid()})"

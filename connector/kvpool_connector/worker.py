@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -37,6 +37,7 @@ from kvpool_connector.messages import (
 )
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.promises import BlockWait
+from kvpool_connector.provenance import MARK_BYTES, BlockWriter, marked
 from kvpool_connector.settings import Settings
 from kvpool_connector.worker_checks import CANCEL_AFTER_S, TransferContext, WorkerChecks
 
@@ -290,7 +291,7 @@ class ConnectorWorker:
         except Exception as error:
             self._failures.add("recording an event", error)
             return None
-        return TransferContext(work.namespaces, events, self._serial)
+        return TransferContext(work.namespaces, events, self._serial, work.mark)
 
     def _start(self, work: _Work) -> bool:
         """Whether it runs in the pool's thread now."""
@@ -305,6 +306,7 @@ class ConnectorWorker:
     async def _load(self, load: LoadRequest, context: TransferContext, began: float) -> None:
         missing = [block for blocks in load.blocks for block in blocks.block_ids]
         size, wait, limit_s = 0, None, load.timeout_s
+        writers: set[BlockWriter] = set()
         if load.wait_limits is not None:
             wait = BlockWait(load.wait_limits, len(missing))
             limit_s += load.wait_limits.limit_s
@@ -313,7 +315,7 @@ class ConnectorWorker:
                 pool = self._thread.pool
                 for blocks in load.blocks if pool is not None else ():
                     until = began + load.timeout_s
-                    loaded_ids = await self._read(pool, context, blocks, until, wait)
+                    loaded_ids = await self._read(pool, context, blocks, until, wait, writers)
                     size += len(loaded_ids) * self._memory[blocks.group].block_bytes
                     missing = [block for block in missing if block not in loaded_ids]
         except (KvpoolError, TimeoutError) as error:
@@ -334,7 +336,7 @@ class ConnectorWorker:
                     bytes=size,
                     waited_s=waited_s,
                 )
-            self._load_ended(load, size, missing, took_s - waited_s, waited_s)
+            self._load_ended(load, size, missing, took_s - waited_s, waited_s, writers)
 
     async def _read(
         self,
@@ -343,8 +345,10 @@ class ConnectorWorker:
         blocks: GroupBlocks,
         until: float,
         wait: BlockWait | None,
+        writers: set[BlockWriter],
     ) -> set[int]:
-        """Read blocks to where they belong, in order, up to a miss. Returns the ids of those read.
+        """Read blocks to where they belong, in order, up to a miss. Returns the ids of those read;
+        who has written them is added to `writers`.
 
         In several reads, so that an abort keeps what the earlier ones brought; `until` moves by the
         time that is waited for promised blocks.
@@ -369,7 +373,9 @@ class ConnectorWorker:
             for part in range(memory.parts):
                 if complete:
                     span = _Span(first, last, match)
-                    complete &= await self._read_part(pool, context, blocks, span, part, deadline)
+                    complete &= await self._read_part(
+                        pool, context, blocks, span, part, deadline, writers
+                    )
             loaded_ids |= complete
             if len(loaded_ids) < last:  # attention needs the whole prefix: stop at a miss
                 break
@@ -403,24 +409,29 @@ class ConnectorWorker:
         span: _Span,
         part: int,
         until: float,
+        writers: set[BlockWriter],
     ) -> set[int]:
         """Read one part of the blocks of a span; returns the ids of those read."""
         first, last, match = span
         memory = self._memory[blocks.group]
         ids, after = blocks.block_ids[first:last], context.events[blocks.group]
         async with self._load_slots, memory.target(ids, after, part) as target:
+            rows = await marked(target)
             results = await pool.read(
                 context.namespaces[blocks.group],
                 blocks.digests[first:last],
-                target,
+                rows.memory,
                 part=self._rank.part + part,
                 match=match,
                 timeout=max(0.0, until - time.monotonic()),
             )
+            found = await rows.writers()
         read_ids = set()
-        for block, result in zip(ids, results, strict=True):
-            if result.status.hit and result.size * memory.parts == memory.block_bytes:
+        size = memory.block_bytes // memory.parts + MARK_BYTES
+        for block, result, writer in zip(ids, results, found, strict=True):
+            if result.status.hit and result.size == size:
                 read_ids.add(block)
+                writers.add(writer)
             else:
                 reason = "wrong size" if result.status.hit else result.status.label
                 self._count(f"load_miss {reason}", 1)
@@ -433,13 +444,15 @@ class ConnectorWorker:
         missing: Sequence[int],
         seconds: float,
         waited_s: float = 0.0,
+        writers: Iterable[BlockWriter] = (),
     ) -> None:
         with self._lock:
             self._finished.loaded.add(load.request_id)
             if missing:
                 self._finished.failed.add(load.request_id)
                 self._finished.bad_blocks.update(missing)
-            ended = LoadResult(load.request_id, size, not missing, seconds, waited_s)
+            came = frozenset(writers)
+            ended = LoadResult(load.request_id, size, not missing, seconds, waited_s, came)
             self._report.loads.append(ended)
             self._running -= 1
         self._transfer_ended.set()
@@ -502,10 +515,11 @@ class ConnectorWorker:
             ids = blocks.block_ids[first : first + memory.blocks_per_transfer]
             after = context.events[blocks.group]
             async with self._checks.slots, memory.source(ids, after, part) as source:
+                rows = await marked(source, context.mark)
                 written = await pool.write(
                     context.namespaces[blocks.group],
                     digests,
-                    source,
+                    rows.memory,
                     parents=blocks.parents[first : first + memory.blocks_per_transfer],
                     part=self._rank.part + part,
                     copies=self._settings.copies,

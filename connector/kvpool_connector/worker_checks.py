@@ -21,6 +21,7 @@ from kvpool_connector.messages import (
     VerifyRequest,
     VerifyResult,
 )
+from kvpool_connector.provenance import MARK_BYTES, writer_of
 
 #: A transfer that the pool's client did not end by its deadline is cancelled so much later.
 CANCEL_AFTER_S: Final = 1.0
@@ -30,12 +31,13 @@ class TransferContext(NamedTuple):
     """What the transfers of one step have in common, for each group.
 
     `events`: the device's work up to this step, which transfers wait for. `serial`: of the info
-    that the names are made of.
+    that the names are made of. `mark` stands behind what is saved.
     """
 
     namespaces: Sequence[Namespace]
     events: Sequence[Any]
     serial: int
+    mark: bytes = b""
 
 
 class WorkerChecks:
@@ -63,7 +65,8 @@ class WorkerChecks:
                     assert pool is not None
                     memory = memories[blocks.group]
                     scratch = [
-                        bytearray(memory.block_bytes // memory.parts) for _ in blocks.digests
+                        bytearray(memory.block_bytes // memory.parts + MARK_BYTES)
+                        for _ in blocks.digests
                     ]
                     for part in range(memory.parts):
                         results = await pool.read(
@@ -115,23 +118,25 @@ class WorkerChecks:
         for layer in memory.layers:
             if layer.dtype not in TOLERANCES:
                 return result._replace(problem=f"{layer.layer} has elements of type {layer.dtype}")
-        theirs = bytearray(memory.block_bytes // memory.parts)
+        size = memory.block_bytes // memory.parts
+        stored = bytearray(size + MARK_BYTES)
         async with self.slots:
             [read] = await pool.read(
                 context.namespaces[blocks.group],
                 blocks.digests,
-                [theirs],
+                [stored],
                 part=self._part + part,
                 match=blocks.match,
                 timeout=timeout_s,
             )
-            if not read.status.hit or read.size != len(theirs):
+            if not read.status.hit or read.size != len(stored):
                 return result
             [block] = blocks.block_ids
             pieces = await memory.host_source(block, context.events[blocks.group], part)
         if part == 0:
             result = result._replace(compared=result.compared + 1)
-        for layer, pairs in segments(memory.layers, pieces, theirs):
+        writer = writer_of(bytes(stored[size:]))
+        for layer, pairs in segments(memory.layers, pieces, memoryview(stored)[:size]):
             found, tolerance = difference(pairs, layer.dtype), TOLERANCES[layer.dtype]
             mismatch = result.mismatch
             if found > tolerance and (mismatch is None or found > mismatch.difference):
@@ -143,6 +148,7 @@ class WorkerChecks:
                     layer.layer,
                     found,
                     tolerance,
+                    writer,
                 )
             worst = max(result.difference, found)
             result = result._replace(difference=worst, mismatch=mismatch)

@@ -31,6 +31,7 @@ from kvpool_connector.messages import (
     VerifyRequest,
 )
 from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.provenance import MARK_BYTES
 from kvpool_connector.worker import ConnectorWorker, Rank
 from tests.client.test_direct import gpu, served, torch, warm  # noqa: F401
 from tests.conftest import eventually, keys
@@ -77,7 +78,7 @@ class Engine:
     def work(self, **what: Any) -> StepWork:
         self.step += 1
         namespace = Namespace("direct", self.memory.parts)
-        return StepWork(self.step, (namespace,), serials=(1,), **what)
+        return StepWork(self.step, (namespace,), serials=(1,), mark=bytes(MARK_BYTES), **what)
 
     async def connected(self) -> None:
         await eventually(lambda: self.thread.pool is not None)
@@ -142,7 +143,7 @@ async def test_blocks_leave_and_come_back_without_a_stage(
             pool = engine.thread.pool
             assert pool is not None
             assert pool._device_staging is None
-            moved = 3 * engine.memory.block_bytes
+            moved = 3 * (engine.memory.block_bytes + parts * MARK_BYTES)
             assert pool.counters["direct_write_bytes"] == moved
             assert pool.counters["direct_read_bytes"] == moved
             assert any(isinstance(one, FakeTensor) for one in gpu.registered)

@@ -32,6 +32,7 @@ from kvpool_connector.messages import (
 )
 from kvpool_connector.naming import EngineInfo
 from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.provenance import MARK_BYTES
 from kvpool_connector.request_params import Asked, parse_request
 from kvpool_connector.save_queue import SaveItem, SaveQueue
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
@@ -405,7 +406,10 @@ def test_many_blocks_are_loaded_by_several_reads(
     assert not reader.failed
     assert spans == [(first, first + 3) for first in range(0, 21, 3)]  # eight reads at most
     [load] = [load for report in reader.reports for load in report.loads]
-    assert load._replace(seconds=0.0) == LoadResult("r", 21 * BYTES, True, 0.0)
+    expected = LoadResult(
+        "r", 21 * BYTES, True, 0.0, writers=frozenset([writer.scheduler.names.writer])
+    )
+    assert load._replace(seconds=0.0) == expected
     assert 0 < load.seconds < 20
 
 
@@ -420,7 +424,7 @@ def test_a_transfer_that_the_pool_answers_in_time_is_not_cancelled(
     writer.save(hashes, [1, 2])
     writer.until(lambda: any(report.probes for report in writer.reports))
     [probe] = [probe for report in writer.reports for probe in report.probes]
-    assert probe.size == 2 * BYTES
+    assert probe.size == 2 * (BYTES + MARK_BYTES)
     assert reader.ask("r", hashes) == 2 * BLOCK
     reader.scheduler.on_blocks_allocated("r", [[30, 31]], 2 * BLOCK)
     reader.until(lambda: reader.loaded == ["r"])
@@ -1202,7 +1206,7 @@ def test_the_pools_speed_is_probed_after_the_first_save(start: Start) -> None:
     assert cost.samples == 0
     engine.until(lambda: cost.samples == 1)
     [probe] = [probe for report in engine.reports for probe in report.probes]
-    assert probe.size == 4 * BYTES
+    assert probe.size == 4 * (BYTES + MARK_BYTES)
     assert 0 < probe.seconds < 20
     assert engine.workers[0].take_counters()["probes"] == 1
     assert ended(engine)

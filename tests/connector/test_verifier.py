@@ -13,6 +13,7 @@ from kvpool import ConfigError
 from kvpool.types import Match, ReadStatus, Replica, Run
 from kvpool_connector import settings as settings_module
 from kvpool_connector.messages import Mismatch, VerifyRequest, VerifyResult
+from kvpool_connector.provenance import UNKNOWN
 from kvpool_connector.scheduler import EngineStep
 from kvpool_connector.values import CacheGroup, ScheduledRequest
 from kvpool_connector.verifier import Verifier
@@ -22,7 +23,7 @@ from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(60)
 
-WRONG = Mismatch(0, 0, 0, b"digest", "layer.0", 1.0, 0.1)
+WRONG = Mismatch(0, 0, 0, b"digest", "layer.0", 1.0, 0.1, UNKNOWN)
 
 
 def verifier(loads: int = 4, ranks: int = 1, groups: Sequence[int] = (16,)) -> Verifier:
@@ -367,7 +368,7 @@ def test_a_wrong_pool_is_found_at_the_tenth_load_and_never_used_again(
         "layer.0",
         "pid ",
         "rank 0",
-        f"stored by another engine on {replica.server} (dram)",
+        f"stored by {writer.scheduler.names.writer} on {replica.server} (dram)",
         "revision",
     ):
         assert part in line, line
