@@ -217,6 +217,7 @@ WORDS = {
     "docs/operate.md": 5_000,
     "docs/other-engines.md": 800,
     "docs/policies.md": 1_000,
+    "docs/scale.md": 800,
     "docs/security.md": 1_000,
     "docs/tour.md": 1_800,
     "docs/wire.md": 1_200,

@@ -24,7 +24,7 @@ CHECKED = [
     *("README.md", "CONTRIBUTING.md", "connector/README.md", "benchmarks/README.md"),
     *(f"docs/{name}.md" for name in ("tour", "design", "guarantees", "policies", "benchmarks")),
     *(f"docs/{name}.md" for name in ("deploy-ucx", "wire", "write-a-connector", "fleet", "events")),
-    *(f"docs/{name}.md" for name in ("features", "operate", "other-engines")),
+    *(f"docs/{name}.md" for name in ("features", "operate", "other-engines", "scale")),
 ]
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
