@@ -20,6 +20,7 @@ from kvpool.config import STAGED
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import DeviceWriteBlock, WriteOptions
 from kvpool.runtime import task_group
+from kvpool.shares import Recent
 from kvpool.types import WriteBlock, WriteStatus, rows_of
 from kvpool.wire import messages as wire
 
@@ -56,6 +57,8 @@ _BEST_FIRST: Final = (
 )
 #: `WriteStatus.present` as a tuple: a property would be called for each block.
 _PRESENT: Final = (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
+#: Ends of chains whose server is remembered.
+_ENDS_KEPT: Final = 1024
 #: Ends of a request to one server; the blocks may be written to another one.
 _FAILURES: Final = (Unavailable, PeerError, Overloaded)
 #: By value; numbers are hashed without a call of Python, members of an enum are not.
@@ -163,6 +166,9 @@ class Writer:
         self._device_path = device_path
         self._direct = direct
         self._counters = counters
+        #: Where this client wrote the last block of a chain, by namespace and digest.
+        self._ends: Recent[bytes, str] = Recent(_ENDS_KEPT)
+        self._only_server = ""  # that a master named for the last write, alone
         self._loop = asyncio.get_running_loop()
 
     async def write(
@@ -280,21 +286,28 @@ class Writer:
     ) -> list[WriteStatus]:
         """Place, then try the servers in that order until every block has its copies.
 
-        A block that the pool has gets further copies of what is stored, never of the caller's
-        bytes: another engine may have computed it with other rounding (design: versions).
+        A server that a master is known to name first is written to meanwhile. A block that the pool
+        has gets further copies of what is stored, never of the caller's bytes: another engine may
+        have computed it with other rounding (design: versions).
         """
-        try:
-            placed = await self._place(options, blocks, copies, deadline)
-        except DeadlineExceeded:
-            return [WriteStatus.DEADLINE] * len(blocks)
-        except Unavailable:
-            return [WriteStatus.NO_MASTER] * len(blocks)
-        batch = BatchState(options, blocks, copies, deadline, placed.servers)
+        likely = self._likely_servers(options, blocks[0].parent, copies)
+        batch = BatchState(options, blocks, copies, deadline, likely)
+        needed = dict.fromkeys(range(len(blocks)), copies)
+        placing = self._place_and_write(batch, needed) if likely else self._place_or_status(batch)
+        placed = await placing
+        if isinstance(placed, WriteStatus):
+            return [
+                placed if status is None or i in needed else status
+                for i, status in enumerate(batch.statuses)
+            ]
+        batch.servers = placed.servers
+        self._only_server = placed.servers[0] if len(placed.servers) == 1 else ""
         made = {i: count for i, count in enumerate(placed.copies) if count}
         for position in made:
-            batch.statuses[position] = WriteStatus.ALREADY_STORED
-        await self._spread(batch, {i: copies for i in range(len(blocks)) if i not in made}, {})
-        if len(placed.servers) > 1:  # with one server there is one version
+            if needed.pop(position, 0):
+                batch.statuses[position] = WriteStatus.ALREADY_STORED
+        await self._spread(batch, needed, {})
+        if len({*placed.servers, *likely}) > 1:  # with one server there is one version
             self._tell_apart(batch)
             await self._settle(batch, {})
             short = [
@@ -307,7 +320,49 @@ class Writer:
         if copies > 1:
             counts = [max(made.get(i, 0), len(held)) for i, held in enumerate(batch.holders)]
             self._counters["copies_missing"] += sum(max(0, copies - count) for count in counts)
+        elif batch.stored_on[-1] and not self._only_server:
+            self._ends.put(options.namespace.name, blocks[-1].digest, min(batch.stored_on[-1]))
         return batch.results(self._loop.time())
+
+    def _likely_servers(self, options: WriteOptions, parent: bytes, copies: int) -> Sequence[str]:
+        """The server that a master will name first, if that is known: the only one that there is,
+        or where this client has written the parent, from which no other chain goes on yet.
+
+        Only of visible writes: two versions of a block may come of it (design: versions).
+        """
+        if copies > 1 or not options.visible:
+            return ()
+        if self._only_server:
+            return [self._only_server]
+        end = self._ends.get(options.namespace.name, parent)
+        self._ends.pop(options.namespace.name, parent)
+        return [end] if end is not None else ()
+
+    async def _place_and_write(
+        self, batch: BatchState, needed: dict[int, int]
+    ) -> wire.PlaceReply | WriteStatus:
+        """`_place_or_status`, and meanwhile write to the servers that the batch has.
+
+        That ends if a master does not name the server: it may be silent, and nobody waits for it.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                early = group.create_task(self._spread(batch, needed, {}))
+                placed = await self._place_or_status(batch)
+                if isinstance(placed, WriteStatus) or batch.servers[0] not in placed.servers:
+                    early.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return placed
+
+    async def _place_or_status(self, batch: BatchState) -> wire.PlaceReply | WriteStatus:
+        """`_place`, or what the lack of an answer means for every block."""
+        try:
+            return await self._place(batch.options, batch.blocks, batch.copies, batch.deadline)
+        except DeadlineExceeded:
+            return WriteStatus.DEADLINE
+        except Unavailable:
+            return WriteStatus.NO_MASTER
 
     async def _spread(
         self, batch: BatchState, needed: dict[int, int], sources: Mapping[int, WriteBlock]

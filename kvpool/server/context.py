@@ -166,7 +166,7 @@ class ServerContext:
             if self.store.has_changes:
                 self.publish()
 
-        if self.store.has_changes:
+        if self.store.change_log.changes:
             asyncio.get_running_loop().call_later(_PUBLISH_SOON_S, publish_rest)
 
     def on_change(self) -> None:

@@ -401,3 +401,16 @@ def test_each_status_that_a_server_may_send_has_a_rank(status: WriteStatus) -> N
     """Also one that is no answer: a server that is wrong must not end a write with an error."""
     assert best_status(status, WriteStatus.STORED) is WriteStatus.STORED
     assert best_status(WriteStatus.RESERVED, status) is status
+
+
+async def test_a_write_that_began_before_its_place_was_known_leaves_one_version(
+    far_apart: dev.Dev,
+) -> None:
+    """The master's answer, that another server has the block, comes too late."""
+    (head,), (block,) = keys("head", 1), keys("goes on", 1)
+    async with client_on(far_apart, "a") as near, client_on(far_apart, "b") as far:
+        await near.write(NAMESPACE, [head], [b"h" * 64])
+        await far.write(NAMESPACE, [block], [b"f" * 64], parent=head)
+        assert stored(far_apart, block) == [ord("f")]
+        await near.write(NAMESPACE, [block], [b"n" * 64], parent=head)
+        assert len(set(stored(far_apart, block))) == 1

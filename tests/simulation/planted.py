@@ -288,6 +288,14 @@ BUGS: Sequence[Bug] = (
         "        elif now - self._sampled_at >= STALLED_S:\n",
         "        elif now - self._sampled_at >= STALLED_S * 1e6:\n",
     ),
+    # --- writes that begin before their place is known
+    Bug(
+        "early-write-is-not-compared-with-what-others-wrote",
+        "G2",
+        _WRITER,
+        "if len({*placed.servers, *likely}) > 1:",
+        "if len(placed.servers) > 1 and not likely:",
+    ),
     # --- writes in one request
     Bug(
         "bytes-of-a-refused-block-go-into-the-next",
