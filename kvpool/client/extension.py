@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvpool.client.context import ClientContext
-from kvpool.client.load_estimate import ReadRates
+from kvpool.client.read_rates import ReadRates
 from kvpool.errors import UsageError
 from kvpool.protocols import WriteOptions
 

@@ -36,6 +36,8 @@ class InactivityTimer:
     Raises ServerUnresponsive otherwise (design: hedging). A touch, which comes with every chunk
     that is received, is one assignment: the loop's timer looks for it when it fires.
 
+    With `overdue` it also ends when that says so, which is asked as often.
+
     With `may_leave` that is asked, once, when nothing was received for `ask_s`, while the block
     goes on. If its answer is True, and there is still silence, the block ends then.
     """
@@ -43,11 +45,13 @@ class InactivityTimer:
     def __init__(
         self,
         silence_s: float,
+        overdue: Callable[[float], bool] | None = None,
         *,
         ask_s: float = 0.0,
         may_leave: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self._silence_s = silence_s
+        self._overdue = overdue
         self._ask_s = ask_s
         self._may_leave = may_leave if ask_s < silence_s else None
         self._asking: asyncio.Task[None] | None = None
@@ -90,9 +94,10 @@ class InactivityTimer:
             await self._limit.__aexit__(kind, error, traceback)
         except TimeoutError:
             silence_s = self._ask_s if self._left_early else self._silence_s
-            raise ServerUnresponsive(
-                f"nothing was received for {silence_s:g} s", left_early=self._left_early
-            ) from None
+            why = f"nothing was received for {silence_s:g} s"
+            if self._left_early and self._overdue is not None:
+                why = "another server would have brought it by now"
+            raise ServerUnresponsive(why, left_early=self._left_early) from None
         finally:
             if self._asking is not None:
                 await asyncio.wait([self._asking])
@@ -106,6 +111,10 @@ class InactivityTimer:
         if self._last_touch == math.inf:
             self._seen = math.inf
             self._look_at(now + self._part_s)
+        elif self._overdue is not None and self._overdue(now):
+            self._left_early = True
+            self.disarm()
+            self._limit.reschedule(now)
         elif self._last_touch != self._seen:
             self._seen, self._parts = self._last_touch, 0
             if self._asking is not None:

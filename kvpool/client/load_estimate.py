@@ -10,35 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvpool.client.presence import presence
+from kvpool.client.read_rates import PRIOR_FAR_RATE, PRIOR_NEAR_RATE, ReadRates
 from kvpool.types import MEMORY_TIER, HostScore, Member, Replica, TierUsage
 
-#: Bytes per second until a read was measured: memory that is mapped, and a slow local network.
-PRIOR_NEAR_RATE: Final = 4e9
-PRIOR_FAR_RATE: Final = 1e9
 #: Bytes per second of another tier than memory whose server reports no reads of it.
 _PRIOR_TIER_RATE: Final = 1e9
-#: A smaller read measures latency more than speed.
-MEASURED_BYTES_MIN: Final = 1 << 20
-#: Weight of earlier reads when a new one comes: the last five count for two thirds.
-_DECAY: Final = 0.8
-
-
-class ReadRates:
-    """Bytes per second of this client's own reads, from its host and from others."""
-
-    def __init__(self) -> None:
-        self._sums = {True: (0.0, 0.0), False: (0.0, 0.0)}
-
-    def record(self, near: bool, size: int, seconds: float) -> None:
-        """A read from memory moved `size` bytes."""
-        if size >= MEASURED_BYTES_MIN and seconds > 0:
-            moved, took = self._sums[near]
-            self._sums[near] = moved * _DECAY + size, took * _DECAY + seconds
-
-    def rate(self, near: bool) -> float | None:
-        """Bytes per second; None before a read was measured."""
-        moved, took = self._sums[near]
-        return moved / took if took else None
 
 
 class _Place(NamedTuple):

@@ -18,9 +18,9 @@ from kvpool.arguments import as_int
 from kvpool.client.buffers import BufferLike, check_one_for_each, normalize_buffers
 from kvpool.client.context import ClientContext
 from kvpool.client.extension import ClientExtensions, ClientParts
-from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import LocationCache
 from kvpool.client.masters import Masters
+from kvpool.client.read_rates import ReadRates
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, device_lack, gather_errors
 from kvpool.client.session import ClientSession

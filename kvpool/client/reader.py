@@ -1,8 +1,8 @@
-"""How a client reads: from the best server of each block, then from the next one.
+"""How a client reads: from the best servers of each block, then from the next one.
 
-The blocks of a call are grouped by the best server that holds them. Each group is read over that
-server's channel into the caller's buffers; what did not come is read from the next replica, until
-everything is there or every replica has been tried.
+`Ways` says which blocks each server is asked for. They are read over that server's channel into the
+caller's buffers; what did not come is read from the next replica, until everything is there or
+every replica has been tried.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvpool import logs
-from kvpool.client import buffers as memory
 from kvpool.client.buffers import Buffers, DeviceBlock, HostRows
 from kvpool.client.idle_timeout import InactivityTimer, ServerUnresponsive
-from kvpool.client.load_estimate import MEASURED_BYTES_MIN, ReadRates
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
+from kvpool.client.read_rates import MEASURED_BYTES_MIN, ReadRates
 from kvpool.client.servers import Servers, gather_errors
+from kvpool.client.ways import Attempt, Ways, group_by_server
 from kvpool.config import AUTO, DIRECT, STAGED, ClientConfig
 from kvpool.errors import (
     DeadlineExceeded,
@@ -68,13 +68,6 @@ class LocationSource(enum.Enum):
     CACHE = enum.auto()
 
 
-class Attempt(NamedTuple):
-    """Blocks, by position, that one server is asked for in one message."""
-
-    server: str
-    positions: list[int]
-
-
 @dataclass(slots=True)
 class ReadState:
     """One `Pool.read` while it runs; lists run parallel to the digests.
@@ -83,7 +76,7 @@ class ReadState:
 
     | state    | `results[i]`       | `candidates[i]` | leaves it when                             |
     |----------|--------------------|-----------------|--------------------------------------------|
-    | waiting  | reason so far      | not empty       | `next_attempts` takes its next server      |
+    | waiting  | reason so far      | not empty       | `Ways` has a server for it                 |
     | asked    | reason so far      | those after it  | the server answers, fails or is deferred   |
     | promoted | NOT_YET            | those after it  | the same server, asked again, has read it  |
     |          |                    |                 | from its slow tier, or is deferred         |
@@ -115,20 +108,13 @@ class ReadState:
     #: Blocks that came directly with wrong bytes.
     direct_corrupt: set[int] = field(default_factory=set)
 
-    def next_attempts(self, positions: Iterable[int]) -> list[Attempt]:
-        """Move blocks from waiting to asked."""
-        waiting = [
-            i for i in positions if self.candidates[i] and self.results[i].status is not _HIT
-        ]
-        return group_by_server(waiting, self.candidates, self.sizes) if waiting else []
-
     def is_hedged(self, attempt: Attempt) -> bool:
         """Whether to leave that server after `hedge_s`: another replica may exist.
 
         A server that was left once is not hedged again, or two slow replicas would be asked in
         turn for ever (design: hedging).
         """
-        # The blocks of an attempt are alike in this: `group_by_server` keeps the others apart.
+        # The blocks of an attempt are alike in this: `Ways` keeps the others apart.
         has_alternatives = self.more_replicas or bool(self.candidates[attempt.positions[0]])
         return has_alternatives and attempt.server not in self.unresponsive
 
@@ -303,7 +289,7 @@ class Reader:
         async def fetch_rows(rows: HostRows) -> Mapping[int, ReadResult]:
             for position, row in rows.items():  # rows of the host stand in for the device's
                 state.host[position] = row
-            await self._fetch(state, rows)
+            await self._fetch(state, list(rows))
             return {position: state.results[position] for position in rows}
 
         # A hit counts when the device has the bytes, so results are set again here.
@@ -335,7 +321,7 @@ class Reader:
         async def fetch_rows(rows: device_direct.DeviceTargets) -> Mapping[int, ReadResult]:
             state.direct.update(rows)
             try:
-                await self._fetch(state, rows)
+                await self._fetch(state, list(rows))
             finally:
                 for position in rows:
                     del state.direct[position]
@@ -407,38 +393,44 @@ class Reader:
                 advice="make gpu-acceptance, and client.device_path: staged",
             )
 
-    async def _fetch(self, state: ReadState, positions: Iterable[int]) -> None:
+    async def _fetch(self, state: ReadState, positions: Sequence[int]) -> None:
         """Attempt after attempt, until the blocks are read or have no candidate left."""
-        attempts = state.next_attempts(positions)
+        ways = Ways(
+            *(state.candidates, state.sizes, state.results, state.unresponsive),
+            *(self._servers.standing, self._rates, self._config.hedge_s),
+        )
+        attempts = ways.begin(positions, self._loop.time())
         # Nearly always all blocks are on one server: then no task, which costs a turn of the loop.
         while len(attempts) == 1:
-            await self._attempt(state, attempts[0])
-            attempts = state.next_attempts(attempts[0].positions)
+            if await self._attempt(state, attempts[0]) and attempts[0].overdue is None:
+                return  # and nothing waits
+            attempts = ways.ended(attempts[0], self._loop.time())
         if not attempts:
             return
-        # Groups do not wait for each other: a lost server delays its own blocks only.
+        # Ways do not wait for each other: a lost server delays its own blocks only.
         async with task_group() as group:
 
             async def follow(attempt: Attempt) -> None:
-                """Fetch one group, server after server; groups that split get new tasks."""
+                """Ask one server after the other; what others are to bring gets new tasks."""
                 attempts = [attempt]
                 while attempts:
                     await self._attempt(state, attempts[0])
-                    attempts = state.next_attempts(attempts[0].positions)
-                    for other in attempts[1:]:  # its blocks have different replicas left
+                    attempts = ways.ended(attempts[0], self._loop.time())
+                    for other in attempts[1:]:
                         group.create_task(follow(other))
 
             for attempt in attempts:
                 group.create_task(follow(attempt))
 
-    async def _attempt(self, state: ReadState, attempt: Attempt) -> None:
+    async def _attempt(self, state: ReadState, attempt: Attempt) -> bool:
         """Ask one server, and again for blocks that are NOT_YET, as long as it makes progress.
+        Returns True if it brought all of them at once.
 
         While it reads blocks from a slow tier it is asked again and again. Where another server
         has them, too, it must have a new one within `hedge_s` (design: promotion). Writes ask
         again in the same shape: `Writer.write_to`.
         """
-        server, waiting = attempt
+        server, waiting, _ = first = attempt
         progress_at = self._loop.time()
         while waiting:
             hedged = state.is_hedged(attempt)
@@ -449,7 +441,7 @@ class Reader:
                 location = CachedLocation(state.options.namespace, server, sole_replica)
                 self._locations.put(location, hits)
             if len(hits) == len(waiting):
-                break
+                return attempt is first
             still = [i for i in waiting if state.results[i].status is _NOT_YET]
             now = self._loop.time()
             if len(still) < len(waiting):  # the timer of a message sees only its own silence
@@ -460,13 +452,14 @@ class Reader:
             if waiting and hedged and now - progress_at >= self._config.hedge_s:
                 state.defer(server, waiting)
                 break
-            attempt = Attempt(server, waiting)
+            attempt = attempt._replace(positions=waiting)
+        return False
 
     async def _ask(self, state: ReadState, attempt: Attempt, hedged: bool) -> list[ReadResult]:
         """One message to one server, and what came of it; its failure is a result, too."""
         if attempt.positions[0] in state.direct:
             return await self._ask_direct(state, attempt, hedged)
-        server, positions = attempt
+        server, positions, _ = attempt
         sizes = [state.sizes[i] for i in positions]
         blocks = rows_of(
             ReadBlock,
@@ -490,7 +483,7 @@ class Reader:
         self, state: ReadState, attempt: Attempt, hedged: bool
     ) -> list[ReadResult]:
         """The same for memory on devices, where the blocks are verified once they are there."""
-        server, positions = attempt
+        server, positions, _ = attempt
         blocks = [DeviceReadBlock(state.digests[i], state.direct[i]) for i in positions]
         only_fabrics = self._path == AUTO
         try:
@@ -531,7 +524,8 @@ class Reader:
         cache says so, a master is asked meanwhile: there may be others by now (seed 914037)."""
         silence_s = self._config.hedge_s if hedged else self._config.attempt_s
         if hedged or state.source is not LocationSource.CACHE:
-            return InactivityTimer(silence_s)
+            # Blocks that come up from a slow tier show nothing about the way.
+            return InactivityTimer(silence_s, None if state.promoted else attempt.overdue)
         is_elsewhere = functools.partial(self._is_elsewhere, state, attempt)
         return InactivityTimer(silence_s, ask_s=self._config.hedge_s, may_leave=is_elsewhere)
 
@@ -553,7 +547,7 @@ class Reader:
         The timer's exit has waited for the call: nothing writes to the buffers any more, so the
         next server may.
         """
-        server, positions = attempt
+        server, positions, _ = attempt
         if isinstance(error, ServerUnresponsive):
             hedged = hedged or error.left_early
             self._servers.mark_unresponsive(server, given_up=not hedged)
@@ -570,9 +564,9 @@ class Reader:
         size = sum([result.size for result in state.results if result.status is _HIT])
         if size < MEASURED_BYTES_MIN or state.promoted or state.unresponsive or state.device:
             return
-        near = self._servers.on_this_host(servers)
-        if near is not None:
-            self._rates.record(near, size, seconds)
+        far = {self._servers.standing(server).far for server in servers}
+        if len(far) == 1:
+            self._rates.record(True not in far, size, seconds, self._loop.time())
 
     async def _refetch_from_masters(self, state: ReadState) -> None:
         """Blocks that are not where the cache or the match says: ask a master, once. They may have
@@ -617,29 +611,6 @@ class Reader:
             for result in results:
                 if result.status is not _HIT:
                     self._counters[f"read_{result.status.name.lower()}"] += 1
-
-
-def group_by_server(
-    positions: Sequence[int], candidates: list[list[str]], sizes: Sequence[int]
-) -> list[Attempt]:
-    """Take the next server of each block; blocks of one server go together, in batches.
-
-    Blocks without another replica are kept apart from those that have one: for them `attempt_s`
-    counts, not `hedge_s`.
-    """
-    groups: dict[tuple[str, bool], list[int]] = {}
-    for position in positions:
-        others = candidates[position]
-        key = others.pop(), bool(others)
-        group = groups.get(key)
-        if group is None:
-            group = groups[key] = []
-        group.append(position)
-    return [
-        Attempt(server, batch)
-        for (server, _), together in groups.items()
-        for batch in memory.batches(together, sizes)
-    ]
 
 
 async def _report_to(

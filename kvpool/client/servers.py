@@ -21,6 +21,7 @@ from kvpool import logs
 from kvpool.backoff import Backoff
 from kvpool.client.durations import Durations
 from kvpool.client.masters import Masters
+from kvpool.client.ways import Standing
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ConfigError,
@@ -256,25 +257,25 @@ class Servers:
 
     def rank(self, servers: Iterable[str]) -> list[str]:
         """The same servers, each once, best first: this host's, others, then slow and lost ones."""
-        now = self._loop.time()
-        keys = {}
-        for server in servers:
-            record = self._records.get(server)
-            if record is None:
-                keys[server] = (False, True, 0.0)
-            else:
-                ailing = now < record.slow_until or now < record.retry_at
-                keys[server] = (ailing, record.host != self._host.id, record.preference)
-        return sorted(keys, key=keys.__getitem__)
 
-    def on_this_host(self, servers: Iterable[str]) -> bool | None:
-        """Whether all of these are on this host, or all on others; None where it differs."""
-        here = {
-            record.host == self._host.id
-            for server in servers
-            if (record := self._records.get(server)) is not None
-        }
-        return here.pop() if len(here) == 1 else None
+        def key(server: str) -> tuple[Standing, float]:
+            record = self._records.get(server)
+            return self.standing(server), record.preference if record is not None else 0.0
+
+        return sorted(dict.fromkeys(servers), key=key)
+
+    def standing(self, server: str) -> Standing:
+        """How good it is now, as far as it is known."""
+        record = self._records.get(server)
+        if record is None:
+            return Standing(ailing=False, far=True, networked=True)
+        now = self._loop.time()
+        mapped = record.paths and self._transports[record.paths[0].scheme].same_host
+        return Standing(
+            ailing=now < record.slow_until or now < record.retry_at,
+            far=record.host != self._host.id,
+            networked=not mapped,
+        )
 
     async def near(self, servers: Set[str], deadline: float) -> frozenset[str]:
         """Those of the `servers` that are on this host. Asks a master about unknown ones."""

@@ -18,13 +18,14 @@ from kvpool.client.buffers import Buffers
 from kvpool.client.device_direct import DirectReads
 from kvpool.client.device_staging import Staging
 from kvpool.client.device_writes import DirectWrites
-from kvpool.client.load_estimate import ReadRates
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
+from kvpool.client.read_rates import ReadRates
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers
 from kvpool.client.versions import Versions
+from kvpool.client.ways import Standing
 from kvpool.client.writer import Writer
 from kvpool.errors import BadMessage, DeadlineExceeded, KvpoolError, LinkBroken, Overloaded
 from kvpool.protocols import WriteOptions
@@ -107,6 +108,9 @@ class ScriptedServers:
         self.answers: dict[str, list[Any]] = {}
         self.asked: list[str] = []
         self.left: list[tuple[str, bool]] = []
+
+    def standing(self, server: str) -> Standing:
+        return Standing(ailing=False, far=True, networked=True)
 
     async def call(self, server: str, *_: object) -> object:
         self.asked.append(server)

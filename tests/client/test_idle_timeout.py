@@ -40,6 +40,27 @@ async def test_a_call_goes_on_as_long_as_something_arrives() -> None:
     assert 0.39 < loop.time() - last < 5
 
 
+async def test_a_call_that_is_overdue_ends_although_something_arrives() -> None:
+    """Another server would have been faster; but not while this client makes it wait."""
+    loop = asyncio.get_running_loop()
+    began, overdue = loop.time(), False
+
+    async def receive() -> None:
+        nonlocal overdue
+        async with InactivityTimer(0.2, lambda _: overdue) as timer:
+            timer.rest()
+            overdue = True
+            await asyncio.sleep(0.2)
+            for _ in range(3000):
+                timer.touch()
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(ServerUnresponsive, match="another server") as ended:
+        await receive()
+    assert ended.value.left_early
+    assert 0.19 < loop.time() - began < 5
+
+
 async def test_local_work_after_the_answer_is_not_timed() -> None:
     async with InactivityTimer(0.1) as timer:
         timer.disarm()

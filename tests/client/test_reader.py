@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvpool import ClientConfig, Namespace, ReadResult, ReadStatus, dev
-from kvpool.client.reader import Attempt, LocationSource, ReadState
+from kvpool.client.reader import LocationSource, ReadState
+from kvpool.client.ways import Attempt
 from kvpool.protocols import ReadOptions
 from tests.conftest import NAMESPACE, buffers, keys, values
 
@@ -26,40 +27,27 @@ def state(*candidates: str, source: LocationSource = LocationSource.MASTER) -> R
     )
 
 
-def test_blocks_of_one_server_go_together_and_sole_replicas_apart() -> None:
-    read = state("ab", "ac", "a", "b")
-    assert read.next_attempts(range(4)) == [
-        Attempt("a", [0, 1]),
-        Attempt("a", [2]),
-        Attempt("b", [3]),
-    ]
-    assert [attempt.server for attempt in read.next_attempts(range(4))] == ["b", "c"]
-    assert read.next_attempts(range(4)) == []
-
-
-def test_what_was_read_is_not_asked_for_again() -> None:
+def test_what_was_read_is_recorded() -> None:
     read = state("ab", "ab")
-    (attempt,) = read.next_attempts(range(2))
-    assert read.record(attempt, [HIT, MISS]) == [read.digests[0]]
-    assert read.next_attempts(attempt.positions) == [Attempt("b", [1])]
+    assert read.record(Attempt("a", [0, 1]), [HIT, MISS]) == [read.digests[0]]
+    assert read.results == [HIT, MISS]
 
 
 def test_a_deferred_server_comes_last_and_is_not_hedged_again() -> None:
     read = state("ab")
-    (attempt,) = read.next_attempts([0])
-    assert read.is_hedged(attempt)
+    assert read.candidates[0].pop() == "a"
+    assert read.is_hedged(Attempt("a", [0]))
     read.defer("a", [0])
-    assert read.next_attempts([0]) == [Attempt("b", [0])]
-    (attempt,) = read.next_attempts([0])
-    assert attempt.server == "a"
-    assert not read.is_hedged(attempt)
+    assert read.candidates == [["a", "b"]]
+    assert not read.is_hedged(Attempt("a", [0]))
+    assert read.is_hedged(Attempt("b", [0]))
 
 
 def test_a_deferred_server_of_the_cache_is_named_again_by_a_master() -> None:
     read = state("a", source=LocationSource.CACHE)
-    read.next_attempts([0])
+    read.candidates[0].pop()
     read.defer("a", [0])
-    assert read.next_attempts([0]) == []
+    assert read.candidates == [[]]
 
 
 async def test_blocks_of_a_lost_server_are_read_from_different_replicas() -> None:

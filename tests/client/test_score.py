@@ -20,12 +20,8 @@ from kvpool import (
     dev,
     sync,
 )
-from kvpool.client.load_estimate import (
-    PRIOR_FAR_RATE,
-    PRIOR_NEAR_RATE,
-    LoadEstimate,
-    ReadRates,
-)
+from kvpool.client.load_estimate import LoadEstimate
+from kvpool.client.read_rates import PRIOR_FAR_RATE, PRIOR_NEAR_RATE, ReadRates
 from kvpool.config import ClientConfig
 from kvpool.protocols.network import Caller
 from kvpool.runtime import Host, this_host

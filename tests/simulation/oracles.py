@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+from kvpool.client.ways import Attempt, Ways
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.placement import SHARED_FROM, Placement
@@ -119,6 +120,29 @@ class MoveOracle(Protocol):
     """What is checked of blocks that move, as the stores see it."""
 
     def sealed(self, namespace: Namespace, digest: bytes) -> None: ...
+
+
+class WatchedWays(Ways):
+    """A block is asked of one server at a time, and of none once it is read: its buffer, which the
+    caller may use then, has one writer."""
+
+    fail: Callable[[str], None]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.under_way: set[int] = set()
+
+    def begin(self, positions: Sequence[int], now: float) -> list[Attempt]:
+        attempts = super().begin(positions, now)
+        for position in [i for attempt in attempts for i in attempt.positions]:
+            if position in self.under_way or self.results[position].status.hit:
+                type(self).fail("G1: a block is asked for twice: its buffer has two writers")
+            self.under_way.add(position)
+        return attempts
+
+    def ended(self, attempt: Attempt, now: float) -> list[Attempt]:
+        self.under_way -= set(attempt.positions)
+        return super().ended(attempt, now)
 
 
 class WatchedStore(Store):

@@ -56,6 +56,7 @@ class WorldPlan:
     copies: bool = False  # clients spread chains, servers make lost copies again
     tenants: bool = False  # two tenants beside the pool itself, whose quotas change
     one_request_max: int = 0  # bytes of a write that comes in one request
+    piece_bytes: int = 0  # of reads that several servers share; 0: none is large enough
 
     @property
     def alignment(self) -> int:
@@ -129,6 +130,9 @@ class WorldPlan:
         rng = random.Random(f"{seed}/one-request")
         if rng.random() < 0.5 and "one-request" not in without:
             plan = replace(plan, one_request_max=rng.choice([700, 3_000, 1 << 20]))
+        rng = random.Random(f"{seed}/many-ways")
+        if rng.random() < 0.3 and "many-ways" not in without:
+            plan = replace(plan, piece_bytes=rng.choice([1, 500, 2_000]))
         pieces = random.Random(f"{seed}/pieces").choice([1, 3, 10, 1024])
         plan = replace(plan, piece_blocks=pieces)
         rng = random.Random(f"{seed}/disk")

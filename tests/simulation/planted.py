@@ -34,6 +34,7 @@ _BLOCK_MAP = "kvpool.master.state.block_map"
 _SERVER_RECORD = "kvpool.master.state.server_record"
 _LOOKUP = "kvpool.client.lookup"
 _READER = "kvpool.client.reader"
+_WAYS = "kvpool.client.ways"
 _WRITER = "kvpool.client.writer"
 _VERSIONS = "kvpool.client.versions"
 _MASTERS = "kvpool.client.masters"
@@ -643,9 +644,23 @@ for reservation, size in sorted(
         "no-failover",
         "G6",
         _READER,
-        "            attempts = state.next_attempts(attempts[0].positions)\n"
+        "            attempts = ways.ended(attempts[0], self._loop.time())\n"
         "        if not attempts:",
         "            attempts = []\n        if not attempts:",
+    ),
+    Bug(
+        "a-piece-comes-twice",
+        "G1",
+        _WAYS,
+        "wanted = [i for i in positions if candidates[i] and results[i].status is not _HIT]",
+        "wanted = [i for i in positions if candidates[i]]",
+    ),
+    Bug(
+        "a-fruitless-way-ends-the-read",
+        "G5",
+        _WAYS,
+        "                self._fruitless.add(server)\n",
+        "                self._waiting.clear()\n",
     ),
     Bug(
         "the-loser-keeps-its-version",
@@ -1252,6 +1267,7 @@ for reservation, size in sorted(
 #: The first seed that found a bug, for bugs that need many seeds: it is played first. When the code
 #: around a bug has changed and this seed no longer finds it, up to 1,000 others are played.
 FIRST_SEED: Final[Mapping[str, int]] = {
+    "a-fruitless-way-ends-the-read": 8,
     "prefetches-fill-the-memory": 15,
     "prefetched-blocks-that-are-read-stay-unread": 16,
     "prefetched-in-place-of-what-is-in-use": 19,

@@ -21,7 +21,7 @@ from typing import Any, Final
 import xxhash
 
 from kvpool import registry, spans
-from kvpool.client import shared_copies, spread
+from kvpool.client import reader, shared_copies, spread, ways
 from kvpool.config import WRITE_BACK, WRITE_THROUGH, ClientConfig, MasterConfig, ServerConfig
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.master import service
@@ -49,7 +49,7 @@ from tests.simulation.moves import Moves
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.network import Net
 from tests.simulation.nodes import Incident, MasterNode, ServerNode
-from tests.simulation.oracles import WatchedDirectory, WatchedStore
+from tests.simulation.oracles import WatchedDirectory, WatchedStore, WatchedWays
 from tests.simulation.plan import WorldPlan
 from tests.simulation.platter import PAGE, Platter
 from tests.simulation.prefetches import Prefetches
@@ -569,6 +569,10 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         (balancer, "CHAIN_SHARE"),
         (spread, "SpreadPlan"),
         (shared_copies, "SHARED_COPIES_MAX"),
+        (reader, "Ways"),
+        (ways, "_SHARED_BYTES_MIN"),
+        (ways, "_PIECE_BYTES_MIN"),
+        (ways, "_PIECE_S"),
         (block_server, "Supervisor"),
         (service, "Supervisor"),
         (requests, "ONE_REQUEST_MAX"),
@@ -577,6 +581,10 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
     before = [(module, name, vars(module)[name]) for module, name in changed]
     vars(spans)["SPAN_BLOCKS"] = 2
     vars(shared_copies)["SHARED_COPIES_MAX"] = 1  # with fetches of others two runs may differ
+    vars(reader)["Ways"] = WatchedWays
+    if plan.piece_bytes:
+        vars(ways)["_SHARED_BYTES_MIN"] = vars(ways)["_PIECE_BYTES_MIN"] = plan.piece_bytes
+        vars(ways)["_PIECE_S"] = 0.0
     vars(block_server)["Supervisor"] = vars(service)["Supervisor"] = FaultySupervisor
     vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
     vars(requests)["ONE_REQUEST_MAX"] = plan.one_request_max
@@ -595,7 +603,7 @@ def run(
     plan = WorldPlan.draw(seed, ops, without)
     with _small_pool(plan):
         world = World(plan, trace)
-        FaultySupervisor.fail = world.loop.fail
+        FaultySupervisor.fail = WatchedWays.fail = world.loop.fail
         with _errors_reported(world.loop), sandbox(world.loop.fail), _no_collection():
             try:
                 world.loop.run(world.history())

@@ -1,0 +1,214 @@
+"""Which server brings which blocks of a read, when several have them: pure.
+
+Each server that holds a block, and that is reached over a network, is a *way* for it. Blocks with
+several ways wait together. A way that is idle takes a piece of them, which no other way has then;
+the faster it was lately, the larger is the piece. So all ways end at about the same time. A way
+that brought nothing, was silent, or is much slower than an idle one, is left: what it had waits
+again (design: hedging).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from kvpool.client import buffers as memory
+from kvpool.client.read_rates import PRIOR_FAR_RATE, ReadRates
+from kvpool.types import BATCH_BLOCKS_MAX, ReadResult, ReadStatus
+
+_HIT = ReadStatus.HIT
+#: A piece takes so long at least, or messages cost more than a tenth of it.
+_PIECE_S: Final = 0.005
+_PIECE_BYTES_MIN: Final = 1 << 20
+_PIECE_BYTES_MAX: Final = 128 << 20
+#: A smaller read is one message to one server.
+_SHARED_BYTES_MIN: Final = 4 << 20
+#: Ways of one block: each is a connection to another server.
+_WAYS_MAX: Final = 8
+#: A way is left for an idle one that would have brought the piece in this part of the time: some of
+#: the piece has arrived, and is thrown away.
+_LEAVE_AFTER: Final = 2.0
+#: A rate holds so long: then a slow way is tried again.
+_RATE_HOLDS_S: Final = 30.0
+
+
+class Attempt(NamedTuple):
+    """Blocks, by position, that one server is asked for in one message."""
+
+    server: str
+    positions: list[int]
+    #: Of a piece: whether it should be left for an idle way now.
+    overdue: Callable[[float], bool] | None = None
+
+
+class Standing(NamedTuple):
+    """How good a server is for a reader; the smallest is the best."""
+
+    ailing: bool
+    far: bool  # on another host
+    networked: bool  # no path through memory
+
+
+class _Piece(NamedTuple):
+    """What a way is bringing."""
+
+    ways: tuple[str, ...]
+    size: int
+    began: float
+
+
+@dataclass(slots=True)
+class Ways:
+    """The plan of one read, whose lists it works on.
+
+    A block waits in `_waiting` until one of its ways is idle, or fewer than two are good. It is
+    asked in one `Attempt` at a time: its buffer has one writer. `ended` lets it wait again unless
+    it is read, or has no candidate any more.
+    """
+
+    candidates: list[list[str]]  # of each block, best last; who is asked is taken out
+    sizes: Sequence[int]
+    results: Sequence[ReadResult]
+    unresponsive: Set[str]
+    standing: Callable[[str], Standing]
+    rates: ReadRates
+    hedge_s: float
+    _waiting: dict[tuple[str, ...], deque[int]] = field(default_factory=dict)
+    _bytes: Counter[tuple[str, ...]] = field(default_factory=Counter)  # that wait
+    _asked: Counter[str] = field(default_factory=Counter)  # attempts that have not ended
+    _pieces: dict[str, _Piece] = field(default_factory=dict)
+    _fruitless: set[str] = field(default_factory=set)
+
+    def begin(self, positions: Sequence[int], now: float) -> list[Attempt]:
+        """What to ask now, for these blocks, which nobody is asked for, and for those that wait."""
+        candidates, results = self.candidates, self.results
+        wanted = [i for i in positions if candidates[i] and results[i].status is not _HIT]
+        for ways in [one for one in self._waiting if sum(map(self._is_good, one)) < 2]:
+            wanted += self._waiting.pop(ways)
+            del self._bytes[ways]
+        if self._fruitless or self.unresponsive:
+            for position in wanted:
+                candidates[position].sort(key=self._is_good)
+        if self._waiting or (
+            sum([self.sizes[i] for i in wanted]) >= _SHARED_BYTES_MIN
+            and max(map(len, map(candidates.__getitem__, wanted))) > 1
+        ):
+            wanted = self._share(wanted)
+        attempts = group_by_server(wanted, candidates, self.sizes) if wanted else []
+        for attempt in attempts:
+            self._asked[attempt.server] += 1
+        return attempts + self._take(now) if self._waiting else attempts
+
+    def ended(self, attempt: Attempt, now: float) -> list[Attempt]:
+        """Its results are there, and nothing writes to its buffers. What to ask next."""
+        server, positions, overdue = attempt
+        self._asked[server] -= 1
+        if overdue is not None:
+            began = self._pieces.pop(server).began
+            moved = sum([one.size for i in positions if (one := self.results[i]).status is _HIT])
+            if not moved:
+                self._fruitless.add(server)
+            if moved or server in self.unresponsive:
+                self.rates.record(server, moved, now - began, now)
+        return self.begin(positions, now)
+
+    def _is_good(self, server: str) -> bool:
+        return server not in self._fruitless and server not in self.unresponsive
+
+    def _share(self, positions: Sequence[int]) -> list[int]:
+        """Have blocks with several good ways wait; the others."""
+        ways_of: dict[tuple[str, ...], tuple[str, ...]] = {}
+        others = []
+        for position in positions:
+            key = tuple(self.candidates[position])
+            if key not in ways_of:
+                ways_of[key] = self._good_ways(key)
+            if len(ways := ways_of[key]) < 2:
+                others.append(position)
+            else:
+                self._waiting.setdefault(ways, deque()).append(position)
+                self._bytes[ways] += self.sizes[position]
+        return others
+
+    def _good_ways(self, candidates: tuple[str, ...]) -> tuple[str, ...]:
+        """Those that are as good as the best. Memory of this host needs no help."""
+        best = self.standing(candidates[-1])
+        if len(candidates) < 2 or best.ailing or not best.networked:
+            return ()
+        same = [s for s in candidates if self._is_good(s) and self.standing(s) == best]
+        return tuple(same[-_WAYS_MAX:])
+
+    def _take(self, now: float) -> list[Attempt]:
+        """A piece for each idle way, the fastest first."""
+        ways = {way for ways in self._waiting for way in ways if self._is_good(way)}
+        known = {way: rate for way in ways if (rate := self.rates.rate(way, now - _RATE_HOLDS_S))}
+        new = max(known.values(), default=PRIOR_FAR_RATE)
+        rates = {way: known.get(way, new) for way in ways}
+        idle = sorted((w for w in ways if not self._asked[w]), key=lambda w: (-rates[w], w))
+        pieces = [self._piece(way, rates, way in known, now) for way in idle]
+        return [piece for piece in pieces if piece is not None]
+
+    def _piece(
+        self, way: str, rates: dict[str, float], is_known: bool, now: float
+    ) -> Attempt | None:
+        """The next piece of one way: of the blocks that the fewest others can bring."""
+        ways = min((one for one in self._waiting if way in one), key=len, default=None)
+        if ways is None:
+            return None
+        speeds = {one: rates[one] for one in ways if one in rates}
+        waiting, rest, rate = self._waiting[ways], self._bytes[ways], rates[way]
+        # Half of its share: the last pieces are small. A new way shows first how fast it is.
+        share = rest * rate / sum(speeds.values()) / 2 if is_known else 0
+        wanted = min(share, rate * self.hedge_s / _LEAVE_AFTER, _PIECE_BYTES_MAX)
+        wanted = min(max(wanted, rate * _PIECE_S, _PIECE_BYTES_MIN), rest)
+        for other, speed in speeds.items():
+            piece = self._pieces.get(other)
+            if piece is not None:  # would it have brought all by the time that this way needs?
+                left_s = max(0.0, piece.began + piece.size / speed - now)
+                if left_s + rest / speed < wanted / rate:
+                    return None
+        positions: list[int] = []
+        size = 0
+        while waiting and size < wanted and len(positions) < BATCH_BLOCKS_MAX:
+            positions.append(waiting.popleft())
+            size += self.sizes[positions[-1]]
+            self.candidates[positions[-1]].remove(way)
+        self._bytes[ways] -= size
+        if not waiting:
+            del self._waiting[ways], self._bytes[ways]
+        self._asked[way] += 1
+        self._pieces[way] = _Piece(ways, size, now)
+        return Attempt(way, positions, functools.partial(self._overdue, way))
+
+    def _overdue(self, way: str, now: float) -> bool:
+        piece = self._pieces[way]
+        idle = [one for one in piece.ways if not self._asked[one] and self._is_good(one)]
+        speed = max((self.rates.rate(one) or PRIOR_FAR_RATE for one in idle), default=0.0)
+        passed = now - piece.began
+        return passed >= self.hedge_s and passed * speed >= piece.size * _LEAVE_AFTER
+
+
+def group_by_server(
+    positions: Sequence[int], candidates: list[list[str]], sizes: Sequence[int]
+) -> list[Attempt]:
+    """Take the next server of each block; blocks of one server go together, in batches.
+
+    Blocks without another replica are kept apart from those that have one: for them `attempt_s`
+    counts, not `hedge_s`.
+    """
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for position in positions:
+        others = candidates[position]
+        key = others.pop(), bool(others)
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = []
+        group.append(position)
+    return [
+        Attempt(server, batch)
+        for (server, _), together in groups.items()
+        for batch in memory.batches(together, sizes)
+    ]

@@ -1,0 +1,267 @@
+"""Blocks that several servers hold are read from all of them, each as fast as it is."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from kvpool import ReadResult, ReadStatus
+from kvpool.client.read_rates import ReadRates
+from kvpool.client.ways import Attempt, Standing, Ways
+
+MIB = 1 << 20
+MISS = ReadResult(ReadStatus.EVICTED)
+HEDGE_S = 0.1
+
+
+class Load:
+    """One read, played: servers with a speed each in bytes per second, 0 for one that is silent."""
+
+    def __init__(
+        self,
+        candidates: list[str],
+        speeds: dict[str, float] | None = None,
+        *,
+        size: int = MIB,
+        known: dict[str, float] | None = None,
+        near: str = "",
+        ailing: str = "",
+    ) -> None:
+        self.speeds = speeds or {}
+        self.sizes = [size] * len(candidates)
+        self.results = [MISS] * len(candidates)
+        self.candidates = [list(reversed(servers)) for servers in candidates]
+        self.unresponsive: set[str] = set()
+        self.brought: Counter[str] = Counter()
+        self.log: list[Attempt] = []
+        self.rates = ReadRates()
+        for server, rate in (known or {}).items():
+            self.rates.record(server, round(rate), 1.0, 0.0)
+        self.ways = Ways(
+            self.candidates,
+            self.sizes,
+            self.results,
+            self.unresponsive,
+            lambda server: Standing(server in ailing, server not in near, server not in near),
+            self.rates,
+            HEDGE_S,
+        )
+        self.now = 0.0
+        self.running: list[tuple[float, Attempt]] = []
+
+    def ask(self, attempts: list[Attempt]) -> None:
+        for attempt in attempts:
+            under_way = {i for _, other in self.running for i in other.positions}
+            assert not under_way & set(attempt.positions), "a block is asked for twice"
+            size = sum(self.sizes[i] for i in attempt.positions)
+            speed = self.speeds.get(attempt.server, 1e8)
+            # A server that is silent is left by the timer of the call.
+            took = 0.0005 + size / speed if speed else HEDGE_S
+            self.running.append((self.now + took, attempt))
+            self.log.append(attempt)
+
+    def end(self, attempt: Attempt, results: list[ReadResult] | None = None) -> None:
+        """With these results; without, it was left."""
+        self.running = [one for one in self.running if one[1] is not attempt]
+        if results is None:
+            if attempt.server not in self.unresponsive:
+                for i in attempt.positions:
+                    self.candidates[i].insert(0, attempt.server)
+            self.unresponsive.add(attempt.server)
+            results = [MISS] * len(attempt.positions)
+        for i, result in zip(attempt.positions, results, strict=True):
+            self.results[i] = result
+            self.brought[attempt.server] += result.size
+        self.ask(self.ways.ended(attempt, self.now))
+
+    def play(self, lacks: str = "") -> float:
+        """Until nothing is under way; the time that it took. Servers of `lacks` have nothing."""
+        self.ask(self.ways.begin(range(len(self.sizes)), self.now))
+        return self.play_on(lacks)
+
+    def play_on(self, lacks: str = "") -> float:
+        while self.running:
+            at, attempt = min(self.running, key=lambda one: one[0])
+            overdue = [o for _, o in self.running if o.overdue and o.overdue(self.now)]
+            if overdue:
+                self.end(overdue[0])
+            elif at > self.now + HEDGE_S / 4:  # the timers of calls look as often
+                self.now += HEDGE_S / 4
+            else:
+                self.now = at
+                hits = [ReadResult(ReadStatus.HIT, self.sizes[i]) for i in attempt.positions]
+                if not self.speeds.get(attempt.server, 1):
+                    self.end(attempt)
+                elif attempt.server in lacks:
+                    self.end(attempt, [MISS] * len(hits))
+                else:
+                    self.end(attempt, hits)
+        return self.now
+
+    def missing(self) -> int:
+        return sum(not one.status.hit for one in self.results)
+
+
+@pytest.mark.parametrize(
+    ("servers", "faster"), [("ab", 1.9), ("abcd", 3.6), ("abcdefgh", 6.5), ("abcdefghij", 6.5)]
+)
+def test_a_load_is_faster_by_the_number_of_its_ways(servers: str, faster: float) -> None:
+    one = Load(["a"] * 256).play()
+    load = Load([servers] * 256, known=dict.fromkeys(servers, 1e8))
+    assert one / load.play() > faster
+    assert not load.missing()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_way_brings_by_its_speed(known: bool) -> None:
+    speeds = {"a": 1e8, "b": 4e8}
+    load = Load(["ab"] * 512, speeds, known=speeds if known else None)
+    took = load.play()
+    assert took < 1.08 * 512 * MIB / 5e8 + HEDGE_S / 4
+    assert 3 < load.brought["b"] / load.brought["a"] < 5
+    assert not load.unresponsive
+
+
+def test_blocks_of_one_server_go_together_and_sole_replicas_apart() -> None:
+    load = Load(["ab", "ac", "a", "b"], size=1)
+    assert load.ways.begin(range(4), 0.0) == [
+        Attempt("a", [0, 1]),
+        Attempt("a", [2]),
+        Attempt("b", [3]),
+    ]
+    assert load.ways.begin(range(4), 0.0) == [Attempt("b", [0]), Attempt("c", [1])]
+    assert load.ways.begin(range(4), 0.0) == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_a_frozen_way_costs_a_hedge_at_most(count: int) -> None:
+    servers = "abcdefgh"[: count + 1]
+    known = dict.fromkeys(servers, 1e8)
+    without = Load([servers[1:]] * 256, known=known).play()
+    load = Load([servers] * 256, {"a": 0.0}, known=known)
+    assert load.play() < without + HEDGE_S + 0.01
+    assert not load.missing()
+    assert load.unresponsive == {"a"}
+    assert [attempt.server for attempt in load.log].count("a") == 1
+
+
+@pytest.mark.parametrize("slow", [1e3, 1e6, 1e7])
+def test_a_way_that_became_slow_is_left_in_mid_load(slow: float) -> None:
+    known = dict.fromkeys("abc", 1e8)
+    without = Load(["bc"] * 256, known=known).play()
+    load = Load(["abc"] * 256, {"a": slow}, known=known)
+    assert load.play() < without + HEDGE_S
+    assert not load.missing()
+
+
+def test_ways_that_are_equally_slow_are_not_left_for_each_other() -> None:
+    load = Load(["ab"] * 64, {"a": 2e6, "b": 1.5e6}, known={"a": 1e8, "b": 1e8})
+    load.play()
+    assert not load.unresponsive
+
+
+def test_a_slow_way_is_not_given_the_last_piece() -> None:
+    speeds = {"a": 1e9, "b": 2e7}
+    load = Load(["ab"] * 64, speeds, known=speeds)
+    assert load.play() < 1.2 * 64 * MIB / 1e9
+    assert not load.unresponsive
+
+
+def test_a_slow_way_is_tried_again_after_a_while() -> None:
+    load = Load(["ab"] * 256, known={"a": 1e8, "b": 1.0})
+    load.now = 20.0
+    load.play()
+    assert not load.brought["b"]
+    later = Load(["ab"] * 256)
+    later.rates, later.now = load.rates, 31.0
+    later.ways.rates = load.rates
+    later.play()
+    assert later.brought["b"] > 100 * MIB
+
+
+@pytest.mark.parametrize("size", [1, 1 << 10, 4 * MIB // 8 - 1])
+def test_a_small_read_is_one_message_to_the_best_server(size: int) -> None:
+    load = Load(["ba", "ba", "ba", "ba"] * 2, size=size)
+    load.play()
+    assert load.log == [Attempt("b", list(range(8)))]
+
+
+def test_memory_of_this_host_is_read_alone_and_the_rest_from_all_others() -> None:
+    """In one load, side by side."""
+    load = Load(["hab"] * 100 + ["ab"] * 100, {"h": 4e9}, near="h", known={"a": 1e8, "b": 1e8})
+    assert load.play() < 1.1 * 50 * MIB / 1e8
+    assert load.brought["h"] == 100 * MIB
+    assert min(load.brought["a"], load.brought["b"]) > 40 * MIB
+    assert not load.missing()
+
+
+def test_a_server_that_is_slow_or_lost_is_no_way() -> None:
+    load = Load(["abc"] * 64, ailing="c")
+    load.play()
+    assert not load.brought["c"]
+
+
+def test_a_way_that_has_nothing_any_more_is_asked_once() -> None:
+    load = Load(["abc"] * 64)
+    load.play(lacks="a")
+    assert [attempt.server for attempt in load.log].count("a") == 1
+    assert not load.missing()
+
+
+def test_what_a_way_lied_about_is_read_elsewhere() -> None:
+    """Wrong bytes of some blocks, with the others of its piece: it goes on."""
+    load = Load(["ab"] * 64)
+    load.ask(load.ways.begin(range(64), 0.0))
+    lying = load.log[0]
+    answer = [ReadResult(ReadStatus.HIT, MIB)] * len(lying.positions)
+    answer[0] = ReadResult(ReadStatus.CORRUPT)
+    load.now = 0.01
+    load.end(lying, answer)
+    load.play_on()
+    assert not load.missing()
+    again = [one.server for one in load.log if lying.positions[0] in one.positions]
+    assert again in (["a", "b"], ["b", "a"])
+
+
+def test_what_nobody_has_is_asked_of_each_server_once() -> None:
+    load = Load(["abc"] * 64)
+    load.play(lacks="abc")
+    asked = Counter((attempt.server, i) for attempt in load.log for i in attempt.positions)
+    assert set(asked.values()) == {1}
+    assert load.missing() == 64
+    assert len(asked) == 3 * 64
+
+
+def test_a_sole_replica_is_read_beside_shared_blocks() -> None:
+    """Whoever alone can bring some brings these first; meanwhile the others bring the rest."""
+    load = Load(["ab"] * 64 + ["a"] * 64)
+    load.play()
+    assert load.brought["a"] == load.brought["b"] == 64 * MIB
+
+
+def test_blocks_of_many_bytes_go_one_at_a_time() -> None:
+    load = Load(["ab"] * 6, size=64 * MIB)
+    load.play()
+    assert load.brought["a"] == load.brought["b"] == 3 * 64 * MIB
+
+
+def test_random_loads_read_everything_and_nothing_twice() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        servers = "abcdef"[: rng.randint(1, 6)]
+        candidates = [
+            "".join(rng.sample(servers, rng.randint(1, len(servers))))
+            for _ in range(rng.randint(1, 4))
+        ]
+        blocks = [one for one in candidates for _ in range(rng.randint(1, 60))]
+        speeds = {one: rng.choice([0.0, 1e6, 1e7, 1e8, 1e9]) for one in servers}
+        known = {one: rng.choice([1e6, 1e8, 1e9]) for one in servers if rng.random() < 0.7}
+        load = Load(blocks, speeds, size=rng.choice([1 << 16, MIB, 9 * MIB]), known=known)
+        load.play()
+        hits = [any(speeds[s] for s in one) for one in blocks]
+        assert [one.status.hit for one in load.results] == hits, seed
+        assert not load.ways._waiting, seed
+        assert not +load.ways._asked, seed
+        assert not load.ways._pieces, seed
