@@ -43,9 +43,9 @@ test/kernels: .venv-kernels/ready
 
 # The connector on real vLLM engines, on a CPU; vllm-long has the cases that take longer, too.
 test/vllm: $(VLLM_VENV)/ready
-	$(VLLM_VENV)/bin/python -m pytest tests/connector/vllm -m "not long" $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/connector/vllm -m "not long" $(ARGS)
 test/vllm-long: $(VLLM_VENV)/ready
-	$(VLLM_VENV)/bin/python -m pytest tests/connector/vllm $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/connector/vllm $(ARGS)
 
 # What vllm-router and Dynamo believe of our KV events.
 test/routers: .venv-routers/ready

@@ -89,7 +89,7 @@ async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> No
 
 def listening(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Where a server listens: for ucx, too, in tests that have it as a parameter."""
-    listen = ("inproc://", "shm://", "tcp://127.0.0.1:0")
+    listen: tuple[str, ...] = ("inproc://", "shm://", "tcp://127.0.0.1:0")
     callspec = getattr(request.node, "callspec", None)
     if callspec is not None and "ucx" in callspec.params.values():
         listen += ("ucx://127.0.0.1:0",)

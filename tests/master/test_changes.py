@@ -326,7 +326,7 @@ def test_a_snapshot_comes_in_small_parts_and_has_every_block() -> None:
             "s0", NAMESPACES[0], 0, 0, [digest(n, 32) for n in range(first, first + 1000)]
         )
     cursor: MapCursor | None = MapCursor()
-    seen = set()
+    seen: set[bytes] = set()
     while cursor is not None:
         changes, cursor = fleet.directory.snapshot(cursor, 1024)
         assert sum(one.blocks for one in changes) < 1024 + 1300

@@ -6,7 +6,10 @@ An engine takes 15 seconds to start, so most tests share two: `plain` has no poo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,26 +19,39 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["*"]
 else:
     from examples import tiny_model
-    from tests.connector.vllm.helpers import Engine, closing, transfer
+    from tests.connector.vllm.helpers import (
+        Engine,
+        Logs,
+        Models,
+        Processes,
+        Running,
+        closing,
+        transfer,
+    )
     from tests.connector.vllm.played import Played
     from tests.support.local_pool import LocalPool
 
 
 @pytest.fixture(scope="session")
-def model(request: pytest.FixtureRequest) -> Callable[..., Path]:
+def model(request: pytest.FixtureRequest) -> Models:
     """The directory of a tiny model, by architecture; made once and kept."""
     assert request.config.cache is not None
     folder = request.config.cache.mkdir("kvpool-models")
 
     def make(kind: str = "qwen3", **options: int) -> Path:
         name = "-".join([kind, *(f"{key}{value}" for key, value in options.items())])
-        return tiny_model.make(folder / name, kind, **options)
+        if not (folder / name).exists():
+            with tempfile.TemporaryDirectory(dir=folder) as fresh:
+                whole = tiny_model.make(Path(fresh) / name, kind, **options)
+                with contextlib.suppress(OSError):  # another process of pytest was first
+                    os.rename(whole, folder / name)
+        return folder / name
 
     return make
 
 
 @pytest.fixture(scope="session")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Logs:
     folder = tmp_path_factory.mktemp("engines")
     return lambda name: folder / f"{name}.log"
 
@@ -48,9 +64,15 @@ def shared_pool() -> Iterator[LocalPool]:
 
 
 @pytest.fixture(scope="session")
-def engines(
-    model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
-) -> Iterator[tuple[Engine, Engine]]:
+def running(logs: Logs) -> Iterator[Running]:
+    """A context with an engine of this test alone: of a model, with these arguments."""
+    processes = Processes(logs)
+    yield processes.run
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def engines(model: Models, logs: Logs, shared_pool: LocalPool) -> Iterator[tuple[Engine, Engine]]:
     plain = Engine(model(), logs("plain"))
     reader = Engine(
         model(), logs("reader"), kv_transfer_config=transfer(shared_pool.master, transports=["tcp"])
@@ -82,7 +104,7 @@ def pool() -> Iterator[LocalPool]:
 
 
 @pytest.fixture
-def played(pool: LocalPool, model: Callable[..., Path]) -> Iterator[Played]:
+def played(pool: LocalPool, model: Models) -> Iterator[Played]:
     """vLLM's scheduler on it."""
     played = Played(model(), transfer(pool.master, lookup_timeout_s=0.5))
     yield played

@@ -73,13 +73,18 @@ def main() -> None:
 
     llm: Any = None
 
-    def start(given: dict[str, Any]) -> bool:
+    def stop(told: dict[str, Any]) -> bool:
         nonlocal llm
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
             llm = None
             gc.collect()
             cleanup_dist_env_and_memory()
+        return True
+
+    def start(given: dict[str, Any]) -> bool:
+        nonlocal llm
+        stop({})
         # A start looks into all modules, and fails at an object of this one. A second start has it;
         # behind LMCache, which imports numba, a first one, too.
         with contextlib.suppress(ImportError):
@@ -210,6 +215,7 @@ def main() -> None:
     commands: dict[str, Any] = {
         "sources": sources,
         "start": start,
+        "stop": stop,
         "sleep": sleep,
         "update": update,
         "generate": generate,

@@ -20,6 +20,10 @@ from typing import Any, TypeVar
 from tests.connector.vllm.engine import ENVIRONMENT
 
 T = TypeVar("T")
+#: What fixtures are: the directory of a model of a kind, the file of a log, an engine's context.
+Models = Callable[..., Path]
+Logs = Callable[[str], Path]
+Running = Callable[..., contextlib.AbstractContextManager["Engine"]]
 
 ROOT = Path(__file__).parents[3]
 _START_S = 240.0
@@ -63,6 +67,7 @@ class Engine:
             program = [str(ROOT / "tests/connector/vllm/engine.py")]
             environment["PYTHONPATH"] = str(installed)
         self.log = log
+        self._began = 0
         self._process = subprocess.Popen(
             [sys.executable, *program, json.dumps({"model": str(model), **arguments})],
             stdin=subprocess.PIPE,
@@ -84,6 +89,7 @@ class Engine:
 
     def start(self, model: Path, **arguments: Any) -> Engine:
         """End this engine and start another one, in the same process."""
+        self._began = len(self.log.read_text())
         self.begin("start", model=str(model), **arguments)
         assert self._answer(_START_S)
         return self
@@ -105,6 +111,11 @@ class Engine:
     def forget(self, **told: Any) -> None:
         """Drop the engine's own prefix cache, so that only the pool can help."""
         assert self.ask("forget", **told)
+
+    @property
+    def said(self) -> str:
+        """What the engine that runs now has logged."""
+        return self.log.read_text()[self._began :]
 
     def begin(self, do: str, **told: Any) -> None:
         """Ask without waiting for the answer."""
@@ -141,6 +152,32 @@ class Engine:
 
     def _tail(self) -> str:
         return f"{self.log}:\n{self.log.read_text()[-4000:]}"
+
+
+class Processes:
+    """Processes in which one engine runs after the other: only the first start imports vLLM."""
+
+    def __init__(self, logs: Logs) -> None:
+        self._logs = logs
+        self._all: list[Engine] = []
+        self._idle: list[Engine] = []
+
+    @contextmanager
+    def run(self, model: Path, **arguments: Any) -> Iterator[Engine]:
+        """An engine that serves; it has ended afterwards, as if its process had."""
+        if self._idle:
+            engine = self._idle.pop().start(model, **arguments)
+        else:
+            engine = Engine(model, self._logs(f"shared-{len(self._all)}"), **arguments)
+            self._all.append(engine)
+            engine.ready()
+        yield engine  # after a test that failed nobody knows what state it is in
+        assert engine.ask("stop")
+        self._idle.append(engine)
+
+    def close(self) -> None:
+        for engine in self._all:
+            engine.close()
 
 
 class PoolProcess:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvpool import Pool
-from tests.connector.vllm.helpers import Engine, prompt, transfer
+from tests.connector.vllm.helpers import Engine, Logs, Models, Running, prompt, transfer
 from tests.support.local_pool import LocalPool
 from tests.support.wheel import build
 
@@ -55,16 +55,16 @@ SHORT = ("ngram", "fp8")
 
 
 @pytest.fixture(scope="module")
-def process(model: Callable[..., Path], logs: Callable[[str], Path]) -> Iterator[Engine]:
+def process(model: Models, running: Running) -> Iterator[Engine]:
     """A process in which one engine runs after the other."""
-    with Engine(model(), logs("configurations")) as engine:
-        yield engine.ready()
+    with running(model()) as engine:
+        yield engine
 
 
 def _hides_weights(process: Engine) -> bool:
     """Whether kernels of this CPU pack weights out of sight: those may be others after a change.
     Where all are seen they are known to be the same ones, and their blocks are found."""
-    return " weights=" in process.log.read_text()
+    return " weights=" in process.said
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def _hides_weights(process: Engine) -> bool:
     ],
 )
 def test_what_was_computed_comes_back(
-    name: str, model: Callable[..., Path], process: Engine, shared_pool: LocalPool
+    name: str, model: Models, process: Engine, shared_pool: LocalPool
 ) -> None:
     arguments, whole = CONFIGURATIONS[name]
     if name.startswith("fp8") and "avx512f" not in Path("/proc/cpuinfo").read_text():
@@ -103,7 +103,7 @@ def test_what_was_computed_comes_back(
 
 
 def test_of_a_sliding_window_only_the_end_is_loaded_and_needed(
-    model: Callable[..., Path], process: Engine
+    model: Models, process: Engine
 ) -> None:
     """After the pool has lost all, a conversation's next turn saves what its engine still has."""
     pool = LocalPool()
@@ -149,7 +149,7 @@ def remove_all(pool: LocalPool) -> None:
 
 
 def test_prompts_that_are_embeddings_share_with_equal_ones_only(
-    model: Callable[..., Path], process: Engine, shared_pool: LocalPool, tmp_path: Path
+    model: Models, process: Engine, shared_pool: LocalPool, tmp_path: Path
 ) -> None:
     """Those of the same tokens as well: vLLM hashes what it was given."""
     table = load_file(model() / "model.safetensors")["model.embed_tokens.weight"]
@@ -170,7 +170,7 @@ def test_prompts_that_are_embeddings_share_with_equal_ones_only(
 
 
 def test_several_samples_of_one_prompt(
-    model: Callable[..., Path], process: Engine, shared_pool: LocalPool
+    model: Models, process: Engine, shared_pool: LocalPool
 ) -> None:
     sampling = {"n": 3, "temperature": 0.8, "max_tokens": 40}
     expected = process.start(model()).generate(PROMPTS, **sampling)["samples"]
@@ -188,7 +188,7 @@ def test_several_samples_of_one_prompt(
 
 
 def test_an_engine_that_slept_answers_as_before(
-    model: Callable[..., Path], process: Engine, shared_pool: LocalPool
+    model: Models, process: Engine, shared_pool: LocalPool
 ) -> None:
     """vLLM empties all caches for it. On a CPU weights are hidden, so that they may be others now:
     the engine shares with itself alone."""
@@ -211,7 +211,7 @@ def test_an_engine_that_slept_answers_as_before(
 
 @pytest.mark.parametrize("by", ["vLLM", "a worker extension"])
 def test_an_update_of_the_weights_without_a_reset_is_noticed(
-    model: Callable[..., Path], process: Engine, shared_pool: LocalPool, by: str
+    model: Models, process: Engine, shared_pool: LocalPool, by: str
 ) -> None:
     """The step after it finds out: what the engine's own cache and the pool have is not used any
     more. (The weights are the same ones, but on a CPU they are hidden.)"""
@@ -231,11 +231,7 @@ def test_an_update_of_the_weights_without_a_reset_is_noticed(
 
 @pytest.mark.long
 def test_a_wheel_is_enough(
-    model: Callable[..., Path],
-    logs: Callable[[str], Path],
-    shared_pool: LocalPool,
-    tmp_path: Path,
-    plain: Engine,
+    model: Models, logs: Logs, shared_pool: LocalPool, tmp_path: Path, plain: Engine
 ) -> None:
     """Installed as a user has it; its entry point alone tells vLLM the connector's name."""
     installed = tmp_path / "installed"

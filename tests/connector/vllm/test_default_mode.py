@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.connector.vllm.helpers import Engine, prompt, transfer
+from tests.connector.vllm.helpers import Engine, Logs, Models, prompt, transfer
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(600)
@@ -35,10 +35,7 @@ def pool() -> Iterator[LocalPool]:
 
 @pytest.fixture(scope="module")
 def process(
-    model: Callable[..., Path],
-    logs: Callable[[str], Path],
-    pool: LocalPool,
-    tmp_path_factory: pytest.TempPathFactory,
+    model: Models, logs: Logs, pool: LocalPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     """A compiled engine that has saved the prompts; others start in its process."""
     kept = os.environ.get("VLLM_CACHE_ROOT")
@@ -57,7 +54,7 @@ def process(
 
 
 @pytest.fixture(scope="module")
-def expected(model: Callable[..., Path], process: Engine, pool: LocalPool) -> list[list[int]]:
+def expected(model: Models, process: Engine, pool: LocalPool) -> list[list[int]]:
     """What an engine without a pool answers."""
     tokens: list[list[int]] = process.start(model(), **COMPILED).generate(PROMPTS)["tokens"]
     return tokens
@@ -91,7 +88,7 @@ SMALL = {**COMPILED, "max_num_seqs": 3, "max_num_batched_tokens": 256, "max_mode
 @pytest.mark.parametrize("arguments", [COMPILED, SMALL], ids=["again", "for other sizes"])
 def test_compiled_engines_of_one_model_share(
     arguments: dict[str, Any],
-    model: Callable[..., Path],
+    model: Models,
     process: Engine,
     pool: LocalPool,
     expected: list[list[int]],
@@ -106,18 +103,14 @@ def test_compiled_engines_of_one_model_share(
     ids=["eager", "with adapters allowed"],
 )
 def test_kernels_that_differ_by_rounding_share(
-    arguments: dict[str, Any], model: Callable[..., Path], process: Engine, pool: LocalPool
+    arguments: dict[str, Any], model: Models, process: Engine, pool: LocalPool
 ) -> None:
     process.start(model(), **arguments, **pooled(pool))
     assert process.generate(PROMPTS)["cached"] == WHOLE
 
 
 def test_engines_share_what_lies_elsewhere_in_other_files(
-    model: Callable[..., Path],
-    process: Engine,
-    pool: LocalPool,
-    expected: list[list[int]],
-    tmp_path: Path,
+    model: Models, process: Engine, pool: LocalPool, expected: list[list[int]], tmp_path: Path
 ) -> None:
     moved = rearranged(model(), tmp_path / "elsewhere")
     loaded = process.start(moved, **COMPILED, **pooled(pool)).generate(PROMPTS)
@@ -125,7 +118,7 @@ def test_engines_share_what_lies_elsewhere_in_other_files(
 
 
 def test_an_engine_with_other_weights_stays_apart(
-    model: Callable[..., Path], process: Engine, pool: LocalPool
+    model: Models, process: Engine, pool: LocalPool
 ) -> None:
     process.start(model(seed=9), **COMPILED, **pooled(pool))
     assert process.generate(PROMPTS)["cached"] == [0, 0]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.connector.vllm.helpers import (
     Engine,
+    Logs,
+    Models,
     PoolProcess,
+    Running,
     SlowServer,
-    closing,
     prompt,
     transfer,
     wait_for,
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def test_a_second_engine_finds_what_the_first_computed(
-    model: Callable[..., Path], logs: Callable[[str], Path], plain: Engine
+    model: Models, logs: Logs, plain: Engine
 ) -> None:
     """Two fresh processes over shared memory; the name alone finds the connector."""
     prompts = [prompt(number) for number in range(4)]
@@ -98,9 +99,7 @@ def test_a_corrupted_block_is_computed_again(
 
 
 def test_a_load_that_is_late_is_computed_instead(
-    plain: Engine,
-    model: Callable[..., Path],
-    logs: Callable[[str], Path],
+    plain: Engine, model: Models, running: Running
 ) -> None:
     """The pool becomes so slow that nothing comes; later it is fast again, and used again."""
     prompts = [prompt(20, shared=0)]
@@ -108,8 +107,8 @@ def test_a_load_that_is_late_is_computed_instead(
     pool = LocalPool()
     config = transfer(pool.master, transports=["tcp"], load_timeout_s=0.5)
     try:
-        with Engine(model(), logs("late"), kv_transfer_config=config) as engine:
-            assert engine.ready().generate(prompts)["tokens"] == expected["tokens"]
+        with running(model(), kv_transfer_config=config) as engine:
+            assert engine.generate(prompts)["tokens"] == expected["tokens"]
             pool.settled()
             pool.conditions.stalled = True
             engine.forget()
@@ -132,7 +131,7 @@ def _cached(engine: Engine, prompts: list[list[int]]) -> list[int]:
 
 
 def test_the_pool_may_be_down_die_in_mid_load_and_come_back(
-    model: Callable[..., Path], logs: Callable[[str], Path], plain: Engine
+    model: Models, running: Running, plain: Engine
 ) -> None:
     """The engine starts without it, uses it when it comes, survives kill -9, and uses it again."""
     prompts = [prompt(number) for number in range(30, 33)]
@@ -140,8 +139,8 @@ def test_the_pool_may_be_down_die_in_mid_load_and_come_back(
     pool = PoolProcess()
     config = transfer(pool.master, start_wait_s=0.5, lookup_timeout_s=0.2)
     try:
-        with Engine(model(), logs("down"), kv_transfer_config=config) as engine:
-            assert engine.ready().generate(prompts)["tokens"] == expected
+        with running(model(), kv_transfer_config=config) as engine:
+            assert engine.generate(prompts)["tokens"] == expected
             pool.start()
             wait_for(lambda: _cached(engine, prompts[:1]) == [480], 30)  # saved, and found
             engine.forget()
@@ -157,7 +156,7 @@ def test_the_pool_may_be_down_die_in_mid_load_and_come_back(
 
 
 def test_a_server_killed_in_mid_load_costs_a_recompute(
-    model: Callable[..., Path], logs: Callable[[str], Path], plain: Engine
+    model: Models, running: Running, plain: Engine
 ) -> None:
     """kill -9, over so slow a link that it falls into the load for certain."""
     prompts = [prompt(40, shared=0)]
@@ -166,8 +165,8 @@ def test_a_server_killed_in_mid_load_costs_a_recompute(
     server = SlowServer(pool.master)
     config = transfer(pool.master, transports=["tcp"])
     try:
-        with Engine(model(), logs("killed"), kv_transfer_config=config) as engine:
-            assert engine.ready().generate(prompts)["tokens"] == expected
+        with running(model(), kv_transfer_config=config) as engine:
+            assert engine.generate(prompts)["tokens"] == expected
             assert pool.settled() == 15
             engine.forget()
             server.slow(100_000)  # the prompt has 500 kB
@@ -185,16 +184,15 @@ def test_a_server_killed_in_mid_load_costs_a_recompute(
 
 
 def test_preempted_requests_come_back_from_the_pool(
-    model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
+    model: Models, running: Running, shared_pool: LocalPool
 ) -> None:
     """So few blocks that requests throw each other out, while their blocks are being saved."""
     prompts = [prompt(number, 200, 0) for number in range(50, 58)]
     small = {"num_gpu_blocks_override": 40, "max_model_len": 512}
-    without = Engine(model(), logs("small-plain"), **small)
     config = transfer(shared_pool.master, tenant="preemption")
-    engine = Engine(model(), logs("small"), kv_transfer_config=config, **small)
-    with closing(without, engine):
+    with running(model(), **small) as without:
         expected = without.generate(prompts, max_tokens=150)["tokens"]
+    with running(model(), kv_transfer_config=config, **small) as engine:
         assert engine.generate(prompts, max_tokens=150)["tokens"] == expected
         assert engine.generate(prompts, max_tokens=150)["tokens"] == expected
         metrics = engine.metrics()
@@ -204,11 +202,7 @@ def test_preempted_requests_come_back_from_the_pool(
 
 @pytest.mark.parametrize("first", ["KVPoolConnector", "ExampleConnector"])
 def test_inside_a_multi_connector(
-    first: str,
-    model: Callable[..., Path],
-    logs: Callable[[str], Path],
-    tmp_path: Path,
-    plain: Engine,
+    first: str, model: Models, running: Running, tmp_path: Path, plain: Engine
 ) -> None:
     """Both orders; both save, the first one with a hit loads, without hits nobody does."""
     prompts = [prompt(number) for number in range(60, 62)]
@@ -228,8 +222,8 @@ def test_inside_a_multi_connector(
         "kv_connector_extra_config": {"connectors": children},
     }
     try:
-        with Engine(model(), logs(f"multi-{first}"), kv_transfer_config=config) as engine:
-            assert engine.ready().generate(prompts)["tokens"] == expected
+        with running(model(), kv_transfer_config=config) as engine:
+            assert engine.generate(prompts)["tokens"] == expected
             assert pool.settled() > 0
             engine.forget()
             again = engine.generate(prompts)
@@ -240,16 +234,13 @@ def test_inside_a_multi_connector(
         pool.close()
 
 
-def test_a_hybrid_model(
-    model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
-) -> None:
+def test_a_hybrid_model(model: Models, running: Running, shared_pool: LocalPool) -> None:
     """Two KV cache groups, one with sliding windows."""
     prompts = [prompt(number) for number in range(70, 72)]
     config = transfer(shared_pool.master)
-    without = Engine(model("gemma3"), logs("gemma3-plain"))
-    engine = Engine(model("gemma3"), logs("gemma3"), kv_transfer_config=config)
-    with closing(without, engine):
+    with running(model("gemma3")) as without:
         expected = without.generate(prompts)["tokens"]
+    with running(model("gemma3"), kv_transfer_config=config) as engine:
         assert engine.generate(prompts)["tokens"] == expected
         shared_pool.settled()
         engine.forget()
@@ -259,7 +250,7 @@ def test_a_hybrid_model(
 
 
 def test_latent_attention_is_saved_and_not_loaded_where_the_engine_cannot_go_on_from_it(
-    model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
+    model: Models, logs: Logs, running: Running, shared_pool: LocalPool
 ) -> None:
     """vLLM's MLA for CPUs computes nonsense behind a prefix that it has not computed itself."""
     folder = model("deepseek_v2", layers=2)
@@ -267,10 +258,9 @@ def test_latent_attention_is_saved_and_not_loaded_where_the_engine_cannot_go_on_
     log = logs("deepseek_v2-refused")
     refused = Engine(folder, log, block_size=16, kv_transfer_config=config)
     config = {**config, "kv_role": "kv_producer"}
-    without = Engine(folder, logs("deepseek_v2-plain"), block_size=16)
-    engine = Engine(folder, logs("deepseek_v2"), block_size=16, kv_transfer_config=config)
-    with closing(without, engine):
+    with running(folder, block_size=16) as without:
         expected = without.generate([prompt(70)])["tokens"]
+    with running(folder, block_size=16, kv_transfer_config=config) as engine:
         before = shared_pool.settled()
         assert engine.generate([prompt(70)])["tokens"] == expected
         assert shared_pool.settled() == before + 31
@@ -281,10 +271,7 @@ def test_latent_attention_is_saved_and_not_loaded_where_the_engine_cannot_go_on_
 
 
 def test_another_model_finds_nothing(
-    model: Callable[..., Path],
-    logs: Callable[[str], Path],
-    reader: Engine,
-    shared_pool: LocalPool,
+    model: Models, running: Running, reader: Engine, shared_pool: LocalPool
 ) -> None:
     """Same name, same shapes, other weights; and the doctor says so."""
     prompts = [prompt(80, shared=0)]
@@ -292,10 +279,9 @@ def test_another_model_finds_nothing(
     shared_pool.settled()
     other = model("qwen3", seed=1)
     config = transfer(shared_pool.master, model=model().name)
-    without = Engine(other, logs("other-plain"))
-    engine = Engine(other, logs("other"), kv_transfer_config=config)
-    with closing(without, engine):
+    with running(other) as without:
         expected = without.generate(prompts)["tokens"]
+    with running(other, kv_transfer_config=config) as engine:
         answer = engine.generate(prompts)
     assert answer["tokens"] == expected
     assert answer["cached"] == [0]
@@ -313,30 +299,30 @@ def test_sessions_and_hints_reach_the_pool(reader: Engine, shared_pool: LocalPoo
 
 
 def test_after_a_reset_of_the_weights_nothing_old_is_read(
-    plain: Engine, model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
+    model: Models, running: Running, shared_pool: LocalPool
 ) -> None:
     """Where the connector sees all weights, it sees that they are the same ones: their blocks are
     found again. Kernels of some CPUs hide them: those may be others, and nothing is."""
     prompts = [prompt(95, shared=0)]
     config = transfer(shared_pool.master, tenant="reset")
-    with Engine(model(), logs("reset"), kv_transfer_config=config) as engine:
-        engine.ready().generate(prompts)
+    with running(model(), kv_transfer_config=config) as engine:
+        engine.generate(prompts)
         shared_pool.settled()
         assert _cached(engine, prompts) == [480]
         engine.forget(connector=True)
-        hidden = " weights=" in logs("reset").read_text()
+        hidden = " weights=" in engine.said
         assert engine.generate(prompts)["cached"] == [0 if hidden else 480]
 
 
 def test_an_engine_in_its_users_process_clears_its_cache_at_once(
-    plain: Engine, model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool
+    plain: Engine, model: Models, running: Running, shared_pool: LocalPool
 ) -> None:
     """It does not step when its requests have ended, and their last blocks are being saved then: in
     the first step, in the step of the last token, and in one between. It serves as before."""
     prompts = [prompt(96, shared=0)]
     config = transfer(shared_pool.master, tenant="clear")
-    with Engine(model(), logs("clear"), kv_transfer_config=config) as engine:
-        engine.ready().generate(prompts)
+    with running(model(), kv_transfer_config=config) as engine:
+        engine.generate(prompts)
         answer = engine.ask("clear", lengths=[1, 4, 17, 18, 33], prompts=prompts)
     assert answer["resets"] == [True] * 5
     assert answer["cached"] == [480]  # all blocks were saved, and nothing else could have them

@@ -123,8 +123,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "hybrid": lambda: Case(hybrid(even=True)),
     "hybrid with uneven pages": lambda: Case(hybrid(even=False), UNEVEN),
     "uneven pages in one group": lambda: Case(
-        layers(full(), 2) | {"model.layers.9.attn": full(head_size=2 * SIZE)},
-        UNEVEN,
+        layers(full(), 2) | {"model.layers.9.attn": full(head_size=2 * SIZE)}, UNEVEN
     ),
 }
 

@@ -82,11 +82,7 @@ def raising_once(method: str, at_call: int = 1) -> Callable[..., Any]:
 @pytest.mark.parametrize("at_call", [1, 2])
 @pytest.mark.parametrize("method", CALLS)
 def test_requests_end_and_no_block_stays_pinned_when_a_call_raises(
-    method: str,
-    at_call: int,
-    pool: LocalPool,
-    played: Played,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, at_call: int, pool: LocalPool, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmed(pool, played)
     monkeypatch.setattr(ConnectorScheduler, method, raising_once(method, at_call))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from kvpool import admin
-from tests.connector.vllm.helpers import Engine, closing, prompt, transfer
+from tests.connector.vllm.helpers import Engine, Logs, Models, closing, prompt, transfer
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(400)
@@ -18,11 +15,7 @@ EXACT = {"dtype": "float32"}
 
 
 def test_pipeline_stages_share_with_equals_only(
-    model: Callable[..., Path],
-    logs: Callable[[str], Path],
-    plain: Engine,
-    reader: Engine,
-    shared_pool: LocalPool,
+    model: Models, logs: Logs, plain: Engine, reader: Engine, shared_pool: LocalPool
 ) -> None:
     """Two stages load what two have saved. The name of one stage's blocks is another one."""
     prompts = [prompt(number, shared=0) for number in (150, 151)]
@@ -48,7 +41,7 @@ def test_pipeline_stages_share_with_equals_only(
 
 
 def test_what_one_size_of_tensor_parallelism_wrote_the_other_reads(
-    model: Callable[..., Path], logs: Callable[[str], Path]
+    model: Models, logs: Logs
 ) -> None:
     """One rank writes and two read, two write and one reads; the truth is an engine alone."""
     pool = LocalPool()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,15 @@ from typing import Any
 import pytest
 
 from examples.vllm_two_instances import Instance
-from tests.connector.vllm.helpers import Engine, closing, free_port, transfer, wait_for
+from tests.connector.vllm.helpers import (
+    Engine,
+    Logs,
+    Models,
+    closing,
+    free_port,
+    transfer,
+    wait_for,
+)
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(400)
@@ -59,9 +67,7 @@ def pool() -> Iterator[LocalPool]:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    model: Callable[..., Path], logs: Callable[[str], Path], pool: LocalPool
-) -> Iterator[tuple[Engine, Engine]]:
+def pair(model: Models, logs: Logs, pool: LocalPool) -> Iterator[tuple[Engine, Engine]]:
     """One that prefills and one that decodes."""
     prefills = Engine(model(), logs("prefills"), kv_transfer_config=role(pool, "kv_producer"))
     config = role(pool, "kv_consumer")
@@ -131,11 +137,7 @@ def test_blocks_are_loaded_while_the_prompt_is_computed(
 
 
 def test_an_engine_that_is_killed_while_it_prefills_costs_a_recompute(
-    model: Callable[..., Path],
-    logs: Callable[[str], Path],
-    plain: Engine,
-    pool: LocalPool,
-    pair: tuple[Engine, Engine],
+    model: Models, logs: Logs, plain: Engine, pool: LocalPool, pair: tuple[Engine, Engine]
 ) -> None:
     """With -9, between two steps of one prompt; the other engine was asked at the same time."""
     _, decodes = pair
@@ -199,11 +201,7 @@ def test_what_a_client_makes_up_delays_its_own_request(
 @pytest.mark.long  # what the second engine has generated is saved with its next step, or later
 @pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: make test WITH=vllm")
 def test_beside_nixl_the_pool_brings_what_was_decoded(
-    model: Callable[..., Path],
-    logs: Callable[[str], Path],
-    plain: Engine,
-    pool: LocalPool,
-    monkeypatch: pytest.MonkeyPatch,
+    model: Models, logs: Logs, plain: Engine, pool: LocalPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MultiConnector: prompts go from engine to engine, and answers into the pool, from where the
     first engine loads them with the next turn."""
@@ -266,9 +264,7 @@ def vllm_router(prefills: Instance, decodes: Instance, log: Path) -> Iterator[st
 
 
 @pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed: make test WITH=vllm")
-def test_vllm_router_hands_promises_on(
-    model: Callable[..., Path], tmp_path: Path, pool: LocalPool
-) -> None:
+def test_vllm_router_hands_promises_on(model: Models, tmp_path: Path, pool: LocalPool) -> None:
     """Its mode for NIXL passes on what the first engine answers, as it is."""
     prefills, decodes = (
         Instance(

@@ -25,7 +25,7 @@ from kvpool_connector.messages import ModelInfo, StepWork
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.vllm import ReportMetadata
 from kvpool_connector.worker import ConnectorWorker, Rank
-from tests.connector.vllm.helpers import transfer
+from tests.connector.vllm.helpers import Models, transfer
 from tests.connector.vllm.test_scheduler import BLOCK, BLOCKS, Played
 from tests.support.local_pool import LocalPool
 
@@ -153,7 +153,7 @@ def pool() -> Iterator[LocalPool]:
 
 @pytest.mark.parametrize(("writers", "readers"), [(4, 4), (1, 4), (4, 1), (2, 4), (4, 2)])
 def test_what_some_ranks_saved_four_load_head_by_head(
-    pool: LocalPool, model: Callable[..., Path], writers: int, readers: int
+    pool: LocalPool, model: Models, writers: int, readers: int
 ) -> None:
     settings = {"kv_head_parts": 2, "revision": "one"}
     writer = Ranks(model(), pool, writers, **settings)
@@ -181,7 +181,7 @@ def test_what_some_ranks_saved_four_load_head_by_head(
 
 
 def test_a_rank_that_is_late_with_its_description_keeps_no_request_for_long(
-    pool: LocalPool, model: Callable[..., Path]
+    pool: LocalPool, model: Models
 ) -> None:
     """Four ranks that share two cores: the first step of a fresh engine may take seconds."""
     engine = Ranks(model(), pool, 4, kv_head_parts=2, revision="one", start_wait_s=0.3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from kvpool import ConfigError
 from kvpool_connector import namespace, settings
 from kvpool_connector.vllm_config import engine_of
-from tests.connector.vllm.helpers import transfer
+from tests.connector.vllm.helpers import Models, transfer
 
 BLOCK = 32
 SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
@@ -39,7 +38,7 @@ Describe = Callable[..., Any]
 
 
 @pytest.fixture
-def engine(model: Callable[..., Path]) -> Describe:
+def engine(model: Models) -> Describe:
     """The engine as the scheduler half sees it, with these KV cache groups."""
 
     def describe(*specs: Any, **parallel: int) -> Any:

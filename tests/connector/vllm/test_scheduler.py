@@ -7,9 +7,7 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,18 +34,12 @@ from vllm.v1.request import RequestStatus
 
 from kvpool import kv_events
 from kvpool_connector import engine_log, hook_guard
-from kvpool_connector.messages import (
-    LoadResult,
-    Mismatch,
-    ModelInfo,
-    VerifyResult,
-    WorkerInfo,
-)
+from kvpool_connector.messages import LoadResult, Mismatch, ModelInfo, VerifyResult, WorkerInfo
 from kvpool_connector.stats import ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.verifier import VerifyOutcome
 from kvpool_connector.vllm_config import vllm_event
 from kvpool_connector.vllm_settings import RefusedSettings
-from tests.connector.vllm.helpers import free_port, transfer
+from tests.connector.vllm.helpers import Models, free_port, transfer
 from tests.connector.vllm.played import BLOCK, BLOCKS, SIZE, Played, store, warmed
 from tests.support.local_pool import LocalPool
 
@@ -118,7 +110,7 @@ def test_blocks_are_saved_and_let_go(played: Played) -> None:
 
 
 def test_a_step_that_is_scheduled_early_saves_no_block_whose_tokens_are_not_known(
-    pool: LocalPool, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    pool: LocalPool, model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With asynchronous scheduling the next step is scheduled while this one is computed."""
     monkeypatch.setattr("kvpool_connector.scheduler.SAVE_GATHER_S", 0.0)
@@ -220,7 +212,7 @@ def test_nothing_of_the_old_weights_is_cached_when_they_were_changed_without_a_r
 
 
 def test_what_a_tenant_computes_is_in_no_other_tenants_name(
-    pool: LocalPool, played: Played, model: Callable[..., Path]
+    pool: LocalPool, played: Played, model: Models
 ) -> None:
     other = Played(model(), transfer(pool.master, lookup_timeout_s=0.5, tenant="other"))
     try:
@@ -319,11 +311,7 @@ def image(name: str) -> MultiModalFeatureSpec:
     ids=["salts", "salted and not", "adapters", "adapted and not", "pictures"],
 )
 def test_what_vllm_hashes_with_the_tokens_keeps_them_apart(
-    pool: LocalPool,
-    model: Callable[..., Path],
-    own: dict[str, Any],
-    other: dict[str, Any],
-    shared: int,
+    pool: LocalPool, model: Models, own: dict[str, Any], other: dict[str, Any], shared: int
 ) -> None:
     """The same tokens, two engines: found with the same salt, adapter and pictures, and only so."""
     config = transfer(pool.master)
@@ -340,7 +328,7 @@ def test_what_vllm_hashes_with_the_tokens_keeps_them_apart(
 
 
 def test_with_eagle_the_last_block_of_a_prefix_is_computed_as_with_vllms_own_cache(
-    pool: LocalPool, model: Callable[..., Path]
+    pool: LocalPool, model: Models
 ) -> None:
     """A draft's KV of a block's last token is made of the token behind the block, too."""
     target = ModelConfig(model=str(model()), dtype="bfloat16", seed=0)
@@ -369,7 +357,7 @@ def test_with_eagle_the_last_block_of_a_prefix_is_computed_as_with_vllms_own_cac
 
 
 def test_an_adapter_that_was_replaced_has_other_keys_under_its_old_name_and_path(
-    pool: LocalPool, model: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    pool: LocalPool, model: Models, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A fresh engine finds nothing of the former one's; an engine that has had both shares none."""
     config = transfer(pool.master)
@@ -398,7 +386,7 @@ def test_an_adapter_that_was_replaced_has_other_keys_under_its_old_name_and_path
 
 
 def test_an_adapter_that_is_not_loaded_yet_is_computed_and_saved(
-    pool: LocalPool, model: Callable[..., Path]
+    pool: LocalPool, model: Models
 ) -> None:
     played = Played(model(), transfer(pool.master), lora_config=LoRAConfig())
     played.adapters = {}
@@ -418,7 +406,7 @@ def test_an_adapter_that_is_not_loaded_yet_is_computed_and_saved(
 
 
 @pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
-def test_every_ranks_part_is_needed(pool: LocalPool, model: Callable[..., Path], axis: str) -> None:
+def test_every_ranks_part_is_needed(pool: LocalPool, model: Models, axis: str) -> None:
     parallel = ParallelConfig(**{axis: 2})
     played = Played(model(), transfer(pool.master), ranks=2, parallel_config=parallel)
     try:
@@ -435,7 +423,7 @@ def test_every_ranks_part_is_needed(pool: LocalPool, model: Callable[..., Path],
 
 
 def test_the_first_request_does_not_miss_because_the_first_step_is_slow(
-    pool: LocalPool, model: Callable[..., Path]
+    pool: LocalPool, model: Models
 ) -> None:
     """Nobody can be asked before the workers have said how their blocks are made."""
     writer = Played(model(), transfer(pool.master))
@@ -473,9 +461,7 @@ class Recorder:
         pass
 
 
-def published(
-    pool: LocalPool, model: Callable[..., Path], tokens: int = 64, **settings: Any
-) -> list[Any]:
+def published(pool: LocalPool, model: Models, tokens: int = 64, **settings: Any) -> list[Any]:
     """The events of an engine whose prompt was saved, when the pool really has it."""
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     played = Played(model(), transfer(pool.master, **settings), kv_events_config=events)
@@ -496,7 +482,7 @@ def published(
     return recorder.events
 
 
-def test_what_the_pool_has_is_published(pool: LocalPool, model: Callable[..., Path]) -> None:
+def test_what_the_pool_has_is_published(pool: LocalPool, model: Models) -> None:
     """One KV event of a chain of the pool's blocks beside the engine's own, with equal hashes."""
     events = published(pool, model)
     stored = [event for event in events if isinstance(event, BlockStored)]
@@ -514,7 +500,7 @@ def test_what_the_pool_has_is_published(pool: LocalPool, model: Callable[..., Pa
     assert pooled.extra_keys is None
 
 
-def test_what_the_pool_has_lost_is_taken_back(pool: LocalPool, model: Callable[..., Path]) -> None:
+def test_what_the_pool_has_lost_is_taken_back(pool: LocalPool, model: Models) -> None:
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     played = Played(model(), transfer(pool.master), kv_events_config=events)
     recorder = played.scheduler.kv_event_publisher = Recorder()
@@ -541,16 +527,12 @@ def test_what_the_pool_has_lost_is_taken_back(pool: LocalPool, model: Callable[.
     assert seen(BlockRemoved) == seen(BlockStored)[2:]
 
 
-def test_nothing_is_published_where_it_is_switched_off(
-    pool: LocalPool, model: Callable[..., Path]
-) -> None:
+def test_nothing_is_published_where_it_is_switched_off(pool: LocalPool, model: Models) -> None:
     events = published(pool, model, kv_events="off")
     assert {event.medium for event in events if isinstance(event, BlockStored)} == {"GPU"}
 
 
-def test_what_the_pool_does_not_have_is_not_published(
-    pool: LocalPool, model: Callable[..., Path]
-) -> None:
+def test_what_the_pool_does_not_have_is_not_published(pool: LocalPool, model: Models) -> None:
     """A save was acknowledged, and the block is evicted before anybody has asked where it is."""
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     played = Played(model(), transfer(pool.master), kv_events_config=events)
@@ -601,7 +583,7 @@ def test_events_are_encoded_as_vllms_own() -> None:
     assert kv_cache_utils.maybe_convert_block_hash(digest) == kv_events.short_hash(digest)
 
 
-def test_without_a_pool_requests_are_served(model: Callable[..., Path]) -> None:
+def test_without_a_pool_requests_are_served(model: Models) -> None:
     began = time.monotonic()
     config = transfer(f"127.0.0.1:{free_port()}", start_wait_s=0.2)
     played = Played(model(), config)
@@ -616,9 +598,7 @@ def test_without_a_pool_requests_are_served(model: Callable[..., Path]) -> None:
         played.close()
 
 
-def test_no_request_waits_for_masters_that_have_gone(
-    pool: LocalPool, model: Callable[..., Path]
-) -> None:
+def test_no_request_waits_for_masters_that_have_gone(pool: LocalPool, model: Models) -> None:
     """Each is a miss at once, and one line of the log counts them."""
     played = Played(model(), transfer(pool.master, lookup_timeout_s=0.05))
     told: list[str] = []
@@ -721,9 +701,7 @@ def test_the_command_line_ends_with_the_sentence(capfd: pytest.CaptureFixture[st
     assert "unknown transport 'smh'" in printed.strip().splitlines()[-1]
 
 
-def test_a_producer_saves_its_first_prompt_of_one_token(
-    pool: LocalPool, model: Callable[..., Path]
-) -> None:
+def test_a_producer_saves_its_first_prompt_of_one_token(pool: LocalPool, model: Models) -> None:
     """As the prefill side of P/D: the request ends with the step that computes its prompt."""
     played = Played(model(), {**transfer(pool.master), "kv_role": "kv_producer"})
     try:
@@ -739,7 +717,7 @@ def test_a_producer_saves_its_first_prompt_of_one_token(
 
 
 def test_an_answer_promises_what_another_engine_loads_at_once(
-    pool: LocalPool, model: Callable[..., Path]
+    pool: LocalPool, model: Models
 ) -> None:
     """Nothing of it is in the pool yet. Of two connectors in a MultiConnector one promises: vLLM
     ends where two of them return the same key."""
@@ -791,7 +769,7 @@ def test_an_answer_promises_what_another_engine_loads_at_once(
 
 
 def test_a_misspelt_key_of_a_request_is_counted_and_logged_once(
-    pool: LocalPool, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    pool: LocalPool, model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played = Played(model(), transfer(pool.master))
     lines: list[str] = []

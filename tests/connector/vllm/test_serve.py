@@ -7,7 +7,6 @@ import http.client
 import json
 import random
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from examples.vllm_two_instances import Instance, transfer
 from kvpool import admin
 from kvpool.ops.engines import examine_engines
-from tests.connector.vllm.helpers import Engine, closing, prompt
+from tests.connector.vllm.helpers import Engine, Logs, Models, closing, prompt
 from tests.connector.vllm.helpers import transfer as always
 from tests.support.local_pool import LocalPool
 
@@ -70,7 +69,7 @@ def chat(instance: Instance, question: str, rank: int | None = None) -> tuple[li
 
 
 def test_two_instances_of_vllm_serve_share_conversations(
-    model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both serve at once, turns alternate; `cached_tokens` in the usage says what was cached."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # it has /sleep
@@ -129,7 +128,7 @@ def test_two_instances_of_vllm_serve_share_conversations(
 
 
 @pytest.mark.long
-def test_data_parallel_ranks_share(model: Callable[..., Path], tmp_path: Path) -> None:
+def test_data_parallel_ranks_share(model: Models, tmp_path: Path) -> None:
     """Each is an engine of its own, behind one address, and the pool is all that they share."""
     pool = LocalPool()
     config = transfer(pool.master, **PATIENT)
@@ -155,9 +154,7 @@ def test_data_parallel_ranks_share(model: Callable[..., Path], tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_tensor_parallel_ranks_each_have_their_part(
-    model: Callable[..., Path], logs: Callable[[str], Path]
-) -> None:
+def test_tensor_parallel_ranks_each_have_their_part(model: Models, logs: Logs) -> None:
     prompts = [prompt(number) for number in range(110, 112)]
     pool = LocalPool()
     two = {"tensor_parallel_size": 2}
@@ -176,9 +173,7 @@ def test_tensor_parallel_ranks_each_have_their_part(
         pool.close()
 
 
-def test_two_engines_share_agentic_traffic(
-    model: Callable[..., Path], logs: Callable[[str], Path]
-) -> None:
+def test_two_engines_share_agentic_traffic(model: Models, logs: Logs) -> None:
     """Conversations with one system prompt, whose turns go round robin over two engines at once."""
     pool = LocalPool()
     config = always(pool.master)

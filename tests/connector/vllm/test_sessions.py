@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from examples.vllm_two_instances import Instance, transfer
 from kvpool.types import HintStatus
 from kvpool_connector import client_requests
+from tests.connector.vllm.helpers import Models
 from tests.support.local_pool import LocalPool
 
 KEY = "a key of the API"
@@ -48,9 +49,7 @@ def test_vllm_takes_sessions_from_the_fields_that_the_middleware_fills() -> None
 
 
 @pytest.mark.timeout(300)
-def test_sessions_of_real_clients_arrive_in_the_pool(
-    model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_sessions_of_real_clients_arrive_in_the_pool(model: Models, tmp_path: Path) -> None:
     """Each endpoint with the client that people use, streamed and whole, by header and by body."""
     pool = LocalPool()
     arguments = ("--middleware", "kvpool_connector.sessions.Middleware", "--api-key", KEY)

@@ -33,7 +33,7 @@ from kvpool_connector.kv_shape import IRRELEVANT
 from kvpool_connector.vllm_config import check_supported
 from kvpool_connector.vllm_environment import IRRELEVANT as NO_KV
 from kvpool_connector.vllm_plugin import register
-from tests.connector.vllm.helpers import ROOT
+from tests.connector.vllm.helpers import ROOT, Models
 
 #: The fields that are described, each of which can change the KV of given tokens.
 DESCRIBED = {
@@ -86,7 +86,7 @@ Describe = Callable[..., dict[str, str]]
 
 
 @pytest.fixture
-def described(model: Callable[..., Path]) -> Describe:
+def described(model: Models) -> Describe:
     """The description of an engine, with fields set (`part.field`) and modules of its own."""
 
     def describe(*roots: torch.nn.Module, **values: Any) -> dict[str, str]:

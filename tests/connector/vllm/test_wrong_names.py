@@ -7,20 +7,16 @@ the field that keeps them apart, the second one answers every prompt of these wr
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.connector.vllm.engine import ENVIRONMENT
-from tests.connector.vllm.helpers import ROOT, Engine, prompt, transfer
+from tests.connector.vllm.helpers import Engine, Logs, Models, Running, prompt, transfer
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(400)
@@ -39,16 +35,7 @@ class Sequence:
         self.log = log
         self.filled: set[str] = set()  # tenants whose first engine has run
         self._pool = pool
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.connector.vllm.sequence"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
-        )
-        self._answer()
+        self._engine: Engine | None = None
 
     def run(
         self, model: Path, *, tenant: str = "", adapter: Path | None = None, **arguments: Any
@@ -72,32 +59,27 @@ class Sequence:
         **arguments: Any,
     ) -> list[dict[str, Any]]:
         """Start an engine and ask it one round of prompts after the other."""
-        given: dict[str, Any] = {"model": str(model), "max_model_len": 2048, **arguments}
+        given: dict[str, Any] = {"max_model_len": 2048, **arguments}
         if tenant:
             chosen = {"tenant": tenant, "model": "the same", "transports": ["tcp"]}
             given["kv_transfer_config"] = transfer(self._pool.master, **chosen, **(settings or {}))
-        told = {"arguments": given, "rounds": rounds, "adapter": adapter and str(adapter)}
-        stdin: IO[str] | None = self._process.stdin
-        assert stdin is not None
-        print(json.dumps(told), file=stdin, flush=True)
-        answers: list[dict[str, Any]] = self._answer()
+        if self._engine is None:
+            self._engine = Engine(model, self.log, **given).ready()
+        else:
+            self._engine.start(model, **given)
+        told = {"adapter": (1, str(adapter))} if adapter else {}
+        answers = [self._engine.generate(prompts, **told) for prompts in rounds]
         if tenant:
             self._pool.settled()
-        return answers
+        return [{name: answer[name] for name in ("tokens", "cached")} for answer in answers]
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the engine ended; {self.log}:\n{self.log.read_text()[-4000:]}"
-        return json.loads(line)
+        if self._engine is not None:
+            self._engine.close()
 
 
 @pytest.fixture(scope="module")
-def engines(logs: Callable[[str], Path], shared_pool: LocalPool) -> Iterator[Sequence]:
+def engines(logs: Logs, shared_pool: LocalPool) -> Iterator[Sequence]:
     sequence = Sequence(logs("sequence"), shared_pool)
     yield sequence
     sequence.close()
@@ -116,7 +98,7 @@ def keep_apart(
     assert answer["cached"] == [0] * len(PROMPTS)
 
 
-def test_an_equal_engine_finds_everything(model: Callable[..., Path], engines: Sequence) -> None:
+def test_an_equal_engine_finds_everything(model: Models, engines: Sequence) -> None:
     """The other cases would pass as well if engines never shared anything."""
     first = engines.run(model(), tenant="names")
     engines.filled.add("names")
@@ -134,29 +116,25 @@ def test_an_equal_engine_finds_everything(model: Callable[..., Path], engines: S
     ids=["theta", "yarn"],
 )
 def test_rope_parameters_that_overrides_change(
-    rope: dict[str, Any], model: Callable[..., Path], engines: Sequence
+    rope: dict[str, Any], model: Models, engines: Sequence
 ) -> None:
     overrides = {"hf_overrides": {"rope_parameters": {"rope_theta": 10_000.0, **rope}}}
     keep_apart(engines, "names", {"model": model()}, {"model": model(), **overrides})
 
 
-def test_experts_per_token(model: Callable[..., Path], engines: Sequence) -> None:
+def test_experts_per_token(model: Models, engines: Sequence) -> None:
     folder = model("qwen3_moe", layers=2)
     overrides = {"num_experts_per_tok": 1}
     keep_apart(engines, "moe", {"model": folder}, {"model": folder, "hf_overrides": overrides})
 
 
-def test_rope_factors_that_the_longest_context_chooses(
-    model: Callable[..., Path], engines: Sequence
-) -> None:
+def test_rope_factors_that_the_longest_context_chooses(model: Models, engines: Sequence) -> None:
     folder = model("phi3", layers=2)
     longer = {"model": folder, "max_model_len": 4096}
     keep_apart(engines, "longrope", {"model": folder}, longer)
 
 
-def test_embeddings_that_were_trained(
-    model: Callable[..., Path], engines: Sequence, tmp_path: Path
-) -> None:
+def test_embeddings_that_were_trained(model: Models, engines: Sequence, tmp_path: Path) -> None:
     """Equal files but for the rows of most tokens; the first KiB of every tensor is equal."""
     trained = trained_embeddings(model(), tmp_path / model().name)
     keep_apart(engines, "names", {"model": model()}, {"model": trained})
@@ -197,15 +175,14 @@ def adapter(folder: Path, seed: int, layers: int = 4) -> Path:
 
 
 def test_of_two_adapters_one_was_replaced_on_disk(
-    model: Callable[..., Path], logs: Callable[[str], Path], shared_pool: LocalPool, tmp_path: Path
+    model: Models, running: Running, shared_pool: LocalPool, tmp_path: Path
 ) -> None:
     """Under its old name and path: nothing of it is found, and all of the other one."""
     lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     config = transfer(shared_pool.master, tenant="lora", transports=["tcp"])
     one, two = adapter(tmp_path / "one", 1), adapter(tmp_path / "two", 2)
     adapters = [(1, str(one)), (2, str(two))]
-    with Engine(model(), logs("adapters"), kv_transfer_config=config, **lora) as engine:
-        engine.ready()
+    with running(model(), kv_transfer_config=config, **lora) as engine:
         computed = [engine.generate(PROMPTS, adapter=which) for which in adapters]
         shared_pool.settled()
         engine.forget()
