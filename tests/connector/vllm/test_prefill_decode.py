@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from examples.vllm_two_instances import Instance
+from tests.conftest import patient
 from tests.connector.vllm.helpers import (
     Engine,
     Logs,
@@ -160,7 +161,7 @@ def test_an_engine_that_is_killed_while_it_prefills_costs_a_recompute(
     assert stored < 4000 // 32, "it was killed too late"
     answer = decodes.answer()
     assert answer["tokens"] == plain.generate([tokens])["tokens"]
-    assert answer["seconds"] < 15
+    assert answer["seconds"] < patient(15.0)
     assert gained(decodes, before) == {"broken": 1}
 
 
@@ -195,7 +196,7 @@ def test_what_a_client_makes_up_delays_its_own_request(
     tokens = [len(str(forged)) % 900 + 10, *tokens]
     answer = decodes.generate([tokens], params={"kvpool": {"promise": forged}})
     assert answer["tokens"] == plain.generate([tokens])["tokens"]
-    assert answer["seconds"] < 10.0 + 5.0
+    assert answer["seconds"] < patient(10.0 + 5.0)
 
 
 @pytest.mark.long  # what the second engine has generated is saved with its next step, or later
