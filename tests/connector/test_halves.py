@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -579,7 +579,7 @@ def test_what_was_computed_with_the_old_weights_is_not_saved_under_the_new_name(
 
 
 def test_a_save_of_the_old_weights_is_not_tried_again_under_the_new_name() -> None:
-    counters: dict[str, float] = Counter()
+    counters: dict[str, float] = defaultdict(float)
     queue = SaveQueue(counters, ranks=1, pinned_blocks_max=1, retries_max=3)
     items = [SaveItem("r", 0, n, bytes([n]) * 16, ROOT, n, 0.0) for n in (1, 2)]
     assert queue.add(items, "", None, 1.0) == [1]  # the second one waits for a pin
@@ -1220,7 +1220,7 @@ def test_a_worker_without_a_pool_answers_all_that_a_step_asks(
 ) -> None:
     engine = start()
     (worker,) = engine.workers
-    work, _ = engine.scheduler.plan_step(EngineStep((), (), (), idle=True), lambda *block: True)
+    work, _ = engine.scheduler.plan_step(EngineStep((), (), [], idle=True), lambda *block: True)
     (digest,) = keys("nowhere to go", 1)
     blocks = (GroupBlocks(0, (digest,), (3,), (ROOT,)),)
     work.loads = [LoadRequest("r", blocks, 1.0)]
@@ -1264,15 +1264,17 @@ def test_hints_of_a_request(given: dict[str, Any], hints: RequestHints, wrong: s
 
 
 def test_a_client_ends_no_session_of_another_tenant(start: Start, pool: LocalPool) -> None:
-    for tenant in ("red", "default"):
+    def saves_for(tenant: str) -> None:
         engine = start(tenant=tenant)
-        hashes = keys(f"tenant {tenant}", 1)
         hints = RequestHints("chat", ends=tenant == "default")
-        engine.scheduler.on_new_request("r", hashes, BLOCK, hints)
-        engine.until(lambda engine=engine: engine.loadable("r", BLOCK) is not None)
+        engine.scheduler.on_new_request("r", keys(f"tenant {tenant}", 1), BLOCK, hints)
+        engine.until(lambda: engine.loadable("r", BLOCK) is not None)
         engine.step([ScheduledRequest("r", 0, BLOCK, [[1]])])
-        engine.until(lambda engine=engine: engine.stored == 1)
+        engine.until(lambda: engine.stored == 1)
         engine.scheduler.on_request_finished("r")
+
+    for tenant in ("red", "default"):
+        saves_for(tenant)
 
     def hints_of(session: str) -> list[Any]:
         return list(pool.ask(lambda client: client.session(session).explain()).hints)
@@ -1325,7 +1327,7 @@ def test_loads_and_saves_are_spans_with_their_reads_and_writes_inside(
     assert reader.ask("r", hashes) == 3 * BLOCK
     reader.scheduler.on_blocks_allocated("r", [[10, 11, 12]], 3 * BLOCK)
     reader.until(lambda: reader.loaded == ["r"])
-    spans = {}
+    spans: dict[str, Any] = {}
     for one in exporter.get_finished_spans():
         spans.setdefault(one.name, one)
     save, load = dict(spans["kvpool.save"].attributes), dict(spans["kvpool.load"].attributes)

@@ -72,7 +72,7 @@ class LocalPool:
             for server in self.dev.servers:
                 for number, entry in enumerate(server.store.inventory()):
                     if number % every == 0:
-                        server.tier.view(entry.offset, entry.size)[entry.size // 2] ^= 1
+                        server.tier.view(entry.offset, entry.size)[entry.size // 2] ^= 1  # type: ignore[attr-defined]
                         count += 1
             return count
 
