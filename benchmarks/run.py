@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import core, moves, policies, steps
+from benchmarks import core, moves, policies, steps, ways
 from kvpool import runtime as process
 from kvpool.tools.bench import BenchOptions, bench, table
 
@@ -25,6 +25,7 @@ def main() -> None:
     report.rows += policies.measure(10_000 if quick else 30_000)
     report.rows += steps.measure(quick)
     report.rows += moves.measure(128 if quick else 512)
+    report.rows += ways.measure(2 if quick else 5)
     console.print(table(report.rows))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / time.strftime("%Y%m%d-%H%M%S.json")

@@ -10,7 +10,7 @@ again (design: hedging).
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -77,8 +77,8 @@ class Ways:
     rates: ReadRates
     hedge_s: float
     _waiting: dict[tuple[str, ...], deque[int]] = field(default_factory=dict)
-    _bytes: Counter[tuple[str, ...]] = field(default_factory=Counter)  # that wait
-    _asked: Counter[str] = field(default_factory=Counter)  # attempts that have not ended
+    _bytes: dict[tuple[str, ...], int] = field(default_factory=dict)  # that wait
+    _asked: dict[str, int] = field(default_factory=dict)  # attempts that have not ended
     _pieces: dict[str, _Piece] = field(default_factory=dict)
     _fruitless: set[str] = field(default_factory=set)
 
@@ -99,7 +99,7 @@ class Ways:
             wanted = self._share(wanted)
         attempts = group_by_server(wanted, candidates, self.sizes) if wanted else []
         for attempt in attempts:
-            self._asked[attempt.server] += 1
+            self._asked[attempt.server] = self._asked.get(attempt.server, 0) + 1
         return attempts + self._take(now) if self._waiting else attempts
 
     def ended(self, attempt: Attempt, now: float) -> list[Attempt]:
@@ -130,7 +130,7 @@ class Ways:
                 others.append(position)
             else:
                 self._waiting.setdefault(ways, deque()).append(position)
-                self._bytes[ways] += self.sizes[position]
+                self._bytes[ways] = self._bytes.get(ways, 0) + self.sizes[position]
         return others
 
     def _good_ways(self, candidates: tuple[str, ...]) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class Ways:
         known = {way: rate for way in ways if (rate := self.rates.rate(way, now - _RATE_HOLDS_S))}
         new = max(known.values(), default=PRIOR_FAR_RATE)
         rates = {way: known.get(way, new) for way in ways}
-        idle = sorted((w for w in ways if not self._asked[w]), key=lambda w: (-rates[w], w))
+        idle = sorted((w for w in ways if not self._asked.get(w)), key=lambda w: (-rates[w], w))
         pieces = [self._piece(way, rates, way in known, now) for way in idle]
         return [piece for piece in pieces if piece is not None]
 
@@ -179,13 +179,13 @@ class Ways:
         self._bytes[ways] -= size
         if not waiting:
             del self._waiting[ways], self._bytes[ways]
-        self._asked[way] += 1
+        self._asked[way] = 1
         self._pieces[way] = _Piece(ways, size, now)
         return Attempt(way, positions, functools.partial(self._overdue, way))
 
     def _overdue(self, way: str, now: float) -> bool:
         piece = self._pieces[way]
-        idle = [one for one in piece.ways if not self._asked[one] and self._is_good(one)]
+        idle = [one for one in piece.ways if not self._asked.get(one) and self._is_good(one)]
         speed = max((self.rates.rate(one) or PRIOR_FAR_RATE for one in idle), default=0.0)
         passed = now - piece.began
         return passed >= self.hedge_s and passed * speed >= piece.size * _LEAVE_AFTER

@@ -248,7 +248,7 @@ def test_blocks_of_many_bytes_go_one_at_a_time() -> None:
 
 
 def test_random_loads_read_everything_and_nothing_twice() -> None:
-    for seed in range(300):
+    for seed in range(150):
         rng = random.Random(seed)
         servers = "abcdef"[: rng.randint(1, 6)]
         candidates = [
@@ -263,5 +263,5 @@ def test_random_loads_read_everything_and_nothing_twice() -> None:
         hits = [any(speeds[s] for s in one) for one in blocks]
         assert [one.status.hit for one in load.results] == hits, seed
         assert not load.ways._waiting, seed
-        assert not +load.ways._asked, seed
+        assert not any(load.ways._asked.values()), seed
         assert not load.ways._pieces, seed
