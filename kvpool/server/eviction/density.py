@@ -103,12 +103,13 @@ class Density(Generic[B]):
             if isinstance(poorest, Decision):
                 return poorest
             age_s = now - poorest.last_used / 1e6
-            known = self._ghosts.get(_name(newcomer.digest), 0)
-            offered = self._lives[min(known & _USES, _CLASSES - 1)].density(0.0)
             kept = self._lives[poorest.number].density(age_s)
-            if offered < kept * _BYPASS_MARGIN and age_s < _BYPASS_S_MAX:
-                self._refuse(newcomer, now)
-                return Decision.BYPASS
+            if kept and age_s < _BYPASS_S_MAX:  # else nothing is refused for it
+                known = self._ghosts.get(_name(newcomer.digest), 0)
+                offered = self._lives[min(known & _USES, _CLASSES - 1)].density(0.0)
+                if offered < kept * _BYPASS_MARGIN:
+                    self._refuse(newcomer, now)
+                    return Decision.BYPASS
             block = self._queues[poorest.number].victim(newcomer, evictable, now)
             if block is not None:
                 return block

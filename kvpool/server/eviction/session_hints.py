@@ -308,7 +308,7 @@ class SessionAwarePolicy:
         parent = entry.index.blocks.get(entry.parent)
         session = entry.session
         if session is None:
-            if parent is not None:
+            if parent is not None and parent.session is not None:
                 self.block_shared(parent)
             return
         was_tip = session.chain_ends.get(entry.index) is entry

@@ -881,7 +881,7 @@ class Store:
             over = all(self.policy.is_over(part) for part in self._parts(victim))
             useless = over or self._is_due_before(newcomer, victim)
             return self._last_use(victim) >= last_used and not useless
-        if self._should_wait(self.held.owner(owner), victim, newcomer, now):
+        if self.demotes and self._should_wait(self.held.owner(owner), victim, newcomer, now):
             return True
         # An extra copy is worth less than one that another server hands over (design: movers).
         if newcomer.copies and not victim.copies:

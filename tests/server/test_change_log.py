@@ -1,0 +1,41 @@
+"""Why blocks are gone, as the log of a server's changes has it."""
+
+from __future__ import annotations
+
+from kvpool.server.state.entry import ChangeLog, Entry, Index
+from kvpool.types import ROOT, Namespace, ReadStatus
+from tests.conftest import keys
+
+INDEXES = [Index(Namespace(name), 0, 0) for name in ("one", "other")]
+
+
+def left(log: ChangeLog, number: int, digest: bytes) -> tuple[Namespace, ReadStatus]:
+    """The block leaves: of one namespace or the other, for one reason or the other."""
+    index = INDEXES[number // 3 % 2]
+    reason = ReadStatus.EVICTED if number % 5 else ReadStatus.REMOVED
+    log.append_departure(Entry(index, digest, ROOT, 0, 1, 1), reason, 0)
+    return index.namespace, reason
+
+
+def test_the_reason_of_each_departure_is_known_from_then_on() -> None:
+    log, chain = ChangeLog(), keys("gone", 600)
+    gone = []
+    for number, digest in enumerate(chain):
+        namespace, reason = left(log, number, digest)
+        gone.append((namespace, digest, reason))
+        if number % 7 == 0:
+            assert log.tombstones.reason(namespace, digest) is reason
+    for namespace, digest, reason in gone:
+        assert log.tombstones.reason(namespace, digest) is reason
+    assert [(change.namespace, change.digest, change.status) for change in log.changes] == gone
+    log.tombstones.came_back_all(gone[-1][0], chain[-1:])
+    assert log.tombstones.reason(gone[-1][0], chain[-1]) is ReadStatus.NEVER_WRITTEN
+
+
+def test_the_last_departures_are_kept_and_few_wait_to_be_recorded() -> None:
+    log, chain = ChangeLog(100), keys("gone", 1000)
+    for number, digest in enumerate(chain):
+        namespace, reason = left(log, number, digest)
+        assert len(log._departed) < 256
+    assert len(log.tombstones) <= 100
+    assert log.tombstones.reason(namespace, chain[-1]) is reason
