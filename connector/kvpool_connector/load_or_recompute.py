@@ -40,7 +40,6 @@ class LoadDecision(enum.Enum):
     MEASURING = "measuring"  # after a load that was slow: a probe measures whether the pool is
     TOO_MANY = "too many loads"
     LATE = "late"  # the load that it waited for did not end in time
-    VERIFY = "verify"  # it is computed instead, to compare
     NOT_CHOSEN = "not chosen"  # the engine loads from another connector
 
 

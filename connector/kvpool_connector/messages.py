@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvpool.types import Match, Namespace, WriteStatus
 from kvpool_connector.promises import WaitLimits
-from kvpool_connector.provenance import BlockWriter
+from kvpool_connector.provenance import BlockWriter, Trust
 
 #: Number and fingerprints, by rank, of a LoRA adapter.
 AdapterKey: TypeAlias = tuple[int, tuple[str, ...]]
@@ -32,13 +32,15 @@ class LoadRequest(NamedTuple):
     """Fill these blocks for a request that waits; abort after `timeout_s`.
 
     With `wait_limits` some of them are promised, and may come while they are loaded: the time
-    without a block to load does not count for the timeout.
+    without a block to load does not count for the timeout. Blocks of the writers in `compared` are
+    refused, as those of writers that are not trusted: the request computes and compares them.
     """
 
     request_id: str
     blocks: tuple[GroupBlocks, ...]
     timeout_s: float
     wait_limits: WaitLimits | None = None
+    compared: frozenset[bytes] = frozenset()
 
 
 class SaveRequest(NamedTuple):
@@ -63,10 +65,10 @@ class ProbeRequest(NamedTuple):
 
 
 class VerifyRequest(NamedTuple):
-    """Compare these blocks, which the engine has computed, with those of the pool.
+    """Compare some of these blocks, which the engine has computed, with those of the pool.
 
-    Each is alone in its `GroupBlocks`, and stays as it is until every rank has reported `job`.
-    `adapters` are as those of a `SaveRequest`.
+    They follow one another, and stay as they are until every rank has reported `job`. `adapters`
+    are as those of a `SaveRequest`.
     """
 
     job: int
@@ -98,6 +100,8 @@ class StepWork:
     weights_wanted: bool = True
     #: What stands behind the blocks that are saved (`provenance.py`).
     mark: bytes = b""
+    #: Whose blocks are loaded; None: those of the step before.
+    trust: Trust | None = None
 
 
 class ModelInfo(NamedTuple):
@@ -143,6 +147,7 @@ class LoadResult(NamedTuple):
     The seconds are the worker's: the engine learns of the end only after its step, which may take
     long for another request, and says nothing about the pool. Neither does the time of waiting for
     promised blocks: it is not among them, but in `waited_s`. `writers` have stored what came.
+    Blocks of `refused` writers were there, and did not come.
     """
 
     request_id: str
@@ -151,6 +156,7 @@ class LoadResult(NamedTuple):
     seconds: float
     waited_s: float = 0.0
     writers: frozenset[BlockWriter] = frozenset()
+    refused: frozenset[bytes] = frozenset()
 
 
 class SaveResult(NamedTuple):
@@ -175,7 +181,8 @@ class Mismatch(NamedTuple):
     """A block of the pool that is not what this engine computes.
 
     `difference` is that of the layer that differs most (`comparison.py`); rounding explains at most
-    `tolerance`. `part` is the rank's part of the block, which `writer` has stored.
+    `tolerance`. `part` is the rank's part of the block, which `writer` has stored; an unknown one
+    if what stands before it may be the reason.
     """
 
     rank: int
@@ -191,8 +198,9 @@ class Mismatch(NamedTuple):
 class VerifyResult(NamedTuple):
     """So many blocks were compared. `difference` is the largest of any layer.
 
-    `mismatch` is the block with that difference, if rounding does not explain it. `problem` says
-    why this engine's blocks can never be compared.
+    `mismatch` is the first block of the chain with one that rounding does not explain; blocks of
+    the `equal` writers before it have none. `problem` says why this engine's blocks can never be
+    compared. `job` 0: these are not of a `VerifyRequest`, but were there when they were saved.
     """
 
     job: int
@@ -200,6 +208,7 @@ class VerifyResult(NamedTuple):
     difference: float = 0.0
     mismatch: Mismatch | None = None
     problem: str = ""
+    equal: frozenset[bytes] = frozenset()
 
 
 @dataclass(slots=True)

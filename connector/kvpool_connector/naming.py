@@ -28,7 +28,8 @@ class EngineInfo(NamedTuple):
     read. With `stage_ranks` the name is that of any tensor parallel size: so many consecutive ranks
     have the same layers, and what they all say counts once; 0 is a name for this size alone.
     `drops_last_block`: a draft's KV of a block's last token depends on the token behind the block,
-    so the engine computes the last block of each prefix anew.
+    so the engine computes the last block of each prefix anew. `recomputes` what a load does not
+    bring; otherwise its request fails.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -43,6 +44,7 @@ class EngineInfo(NamedTuple):
     weights_unknown: str = ""
     stage_ranks: int = 0
     drops_last_block: bool = False
+    recomputes: bool = True
 
 
 class EngineNames:

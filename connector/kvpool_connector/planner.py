@@ -20,6 +20,7 @@ from typing import Final
 
 from kvpool.types import ROOT, Match, ReadStatus
 from kvpool_connector.cost_model import PrefillCost, TransferCost
+from kvpool_connector.known_writers import KnownWriters
 from kvpool_connector.load_or_recompute import LoadDecision, LoadOrRecompute, Wanted
 from kvpool_connector.messages import GroupBlocks, LoadRequest, LoadResult, ProbeResult, SaveResult
 from kvpool_connector.prefetching import Prefetches, PrefetchRequest
@@ -82,12 +83,9 @@ class Planner:
         first = self._groups[0]
         self._tokens_per_hash = first.block_size // first.hashes_per_block
         self._running = RunningLoads(self._tokens_per_hash, self._unit)
+        writers, timeout_s = KnownWriters(limits.loads_per_check), limits.load_timeout_s
         self.verifier = Verifier(
-            self.counters,
-            self._groups,
-            ranks=ranks,
-            loads_per_check=limits.loads_per_check,
-            timeout_s=limits.load_timeout_s,
+            self.counters, self._groups, writers, ranks=ranks, timeout_s=timeout_s
         )
         self._prober = Prober(limits, self.transfer_cost, ranks)
         self._choice = LoadOrRecompute(
@@ -256,7 +254,7 @@ class Planner:
             self._end_wait(request_id, request, shared, computed, now)
         request.move_to(RequestState.ANSWERED)
         request.decision = None
-        if not request.matches or self.verifier.mismatch is not None:
+        if not request.matches or self.verifier.writers.odd:
             return 0
         there = self._windows.available(request.matches)
         last = min(
@@ -279,9 +277,6 @@ class Planner:
                 self._probe_prefix(request, computed, last, now)
             return 0
         request.offered = (computed, last)
-        if self.verifier.due and last <= there:
-            request.decision = LoadDecision.VERIFY
-            return 0
         request.move_to(RequestState.OFFERED)
         return last - computed
 
@@ -297,8 +292,6 @@ class Planner:
         request = self._requests[request_id]
         request.begun = True
         self._prefetches.drop(request_id)
-        if request.decision is LoadDecision.VERIFY and self.verifier.due:
-            self.verifier.choose(request_id, *request.offered, request.matches)
         self._count_decision(request, tokens)
         if request.state is not RequestState.OFFERED or tokens <= 0:
             if request.state is RequestState.OFFERED:
@@ -324,7 +317,6 @@ class Planner:
             awaits=load.wait_limits is not None,
         )
         self._running.start(request.load)
-        self.verifier.on_load()
         request.move_to(RequestState.LOADING)
         self._count_hits(request.matches[self._whole], first, last)
 
@@ -339,11 +331,17 @@ class Planner:
         load.size_loaded = max(load.size_loaded, result.size)
         load.seconds = max(load.seconds, result.seconds)
         load.waited_s = max(load.waited_s, result.waited_s)
+        self.verifier.on_rank_loaded(result)
         if load.ranks_left:
             return
         self._end_load(request)
-        self._end_promise(request, load)
+        id, first, last = result.request_id, load.first, load.last
+        refused = self.verifier.on_load(id, first, last, request.matches)
+        self._end_promise(request, load, refused=refused)
         request.move_to(RequestState.ANSWERED)
+        if refused:  # that says nothing about the pool's speed
+            load.lost = True
+            return self._forget_matches(id, request, first)
         self._prober.on_load(load, now)
         if self._prober.measuring:
             # Slow for once, as a first load is, or from now on? A probe finds out, so that the next
@@ -380,7 +378,7 @@ class Planner:
         """
         plan = StepPlan(loads=self._loads, probe=self._prober.take())
         self._loads = []
-        saves = self._limits.save and self.verifier.mismatch is None
+        saves = self._limits.save and not self.verifier.writers.odd
         sessions: dict[tuple[str, float | None], list[SaveItem]] = {}
         at_once: set[tuple[str, float | None]] = set()
         for one in scheduled:
@@ -400,7 +398,7 @@ class Planner:
                 0 if watched else self._next_save_at(request, one.end)
             )
         if plan.verify is not None:
-            plan.blocks_to_pin += [blocks.block_ids[0] for blocks in plan.verify.blocks]
+            plan.blocks_to_pin += [one for blocks in plan.verify.blocks for one in blocks.block_ids]
         if saves and (retries := self._saves.take_due(still_cached, now)):
             sessions.setdefault(("", None), []).extend(retries)
             at_once.add(("", None))
@@ -455,7 +453,7 @@ class Planner:
         request = self._requests.get(request_id)
         if request is None or not self.promise_name or not self._limits.promise_wait_s:
             return None
-        saves = self._limits.save and self.verifier.mismatch is None
+        saves = self._limits.save and not self.verifier.writers.odd
         tokens = min(request.prompt, computed) // self._unit * self._unit
         if not saves or request.hints.skip_save or request.stale or not tokens:
             return None
@@ -493,12 +491,13 @@ class Planner:
         prefill_s = math.inf if always else request.estimates.prefill_s
         return promise.wait_limits(first, last, prefill_s, self._limits.promise_wait_s)
 
-    def _end_promise(self, request: TrackedRequest, load: RunningLoad) -> None:
+    def _end_promise(self, request: TrackedRequest, load: RunningLoad, *, refused: bool) -> None:
         """A load has ended. What it has waited for is in the pool, or is computed."""
         if not load.awaits or request.promise is None:
             return
         self.counters["promise_wait_s"] += load.waited_s
-        request.promise.move_to(PromiseState.KEPT if load.complete else PromiseState.BROKEN)
+        lost = PromiseState.NOT_USED if refused else PromiseState.BROKEN
+        request.promise.move_to(PromiseState.KEPT if load.complete else lost)
         if load.complete:
             # After a reset there are no matches any more.
             found = self._windows.available(request.matches) if request.matches else 0
@@ -549,7 +548,7 @@ class Planner:
         if no_load or tokens - 1 < self._unit:
             request.move_to(RequestState.ANSWERED)
             return None
-        if self.verifier.mismatch is not None:
+        if self.verifier.writers.odd:
             self.counters["miss mismatch"] += 1
             request.move_to(RequestState.ANSWERED)
             return None
@@ -630,6 +629,7 @@ class Planner:
             tuple(blocks),
             self._choice.timeout_s(request.estimates),
             self._wait_limits(request, first, last),
+            self.verifier.asks(request_id),
         )
 
     def _count_decision(self, request: TrackedRequest, tokens: int) -> None:

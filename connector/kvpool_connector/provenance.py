@@ -108,3 +108,26 @@ def _on_device(mark: bytes, device: Any) -> Any:
 
     with torch.cuda.stream(torch.cuda.current_stream(device)):
         return _room_on(device).copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+
+
+class Trust(NamedTuple):
+    """Whose blocks are loaded, beside an engine's own; None: everybody's."""
+
+    writers: frozenset[bytes] | None
+
+    def covers(self, writer: BlockWriter, mark: bytes = b"") -> bool:
+        """`mark` is the engine's own."""
+        return self.writers is None or writer.id in self.writers or writer.mark() == mark
+
+
+class MetWriters(NamedTuple):
+    """Who wrote what a load has read: what it uses, and what it refuses. Those that are to be
+    `compared` are refused, too."""
+
+    compared: frozenset[bytes]
+    writers: set[BlockWriter]
+    refused: set[bytes]
+
+    def found(self) -> dict[str, Any]:
+        """For the result of the load."""
+        return {"writers": frozenset(self.writers), "refused": frozenset(self.refused)}

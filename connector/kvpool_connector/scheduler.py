@@ -127,7 +127,7 @@ class ConnectorScheduler:
             save_decode=settings.save_decode,
             saved_blocks_max=max(1, int(engine.blocks * _SAVE_SHARE_MAX)),
             save_gather_s=SAVE_GATHER_S,
-            loads_per_check=settings.loads_per_check,
+            loads_per_check=settings.loads_per_check if engine.recomputes else 0,
             drops_last_block=engine.drops_last_block,
         )
         self.planner = Planner(engine.groups, limits, ranks=engine.ranks)
@@ -298,6 +298,7 @@ class ConnectorScheduler:
             self.names.serial,
             weights_wanted,
             self.names.writer.mark(),
+            self.planner.verifier.writers.trust if plan.loads or self.planner.loading else None,
         )
         return work, plan.blocks_to_pin
 
@@ -331,13 +332,13 @@ class ConnectorScheduler:
             outcome.blocks_to_unpin.extend(unpinned)
             outcome.stored.extend(stored)
         for verified in report.verified:
-            if verified.problem and not self.planner.verifier.problem:
+            if verified.problem and not self.planner.verifier.writers.problem:
                 self._log_line(f"verify_rate has no effect: {verified.problem}")
-            unpinned, mismatch = self.planner.verifier.on_result(verified)
+            unpinned, mismatch, was_trusted = self.planner.verifier.on_result(verified)
             outcome.blocks_to_unpin.extend(unpinned)
             if mismatch is not None:
                 self._log_mismatch(mismatch)
-                outcome = outcome._replace(drop_cache=True)
+                outcome = outcome._replace(drop_cache=outcome.drop_cache or was_trusted)
         return outcome
 
     def announce(self, stored: Iterable[tuple[int, bytes, StoredEvent]]) -> None:
@@ -389,7 +390,7 @@ class ConnectorScheduler:
             self._feed.reset()
         self._held_lookups.clear()
         # With parts by heads the fingerprint is of those weights only that no rank divides.
-        alone = self.planner.verifier.mismatch is not None or self._settings.kv_head_parts > 0
+        alone = self._settings.kv_head_parts > 0
         self.names.writer = BlockWriter.new()
         self.names.forget(secrets.token_hex(6), alone=alone, serial=serial)
         self.planner.promise_name = ""
@@ -420,15 +421,20 @@ class ConnectorScheduler:
         """The line that an operator must act on: which engine, which block, and what to do."""
         name = self.namespaces[mismatch.group].name if self.namespaces else "a name of before"
         self._log_error(
-            f"the pool has other KV than this engine computes, so nothing is loaded or "
-            f"saved under this name until a restart or reset_prefix_cache with reset_connector. "
-            f"Block {mismatch.digest.hex()} differs by {mismatch.difference:.2g} in "
-            f"{mismatch.layer} (rounding explains {mismatch.tolerance:.2g}). "
+            "the pool has other KV than this engine computes: block "
+            f"{mismatch.digest.hex()} differs by {mismatch.difference:.2g} in {mismatch.layer} ("
+            f"rounding explains {mismatch.tolerance:.2g}). "
             f"Computed by {self.names.writer}, rank {mismatch.rank}; "
             f"stored by {mismatch.writer} on {self.planner.verifier.stored_at(mismatch)}; "
-            f"both call it: {name}. Find the engine that differs (kvpool doctor), then give all "
-            f"others a new revision in kv_connector_extra_config: blocks of both are mixed."
+            f"both call it: {name}. This engine loads no blocks of that writer any more. If others "
+            f"say the same of it, restart it with what they have (kvpool doctor compares engines)."
         )
+        if (writers := self.planner.verifier.writers).odd:
+            self._log_error(
+                f"{len(writers.wrong)} engines compute other KV than this one, and "
+                "none of those that it has compared computes the same: it shares nothing any more, "
+                "until a restart or reset_prefix_cache with reset_connector"
+            )
 
     def _on_worker_info(self, info: WorkerInfo) -> bool:
         """With the last rank's info the namespaces can be made, and held lookups start.

@@ -196,7 +196,7 @@ class SchedulerHooks:
         self._unpin(self._owed.idle_pins())
         if self._tainted:  # as ever: nobody may use those blocks
             self._evict_tainted(scheduler_output.num_scheduled_tokens)
-        wrong = scheduler.planner.verifier.mismatch is not None
+        wrong = scheduler.planner.verifier.writers.odd
         if self._fuse.due(now) and not self._owed and not wrong:
             try:
                 self.scheduler = self._make_scheduler(scheduler)

@@ -91,8 +91,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: `shared` says which are on other hosts, as vllm-router wants it; `plain` says that those are
     #: on a disk, for Dynamo and llm-d; `off`: not at all, as for `kvpool events` (docs/events.md).
     kv_events: Literal["shared", "plain", "off"] = "shared"
-    #: Share of the loads that are computed instead, to compare what the pool has with it; 0: none
-    #: (design: namespace).
+    #: Share of the loads of a writer that are computed instead, to compare them; 0: none
+    #: (design: provenance).
     verify_rate: Annotated[float, Meta(ge=0, le=1)] = 1 / 2000
 
     @property

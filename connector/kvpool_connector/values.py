@@ -51,6 +51,7 @@ class PlannerLimits(NamedTuple):
     #: reading a few blocks: an engine notices soon that it is fast again, and nobody notices the
     #: reads.
     probe_every_s: float = 5.0
+    #: One of so many loads of a writer's blocks is computed instead, to compare; 0: none.
     loads_per_check: int = 0
     #: Longest time that a load waits for blocks which another engine has promised; as a rule it is
     #: the time that computing them takes. 0: no promise is made, and none is waited for.

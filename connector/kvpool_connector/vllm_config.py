@@ -60,6 +60,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
         saves=vllm_config.kv_transfer_config.is_kv_producer,
         stage_ranks=parallel.tensor_parallel_size if settings.kv_head_parts else 0,
         drops_last_block=_drops_last_block(vllm_config),
+        recomputes=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
     )
 
 
@@ -80,6 +81,7 @@ def rank_of(vllm_config: Any, kv_cache_config: Any, split: HeadSplit, settings: 
         part,
         in_stage % split.replicas == 0,
         split.parts_per_rank,
+        bool(settings.verify_rate and not vllm_config.kv_transfer_config.is_kv_consumer),
     )
 
 

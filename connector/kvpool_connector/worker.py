@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -37,7 +37,7 @@ from kvpool_connector.messages import (
 )
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.promises import BlockWait
-from kvpool_connector.provenance import MARK_BYTES, BlockWriter, marked
+from kvpool_connector.provenance import MARK_BYTES, MetWriters, Trust, marked
 from kvpool_connector.settings import Settings
 from kvpool_connector.worker_checks import CANCEL_AFTER_S, TransferContext, WorkerChecks
 
@@ -57,12 +57,14 @@ IDLE_S: Final = 0.001
 
 class Rank(NamedTuple):
     """A worker's place among its peers: its number, the first of the `parts` of each block that it
-    moves, and whether it saves (of several with equal bytes, one does)."""
+    moves, and whether it saves (of several with equal bytes, one does) and `compares` some of what
+    it saves with what is there (of an engine that loads nothing)."""
 
     number: int
     part: int
     saves: bool
     parts: int = 1
+    compares: bool = False
 
 
 class _Span(NamedTuple):
@@ -110,9 +112,8 @@ class ConnectorWorker:
         self._work = StepWork(0)  # of the step that is computed
         self._load_slots = asyncio.Semaphore(READS_MAX)
         slots = asyncio.Semaphore(WRITES_MAX)
-        self._checks = WorkerChecks(rank.number, rank.part, slots)
-        #: Under these names the pool has blocks of another model: no load may end well.
-        self._mismatched: set[Namespace] = set()
+        self._checks = WorkerChecks(rank.number, rank.part, slots, compares=rank.compares)
+        self._trust = Trust(None)
         self._transfer_ended = threading.Event()
         self._lock = threading.Lock()  # guards what follows: both threads use it
         self._tracer = tracing.tracer()
@@ -165,6 +166,7 @@ class ConnectorWorker:
 
         Raises nothing: what cannot be started has failed.
         """
+        self._trust = work.trust or self._trust
         if self._info is not None and work.weights_wanted:
             try:
                 changes = self._weight_changes()
@@ -306,7 +308,7 @@ class ConnectorWorker:
     async def _load(self, load: LoadRequest, context: TransferContext, began: float) -> None:
         missing = [block for blocks in load.blocks for block in blocks.block_ids]
         size, wait, limit_s = 0, None, load.timeout_s
-        writers: set[BlockWriter] = set()
+        met = MetWriters(load.compared, set(), set())
         if load.wait_limits is not None:
             wait = BlockWait(load.wait_limits, len(missing))
             limit_s += load.wait_limits.limit_s
@@ -315,7 +317,7 @@ class ConnectorWorker:
                 pool = self._thread.pool
                 for blocks in load.blocks if pool is not None else ():
                     until = began + load.timeout_s
-                    loaded_ids = await self._read(pool, context, blocks, until, wait, writers)
+                    loaded_ids = await self._read(pool, context, blocks, until, wait, met)
                     size += len(loaded_ids) * self._memory[blocks.group].block_bytes
                     missing = [block for block in missing if block not in loaded_ids]
         except (KvpoolError, TimeoutError) as error:
@@ -324,7 +326,9 @@ class ConnectorWorker:
                 tracing.describe(error=type(error).__name__)
         finally:
             other_weights = context.serial != self._serial
-            if other_weights or not self._mismatched.isdisjoint(context.namespaces):
+            if other_weights or not all(
+                self._trust.covers(one, context.mark) for one in met.writers
+            ):
                 size, missing = 0, [block for blocks in load.blocks for block in blocks.block_ids]
             took_s = time.monotonic() - began
             waited_s = wait.waited_s if wait is not None else 0.0
@@ -336,7 +340,7 @@ class ConnectorWorker:
                     bytes=size,
                     waited_s=waited_s,
                 )
-            self._load_ended(load, size, missing, took_s - waited_s, waited_s, writers)
+            self._load_ended(load, size, missing, took_s - waited_s, waited_s, met)
 
     async def _read(
         self,
@@ -345,10 +349,10 @@ class ConnectorWorker:
         blocks: GroupBlocks,
         until: float,
         wait: BlockWait | None,
-        writers: set[BlockWriter],
+        met: MetWriters,
     ) -> set[int]:
         """Read blocks to where they belong, in order, up to a miss. Returns the ids of those read;
-        who has written them is added to `writers`.
+        who has written them is added to `met`.
 
         In several reads, so that an abort keeps what the earlier ones brought; `until` moves by the
         time that is waited for promised blocks.
@@ -374,7 +378,7 @@ class ConnectorWorker:
                 if complete:
                     span = _Span(first, last, match)
                     complete &= await self._read_part(
-                        pool, context, blocks, span, part, deadline, writers
+                        pool, context, blocks, span, part, deadline, met
                     )
             loaded_ids |= complete
             if len(loaded_ids) < last:  # attention needs the whole prefix: stop at a miss
@@ -409,7 +413,7 @@ class ConnectorWorker:
         span: _Span,
         part: int,
         until: float,
-        writers: set[BlockWriter],
+        met: MetWriters,
     ) -> set[int]:
         """Read one part of the blocks of a span; returns the ids of those read."""
         first, last, match = span
@@ -429,11 +433,15 @@ class ConnectorWorker:
         read_ids = set()
         size = memory.block_bytes // memory.parts + MARK_BYTES
         for block, result, writer in zip(ids, results, found, strict=True):
-            if result.status.hit and result.size == size:
+            good = result.status.hit and result.size == size
+            if good and writer.id not in met.compared and self._trust.covers(writer, context.mark):
                 read_ids.add(block)
-                writers.add(writer)
+                met.writers.add(writer)
             else:
                 reason = "wrong size" if result.status.hit else result.status.label
+                if good:
+                    reason = "not trusted"
+                    met.refused.add(writer.id)
                 self._count(f"load_miss {reason}", 1)
         return read_ids
 
@@ -444,15 +452,16 @@ class ConnectorWorker:
         missing: Sequence[int],
         seconds: float,
         waited_s: float = 0.0,
-        writers: Iterable[BlockWriter] = (),
+        met: MetWriters | None = None,
     ) -> None:
         with self._lock:
             self._finished.loaded.add(load.request_id)
             if missing:
                 self._finished.failed.add(load.request_id)
                 self._finished.bad_blocks.update(missing)
-            came = frozenset(writers)
-            ended = LoadResult(load.request_id, size, not missing, seconds, waited_s, came)
+            ended = LoadResult(load.request_id, size, not missing, seconds, waited_s)
+            if met is not None:
+                ended = ended._replace(**met.found())
             self._report.loads.append(ended)
             self._running -= 1
         self._transfer_ended.set()
@@ -485,6 +494,12 @@ class ConnectorWorker:
                                 refused.pop((blocks.group, digest), None)
                             new = of_parts.count(WriteStatus.STORED)
                             size += new * self._memory[blocks.group].block_bytes // parts
+                        compared = await self._checks.verify_saved(
+                            pool, self._memory[blocks.group], blocks, written, context
+                        )
+                        if compared is not None:
+                            with self._lock:
+                                self._report.verified.append(compared)
         except (KvpoolError, TimeoutError) as error:
             self._count(f"save_error {type(error).__name__}", 1)
             if self._tracer is not None:
@@ -553,8 +568,6 @@ class ConnectorWorker:
         try:
             result = await self._checks.verify(self._thread.pool, self._memory, verify, context)
         finally:
-            if result.mismatch is not None:
-                self._mismatched.update(context.namespaces)
             self._check_ended(result)
 
     def _check_ended(self, result: ProbeResult | VerifyResult) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvpool import ROOT
-from kvpool_connector.messages import Mismatch, SaveRequest
-from kvpool_connector.provenance import UNKNOWN
+from kvpool_connector.messages import SaveRequest
+from kvpool_connector.provenance import BlockWriter
 from kvpool_connector.values import RequestHints, ScheduledRequest, StepPlan
 from tests.conftest import keys
 from tests.connector.test_halves import BLOCK, Engine
@@ -136,9 +136,8 @@ def test_what_waits_at_a_reset_is_unpinned_and_never_saved() -> None:
 def test_what_waits_at_a_mismatch_is_unpinned_and_never_saved() -> None:
     played = Decoding("a")
     played.completes("a")
-    played.planner.verifier.mismatch = Mismatch(
-        0, 0, 0, hashes("a", BLOCK)[0], "layer.0", 1.0, 0.1, UNKNOWN
-    )
+    for name in (b"one", b"two"):
+        played.planner.verifier.writers.on_wrong(BlockWriter(name, ""))
     played.now += GATHER_S
     assert not played.idle().saves
     assert played.planner.take_dropped() == [2]

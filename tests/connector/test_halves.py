@@ -91,7 +91,12 @@ class Engine:
         engine: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        patient = {"load": "always", "lookup_timeout_s": 5.0, "transports": ["tcp"]}
+        patient = {
+            "load": "always",
+            "lookup_timeout_s": 5.0,
+            "transports": ["tcp"],
+            "verify_rate": 0,
+        }
         limits = {name: settings.pop(name) for name in UNSET & settings.keys()}
         self.settings = settings_module.parse({"masters": [address], **patient, **settings})
         parts = self.settings.kv_head_parts
@@ -127,7 +132,8 @@ class Engine:
         for rank, memory in enumerate(self.memory):
             saving = saves[rank] if saves else rank % split.replicas == 0
             first = rank // split.replicas * split.parts_per_rank
-            place = Rank(rank, first, saving, split.parts_per_rank)
+            compares = not info.loads and bool(self.settings.verify_rate)
+            place = Rank(rank, first, saving, split.parts_per_rank, compares)
             worker = ConnectorWorker(self.settings, self._thread(), place)
             layers = memory_of({"layer.0": memory.view(dtype)}, split.parts_per_rank)
             worker.register(

@@ -180,14 +180,18 @@ def test_a_promised_prompt_is_loaded_before_it_is_there() -> None:
     assert not consumer.step("d", 96, 100).saves, "the other engine has saved them"
 
 
-def test_what_is_not_there_yet_is_not_verified() -> None:
-    """A comparison needs both: the promise would be computed, and nothing compared."""
+def test_a_load_that_is_refused_uses_no_promise_and_compares_what_was_there() -> None:
     consumer = played(loads_per_check=1)
-    assert consumer.planner.verifier.due
-    given(consumer, "whole", length=6)
-    assert consumer.offer("whole", 100) == 0
     given(consumer, "promised", length=2)
     assert consumer.offer("promised", 100) == 96
+    consumer.allocate("promised", 7, 96)
+    consumer.idle()
+    ended = LoadResult("promised", 0, False, 0.1, refused=frozenset([b"somebody"]))
+    consumer.planner.on_load_result(ended, consumer.now)
+    assert outcomes(consumer) == {"not used": 1}
+    plan = consumer.step("promised", 0, 100)
+    assert plan.verify is not None
+    assert len(plan.verify.blocks[0].digests) == 2
 
 
 def test_what_is_there_at_once_is_an_ordinary_load() -> None:

@@ -89,13 +89,16 @@ def test_only_what_was_found_is_compared_with_what_is_computed() -> None:
     asked = look_up(played, 0, 8)
     assert asked is not None
     played.planner.on_lookup_result("a", asked.serial, [matched(3)], "")
-    assert played.offer("a", TOKENS) == 0
+    loadable = played.offer("a", TOKENS)
     ids = [list(range(10, 21)), list(range(30, 41))]
-    played.planner.on_blocks_allocated("a", ids, 0, played.now)
+    played.planner.on_blocks_allocated("a", ids, loadable or 0, played.now)
+    played.idle()
+    refused = LoadResult("a", 0, False, 0.1, refused=frozenset([b"somebody"]))
+    played.planner.on_load_result(refused, played.now)
     plan = played.idle(ScheduledRequest("a", 0, TOKENS, ids))
     assert plan.verify is not None
     compared = [blocks for blocks in plan.verify.blocks if blocks.group == 0]
-    assert [blocks.block_ids for blocks in compared] == [(15,), (16,), (17,)]
+    assert [blocks.block_ids for blocks in compared] == [(15, 16, 17)]
     assert all(blocks.match is not None and blocks.match.runs for blocks in compared)
 
 

@@ -153,7 +153,7 @@ WIDE_CLASSES = {
     "connector/kvpool_connector/scheduler.py:ConnectorScheduler": (37, 27),
     "connector/kvpool_connector/settings.py:Settings": (25, 17),
     "connector/kvpool_connector/tracked_request.py:TrackedRequest": (25, 18),
-    "connector/kvpool_connector/verifier.py:Verifier": (25, 20),
+    "connector/kvpool_connector/verifier.py:Verifier": (25, 19),
     "connector/kvpool_connector/vllm.py:KVPoolConnector": (29, 15),
     "connector/kvpool_connector/worker.py:ConnectorWorker": (30, 23),
     "connector/kvpool_transformers/pooled_cache.py:PooledCache": (25, 16),

@@ -33,9 +33,10 @@ _ANSWER_S = 120.0
 def transfer(master: str, **settings: Any) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine on a pool.
 
-    Unless asked for, loads are not weighed and lookups have time: a busy machine changes nothing.
+    Unless asked for, loads are neither weighed nor compared, and lookups have time: a busy machine
+    changes nothing.
     """
-    patient = {"load": "always", "lookup_timeout_s": 2.0}
+    patient = {"load": "always", "lookup_timeout_s": 2.0, "verify_rate": 0}
     return {
         "kv_connector": "KVPoolConnector",
         "kv_connector_module_path": "kvpool_connector.vllm",

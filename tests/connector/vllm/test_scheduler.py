@@ -35,6 +35,7 @@ from vllm.v1.request import RequestStatus
 from kvpool import kv_events
 from kvpool_connector import engine_log, hook_guard
 from kvpool_connector.messages import LoadResult, Mismatch, ModelInfo, VerifyResult, WorkerInfo
+from kvpool_connector.provenance import UNKNOWN
 from kvpool_connector.stats import ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.verifier import VerifyOutcome
 from kvpool_connector.vllm_config import vllm_event
@@ -175,7 +176,7 @@ def test_after_a_mismatch_no_request_that_may_have_used_wrong_blocks_is_cached(
 ) -> None:
     """Neither blocks of its prompt nor those of its answer; what comes later is cached again."""
     verifier = played.connector.hooks.scheduler.planner.verifier
-    wrong = VerifyOutcome([], Mismatch(0, 0, 0, b"d", "layer", 1.0, 0.1))
+    wrong = VerifyOutcome([], Mismatch(0, 0, 0, b"d", "layer", 1.0, 0.1, UNKNOWN), True)
     monkeypatch.setattr(verifier, "on_result", lambda result: wrong)
     played.step()
     tokens = 38 * BLOCK - 3  # two steps of prefill; the last step completes a block

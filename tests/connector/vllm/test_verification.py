@@ -1,4 +1,4 @@
-"""KV of another model under an engine's own name: it is found, and no answer after it is wrong.
+"""KV of another model under an engine's own name: it is found, and no answer is wrong.
 
 No two engines whose KV differs have one name, so the test gives one's blocks the other's name.
 """
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(240)
 
 #: Of 6 whole blocks each; they share nothing.
 PROMPTS = [prompt(number, 200, 0) for number in range(300, 314)]
+GOOD = [prompt(number, 200, 0) for number in range(320, 324)]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ SHORT = ("rope theta", "experts per token")
     "case",
     [case if case in SHORT else pytest.param(case, marks=pytest.mark.long) for case in CASES],
 )
-def test_wrong_kv_is_found_within_ten_loads(
+def test_of_an_engine_with_other_kv_nothing_is_used_and_the_others_go_on_sharing(
     case: str,
     model: Callable[..., Path],
     engines: Sequence,
@@ -117,23 +118,21 @@ def test_wrong_kv_is_found_within_ten_loads(
         adapter(tmp_path / "chat", 2, 2)
         keys = "keys"
         engines.rounds(folder, [[WARM_UP], PROMPTS], tenant=keys, **lora)
-    # Twice: a block that waits to be saved is saved with a step of the next request.
-    engines.rounds(folder, [[WARM_UP]] * 2, tenant=ours, **lora)
+    # Once more: a block that waits to be saved is saved with a step of the next request.
+    good = GOOD if case in SHORT else []
+    engines.rounds(folder, [[WARM_UP], *([one] for one in good), [WARM_UP]], tenant=ours, **lora)
     assert rename(pool, others, ours, keys) >= 6 * len(PROMPTS)
-    rounds = [[one] for one in [*PROMPTS, PROMPTS[0]]]
+    rounds = [[one] for one in [*good[:2], *PROMPTS, *good[2:], PROMPTS[0]]]
     loading = [[WARM_UP]] if case == "adapter" else []  # the adapter, which is no hit
     checked = {"tenant": ours, "settings": {"verify_rate": 0.1}}
     answers = engines.rounds(folder, loading + rounds, **checked, **lora)[len(loading) :]
     truth = engines.rounds(folder, rounds, **lora)
-    cached = [answer["cached"][0] for answer in answers[:-1]]
-    # The tenth is computed and compared in the background, beside the next ones at the latest.
-    late = cached[10:].count(192)
-    assert cached == [192] * 9 + [0] + [192] * late + [0] * (4 - late)
-    assert late <= 2
-    tokens, right = [one["tokens"] for one in answers], [one["tokens"] for one in truth]
-    assert tokens[:9] != right[:9]
-    assert tokens[9] == right[9]
-    assert tokens[10 + late :] == right[10 + late :]
+    assert [one["tokens"] for one in answers] == [one["tokens"] for one in truth]
+    if good:  # the first and the third load of an engine's blocks are compared
+        cached = [answer["cached"][0] for answer in answers]
+        assert [cached[0], cached[1], cached[-3], cached[-2]] == [0, 192, 0, 192]
+        assert cached[2:-3] == [0] * len(PROMPTS)
     lines = [line for line in engines.log.read_text().splitlines() if "other KV than" in line]
     assert f"tenant={ours} " in lines[-1]
     assert "ERROR" in lines[-1]
+    assert len([line for line in lines if f"tenant={ours} " in line]) == 1
