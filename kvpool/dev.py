@@ -111,7 +111,7 @@ async def serve(
                 network=network,
                 transports=chosen,
                 tiers=opened,
-                policy=registry.policy(config.policy, opened[-1].capacity),
+                policy=registry.policy(config.policy, registry.pool_tier(opened).capacity),
             )
             stack.push_async_callback(server.close)
             await server.start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpool import logs
@@ -131,8 +131,10 @@ def tiers(config: ServerConfig, *, prefault: bool = True) -> list[Tier]:
         TierSpec("dram", "", config.capacity, {})
     ]
     makers = [_load(TIERS, spec.name, "tier") for spec in specs]
-    below = len(specs) - 1  # where the lowest level begins: several files are one, if they can be
-    while below and hasattr(makers[-1], "joined") and specs[below - 1].name == specs[-1].name:
+    end = max(1, len(specs) - getattr(makers[-1], "is_cold", False))
+    below = end - 1  # where the lowest level begins: several files are one, if they can be
+    joined = getattr(makers[below], "joined", None)
+    while below and joined and specs[below - 1].name == specs[end - 1].name:
         below -= 1
     if any(getattr(make, "survives_restart", False) for make in makers[:below]):
         raise ConfigError("a tier that survives restarts holds all blocks: put it last")
@@ -145,8 +147,8 @@ def tiers(config: ServerConfig, *, prefault: bool = True) -> list[Tier]:
     try:
         for spec in specs:  # one at a time, so that those already open can be closed
             opened += [tier(spec, prefault=prefault)]
-        if below < len(specs) - 1:
-            opened[below:] = [makers[-1].joined(opened[below:])]  # type: ignore[attr-defined]
+        if joined and below < end - 1:
+            opened[below:end] = [joined(opened[below:end])]
     except BaseException:
         for one in opened:
             one.close()
@@ -229,6 +231,11 @@ def policy(name: str, capacity: int) -> Policy[Any]:
     """A new policy for a store of `capacity` bytes. Raises ConfigError when there is none."""
     made: Policy[Any] = _load(POLICIES, name, "policy")(capacity)
     return made
+
+
+def pool_tier(tiers: Sequence[Tier]) -> Tier:
+    """The one that holds the pool: the lowest but for a cold one."""
+    return next(tier for tier in reversed(tiers) if not getattr(tier, "is_cold", False))
 
 
 def _load(group: str, name: str, what: str) -> Callable[..., Any]:

@@ -280,7 +280,7 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
             network=network,
             transports=transports,
             tiers=tiers,
-            policy=registry.policy(wanted.policy, tiers[-1].capacity),
+            policy=registry.policy(wanted.policy, registry.pool_tier(tiers).capacity),
             secret=identity.secret,
             keeps_secret=identity.kept,
             tenants=tenants.keys if tenants is not None else None,

@@ -23,6 +23,7 @@ from kvpool.wire import messages as wire
 EXTENSIONS: Final = (
     "kvpool.server.removal:NamespaceRemoval",
     "kvpool.server.moves:Moves",
+    "kvpool.server.cold:ColdRing",
 )
 
 #: By message, who answers it: with the arguments of the method of `Connection`, after its `Peer`.

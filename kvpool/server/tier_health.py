@@ -17,6 +17,7 @@ from kvpool.errors import Unavailable
 from kvpool.protocols import HasParts, Tier
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import State
+from kvpool.server.state.tier_stores import cold_store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_traffic import TierTraffic
 from kvpool.supervision import Supervisor
@@ -181,7 +182,8 @@ class TierHealth:
         self._traffic[place[0]].failures += 1
         one = self._places[place]
         one.reads_failed += 1
-        if one.reads_failed >= _FAILURES_MAX:
+        stores = self._store.stores  # of which a cold one may be back in a while
+        if one.reads_failed >= _FAILURES_MAX and stores[place[0]] is not cold_store(stores):
             self.lose(place, str(error))
 
     def write_failed(self, place: Place, error: Unavailable) -> None:

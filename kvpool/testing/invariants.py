@@ -25,6 +25,7 @@ from kvpool.server.state.entry import MOVER, Entry, Index, Session, TenantHoldin
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store
+from kvpool.server.state.tier_stores import Addresses, cold_store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.tenant_names import tenant_of
 from kvpool.types import ROOT, Namespace
@@ -74,6 +75,12 @@ def _check_allocator(one: Allocator) -> None:
         raise InvariantViolated("a class names an extent that is not free")
     if one._nonempty != sum(1 << index for index, offsets in one._classes.items() if offsets):
         raise InvariantViolated("the class mask is wrong")
+
+
+@check_invariants.register
+def _check_addresses(one: Addresses) -> None:
+    if sum(one._sizes.values()) != one.allocated:
+        raise InvariantViolated(f"allocated is {one.allocated}, the extents sum to another size")
 
 
 @check_invariants.register
@@ -253,9 +260,8 @@ def _check_tiered_store(stack: TieredStore) -> None:
     for entry in stack._unwritten:
         if entry.state is not State.STORED or not entry.clean:
             raise InvariantViolated(f"{entry!r} has left or is dirty, but is to be written")
-    arriving = (
-        stack.stores[-1].held.known(MOVER) if len(stack.stores) - 1 > stack.front_tier else None
-    )
+    lowest = len(stack.stores) - 1 - (cold_store(stack.stores) is not None)
+    arriving = stack.stores[lowest].held.known(MOVER) if lowest > stack.front_tier else None
     rounded = stack.front.allocator.rounded
     arriving_bytes = (
         sum(rounded(one.size) for one in arriving.reservations.values()) if arriving else 0

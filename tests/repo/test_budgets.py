@@ -39,6 +39,11 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/server/state/write_back.py",
         "tiers/kvpool_tiers/nvme/*.py",
     ),
+    "cold": (
+        "kvpool/protocols/cold_tier.py",
+        "kvpool/server/cold/**/*.py",
+        "tiers/kvpool_tiers/objects/*.py",
+    ),
     "moves": (
         "kvpool/server/moves/**/*.py",
         "kvpool/client/prefetch.py",
@@ -208,6 +213,7 @@ WORDS = {
     "SECURITY.md": 1_000,
     "connector/README.md": 3_500,
     "docs/benchmarks.md": 2_500,
+    "docs/cold-tier.md": 600,
     "docs/deploy-ucx.md": 1_000,
     "docs/design.md": 3_200,
     "docs/events.md": 1_000,

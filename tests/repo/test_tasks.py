@@ -23,6 +23,8 @@ from kvpool.ops.pool_watch import PoolWatch
 from kvpool.ops.status_page import status_page
 from kvpool.server import tier_health
 from kvpool.server.announcer import Announcer
+from kvpool.server.cold.search import Searcher
+from kvpool.server.cold.state.book import Waiting
 from kvpool.server.moves import copy_keeper
 from kvpool.server.moves.balancer import Balancer
 from kvpool.server.moves.copy_keeper import CopyKeeper
@@ -35,6 +37,7 @@ from kvpool.tenants import Share, Tenant
 from kvpool.types import Cluster
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.support.moves import moves_of
+from tests.support.object_store import shelf_in
 
 ROOT = Path(__file__).parents[2]
 SIZE = 8192
@@ -69,6 +72,7 @@ SHORT_LIVED = {
     "kvpool/net/zmq_rpc.py _ZmqLink._on_message": "one request; the next reply asks again",
     "kvpool/ops/event_service.py publish_engine": _GROUP,
     "kvpool/server/announcer.py Announcer._send_pieces": _GROUP,
+    "kvpool/server/cold/bucket.py Bucket._hedged": _CALL,
     "kvpool/server/moves/drainer.py Drainer._pass": _GROUP,
     "kvpool/server/moves/drainer.py Drainer.begin": "ends with its deadline, and says what is left",
     "kvpool/server/moves/peer_servers.py PeerServers._close": _CLOSES,
@@ -166,9 +170,9 @@ class World:
 
 
 @asynccontextmanager
-async def world(folder: Path) -> AsyncIterator[World]:
+async def world(folder: Path, *below: str) -> AsyncIterator[World]:
     files = (f"nvme:{folder}/{{server}}-{number}:16MiB" for number in range(2))
-    tiers = ("dram:4MiB", *files)
+    tiers = ("dram:4MiB", *files, *below)
     async with dev.serve(tiers=tiers, listen=("inproc://",)) as running, AsyncExitStack() as stack:
         yield World(running, stack)
 
@@ -268,6 +272,8 @@ STEPS = {
     "try a read-only tier": Step(TieredStore, "try_writeback", refuse_writes),
     "try a file": Step(DividedAllocator, "open", close_a_file),
     "drop what a file had": Step(Store, "remove", lose_a_file),
+    "cold search": Step(Searcher, "beat"),
+    "cold write": Step(Waiting, "due_in", write),
     "tick": Step(Directory, "tick"),
     "status page": Step(PoolWatch, "sample", show_a_page),
     "tenants file": Step(TenantsFile, "look", watch_a_file),
@@ -301,7 +307,11 @@ async def test_a_task_goes_on_after_exceptions_that_are_counted_and_shown(
             raise ValueError("a bug")
         return real(*arguments, **more)
 
-    async with world(tmp_path) as one:
+    below = []
+    if name.startswith("cold"):
+        shelf_in(monkeypatch)
+        below.append("shelf:any:64MiB?beat_s=20ms&wait_s=20ms")
+    async with world(tmp_path, *below) as one:
         monkeypatch.setattr(step.owner, step.method, failing)
         await step.begin(one)
 

@@ -52,7 +52,7 @@ class Moves(ServerExtension):
         )
         self.fetcher = Fetcher(context, self.peers, rate=config.fetch_rate)
         self.prefetcher = Prefetcher(context.store, context.mover, context.on_change, context.tasks)
-        durable = len(context.tiers) > 1 and isinstance(context.tiers[-1], PersistentTier)
+        durable = isinstance(context.tiers[context.store.backing_tier], PersistentTier)
         self.drainer = Drainer(context, self.peers, durable=durable)
         self.balancer = Balancer(context, self.peers, enabled=config.balance)
         self.keeper = CopyKeeper(context, self.peers)

@@ -14,6 +14,7 @@ from kvpool.server.moves.peer_servers import REFRESH_S, PeerServers
 from kvpool.server.moves.state.drain_plan import BlockName, in_stretches, name_of
 from kvpool.server.moves.state.share_plan import ChainOwners, SharePlan
 from kvpool.server.state.entry import Entry
+from kvpool.server.state.tier_stores import cold_store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import FULL_SHARE, ROOM_SHARE, FetchStatus, ReadStatus
 from kvpool.wire import messages as wire
@@ -138,7 +139,8 @@ class Balancer:
         plan = self._plan = SharePlan(self._store, shares, targets)
         for step in self._store.inventory_steps():
             for stretch in step:
-                for digest in stretch.digests:
+                is_cold = self._store.stores[stretch.tier] is cold_store(self._store.stores)
+                for digest in () if is_cold else stretch.digests:
                     await self._breathe()
                     entry = self._store.peek(stretch.namespace, stretch.part, digest)
                     if entry is not None and plan.is_end(entry):

@@ -16,6 +16,7 @@ from kvpool.server.context import ServerContext
 from kvpool.server.moves.peer_servers import REFRESH_S, PeerServers
 from kvpool.server.moves.state.drain_plan import BlockName, DrainPlan, HandedOver, name_of
 from kvpool.server.state.entry import Entry, Stretch
+from kvpool.server.state.tier_stores import cold_store
 from kvpool.types import DrainReport, DrainState, FetchStatus, Left, ReadStatus
 from kvpool.wire import messages as wire
 
@@ -277,7 +278,9 @@ class Drainer:
                         yield entry
 
     def _stays_in_file(self, entry: Entry) -> bool:
-        """Not if the file had no room for what tells its namespace."""
+        """Not if the file had no room for what tells its namespace. Others find what is cold."""
+        if self._store.stores[entry.index.tier] is cold_store(self._store.stores):
+            return True
         if not self._keeps_file:
             return False
         in_file = self._store.backing.peek(*name_of(entry))

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import merge
 from operator import attrgetter
 from typing import Final
 
 from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.protocols import HasParts, PersistentTier, Tier
+from kvpool.protocols.cold_tier import ColdTier
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.entry import Entry
-from kvpool.server.state.extent_state import State
+from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.store import Store
 from kvpool.sorting import sorted_runs
-from kvpool.types import ALIGNMENT, Record
+from kvpool.types import ALIGNMENT, ReadStatus, Record
 
 #: Blocks of a file that are added in one step: two milliseconds.
 RESTORED_AT_ONCE: Final = 256
+#: The first byte of object n has the address n * SPAN.
+SPAN: Final = 1 << 36
 _GENERATION: Final = attrgetter("generation")
 
 
@@ -94,14 +97,104 @@ class FileStore(Store):
                 yield
 
 
+class Addresses(Allocator):
+    """Extents at any address: the objects are as many as they are. It only counts."""
+
+    def claim(self, offset: int, size: int) -> bool:
+        if offset in self._sizes:
+            return False
+        self._sizes[offset] = size = self.rounded(size)
+        self.allocated += size
+        return True
+
+    def release(self, offset: int) -> int:
+        size = self._sizes.pop(offset)
+        self.allocated -= size
+        return size
+
+
+class ColdStore(FileStore):
+    """The index of a cold tier: blocks in objects that servers share (design: cold).
+
+    Nothing is reserved or evicted here one by one, so there is no policy: blocks come when an
+    object has been written or found, and leave with it, or because they are removed.
+    """
+
+    def __init__(self, capacity: int, alignment: int) -> None:
+        super().__init__(
+            capacity,
+            alignment=alignment,
+            allocator=Addresses(capacity, alignment),
+            tombstones_max=1,
+        )
+        #: A block has come to another tier of this server, and is not here.
+        self.offer: Callable[[Entry], None] = lambda entry: None
+        #: A block has left, with its address and the reason.
+        self.on_left: Callable[[int, ReadStatus], None] = lambda offset, reason: None
+
+    def add(self, record: Record, born: int) -> Entry | None:
+        """As `restore`, at any time. None also where its tenant's limit has no room for it."""
+        account = self.accounts.of(record.namespace.name)
+        if account.exceeds(self.allocator.rounded(record.size)):
+            return None
+        entry = self.restore(record._replace(generation=self._new_id()))
+        if entry is not None:
+            entry.born = born
+        return entry
+
+    def count_with(self, count: Callable[[Entry, int], None]) -> Callable[[Entry, int], None]:
+        """`count` for every tier, and then a look at what has come: a block has one version on one
+        server, that which was written last."""
+
+        def counted(entry: Entry, sign: int) -> None:
+            count(entry, sign)
+            if sign > 0 and entry.index.tier != self.tier:
+                self.look_at(entry)
+
+        return counted
+
+    def look_at(self, entry: Entry) -> None:
+        """Offer a block of another tier, or forget another version of it that is here."""
+        index = entry.index
+        here = self.peek(index.namespace, index.part, entry.digest)
+        if here is None:
+            self.offer(entry)
+        elif here.checksum != entry.checksum:
+            self.remove(index.namespace, [entry.digest], ReadStatus.REMOVED, index.part)
+
+    def evict_beyond_limits(self, now: float, steps: int = 0) -> bool:
+        """Nothing: what is above a lowered limit leaves with its objects."""
+        return False
+
+    def _evictable(self, entry: Entry) -> bool:
+        return False
+
+    def _add_candidate(self, entry: Entry) -> None:
+        """None is."""
+
+    def _remove_entry(
+        self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
+    ) -> None:
+        super()._remove_entry(entry, event, reason, free=free)
+        self.on_left(entry.offset, reason)
+
+
+def cold_store(stores: Sequence[Store]) -> ColdStore | None:
+    """The cold tier of a server, if it has one."""
+    return last if isinstance(last := stores[-1], ColdStore) else None
+
+
 def stores_of(
     tiers: Sequence[Tier], policy: Policy[Entry] | None = None, alignment: int = ALIGNMENT
 ) -> list[Store]:
-    """A store for each tier, their extents rounded alike; the lowest follows the policy."""
+    """A store for each tier, their extents rounded alike; that of the pool follows the policy."""
     alignment = max(alignment, *(tier.alignment for tier in tiers))
-    stores = [Store(tier.capacity, alignment=alignment) for tier in tiers[:-1]]
-    capacity, allocator = tiers[-1].capacity, _extents_of(tiers[-1], alignment)
-    return [*stores, FileStore(capacity, alignment=alignment, policy=policy, allocator=allocator)]
+    cold = [ColdStore(one.capacity, alignment) for one in tiers if isinstance(one, ColdTier)]
+    *above, pool = tiers[: len(tiers) - len(cold)]
+    stores = [Store(tier.capacity, alignment=alignment) for tier in above]
+    allocator = _extents_of(pool, alignment)
+    file = FileStore(pool.capacity, alignment=alignment, policy=policy, allocator=allocator)
+    return [*stores, file, *cold]
 
 
 def _extents_of(tier: Tier, alignment: int) -> Allocator:

@@ -34,7 +34,7 @@ from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import FRESH_S
 from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store
-from kvpool.server.state.tier_stores import RESTORED_AT_ONCE, FileStore
+from kvpool.server.state.tier_stores import RESTORED_AT_ONCE, FileStore, cold_store
 from kvpool.server.state.write_back import WriteBack
 from kvpool.sorting import sorted_runs
 from kvpool.types import (
@@ -99,7 +99,8 @@ class TieredStore:
     evicted. While the backing tier is read-only, the same holds for every block that it does not
     have; those that are still there when it takes writes again are written back then
     (design: tiers).
-    A cache tier adds a clean copy to any of these places. `take_offline` removes a tier; without
+    A cache tier adds a clean copy to any of these places, and so does the cold tier, which keeps it
+    when the block has left the others. `take_offline` removes a tier; without
     a backing tier the front tier is the pool: every block is clean, and lost when evicted.
     """
 
@@ -116,7 +117,8 @@ class TieredStore:
         self.in_place_tiers = tuple(sorted(set(in_place_tiers) - {front_tier}))
         self.front_tier = front_tier
         self.front = self.stores[front_tier]
-        self.backing_tier = len(self.stores) - 1
+        cold = cold_store(self.stores)  # what leaves the pool is still there (design: cold)
+        self.backing_tier = len(self.stores) - 1 - (cold is not None)
         self.offline_tiers: set[int] = set()
         #: Reads that each tier has served, promoted blocks where they came from.
         self.hits = [0] * len(self.stores)
@@ -139,12 +141,13 @@ class TieredStore:
         self._to_promote: deque[Entry] = deque()  # from the front tier to cache tiers
         self._unreported = 0  # blocks of offline tiers whose loss is still to be announced
         self._evicting = False  # copies in other tiers leave with their block: announced once
+        count = self._count_place if cold is None else cold.count_with(self._count_place)
         if len(self.stores) > 1:
             for tier, store in enumerate(self.stores):
                 store.tier = tier
                 store.change_log = self.change_log
                 store.on_leave = self._on_leave
-                store.count_place = self._count_place
+                store.count_place = count
             # Sealed blocks of the front tier can be written back, which makes them evictable.
             self.front.has_copy = lambda entry: self._elsewhere_than_in_front(entry) is not None
             self.front.older_waits = self._older_waits
@@ -517,6 +520,12 @@ class TieredStore:
                 self.change_log.append(entry, ReadStatus.HIT, self.front_tier)
                 if copy.prefetch:
                     self.front.add_prefetched(entry, now)
+                if self.front.demotes and source is cold_store(self.stores):
+                    # The disk is to have it again.
+                    index = entry.index
+                    came = self.front.blocks(index.namespace, index.part)[entry.digest]
+                    self.front.mark_dirty(came)
+                    self._queue(came)
             elif down:
                 self._fetched.discard(entry)
                 self.front.mark_clean(entry)
@@ -562,7 +571,7 @@ class TieredStore:
         self.offline_tiers.add(tier)
         lost = self.stores[tier].inventory()
         self._unreported += len(lost)
-        if tier != self.backing_tier:
+        if tier != self.backing_tier or cold_store(self.stores) is not None:
             # Readers find these blocks elsewhere from now on. Few: a cache tier is small.
             for entry in lost:
                 other = self._elsewhere(entry)
@@ -693,16 +702,8 @@ class TieredStore:
 
         Live: ask `place` before using one.
         """
-        backing = self.backing
-        entries = backing.inventory()
-        for store in self._online():
-            if store is not backing:
-                entries += [
-                    entry
-                    for entry in store.inventory()
-                    if backing.peek(entry.index.namespace, entry.index.part, entry.digest) is None
-                ]
-        return entries
+        entries = (entry for store in self._online() for entry in store.inventory())
+        return [entry for entry in entries if self._elsewhere(entry) is None]
 
     @property
     def blocks_max(self) -> int:
@@ -1054,20 +1055,16 @@ class TieredStore:
         self._writeback_queue.pop(entry, None)
         if self._evicting:
             return False
-        others = [
-            store
-            for store in self._online()
-            if store.tier != tier and store.peek(namespace, part, entry.digest) is not None
-        ]
         if tier == self.backing_tier and event is Event.EVICT and self.write_back is None:
-            copies = (store.peek(namespace, part, entry.digest) for store in others)
-            if any(one is not None and self.stores[one.index.tier].keeps(one) for one in copies):
+            others = (self.backing, cold_store(self.stores))
+            above = [one for one in self._online() if one not in others]
+            copies = [(one, one.peek(namespace, part, entry.digest)) for one in above]
+            if any(copy is not None and store.keeps(copy) for store, copy in copies):
                 return False  # its tenant is guaranteed the memory (design: quotas)
             self._evicting = True  # their `_on_leave` must not announce
-            for store in others:
+            for store in above:
                 store.remove(namespace, [entry.digest], ReadStatus.EVICTED, part)
             self._evicting = False
-            return True
         found = self.peek(namespace, part, entry.digest)
         if found is None:
             return True

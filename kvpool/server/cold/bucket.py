@@ -1,0 +1,169 @@
+"""Requests to an object store: each has a deadline, a budget, and a reason when it fails.
+
+A store that fails several times in a row is left alone for a while, so that each reader who asks
+meanwhile has his miss at once; one request then tries it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+from kvpool import logs
+from kvpool.backoff import Backoff
+from kvpool.errors import Unavailable
+from kvpool.protocols.cold_tier import Gone, Listed, ObjectStore
+
+log = logs.get("kvpool.cold")
+
+#: One small request, and one read of a block with its second attempt.
+REQUEST_S: Final = 5.0
+#: One object on its way up or down, or a page of names.
+LONG_S: Final = 60.0
+#: Failures in a row after which the store is left alone, and for how long at first and at most.
+_FAILURES_MAX: Final = 3
+_PAUSE_S: Final = 1.0
+_PAUSE_MAX_S: Final = 60.0
+#: Seconds of its budget that a server may use at once.
+_BURST_S: Final = 60.0
+#: What must be left of that for a request: nobody waits for most of them, and readers come first.
+#: Signs of life are outside of the budget, or the others would take over what is here.
+_BACKGROUND: Final = 0.5
+_READ: Final = 0.0
+_SIGN: Final = -1e9
+
+_T = TypeVar("_T")
+
+
+class Busy(Unavailable):
+    """Our own limit, not the store: the budget is used up, or the store is left alone."""
+
+
+class Bucket:
+    """The requests of one server."""
+
+    def __init__(self, remote: ObjectStore, *, requests: int, hedge_s: float) -> None:
+        """`requests`: so many in an hour, 0 for no limit."""
+        self._remote = remote
+        self._rate = requests / 3600
+        self._tokens = self._tokens_max = max(1.0, self._rate * _BURST_S)
+        self._refilled_at = 0.0
+        self._hedge_s = hedge_s
+        self._backoff = Backoff(_PAUSE_S, _PAUSE_MAX_S)
+        self._failures = 0  # in a row
+        self._left_alone_until = 0.0
+        self._logged: set[str] = set()
+        #: What is wrong at the moment, for an operator.
+        self.problem = ""
+        self.counters: Counter[str] = Counter()
+
+    async def put(self, name: str, data: bytes | memoryview, within_s: float = LONG_S) -> None:
+        await self._call(lambda: self._remote.put(name, data), within_s)
+
+    async def show(self, folder: str, name: str, data: bytes) -> list[Listed]:
+        """Write a sign of life, and look at those of all."""
+        await self._call(lambda: self._remote.put(folder + name, data), REQUEST_S, _SIGN)
+        return await self._call(lambda: self._remote.listing(folder), REQUEST_S, _SIGN)
+
+    async def get(self, name: str, start: int, size: int) -> bytes | memoryview:
+        return await self._call(lambda: self._remote.get(name, start, size), LONG_S)
+
+    async def listing(self, prefix: str) -> list[Listed]:
+        return await self._call(lambda: self._remote.listing(prefix), LONG_S)
+
+    async def folders(self, prefix: str) -> list[str]:
+        return await self._call(lambda: self._remote.folders(prefix), LONG_S)
+
+    async def delete(self, name: str) -> None:
+        await self._call(lambda: self._remote.delete(name), REQUEST_S)
+
+    async def read(self, name: str, start: int, size: int) -> bytes | memoryview:
+        """Of a block for which a reader waits: asked for once more after `hedge_s`."""
+
+        def ask() -> Coroutine[Any, Any, bytes | memoryview]:
+            return self._remote.get(name, start, size)
+
+        return await self._call(lambda: self._hedged(ask), REQUEST_S, _READ)
+
+    async def _hedged(self, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        tasks = {asyncio.create_task(ask())}
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=self._hedge_s)
+            if not done and self._take(_READ):
+                self.counters["cold_hedged"] += 1
+                tasks.add(asyncio.create_task(ask()))
+            while True:
+                done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for one in done:
+                    if one.exception() is None or not left:
+                        return one.result()
+                tasks = left
+        finally:
+            for one in tasks:  # each has a buffer of its own: it may end when it likes
+                one.cancel()
+
+    # --- limits ------------------------------------------------------------------------------
+
+    async def _call(
+        self, ask: Callable[[], Awaitable[_T]], within_s: float, left: float = _BACKGROUND
+    ) -> _T:
+        now = _now()
+        if now < self._left_alone_until:
+            raise Busy(f"it is left alone for {self._left_alone_until - now:.0f} s: {self.problem}")
+        if not self._take(left):
+            self.counters["cold_over_budget"] += 1
+            self._say("over the budget of requests")
+            raise Busy("the budget of requests is used up (setting requests)")
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await ask()
+        except Gone:
+            raise
+        except (Unavailable, TimeoutError) as error:
+            why = str(error) or f"no answer within {within_s:g} s"
+            self._failed(why)
+            raise Unavailable(f"object store: {why}") from None
+        self._worked()
+        return answer
+
+    def _take(self, left: float) -> bool:
+        """Whether one more request is within the budget."""
+        self.counters["cold_requests"] += 1
+        if not self._rate:
+            return True
+        now = _now()
+        more = (now - self._refilled_at) * self._rate
+        self._tokens, self._refilled_at = min(self._tokens_max, self._tokens + more), now
+        if self._tokens < 1 + left * (self._tokens_max - 1):
+            self.counters["cold_requests"] -= 1
+            return False
+        self._tokens -= 1
+        return True
+
+    def _failed(self, why: str) -> None:
+        self.counters["cold_failures"] += 1
+        self.problem = why
+        self._failures += 1
+        self._say(why)
+        if self._failures >= _FAILURES_MAX:
+            self._left_alone_until = _now() + self._backoff.next_delay()
+
+    def _worked(self) -> None:
+        self._failures = 0
+        if self.problem:
+            log.warning("object store answers again", after=self.problem)
+            self.problem = ""
+            self._logged.clear()
+            self._backoff.reset()
+
+    def _say(self, why: str) -> None:
+        """Once for each reason, until it works again."""
+        if why not in self._logged and len(self._logged) < 16:
+            self._logged.add(why)
+            log.error("object store fails", why=why)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,181 @@
+"""Shows that a server lives, looks who else does, and finds what it answers for."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from kvpool import logs
+from kvpool.protocols.cold_tier import ColdSettings, Gone, Listed
+from kvpool.runtime import wait_for_all
+from kvpool.server.cold.index import ColdIndex
+from kvpool.server.cold.state import book as names
+from kvpool.server.cold.state.book import Living, responsible
+from kvpool.server.cold.state.format import (
+    INDEX_MAX,
+    TAIL,
+    ColdBlock,
+    Damaged,
+    Tail,
+    parse_index,
+    parse_removed,
+    parse_tail,
+)
+
+log = logs.get("kvpool.cold")
+
+#: Objects whose ends are read at a time.
+_READERS: Final = 16
+#: The end of an object that is read first: tail and index of some hundred blocks.
+_END: Final = 64 << 10
+#: A server without a sign of life for so many of its beats is lost.
+_LOST_BEATS: Final = 3
+#: The objects of lost servers are looked for so often, whatever happens.
+_SEARCH_S: Final = 600.0
+
+
+class Searcher:
+    """Who lives, by the object store, and which objects that leaves to this server."""
+
+    def __init__(
+        self,
+        me: str,
+        epoch: int,
+        index: ColdIndex,
+        settings: ColdSettings,
+        counters: Counter[str],
+        drafts: Collection[str],
+    ) -> None:
+        """`drafts`: the names of the objects that are being written."""
+        self._me = me
+        self._sign = f"{epoch:016x}".encode()
+        self._index = index
+        self._settings = settings
+        self._counters = counters
+        self._drafts = drafts
+        self._living = Living(frozenset(), 0.0)
+        self._search_at = 0.0
+        #: Names of objects that are not what they should be; each is in the log once.
+        self._damaged: set[str] = set()
+
+    async def beat(self) -> None:
+        """Once. Raises Unavailable."""
+        folder = f"{names.LIVING}/"
+        beats = await self._index.bucket.show(folder, names.folder(self._me), self._sign)
+        living = Living.of(beats, self._me, _LOST_BEATS * self._settings.beat_s)
+        if living.servers != self._living.servers or self._any_lost():
+            self._search_at = 0.0
+        self._living = living
+        self._index.oldest = living.now - self._settings.keep_s
+        if _now() >= self._search_at:
+            await self._search(beats)
+            self._search_at = _now() + _SEARCH_S
+        await self._index.make_room(0)
+
+    async def end(self) -> None:
+        """Another server may answer for the objects at once. Raises Unavailable."""
+        await self._index.bucket.delete(f"{names.LIVING}/{names.folder(self._me)}")
+
+    def _any_lost(self) -> bool:
+        """Blocks were left out while the store did not answer, which it does again."""
+        return any(one.lost for one in self._index.book.by_name.values())
+
+    async def _search(self, beats: Sequence[Listed]) -> None:
+        """Find the objects that this server answers for, the newest first."""
+        living = self._living
+        oldest = self._index.oldest
+        for one in beats:
+            if one.written_at < oldest:
+                await self._index.delete(one.name)
+        bucket = self._index.bucket
+        owners = map(names.server_of, await bucket.folders(f"{names.OBJECTS}/"))
+        found: dict[str, Listed] = {}
+        removed: dict[str, Listed] = {}
+        for owner in owners:
+            if owner in living.servers and owner != self._me:
+                continue
+            folder = names.folder(owner)
+            for one in await bucket.listing(f"{names.OBJECTS}/{folder}/"):
+                if responsible(one.name, living.servers) == self._me:
+                    found[one.name] = one
+            removed |= {o.name: o for o in await bucket.listing(f"{names.REMOVED}/{folder}/")}
+        for known in list(self._index.book.by_name.values()):
+            answers = responsible(known.name, living.servers)
+            if answers != self._me or (known.name not in found and known.lost):
+                await self._index.drop(known)
+        before = set(self._index.book.by_name)
+        new = [one for one in found.values() if self._is_wanted(one)]
+        waiting = sorted(new, key=lambda one: one.written_at)
+        for one in [o for o in waiting if o.written_at < oldest]:
+            await self._index.delete(one.name)
+            waiting.remove(one)
+
+        async def load() -> None:
+            while waiting:
+                await self._load(waiting.pop(), removed)
+
+        await wait_for_all(load() for _ in range(_READERS))
+        if came := set(self._index.book.by_name) - before:
+            log.info(
+                "cold tier has found blocks",
+                objects=len(came),
+                blocks=sum(self._index.book.by_name[one].blocks for one in came),
+                of=", ".join(sorted({names.owner_of(one) for one in came})[:8]),
+            )
+
+    def _is_wanted(self, one: Listed) -> bool:
+        known = self._index.book.by_name.get(one.name)
+        if known is not None:
+            return known.lost
+        return one.name not in self._drafts and one.name not in self._damaged
+
+    async def _load(self, listed: Listed, removed: Mapping[str, Listed]) -> None:
+        """Read the end of one object and enter its blocks, if there is room for it."""
+        name = listed.name
+        known = self._index.book.by_name.get(name)
+        if known is None and not self._index.book.has_room(listed.size):
+            return  # another server may have it, or its time will end
+        try:
+            tail, blocks = await self._read_end(listed)
+            gone = await self._read_removed(name, removed.get(names.removed_of(name)))
+        except Gone:
+            return
+        except Damaged as error:
+            self._counters["cold_damaged"] += 1
+            self._damaged.add(name)
+            log.warning("an object is left out", name=name, why=str(error))
+            return
+        if known is None:
+            known = self._index.book.enter(name, listed.size, listed.written_at, tail)
+        known.removed |= gone
+        known.places = array("Q", [block.position for block in blocks])
+        await self._index.enter(known, blocks)
+
+    async def _read_end(self, listed: Listed) -> tuple[Tail, list[ColdBlock]]:
+        """Raises Damaged, Gone and Unavailable."""
+        name, size = listed.name, listed.size
+        if size < TAIL.size:
+            raise Damaged("it is cut off")
+        first = min(size, _END)
+        end = await self._index.bucket.get(name, size - first, first)
+        tail = parse_tail(bytes(end[-TAIL.size :]), size)
+        if tail.size + TAIL.size <= first:
+            index = bytes(end[-TAIL.size - tail.size : -TAIL.size])
+        else:
+            index = bytes(await self._index.bucket.get(name, tail.start, tail.size))
+        return tail, await asyncio.to_thread(parse_index, name, tail, index, self._index.keys)
+
+    async def _read_removed(self, name: str, listed: Listed | None) -> set[int]:
+        if listed is None:
+            return set()
+        if listed.size > INDEX_MAX:
+            raise Damaged("what was removed of it is too long")
+        data = await self._index.bucket.get(listed.name, 0, listed.size)
+        return parse_removed(name, bytes(data), self._index.keys)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

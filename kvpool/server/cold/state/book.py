@@ -1,0 +1,226 @@
+"""What one server knows of the objects that it answers for, and which wait to be written. Pure.
+
+Every object belongs to the server that has written it, by the id of that. While no such server
+lives, one of the living answers for it: all find the same one, without asking (`responsible`). Two
+servers that see the living differently for a moment both list a block, or neither does: it is there
+twice, or a miss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, NamedTuple
+from urllib.parse import quote, unquote
+
+from kvpool.protocols.cold_tier import Listed
+from kvpool.server.cold.state.format import Tail
+from kvpool.server.state.tier_stores import SPAN
+from kvpool.types import Namespace, ReadStatus
+
+#: Folders: the objects, what was removed of each, and one small object for each living server.
+OBJECTS: Final = "blocks"
+REMOVED: Final = "removed"
+LIVING: Final = "servers"
+#: Blocks that wait to be written, at most; beyond it the oldest are left out.
+WAITING_MAX: Final = 65_536
+
+Key = tuple[Namespace, int, bytes]
+
+
+def folder(server: str) -> str:
+    """The name of a server's folder: one step, whatever its id is."""
+    return quote(server, safe="")
+
+
+def server_of(folder: str) -> str:
+    return unquote(folder)
+
+
+def owner_of(name: str) -> str:
+    """The server that has written this object."""
+    return server_of(name.split("/")[1])
+
+
+def removed_of(name: str) -> str:
+    """The name of the object that says what was removed of this one."""
+    return f"{REMOVED}/{name.partition('/')[2]}"
+
+
+def responsible(name: str, living: Collection[str]) -> str:
+    """Which of the living servers answers for an object."""
+    owner = owner_of(name)
+    if owner in living:
+        return owner
+
+    def weight(server: str) -> bytes:
+        return hashlib.blake2b(f"{name}\n{server}".encode(), digest_size=8).digest()
+
+    return max(living, key=weight)
+
+
+class Living(NamedTuple):
+    """Who lives, and the time, both by the clock of the store: no other clock is looked at."""
+
+    servers: frozenset[str]
+    now: float
+
+    @classmethod
+    def of(cls, beats: Iterable[Listed], me: str, lost_s: float) -> Living:
+        """`beats` are the objects of LIVING, mine is among them and has just been written."""
+        last = {unquote(one.name.rpartition("/")[2]): one.written_at for one in beats}
+        now = last.get(me, max(last.values(), default=0.0))
+        alive = {server for server, at in last.items() if now - at < lost_s}
+        return cls(frozenset({*alive, me}), now)
+
+
+class ColdObject:
+    """One object in the store."""
+
+    __slots__ = (
+        "blocks",
+        "gone",
+        "lost",
+        "name",
+        "number",
+        "places",
+        "removed",
+        "size",
+        "tail",
+        "used",
+        "written_at",
+    )
+
+    def __init__(self, name: str, number: int, size: int, written_at: float, tail: Tail) -> None:
+        self.name = name
+        self.number = number
+        self.size = size
+        self.written_at = written_at
+        self.tail = tail
+        #: Blocks of it that are in the index.
+        self.blocks = 0
+        #: Where its blocks begin.
+        self.places = array("Q")
+        #: The places of those that must not come back.
+        self.removed: set[int] = set()
+        #: Blocks were left out because they could not be read: to be found once more.
+        self.lost = False
+        #: Somebody has deleted it.
+        self.gone = False
+        #: The number of the read that came last.
+        self.used = 0
+
+    def __repr__(self) -> str:
+        return f"<ColdObject {self.name}, {self.blocks} blocks>"
+
+    @property
+    def start(self) -> int:
+        """The address of its first byte."""
+        return self.number * SPAN
+
+
+class Book:
+    """The objects of one server, at most so many bytes as it may use."""
+
+    def __init__(self, size_max: int) -> None:
+        self.size_max = size_max
+        self.size = 0
+        self.by_name: dict[str, ColdObject] = {}
+        self._by_number: dict[int, ColdObject] = {}
+        self._numbers = 0
+        self._uses = 0
+        #: Objects of which something was removed that the store does not know yet.
+        self.unsaved: dict[str, ColdObject] = {}
+
+    def enter(self, name: str, size: int, written_at: float, tail: Tail) -> ColdObject:
+        self._numbers += 1
+        one = ColdObject(name, self._numbers, size, written_at, tail)
+        self.by_name[name] = self._by_number[one.number] = one
+        self.size += size
+        self._use(one)
+        return one
+
+    def leave(self, one: ColdObject) -> None:
+        """Idempotent."""
+        if self.by_name.pop(one.name, None) is not None:
+            del self._by_number[one.number]
+            self.unsaved.pop(one.name, None)
+            self.size -= one.size
+
+    def at(self, address: int) -> ColdObject | None:
+        return self._by_number.get(address // SPAN)
+
+    def read(self, one: ColdObject) -> None:
+        self._use(one)
+
+    def left(self, address: int, reason: ReadStatus) -> None:
+        """A block is not in the index any more."""
+        one = self.at(address)
+        if one is None:
+            return
+        one.blocks -= 1
+        if reason is ReadStatus.TIER_LOST:
+            one.lost = True
+        elif reason is not ReadStatus.EVICTED:
+            one.removed.add(address % SPAN)
+            self.unsaved[one.name] = one
+
+    def has_room(self, size: int) -> bool:
+        return self.size + size <= self.size_max
+
+    def next_to_go(self, coming: int, written_before: float) -> ColdObject | None:
+        """Gone, too old, without a block, or, where `coming` bytes have no room, that which was
+        read longest ago."""
+        for one in self.by_name.values():
+            if one.gone or one.written_at < written_before or not (one.blocks or one.lost):
+                return one
+        if self.by_name and not self.has_room(coming):
+            return min(self.by_name.values(), key=lambda one: one.used)
+        return None
+
+    def _use(self, one: ColdObject) -> None:
+        self._uses += 1
+        one.used = self._uses
+
+
+class Waiting:
+    """Blocks that have come to this server and are to be written, the oldest first."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[Key, tuple[int, float]] = OrderedDict()
+        self.size = 0
+        #: Left out because too many waited.
+        self.left_out = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def add(self, key: Key, size: int, now: float) -> None:
+        if key not in self._blocks:
+            self._blocks[key] = size, now
+            self.size += size
+            if len(self._blocks) > WAITING_MAX:
+                self._pop()
+                self.left_out += 1
+
+    def due_in(self, size: int, wait_s: float, now: float) -> float | None:
+        """Seconds until an object of `size` bytes is to be written; None: nothing waits."""
+        if not self._blocks:
+            return None
+        _, since = next(iter(self._blocks.values()))
+        return 0.0 if self.size >= size else max(0.0, since + wait_s - now)
+
+    def take(self, size: int, count: int) -> Sequence[Key]:
+        """For one object of about `size` bytes."""
+        keys: list[Key] = []
+        left = self.size - size
+        while self._blocks and self.size > left and len(keys) < count:
+            keys.append(self._pop())
+        return keys
+
+    def _pop(self) -> Key:
+        key, (size, _) = self._blocks.popitem(last=False)
+        self.size -= size
+        return key

@@ -1,0 +1,407 @@
+"""The cold tier: what one server has written any server finds, and what is wrong is a miss."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvpool import Cluster, Pool, ReadStatus, WriteStatus
+from kvpool.server.block_server import BlockServer
+from kvpool.server.state.tier_stores import cold_store
+from kvpool.testing.invariants import check_invariants
+from tests.conftest import NAMESPACE, buffers, eventually, keys, value, values
+from tests.support.object_store import Fleet, Shelf, ring_of, shelf
+
+__all__ = ["shelf"]
+
+BLOCK = 64 << 10
+#: 16 blocks in memory.
+MEMORY = "dram:1MiB"
+FAST = "object_size=256KiB&wait_s=20ms&beat_s=40ms&hedge_s=20ms"
+COLD = f"shelf:any:64MiB?{FAST}"
+CHAIN = keys("cold", 40)
+
+
+@asynccontextmanager
+async def running(tiers: Sequence[str], secret: bytes = b"") -> AsyncIterator[tuple[Fleet, Pool]]:
+    async with Fleet(tiers, Cluster("test", secret=secret)) as fleet, fleet.pool() as pool:
+        yield fleet, pool
+
+
+@pytest.fixture
+async def fleet(shelf: Shelf) -> AsyncIterator[Fleet]:
+    async with Fleet([MEMORY, COLD], Cluster("test")) as running:
+        yield running
+        for server in running.servers.values():
+            check_invariants(server.stack)
+        check_invariants(running.master.directory)
+
+
+@pytest.fixture
+async def pool(fleet: Fleet) -> AsyncIterator[Pool]:
+    async with fleet.pool() as client:
+        yield client
+
+
+async def write(pool: Pool, server: BlockServer, chain: Sequence[bytes] = CHAIN) -> None:
+    """Chains of eight; each is in the store before the next one, so nothing is evicted sooner."""
+    for first in range(0, len(chain), 8):
+        some = chain[first : first + 8]
+        assert set(await pool.write(NAMESPACE, some, values(some, BLOCK))) == {WriteStatus.STORED}
+        await eventually(lambda some=some: all(is_cold(server, one) for one in some))
+
+
+def is_cold(server: BlockServer, digest: bytes) -> bool:
+    cold = cold_store(server.stack.stores)
+    assert cold is not None
+    return cold.peek(NAMESPACE, 0, digest) is not None
+
+
+async def hits(pool: Pool, chain: Sequence[bytes] = CHAIN) -> int:
+    """Eight at a time; bytes that are not those which were written fail the test."""
+    count = 0
+    for first in range(0, len(chain), 8):
+        some = chain[first : first + 8]
+        into = buffers(len(some), BLOCK)
+        for found, got, digest in zip(
+            await pool.read(NAMESPACE, some, into), into, some, strict=True
+        ):
+            if found.status is ReadStatus.HIT:
+                assert got == value(digest, BLOCK)
+                count += 1
+    return count
+
+
+async def found(server: BlockServer, blocks: int = len(CHAIN)) -> None:
+    """A server has looked, and lists so many cold blocks."""
+    cold = cold_store(server.stack.stores)
+    assert cold is not None
+    await asyncio.wait_for(ring_of(server).found.wait(), 5)
+    await eventually(lambda: cold.stored >= blocks)
+    await server._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
+
+
+async def test_what_memory_has_dropped_comes_back(fleet: Fleet, pool: Pool) -> None:
+    server = await fleet.start("a")
+    await write(pool, server)
+    assert server.store.stored <= 16
+    assert await hits(pool) == len(CHAIN)
+    assert server.stack.hits[1] > 0
+
+
+async def test_another_server_has_it_when_all_are_lost(fleet: Fleet, pool: Pool) -> None:
+    server = await fleet.start("a")
+    await write(pool, server)
+    await fleet.lose("a")
+    assert await hits(pool) == 0
+    other = await fleet.start("b")
+    await found(other)
+    assert await hits(pool) == len(CHAIN)
+
+
+async def test_one_that_stops_leaves_it_to_the_others_at_once(shelf: Shelf) -> None:
+    """What waits is written first; nobody waits for three beats that do not come."""
+    slow = COLD.replace("wait_s=20ms", "wait_s=1h").replace("beat_s=40ms", "beat_s=300ms")
+    async with running([MEMORY, slow]) as (fleet, pool):
+        await fleet.start("a")
+        some = CHAIN[:3]
+        await pool.write(NAMESPACE, some, values(some, BLOCK))
+        other = await fleet.start("b")
+        assert not is_cold(other, some[0])
+        await fleet.stop("a")
+        await found(other, 3)
+        assert await hits(pool, some) == 3
+
+
+async def test_each_object_has_one_server_that_answers_for_it(shelf: Shelf) -> None:
+    """While its writer lives that one; then one of the living, and its writer when it is back."""
+
+    def listed(server: BlockServer) -> int:
+        return server.stack.stores[-1].stored
+
+    async with running([MEMORY, COLD.replace("40ms", "200ms")]) as (fleet, pool):
+        a = await fleet.start("a")
+        await write(pool, a)
+        others = [await fleet.start(id) for id in "bcd"]
+        assert not any(map(listed, others))
+        await fleet.lose("a")
+        await eventually(lambda: sum(map(listed, others)) == len(CHAIN))
+        assert sum(listed(one) > 0 for one in others) > 1, "they share what is left"
+        assert await hits(pool) == len(CHAIN)
+        a = await fleet.start("a")
+        await found(a)
+        await eventually(lambda: not any(map(listed, others)))
+        assert await hits(pool) == len(CHAIN)
+
+
+async def test_a_removed_block_does_not_come_back(fleet: Fleet, pool: Pool, shelf: Shelf) -> None:
+    server = await fleet.start("a")
+    await write(pool, server)
+    gone = CHAIN[::2]
+    await pool.remove(NAMESPACE, gone)
+    await fleet.lose("a")  # at once: what `remove` has answered holds
+    other = await fleet.start("b")
+    await found(other, len(CHAIN) // 2)
+    assert await hits(pool) == len(CHAIN) // 2
+    assert await hits(pool, gone) == 0
+
+
+async def test_a_block_that_is_removed_on_its_way_up_does_not_come_back(
+    fleet: Fleet, pool: Pool, shelf: Shelf
+) -> None:
+    server = await fleet.start("a")
+    up = asyncio.Event()
+
+    def slow(request: str, name: str) -> float:
+        if request == "put" and "/blocks/" in f"/{name}":
+            up.set()
+            return 0.3
+        return 0.0
+
+    shelf.delay_s = slow
+    some = CHAIN[:8]
+    await pool.write(NAMESPACE, some, values(some, BLOCK))
+    await up.wait()
+    await pool.remove(NAMESPACE, some[:2])
+    await eventually(lambda: is_cold(server, some[7]))
+    assert not is_cold(server, some[0])
+    await fleet.lose("a")
+    other = await fleet.start("b")
+    await found(other, 6)
+    assert await hits(pool, some) == 6
+
+
+def cut(data: bytes) -> bytes:
+    return data[:-1]
+
+
+def flip(place: float) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        at = int(place * (len(data) - 1))
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param(cut, 0, id="cut"),
+        pytest.param(lambda data: b"", 0, id="empty"),
+        pytest.param(lambda data: random.Random(1).randbytes(len(data)), 0, id="foreign"),
+        pytest.param(flip(1.0), 0, id="another MAC"),
+        pytest.param(flip(0.9995), 0, id="another index"),
+        pytest.param(flip(0.01), len(CHAIN) * 3 // 4, id="another block"),
+    ],
+)
+@pytest.mark.parametrize("secret", [b"", b"s" * 32])
+async def test_a_damaged_object_is_a_miss(
+    shelf: Shelf, change: Callable[[bytes], bytes], expected: int, secret: bytes
+) -> None:
+    """Found at the start, by its index; or when it is read, by the checksum of the block."""
+    async with running([MEMORY, COLD], secret) as (fleet, pool):
+        await write(pool, await fleet.start("a"))
+        await fleet.lose("a")
+        shelf.rot("blocks", change)
+        other = await fleet.start("b")
+        await found(other, 0)
+        assert await hits(pool) == pytest.approx(expected, abs=4)
+        if not expected:
+            assert other.stats(0.0).counters["cold_damaged"] > 0
+
+
+async def test_an_object_under_another_name_is_a_miss(
+    fleet: Fleet, pool: Pool, shelf: Shelf
+) -> None:
+    """Whoever can write into the bucket but has no secret can bring nothing back."""
+    await write(pool, await fleet.start("a"))
+    await fleet.lose("a")
+    for name in shelf.names("blocks"):
+        shelf.objects[name + "0"] = shelf.objects.pop(name)
+        shelf.times[name + "0"] = shelf.times[name]
+    other = await fleet.start("b")
+    await found(other, 0)
+    assert await hits(pool) == 0
+
+
+@pytest.mark.parametrize("why", ["access is refused", "503 Slow Down"])
+async def test_a_store_that_fails_is_a_miss_at_once_and_then_works_again(
+    fleet: Fleet, pool: Pool, shelf: Shelf, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "kvpool.cold")
+    server = await fleet.start("a")
+    await write(pool, server)
+    loop = asyncio.get_running_loop()
+    shelf.fails(why)
+    began = loop.time()
+    assert await hits(pool) <= 16
+    assert await hits(pool) <= 16
+    assert loop.time() - began < 1
+    assert sum(why in record.getMessage() for record in caplog.records) == 1
+    assert why in server.stats(0.0).usage[-1].status_text
+    shelf.works()
+    await found(server)
+    assert await hits(pool) == len(CHAIN)
+
+
+async def test_what_is_written_while_the_store_fails_is_written_later(
+    fleet: Fleet, pool: Pool, shelf: Shelf
+) -> None:
+    """And the writer does not wait for it."""
+    server = await fleet.start("a")
+    shelf.fails("503", "put")
+    began = asyncio.get_running_loop().time()
+    some = CHAIN[:8]
+    await pool.write(NAMESPACE, some, values(some, BLOCK))
+    assert asyncio.get_running_loop().time() - began < 0.5
+    await asyncio.sleep(0.1)
+    shelf.works()
+    await found(server, 8)
+
+
+async def test_a_read_that_hangs_is_asked_for_once_more(
+    fleet: Fleet, pool: Pool, shelf: Shelf
+) -> None:
+    server = await fleet.start("a")
+    await write(pool, server)
+    asked: set[str] = set()
+
+    def first_hangs(request: str, name: str) -> float:
+        first = request == "get" and name not in asked
+        asked.add(name)
+        return 60.0 if first else 0.0
+
+    shelf.delay_s = first_hangs
+    assert await hits(pool) == len(CHAIN)
+    assert server.stats(0.0).counters["cold_hedged"] > 0
+
+
+async def test_a_budget_of_requests_leaves_reads_the_last_part(
+    shelf: Shelf,
+) -> None:
+    few = COLD.replace("beat_s=40ms", "beat_s=1s") + "&requests=2400"  # 40 at once
+    async with running([MEMORY, few]) as (fleet, pool):
+        server = await fleet.start("a")
+        await write(pool, server, CHAIN[:24])
+        began = shelf.requests.total()
+        for _ in range(10):
+            await hits(pool, CHAIN[:24])
+        assert shelf.requests.total() - began <= 44
+        assert server.stats(0.0).counters["cold_over_budget"] > 0
+
+
+async def test_the_oldest_objects_go_where_there_is_no_room(shelf: Shelf) -> None:
+    small = COLD.replace("64MiB", "1MiB")
+    async with running([MEMORY, small]) as (fleet, pool):
+        server = await fleet.start("a")
+        chain = keys("many", 64)
+        await write(pool, server, chain)
+        assert sum(len(shelf.objects[one]) for one in shelf.names("blocks")) <= (1 << 20) + (
+            256 << 10
+        )
+        assert is_cold(server, chain[-1])
+        assert not is_cold(server, chain[0])
+        check_invariants(server.stack)
+
+
+@pytest.mark.parametrize("ahead_s", [-1e6, 0.0, 1e6])
+async def test_objects_are_deleted_after_their_time(shelf: Shelf, ahead_s: float) -> None:
+    """By the clock of the store, whatever that shows; also those of lost servers."""
+    shelf.ahead_s = ahead_s
+    brief = COLD + "&keep_s=1h"
+    async with running([MEMORY, brief]) as (fleet, pool):
+        server = await fleet.start("a")
+        await write(pool, server)
+        await fleet.lose("a")
+        for name in shelf.names("blocks")[:4]:
+            shelf.times[name] -= 3601
+        left = len(shelf.names("blocks")) - 4
+        other = await fleet.start("b")
+        await found(other, 0)
+        assert len(shelf.names("blocks")) == left > 0
+        shelf.ahead_s += 3601
+        await eventually(lambda: not shelf.names("blocks"))
+        assert await hits(pool) == 0
+        check_invariants(other.stack)
+
+
+async def test_another_secret_finds_nothing(shelf: Shelf) -> None:
+    for secret, expected in ((b"a" * 32, 0), (b"b" * 32, 0), (b"a" * 32, 8)):
+        async with running([MEMORY, COLD], secret) as (fleet, pool):
+            server = await fleet.start("a")
+            await found(server, 0)
+            assert await hits(pool, CHAIN[:8]) == expected
+            if secret == b"a" * 32 and not expected:
+                await write(pool, server, CHAIN[:8])
+
+
+async def test_encrypted_objects_have_no_plain_text(shelf: Shelf) -> None:
+    hidden = COLD + "&encrypt=yes"
+    async with running([MEMORY, hidden], b"s" * 32) as (fleet, pool):
+        await write(pool, await fleet.start("a"))
+        await fleet.lose("a")
+        everything = b"".join(shelf.objects.values())
+        assert NAMESPACE.name.encode() not in everything
+        assert CHAIN[0] not in everything
+        assert value(CHAIN[0], BLOCK)[1000:1100] not in everything
+        other = await fleet.start("b")
+        await found(other)
+        assert await hits(pool) == len(CHAIN)
+        shelf.rot("blocks", flip(0.01))
+        assert await hits(pool) < len(CHAIN)
+
+
+async def test_below_a_disk(shelf: Shelf, tmp_path: Path) -> None:
+    """What the disk evicts is still there, and what is read lies on the disk again."""
+    tiers = [MEMORY, f"nvme:{tmp_path / 'disk'}:2MiB", COLD]
+    async with running(tiers) as (fleet, pool):
+        server = await fleet.start("a")
+        await write(pool, server)
+        disk = server.stack.backing
+        assert disk.stored < len(CHAIN)
+        assert await hits(pool) == len(CHAIN)
+        await eventually(lambda: disk.peek(NAMESPACE, 0, CHAIN[-1]) is not None)
+        check_invariants(server.stack)
+        await fleet.lose("a")
+        (tmp_path / "disk").unlink()
+        other = await fleet.start("b")
+        await found(other)
+        assert await hits(pool) == len(CHAIN)
+        check_invariants(other.stack)
+        check_invariants(fleet.master.directory)
+
+
+async def test_what_a_disk_has_kept_is_written_when_a_cold_tier_comes(
+    shelf: Shelf, tmp_path: Path
+) -> None:
+    disk = [MEMORY, f"nvme:{tmp_path / 'disk'}:4MiB"]
+    async with running(disk) as (fleet, pool):
+        await fleet.start("a")
+        await pool.write(NAMESPACE, CHAIN[:8], values(CHAIN[:8], BLOCK))
+        await fleet.stop("a")
+        server = await fleet.start("a", [*disk, COLD])
+        await found(server, 8)
+
+
+async def test_another_version_is_forgotten(fleet: Fleet, pool: Pool, shelf: Shelf) -> None:
+    """A block that is written anew before the older version is found stays as it was written."""
+    server = await fleet.start("a")
+    (digest,) = CHAIN[:1]
+    await pool.write(NAMESPACE, [digest], [b"older" * 1000])
+    await found(server, 1)
+    await fleet.lose("a")
+    shelf.fails("503", "get")
+    other = await fleet.start("b")
+    await pool.write(NAMESPACE, [digest], [value(digest, BLOCK)])
+    shelf.works()
+    await eventually(lambda: is_cold(other, digest))
+    await asyncio.sleep(0.2)
+    for n in range(4):  # memory drops it
+        await write(pool, other, keys(f"other {n}", 8))
+    assert await hits(pool, [digest]) == 1

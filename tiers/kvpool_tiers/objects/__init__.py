@@ -1,0 +1,1 @@
+"""Object stores as cold tiers (design: cold)."""

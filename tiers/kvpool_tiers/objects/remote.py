@@ -1,0 +1,110 @@
+"""Object stores by `obstore`: S3, Google Cloud Storage, Azure, and a directory that is shared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from kvpool.errors import ConfigError, Unavailable
+from kvpool.protocols.cold_tier import Gone, Listed
+
+#: Names that are listed at most: at 32 MiB each, 3 TiB.
+_LISTED_MAX: Final = 100_000
+
+#: Names in one turn of the loop.
+_CHUNK: Final = 200
+#: The library tries again by itself, but not for longer.
+_RETRIES: Final = 2
+_RETRY_S: Final = 4.0
+
+
+class ObstoreObjects:
+    """One prefix of one bucket."""
+
+    def __init__(self, url: str, prefix: str, endpoint: str, region: str) -> None:
+        """Raises ConfigError. Credentials come from the environment, as `obstore` finds them."""
+        try:
+            import obstore
+            from obstore import exceptions, store
+        except ImportError:
+            raise ConfigError(
+                f"{url}: object stores need the package obstore: pip install 'kvpool[objects]'"
+            ) from None
+        self._obstore: Any = obstore
+        self._exceptions: Any = exceptions
+        options: dict[str, Any] = {}
+        if not url.startswith("file:"):
+            from datetime import timedelta
+
+            options["client_options"] = {"allow_http": endpoint.startswith("http://")}
+            options["retry_config"] = {
+                "max_retries": _RETRIES,
+                "retry_timeout": timedelta(seconds=_RETRY_S),
+            }
+        if endpoint:
+            options["endpoint"] = endpoint
+        if region:
+            options["region"] = region
+        if url.startswith("file:"):
+            options["mkdir"] = True
+        try:
+            self._store: Any = store.from_url(f"{url.rstrip('/')}/{prefix}", **options)
+        except Exception as error:  # the library raises several, also of its own kind
+            raise ConfigError(f"{url}: {_first_line(error)}") from None
+
+    async def put(self, name: str, data: bytes | memoryview) -> None:
+        with self._errors():
+            await self._obstore.put_async(self._store, name, data, use_multipart=False)
+
+    async def get(self, name: str, start: int, size: int) -> bytes | memoryview:
+        with self._errors():
+            found = await self._obstore.get_range_async(self._store, name, start=start, length=size)
+        data = memoryview(found)
+        if len(data) != size:
+            raise Unavailable(f"{len(data)} bytes instead of {size}")
+        return data
+
+    async def listing(self, prefix: str) -> list[Listed]:
+        found: list[Listed] = []
+        with self._errors():
+            async for page in self._obstore.list(self._store, prefix, chunk_size=_CHUNK):
+                found += [
+                    Listed(m["path"], m["size"], m["last_modified"].timestamp()) for m in page
+                ]
+                if len(found) >= _LISTED_MAX:
+                    break
+                await asyncio.sleep(0)
+        return found
+
+    async def folders(self, prefix: str) -> list[str]:
+        with self._errors():
+            page = await self._obstore.list_with_delimiter_async(self._store, prefix)
+        return [path.rstrip("/").rpartition("/")[2] for path in page["common_prefixes"]]
+
+    async def delete(self, name: str) -> None:
+        try:
+            with self._errors():
+                await self._obstore.delete_async(self._store, name)
+        except Gone:
+            pass
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Every error of the library as one of ours, in few words: it is a reason in a log."""
+        known = self._exceptions
+        try:
+            yield
+        except (known.NotFoundError, FileNotFoundError):
+            raise Gone("there is no such object") from None
+        except (known.UnauthenticatedError, known.PermissionDeniedError):
+            raise Unavailable("access is refused: look at the credentials") from None
+        except (known.BaseError, OSError, ValueError) as error:
+            raise Unavailable(_first_line(error)) from None
+
+
+def _first_line(error: BaseException) -> str:
+    """Without what differs from request to request, such as names and numbers of them."""
+    text = str(error).strip().splitlines()
+    return text[0].rpartition(" - ")[2][:160] if text else type(error).__name__
