@@ -26,7 +26,7 @@ demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
 
 # Suites with packages of their own, each in a virtual environment .venv-NAME.
-SUITES := kernels vllm vllm-long routers page ray helm prometheus transformers lmcache lmcache-long sglang
+SUITES := kernels vllm vllm-long routers objects page ray helm prometheus transformers lmcache lmcache-long sglang
 ifeq ($(WITH),)
 test: $(VENV)/ready  ## the whole suite, two tests at a time; with vLLM and others: WITH=vllm ...
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
@@ -50,6 +50,10 @@ test/vllm-long: $(VLLM_VENV)/ready
 # What vllm-router and Dynamo believe of our KV events.
 test/routers: .venv-routers/ready
 	.venv-routers/bin/python -m pytest tests/routers $(ARGS)
+
+# The cold tier, against a server that speaks S3's protocol.
+test/objects: .venv-objects/ready
+	.venv-objects/bin/python -m pytest tests/objects $(ARGS)
 
 # The status page in a real chromium; skipped where there is none.
 test/page: .venv-page/ready
@@ -132,7 +136,7 @@ docs: .venv-docs/ready  ## the documentation as a site in site/, with the API re
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 # Apart from the others: triton is a large package, and torch uses it where it finds it.
-SIMPLE := kernels routers page ray helm transformers
+SIMPLE := kernels routers objects page ray helm transformers
 $(SIMPLE:%=.venv-%/ready): .venv-%/ready: pyproject.toml
 	@$(call venv,$(@D))
 	$(@D)/$(PIP_INSTALL) -e . $(call group,$*)

@@ -11,7 +11,7 @@ from kvpool import registry
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import MOVER, Entry
-from kvpool.server.state.tier_stores import FileStore
+from kvpool.server.state.tier_stores import SPAN, ColdStore, FileStore
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
@@ -42,14 +42,16 @@ class Server:
         front_tier: int = 0,
         write_back: bool = False,
         in_place: tuple[int, ...] = (),
+        cold: bool = False,
     ) -> None:
+        stores = [FileStore(count * PAGE, alignment=PAGE) for count in pages]
         self.stack = TieredStore(
-            [FileStore(count * PAGE, alignment=PAGE) for count in pages],
+            [*stores, *[ColdStore(1 << 30, PAGE)] * cold],
             front_tier=front_tier,
             write_back=write_back,
             in_place_tiers=in_place,
         )
-        self.memory: list[dict[int, Name]] = [{} for _ in pages]
+        self.memory: list[dict[int, Name]] = [{} for _ in self.stack.stores]
         self.copies: list[TierTransfer] = []
         self.map: dict[Name, int] = {}
         self.reasons: dict[Name, ReadStatus] = {}
@@ -115,6 +117,15 @@ class Server:
         self, namespace: Namespace, part: int, chain: list[bytes], size: int = 1 << 30
     ) -> None:
         self.copies += self.stack.start_promotions(namespace, part, chain, size, self.now)
+
+    def keep(self, entry: Entry) -> None:
+        """Another object has this block."""
+        cold, index, place = self.stack.stores[-1], entry.index, len(self.memory[-1]) * SPAN
+        assert isinstance(cold, ColdStore)
+        name = index.namespace, index.part, entry.digest
+        record = Record(*name, entry.parent, place, entry.size, entry.checksum, 0)
+        self.memory[-1][place] = name
+        cold.add(record, entry.born)
 
     def finish(self, copy: TierTransfer, good: bool = True) -> None:
         """The bytes arrive as they are at the source *now*, which is when they are read."""
@@ -805,14 +816,34 @@ def test_what_was_found_on_disk_may_be_evicted_by_any_policy(policy: str) -> Non
 @pytest.mark.parametrize("seed", range(100))
 def test_random_histories(seed: int, write_back: bool) -> None:
     """Writers, readers, copies that end late or badly, removals, full tiers, a tier that dies."""
+    play(seed, write_back, cold=False)
+
+
+@pytest.mark.parametrize("write_back", [False, True])
+@pytest.mark.parametrize("seed", range(1000, 1040))
+def test_random_histories_above_a_cold_tier(seed: int, write_back: bool) -> None:
+    """The same; and blocks come into objects, which are deleted."""
+    play(seed, write_back, cold=True)
+
+
+def play(seed: int, write_back: bool, *, cold: bool) -> None:
     rng = random.Random(seed)
     pages, front_tier = rng.choice([((12, 40), 0), ((12, 16), 0), ((8, 12, 40), 1), ((8, 12), 1)])
     in_place = (0,) if front_tier and rng.random() < 0.7 else (1,) if rng.random() < 0.3 else ()
-    server = Server(*pages, front_tier=front_tier, write_back=write_back, in_place=in_place)
+    server = Server(
+        *pages, front_tier=front_tier, write_back=write_back, in_place=in_place, cold=cold
+    )
     for tier in server.stack.in_place_tiers:
         server.stack.stores[tier].held.limits = Limits.of(6 * PAGE, PAGE)
     digests = keys("random", 48)
     for _ in range(300):
+        if cold and rng.random() < 0.3 and (there := server.stack.inventory()):
+            server.keep(rng.choice(there))
+        if cold and rng.random() < 0.05 and (there := server.stack.stores[-1].inventory()):
+            entry = rng.choice(there)
+            index = entry.index
+            lost = [entry.digest]
+            server.stack.stores[-1].remove(index.namespace, lost, ReadStatus.EVICTED, index.part)
         step, owner, first = rng.random(), rng.randint(1, 3), rng.randrange(48)
         namespace, part = rng.choice([(ONE, 0), (ONE, 0), (TWO, 0), (TWO, 1)])
         chain = digests[first : first + rng.randint(1, 6)]

@@ -1,0 +1,174 @@
+"""Objects that somebody else has written: they are what they were, or Damaged."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from kvpool.protocols.cold_tier import Listed
+from kvpool.server.cold.state.book import Book, Living, Waiting, folder, responsible, server_of
+from kvpool.server.cold.state.format import (
+    TAIL,
+    ColdBlock,
+    Damaged,
+    ObjectKeys,
+    Tail,
+    pack_end,
+    pack_removed,
+    parse_index,
+    parse_removed,
+    parse_tail,
+)
+from kvpool.types import Namespace, ReadStatus
+
+KEYS = ObjectKeys(b"k" * 32)
+NAME = "blocks/a/1"
+SALT = bytes(32)
+ONE, TWO = Namespace("one"), Namespace("@acme/two", 3)
+BLOCKS = [
+    ColdBlock(ONE, 0, b"a" * 32, b"", 0, 100, 7, 1),
+    ColdBlock(TWO, 2, b"b" * 16, b"a" * 16, 100, 50, (1 << 64) - 1, 0),
+]
+START = 150
+
+
+def parse(data: bytes, name: str = NAME, keys: ObjectKeys = KEYS) -> list[ColdBlock]:
+    tail = parse_tail(data[-TAIL.size :], len(data))
+    return parse_index(name, tail, data[tail.start : tail.start + tail.size], keys)
+
+
+def packed(blocks: list[ColdBlock] = BLOCKS, cipher: bool = False, start: int = START) -> bytes:
+    return bytes(start) + pack_end(NAME, blocks, start, KEYS, SALT, cipher)
+
+
+def test_what_is_written_is_read() -> None:
+    assert parse(packed()) == BLOCKS
+    apart = [BLOCKS[0], BLOCKS[1]._replace(position=116)]
+    hidden = packed(apart, cipher=True, start=182)
+    assert parse(hidden) == apart
+    assert b"acme" not in hidden
+
+
+@pytest.mark.parametrize("cipher", [False, True])
+def test_an_object_that_was_changed_is_damaged(cipher: bool) -> None:
+    rng = random.Random(1)
+    good = packed([BLOCKS[0]], cipher)
+    for _ in range(500):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(START, len(data))] ^= 1 << rng.randrange(8)
+        if rng.random() < 0.3:
+            del data[rng.randrange(START, len(data)) :]
+        if bytes(data) != good:
+            with pytest.raises(Damaged):
+                parse(bytes(data))
+
+
+def test_another_name_or_key_is_damaged() -> None:
+    with pytest.raises(Damaged):
+        parse(packed(), name="blocks/b/1")
+    with pytest.raises(Damaged):
+        parse(packed(), keys=ObjectKeys(b"l" * 32))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position": 101},
+        {"position": 99},
+        {"position": -1},
+        {"size": 0},
+        {"size": 51},
+        {"size": 1 << 63},
+        {"part": 3},
+        {"part": -1},
+        {"digest": b"short"},
+        {"digest": b"x" * 33},
+        {"parent": b"x" * 33},
+        {"checksum": -1},
+        {"copies": 17},
+    ],
+)
+def test_an_index_with_the_right_mac_is_not_believed_either(change: dict[str, object]) -> None:
+    """As of a server that has a bug, or of a cluster without a secret."""
+    with pytest.raises(Damaged):
+        parse(packed([BLOCKS[0], BLOCKS[1]._replace(**change)]))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([[["n", 1]], [[1, 0, b"a" * 32, b"", 0, 9, 0, 1]]]),
+        msgspec.msgpack.encode([[["n", 1]], [[-1, 0, b"a" * 32, b"", 0, 9, 0, 1]]]),
+        msgspec.msgpack.encode([[["", 1]], []]),
+        msgspec.msgpack.encode([[["n", 0]], []]),
+        msgspec.msgpack.encode([[["n", "1"]], []]),
+        msgspec.msgpack.encode([[], [[]] * 20_000]),
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+    ],
+)
+def test_any_bytes_as_an_index(index: bytes) -> None:
+    head = b"kvpcold1", 0, SALT, START, len(index)
+    mac = KEYS.mac(NAME.encode(), TAIL.pack(*head, b""), index)
+    with pytest.raises(Damaged):
+        parse_index(NAME, Tail(False, SALT, START, len(index), mac), index, KEYS)
+
+
+def test_what_was_removed() -> None:
+    data = pack_removed(NAME, {5, 3}, KEYS)
+    assert parse_removed(NAME, data, KEYS) == {3, 5}
+    for bad, name in ((data, "blocks/b/1"), (data[:-1], NAME), (b"", NAME)):
+        with pytest.raises(Damaged):
+            parse_removed(name, bad, KEYS)
+
+
+def test_an_object_has_one_of_the_living_and_few_change_hands() -> None:
+    names = [f"blocks/{folder('lost/1')}/{n}" for n in range(300)]
+    assert server_of(folder("lost/1")) == "lost/1"
+    before = {name: responsible(name, {"a", "b", "c"}) for name in names}
+    after = {name: responsible(name, {"c", "a", "b", "d"}) for name in names}
+    assert {after[name] for name in names if after[name] != before[name]} == {"d"}
+    assert min(list(before.values()).count(one) for one in "abc") > 50
+    assert responsible(names[0], {"a", "lost/1"}) == "lost/1"
+
+
+def test_who_lives_is_said_by_one_clock() -> None:
+    beats = [Listed("servers/me", 0, 5000.0), Listed("servers/b", 0, 4971.0)]
+    beats.append(Listed("servers/c", 0, 4970.0))
+    assert Living.of(beats, "me", 30.0) == Living(frozenset({"me", "b"}), 5000.0)
+
+
+def test_which_object_goes() -> None:
+    book, tail = Book(100), Tail(False, SALT, 0, 0, b"")
+    one, two = (book.enter(f"blocks/a/{n}", 40, float(n), tail) for n in range(2))
+    one.blocks = two.blocks = 1
+    assert book.next_to_go(20, -1.0) is None
+    book.read(one)
+    assert book.next_to_go(21, -1.0) is two
+    assert book.next_to_go(0, 1.0) is one
+    book.left(two.start, ReadStatus.TIER_LOST)
+    assert book.next_to_go(0, -1.0) is None, "it is found again"
+    book.leave(two)
+    book.left(one.start, ReadStatus.REMOVED)
+    assert one.removed == {0}
+    assert book.unsaved
+    assert book.next_to_go(0, -1.0) is one
+
+
+def test_what_waits_to_be_written() -> None:
+    waiting = Waiting()
+    assert waiting.due_in(10, 5.0, 0.0) is None
+    waiting.add((ONE, 0, b"a"), 6, 1.0)
+    waiting.add((ONE, 0, b"a"), 6, 2.0)
+    assert waiting.due_in(10, 5.0, 2.0) == 4.0
+    assert waiting.due_in(10, 5.0, 9.0) == 0.0
+    waiting.add((ONE, 0, b"b"), 6, 2.0)
+    waiting.add((ONE, 0, b"c"), 6, 2.0)
+    assert waiting.due_in(10, 5.0, 2.0) == 0.0
+    assert [key[2] for key in waiting.take(10, 9)] == [b"a", b"b"]
+    assert waiting.size == 6
