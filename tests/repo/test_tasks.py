@@ -66,6 +66,7 @@ SHORT_LIVED = {
     "kvpool/client/servers.py gather_errors": _GROUP,
     "kvpool/client/shared_copies.py SharedCopies.wrote": "as `PrefetchCalls._copy`",
     "kvpool/client/spread.py Spreader._run": _CALL,
+    "kvpool/client/writer.py Writer._place_and_write": _GROUP,
     "kvpool/client/writer.py _run_all": _GROUP,
     "kvpool/net/http_server.py Pages._connected": "one request; it ends with its deadline",
     "kvpool/net/zmq_rpc.py _ZmqLink._choose_family": "ends with an answer; a reconnect asks again",
