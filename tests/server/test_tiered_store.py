@@ -899,6 +899,30 @@ def play(seed: int, write_back: bool, *, cold: bool) -> None:
     assert WriteStatus.NO_SPACE.name not in server.write(9, ONE, 0, [key("there is room")])
 
 
+def test_a_cold_block_of_another_version_is_forgotten() -> None:
+    """An object was found while the block was being written."""
+    server = Server(4, cold=True)
+    (digest,) = chain = keys("version", 1)
+    server.reserve(1, ONE, 0, chain)
+    cold = server.stack.stores[-1]
+    assert isinstance(cold, ColdStore)
+    assert cold.add(Record(ONE, 0, digest, ROOT, SPAN, PAGE, 1, 0), 0) is not None
+    for held in list(server.open):
+        server.seal(*held)
+    assert cold.peek(ONE, 0, digest) is None
+    server.look()
+
+
+def test_what_the_pool_has_evicted_is_announced_where_it_is_cold() -> None:
+    server = Server(2, cold=True)
+    chain = keys("chain", 2)
+    server.write(1, ONE, 0, chain)
+    server.keep(server.stack.front.inventory()[1])
+    server.write(1, ONE, 0, keys("another", 2))
+    server.look()
+    assert sorted(server.map.values()) == [0, 0, 1]
+
+
 def test_a_circle_that_a_file_describes_can_be_evicted() -> None:
     """G9: what a restart finds is checked, too; a file may come from a version that let it in."""
     server = Server(2, 4)

@@ -389,19 +389,19 @@ async def test_what_a_disk_has_kept_is_written_when_a_cold_tier_comes(
         await found(server, 8)
 
 
-async def test_another_version_is_forgotten(fleet: Fleet, pool: Pool, shelf: Shelf) -> None:
+async def test_another_version_is_forgotten(shelf: Shelf) -> None:
     """A block that is written anew before the older version is found stays as it was written."""
-    server = await fleet.start("a")
-    (digest,) = CHAIN[:1]
-    await pool.write(NAMESPACE, [digest], [b"older" * 1000])
-    await found(server, 1)
-    await fleet.lose("a")
-    shelf.fails("503", "get")
-    other = await fleet.start("b")
-    await pool.write(NAMESPACE, [digest], [value(digest, BLOCK)])
-    shelf.works()
-    await eventually(lambda: is_cold(other, digest))
-    await asyncio.sleep(0.2)
-    for n in range(4):  # memory drops it
-        await write(pool, other, keys(f"other {n}", 8))
-    assert await hits(pool, [digest]) == 1
+    async with running([MEMORY, COLD]) as (fleet, pool):
+        server = await fleet.start("a")
+        (digest,) = CHAIN[:1]
+        others = keys("others", 2)
+        await pool.write(NAMESPACE, [digest, *others], [b"older" * 1000, *values(others, BLOCK)])
+        await found(server, 3)
+        await fleet.lose("a")
+        shelf.fails("503", "get")
+        other = await fleet.start("b", [MEMORY, COLD.replace("wait_s=20ms", "wait_s=1h")])
+        await pool.write(NAMESPACE, [digest], [value(digest, BLOCK)])
+        shelf.works()
+        await found(other, 2)
+        assert not is_cold(other, digest)
+        assert await hits(pool, [digest]) == 1
