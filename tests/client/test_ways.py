@@ -203,6 +203,28 @@ def test_a_server_that_is_slow_or_lost_is_no_way() -> None:
     assert not load.brought["c"]
 
 
+@pytest.mark.parametrize("which", [{"near": "ab"}, {"ailing": "ab"}])
+def test_servers_that_are_in_memory_or_ailing_share_nothing(which: dict[str, str]) -> None:
+    load = Load(["ab"] * 64, **which)  # type: ignore[arg-type]
+    load.play()
+    assert load.log == [Attempt("a", list(range(64)))]
+
+
+def test_a_way_that_is_somewhat_slower_is_not_left() -> None:
+    """Most of its piece has arrived when the idle one would have brought it."""
+    load = Load(["ab"] * 2, {"a": 6e7, "b": 1e8}, size=64 * MIB, known={"a": 1e8, "b": 1e8})
+    load.play()
+    assert not load.unresponsive
+
+
+def test_a_silent_way_is_remembered_as_slow() -> None:
+    load = Load(["ab"] * 64, {"a": 0.0}, known={"a": 1e9, "b": 1e8})
+    load.play()
+    rate = load.rates.rate("a")
+    assert rate is not None
+    assert rate < 0.9e9
+
+
 def test_a_way_that_has_nothing_any_more_is_asked_once() -> None:
     load = Load(["abc"] * 64)
     load.play(lacks="a")
