@@ -273,6 +273,29 @@ def test_density_learns_not_to_let_in_what_would_push_out_what_is_next(
     assert density > 0.5 * 30 * 20
 
 
+def test_density_refuses_nothing_in_a_shortage_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty blocks take turns in a store for twenty, then thirty do, then twenty again.
+
+    Each victim is dearer than the newcomer, from the first one on. It counts only while many blocks
+    are asked for again too late.
+    """
+    monkeypatch.setattr("kvpool.server.eviction.density._RELEARN_EVERY", 300)
+    monkeypatch.setattr("kvpool.server.eviction.density._SAMPLE", 1)
+    store = books("density", 20)
+    names, others = keys("turn", 30), keys("later", 400)
+    refused = []
+    for now in range(4000):
+        of = 30 if 600 <= now < 1400 else 20
+        name = names[now % of] if now % 20 or now < 3000 else others[now // 20]
+        if store.peek(ONE, 0, name) is not None:
+            read(store, [name], float(now))
+        elif write(store, [name], float(now)) == [WriteStatus.BYPASSED]:
+            refused.append(now)
+    assert refused[0] > 660
+    assert sum(now < 1400 for now in refused) > 30
+    assert not [now for now in refused if now >= 3000]
+
+
 def test_density_lets_newcomers_in_when_what_was_dear_is_old(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

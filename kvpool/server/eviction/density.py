@@ -5,6 +5,9 @@ and until then, or for h, it takes up memory. Its *density* is the best ratio of
 all h: Gittins' index. LHD (Beckmann, Chen, Cidon, NSDI 2018) also ranks by hit density. The new
 block is ranked too, as a block that was used just now: if its density is the lowest of all, it is
 refused. So no lease must be chosen; its length follows from the measured times between uses.
+Refusing pays only while memory is short for long: then what is refused would have been evicted. In
+a shortage of seconds whole chains would be refused that are missed when memory is ample again. So
+nothing is refused unless a good part of all uses comes too late.
 
 The measurement must not depend on what was kept, or evicting blocks too early would look right. So
 evicted and refused blocks are kept as *ghosts* for a while (digest and last use): when one is
@@ -34,6 +37,9 @@ _RELEARN_EVERY: Final = 20_000
 #: two are ordered by age, and a new block is refused only if its density is below this fraction of
 #: the victim's.
 _BYPASS_MARGIN: Final = 0.93
+#: Nothing is refused while fewer than this share of the uses of known blocks are of evicted or
+#: refused ones.
+_LATE_MIN: Final = 0.15
 #: A block that was not used for so many seconds is evicted, whatever its density is (G9).
 _BYPASS_S_MAX: Final = 600.0
 
@@ -61,6 +67,7 @@ class Density(Generic[B]):
         # half of the memory of a tuple.
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._sampled = 0  # stored blocks of the sample
+        self._used = self._late = 0.0  # uses of known blocks of it, and those of ghosts among them
         self._touches = 0
 
     def touch(self, block: B, now: float) -> None:
@@ -81,6 +88,8 @@ class Density(Generic[B]):
             self._touches = 0
             for lives in self._lives:
                 lives.learn()
+            self._used *= LifetimeHistogram.KEPT
+            self._late *= LifetimeHistogram.KEPT
 
     def add_candidate(self, block: B) -> None:
         if not block.is_candidate:
@@ -104,7 +113,8 @@ class Density(Generic[B]):
                 return poorest
             age_s = now - poorest.last_used / 1e6
             kept = self._lives[poorest.number].density(age_s)
-            if kept and age_s < _BYPASS_S_MAX:  # else nothing is refused for it
+            is_short = self._late > self._used * _LATE_MIN
+            if kept and is_short and age_s < _BYPASS_S_MAX:  # else nothing is refused for it
                 known = self._ghosts.get(_name(newcomer.digest), 0)
                 offered = self._lives[min(known & _USES, _CLASSES - 1)].density(0.0)
                 if offered < kept * _BYPASS_MARGIN:
@@ -172,11 +182,13 @@ class Density(Generic[B]):
         age_s = now - (known // (_USES + 1)) / 1e6
         if age_s < _SAME_USE_S:
             return uses
+        self._late += 1
         self._used_again(uses, age_s)
         return min(uses + 1, _CLASSES)
 
     def _used_again(self, uses: int, age_s: float) -> None:
         """Count the time since the last use in its class; the block enters the next class."""
+        self._used += 1
         self._lives[uses - 1].ended(age_s)
         self._lives[min(uses, _CLASSES - 1)].began += 1
 
