@@ -37,7 +37,8 @@ class KnownWriters:
     | equal   | loaded                                | due, after 1, 3, 7, ... further loads    |
     | due     | loaded, but by one load, which is     | equal or wrong                           |
     |         | computed and compared                 |                                          |
-    | wrong   | not loaded                            | (it stays, until `reset`)                |
+    | wrong   | not loaded, but removed, if another   | (it stays, until `reset`)                |
+    |         | one was equal                         |                                          |
 
     A writer that is not in the table is new.
     """
@@ -55,8 +56,9 @@ class KnownWriters:
         if not self._loads_per_check or self.problem:
             return Trust(None)
         if self._trust is None:
-            good = [writer for writer, one in self._known.items() if not one.wrong]
-            self._trust = Trust(frozenset(good))
+            good = frozenset(writer for writer, one in self._known.items() if not one.wrong)
+            # Who equals nobody may itself be wrong, and removes nothing.
+            self._trust = Trust(good, self.wrong if good else frozenset())
         return self._trust
 
     @property

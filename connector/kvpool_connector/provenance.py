@@ -111,9 +111,11 @@ def _on_device(mark: bytes, device: Any) -> Any:
 
 
 class Trust(NamedTuple):
-    """Whose blocks are loaded, beside an engine's own; None: everybody's."""
+    """Whose blocks are loaded, beside an engine's own; None: everybody's. Those of `removed`
+    writers are taken out of the pool where a load meets them."""
 
     writers: frozenset[bytes] | None
+    removed: frozenset[bytes] = frozenset()
 
     def covers(self, writer: BlockWriter, mark: bytes = b"") -> bool:
         """`mark` is the engine's own."""

@@ -27,6 +27,7 @@ _PLAIN: Final = {
     "loads": "Loads that have ended.",
     "loads_failed": "Loads that did not bring all of their blocks; the engine computed the rest.",
     "loads_refused": "Loads that met an engine's blocks that are compared first, or are wrong.",
+    "removed_blocks": "Blocks of engines with other KV that were taken out of the pool.",
     "load_s": "Seconds from the decision to load until the scheduler had the result.",
     "load_bytes": "Bytes loaded.",
     "load_waits": "Requests that waited for another request's load of the same blocks.",

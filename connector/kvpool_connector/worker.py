@@ -430,9 +430,10 @@ class ConnectorWorker:
                 timeout=max(0.0, until - time.monotonic()),
             )
             found = await rows.writers()
-        read_ids = set()
+        read_ids, wrong = set(), []
         size = memory.block_bytes // memory.parts + MARK_BYTES
-        for block, result, writer in zip(ids, results, found, strict=True):
+        digests = blocks.digests[first:last]
+        for digest, block, result, writer in zip(digests, ids, results, found, strict=True):
             good = result.status.hit and result.size == size
             if good and writer.id not in met.compared and self._trust.covers(writer, context.mark):
                 read_ids.add(block)
@@ -442,7 +443,12 @@ class ConnectorWorker:
                 if good:
                     reason = "not trusted"
                     met.refused.add(writer.id)
+                    wrong += [digest] if writer.id in self._trust.removed else []
                 self._count(f"load_miss {reason}", 1)
+        if wrong:  # otherwise what is computed instead could not be stored
+            name = context.namespaces[blocks.group]
+            removed = await pool.remove(name, wrong, timeout=_LOOK_TIMEOUT_S)
+            self._count("removed_blocks", sum(removed))
         return read_ids
 
     def _load_ended(

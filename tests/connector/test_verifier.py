@@ -450,6 +450,36 @@ def test_of_an_engine_that_joins_late_and_differs_no_block_is_ever_loaded(
     assert not liar.scheduler.planner.verifier.writers.odd
 
 
+def test_the_pool_gets_the_right_block_in_the_place_of_a_wrong_one(
+    pool: LocalPool, start: Start
+) -> None:
+    """By whoever meets it, if another engine has confirmed that one: then it is a hit for all."""
+    good, liar, reader = start(), start(seed=7), start(verify_rate=0.001)
+    hashes, more, shared = keys("wrong first", 3), keys("and second", 3), keys("confirms", 3)
+    liar.serve("l", hashes)
+    liar.serve("m", more)
+    good.serve("g", shared)
+    reader.serve("a", hashes)  # nobody has confirmed it yet: it removes nothing
+    assert "removed_blocks" not in reader.workers[0].take_counters()
+    assert not reader.serve("b", hashes)
+    assert "removed_blocks" not in reader.workers[0].take_counters()
+    reader.serve("c", shared)
+    assert not reader.serve("d", more)
+    assert reader.workers[0].take_counters()["removed_blocks"] == 3
+    name = reader.scheduler.namespaces[0]
+    reader.until(lambda: pool.ask(lambda client: client.match(name, more)).length == 3)
+    other = start(seed=0, verify_rate=0.001)
+    assert [other.serve(f"o{n}", more) for n in range(2)] == [False, True]
+    assert other.counters["verification equal"] == 1
+    # One that differs from everybody removes nothing of what is right.
+    wrong = start(seed=9, verify_rate=0.001)
+    for number, one in enumerate((shared, more, shared)):
+        assert not wrong.serve(f"w{number}", one)
+    assert pool.ask(lambda client: client.match(name, shared)).length == 3
+    assert other.serve("again", shared) is False  # the first of this writer's is compared
+    assert other.counters["verification equal"] == 2
+
+
 def test_who_goes_on_from_wrong_blocks_is_not_blamed(start: Start) -> None:
     """Blocks behind wrong ones differ as well; the first that differs is found by halving."""
     good, liar, reader = start(), start(seed=7), start(verify_rate=0.01)
