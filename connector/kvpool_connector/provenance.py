@@ -47,6 +47,7 @@ class BlockWriter(NamedTuple):
 UNKNOWN: Final = BlockWriter(b"", "an unknown engine")
 
 
+@functools.lru_cache(maxsize=1024)  # a load has thousands, of a few writers
 def writer_of(mark: bytes) -> BlockWriter:
     """`UNKNOWN` if these bytes are no mark."""
     magic, rest = mark[: len(_MAGIC)], mark[len(_MAGIC) :]
@@ -84,7 +85,8 @@ async def marked(blocks: Sequence[Memory], mark: bytes = b"") -> MarkedBlocks:
     elif mark:
         marks = [memoryview(mark)] * len(blocks)
     else:
-        marks = [memoryview(bytearray(MARK_BYTES)) for _ in blocks]
+        room = memoryview(bytearray(MARK_BYTES * len(blocks)))
+        marks = [room[at : at + MARK_BYTES] for at in range(0, len(room), MARK_BYTES)]
     return MarkedBlocks([_with(*one) for one in zip(blocks, marks, strict=True)], marks)
 
 

@@ -482,16 +482,20 @@ def test_the_pool_gets_the_right_block_in_the_place_of_a_wrong_one(
 
 def test_who_goes_on_from_wrong_blocks_is_not_blamed(start: Start) -> None:
     """Blocks behind wrong ones differ as well; the first that differs is found by halving."""
-    good, liar, reader = start(), start(seed=7), start(verify_rate=0.01)
-    hashes = keys("goes on", 40)
-    good.serve("g", hashes[:18])
-    liar.serve("l", hashes[:27])
-    right, good.make = good.make, liar.make  # type: ignore[method-assign]
-    good.serve("h", hashes)
+    good, liar = start(blocks=200), start(seed=7, blocks=200)  # a quarter may be saved at once
+    reader, hashes = start(verify_rate=0.01, blocks=200), keys("goes on", 40)
+    good.serve("g", hashes[:19])
+    liar.memory[0].fill_(7)
+    liar.serve("l", hashes[:20])  # loads 19, and saves one that is not read at first
+    good.memory[0][20:].fill_(9)
+    good.serve("h", hashes)  # loads 20, and what it saves behind them differs
     assert not reader.serve("r", hashes)
-    assert reader.scheduler.planner.verifier.writers.wrong == {liar.scheduler.names.writer.id}
-    assert reader.scheduler.planner.verifier.writers.trust.covers(good.scheduler.names.writer)
-    good.make = right  # type: ignore[method-assign]
+    [line] = [line for line in reader.lines if "other KV" in line]
+    blamed = [n for n, one in enumerate(hashes) if one.hex() in line]
+    assert blamed == [19]
+    writers = reader.scheduler.planner.verifier.writers
+    assert writers.wrong == {liar.scheduler.names.writer.id}
+    assert writers.trust.covers(good.scheduler.names.writer)
 
 
 def test_an_engine_that_only_saves_compares_some_of_what_is_there_already(start: Start) -> None:
