@@ -29,6 +29,7 @@ from tests.support import count_rooms
 
 RINGS: dict[str, tuple[str, ...]] = {
     "tiers": (
+        "kvpool/protocols/cold_tier.py",
         "kvpool/server/tier_mover.py",
         "kvpool/server/tier_health.py",
         "kvpool/server/tier_traffic.py",
@@ -40,7 +41,6 @@ RINGS: dict[str, tuple[str, ...]] = {
         "tiers/kvpool_tiers/nvme/*.py",
     ),
     "cold": (
-        "kvpool/protocols/cold_tier.py",
         "kvpool/server/cold/**/*.py",
         "tiers/kvpool_tiers/objects/*.py",
     ),
