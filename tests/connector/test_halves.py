@@ -1326,6 +1326,7 @@ def test_loads_and_saves_are_spans_with_their_reads_and_writes_inside(
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setenv(tracing.VARIABLE, "1")
     monkeypatch.setattr(tracing, "tracer", lambda: provider.get_tracer("kvpool"))
     writer, reader = start(), start()
     hashes = keys("traced", 3)

@@ -64,8 +64,6 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "if len(piece) < before // 2:",
         "if len(piece) < before // 1:",
     ): "A piece is compacted more often, which costs one copy of it.",
-    ("kvpool/server/state/store.py", "self._next_id = 1", "self._next_id = 0"): _ID,
-    ("kvpool/server/state/store.py", "self._next_id = 1", "self._next_id = 2"): _ID,
     (
         "kvpool/server/state/allocator.py",
         "before = _class_of(whole // self.alignment)",
@@ -73,8 +71,8 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
     ): "The rest of the extent is taken out of its class and put back, which costs a moment.",
     (
         "kvpool/master/state/placement.py",
-        "load = record.offered / min(max(1, record.capacity), believed_max)",
-        "load = record.offered / min(max(2, record.capacity), believed_max)",
+        "load = offered / min(max(1, record.capacity), believed_max)",
+        "load = offered / min(max(2, record.capacity), believed_max)",
     ): "No block fits into one byte, nor into two.",
     (
         "connector/kvpool_connector/probing.py",
@@ -83,8 +81,8 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
     ): "A probe that brings anything brings a block, which has kilobytes.",
     (
         "kvpool/client/spread.py",
-        "tree.lost(call, NO_TIME if loop.time() >= deadline else SERVER_LOST)",
-        "tree.lost(call, NO_TIME if loop.time() > deadline else SERVER_LOST)",
+        "plan.lost(call, NO_TIME if loop.time() >= deadline else SERVER_LOST)",
+        "plan.lost(call, NO_TIME if loop.time() > deadline else SERVER_LOST)",
     ): _MOMENT,
     (
         "connector/kvpool_connector/scheduler.py",

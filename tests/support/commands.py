@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import NamedTuple
 
 from typer.testing import CliRunner
@@ -24,7 +25,12 @@ class Said(NamedTuple):
 
 def kvpool(*words: str, stdin: str = "") -> Said:
     """The end of `kvpool WORDS`. What would be a traceback is raised."""
-    done = CliRunner().invoke(app, words, input=stdin)
+    thresholds = gc.get_threshold()
+    try:
+        done = CliRunner().invoke(app, words, input=stdin)
+    finally:  # what a process changes for the rest of its life
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Said(done.exit_code, done.stdout, done.stderr)
