@@ -1058,11 +1058,12 @@ class TieredStore:
         if tier == self.backing_tier and event is Event.EVICT and self.write_back is None:
             others = (self.backing, cold_store(self.stores))
             above = [one for one in self._online() if one not in others]
-            copies = [(one, one.peek(namespace, part, entry.digest)) for one in above]
-            if any(copy is not None and store.keeps(copy) for store, copy in copies):
+            found_in = [(one, one.peek(namespace, part, entry.digest)) for one in above]
+            copies = [(store, copy) for store, copy in found_in if copy is not None]
+            if any(store.keeps(copy) for store, copy in copies):
                 return False  # its tenant is guaranteed the memory (design: quotas)
             self._evicting = True  # their `_on_leave` must not announce
-            for store in above:
+            for store, _ in copies:
                 store.remove(namespace, [entry.digest], ReadStatus.EVICTED, part)
             self._evicting = False
         found = self.peek(namespace, part, entry.digest)
