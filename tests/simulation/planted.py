@@ -1101,13 +1101,6 @@ for reservation, size in sorted(
         "        return memory - self.held - self.coming\n",
     ),
     Bug(
-        "what-a-lost-disk-was-to-bring-still-comes",
-        "G4",
-        _MOVER,
-        "                if one.copy.prefetch:  # it comes no more\n",
-        "                if False:\n",
-    ),
-    Bug(
         "prefetched-in-place-of-what-is-in-use",
         "G9",
         _STORE,
