@@ -345,14 +345,11 @@ class Writer:
 
         That ends if a master does not name the server: it may be silent, and nobody waits for it.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                early = group.create_task(self._spread(batch, needed, {}))
-                placed = await self._place_or_status(batch)
-                if isinstance(placed, WriteStatus) or batch.servers[0] not in placed.servers:
-                    early.cancel()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as group:
+            early = group.create_task(self._spread(batch, needed, {}))
+            placed = await self._place_or_status(batch)
+            if isinstance(placed, WriteStatus) or batch.servers[0] not in placed.servers:
+                early.cancel()
         return placed
 
     async def _place_or_status(self, batch: BatchState) -> wire.PlaceReply | WriteStatus:
