@@ -550,7 +550,7 @@ class Reader:
         server, positions, _ = attempt
         if isinstance(error, ServerUnresponsive):
             hedged = hedged or error.left_early
-            self._servers.mark_unresponsive(server, given_up=not hedged)
+            self._servers.mark_unresponsive(server, str(error), given_up=not hedged)
             if hedged:
                 state.defer(server, positions)
             else:

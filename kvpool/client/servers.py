@@ -233,8 +233,8 @@ class Servers:
         """Why no transport of this client reaches devices; empty if one does."""
         return device_lack(self._transports)
 
-    def mark_unresponsive(self, server: str, *, given_up: bool) -> None:
-        """A call to it was cancelled because it sent nothing: for a while it is ranked last.
+    def mark_unresponsive(self, server: str, why: str, *, given_up: bool) -> None:
+        """A call to it was cancelled because it was silent or slow: for a while it is ranked last.
 
         With `given_up` its host may be gone without a word (power, cable): its channels are
         closed, too.
@@ -253,7 +253,7 @@ class Servers:
                     self._mark_broken(path)
                 self._close_channels(record)
             if not known:  # one line, however many calls wait for it
-                log.warning("server is silent", server=server)
+                log.warning("server is silent or slow", server=server, why=why)
 
     def rank(self, servers: Iterable[str]) -> list[str]:
         """The same servers, each once, best first: this host's, others, then slow and lost ones."""

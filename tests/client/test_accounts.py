@@ -120,7 +120,7 @@ class ScriptedServers:
             raise answer
         return answer
 
-    def mark_unresponsive(self, server: str, *, given_up: bool) -> None:
+    def mark_unresponsive(self, server: str, why: str, *, given_up: bool) -> None:
         self.left.append((server, given_up))
 
 

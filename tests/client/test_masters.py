@@ -319,7 +319,7 @@ async def test_servers_of_this_host_come_first_and_silent_ones_last() -> None:
     _, servers = client(network)
     await servers.refresh(later(5))
     assert servers.rank(["far", "near"]) == ["near", "far"]
-    servers.mark_unresponsive("near", given_up=False)
+    servers.mark_unresponsive("near", "silent", given_up=False)
     assert servers.rank(["far", "near"]) == ["far", "near"]
     # It has restarted: what was known of the process before says nothing.
     network.masters["m"].answer = listing(member("far"), member("near", epoch=2, host="here"))
@@ -398,11 +398,11 @@ async def test_a_call_that_succeeds_ends_the_memory_of_failures() -> None:
     _, servers = client(network, transport)
     await servers.refresh(later(5))
     for _ in range(6):
-        servers.mark_unresponsive("s", given_up=False)
+        servers.mark_unresponsive("s", "silent", given_up=False)
     transport.broken = False
     assert await servers.call("s", ping, later(5)) == "pong"
     servers._records["s"].slow_until = 0.0
-    servers.mark_unresponsive("s", given_up=False)
+    servers.mark_unresponsive("s", "silent", given_up=False)
     assert servers._records["s"].slow_until <= later(0.4)
     await servers.close()
 
@@ -423,14 +423,14 @@ async def test_another_path_is_taken_when_a_server_was_given_up() -> None:
     made["local"].same_host = True
     await servers.refresh(later(5))
     assert await servers.call("s", ping, later(5)) == "pong"
-    servers.mark_unresponsive("s", given_up=True)
+    servers.mark_unresponsive("s", "silent", given_up=True)
     assert await servers.call("s", ping, later(5)) == "pong"
     assert [transport.connected for transport in made.values()] == [2, 0, 0]
     made["local"].broken = True
-    servers.mark_unresponsive("s", given_up=True)
+    servers.mark_unresponsive("s", "silent", given_up=True)
     assert await servers.call("s", ping, later(5)) == "pong"
     assert [transport.connected for transport in made.values()] == [3, 1, 0]
-    servers.mark_unresponsive("s", given_up=True)
+    servers.mark_unresponsive("s", "silent", given_up=True)
     assert await servers.call("s", ping, later(5)) == "pong"
     assert made["y"].connected == 1
     await servers.close()
@@ -557,7 +557,7 @@ async def test_one_line_says_that_a_server_is_silent(caplog: pytest.LogCaptureFi
     )
     await servers.refresh(later(5))
     for _ in range(100):
-        servers.mark_unresponsive("s", given_up=True)
+        servers.mark_unresponsive("s", "silent", given_up=True)
     transport.broken = False
 
     async def broken(channel: Channel) -> str:
@@ -568,7 +568,7 @@ async def test_one_line_says_that_a_server_is_silent(caplog: pytest.LogCaptureFi
         *[servers.call("s", broken, later(5)) for _ in range(100)], return_exceptions=True
     )
     lines = [one.message.split(" server=")[0] for one in caplog.records]
-    assert lines == ["server is silent", "transport failed"]
+    assert lines == ["server is silent or slow", "transport failed"]
     await servers.close()
 
 

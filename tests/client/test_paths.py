@@ -178,14 +178,14 @@ async def test_a_server_that_is_silent_is_called_over_another_network() -> None:
         await reads(pool, chain, 1)
         assert (one.calls, other.calls) == (1, 0)
         (record,) = pool._servers._records.values()
-        pool._servers.mark_unresponsive(record.server, given_up=True)
+        pool._servers.mark_unresponsive(record.server, "silent", given_up=True)
         assert not record.channels
         await reads(pool, chain, 1)
         assert (one.calls, other.calls) == (1, 1)
     near.same_host = True
     async with client({"near": near, "one": one, "other": other}) as (pool, chain):
         (record,) = pool._servers._records.values()
-        pool._servers.mark_unresponsive(record.server, given_up=True)
+        pool._servers.mark_unresponsive(record.server, "silent", given_up=True)
         await reads(pool, chain, 1)
         assert near.calls == 1
 
