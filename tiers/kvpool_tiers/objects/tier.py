@@ -8,6 +8,7 @@ from typing import Final
 from kvpool.errors import Closed, ConfigError, Unavailable
 from kvpool.protocols.cold_tier import ColdSettings, ObjectStore, ReadInto
 from kvpool.types import ALIGNMENT
+from kvpool.units import human
 
 _SIZE_MIN: Final = 1 << 20
 _DEFAULT: Final = ColdSettings()
@@ -40,10 +41,24 @@ class Objects:
         beat_s: float = _DEFAULT.beat_s,
     ) -> None:
         """Raises ConfigError, also where the store's address or a package is not right."""
-        if capacity < max(_SIZE_MIN, object_size):
-            raise ConfigError(f"tier {self.name!r}: its size is smaller than one object")
-        if min(object_size, wait_s, keep_s, hedge_s, beat_s) <= 0 or requests < 0:
-            raise ConfigError(f"tier {self.name!r}: a setting is not above 0")
+        smallest = max(_SIZE_MIN, object_size)
+        if capacity < smallest:
+            raise ConfigError(
+                f"tier {self.name!r}: a size of {human(capacity)}, expected at least that of one "
+                f"object, {human(smallest)} (setting object_size)"
+            )
+        above_0 = {
+            "object_size": object_size,
+            "wait_s": wait_s,
+            "keep_s": keep_s,
+            "hedge_s": hedge_s,
+            "beat_s": beat_s,
+        }
+        for setting, value in above_0.items():
+            if not value > 0:
+                raise ConfigError(f"tier {self.name!r}: {setting}={value}, expected more than 0")
+        if requests < 0:
+            raise ConfigError(f"tier {self.name!r}: requests={requests}, expected 0 or more")
         self.capacity = capacity - capacity % self.alignment
         self.url = f"{self.name}:{place}"
         self.cold_settings = ColdSettings(
