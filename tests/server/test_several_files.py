@@ -25,7 +25,7 @@ from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.testing.invariants import check_invariants
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 
-BLOCK = 64 << 10
+BLOCK = (64 << 10) - 100  # its extent is larger
 FILE = 16 << 20
 IN_A_FILE = FILE // BLOCK
 
