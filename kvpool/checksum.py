@@ -30,6 +30,17 @@ def block_seeds(namespace: Namespace, part: int, digests: Sequence[bytes]) -> li
     return [xxhash.xxh3_64_intdigest(digest, half) for digest in digests]
 
 
+def checksums(
+    namespace: Namespace, part: int, digests: Sequence[bytes], blocks: Sequence[Sequence[Buffer]]
+) -> list[int]:
+    """The checksums of a batch of blocks, each of them in pieces."""
+    hashers = [xxhash.xxh3_64(seed=seed) for seed in block_seeds(namespace, part, digests)]
+    for digest, pieces in zip(hashers, blocks, strict=True):
+        for piece in pieces:
+            digest.update(piece)
+    return [digest.intdigest() for digest in hashers]
+
+
 def checksum(buffer: Buffer, seed: int) -> int:
     """The checksum of a whole block at once."""
     return xxhash.xxh3_64_intdigest(buffer, seed)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
-from kvpool.checksum import block_seeds, hasher
+from kvpool.checksum import block_seeds, checksums
 from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
 from kvpool.protocols import DeviceReadBlock, DeviceWriteBlock, ReadOptions, View, WriteOptions
 from kvpool.types import (
@@ -148,7 +148,7 @@ async def write_at_once(
     digests = [block.digest for block in blocks]
     digest_size = len(digests[0])
     session_hint = options.session_hint or SessionHint("")
-    seeds = block_seeds(options.namespace, options.part, digests)
+    pieces = [block.pieces for block in blocks]
     await stream.send(
         Write(
             namespace=options.namespace.name,
@@ -158,25 +158,18 @@ async def write_at_once(
             part=options.part,
             parents=pack_parents([block.parent for block in blocks], digest_size),
             sizes=[block.size for block in blocks],
-            checksums=[_checksum(block, seed) for block, seed in zip(blocks, seeds, strict=True)],
+            checksums=checksums(options.namespace, options.part, digests, pieces),
             visible=options.visible,
             wait_s=max(0.0, deadline - asyncio.get_running_loop().time()),
             session=session_hint.session,
             resume_s=session_hint.resume_in,
             copies=options.copies if options.copies > 1 else 0,
         ),
-        [block.pieces for block in blocks],
+        pieces,
         deadline=deadline,
     )
     written = await stream.expect(Written, deadline=deadline)
     return write_statuses(written.statuses, len(blocks), _NOT_OF_WRITE)
-
-
-def _checksum(block: WriteBlock, seed: int) -> int:
-    digest = hasher(seed)
-    for piece in block.pieces:
-        digest.update(piece)
-    return digest.intdigest()
 
 
 async def reserve(
