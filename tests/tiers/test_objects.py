@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.support.object_store import Fleet, Shelf, ring_of, shelf
 
 __all__ = ["shelf"]
 
+ROOT = Path(__file__).parents[2]
 BLOCK = 64 << 10
 #: 16 blocks in memory.
 MEMORY = "dram:1MiB"
@@ -245,9 +247,19 @@ async def test_a_store_that_fails_is_a_miss_at_once_and_then_works_again(
     assert loop.time() - began < 1
     assert sum(why in record.getMessage() for record in caplog.records) == 1
     assert why in server.stats(0.0).usage[-1].status_text
+    assert server.stats(0.0).counters["cold_failures"] >= 3
     shelf.works()
     await found(server)
     assert await hits(pool) == len(CHAIN)
+
+
+async def test_what_alerts_and_the_page_name_is_counted_from_the_start(fleet: Fleet) -> None:
+    there = {f"kvpool_server_{name}_total" for name in (await fleet.start("a")).stats(0.0).counters}
+    page = (ROOT / "docs/cold-tier.md").read_text()
+    alerts = (ROOT / "deploy/prometheus/alerts.yml").read_text()
+    named = set(re.findall(r"kvpool\w*_total", page) + re.findall(r"kvpool\w*_cold_\w+", alerts))
+    assert len(named) == 4
+    assert named <= there
 
 
 async def test_what_is_written_while_the_store_fails_is_written_later(
