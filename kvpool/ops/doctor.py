@@ -9,7 +9,8 @@ import platform
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from kvpool.memory_limits import MemoryLimits, tightest
 from kvpool.net.diagnose import diagnose_unreachable
 from kvpool.net.zmq_rpc import ZmqNetwork, stream_problem
 from kvpool.ops.demand import judged, memory_of
-from kvpool.ops.finding import Finding
+from kvpool.ops.finding import Finding, tried, unchecked
 from kvpool.ops.own_host import examine_settings, wanted_memory
 from kvpool.ops.pool_health import same_id, untold, unwell
 from kvpool.ops.unreachable_master import unreachable
@@ -49,19 +50,24 @@ _TRIAL_SIZE = 1 << 20
 
 async def examine(settings: Config) -> list[Finding]:
     """Look at this machine, the masters, the servers, and one real block on each transport."""
-    findings = [_python(), _loop(), _kernel(), await _huge_pages()]
-    wrong = list(examine_settings(settings))
+    findings = []
+    for check, look in _OF_THE_HOST.items():
+        findings += await tried(check, look)
+    wrong = await tried("settings", lambda: examine_settings(settings))
     if all(one.check != "secret" for one in wrong):
-        findings.append(_secret(settings))
-    findings += [_limits(settings, MemoryLimits()), *wrong]
-    findings += _transports(settings.client)
-    findings.append(await asyncio.to_thread(device_memory, settings.client))  # imports torch
+        findings += await tried("secret", lambda: _secret(settings))
+    findings += await tried("memory limits", lambda: _limits(settings, MemoryLimits()))
+    findings += wrong + _transports(settings.client)
+    findings += await tried(  # in a thread: it imports torch
+        "device memory", lambda: asyncio.to_thread(device_memory, settings.client)
+    )
     known: dict[str, list[Member]] = {}
     for address in dict.fromkeys(settings.client.masters):
-        findings.append(await _master(settings, address, known))
+        ask, ask_stream = (partial(one, settings, address) for one in (_master, _stream))
+        findings += await tried(f"master {address}", partial(ask, known))
         if findings[-1].verdict == "ok":
-            findings.append(await _stream(settings, address))
-    about = [*untold(known), *await _pool(settings)]
+            findings += await tried(f"stream to master {address}", ask_stream)
+    about = [*untold(known), *await tried("pool", lambda: _pool(settings))]
     return findings + _unchecked(about) + about
 
 
@@ -105,6 +111,15 @@ async def _huge_pages() -> Finding:
     if mode == "never" and _kernel_version() >= (6, 1):
         return Finding("huge pages", "ok", "shared memory: never; made of small ones afterwards")
     return Finding("huge pages", "warn", f"shared memory: {mode}", f"echo advise > {path}")
+
+
+#: By the name of the check.
+_OF_THE_HOST: Mapping[str, Callable[[], Finding | Awaitable[Finding]]] = {
+    "python": _python,
+    "event loop": _loop,
+    "kernel": _kernel,
+    "huge pages": _huge_pages,
+}
 
 
 def _limits(settings: Config, limits: MemoryLimits) -> Finding:
@@ -166,6 +181,8 @@ def _transports(config: ClientConfig) -> list[Finding]:
             verdict = "ok" if len(config.transports) > 1 else "fail"
             text = f"left out: {error}"
             findings.append(Finding(f"transport {scheme}", verdict, text, "see README, extras"))
+        except Exception as error:  # of a plug-in, which may be anybody's
+            findings.append(unchecked(f"transport {scheme}", error))
         else:
             findings.append(Finding(f"transport {scheme}", "ok", status_text))
     return findings
@@ -250,7 +267,7 @@ async def _pool(settings: Config) -> list[Finding]:
             cluster_of(settings), _asking(client, client.masters, client.transports)
         ) as pool:
             members = await pool.members()
-            findings = await _compared(pool, members)
+            findings = await tried("servers, compared", partial(_compared, pool, members))
             findings += same_id(members, settings.server.id, host_id())
     except KvpoolError:
         return []
@@ -325,7 +342,11 @@ async def _trials(settings: Config, member: Member) -> list[Finding]:
                 "add one that it has (--transport, setting client.transports)",
             )
         ]
-    return [await _trial(settings, member, scheme, specs[scheme]) for scheme in shared]
+    findings = []
+    for scheme in shared:
+        trial = partial(_trial, settings, member, scheme, specs[scheme])
+        findings += await tried(f"server {member.server} over {scheme}", trial)
+    return findings
 
 
 def crowded(members: list[Member]) -> list[Finding]:

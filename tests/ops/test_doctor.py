@@ -235,6 +235,46 @@ async def test_it_says_whether_requests_to_a_master_have_a_stream(
     assert not [one for one in found if one.check.startswith("stream")]
 
 
+@pytest.mark.parametrize(
+    ("broken", "check"),
+    [
+        ("MemoryLimits", "memory limits"),
+        ("examine_settings", "settings"),
+        ("device_memory", "device memory"),
+        ("stream_problem", "stream to master {}"),
+        ("differing", "servers, compared"),
+        ("_trial", "server dev-0 over tcp"),
+        ("registry.transport", "transport tcp"),
+        ("_client", "master {}"),
+    ],
+)
+async def test_a_check_that_fails_itself_is_a_finding_and_the_others_go_on(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch, broken: str, check: str
+) -> None:
+    def raises(*_: Any, **__: Any) -> Any:
+        raise OSError("no place for temporary files\nand more")
+
+    usual = {one.check for one in await doctor.examine(settings(pool_dev.address))}
+    if broken == "examine_settings":  # what it found before counts
+
+        def finds_one(_: Config) -> Any:
+            yield doctor.Finding("one", "warn", "x")
+            raises()
+
+        monkeypatch.setattr(doctor, broken, finds_one)
+        usual |= {"one", "settings"}
+    else:
+        monkeypatch.setattr(f"kvpool.ops.doctor.{broken}", raises)
+    found = await doctor.examine(settings(pool_dev.address))
+    wrong = {one.check: one for one in found if one.verdict == "fail"}
+    mine = wrong[check.format(pool_dev.address)]
+    assert mine.text == "could not be checked: OSError: no place for temporary files"
+    assert mine.advice
+    if broken != "_client":  # nothing of a master that is not asked
+        assert {one.check for one in found} >= usual - {mine.check}
+        assert wrong.keys() == {mine.check}
+
+
 async def test_it_says_how_to_start_what_is_missing() -> None:
     finding = await doctor._master(settings("127.0.0.1:9"), "127.0.0.1:9")
     assert (finding.check, finding.verdict) == ("master 127.0.0.1:9", "fail")

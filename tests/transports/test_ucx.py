@@ -426,6 +426,17 @@ def test_senders_may_not_write_by_themselves(
         make_context(local=True, settings={})
 
 
+def test_without_a_place_for_temporary_files_it_cannot_start(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("tmpfile() failed")
+
+    monkeypatch.setattr("ucxx._lib.libucxx.UCXContext", fails)
+    with pytest.raises(ConfigError, match=r"cannot start: tmpfile\(\) failed"):
+        make_context(local=True, settings={})
+
+
 @pytest.mark.parametrize("lanes", ["tcp,self", "posix,self"])
 @pytest.mark.parametrize("whose", ["client", "server"])
 async def test_lanes_without_a_rendezvous_are_refused(

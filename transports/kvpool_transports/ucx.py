@@ -780,7 +780,7 @@ def make_context(*, local: bool, settings: Mapping[str, str]) -> UCXContext:
     ours = {name: value for name, value in config.items() if chosen.get(name) != value}
     try:
         return UCXContext({**ours, **settings}, (Feature.TAG, Feature.WAKEUP))
-    except UCXError as error:
+    except (UCXError, OSError) as error:  # without a place for temporary files
         lanes = config.get("TLS")
         raise ConfigError(f"UCX cannot start: {error}; UCX_TLS is {lanes}") from None
 
