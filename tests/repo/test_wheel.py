@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,7 +65,9 @@ def run(*command: object, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("wheel"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GITHUB_REPOSITORY", raising=False)
+        return build(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_holds_what_users_and_plug_in_authors_use(wheel: Path) -> None:
@@ -79,6 +82,36 @@ def test_the_wheel_holds_what_users_and_plug_in_authors_use(wheel: Path) -> None
     assert roots == {*PACKAGES, f"kvpool-{kvpool.__version__}.dist-info"}
     parts = {part.removesuffix(".py") for name in names for part in name.split("/")}
     assert not parts & set(NOT_SHIPPED)
+
+
+RELATIVE = r"\]\((?!https:)[^)]*\)"
+
+
+def description(wheel: Path) -> str:
+    """What PyPI shows."""
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"kvpool-{kvpool.__version__}.dist-info/METADATA").decode()
+    assert "\nDescription-Content-Type: text/markdown" in text
+    return text.partition("\n\n")[2]
+
+
+def test_what_the_package_index_shows_links_to_no_file_that_it_lacks(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = (ROOT / "README.md").read_text()
+    assert len(re.findall(RELATIVE, written)) > 10
+    without = description(wheel)  # built where nobody says which repository this is
+    assert not re.findall(RELATIVE, without)
+    assert "docs/guarantees.md lists all promises" in without
+    for name, value in (("REPOSITORY", "them/pool"), ("REF_NAME", "v9")):
+        monkeypatch.setenv(f"GITHUB_{name}", value)
+    shown = description(build(tmp_path))
+    assert not re.findall(RELATIVE, shown)
+    assert "(https://github.com/them/pool/blob/v9/docs/guarantees.md)" in shown
+    assert "](https://github.com/them/pool/raw/v9/docs/parts.svg)" in shown
+    code = r"^```.*?^```"
+    found, there = (re.findall(code, one, re.MULTILINE | re.DOTALL) for one in (shown, written))
+    assert found == there
 
 
 @pytest.fixture(scope="module")
