@@ -17,11 +17,12 @@ from kvpool.master.state.directory import Directory
 from kvpool.master.state.locations import ServerInventory
 from kvpool.master.state.placement import Placer
 from kvpool.master.state.server_record import ServerRecord
+from kvpool.server.eviction.session import Session
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.allocator import Allocator, _class_of
 from kvpool.server.state.divided_allocator import DividedAllocator
-from kvpool.server.state.entry import MOVER, Entry, Index, Session, TenantHoldings
+from kvpool.server.state.entry import MOVER, Entry, Index, TenantHoldings
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store

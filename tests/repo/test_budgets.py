@@ -52,7 +52,7 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/client/spread_plan.py",
     ),
     "sessions": (
-        "kvpool/server/eviction/session_hints.py",
+        "kvpool/server/eviction/session*.py",
         "kvpool/master/state/hint_log.py",
     ),
     "tenancy": (
@@ -113,7 +113,6 @@ LONG_FILES = {
     "kvpool/master/state/directory.py": 1088,
     "kvpool/net/zmq_rpc.py": 705,
     "kvpool/protocols/transport.py": 634,
-    "kvpool/server/eviction/session_hints.py": 617,
     "kvpool/server/state/store.py": 1142,
     "kvpool/server/state/tiered_store.py": 1098,
     "kvpool/testing/harness.py": 732,

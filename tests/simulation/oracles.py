@@ -18,9 +18,10 @@ from kvpool.master.state.placement import SHARED_FROM, Placement
 from kvpool.master.state.server_record import EARLIER_MAX, Refusal, SequenceCheck
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
+from kvpool.server.eviction.session import Session
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.entry import MOVER, ChangeLog, Entry, Session
+from kvpool.server.state.entry import MOVER, ChangeLog, Entry
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import HOLD_S
 from kvpool.server.state.quota import Account

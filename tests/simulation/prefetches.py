@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from kvpool.server.eviction.session import Session
 from kvpool.server.moves import prefetcher
 from kvpool.server.state import tiered_store
-from kvpool.server.state.entry import Entry, Session
+from kvpool.server.state.entry import Entry
 from kvpool.types import PrefetchStatus
 from tests.simulation.moves import WatchedBudget
 from tests.support.moves import moves_of

@@ -27,9 +27,9 @@ from collections.abc import Callable
 from typing import Final
 
 from kvpool.protocols.policy import Decision, LearnsFromArrivals, Policy
-from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.eviction.lru import LRU
-from kvpool.server.state.entry import Entry, Index, Session
+from kvpool.server.eviction.session import Session, Timeline
+from kvpool.server.state.entry import Entry, Index
 from kvpool.types import OTHERS, ROOT, HintStatus, SessionHint, program_of
 
 #: Sessions recorded at once; one more drops the session whose last write is the oldest.
@@ -92,8 +92,8 @@ class SessionAwarePolicy:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._superseded: OrderedDict[Entry, None] = OrderedDict()  # leaves of superseded branches
         self._ended: OrderedDict[Session, None] = OrderedDict()
-        self._by_next_use = _Timeline()  # sessions with a hint and leaves, latest time first
-        self._expiries = _Timeline()
+        self._by_next_use = Timeline()  # sessions with a hint and leaves, latest time first
+        self._expiries = Timeline()
         self._extra: LRU[Entry] = LRU()  # extra copies, and such as have become the last ones
         self._extra_listed: set[Entry] = set()
         #: Of sessions that have no block left: their last use, until they come back.
@@ -306,7 +306,7 @@ class SessionAwarePolicy:
         if entry.superseded_at:
             self._superseded.pop(entry, None)
         parent = entry.index.blocks.get(entry.parent)
-        session = entry.session
+        session: Session = entry.session  # or None
         if session is None:
             if parent is not None and parent.session is not None:
                 self.block_shared(parent)
@@ -581,37 +581,3 @@ def _last_stamp(session: Session) -> int:
     """The last use of the ends of its chains, in microseconds; 0 when it has none."""
     ends = (*session.chain_ends.values(), *session.leaves)
     return max((entry.last_used for entry in ends), default=0)
-
-
-class _Timeline:
-    """Sessions ordered by one time each; a heap with lazy updates, so a change costs O(log n)."""
-
-    def __init__(self) -> None:
-        self._times: dict[Session, float] = {}
-        self._heap: LazyHeap[tuple[float, int, Session]] = LazyHeap(
-            lambda entry: self._times.get(entry[2]) == entry[0]
-        )
-        self._pushed = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._times)
-
-    def __contains__(self, session: Session) -> bool:
-        return session in self._times
-
-    def set(self, session: Session, time: float) -> None:
-        self._times[session] = time
-        self._pushed += 1
-        self._heap.push((time, self._pushed, session), len(self._times))
-
-    def drop(self, session: Session) -> None:
-        self._times.pop(session, None)
-        self._heap.tidy(len(self._times))
-
-    def first(self) -> tuple[float, Session] | None:
-        while (entry := self._heap.first()) is not None:
-            time, _, session = entry
-            if self._times.get(session) == time:
-                return time, session
-            self._heap.pop()
-        return None

@@ -22,7 +22,6 @@ from kvpool.server.context import ServerContext
 from kvpool.server.moves.peer_servers import PeerServers
 from kvpool.server.moves.state.fetches import FetchBudget, Fetches, Receivers
 from kvpool.server.moves.turns import Turns
-from kvpool.server.state.entry import Session
 from kvpool.types import (
     Extent,
     FetchStatus,
@@ -423,7 +422,7 @@ class Fetcher:
         """As `Connection.offer`."""
         now = _now()
         offers = []
-        hints: dict[Session | None, SessionHint | None] = {None: None}
+        hints: dict[object, SessionHint | None] = {None: None}
         for digest in digests:
             entry = self._store.peek(namespace, part, digest)
             if entry is None:

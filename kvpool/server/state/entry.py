@@ -1,4 +1,4 @@
-"""The records of a store: blocks, sessions, owners, and the changes to announce."""
+"""The records of a store: blocks, owners, and the changes to announce."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvpool.fingerprint import location_seed
 from kvpool.piecewise_dict import PiecewiseDict
@@ -26,39 +26,6 @@ _DEPARTED_MAX: Final = 256
 _NAMESPACE_AND_REASON: Final = attrgetter("namespace", "status")
 #: The owner of pins and reservations for copies inside a server; connections count from 1.
 MOVER: Final = 0
-
-
-class Session:
-    """What one store records about one session (design: session-hints)."""
-
-    __slots__ = (
-        "arrived",
-        "branched",
-        "bytes",
-        "chain_ends",
-        "due",
-        "ended",
-        "expired",
-        "last_use",
-        "leaves",
-        "name",
-        "program",
-        "waits_since",
-    )
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.program = ""  # that its bytes count for
-        self.bytes = 0  # whole extents of stored blocks that this session alone uses
-        self.chain_ends: dict[Index, Entry] = {}  # the end of its last chain
-        self.leaves: dict[Entry, None] = {}  # its evictable leaves, oldest first
-        self.due: float | None = None  # the time at which it resumes, by its hint
-        self.arrived: float | None = None  # since when its next prompt waits to be served
-        self.waits_since = -1.0  # the first arrival after its last use, also when it has lapsed
-        self.last_use = 0.0  # its last write, or the last read of the end of one of its chains
-        self.expired = False  # its hint expired before it resumed
-        self.branched = False  # a superseded branch went on: several conversations have its name
-        self.ended = 0  # when it ended: blocks last used up to then (µs) are evicted first
 
 
 class Index:
@@ -127,7 +94,7 @@ class Entry:
         self.last_used = 0
         self.is_candidate = False
         self.policy_data = 0
-        self.session: Session | None = None  # the only session that has used it
+        self.session: Any = None  # what the order of evictions records of its user, if that is one
         self.superseded_at = 0  # `last_used` when its branch was superseded; a later use ends that
         self.clean = True  # it may be evicted without being written to another tier first
         self.reads = 0

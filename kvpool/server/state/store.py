@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from kvpool.errors import BadMessage, InvariantViolated
 from kvpool.fingerprint import MapFingerprint
@@ -33,7 +33,6 @@ from kvpool.server.state.entry import (
     Entry,
     Index,
     Owner,
-    Session,
 )
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.holdings import ConnectionHoldings
@@ -693,9 +692,7 @@ class Store:
             self._indexes[key] = index
             index.account.indexes += 1
 
-    def _open_session(
-        self, request: ReserveRequest, owner: int, index: Index, now: float
-    ) -> Session | None:
+    def _open_session(self, request: ReserveRequest, owner: int, index: Index, now: float) -> Any:
         hint = request.session_hint
         if hint is not None and not self._may_name(index, hint.session):
             return None
@@ -708,7 +705,7 @@ class Store:
         return Reservation(WriteStatus.NO_SPACE) if is_lowered else None
 
     def _session_wrote(
-        self, session: Session, granted: Sequence[Entry], request: ReserveRequest, owner: int
+        self, session: Any, granted: Sequence[Entry], request: ReserveRequest, owner: int
     ) -> None:
         order = self.policy.order_of(granted[0].index)
         if owner == MOVER and self.demotes:
@@ -725,9 +722,7 @@ class Store:
         self.last_id += 1
         return self.last_id
 
-    def _already_here(
-        self, entry: Entry, session: Session | None, now: float, copies: int
-    ) -> Reservation:
+    def _already_here(self, entry: Entry, session: Any, now: float, copies: int) -> Reservation:
         self.raise_copies(entry, copies)  # an extra copy that a writer relies on is none
         if entry.session is not session:
             self.policy.block_shared(entry)
@@ -1130,7 +1125,8 @@ class Store:
 
 def _due(entry: Entry) -> float | None:
     """When the session of a block resumes, by its hint."""
-    return entry.session.due if entry.session is not None else None
+    due: float | None = entry.session.due if entry.session is not None else None
+    return due
 
 
 def _rows(request: ReserveRequest) -> Iterable[tuple[bytes, bytes, int, int, int]]:

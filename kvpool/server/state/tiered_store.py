@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from heapq import merge
 from itertools import compress
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.divided_allocator import DividedAllocator
-from kvpool.server.state.entry import MOVER, Change, Entry, Owner, Session, Stretch
+from kvpool.server.state.entry import MOVER, Change, Entry, Owner, Stretch
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import FRESH_S
 from kvpool.server.state.quota import Account
@@ -381,7 +381,7 @@ class TieredStore:
         answers = [store.arrive(session, now, age_s=age_s) for store in self.stores]
         return answers[self.backing_tier]
 
-    def hint_of(self, session: Session | None, now: float) -> SessionHint | None:
+    def hint_of(self, session: Any, now: float) -> SessionHint | None:
         """What a store that gets blocks of the session has to know; None when it has ended."""
         if session is None or session.ended:
             return None
