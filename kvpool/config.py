@@ -118,8 +118,8 @@ class ServerConfig(_Section, frozen=True):
     announce: Addresses = msgspec.field(default_factory=list)
     #: Interval of heartbeats to the masters. Keep it at most a third of `master.timeout_s`.
     heartbeat_s: Seconds = 1.0
-    #: Eviction policy: lru, arc, lease, density, programs, or an installed one.
-    policy: str = "density"
+    #: Eviction policy: lru, arc, lease, density, programs, or an installed one. Empty: density.
+    policy: str = ""
     #: Client connections at the same time, so that the memory for them is bounded. Clients share
     #: them: where none is left, idle ones end for new ones.
     connections_max: Annotated[int, Meta(ge=1)] = 1024

@@ -228,8 +228,18 @@ def _from_text(text: str, default: Setting, name: str) -> Setting:
 
 
 def policy(name: str, capacity: int) -> Policy[Any]:
-    """A new policy for a store of `capacity` bytes. Raises ConfigError when there is none."""
-    made: Policy[Any] = _load(POLICIES, name, "policy")(capacity)
+    """A new policy for a store of `capacity` bytes. Raises ConfigError when there is none.
+
+    Without a name the default: `density`, or `lru` in an installation that has no other.
+    """
+    try:
+        make = _load(POLICIES, name or "density", "policy")
+    except ConfigError as error:
+        if name:
+            raise
+        log.warning("the default policy is not installed", instead="lru", why=str(error))
+        make = _load(POLICIES, "lru", "policy")
+    made: Policy[Any] = make(capacity)
     return made
 
 

@@ -14,6 +14,8 @@ from kvpool import registry
 from kvpool.cli import run
 from kvpool.config import load, parse_tier, parse_transport
 from kvpool.errors import ConfigError
+from kvpool.server.eviction.density import Density
+from kvpool.server.eviction.lru import LRU
 from kvpool.units import parse_duration, parse_size
 
 
@@ -75,7 +77,7 @@ DEFAULTS = {
         "listen": ["tcp://127.0.0.1:0", "shm://"],
         "announce": [],
         "heartbeat_s": 1.0,
-        "policy": "density",
+        "policy": "",
         "connections_max": 1024,
         "write_mode": "write_through",
         "flush_s": 8.0,
@@ -372,6 +374,24 @@ def test_what_is_not_installed_is_named() -> None:
         registry.transports(["pigeon"])
     with pytest.raises(ConfigError, match=r"no policy .pigeon. is installed; installed: .*lru"):
         registry.policy("pigeon", 1 << 20)
+
+
+def test_the_default_policy_is_lru_where_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert isinstance(registry.policy(load().server.policy, 1 << 20), Density)
+    installed = registry.installed
+    for there in ({}, {"density": EntryPoint("density", "kvpool.no:Density", registry.POLICIES)}):
+        monkeypatch.setattr(
+            registry,
+            "installed",
+            lambda group, there=there: {"lru": installed(group)["lru"]} | there,
+        )
+        assert isinstance(registry.policy(load().server.policy, 1 << 20), LRU)
+        assert "the default policy is not installed" in caplog.text
+        caplog.clear()
+        with pytest.raises(ConfigError, match="policy 'density'"):
+            registry.policy("density", 1 << 20)
 
 
 def test_a_transport_has_one_set_of_settings(pigeon: None) -> None:

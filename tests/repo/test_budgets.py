@@ -88,8 +88,7 @@ RINGS: dict[str, tuple[str, ...]] = {
     "removal": ("kvpool/client/removal.py", "kvpool/server/removal.py"),  # of `kvpool remove`
     "poller": ("kvpool/client/match_poller.py", "kvpool/net/zmq_polled.py"),  # for connectors
     "policies": tuple(
-        f"kvpool/server/eviction/{one}.py"
-        for one in ("arc", "density", "lazy_heap", "lease", "programs")
+        f"kvpool/server/eviction/{one}.py" for one in ("arc", "density", "lease", "programs")
     ),
 }
 #: What a pool without options runs, less the rings.

@@ -22,7 +22,7 @@ from tests.repo.test_house import ROOT
 #: Where a ring says that it is there.
 TABLES = ("kvpool/client/extension.py", "kvpool/server/extension.py")
 #: Known by the kernel still: each needs a joint of its own.
-WOVEN_IN = frozenset(("tiers", "sessions", "tenancy", "policies"))
+WOVEN_IN = frozenset(("tiers", "sessions", "tenancy"))
 #: The tests look at a pool by it, so it is deleted alone.
 INSTRUMENT = "admin"
 KERNEL_TESTS = ("tests/client/test_pool.py", "tests/client/test_reader.py")
