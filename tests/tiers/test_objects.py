@@ -154,6 +154,24 @@ async def test_a_removed_block_does_not_come_back(fleet: Fleet, pool: Pool, shel
     assert await hits(pool, gone) == 0
 
 
+async def test_removals_at_once_do_not_undo_each_other(
+    fleet: Fleet, pool: Pool, shelf: Shelf
+) -> None:
+    """Of one object: the first request for it ends last, and knows of one block."""
+    server = await fleet.start("a")
+    await write(pool, server, CHAIN[:4])
+    delays = [0.2]
+    shelf.delay_s = lambda request, name: (
+        delays.pop() if delays and name.startswith("removed") and request == "put" else 0.0
+    )
+    first = asyncio.create_task(pool.remove(NAMESPACE, CHAIN[:1]))
+    await eventually(lambda: not delays)
+    await asyncio.gather(first, pool.remove(NAMESPACE, CHAIN[1:2]))
+    await fleet.lose("a")
+    await found(await fleet.start("b"), 2)
+    assert await hits(pool, CHAIN[:4]) == 2
+
+
 async def test_a_block_that_is_removed_on_its_way_up_does_not_come_back(
     fleet: Fleet, pool: Pool, shelf: Shelf
 ) -> None:

@@ -37,6 +37,8 @@ class ColdIndex:
         store.on_left = self.book.left
         #: What was written before that, by the clock of the store, is too old.
         self.oldest = float("-inf")
+        #: One request at a time says what was removed: the last one has all of it.
+        self._saving = asyncio.Lock()
 
     async def read_into(self, address: int, buffer: memoryview) -> None:
         """The block at this address, and zeros behind it. Raises Unavailable, also for one that is
@@ -109,16 +111,22 @@ class ColdIndex:
     async def save_removed(self) -> None:
         """Tell the object store what was removed. Raises Unavailable; then it is told later."""
         unsaved = self.book.unsaved
-        while unsaved:
-            name, one = next(iter(unsaved.items()))
-            del unsaved[name]
-            try:
-                await self.put_removed(name, one.removed)
-            except BaseException:
-                unsaved.setdefault(name, one)
-                raise
+        async with self._saving:  # who comes second waits for what the first one has taken
+            while unsaved:
+                name, one = next(iter(unsaved.items()))
+                del unsaved[name]
+                try:
+                    await self._put_removed(name, one.removed)
+                except BaseException:
+                    unsaved.setdefault(name, one)
+                    raise
 
-    async def put_removed(self, name: str, places: Iterable[int]) -> None:
+    async def save_removed_of(self, name: str, places: Iterable[int]) -> None:
+        """The same, of an object that is on its way."""
+        async with self._saving:
+            await self._put_removed(name, places)
+
+    async def _put_removed(self, name: str, places: Iterable[int]) -> None:
         data = pack_removed(name, places, self.keys)
         await self.bucket.put(names.removed_of(name), data, REQUEST_S)
 

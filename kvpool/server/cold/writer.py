@@ -105,7 +105,7 @@ class ObjectWriter:
     async def save_removed(self) -> None:
         """Of what is on its way, too. Raises Unavailable."""
         for draft in [one for one in self.drafts.values() if one.removed]:
-            await self._index.put_removed(draft.name, draft.removed)
+            await self._index.save_removed_of(draft.name, draft.removed)
         await self._index.save_removed()
 
     async def step(self) -> None:
