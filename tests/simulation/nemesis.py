@@ -86,6 +86,9 @@ class Nemesis:
             disk_faults = [fault for fault in DISK_FAULTS if fault.name in faults]
             self._kinds += [partial(self._harm_disk, fault) for fault in disk_faults]
             self._kinds += [self._cut_power] * ("power cut" in faults)
+        if world.shelf is not None:
+            self._kinds += [world.shelf.fail] * ("store fails" in faults)
+            self._kinds += [world.shelf.forget] * ("store forgets" in faults)
         self._kinds += [self._hoard] * (HOARD in faults)
         self._kinds += [partial(strike, world)] * (TASK_FAULT in faults)
         self._kinds += [partial(meet, world)] * (REPORTS in faults)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kvpool.master.service import Master
 from kvpool.server.block_server import BlockServer
+from tests.simulation.cold import ColdOracle
 from tests.simulation.loop import Process
 from tests.simulation.memory import SimTier
 from tests.simulation.oracles import WatchedStore
@@ -35,6 +36,7 @@ class ServerNode:
     platter: Platter | None = None
     previous_disk: PreviousDisk | None = None
     tiers: TierOracle | None = None
+    cold: ColdOracle | None = None
     disk_faults: int = 0  # begun so far
 
     @property

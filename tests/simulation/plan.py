@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Final
 
+from tests.simulation.cold import FAULTS_OF_COLD
 from tests.simulation.nemesis import FAULTS, FAULTS_OF_DISKS, HOARD
 from tests.simulation.platter import PAGE
 from tests.simulation.reports import REPORTS
@@ -57,6 +58,8 @@ class WorldPlan:
     tenants: bool = False  # two tenants beside the pool itself, whose quotas change
     one_request_max: int = 0  # bytes of a write that comes in one request
     piece_bytes: int = 0  # of reads that several servers share; 0: none is large enough
+    cold: bool = False  # servers share an object store below their memory
+    cold_is_small: bool = False  # each of them uses little of it
 
     @property
     def alignment(self) -> int:
@@ -135,6 +138,21 @@ class WorldPlan:
             plan = replace(plan, piece_bytes=rng.choice([1, 500, 2_000]))
         pieces = random.Random(f"{seed}/pieces").choice([1, 3, 10, 1024])
         plan = replace(plan, piece_blocks=pieces)
+        rng = random.Random(f"{seed}/cold")
+        if rng.random() < 0.15 and "cold" not in without:
+            faults = {name for name in FAULTS_OF_COLD if rng.random() < 0.5} - without
+            return replace(
+                plan,
+                cold=True,
+                cold_is_small=rng.random() < 0.3,
+                faults=plan.faults | faults,
+                # One version of each block, which comes and goes by the object store alone.
+                contests=False,
+                moves=False,
+                joins=False,
+                copies=False,
+                tenants=False,
+            )
         rng = random.Random(f"{seed}/disk")
         if rng.random() < 0.5 or "disk" in without:
             sessions = random.Random(f"{seed}/sessions").random() < 0.3

@@ -34,7 +34,7 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 #: Operations of each history.
 OPS: Final = 120
 #: The seeds of `FIRST_SEED` are those of worlds in which every write came in steps.
-_WORLDS_OF_FIRST_SEEDS: Final = frozenset({"one-request", "task fails", "reports meet"})
+_WORLDS_OF_FIRST_SEEDS: Final = frozenset({"one-request", "task fails", "reports meet", "cold"})
 
 
 class Planter(importlib.abc.MetaPathFinder):
@@ -132,7 +132,7 @@ def main() -> None:
     caught = None
     seeds: range = arguments.seeds
     first = FIRST_SEED.get(bug.name)
-    worlds = (_WORLDS_OF_FIRST_SEEDS, frozenset[str]())
+    worlds = (_WORLDS_OF_FIRST_SEEDS, frozenset({"cold"}), frozenset[str]())
     known = [] if first is None else [(first, without) for without in worlds]
     for seed, without in (*known, *((seed, frozenset[str]()) for seed in seeds)):
         failure = play(seed, without)

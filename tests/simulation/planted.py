@@ -62,6 +62,9 @@ _COPY_KEEPER = "kvpool.server.moves.copy_keeper"
 _SPREAD_PLAN = "kvpool.client.spread_plan"
 _FETCHES = "kvpool.server.moves.state.fetches"
 _PREFETCHES = "kvpool.server.state.prefetches"
+_COLD_BOOK = "kvpool.server.cold.state.book"
+_COLD_SEARCH = "kvpool.server.cold.search"
+_COLD_WRITER = "kvpool.server.cold.writer"
 _FORMAT = "kvpool_tiers.nvme.format"
 _NAMESPACES = "kvpool_tiers.nvme.namespaces"
 
@@ -1092,6 +1095,49 @@ for reservation, size in sorted(
         "            self.front.mark_dirty(found)\n",
         "",
     ),
+    # --- an object store below all servers
+    Bug(
+        "object-store-does-not-hear-of-removals",
+        "G8",
+        _COLD_BOOK,
+        "            self.unsaved[one.name] = one\n",
+        "            pass\n",
+    ),
+    Bug(
+        "what-other-servers-removed-comes-back",
+        "G8",
+        _COLD_SEARCH,
+        "        known.removed |= gone\n",
+        "",
+    ),
+    Bug(
+        "removed-on-its-way-to-the-object-store",
+        "G8",
+        _COLD_WRITER,
+        "        for draft in self.drafts.values():\n            for which",
+        "        for draft in ():\n            for which",
+    ),
+    Bug(
+        "objects-of-the-living-are-everybodys",
+        "house",
+        _COLD_SEARCH,
+        "            if answers != self._me or (",
+        "            if answers != self._me and (",
+    ),
+    Bug(
+        "cold-blocks-that-were-left-out-stay-out",
+        "house",
+        _COLD_SEARCH,
+        "if living.servers != self._living.servers or self._any_lost():",
+        "if living.servers != self._living.servers:",
+    ),
+    Bug(
+        "block-in-an-object-has-the-place-of-the-next",
+        "G1",
+        _COLD_WRITER,
+        "        block = ColdBlock(*key, parent, position, entry.size,",
+        "        block = ColdBlock(*key, parent, len(draft.payload), entry.size,",
+    ),
     # --- blocks that come up before they are read
     Bug(
         "prefetches-fill-the-memory",
@@ -1306,4 +1352,8 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "record-of-a-removed-block": 351,
     "stopped-server-blames-its-disk": 116,
     "evicted-below-is-written-for-ever": 73,
+    "object-store-does-not-hear-of-removals": 25,
+    "what-other-servers-removed-comes-back": 25,
+    "removed-on-its-way-to-the-object-store": 19,
+    "cold-blocks-that-were-left-out-stay-out": 98,
 }

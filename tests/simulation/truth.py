@@ -60,6 +60,7 @@ PROBES: Final = (
     "a disk took writes again",
     "both copies of a page of the disk were lost",
     "a disk had to be replaced",
+    "a block was found in the object store",
 )
 
 

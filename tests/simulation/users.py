@@ -572,11 +572,15 @@ class SimClient:
         if had_time:
             self._world.moves.removed(namespace, chain, began)
         servers: set[str] = set()
+        shelf = self._world.shelf
         for digest, was_there in zip(chain, removed, strict=True):
             if was_there:
-                servers |= self._world.truth.erased(namespace, digest, began)
+                one = self._world.truth.erased(namespace, digest, began)
+                servers |= one
+                if shelf is not None and had_time:
+                    shelf.erased(one, namespace, digest, began)
         plan = self._world.plan
-        may_kill = plan.disk and "kill server" in plan.faults
+        may_kill = (plan.disk or plan.cold) and "kill server" in plan.faults
         if may_kill and servers and self._rng.random() < 0.5:  # the blocks must not come back
             self._world.nemesis.schedule_fault("kill server", sorted(servers))
         return had_time

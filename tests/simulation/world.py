@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import xxhash
@@ -30,8 +31,10 @@ from kvpool.protocols import Tier, Transport
 from kvpool.runtime import Host
 from kvpool.server import announcer, block_server
 from kvpool.server.block_server import BlockServer
+from kvpool.server.cold import writer as cold_writer
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.moves import balancer
+from kvpool.server.state.store import Store
 from kvpool.types import Cluster, Namespace
 from kvpool_tiers.nvme.format import pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
@@ -39,6 +42,7 @@ from kvpool_transports.streams import requests
 from kvpool_transports.tcp import TcpTransport
 from tests.simulation.arrivals import WAIT_S, ArrivalOracle
 from tests.simulation.blocks import OF_TENANTS, BlockCatalog
+from tests.simulation.cold import ColdOracle, Shelf, SimCold, WatchedColdStore
 from tests.simulation.control_plane import SimNetwork
 from tests.simulation.copies import Copies
 from tests.simulation.disk import SimDisk
@@ -118,6 +122,7 @@ class World:
         self.prefetches = Prefetches(self)
         self.copies = Copies(self) if plan.copies else None
         self.tenants = Tenants(self) if plan.tenants else None
+        self.shelf = Shelf(self) if plan.cold else None
         if plan.tenants:
             self.catalog.others = OF_TENANTS
         self.nemesis: Nemesis
@@ -288,7 +293,10 @@ class World:
             fetch_rate=plan.fetch_rate,
         )
         tiers: list[Tier] = [tier]
-        stores = [store]
+        stores: list[Store] = [store]
+        if self.shelf is not None:
+            tiers.append(SimCold(self.shelf, node.name, plan))
+            stores.append(WatchedColdStore(life, tiers[-1].capacity, plan.alignment, truth))
         if node.platter is not None:
             nvme = self._nvme(life, node.platter)
             tiers.append(nvme)
@@ -319,6 +327,8 @@ class World:
         if isinstance(base, WatchedDiskStore):
             both = node.tiers = TierOracle(server, store, base, truth, self.loop.after_this)
             node.process.on_death.append(lambda: self._save_disk(node, base, both))
+        elif isinstance(base, WatchedColdStore) and self.shelf is not None:
+            node.cold = ColdOracle(server, store, base, self.shelf)
         if self.tenants is not None:
             self.tenants.watch(node)
         node.process.on_death.append(lambda: truth.life_ended(life))
@@ -440,6 +450,8 @@ class World:
                 return f"{node.name}: {store.clearing!r} is left, and nobody needs it"
             if node.tiers is not None and (problem := node.tiers.first_problem()) is not None:
                 return f"{node.name}: {problem}"
+        if self.shelf is not None and (problem := self.shelf.first_problem()) is not None:
+            return problem
         for master in self.masters:
             assert master.master is not None
             directory = master.master.directory
@@ -575,11 +587,13 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         (ways, "_PIECE_S"),
         (block_server, "Supervisor"),
         (service, "Supervisor"),
+        (cold_writer, "os"),
         (requests, "ONE_REQUEST_MAX"),
         (requests, "ONE_REQUEST_MAPPED_MAX"),
     )
     before = [(module, name, vars(module)[name]) for module, name in changed]
     vars(spans)["SPAN_BLOCKS"] = 2
+    vars(cold_writer)["os"] = SimpleNamespace(urandom=bytes)  # salts, of which nothing depends
     vars(shared_copies)["SHARED_COPIES_MAX"] = 1  # with fetches of others two runs may differ
     vars(reader)["Ways"] = WatchedWays
     if plan.piece_bytes:
