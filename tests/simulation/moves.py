@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 from kvpool import admin
 from kvpool.errors import Unavailable
 from kvpool.protocols import Channel, SupportsFetch
-from kvpool.server.moves import fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.types import DrainState, FetchStatus, Namespace, ReadStatus, WriteStatus
 from tests.simulation.blocks import ONE
@@ -67,7 +66,6 @@ class Moves:
         self._drained_at: dict[str, float] = {}
         #: When the last drain of each life of a server began.
         self._drains_began: dict[str, float] = {}
-        vars(fetcher)["_STEP_BLOCKS"] = world.plan.step_blocks  # a `Final` of the module
 
     # --- operations ---------------------------------------------------------------------------
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpool.server.eviction.session import Session
-from kvpool.server.moves import prefetcher
-from kvpool.server.state import tiered_store
 from kvpool.server.state.entry import Entry
 from kvpool.types import PrefetchStatus
 from tests.simulation.moves import WatchedBudget
@@ -31,9 +29,6 @@ class Prefetches:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # `Final`s of the modules: short steps, and a memory that is seldom too busy.
-        vars(prefetcher)["_STEP_BLOCKS"] = world.plan.step_blocks
-        vars(tiered_store)["FRESH_S"] = world.plan.fresh_s
 
     def asked(self, statuses: Sequence[PrefetchStatus]) -> None:
         """A prompt has arrived: its blocks are read soon, perhaps."""

@@ -157,6 +157,25 @@ def test_a_history_ends_well(seed: int) -> None:
     assert report.ops > 40
 
 
+def test_a_history_leaves_the_product_as_it_was() -> None:
+    """Tests that run later in this process rely on it."""
+
+    def product() -> dict[tuple[str, str], int]:
+        modules = {name: one for name, one in sys.modules.items() if name.startswith("kvpool")}
+        return {(name, key): id(v) for name, one in modules.items() for key, v in vars(one).items()}
+
+    before = product()
+    seeds = (seed for seed in range(1000) if plan_has_all(seed))
+    assert run(next(seeds), ops=4).failure is None
+    after = product()
+    assert [name for name, value in before.items() if after[name] != value] == []
+
+
+def plan_has_all(seed: int) -> bool:
+    plan = WorldPlan.draw(seed, 4, frozenset())
+    return plan.prefetches and plan.copies and plan.fresh_s != 2.0 and plan.step_blocks != 64
+
+
 def test_half_of_the_worlds_have_disks_and_they_are_used() -> None:
     plans = [WorldPlan.draw(seed, 120, frozenset()) for seed in range(1000)]
     assert 400 < sum(plan.disk > 0 for plan in plans) < 600

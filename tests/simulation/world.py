@@ -33,7 +33,8 @@ from kvpool.server import announcer, block_server
 from kvpool.server.block_server import BlockServer
 from kvpool.server.cold import writer as cold_writer
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
-from kvpool.server.moves import balancer
+from kvpool.server.moves import balancer, fetcher, prefetcher
+from kvpool.server.state import tiered_store
 from kvpool.server.state.store import Store
 from kvpool.types import Cluster, Namespace
 from kvpool_tiers.nvme.format import pack_superblock
@@ -577,6 +578,9 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
     """
     changed = (
         (announcer, "_PIECE_BLOCKS"),
+        (fetcher, "_STEP_BLOCKS"),
+        (prefetcher, "_STEP_BLOCKS"),
+        (tiered_store, "FRESH_S"),
         (spans, "SPAN_BLOCKS"),
         (balancer, "CHAIN_SHARE"),
         (spread, "SpreadPlan"),
@@ -601,6 +605,8 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         vars(ways)["_PIECE_S"] = 0.0
     vars(block_server)["Supervisor"] = vars(service)["Supervisor"] = FaultySupervisor
     vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
+    vars(fetcher)["_STEP_BLOCKS"] = vars(prefetcher)["_STEP_BLOCKS"] = plan.step_blocks
+    vars(tiered_store)["FRESH_S"] = plan.fresh_s  # a memory that is seldom too busy
     vars(requests)["ONE_REQUEST_MAX"] = plan.one_request_max
     vars(requests)["ONE_REQUEST_MAPPED_MAX"] = plan.one_request_max
     try:
