@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import ipaddress
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvpool.errors import (
     BadMessage,
@@ -83,18 +83,21 @@ async def _never(*_: object, **__: object) -> Any:
     await asyncio.Event().wait()
 
 
-def waiting(channel: Channel, stage: Stage, within_s: float) -> dict[str, Awaitable[object]]:
+#: Each is begun by whoever awaits it.
+Calls: TypeAlias = dict[str, Callable[[], Awaitable[object]]]
+
+
+def waiting(channel: Channel, stage: Stage, within_s: float) -> Calls:
     """One call of each kind for which a server may take its time, but for those of `every_call`."""
     until = stage.within(within_s)
     block = ReadBlock(digest("waits"), (memoryview(blank(9)),), 9)
-    calls: dict[str, Awaitable[object]] = {
-        "read": channel.read(ReadOptions(NAMESPACE, 0), [block], deadline=until)
-    }
+    options = ReadOptions(NAMESPACE, 0)
+    calls: Calls = {"read": lambda: channel.read(options, [block], deadline=until)}
     if isinstance(channel, SupportsRemoveAll):
-        calls["holdings"] = channel.holdings(("", 0), deadline=until)
-        calls["remove_all"] = channel.remove_all(NAMESPACE, RemovalCursor(), deadline=until)
+        calls["holdings"] = lambda: channel.holdings(("", 0), deadline=until)
+        calls["remove_all"] = lambda: channel.remove_all(NAMESPACE, RemovalCursor(), deadline=until)
     if isinstance(channel, SupportsDrain):
-        calls["drain"] = channel.drain(DrainOrder(), deadline=until)
+        calls["drain"] = lambda: channel.drain(DrainOrder(), deadline=until)
     return calls
 
 
@@ -126,18 +129,20 @@ async def every_status_arrives(stage: Stage) -> None:
     stage.expect(statuses == outcomes, f"{outcomes}", describe(statuses))
 
 
-def _refusable(stage: Stage, channel: Channel) -> dict[str, Awaitable[object]]:
+def _refusable(stage: Stage, channel: Channel) -> Calls:
     """One call of each kind that a server may refuse, by its name there."""
     keys, until = [digest("refused")], stage.within()
     calls = waiting(channel, stage, 10.0)
     calls["pin"] = calls.pop("read")
-    calls["remove"] = channel.remove(NAMESPACE, keys, deadline=until)
-    calls["report_corruption"] = channel.report_corruption(NAMESPACE, 0, keys, deadline=until)
+    calls["remove"] = lambda: channel.remove(NAMESPACE, keys, deadline=until)
+    calls["report_corruption"] = lambda: channel.report_corruption(
+        NAMESPACE, 0, keys, deadline=until
+    )
     if isinstance(channel, SupportsFetch):
-        calls["offer"] = channel.offer(NAMESPACE, 0, keys, "another", deadline=until)
-        calls["fetch"] = channel.fetch(NAMESPACE, 0, keys, "another", deadline=until)
+        calls["offer"] = lambda: channel.offer(NAMESPACE, 0, keys, "another", deadline=until)
+        calls["fetch"] = lambda: channel.fetch(NAMESPACE, 0, keys, "another", deadline=until)
     if isinstance(channel, SupportsPrefetch):
-        calls["prefetch"] = channel.prefetch(NAMESPACE, 0, keys, deadline=until)
+        calls["prefetch"] = lambda: channel.prefetch(NAMESPACE, 0, keys, deadline=until)
     return calls
 
 
@@ -154,7 +159,7 @@ async def a_refusal_arrives_unchanged(stage: Stage) -> None:
         for name, call in _refusable(stage, channel).items():
             recorder.moves.clear()
             recorder.refused.clear()
-            got = await stage.raises(type(error), call, f"a refused `{name}`")
+            got = await stage.raises(type(error), call(), f"a refused `{name}`")
             same = type(got) is type(error) and str(error) in str(got)
             stage.expect(same, f"{error!r} from a refused `{name}`", describe(got))
             count = len(recorder.moves) + len(recorder.refused)
@@ -173,7 +178,7 @@ async def every_call_ends_by_its_deadline(stage: Stage) -> None:
     for name in waiting(await stage.connect(), stage, 1.0):
         channel = await stage.connect()
         started = stage.within(0)
-        call = asyncio.ensure_future(waiting(channel, stage, _SHORT_S)[name])
+        call = asyncio.ensure_future(waiting(channel, stage, _SHORT_S)[name]())
         (outcome,) = await stage.promptly([call], f"by its deadline: `{name}`")
         late = isinstance(outcome, DeadlineExceeded)
         stage.expect(late, f"DeadlineExceeded from `{name}`", describe(outcome))

@@ -483,7 +483,8 @@ class Parting(ThroughTransport):
         close = listener.close
 
         async def later() -> None:
-            asyncio.get_running_loop().call_later(0.05, asyncio.ensure_future, close())
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.05, lambda: asyncio.ensure_future(close()))
 
         listener.close = later  # type: ignore[method-assign]
         return listener
