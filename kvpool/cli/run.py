@@ -375,7 +375,8 @@ async def _master_pages(
     from kvpool.ops import metrics
     from kvpool.ops.status_page import status_page
 
-    async with status_page(running, wanted.timeout_s / 2) as views:
+    tenants = bool(settings.tenants_file)
+    async with status_page(running, wanted.timeout_s / 2, tenants=tenants) as views:
         served = {**metrics.pages_of_master(running), **views}
         async with _pages(served, wanted, settings):
             yield

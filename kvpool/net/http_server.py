@@ -53,9 +53,10 @@ class Page(NamedTuple):
 
 
 class PageView(NamedTuple):
-    """A page for browsers, made from the fields of the query."""
+    """A page for browsers, made from the fields of the query, and of whether who asks is on this
+    host."""
 
-    answer: Callable[[Mapping[str, str]], Page]
+    answer: Callable[[Mapping[str, str], bool], Page]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +153,15 @@ class Pages:
             async with asyncio.timeout(_HEAD_S):
                 head = await reader.readuntil(b"\r\n\r\n")
             async with asyncio.timeout(_ANSWER_S):
-                local = writer.get_extra_info("sockname")[0]
-                writer.write(await self._answer(head, local))
+                ends = [writer.get_extra_info(one)[0] for one in ("sockname", "peername")]
+                writer.write(await self._answer(head, *ends))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, EOFError, asyncio.LimitOverrunError):
             pass  # not a request, or too slow: no answer
 
-    async def _answer(self, head: bytes, local: str) -> bytes:
+    async def _answer(self, head: bytes, local: str, peer: str) -> bytes:
         line, *fields = head.decode("latin-1").split("\r\n")
         method, _, rest = line.partition(" ")
         target, _, version = rest.rpartition(" ")
@@ -169,7 +170,7 @@ class Pages:
         elif method not in ("GET", "HEAD"):
             page = _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD only")
         else:
-            page = await self._whole_page(target, _host_of(fields), local)
+            page = await self._whole_page(target, _host_of(fields), local, peer)
         lines = (
             f"HTTP/1.1 {page.status.value} {page.status.phrase}",
             f"Content-Type: {page.content_type}",
@@ -181,11 +182,11 @@ class Pages:
         )
         return "\r\n".join(lines).encode() + (b"" if method == "HEAD" else page.body)
 
-    async def _whole_page(self, target: str, host: str, local: str) -> Page:
+    async def _whole_page(self, target: str, host: str, local: str, peer: str = "") -> Page:
         path = target.partition("?")[0]
         make = self._pages.get(path)
         if not isinstance(make, PageInSteps):
-            return self._page(target, host, local)
+            return self._page(target, host, local, peer)
         pieces = []
         try:
             for piece in make.steps():
@@ -195,7 +196,7 @@ class Pages:
             return _failed(path)
         return Page(HTTPStatus.OK, b"".join(pieces), make.content_type)
 
-    def _page(self, target: str, host: str, local: str) -> Page:
+    def _page(self, target: str, host: str, local: str, peer: str = "") -> Page:
         path, _, query = target.partition("?")
         make = self._pages.get(path)
         if make is None:
@@ -208,7 +209,8 @@ class Pages:
                 return _sentence(HTTPStatus.FORBIDDEN, "ask for it by address or as localhost")
             if not self._may_view():
                 return _sentence(HTTPStatus.TOO_MANY_REQUESTS, "too many requests")
-            return make.answer(_fields_of(query))
+            # Both ends of a connection have one address only on one host.
+            return make.answer(_fields_of(query), is_loopback(local) or peer == local)
         except UsageError as error:
             return _sentence(HTTPStatus.BAD_REQUEST, str(error))
         except Exception:

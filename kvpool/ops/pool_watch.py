@@ -1,4 +1,4 @@
-"""What changes in a pool: rates, a history of some minutes, and the last events.
+"""What changes in a pool: rates, a history of an hour, what is moved, and the last events.
 
 Pure: whoever looks at the pool calls `sample` about once a second with what masters know of it. A
 server that starts again counts from zero, which is no negative traffic.
@@ -6,9 +6,10 @@ server that starts again counts from zero, which is no negative traffic.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from kvpool.ops.tables import problem_of
@@ -16,9 +17,18 @@ from kvpool.types import Member
 
 #: Samples that are kept: five minutes of them.
 SAMPLES_MAX: Final = 300
+#: Of the last hour a point for each 20 s.
+HOUR_STEP_S: Final = 20.0
+HOUR_POINTS_MAX: Final = 180
 EVENTS_MAX: Final = 100
 #: Heartbeats and samples are each about a second apart; a mean of so many steps does not flicker.
 _STEPS: Final = 3
+#: A drain's speed is a mean of so many: it moves in bursts.
+_DRAIN_STEPS: Final = 15
+#: Counters of bytes that servers move by themselves, and what that is called; and from which rate
+#: on it is told.
+_FLOWS: Final = {"fetched_bytes": "copies", "prefetched_bytes": "prefetch"}
+_FLOW_MIN: Final = 1024.0
 
 
 class ServerState(Enum):
@@ -51,6 +61,24 @@ class AskedTotals(NamedTuple):
     asked_blocks: int = 0
     found_blocks: int = 0
     refusals: int = 0
+    #: Matches by what ended them.
+    stopped: Mapping[str, int] = MappingProxyType({})
+
+
+class UnderWay(NamedTuple):
+    """Blocks that a server moves. `move` is `drain` (to other servers), `copies` (from others) or
+    `prefetch` (up from a disk).
+
+    `left_bytes` is None where nobody knows what is still to come, `left_s` also while nothing
+    moves.
+    """
+
+    server: str
+    move: str
+    bytes_s: float
+    moved_bytes: int = 0
+    left_bytes: int | None = None
+    left_s: float | None = None
 
 
 class WatchEvent(NamedTuple):
@@ -78,6 +106,7 @@ class _Total(NamedTuple):
     written: int
     asked: int
     found: int
+    stopped: Mapping[str, int]
 
 
 class _Seen(NamedTuple):
@@ -90,17 +119,41 @@ class _Seen(NamedTuple):
     broken: dict[str, str]  # tiers out of service, or that take no writes
     read: int
     written: int
+    flows: tuple[int, ...]  # as _FLOWS
+
+
+class _Drain:
+    """How far one drain is. `most` is what was left when it began."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._left: deque[tuple[float, int]] = deque(maxlen=_DRAIN_STEPS)
+
+    def sample(self, now: float, left: int) -> None:
+        self.most = max(self.most, left)
+        self._left.append((now, left))
+
+    def under_way(self, server: str) -> UnderWay:
+        (began, first), (now, left) = self._left[0], self._left[-1]
+        rate = (first - left) / (now - began) if now > began and first > left else 0.0
+        left_s = 0.0 if not left else left / rate if rate else None
+        return UnderWay(server, "drain", rate, self.most - left, left, left_s)
 
 
 class PoolWatch:
-    """Holds at most SAMPLES_MAX points, EVENTS_MAX events, and a few numbers for each server."""
+    """Holds at most SAMPLES_MAX points of the last minutes and HOUR_POINTS_MAX of the last hour,
+    EVENTS_MAX events, and a few numbers for each server."""
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=SAMPLES_MAX)
+        self.hour: deque[Point] = deque(maxlen=HOUR_POINTS_MAX)
         self.events: deque[WatchEvent] = deque(maxlen=EVENTS_MAX)
         #: Bytes per second of each server, read and written, as of the last sample.
         self.rates: dict[str, tuple[float, float]] = {}
         self._totals: deque[_Total] = deque(maxlen=_STEPS + 1)
+        self._hour_totals: deque[_Total] = deque(maxlen=HOUR_POINTS_MAX + 1)
+        self._means: dict[str, tuple[float, ...]] = {}  # as _moved
+        self._drains: dict[str, _Drain] = {}
         self._seen: dict[str, _Seen] = {}
         self._refusals = 0
 
@@ -108,7 +161,7 @@ class PoolWatch:
         """Note what is different from the sample before."""
         first = not self._totals
         read = written = 0
-        last = self._totals[-1] if self._totals else _Total(now, 0, 0, *asked[:2])
+        last = self._totals[-1] if self._totals else _Total(now, 0, 0, *asked[:2], {})
         seconds = now - last.at
         seen: dict[str, _Seen] = {}
         for member in members:
@@ -117,45 +170,82 @@ class PoolWatch:
             if not first and (known is None or known[:5] != one[:5]):
                 for event, text in _differences(known, one):
                     self.events.append(WatchEvent(now, member.server, event, text))
-            came, went = _moved(known, one)
-            read, written = read + came, written + went
-            self._smooth(member.server, member.alive, came, went, seconds)
+            moved = _moved(known, one)
+            read, written = read + moved[0], written + moved[1]
+            before = self._means.get(member.server)
+            means = _mean(before, moved, seconds if member.alive else 0.0)
+            self._means[member.server], self.rates[member.server] = means, (means[0], means[1])
+            if member.alive and member.stats.draining:
+                drain = self._drains.setdefault(member.server, _Drain())
+                drain.sample(now, member.stats.drain_left_bytes)
+            else:
+                self._drains.pop(member.server, None)
         for server in self._seen.keys() - seen.keys():
             self.events.append(WatchEvent(now, server, "forgotten", "its record is dropped"))
             self.rates.pop(server, None)
+            self._means.pop(server, None)
+            self._drains.pop(server, None)
         if asked.refusals > self._refusals and not first:
             text = f"{asked.refusals - self._refusals} messages were refused: see the master's log"
             self.events.append(WatchEvent(now, "", "refused", text))
         self._seen, self._refusals = seen, asked.refusals
-        self._totals.append(_Total(now, last.read + read, last.written + written, *asked[:2]))
+        total = _Total(now, last.read + read, last.written + written, *asked[:2], asked.stopped)
+        self._totals.append(total)
+        used = sum(member.stats.used for member in members if member.alive)
         if not first:
-            used = sum(member.stats.used for member in members if member.alive)
-            self.points.append(self._point(used))
+            self.points.append(_point(self._totals[0], total, used))
+        if first:
+            self._hour_totals.append(total)
+        elif now - self._hour_totals[-1].at >= HOUR_STEP_S:
+            self.hour.append(_point(self._hour_totals[-1], total, used))
+            self._hour_totals.append(total)
 
-    def _smooth(self, server: str, alive: bool, came: int, went: int, seconds: float) -> None:
-        if seconds <= 0 or not alive:
-            self.rates[server] = (0.0, 0.0)
-            return
-        before = self.rates.get(server, (0.0, 0.0))
-        share = 1 / _STEPS
-        now = (came / seconds, went / seconds)
-        self.rates[server] = (
-            before[0] + share * (now[0] - before[0]),
-            before[1] + share * (now[1] - before[1]),
-        )
+    def under_way(self) -> list[UnderWay]:
+        """What servers move now: drains first, then what is fastest."""
+        flows = [
+            UnderWay(server, move, rate)
+            for server, means in self._means.items()
+            for move, rate in zip(_FLOWS.values(), means[2:], strict=True)
+            if rate >= _FLOW_MIN
+        ]
+        drains = [drain.under_way(server) for server, drain in sorted(self._drains.items())]
+        return drains + sorted(flows, key=lambda one: (-one.bytes_s, one.server))
 
-    def _point(self, used: int) -> Point:
-        """The mean of the last steps."""
-        first, last = self._totals[0], self._totals[-1]
-        seconds = max(1e-3, last.at - first.at)
-        asked = last.asked - first.asked
-        return Point(
-            last.at,
-            (last.read - first.read) / seconds,
-            (last.written - first.written) / seconds,
-            (last.found - first.found) / asked if asked > 0 else None,
-            used,
-        )
+    def last_hour(self) -> tuple[float, AskedTotals]:
+        """Seconds, an hour at most, and what clients asked for in them. Empty before a sample."""
+        if not self._totals:
+            return 0.0, AskedTotals()
+        first, last = self._hour_totals[0], self._totals[-1]
+        stopped = Counter(last.stopped)
+        stopped.subtract(first.stopped)
+        asked, found = last.asked - first.asked, last.found - first.found
+        return last.at - first.at, AskedTotals(asked, found, stopped=+stopped)
+
+
+def _mean(
+    before: Sequence[float] | None, moved: Sequence[float], seconds: float
+) -> tuple[float, ...]:
+    """Rates as means over some steps."""
+    if seconds <= 0:
+        return (0.0,) * len(moved)
+    share = 1 / _STEPS
+    known = before or (0.0,) * len(moved)
+    return tuple(
+        rate + share * (size / seconds - rate) for rate, size in zip(known, moved, strict=True)
+    )
+
+
+def _point(first: _Total, last: _Total, used: int) -> Point:
+    """The mean between two."""
+    seconds = max(1e-3, last.at - first.at)
+    asked = last.asked - first.asked
+    return Point(
+        last.at,
+        (last.read - first.read) / seconds,
+        (last.written - first.written) / seconds,
+        (last.found - first.found) / asked if asked > 0 else None,
+        used,
+    )
 
 
 def _seen(member: Member) -> _Seen:
@@ -168,16 +258,21 @@ def _seen(member: Member) -> _Seen:
         {tier.name: text for tier in member.stats.usage if (text := problem_of(tier))},
         counters.get("read_bytes", 0),
         counters.get("written_bytes", 0),
+        tuple(counters.get(name, 0) for name in _FLOWS),
     )
 
 
-def _moved(known: _Seen | None, now: _Seen) -> tuple[int, int]:
-    """Bytes read and written since; of a server that is new here nothing is known."""
+def _moved(known: _Seen | None, now: _Seen) -> list[int]:
+    """Bytes read, written and moved since; of a server that is new here nothing is known."""
     if known is None:
-        return 0, 0
-    restarted = known.epoch != now.epoch
-    before = (0, 0) if restarted else (known.read, known.written)
-    return max(0, now.read - before[0]), max(0, now.written - before[1])
+        return [0] * (2 + len(_FLOWS))
+    before = (0,) * (2 + len(_FLOWS))
+    if known.epoch == now.epoch:
+        before = (known.read, known.written, *known.flows)
+    return [
+        max(0, count - was)
+        for count, was in zip((now.read, now.written, *now.flows), before, strict=True)
+    ]
 
 
 def _differences(known: _Seen | None, now: _Seen) -> Iterator[tuple[str, str]]:

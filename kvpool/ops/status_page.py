@@ -2,6 +2,9 @@
 
 The figures are those of `kvpool status --json` and `/metrics`. Every answer is bounded: lists have
 a limit, servers come in pages. docs/api/pool-json.md describes the fields.
+
+Nobody is asked who he is. Where the pool has tenants, names of namespaces, sessions, programs,
+tenants and clients are shown on the master's own host only.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import math
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from importlib.resources import files
@@ -24,9 +28,17 @@ from kvpool import __version__
 from kvpool.errors import UsageError
 from kvpool.master.service import Master
 from kvpool.net.http_server import Page, PageView, Routes
-from kvpool.ops.pool_watch import AskedTotals, PoolWatch, ServerState, state_of
+from kvpool.ops.pool_watch import (
+    HOUR_STEP_S,
+    AskedTotals,
+    Point,
+    PoolWatch,
+    ServerState,
+    state_of,
+)
 from kvpool.ops.tables import as_json_object, problem_of
-from kvpool.types import ARRIVED, Demand, Member
+from kvpool.ops.usage import KINDS, Usage, UsageSums
+from kvpool.types import ARRIVED, OTHERS, Demand, Member, program_of
 
 #: Of the JSON. Within a version fields are added, never removed or changed.
 API_VERSION: Final = 1
@@ -37,19 +49,27 @@ _FRESH_S: Final = 0.25
 #: Servers in one answer.
 SERVERS_MAX: Final = 50
 _LISTED_MAX: Final = 20
+#: Who has how much is summed so often, while somebody looks; of each kind so many are shown.
+_USAGE_S: Final = 5.0
+_USAGE_MAX: Final = 8
+#: Servers that are summed in one turn of the loop.
+_USAGE_STEP: Final = 10
 _TIER_FIELDS: Final = tuple(
     "lost read_only capacity used blocks hits failures corrupt".split()  # noqa: SIM905
 )
-#: Of the name of a session: enough to tell sessions apart, too little to send hints in its name.
+#: Of the name of a session, behind its program: enough to tell sessions apart, too little to send
+#: hints in its name.
 _SESSION_SHOWN: Final = 12
 
 _SECURITY: Final = ("X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer")
 
 
 @asynccontextmanager
-async def status_page(master: Master, late_s: float) -> AsyncIterator[Routes]:
+async def status_page(
+    master: Master, late_s: float, *, tenants: bool = False
+) -> AsyncIterator[Routes]:
     """What to serve, as long as the `with` lasts; a task looks at the pool once a second."""
-    page = StatusPage(master, late_s)
+    page = StatusPage(master, late_s, tenants=tenants)
     watching = master.tasks.forever("status page", page.watch)
     try:
         yield page.routes()
@@ -60,35 +80,53 @@ async def status_page(master: Master, late_s: float) -> AsyncIterator[Routes]:
 
 class StatusPage:
     """The answers, from a master on the same loop. Servers without heartbeat for `late_s` are
-    late."""
+    late. With `tenants` names stay on this host."""
 
-    def __init__(self, master: Master, late_s: float) -> None:
+    def __init__(self, master: Master, late_s: float, *, tenants: bool = False) -> None:
         self._master = master
         self._late_s = late_s
+        self._tenants = tenants
         self._watch = PoolWatch()
         self._loop = asyncio.get_running_loop()
         self._made: dict[str, tuple[float, bytes]] = {}
         self._tiers: list[dict[str, Any]] = []  # as of the last sample
+        self._usage: dict[str, list[dict[str, Any]]] = {}
+        self._usage_at = self._looked_at = -math.inf
 
     async def watch(self) -> None:
         """Take one sample, and wait until the next one is due."""
         self._sample()
         await asyncio.sleep(0)  # with a thousand servers each part takes some milliseconds
         self._tiers = _tiers([one for one in self._members() if one.alive])
+        now = self._loop.time()
+        if self._usage_at + _USAGE_S <= now <= self._looked_at + _USAGE_S:
+            self._usage_at = now
+            await self._sum_usage()
         await asyncio.sleep(_SAMPLE_S)
+
+    async def _sum_usage(self) -> None:
+        sums = UsageSums()
+        for number, member in enumerate(self._members()):
+            if number % _USAGE_STEP == 0:
+                await asyncio.sleep(0)
+            sums.add(member)
+        self._usage = {f"{kind}s": _largest(sums.of(kind)) for kind in KINDS}
 
     def routes(self) -> Routes:
         html = files("kvpool.ops").joinpath("status_page.html").read_text()
         page = Page(HTTPStatus.OK, html.encode(), "text/html; charset=utf-8", _policy_of(html))
         return {
-            "/": PageView(lambda query: page),
-            "/api/v1/pool": PageView(lambda query: self._answer("", self._pool)),
+            "/": PageView(lambda query, near: page),
+            "/api/v1/pool": PageView(self._pool_page),
             "/api/v1/servers": PageView(self._servers_page),
         }
 
     def _sample(self) -> None:
         master = self._master
-        asked = AskedTotals(master.asked_blocks, master.found_blocks, master.refusals.total())
+        stopped = {status.label: count for status, count in master.matches.items()}
+        asked = AskedTotals(
+            master.asked_blocks, master.found_blocks, master.refusals.total(), stopped
+        )
         self._watch.sample(self._loop.time(), self._members(), asked)
 
     def _members(self) -> list[Member]:
@@ -105,14 +143,20 @@ class StatusPage:
             self._made[key] = now, body
         return Page(HTTPStatus.OK, body, "application/json", _SECURITY)
 
-    def _servers_page(self, query: Mapping[str, str]) -> Page:
+    def _pool_page(self, query: Mapping[str, str], near: bool) -> Page:
+        self._looked_at = self._loop.time()
+        named = near or not self._tenants
+        return self._answer(f"pool {named}", lambda: self._pool(named))
+
+    def _servers_page(self, query: Mapping[str, str], near: bool) -> Page:
         """Servers in the order of their names, those after `after`. Raises UsageError."""
         if unknown := query.keys() - {"after"}:
             raise UsageError(f"unknown field {sorted(unknown)[0][:40]!r}; expected: after")
         after = query.get("after", "")[:256]
-        return self._answer(f"/{after}", lambda: self._servers(after))
+        named = near or not self._tenants
+        return self._answer(f"servers {named} {after}", lambda: self._servers(after, named))
 
-    def _servers(self, after: str) -> dict[str, Any]:
+    def _servers(self, after: str, named: bool) -> dict[str, Any]:
         members = sorted(one for one in self._members() if one.server > after)
         page = members[:SERVERS_MAX]
         return {
@@ -120,6 +164,7 @@ class StatusPage:
             "servers": [
                 {
                     **as_json_object(one),
+                    **({} if named else {"clients": [], "consumers": []}),
                     "state": state_of(one, self._late_s).value,
                     "rates": _rates(self._watch.rates.get(one.server, (0.0, 0.0))),
                 }
@@ -128,15 +173,17 @@ class StatusPage:
             "after": page[-1].server if len(members) > len(page) else None,
         }
 
-    def _pool(self) -> dict[str, Any]:
+    def _pool(self, named: bool) -> dict[str, Any]:
         now, master, members = self._loop.time(), self._master, self._members()
         states = [state_of(one, self._late_s) for one in members]
         counts = Counter(states)
         alive = [one for one in members if one.alive]
         rates = [self._watch.rates.get(one.server, (0.0, 0.0)) for one in alive]
+        sessions = master.latest_sessions(_LISTED_MAX, now) if named else []
         return {
             "version": API_VERSION,
             "kvpool": __version__,
+            "named": named,
             "time": time.time(),
             "master": {
                 "address": master.address,
@@ -147,6 +194,7 @@ class StatusPage:
                 "map_differences": master.differences,
             },
             "servers": {state.value: counts[state] for state in ServerState},
+            "connections": sum(one.stats.counters.get("connections", 0) for one in alive),
             "memory": {
                 "capacity": sum(one.capacity for one in alive),
                 "used": sum(one.stats.used for one in alive),
@@ -158,9 +206,12 @@ class StatusPage:
                 "found_blocks": master.found_blocks,
                 "stopped": {status.label: count for status, count in master.matches.items()},
             },
+            "last_hour": _last_hour(self._watch),
+            "moves": [one._asdict() for one in self._watch.under_way()[:_LISTED_MAX]],
             "tiers": self._tiers,
-            "demand": _demand(master.demand(now)),
-            "sessions": [_session(*one) for one in master.latest_sessions(_LISTED_MAX, now)],
+            "demand": _demand(master.demand(now), named),
+            "usage": self._usage if named else {},
+            "sessions": [_session(*one) for one in sessions],
             "attention": _attention(members, states),
             "events": [
                 {
@@ -171,7 +222,8 @@ class StatusPage:
                 }
                 for one in list(self._watch.events)[: -_LISTED_MAX - 1 : -1]
             ],
-            "history": _history(self._watch),
+            "history": _history(_SAMPLE_S, self._watch.points),
+            "history_hour": _history(HOUR_STEP_S, self._watch.hour),
         }
 
 
@@ -193,7 +245,31 @@ def _tiers(alive: Sequence[Member]) -> list[dict[str, Any]]:
     return [{"name": name, **total} for name, total in totals.items()]
 
 
-def _demand(demand: Demand) -> dict[str, Any]:
+def _largest(usages: Sequence[Usage]) -> list[dict[str, Any]]:
+    """Those with a name."""
+    named = [one for one in usages if one.name not in ("", OTHERS)]
+    return [
+        {
+            "name": one.name,
+            "used_bytes": one.stored.total(),
+            "hit_blocks": one.hit_blocks,
+            "missed_blocks": one.missed_blocks,
+        }
+        for one in named[:_USAGE_MAX]
+    ]
+
+
+def _last_hour(watch: PoolWatch) -> dict[str, Any]:
+    seconds, asked = watch.last_hour()
+    return {
+        "seconds": round(seconds),
+        "asked_blocks": asked.asked_blocks,
+        "found_blocks": asked.found_blocks,
+        "stopped": dict(asked.stopped),
+    }
+
+
+def _demand(demand: Demand, named: bool) -> dict[str, Any]:
     sets = [
         {
             "namespace": one.namespace.name,
@@ -201,7 +277,7 @@ def _demand(demand: Demand) -> dict[str, Any]:
             "bytes": one.size,
             "blocks": one.blocks,
         }
-        for one in demand.working_sets[:_LISTED_MAX]
+        for one in demand.working_sets[: _LISTED_MAX if named else 0]
     ]
     return {
         "seconds": demand.seconds,
@@ -234,10 +310,10 @@ def _attention(members: Sequence[Member], states: Sequence[ServerState]) -> list
     ]
 
 
-def _history(watch: PoolWatch) -> dict[str, Any]:
-    points = list(watch.points)
+def _history(step_s: float, points: Iterable[Point]) -> dict[str, Any]:
+    points = list(points)
     return {
-        "step_s": _SAMPLE_S,
+        "step_s": step_s,
         "read_bytes_s": [round(one.read_bytes_s) for one in points],
         "written_bytes_s": [round(one.written_bytes_s) for one in points],
         "hit_rate": [None if one.hit_rate is None else round(one.hit_rate, 4) for one in points],
@@ -246,7 +322,10 @@ def _history(watch: PoolWatch) -> dict[str, Any]:
 
 
 def _session(name: str, resume_in: float | None, age_s: float) -> dict[str, Any]:
-    shown = name if len(name) <= _SESSION_SHOWN else f"{name[:_SESSION_SHOWN]}..."
+    program, _, rest = name.partition(";") if program_of(name) else ("", "", name)
+    shown = rest if len(rest) <= _SESSION_SHOWN else f"{rest[:_SESSION_SHOWN]}..."
+    if program:
+        shown = f"{program}; {shown}"
     if resume_in is None or resume_in == ARRIVED:
         hint = "ends" if resume_in is None else "arrived"
         return {"session": shown, "hint": hint, "age_s": age_s}

@@ -43,24 +43,38 @@ def usage_by(kind: str, members: Iterable[Member]) -> list[Usage]:
     A consumer that is among the largest of one server may be among the others of another one: what
     it has there is in the line of the others.
     """
-    found: dict[str, Usage] = {}
+    sums = UsageSums()
     for member in members:
-        if not member.alive:
-            continue
-        for one in member.stats.consumers:
-            if one.by != kind:
+        sums.add(member)
+    return sums.of(kind)
+
+
+class UsageSums:
+    """All kinds of consumers at once, server by server: with hundreds of servers it takes a while,
+    and who adds them may pause in between."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, Usage]] = {kind: {} for kind in KINDS}
+
+    def add(self, member: Member) -> None:
+        for one in member.stats.consumers if member.alive else ():
+            if (found := self._found.get(one.by)) is None:
                 continue
-            total = found.setdefault(one.name, Usage(one.name))
+            if (total := found.get(one.name)) is None:
+                total = found[one.name] = Usage(one.name)
             total.stored.update(one.tiers)
             total.hit_blocks += one.hit_blocks
             total.hit_bytes += one.hit_bytes
             total.missed_blocks += one.missed_blocks
             total.evicted_by.update(one.evicted_by)
 
-    def order(one: Usage) -> tuple[bool, int, int, str]:
-        return one.name == OTHERS, -one.stored.total(), -one.hit_bytes, one.name
+    def of(self, kind: str) -> list[Usage]:
+        """Those of one kind, in the order of `usage_by`."""
+        return sorted(self._found[kind].values(), key=_order)
 
-    return sorted(found.values(), key=order)
+
+def _order(one: Usage) -> tuple[bool, int, int, str]:
+    return one.name == OTHERS, -one.stored.total(), -one.hit_bytes, one.name
 
 
 def usage_table(kind: str, usages: list[Usage]) -> Table:

@@ -143,7 +143,7 @@ async def test_who_listens_on_every_address_has_callers_of_both_kinds(
 @ipv6
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_a_page_on_every_address_still_refuses_foreign_names(host: str) -> None:
-    view = PageView(lambda fields: Page(HTTPStatus.OK, b"state"))
+    view = PageView(lambda fields, near: Page(HTTPStatus.OK, b"state"))
     async with pages({"/": view}, "[::]:0", insecure=True) as serving:
         assert serving is not None
         port = int(serving.address.rpartition(":")[2])

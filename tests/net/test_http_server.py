@@ -65,7 +65,7 @@ def test_so_many_views_may_come_at_once_and_so_many_each_second(
     now = 1000.0
     loop = SimpleNamespace(time=lambda: now)
     monkeypatch.setattr(http_server.asyncio, "get_running_loop", lambda: loop)
-    served = Pages({"/view": PageView(lambda fields: PLAIN), "/": lambda: PLAIN})
+    served = Pages({"/view": PageView(lambda fields, near: PLAIN), "/": lambda: PLAIN})
 
     def views() -> int:
         """How many of 150 are made now."""

@@ -8,6 +8,7 @@ import pytest
 
 from kvpool.ops.pool_watch import (
     EVENTS_MAX,
+    HOUR_POINTS_MAX,
     SAMPLES_MAX,
     AskedTotals,
     PoolWatch,
@@ -118,3 +119,63 @@ def test_all_that_is_kept_is_bounded() -> None:
     assert len(watch.points) == SAMPLES_MAX
     assert len(watch.events) == EVENTS_MAX
     assert len(watch.rates) == 1
+
+
+def test_a_drain_has_a_bar_a_speed_and_the_time_that_is_left() -> None:
+    watch = PoolWatch()
+
+    def look(at: float, left: int, draining: bool = True, **more: Any) -> list[Any]:
+        stats = ServerStats(draining=draining, drain_left_bytes=left)
+        watch.sample(at, [member(stats=stats, **more)], AskedTotals())
+        return [tuple(one) for one in watch.under_way()]
+
+    assert look(0.0, 0, draining=False) == []
+    assert look(1.0, 1000) == [("a", "drain", 0.0, 0, 1000, None)]  # its speed is not known yet
+    assert look(2.0, 900) == [("a", "drain", 100.0, 100, 900, 9.0)]
+    for second in range(3, 30):
+        found = look(float(second), 900)
+    assert found == [("a", "drain", 0.0, 100, 900, None)], "it stands still"
+    assert look(31.0, 0)[0][3:] == (1000, 0, 0.0)
+    assert look(32.0, 0, alive=False) == []
+    assert look(33.0, 50) == [("a", "drain", 0.0, 0, 50, None)], "the next one begins anew"
+
+
+def test_copies_and_prefetches_are_told_while_they_move() -> None:
+    watch = PoolWatch()
+    for second in range(5):
+        counters = {"fetched_bytes": second << 20, "prefetched_bytes": (second << 20) * 2}
+        quiet = member("b", stats=ServerStats(counters={"fetched_bytes": 1 << 40}))
+        watch.sample(float(second), [member(stats=ServerStats(counters=counters)), quiet], ASKED)
+    prefetch, copies = watch.under_way()
+    assert (prefetch.server, prefetch.move, copies.move) == ("a", "prefetch", "copies")
+    assert prefetch.bytes_s == pytest.approx(2 * copies.bytes_s)
+    assert 0.7 * (1 << 20) < copies.bytes_s < 1 << 20
+    assert (copies.left_bytes, copies.left_s) == (None, None)
+    for second in range(5, 40):
+        watch.sample(float(second), [member(stats=ServerStats(counters=counters))], ASKED)
+    assert watch.under_way() == []
+    watch.sample(40.0, [member(epoch=2, stats=ServerStats(counters={}))], ASKED)
+    assert watch.under_way() == [], "a restart moves nothing"
+    watch.sample(41.0, [], ASKED)
+    assert watch._means == watch._drains == watch.rates == {}
+
+
+ASKED = AskedTotals()
+
+
+def test_an_hour_is_kept_and_no_more() -> None:
+    watch = PoolWatch()
+    for second in range(2 * 3600):
+        late = second >= 3600
+        stopped = {"hit": second, "evicted": 5} if late else {"evicted": min(5, second)}
+        asked = AskedTotals(second * 10, second * (5 if late else 1), stopped=stopped)
+        watch.sample(float(second), [member(stats=moved(second * 100, used=second))], asked)
+    assert len(watch.hour) == len(watch._hour_totals) - 1 == HOUR_POINTS_MAX
+    assert watch.hour[-1].at - watch.hour[0].at == pytest.approx(3580)
+    assert [round(one.read_bytes_s) for one in watch.hour] == [100] * HOUR_POINTS_MAX
+    assert watch.hour[-1].used == 7180
+    seconds, lately = watch.last_hour()
+    assert 3600 <= seconds <= 3620
+    assert lately.asked_blocks == seconds * 10
+    assert dict(lately.stopped) == {"hit": 7199}, "what did not happen is not listed"
+    assert PoolWatch().last_hour() == (0.0, AskedTotals())

@@ -95,11 +95,56 @@ async def test_traffic_and_the_hit_rate_have_a_history(
             await pool.write(NAMESPACE, stored, values(stored))
             await pool.match(NAMESPACE, stored)
             await asyncio.sleep(1.5)  # the figures come with a heartbeat
-        history = json.loads(shown.answer({}).body)["history"]
+        history = json.loads(shown.answer({}, True).body)["history"]
     written = sum(len(value) for value in values(stored))
     # Each point is the mean of three steps, so what was written is in three of them.
     assert sum(history["written_bytes_s"]) * 0.05 == pytest.approx(written, rel=0.6)
     assert max(rate for rate in history["hit_rate"] if rate is not None) == 1.0
+
+
+async def test_names_of_tenants_stay_on_the_masters_host(pool_dev: dev.Dev) -> None:
+    """Nobody is asked who he is: with tenants one of them may be who asks from elsewhere."""
+    page, known = (StatusPage(pool_dev.master, 1.5, tenants=one) for one in (True, False))
+
+    def look(of: StatusPage, near: bool) -> str:
+        pages = (of._pool_page({}, near), of._servers_page({}, near))
+        return "".join(one.body.decode() for one in pages)
+
+    async with await kvpool.connect(pool_dev.address) as pool:
+        chain, named = keys("page", 3), kvpool.Namespace("@acme/model")
+        await pool.write(named, chain, values(chain))
+        for _ in range(2):
+            await pool.match(named, chain)
+        await pool.session("program=secret-plan;1").hint(resume_in=30.0)
+        await eventually(lambda: named.name in str(page._members()[0].stats.consumers))
+        for one in (page, known):
+            await one._sum_usage()
+        found = {one: look(*one) for one in ((page, True), (page, False), (known, False))}
+    hidden = found.pop((page, False))
+    assert '"named":false' in hidden
+    assert '"blocks":3' in hidden, "figures are no names"
+    assert not [one for one in ("acme", "secret") if one in hidden]
+    for one in found.values():
+        assert '"named":true' in one
+        assert '"namespaces":[{"name":"@acme/model"' in one
+        assert '"session":"program=secret-plan; 1"' in one
+
+
+async def test_who_is_on_this_host_is_known_by_the_ends_of_the_connection() -> None:
+    seen = []
+    served = http_server.Pages({"/": PageView(lambda _, near: seen.append(near) or OK)})
+    for local, peer in (
+        ("127.0.0.1", "127.0.0.1"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("10.0.0.1", "10.0.0.2"),
+        ("10.0.0.1", ""),
+        ("10.0.0.1", "127.0.0.1"),  # a proxy's header would be no end of a connection
+    ):
+        await served._whole_page("/", "localhost", local, peer)
+    assert seen == [True, True, False, False, False]
+
+
+OK = Page(HTTPStatus.OK, b"")
 
 
 async def test_a_pool_with_many_servers_is_read_in_pages(tmp_path: Any) -> None:
@@ -116,7 +161,7 @@ async def test_a_pool_with_many_servers_is_read_in_pages(tmp_path: Any) -> None:
     spent: list[float] = []
     while after is not None:
         began = time.perf_counter()
-        body = page._servers_page({"after": after} if after else {}).body
+        body = page._servers_page({"after": after} if after else {}, True).body
         spent.append(time.perf_counter() - began)
         assert len(body) < 512 << 10
         answer = json.loads(body)
@@ -126,11 +171,11 @@ async def test_a_pool_with_many_servers_is_read_in_pages(tmp_path: Any) -> None:
     assert found == names
     whole = page.routes()["/api/v1/pool"]
     assert isinstance(whole, PageView)
-    assert len(whole.answer({}).body) < 64 << 10
+    assert len(whole.answer({}, True).body) < 64 << 10
     for after in names[
         :20
     ]:  # what is kept for the next second does not grow with what is asked for
-        page._servers_page({"after": after})
+        page._servers_page({"after": after}, True)
         page._made = {name: (at - 1, body) for name, (at, body) in page._made.items()}
     assert len(page._made) <= 2
     network.close()
@@ -186,7 +231,7 @@ async def test_this_host_may_look(address: str, host: str) -> None:
 async def test_a_flood_of_views_is_refused_and_probes_are_not() -> None:
     made = []
 
-    def view(query: Any) -> Page:
+    def view(query: Any, near: bool) -> Page:
         made.append(query)
         return Page(HTTPStatus.OK, b"x")
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import kvpool
+from kvpool import admin
 
 playwright = pytest.importorskip("playwright.async_api", reason="see make test WITH=page")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -174,15 +175,67 @@ async def test_names_of_strangers_are_text(pool: RunningPool, browser: Any) -> N
     assert not page.problems
 
 
-async def test_it_fits_a_phone(pool: RunningPool, browser: Any) -> None:
-    pool.serve("a-server-with-a-name-that-is-quite-long-for-a-narrow-screen-0123456789")
-    page = await opened(browser, pool, viewport={"width": 360, "height": 740})
-    await fill(pool, 1)
+CUT = """[...document.querySelectorAll("main *")].filter(one => one.clientWidth
+    && getComputedStyle(one).display !== "inline" && one.scrollWidth > one.clientWidth + 1
+).map(one => one.textContent)"""
+LONG = "a-server-with-a-name-that-is-quite-long-for-a-narrow-screen-0123456789"
+
+
+@pytest.mark.parametrize("width", [360, 1100])
+async def test_it_fits_a_phone_and_a_desktop(pool: RunningPool, browser: Any, width: int) -> None:
+    pool.serve(LONG)
+    page = await opened(browser, pool, viewport={"width": width, "height": 740})
     await until(page, "servers", lambda text: text == "1 / 1")
-    wide = await page.evaluate("document.documentElement.scrollWidth")
-    assert wide <= 360
+    pool.serve("gpu-2")  # it is seen to join
+    await fill(pool, 2)
+    async with await connected(pool) as client:
+        await client.session(f"program={HOSTILE[:4]};x").hint(resume_in=5.0)  # no program's name
+        await admin(client).drain("gpu-2", within_s=60)
+    await until(page, "moves", lambda text: "gpu-2" in text and "leaves" in text)
+    await until(page, "events", lambda text: "joined" in text and "leaving" in text)
+    await until(page, "usage", lambda text: SCRIPT in text)
+    await until(page, "misses", lambda text: "never written" in text)
+    assert await page.evaluate("document.documentElement.scrollWidth") <= width
+    assert await page.evaluate(CUT) == []
     name = await page.evaluate("document.querySelector('#events td.who').clientWidth")
-    assert name >= 120, "a name is read in lines of a dozen characters, not of four"
+    assert name >= 100, "a name is read in lines of a dozen characters, not of four"
+    assert await page.locator("#look").is_visible()
+    assert not page.problems
+
+
+async def test_an_hour_is_drawn_and_what_is_not_known_is_said(
+    pool: RunningPool, browser: Any
+) -> None:
+    page = await opened(browser, pool)
+    await until(page, "state", lambda text: "no server" in text)
+    assert not await page.locator("#look").is_visible()  # there is nothing
+    answer = await (await page.request.get(f"http://{pool.http}/api/v1/pool")).json()
+    hour = {"step_s": 20, "used": [1 << 30] * 180, "hit_rate": [None] * 90 + [0.5, 0.75] * 45}
+    answer["history_hour"] = hour | {
+        f"{one}_bytes_s": [1 << 20] * 180 for one in ("read", "written")
+    }
+    keys = ("server", "move", "bytes_s", "moved_bytes", "left_bytes", "left_s")
+    moves = [
+        ("a", "drain", 1 << 20, 3 << 20, 90 << 20, 90),
+        ("b", "copies", 5 << 20, 0, None, None),
+        ("c", "later", 0, 0, 9, None),
+    ]
+    answer["moves"] = [dict(zip(keys, one, strict=True)) for one in moves]
+    answer["named"] = False
+
+    async def changed(route: Any) -> None:
+        await route.fulfill(json=answer)
+
+    await page.route("**/api/v1/pool", changed)
+    await until(page, "hourhit", lambda text: text == "50.0 % to 75.0 %")
+    assert await page.text_content("#hourline .ends") == "60 min agonow"
+    shown = await page.text_content("#moves")
+    assert "3 MiB of 93 MiB, 1 MiB/s, 2 min left" in shown
+    assert "bfetches from others5 MiB/s, of unknown size" in shown
+    assert "clater0 B of 9 B, nothing moves at the moment" in shown
+    for box in ("sessions", "usage", "demand"):
+        assert "on the master's own host only" in await page.text_content(f"#{box}")
+    assert not page.problems
 
 
 @pytest.mark.skipif("DRAW_PICTURES" not in os.environ, reason="draws the pictures of the docs")
@@ -190,18 +243,19 @@ async def test_pictures_for_the_docs(pool: RunningPool, browser: Any) -> None:
     """DRAW_PICTURES=1 make test WITH=page: docs/pictures/page-*.png."""
     for name in ("gpu-1", "gpu-2", "gpu-3"):
         pool.serve(name)
-    sizes = {"desktop": {"width": 1100, "height": 900}, "phone": {"width": 390, "height": 844}}
+    sizes = {"desktop": {"width": 1100, "height": 1000}, "phone": {"width": 360, "height": 780}}
     global NAMESPACE
     NAMESPACE = kvpool.Namespace("vllm model=qwen3-8b dtype=bfloat16")
-    await fill(pool, 3, seconds=15)
+    await fill(pool, 3, seconds=75)  # some points of the last hour
     pool.kill("gpu-3")
     await fill(pool, 2, seconds=6)
     for name, size in sizes.items():
         for look in ("light", "dark"):
             page = await opened(browser, pool, viewport=size, color_scheme=look)
             await until(page, "servers", lambda text: text == "2 / 3")
+            await until(page, "usage", lambda text: "qwen3" in text)
             path = ROOT / "docs" / "pictures" / f"page-{name}-{look}.png"
-            await page.screenshot(path=path, full_page=name == "desktop")
+            await page.screenshot(path=path)
             await page.close()
             assert path.stat().st_size < 150_000
 
