@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from kvpool.cli.progress import progress
 from kvpool.cli.shared import (
     ClusterName,
     ConfigFile,
@@ -22,7 +23,6 @@ from kvpool.cli.shared import (
     open_pool,
     query_settings,
     run,
-    stderr,
 )
 from kvpool.errors import ConfigError, Unavailable, UsageError
 from kvpool.types import DrainReport, DrainState
@@ -94,21 +94,12 @@ def drain(
 
 
 async def _follow(operator: Admin, server: str, *, quiet: bool) -> DrainReport:
-    """Until it is over, with a bar on a terminal."""
+    """Until it is over."""
     import asyncio
 
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[amount]}"),
-    )
     loop = asyncio.get_running_loop()
     answered_at = loop.time()
-    shown = not quiet and stderr.is_terminal
-    with Progress(*columns, console=stderr, disable=not shown, transient=True) as progress:
-        bar = progress.add_task(f"draining {escape(server)}", total=None, amount="")
+    with progress(f"draining {server}", quiet=quiet) as show:
         while True:
             try:
                 report = await operator.drain_report(server)
@@ -118,11 +109,7 @@ async def _follow(operator: Admin, server: str, *, quiet: bool) -> DrainReport:
                     raise
                 await asyncio.sleep(_POLL_S)
                 continue
-            total = report.moved_bytes + report.left_bytes
-            moved = f"{human(report.moved_bytes)} of {human(total)}"
-            progress.update(bar, total=total or None, completed=report.moved_bytes)
-            speed = progress.tasks[0].speed
-            progress.update(bar, amount=f"{moved}, {human(speed)}/s" if speed else moved)
+            show(report.moved_bytes, report.moved_bytes + report.left_bytes)
             if report.state is not DrainState.RUNNING:
                 return report
             await asyncio.sleep(_POLL_S)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from kvpool.cli.progress import progress
 from kvpool.cli.shared import (
     ClusterName,
     ConfigFile,
@@ -72,10 +73,6 @@ def remove(
         fail(error)
     removed = [0, 0]
 
-    def report(server: str, blocks: int, size: int) -> None:
-        removed[0] += blocks
-        removed[1] += size
-
     async def main() -> tuple[HeldByServers, dict[str, str]]:
         async with open_admin(settings) as operator:
             held = await operator.removals.held(wanted, timeout=min(within_s, _LOOK_S))
@@ -83,7 +80,15 @@ def remove(
                 _show(held, wanted)
             if not yes:
                 return held, held.missing
-            left = await operator.removals.remove(held.found, timeout=within_s, report=report)
+            total = sum(one.bytes for one in held.found)
+            with progress("removing", quiet=as_json) as show:
+
+                def report(server: str, blocks: int, size: int) -> None:
+                    removed[0] += blocks
+                    removed[1] += size
+                    show(removed[1], total)
+
+                left = await operator.removals.remove(held.found, timeout=within_s, report=report)
             return held, {**held.missing, **left}
 
     held, left = run(main())

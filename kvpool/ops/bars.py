@@ -1,4 +1,4 @@
-"""Bars and sparklines for a terminal, in plain ASCII where it has no other characters."""
+"""Bars, sparklines and durations for a terminal, in plain ASCII where it has nothing else."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def _sparks(values: Iterable[float | None], full: float, sparks: str) -> Iterabl
         else:  # zero has the lowest one: it was measured
             share = min(1.0, max(0.0, value / full))
             yield sparks[1 + round(share * (len(sparks) - 2))]
+
+
+def age(seconds: float) -> str:
+    """A duration for people: `12 s`, `3 min`, `2 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
 
 
 def colour_of(share: float) -> str:

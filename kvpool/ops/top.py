@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 from rich.text import Text
 
-from kvpool.ops.bars import bar, colour_of, sparkline
-from kvpool.ops.pool_watch import AskedTotals, PoolWatch, ServerState, state_of
+from kvpool.ops.bars import age, bar, colour_of, sparkline
+from kvpool.ops.pool_watch import AskedTotals, PoolWatch, ServerState, UnderWay, state_of
 from kvpool.ops.tables import problem_of
 from kvpool.types import Demand, Member, ServerStats, TierUsage
 from kvpool.units import human
@@ -25,6 +25,9 @@ _STYLES: Final = {
     ServerState.LEFT: "yellow",
     ServerState.LOST: "red",
 }
+#: Moves under way that are shown, and what they are called.
+_MOVES_MAX: Final = 3
+_MOVES: Final = {"drain": "leaves", "copies": "fetches", "prefetch": "prefetch"}
 #: Of one server; of all of them.
 _HISTORY_MAX: Final = 120
 _HISTORIES_MAX: Final = 1024
@@ -155,7 +158,7 @@ class Top:
     def _head(self, page: _Screen, now: float) -> None:
         alive = [one for one in self._members if one.alive]
         if self._lost_since is not None:
-            silent = _age(max(0.0, now - self._lost_since))
+            silent = age(max(0.0, now - self._lost_since))
             text = f"no master answers since {self._clock} ({silent}): {_plain(self._why)}"
             page.add(text, "bold red")
         else:
@@ -182,6 +185,8 @@ class Top:
         read, written = [p.read_bytes_s for p in points], [p.written_bytes_s for p in points]
         page.spark("read", f"{human(read[-1] if read else 0)}/s", read)
         page.spark("written", f"{human(written[-1] if written else 0)}/s", written)
+        for one in self._watch.under_way()[:_MOVES_MAX]:
+            page.move(one)
 
     def _table(self, page: _Screen, height: int | None) -> None:
         page.columns(f"{self._order.name}{', reversed' if self._reverse else ''}")
@@ -231,6 +236,21 @@ class _Screen:
         size = max(4, min(_HISTORY_MAX, self._width - 24))
         drawn = sparkline(values, size, top=top, ascii_only=self._ascii)
         self.lines.append(Text(f"{label:<9}{text:>12}  ").append(drawn, "cyan"))
+
+    def move(self, one: UnderWay) -> None:
+        """How far it is; where nobody knows how much it is, only how fast."""
+        line = Text(f"{_MOVES[one.move]:<9}")
+        text = f"{human(one.bytes_s)}/s, of unknown size"
+        if one.left_bytes is not None:
+            total = one.moved_bytes + one.left_bytes
+            share = one.moved_bytes / total if total else 1.0
+            size = max(4, min(32, self._width // 3 - 8))
+            line.append(bar(share, size, ascii_only=self._ascii), "yellow").append(f" {share:4.0%}")
+            text = f"{human(one.left_bytes)} left"
+            if one.left_bytes:
+                text += f", {age(one.left_s)}" if one.left_s is not None else ", nothing moves"
+        line.append(f"  {_plain(one.server)}").append(f"  {text}", "dim")
+        self.lines.append(line)
 
     def columns(self, order: str) -> None:
         """The heading of the table."""
@@ -282,7 +302,7 @@ class _Screen:
         """Everything about one server, the most important first."""
         state, stats = state_of(member), member.stats
         line = Text(_plain(member.server), "bold").append(f"  {state.value}", _STYLES[state])
-        line.append(f"  heard {_age(member.heard_s)} ago, host {_plain(member.host)}", "dim")
+        line.append(f"  heard {age(member.heard_s)} ago, host {_plain(member.host)}", "dim")
         self.lines += [Text(), line]
         if not self._hidden:
             self._figures(stats, history)
@@ -296,7 +316,7 @@ class _Screen:
         last = history[-1] if history else (0.0, 0.0)
         self.spark("read", f"{human(last[0])}/s", [one[0] for one in history])
         self.spark("written", f"{human(last[1])}/s", [one[1] for one in history])
-        self.add(f"victims   {_age(stats.victim_age_s)} old; {self._counts(stats.counters)}")
+        self.add(f"victims   {age(stats.victim_age_s)} old; {self._counts(stats.counters)}")
         if stats.draining:
             left = f"{stats.drain_left_blocks:,} blocks, {human(stats.drain_left_bytes)}"
             self.add(f"leaves    {left} left", "yellow")
@@ -356,12 +376,5 @@ def _plain(name: str) -> str:
     return "".join(one if one.isprintable() else "?" for one in name)
 
 
-def _age(seconds: float) -> str:
-    """A duration for people: `12 s`, `3 min`, `2 h`."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
-
-
 def _short_age(seconds: float) -> str:
-    return _age(seconds).replace(" ", "").replace("min", "m")
+    return age(seconds).replace(" ", "").replace("min", "m")

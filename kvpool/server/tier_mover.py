@@ -38,6 +38,8 @@ _DEMOTE_BATCHES: Final = 2
 PROMOTED_BYTES_MIN: Final = 8 << 20
 #: A batch of which nothing has arrived is followed by a pause, so that a bad place costs no CPU.
 _AFTER_FAILURE_S: Final = 0.1
+#: A start with a large file says so often how far it is.
+_SAY_S: Final = 10.0
 #: Records of recovered blocks that are given back in one step.
 _FREED_AT_ONCE: Final = 4096
 #: `close` gives dirty blocks this long to be written back, where they will be found again; service
@@ -141,8 +143,12 @@ class TierMover:
             return
         records = list(await durable.recover())
         recovered = len(records)
-        for _ in self._store.restore(records, _now()):
+        logged_at = _now()
+        for _ in self._store.restore(records, logged_at):
             await asyncio.sleep(0)
+            if _now() - logged_at >= _SAY_S:
+                logged_at = _now()
+                log.info("blocks are found", blocks=self._store.backing.stored, of=recovered)
         while records:  # to give back a million of them takes a while, too
             del records[-_FREED_AT_ONCE:]
             await asyncio.sleep(0)

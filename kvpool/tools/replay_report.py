@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from kvpool.ops.bars import FillBar, age
 from kvpool.ops.tables import as_json_object
 from kvpool.types import Member
 from kvpool.units import human
@@ -91,22 +92,32 @@ def progress(console: Console, report: ReplayReport) -> Any:
         if seconds - printed >= 5:
             printed = seconds
             console.print(
-                f"{seconds:5.0f} s  {len(report.match_s):,} of {report.requests:,} requests  "
-                f"hit rate {report.hit_rate:.1%}  wrong bytes {report.wrong_bytes}"
+                f"{seconds:5.0f} s  {len(report.match_s):,} of {report.requests:,} requests"
+                f"{_left(report, seconds, ', {} left')}  hit rate {report.hit_rate:.1%}  "
+                f"wrong bytes {report.wrong_bytes}"
             )
 
     yield show
 
 
+def _left(report: ReplayReport, seconds: float, text: str = "{}") -> str:
+    """The time that is left, if the other requests take as long; empty while nobody knows."""
+    done = len(report.match_s)
+    left = report.requests - done
+    return text.format(age(seconds * left / done)) if done and left else ""
+
+
 def _now(report: ReplayReport, seconds: float) -> Table:
     done = len(report.match_s)
     table = Table(title=f"{report.name}", box=None)
-    for name in ("requests", "hit rate", "read", "written", "match p50", "wrong bytes"):
+    for name in ("requests", "", "left", "hit rate", "read", "written", "match p50", "wrong bytes"):
         table.add_column(name, justify="right")
     read = sum(path.read_bytes for path in report.transports.values())
     written = sum(path.written_bytes for path in report.transports.values())
     table.add_row(
         f"{done:,} / {report.requests:,}",
+        FillBar(done / max(1, report.requests)),
+        _left(report, seconds),
         f"[bold green]{report.hit_rate:.1%}[/]",
         f"{human(read)} ({human(read / max(seconds, 0.1))}/s)",
         human(written),

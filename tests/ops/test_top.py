@@ -151,6 +151,27 @@ def test_a_tier_in_trouble_is_seen_in_the_table_and_inside() -> None:
     assert "3 failures, 0 corrupt" in text(top)
 
 
+@pytest.mark.parametrize("width", [40, 100])
+def test_what_moves_is_shown_with_the_time_that_is_left(width: int) -> None:
+    top = Top()
+    for second in range(1, 4):
+        left = (5 - second) << 20
+        leaving = member("gpu-a", draining=True, drain_left_bytes=left)
+        others = [
+            member(f"gpu-{name}", counters={"fetched_bytes": second << 20}) for name in "bcdef"
+        ]
+        top.seen(float(second), [leaving, *others], None)
+    shown = text(top, width)
+    assert "50%  gpu-a  2 MiB left" in shown
+    assert "fetches    gpu-b" in shown
+    assert "gpu-e  " not in shown.partition("server")[0], "a few of them"
+    if width == 100:
+        assert "2 MiB left, 2 s" in shown
+        assert "of unknown size" in shown
+    top.seen(9.0, [member("gpu-a")], None)
+    assert "leaves" not in text(top, width)
+
+
 def test_bars() -> None:
     assert bar(0.5, 8) == "████░░░░"
     assert bar(0.001, 8) == "█░░░░░░░", "something is there"

@@ -55,6 +55,7 @@ from kvpool_tiers.nvme.format import (
 )
 from kvpool_tiers.nvme.free_places import FreePlaces
 from kvpool_tiers.nvme.namespaces import NamespaceTable, UnnamedExtents
+from kvpool_tiers.nvme.recovery_log import RecoveryLog
 from kvpool_tiers.nvme.several import NvmeFiles, all_of
 
 if TYPE_CHECKING:
@@ -345,8 +346,9 @@ class Nvme:
             whole = self._geometry
         regions = whole.regions()
         problem: BaseException | None = None
-        read_any = False
+        read_any, progress = False, RecoveryLog(self.path, whole.capacity)
         while ahead := list(islice(regions, _REGIONS_AT_ONCE)):
+            progress.at(ahead[0].offset)
             read = await asyncio.gather(*map(self._read_region, ahead), return_exceptions=True)
             for region, headers in zip(ahead, read, strict=True):
                 if isinstance(headers, BaseException):

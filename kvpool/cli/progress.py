@@ -1,0 +1,58 @@
+"""How far a command is that takes long: a bar on a terminal, elsewhere a line now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from kvpool.cli.shared import stderr
+from kvpool.units import human
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Task
+
+#: Between two lines, where there is no terminal.
+_EVERY_S: Final = 10.0
+
+#: Bytes that are done, and all of them; None: nobody knows how many.
+Show: TypeAlias = Callable[[int, int | None], None]
+
+
+@contextmanager
+def progress(what: str, *, quiet: bool, console: Console = stderr) -> Iterator[Show]:
+    """What to call with the progress, as often as one likes. Nothing is written if `quiet`."""
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    live = console.is_terminal and not quiet
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
+    with Progress(*columns, console=console, disable=not live, transient=True) as bars:
+        number = bars.add_task(escape(what), total=None, text="")
+        (task,) = bars.tasks
+        printed_at = bars.get_time()
+
+        def show(done: int, total: int | None) -> None:
+            nonlocal printed_at
+            task.total = total  # not by `update`, which would forget the speed
+            bars.update(number, completed=done)
+            text = _text(task)
+            bars.update(number, text=text)
+            if not live and not quiet and bars.get_time() - printed_at >= _EVERY_S:
+                printed_at = bars.get_time()
+                console.print(f"{what}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+        yield show
+
+
+def _text(task: Task) -> str:
+    from kvpool.ops.bars import age
+
+    of = "an unknown size" if task.total is None else human(task.total)
+    text = f"{human(task.completed)} of {of}"
+    if task.speed:
+        text += f", {human(task.speed)}/s"
+    if task.time_remaining:
+        text += f", {age(task.time_remaining)} left"
+    return text
