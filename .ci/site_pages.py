@@ -1,4 +1,5 @@
-"""For `make docs`: documents outside of docs/ become pages, and links lead to pages."""
+"""For `make docs`: the tour is the first page, documents outside of docs/ become pages, and links
+lead to pages."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 #: A document of the repository, and the page that it becomes.
 PAGES = {
-    "README.md": "index.md",
+    "docs/tour.md": "index.md",
+    "README.md": "start.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "reporting.md",
@@ -25,6 +27,7 @@ HTML_SOURCE = re.compile(r'(src|srcset)="([^":]+)"')
 
 
 def on_files(files: Any, config: Any) -> Any:
+    files.remove(files.get_file_from_path("tour.md"))
     for document, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / document).read_text()))
     return files

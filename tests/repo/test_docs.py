@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from kvpool.cli.app import app
@@ -162,6 +163,53 @@ def test_what_is_cited_is_a_decision() -> None:
             names = filter(None, re.split(r"[,\s#:]+", cited))
             unknown += [f"{path.relative_to(ROOT)}: {name}" for name in names if name not in known]
     assert not unknown, f"docs/design.md has no such decision: {unknown}"
+
+
+#: In a block of code, or in backticks: from where a command begins up to what ends one in a shell.
+COMMAND = re.compile(
+    r"(?:^ *(?:\$ )?(?:[A-Z_]+=\S+ )*|`|&& |; |-- )(kvpool|make|python -m) +([\w./-]+)"
+    r"((?:\\\n|[^\n`#|&;)])*)",
+    re.MULTILINE,
+)
+
+
+def commands() -> Iterator[tuple[str, str, str, list[str]]]:
+    """Each command in a document: where, program, first word, options."""
+    for document in documents():
+        if document.name == "CHANGELOG.md":  # what there was
+            continue
+        text = document.read_text()
+        code = [*re.findall(r"^ *```.*?^ *```", text, re.MULTILINE | re.DOTALL)]
+        code += re.findall(r"`[^`]+`", CODE.sub("", text))
+        for part in code:
+            for program, word, rest in COMMAND.findall(part):
+                options = re.findall(r"(?<!\S)--[a-z][\w-]*", rest)
+                yield f"{document.relative_to(ROOT)}: {program} {word}", program, word, options
+
+
+def test_the_commands_in_documents_exist_with_their_options() -> None:
+    known: dict[str, set[str]] = {}
+    group = typer.main.get_command(app)
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        known[name] = {one for option in command.params for one in option.opts} | {"--help"}
+    targets = set(re.findall(r"^([\w/-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    wrong, seen = [], 0
+    for where, program, word, options in commands():
+        seen += 1
+        if program == "kvpool":
+            if not word.startswith("--") and re.fullmatch("[a-z-]+", word):
+                missing = [one for one in options if one not in known.get(word, ())]
+                if word not in known or missing:
+                    wrong.append(f"{where} {' '.join(missing)}")
+        elif program == "make":
+            if word not in targets and re.fullmatch("[a-z-]+", word):
+                wrong.append(where)
+        elif word.split(".")[0] in FOLDERS:
+            path = ROOT / word.replace(".", "/")
+            if not (path.is_dir() or path.with_suffix(".py").is_file()):
+                wrong.append(where)
+    assert not wrong, wrong
+    assert seen > 150, "the pattern finds them"
 
 
 def test_the_commands_that_make_a_secret_make_a_private_file(
