@@ -165,6 +165,15 @@ def test_what_is_cited_is_a_decision() -> None:
     assert not unknown, f"docs/design.md has no such decision: {unknown}"
 
 
+def test_the_figures_of_the_picture_are_those_of_the_page() -> None:
+    picture = (ROOT / "docs/result.svg").read_text()
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    shown = re.findall(r">(\d+(?:\.\d+)?)(?: %|, \d+ reads failed)?</text>", picture)
+    assert len(shown) >= 15
+    cells = set(re.findall(r"\d+(?:\.\d+)?", page))
+    assert not [one for one in shown if one not in cells], "docs/benchmarks.md has newer ones"
+
+
 #: In a block of code, or in backticks: from where a command begins up to what ends one in a shell.
 COMMAND = re.compile(
     r"(?:^ *(?:\$ )?(?:[A-Z_]+=\S+ )*|`|&& |; |-- )(kvpool|make|python -m) +([\w./-]+)"
