@@ -51,6 +51,8 @@ class Shelf:
     def __init__(self, world: World) -> None:
         self.world = world
         self.objects: dict[str, tuple[bytes, float]] = {}
+        #: Where each block lies in them: in several objects, if it was written again.
+        self.places: defaultdict[BlockPart, set[Place]] = defaultdict(set)
         self.rng = world.rng["shelf"]
         #: The part of the requests that fail, each before or after it has done its work.
         self.failing = 0.0
@@ -126,6 +128,9 @@ class ShelfObjects:
     async def put(self, name: str, data: bytes | memoryview) -> None:
         def put() -> None:
             self._shelf.objects[name] = bytes(data), self._shelf.world.loop.now
+            for block in self._shelf.blocks_of(name) if name.startswith(OBJECTS) else ():
+                key = block.namespace, block.digest, block.part
+                self._shelf.places[key].add((name, block.position))
 
         await self._ask(put)
 
@@ -299,7 +304,10 @@ class ColdOracle:
             truth.fail(f"G8: {entry!r} was removed, but comes back from {name}")
 
     def is_removed(self, entry: Entry) -> None:
-        self.removed[_key(entry)].append((self._world.loop.now, self._place(entry)))
+        """From every object that this server lists."""
+        for place in self._shelf.places[_key(entry)]:
+            if place[0] in self.ring._index.book.by_name:
+                self.removed[_key(entry)].append((self._world.loop.now, place))
 
     def _removed_on_its_way(
         self, namespace: Namespace, digests: Sequence[bytes], part: int | None
@@ -315,7 +323,12 @@ class ColdOracle:
         ring, name = self.ring, self._server.server
         if ring._writer.waiting.size or ring._writer.drafts:
             return f"{name}: blocks wait to be written to the object store"
-        for one in ring._index.book.by_name.values():
+        book = ring._index.book
+        for object_name, place in {where for many in self.removed.values() for _, where in many}:
+            known = book.by_name.get(object_name)
+            if known is not None and place not in known.removed:
+                return f"{name}: what was removed at {place} of {object_name} would come back"
+        for one in book.by_name.values():
             if one.lost:
                 return f"{name}: blocks of {one.name} were left out, and are not found again"
             if one.name not in self._shelf.objects:

@@ -1100,8 +1100,8 @@ for reservation, size in sorted(
         "object-store-does-not-hear-of-removals",
         "G8",
         _COLD_BOOK,
-        "            self.unsaved[one.name] = one\n",
-        "            pass\n",
+        "        self.unsaved[one.name] = one\n",
+        "",
     ),
     Bug(
         "what-other-servers-removed-comes-back",

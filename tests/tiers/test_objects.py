@@ -154,6 +154,31 @@ async def test_a_removed_block_does_not_come_back(fleet: Fleet, pool: Pool, shel
     assert await hits(pool, gone) == 0
 
 
+async def test_a_block_that_lies_in_two_objects_does_not_come_back(
+    fleet: Fleet, pool: Pool, shelf: Shelf
+) -> None:
+    """It left memory and was written again while the first object was on its way."""
+    server = await fleet.start("a")
+    writer, up = ring_of(server)._writer, asyncio.Event()
+
+    def slow(request: str, name: str) -> float:
+        first = name.startswith("blocks") and request == "put" and not up.is_set()
+        if first:
+            up.set()
+        return 0.5 * first
+
+    await asyncio.wait_for(ring_of(server).found.wait(), 5)
+    shelf.delay_s = slow
+    for some in (CHAIN[:2], CHAIN[2:10], CHAIN[10:18], CHAIN[:1]):
+        assert set(await pool.write(NAMESPACE, some, values(some, BLOCK))) == {WriteStatus.STORED}
+        await asyncio.wait_for(up.wait(), 5)
+    await eventually(lambda: not len(writer.waiting) and not writer.drafts)
+    await pool.remove(NAMESPACE, CHAIN[:1])
+    await fleet.lose("a")
+    await found(await fleet.start("b"), 17)
+    assert await hits(pool, CHAIN[:1]) == 0
+
+
 async def test_removals_at_once_do_not_undo_each_other(
     fleet: Fleet, pool: Pool, shelf: Shelf
 ) -> None:

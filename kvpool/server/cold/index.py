@@ -81,10 +81,15 @@ class ColdIndex:
 
     def _enter_block(self, one: ColdObject, block: ColdBlock, born: int) -> None:
         namespace, part, digest, parent, position, size, checksum, copies = block
-        here = self._stack.peek(namespace, part, digest)
-        if here is not None and here.checksum != checksum:
-            return  # one version of a block on one server: that which came first
         address = one.start + position
+        here, cold = (of.peek(namespace, part, digest) for of in (self._stack, self.store))
+        if cold is not None and cold.offset == address:
+            return
+        if cold is not None or (here is not None and here.checksum != checksum):
+            # One place and one version of a block on one server: that which came first. Else this
+            # one would come back when that is removed.
+            self.book.remove(one, position)
+            return
         record = Record(namespace, part, digest, parent, address, size, checksum, 0, copies)
         entry = self.store.add(record, born)
         if entry is None:

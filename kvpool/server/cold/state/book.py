@@ -164,8 +164,12 @@ class Book:
         if reason is ReadStatus.TIER_LOST:
             one.lost = True
         elif reason is not ReadStatus.EVICTED:
-            one.removed.add(address % SPAN)
-            self.unsaved[one.name] = one
+            self.remove(one, address % SPAN)
+
+    def remove(self, one: ColdObject, place: int) -> None:
+        """What lies there must not come back."""
+        one.removed.add(place)
+        self.unsaved[one.name] = one
 
     def has_room(self, size: int) -> bool:
         return self.size + size <= self.size_max
