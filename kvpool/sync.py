@@ -254,6 +254,7 @@ class Admin:
 
     namespaces = _blocking(administration.Admin.namespaces)
     demand = _blocking(administration.Admin.demand)
+    room = _blocking(administration.Admin.room)
     explain = _blocking(administration.Admin.explain)
     spread = _blocking(administration.Admin.spread)
     drain = _blocking(administration.Admin.drain)

@@ -620,11 +620,12 @@ class HostScore(NamedTuple):
 
 class WorkingSet(NamedTuple):
     """The live working set of one namespace: `size` bytes, with all parts and copies, of blocks
-    that were asked for and are asked for again."""
+    that were asked for and are asked for again. Its mean prompt has `prompt` bytes."""
 
     namespace: Namespace
     size: int
     blocks: int
+    prompt: int = 0
 
 
 class Demand(NamedTuple):

@@ -49,7 +49,8 @@ def status(
     Exit code 1 if no server is up.
     """
     from kvpool.client.admin import admin
-    from kvpool.ops.demand import OBSERVED_S, demand_table, demand_text
+    from kvpool.client.room import OBSERVED_S
+    from kvpool.ops.demand import demand_table, demand_text
     from kvpool.ops.folding import Fitted
     from kvpool.ops.tables import (
         as_json_object,

@@ -27,6 +27,7 @@ from kvpool.types import (
 
 if TYPE_CHECKING:
     from kvpool.client.removal import Removals
+    from kvpool.client.room import Room
 
 
 def admin(pool: Pool) -> Admin:
@@ -85,6 +86,13 @@ class Admin:
             for one in demand.working_sets
         ]
         return demand._replace(working_sets=tuple(sets))
+
+    async def room(self, *, timeout: float | None = None) -> Room:
+        """How many sessions fit: for those who admit them. It asks a master twice, and no server;
+        once in some seconds is enough. What is measured is that of `demand`. Raises MasterLost.
+        """
+        found: Room = await self._extensions.get("room").room(self._context.begin(timeout))
+        return found
 
     async def explain(
         self, namespace: Namespace, digests: Sequence[bytes], *, timeout: float | None = None

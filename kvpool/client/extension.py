@@ -21,6 +21,7 @@ EXTENSIONS: Final = {
     "events": "kvpool.client.pool_events:PoolEvents",
     "prefetch": "kvpool.client.prefetch:PrefetchCalls",
     "removal": "kvpool.client.removal:Removals",
+    "room": "kvpool.client.room:PoolRoom",
     "score": "kvpool.client.score:Scorer",
     "shared copies": "kvpool.client.shared_copies:SharedCopies",
     "spread": "kvpool.client.spread:Spreader",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Final, Protocol
 
@@ -222,8 +223,14 @@ class Lookup:
         answer = await self._masters.ask(wire.Demands(), wire.DemandsReply, deadline)
         try:
             sets = [
-                WorkingSet(Namespace(name, parts), size, blocks)
-                for name, parts, size, blocks in answer.working_sets
+                WorkingSet(Namespace(name, parts), size, blocks, prompt)
+                for (name, parts, size, blocks), prompt in zip(
+                    answer.working_sets,
+                    itertools.chain(
+                        answer.prompts, itertools.repeat(0)
+                    ),  # an older master tells none
+                    strict=False,
+                )
             ]
         except BadKey as error:
             raise MasterLost(f"a master answered with {error}") from None

@@ -489,6 +489,7 @@ class Master:
             demand.beyond_hole,
             demand.asked_blocks,
             demand.found_blocks,
+            [one.prompt for one in demand.working_sets],
         )
 
     def _changes(self, m: wire.Changes) -> wire.ChangesReply:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvpool.tenant_names import tenant_of
+from kvpool.client.room import OBSERVED_S, labelled_tenant, room_of
 from kvpool.types import Demand, Member
 from kvpool.units import human
 
@@ -18,20 +18,9 @@ from kvpool.units import human
 #: second any policy hits nearly all.
 SCARCE: Final = 1.0
 ENOUGH: Final = 1.25
-#: Before so many seconds of observation a session may not have come back once.
-OBSERVED_S: Final = 120.0
 _ROWS_MAX: Final = 8
 #: Above it the ratio says no more than that there is far more memory than is used.
 _RATIO_MAX: Final = 100
-
-
-def labelled_tenant(name: str) -> str:
-    """The tenant of a namespace: the one with a secret whose it is, or that which an engine has
-    written into the name, `... tenant=NAME ...`; empty if it has none."""
-    if tenant := tenant_of(name):
-        return tenant
-    pairs = (word.partition("=") for word in name.split(" "))
-    return next((value for field, _, value in pairs if field == "tenant"), "")
 
 
 def memory_of(members: Iterable[Member]) -> int:
@@ -86,7 +75,13 @@ def demand_table(demand: Demand) -> Table:
 
 def demand_text(demand: Demand, members: Iterable[Member]) -> Text:
     """Whether there is memory enough for them, and how prompts lie on the servers."""
+    members = list(members)
     verdict, text = judged(demand, memory_of(members))
+    room = room_of(demand, members)
+    if room.more is not None:
+        text += f". {room.more:,} more sessions fit, of {human(room.prompt)} each"
+        if room.share is not None and room.share < SCARCE:
+            text += f"; who admits by room serves {room.share:.0%} of the live ones, others wait"
     if demand.chain_servers:  # a tenant is not told
         text += (
             f". A prompt is read from {demand.chain_servers:.1f} servers; "

@@ -30,9 +30,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from kvpool.client.room import labelled_tenant, room_of
 from kvpool.master.service import Master
 from kvpool.net.http_server import Page, PageInSteps
-from kvpool.ops.demand import labelled_tenant
 from kvpool.server.block_server import BlockServer
 from kvpool.supervision import Supervisor
 from kvpool.types import Consumer, Demand, Figure, Member, ServerStats, TierUsage
@@ -146,8 +146,9 @@ def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
             "heartbeats after which the map was not what the server held",
             value=master.differences,
         )
-        yield from _of_demand(master.demand(now()))
-        yield from _of_members(master.directory.members(now()))
+        members = master.directory.members(now())
+        yield from _of_demand(master.demand(now()), members)
+        yield from _of_members(members)
 
     return _pages(collect, lambda: None, master.tasks)
 
@@ -312,7 +313,7 @@ def _of_consumers(members: Iterable[Member]) -> Iterator[Metric]:
         yield from _family("consumer", figure, samples, *more)
 
 
-def _of_demand(demand: Demand) -> Iterator[Metric]:
+def _of_demand(demand: Demand, members: Sequence[Member]) -> Iterator[Metric]:
     sizes = GaugeMetricFamily(
         "kvpool_master_working_set_bytes",
         "of blocks that clients asked for and ask for again: the mean of ten minutes",
@@ -322,6 +323,12 @@ def _of_demand(demand: Demand) -> Iterator[Metric]:
         name = one.namespace.name
         sizes.add_metric([name, str(one.namespace.parts), labelled_tenant(name)], one.size)
     yield sizes
+    room = room_of(demand, members)
+    more = "of the mean prompt that fit beside what is live, by whose prompts they are like"
+    fit = GaugeMetricFamily("kvpool_master_room_sessions", more, labels=["tenant"])
+    for tenant in room.tenants if room.more is not None else ():
+        fit.add_metric([tenant.tenant], tenant.more)
+    yield fit
     yield _gauge("kvpool_master_chain_servers", "a prompt is read from", demand.chain_servers)
     yield _gauge(
         "kvpool_master_beyond_hole_ratio",

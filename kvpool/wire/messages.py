@@ -690,9 +690,8 @@ class Demands(Message, frozen=True):
 
 
 class DemandsReply(Message, frozen=True):
-    """`Demand` of the types: seconds of observation, and for each namespace its name, parts, and
-    the bytes and blocks of its live working set; servers of a chain, and the share of blocks behind
-    a missing one; blocks of all matches, and those that were found."""
+    """`Demand` of the types: seconds of observation; name, parts, bytes and blocks of each live
+    working set; blocks of all matches, and those found; bytes of the mean prompt of each set."""
 
     seconds: Seconds
     working_sets: Annotated[
@@ -703,6 +702,7 @@ class DemandsReply(Message, frozen=True):
     beyond_hole: Annotated[float, Meta(ge=0, le=1)]
     asked_blocks: Total = 0
     found_blocks: Total = 0
+    prompts: Annotated[list[Total], Meta(max_length=NAMESPACES_MAX)] = []
 
 
 class MapChange(Message, frozen=True, omit_defaults=True):

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool import Namespace, Pool, admin, dev
+from kvpool.client.room import labelled_tenant
 from kvpool.master.state import demand as demand_module
 from kvpool.master.state.demand import FOLLOWED_MAX, NAMESPACES_MAX, DemandMeter
 from kvpool.ops import doctor
-from kvpool.ops.demand import demand_table, demand_text, judged, labelled_tenant, memory_of
+from kvpool.ops.demand import demand_table, demand_text, judged, memory_of
 from kvpool.ops.metrics import pages_of_master
 from kvpool.spans import MarkedChain
 from kvpool.tenant_names import TENANTS_MAX

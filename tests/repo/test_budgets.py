@@ -86,6 +86,7 @@ RINGS: dict[str, tuple[str, ...]] = {
     "admin": ("kvpool/client/admin.py",),  # of `kvpool.admin`
     "sync": ("kvpool/sync.py",),  # for threads
     "removal": ("kvpool/client/removal.py", "kvpool/server/removal.py"),  # of `kvpool remove`
+    "room": ("kvpool/client/room.py",),  # for those who admit sessions
     "poller": ("kvpool/client/match_poller.py", "kvpool/net/zmq_polled.py"),  # for connectors
     "policies": tuple(
         f"kvpool/server/eviction/{one}.py" for one in ("arc", "density", "lease", "programs")

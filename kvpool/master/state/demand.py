@@ -88,13 +88,13 @@ class DemandMeter:
         """
         salt = hash(namespace)
         keys = [mark ^ salt for mark in (*chain.marks, *behind)]
+        prompt = len(chain) + len(behind) * spans.SPAN_BLOCKS
         if len(keys) >= _SPANS_MIN:
-            blocks = len(chain) + len(behind) * spans.SPAN_BLOCKS
-            self._count(namespace, [(keys, blocks / len(keys))], now)
+            self._count(namespace, [(keys, prompt / len(keys))], now, 0, prompt)
             return
         rest = chain.digests(len(chain.marks) * spans.SPAN_BLOCKS, len(chain))
         single = [hash(digest) ^ salt for digest in rest]
-        self._count(namespace, [(keys, spans.SPAN_BLOCKS), (single, 1)], now)
+        self._count(namespace, [(keys, spans.SPAN_BLOCKS), (single, 1)], now, 0, prompt)
 
     def _count(
         self,
@@ -102,8 +102,9 @@ class DemandMeter:
         asked: Sequence[tuple[Sequence[int], float]],
         now: float,
         size: int = 0,
+        prompt: int = 0,
     ) -> None:
-        """Hashes of what was asked for, each of so many blocks."""
+        """Hashes of what was asked for, each of so many blocks; of a `prompt` of so many."""
         tenant = tenant_of(namespace.name)
         known = self._figures.get(tenant, namespace) or (namespace, _Figures(now))
         self._figures.put(tenant, namespace, known)
@@ -115,7 +116,7 @@ class DemandMeter:
             if len(self._samples) > TENANTS_MAX:
                 self._samples.popitem(last=False)
         self._samples.move_to_end(tenant)
-        figures.add(sample.count(asked, now), now)
+        figures.add(sample.count(asked, now), now, prompt)
         sample.forget(now, max(FOLLOWED_MAX // len(self._samples), _FOLLOWED_MIN))
         quiet = next(iter(self._samples.values()))
         if now - quiet.counted_at >= _FORGET_S:
@@ -137,7 +138,10 @@ class DemandMeter:
         """The figures now; the largest working set first."""
         sets = [
             WorkingSet(
-                namespace, min(_SIZE_MAX, round(blocks * figures.block_bytes)), round(blocks)
+                namespace,
+                min(_SIZE_MAX, round(blocks * figures.block_bytes)),
+                round(blocks),
+                min(_SIZE_MAX, round(figures.prompt * figures.block_bytes)),
             )
             for namespace, figures in self._figures.values()
             for blocks in [figures.mean(now)]
@@ -201,16 +205,22 @@ class _Sample:
 class _Figures:
     """Sums of one namespace that fade with `_MEAN_S`."""
 
-    __slots__ = ("_at", "_waited", "began", "block_bytes")
+    __slots__ = ("_at", "_prompts", "_waited", "began", "block_bytes", "prompt")
 
     def __init__(self, now: float) -> None:
         self.began = now
         self.block_bytes = 0
         self._at = now
         self._waited = 0.0  # block-seconds
+        self._prompts = 0.0
+        self.prompt = 0.0  # blocks, of the mean one
 
-    def add(self, waited: float, now: float) -> None:
-        self._waited = self._waited * math.exp((self._at - now) / _MEAN_S) + waited
+    def add(self, waited: float, now: float, prompt: int) -> None:
+        fade = math.exp((self._at - now) / _MEAN_S)
+        self._waited = self._waited * fade + waited
+        self._prompts = self._prompts * fade + (prompt > 0)
+        if prompt:
+            self.prompt += (prompt - self.prompt) / self._prompts
         self._at = now
 
     def mean(self, now: float) -> float:
