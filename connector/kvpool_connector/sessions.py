@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from kvpool import HintStatus, KvpoolError
 from kvpool_connector import client_log, settings
+from kvpool_connector.admission_gate import WAITED, Ticket
 from kvpool_connector.client_requests import (
     PATHS,
     SESSION_HEADER,
@@ -65,7 +66,7 @@ class Middleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._pauses = Pauses()
-        self._hints: _HintSender | None = None
+        self._hints: HintSender | None = None
         self._counters = _counters()
         self._faults = 0
 
@@ -109,9 +110,17 @@ class Middleware:
             expected = Expectation(ends=True)
         if not expected.ends and expected.resume_in_s is None:
             return
+        self.hints(scope).send(spoken.session, expected)
+
+    def hints(self, scope: Scope) -> HintSender:
+        """What talks to the pool; its thread begins with the first call."""
         if self._hints is None:
-            self._hints = _HintSender(scope, self._counters)
-        self._hints.send(spoken.session, expected)
+            self._hints = HintSender(scope, self._counters)
+        return self._hints
+
+    async def admit(self, scope: Scope, spoken: Spoken) -> Ticket | None:
+        """Called when a prompt is there, and before the server has it. This one lets all pass."""
+        return None
 
     def count(self, event: str) -> None:
         self._counters(event)
@@ -145,6 +154,7 @@ class _Exchange:
         self._reading = True
         self._began = self._finished = False
         self._reader: AnswerReader | None = None
+        self._ticket: Ticket | None = None
         try:
             self._spoken = from_headers(scope["headers"])
             if self._spoken.session:
@@ -163,9 +173,22 @@ class _Exchange:
             if self._size > BODY_MAX or not message.get("more_body", False):
                 self._reading = False
                 self._read_body()
+                await self._admit()
         return self._held.popleft() if self._held else await self._receive()
 
+    async def _admit(self) -> None:
+        try:
+            self._ticket = await self._middleware.admit(self.scope, self._spoken)
+        except Exception:
+            self._middleware.fault()
+
     async def send(self, message: Message) -> None:
+        if self._ticket is not None:
+            if message["type"] == "http.response.start":
+                waited = WAITED.encode(), f"{self._ticket.waited_s:.1f}s".encode()
+                message = {**message, "headers": [*message.get("headers", ()), waited]}
+            elif message.get("body"):
+                self._ticket.began()
         await self._send(message)
         try:
             self._look_at(message)
@@ -175,6 +198,8 @@ class _Exchange:
 
     def close(self) -> None:
         """The server has answered, or given up."""
+        if self._ticket is not None:
+            self._ticket.ended(session_ends=self._spoken.ends and not self._spoken.parent)
         if not (self._began and self._spoken.session):
             return
         answer = self._reader.answer if self._reader is not None and self._finished else None
@@ -215,20 +240,20 @@ class _Exchange:
             self._finished = not message.get("more_body", False)
 
 
-class _HintSender:
+class HintSender:
     """Sends hints to the pool that the engine's connector uses, in a thread of its own."""
 
     def __init__(self, scope: Scope, counters: Callable[[str], None]) -> None:
         self._counters = counters
         self._room = threading.BoundedSemaphore(HINTS_MAX)
-        self._thread: PoolThread | None = None
+        self.thread: PoolThread | None = None
         self._tenant = DEFAULT_TENANT
         try:
             chosen = _settings(scope)
             if chosen is not None:
                 self._tenant = chosen.tenant
                 client_log.hand_on(logger)
-                self._thread = PoolThread(chosen.client(), chosen.member(), _log_line)
+                self.thread = PoolThread(chosen.client(), chosen.member(), _log_line)
                 return
             problem = "this engine has no KVPoolConnector"
         except KvpoolError as error:
@@ -236,17 +261,17 @@ class _HintSender:
         logger.warning("kvpool: sessions are passed on, and no pool learns of them: %s", problem)
 
     def send(self, session: str, expected: Expectation) -> None:
-        if self._thread is None or not self._room.acquire(blocking=False):
+        if self.thread is None or not self._room.acquire(blocking=False):
             self._counters("hint_dropped")
             return
         name = in_tenant(self._tenant, session)
-        if not self._thread.start(partial(self._tell, self._thread, name, expected)):
+        if not self.thread.start(partial(self._tell, self.thread, name, expected)):
             self._room.release()
             self._counters("hint_dropped")
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close(1.0)
+        if self.thread is not None:
+            self.thread.close(1.0)
 
     async def _tell(self, thread: PoolThread, session: str, expected: Expectation) -> None:
         """In the pool's thread."""

@@ -41,7 +41,7 @@ async def serving(chosen: argparse.Namespace) -> AsyncIterator[str]:
         stack.push_async_callback(fleet.close)
         following = asyncio.create_task(_follow(chosen, fleet))
         stack.callback(following.cancel)
-        proxy = Proxy(router, fleet, session, pool)
+        proxy = Proxy(router, fleet, session, pool, admit=chosen.admit)
         stack.push_async_callback(proxy.close)
         # Cancellation: a client that goes away ends its request in the engine.
         runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None)
@@ -89,11 +89,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replay", type=int, help="port of their replay")
     parser.add_argument("--policy", choices=POLICIES, default="session")
     parser.add_argument("--pool", action="append", default=[], help="a master, HOST:PORT")
+    parser.add_argument(
+        "--admit", action="store_true", help="serve as many sessions as the pool has room for"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
     chosen = parser.parse_args(arguments)
     if not chosen.engine and not chosen.dns.rpartition(":")[2].isdigit():
         parser.error("name engines, with --engine URL or --dns NAME:PORT")
+    if chosen.admit and not chosen.pool:
+        parser.error("--admit: name a pool, with --pool HOST:PORT")
     return chosen
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from typing import Final
 
 import aiohttp
@@ -20,6 +21,7 @@ from examples.router.fleet import Fleet
 from examples.router.prompts import ALGORITHM, Rendered, block_hashes
 from kvpool import KvpoolError, Pool, admin
 from kvpool.kv_events import short_hash
+from kvpool_connector.admission_gate import WAITED, AdmissionGate, LineFull, Ticket
 from kvpool_connector.client_requests import PATHS, from_body, from_headers
 
 BODY_BYTES_MAX: Final = 32 << 20
@@ -37,6 +39,7 @@ _SILENCE_S: Final = 300.0
 _CLIENT_S: Final = 60.0
 _SPREAD_S: Final = 10.0
 _SPREADS_MAX: Final = 4
+_ROOM_S: Final = 2.0
 #: Of a connection, not of the message: these are not passed on.
 _HOP: Final = frozenset(
     "connection content-length expect host keep-alive proxy-connection te trailer "  # noqa: SIM905
@@ -60,13 +63,22 @@ class Proxy:
     """The HTTP side of a router."""
 
     def __init__(
-        self, router: Router, fleet: Fleet, session: aiohttp.ClientSession, pool: Pool | None
+        self,
+        router: Router,
+        fleet: Fleet,
+        session: aiohttp.ClientSession,
+        pool: Pool | None,
+        *,
+        admit: bool = False,
     ) -> None:
+        """With `admit` as many sessions are served as the pool has room for."""
         self._router, self._fleet = router, fleet
         self._session, self._pool = session, pool
         self._requests = 0
         self._ask_masters_at = 0.0
         self._spreads: set[asyncio.Task[None]] = set()
+        self.gate = AdmissionGate(self._ask_room) if admit and pool is not None else None
+        self._asking: asyncio.Task[None] | None = None
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=BODY_BYTES_MAX)
@@ -76,13 +88,17 @@ class Proxy:
         return app
 
     async def close(self) -> None:
-        for task in self._spreads:
+        tasks = [*self._spreads, *([self._asking] if self._asking is not None else ())]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._spreads, return_exceptions=True)
+        if self.gate is not None:
+            self.gate.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _health(self, request: web.Request) -> web.Response:
         alive = [engine.url for engine in self._router.alive()]
-        return web.json_response({"engines": alive}, status=200 if alive else 503)
+        sessions = {} if self.gate is None else {"sessions": self.gate.shown()}
+        return web.json_response({"engines": alive, **sessions}, status=200 if alive else 503)
 
     async def _decisions(self, request: web.Request) -> web.Response:
         """The last ones, the newest first."""
@@ -92,15 +108,25 @@ class Proxy:
         if self._requests >= REQUESTS_MAX:
             return _refused(503, f"{REQUESTS_MAX} requests are here already")
         self._requests += 1
+        ticket: Ticket | None = None
+        prompt = Prompt()
         try:
             async with asyncio.timeout(_BODY_S):
                 body = await request.read()
             prompt = await self._prompt(request, body)
+            if self.gate is not None and prompt.session:
+                program = prompt.parent or prompt.session
+                try:
+                    ticket = await self.gate.enter(_tenant(request), program)
+                except (TimeoutError, LineFull):
+                    return _refused(503, self.gate.why())
+                if ticket.waited_s >= _AGAIN_S:  # what was known of its blocks is old
+                    prompt = await self._prompt(request, body)
             failed: list[str] = []
             while (decision := self._router.decide(prompt, failed)) is not None:
                 self._spread(prompt, decision)
                 try:
-                    response = await self._pass(request, body, decision)
+                    response = await self._pass(request, body, decision, ticket)
                 except EngineLost:
                     decision.engine.lost = True  # until it answers a question for its metrics
                     failed.append(decision.engine.url)
@@ -112,9 +138,11 @@ class Proxy:
             return _refused(408, "the request did not come in time")
         finally:
             self._requests -= 1
+            if ticket is not None:
+                ticket.ended(session_ends=prompt.ends and not prompt.parent)
 
     async def _pass(
-        self, request: web.Request, body: bytes, decision: Decision
+        self, request: web.Request, body: bytes, decision: Decision, ticket: Ticket | None
     ) -> web.StreamResponse:
         """The engine's answer, as it comes. Raises EngineLost before its first byte."""
         engine, pending_s = decision.engine, decision.work_s
@@ -135,6 +163,9 @@ class Proxy:
                 engine.pending_s, pending_s = engine.pending_s - pending_s, 0.0
                 response = web.StreamResponse(status=answer.status, reason=answer.reason)
                 response.headers.extend(_passed_on(answer))
+                if ticket is not None:
+                    ticket.began()
+                    response.headers[WAITED] = f"{ticket.waited_s:.1f}s"
                 response.headers["x-router-engine"] = engine.url
                 response.headers["x-router-reason"] = decision.reason
                 response.content_length = answer.content_length
@@ -201,6 +232,18 @@ class Proxy:
             return None
         return rendered if isinstance(rendered, Rendered) else rendered[0] if rendered else None
 
+    def _ask_room(self) -> None:
+        """Have the pool asked, in the background, how many sessions fit."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._take_room())
+
+    async def _take_room(self) -> None:
+        assert self._pool is not None
+        assert self.gate is not None
+        with contextlib.suppress(KvpoolError):
+            room = await admin(self._pool).room(timeout=_ROOM_S)
+            self.gate.measured(room.share, len(self._router.alive()))
+
     def _spread(self, prompt: Prompt, decision: Decision) -> None:
         """Have servers fetch a prompt for its fan-out, in the background."""
         hosts = self._router.spread_to(prompt, decision)
@@ -218,6 +261,12 @@ class Proxy:
 
 def _passed_on(message: web.Request | aiohttp.ClientResponse) -> CIMultiDict[str]:
     return CIMultiDict([(k, v) for k, v in message.headers.items() if k.lower() not in _HOP])
+
+
+def _tenant(request: web.Request) -> str:
+    """Whose request it is: clients with one key are one tenant. The key itself is not kept."""
+    key = request.headers.get("Authorization") or request.headers.get("x-api-key") or ""
+    return hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def _refused(status: int, text: str) -> web.Response:

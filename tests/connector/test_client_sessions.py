@@ -399,7 +399,7 @@ class Client:
 
             def close(self) -> None: ...
 
-        monkeypatch.setattr(sessions, "_HintSender", Told)
+        monkeypatch.setattr(sessions, "HintSender", Told)
         self.middleware._counters = self.events.append
         self.now = 0.0
         monkeypatch.setattr(sessions.time, "monotonic", lambda: self.now)
@@ -546,7 +546,7 @@ async def test_a_pool_whose_settings_are_wrong_costs_a_request_nothing(
 
     server = Server(b'{"stop_reason":"end_turn"}')
     one = Client(server, monkeypatch)
-    monkeypatch.setattr(sessions, "_HintSender", Wrong)
+    monkeypatch.setattr(sessions, "HintSender", Wrong)
     headers = [("thread-id", "t"), ("x-codex-parent-thread-id", "p")]
     assert await one.ask(RESPONSES, b"{}", headers) == server.pieces[0]
     assert one.events == ["named", "fault"]
@@ -566,7 +566,7 @@ async def test_hints_are_about_the_session_of_the_engines_tenant(
     for tenant in ("default", "blue"):
         chosen = settings_module.parse({"tenant": tenant})
         monkeypatch.setattr(sessions, "_settings", lambda scope, chosen=chosen: chosen)
-        sender = sessions._HintSender({}, lambda event: None)
+        sender = sessions.HintSender({}, lambda event: None)
         sender.send("s", Expectation(ends=True))
     assert told == ["s", "tenant=blue/s"]
 

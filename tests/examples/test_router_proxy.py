@@ -23,6 +23,9 @@ from kvpool.kv_events import ClearedEvent, StoredEvent, short_hash
 from kvpool.net.event_publisher import EventPublisher
 from kvpool.runtime import Host
 from kvpool.server.block_server import BlockServer
+from kvpool.types import Demand, WorkingSet
+from kvpool_connector import admission as admission_module
+from kvpool_connector import admission_gate
 from tests.conftest import eventually, patient, value
 
 CHAT = "/v1/chat/completions"
@@ -426,3 +429,74 @@ async def test_wrong_arguments_are_explained(capsys: pytest.CaptureFixture[str])
         with pytest.raises(SystemExit):
             program.parse(arguments)
     assert "--engine" in capsys.readouterr().err
+
+
+@asynccontextmanager
+async def scarce_router(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeEngine, Asked]]:
+    """One that admits, over a pool with room for one session, as it has measured for long. Its
+    engine is busy with the answer to that session's prompt."""
+    monkeypatch.setattr(admission_module, "_KNOWN_S", -1.0)
+    monkeypatch.setattr(admission_module, "_BUSY", 0.0)
+    monkeypatch.setattr(admission_gate, "_LOOK_S", 0.01)
+    async with dev.serve("1MiB") as running, engines("a") as (a,):
+        demand = Demand(600.0, (WorkingSet(NAMESPACE, 2 << 20, 10, 1 << 20),), 1.0, 0.0)
+        monkeypatch.setattr(running.master, "demand", lambda now: demand)
+        pool = ["--pool", running.address, "--admit"]
+        async with router("session", a, *pool, healthy=1) as asked:
+            yield a, asked
+
+
+async def seen(asked: Asked, field: str, expected: Any) -> dict[str, Any]:
+    """What /health says of the sessions, as soon as it says that."""
+    shown: dict[str, Any] = {}
+    for _ in range(1000):
+        shown = (await asked.get("/health"))["sessions"]
+        if shown[field] == expected:
+            break
+        await asyncio.sleep(0.01)
+    assert shown[field] == expected
+    return shown
+
+
+async def waited(asked: Asked, session: str, *, final: bool = False) -> float:
+    """Seconds before its answer, as the header says."""
+    headers = {"x-dynamo-session-id": session, "x-dynamo-session-final": str(final).lower()}
+    async with asked.post(**headers) as answer:
+        assert answer.status == 200
+        await answer.read()
+        return float(answer.headers["x-kvpool-waited"].removesuffix("s"))
+
+
+async def test_sessions_wait_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scarce_router(monkeypatch) as (a, asked):
+        a.mode = "waits"
+        first = asyncio.create_task(waited(asked, "one", final=True))
+        await seen(asked, "places", 1.0)
+        second = asyncio.create_task(waited(asked, "two"))
+        gone = asyncio.create_task(waited(asked, "three"))
+        shown = await seen(asked, "waiting", 2)
+        assert shown["served"] == 1
+        assert "memory holds 50% of the live working set" in shown["why"]
+        gone.cancel()
+        await seen(asked, "waiting", 1)
+        await asyncio.sleep(0.1)
+        assert len(a.bodies) == 1
+        a.go.set()
+        assert await first == 0.0
+        assert await second >= 0.1
+        async with asked.post() as answer:  # of no session: it does not wait
+            assert "x-kvpool-waited" not in answer.headers
+            await answer.read()
+
+
+async def test_who_has_waited_too_long_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_gate.AdmissionGate.__init__, "__kwdefaults__", {"hold_s": 0.05})
+    async with scarce_router(monkeypatch) as (_, asked):
+        assert await waited(asked, "one") == 0.0
+        await seen(asked, "places", 1.0)
+        for _ in range(2):
+            async with asked.post(**{"X-Session-ID": "two"}) as answer:
+                assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+                assert "more memory" in (await answer.json())["error"]["message"]
+        assert await waited(asked, "one") == 0.0  # it has its place
+        await seen(asked, "waiting", 0)
