@@ -49,6 +49,8 @@ _FRESH_S: Final = 0.25
 #: Servers in one answer.
 SERVERS_MAX: Final = 50
 _LISTED_MAX: Final = 20
+#: Tiers of one server that do not work.
+_BROKEN_MAX: Final = 4
 #: Who has how much is summed so often, while somebody looks; of each kind so many are shown.
 _USAGE_S: Final = 5.0
 _USAGE_MAX: Final = 8
@@ -303,7 +305,7 @@ def _attention(members: Sequence[Member], states: Sequence[ServerState]) -> list
             "server": server,
             "state": state.value,
             "heard_s": member.heard_s,
-            "broken_tiers": broken,
+            "broken_tiers": broken[:_BROKEN_MAX],
             "drain_left_blocks": member.stats.drain_left_blocks,
         }
         for _, server, member, state, broken in found[:_LISTED_MAX]

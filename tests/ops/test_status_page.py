@@ -19,10 +19,12 @@ from kvpool.master.service import Master
 from kvpool.net import http_server
 from kvpool.net.http_server import Page, PageView, pages
 from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.ops import pool_watch as pool_watch_module
 from kvpool.ops import status_page as status_page_module
+from kvpool.ops.pool_watch import AskedTotals
 from kvpool.ops.status_page import SERVERS_MAX, StatusPage, status_page
 from kvpool.ops.tables import as_json_object
-from kvpool.types import Cluster, ServerStats, TierUsage
+from kvpool.types import Cluster, Consumer, Demand, Member, ServerStats, TierUsage, WorkingSet
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.net.test_http_server import raw
 
@@ -179,6 +181,56 @@ async def test_a_pool_with_many_servers_is_read_in_pages(tmp_path: Any) -> None:
         page._made = {name: (at - 1, body) for name, (at, body) in page._made.items()}
     assert len(page._made) <= 2
     network.close()
+
+
+async def test_the_longest_names_make_no_endless_answer(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = [f"{number:03}" + chr(0x1F600) * 253 for number in range(99)]
+    usage = [TierUsage(name, lost=True) for name in long[:60]]
+    consumers = [Consumer(by, name) for by in ("tenant", "program", "namespace") for name in long]
+    stats = ServerStats(usage=usage, consumers=consumers, draining=True, drain_left_bytes=1)
+    members = [Member(one, 1, "h", (), (), True, 9.0, 1, stats) for one in long]
+    sets = tuple(WorkingSet(kvpool.Namespace(one + one), 2**47, 2**47) for one in long)
+    page = StatusPage(pool_dev.master, 1.5)
+    monkeypatch.setattr(page, "_members", lambda: members)
+    monkeypatch.setattr(pool_dev.master, "demand", lambda _: Demand(1.0, sets, 1.0, 1.0))
+    for second in range(3700):
+        some = [one._replace(alive=second % 2 == 0, epoch=second) for one in members[:3]]
+        page._watch.sample(float(second), some, AskedTotals(second * 10**9, second * 10**8))
+    for one in members:  # all of them leave
+        page._watch._drains[one.server] = drain = pool_watch_module._Drain()
+        drain.sample(0.0, 2**47)
+    await page._sum_usage()
+    assert 100 << 10 < len(page._pool_page({}, True).body) < 256 << 10
+
+
+async def test_who_has_most_is_summed_in_pieces_while_somebody_looks(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_page_module, "_SAMPLE_S", 0.0)
+    page = StatusPage(pool_dev.master, 1.5)
+    stats = ServerStats(consumers=[Consumer("namespace", "a", {"dram": 3}, missed_blocks=1)])
+    members = [Member(str(n), 1, "h", (), (), True, 0.0, 1, stats) for n in range(100)]
+    monkeypatch.setattr(page, "_members", lambda: members)
+    await page.watch()
+    assert page._usage == {}, "nobody looks"
+    page._pool_page({}, True)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    running = asyncio.create_task(others())
+    await page.watch()
+    running.cancel()
+    assert turns >= 10
+    (found,) = page._usage["namespaces"]
+    assert found == {"name": "a", "used_bytes": 300, "hit_blocks": 0, "missed_blocks": 100}
+    assert page._usage["tenants"] == []
 
 
 _COUNTERS = [f"counter_{number:02}" for number in range(60)]
