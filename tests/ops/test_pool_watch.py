@@ -138,6 +138,8 @@ def test_a_drain_has_a_bar_a_speed_and_the_time_that_is_left() -> None:
     assert look(31.0, 0)[0][3:] == (1000, 0, 0.0)
     assert look(32.0, 0, alive=False) == []
     assert look(33.0, 50) == [("a", "drain", 0.0, 0, 50, None)], "the next one begins anew"
+    watch.sample(34.0, [], AskedTotals())
+    assert watch.under_way() == [], "a server that is forgotten moves nothing"
 
 
 def test_copies_and_prefetches_are_told_while_they_move() -> None:
