@@ -19,6 +19,12 @@ _DIGITS: Final = "A line of the log has one digit more."
 _NO_DESCRIPTOR: Final = "Every negative number means that there is no descriptor."
 
 EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
+    ("kvpool/server/cold/search.py", "self._search_at = 0.0", "self._search_at = 1.0"): _CLOCK,
+    (
+        "kvpool/server/state/tier_stores.py",
+        "for number, entry in enumerate(ordered, 1):",
+        "for number, entry in enumerate(ordered, 0):",
+    ): "The steps end one block later, and there is one more.",
     ("kvpool/server/state/extent_state.py", "QUARANTINED = 4", "QUARANTINED = 5"): _LABEL,
     ("kvpool/server/state/extent_state.py", "LAST_UNPIN = 8", "LAST_UNPIN = 9"): _LABEL,
     (

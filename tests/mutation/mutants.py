@@ -37,13 +37,14 @@ _PACKAGES: Final = (
     "tiers/kvpool_tiers",
     "connector/kvpool_connector",
 )
-#: Files that the tests of the main environment do not run: they need vLLM, a GPU, or are run by
-#: a person. `make test WITH=vllm` and the benchmarks cover them.
+#: Files that the tests of the main environment do not run: they need vLLM, a GPU, a store of
+#: objects, or are run by a person. `make test WITH=...` and the benchmarks cover them.
 _NOT_MEASURED: Final = (
     "connector/kvpool_connector/vllm",
     "connector/kvpool_connector/block_memory.py",
     "connector/kvpool_connector/stats.py",
     "kvpool/device_copy.py",
+    "tiers/kvpool_tiers/objects/remote.py",
     "kvpool/tools/",
     "kvpool/testing/",
 )

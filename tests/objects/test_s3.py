@@ -91,6 +91,16 @@ async def test_requests_and_their_errors(bucket: str, endpoint: str) -> None:
     assert await ObstoreObjects(f"s3://{bucket}", "below/another", endpoint, "").listing("") == []
 
 
+async def test_a_listing_has_more_pages_than_one(
+    bucket: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool_tiers.objects.remote._CHUNK", 2)
+    store = ObstoreObjects(f"s3://{bucket}", "many", endpoint, "")
+    for number in range(5):
+        await store.put(f"blocks/{number}", b"")
+    assert len(await store.listing("blocks/")) == 5
+
+
 async def test_nobody_there(bucket: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from typing import cast
 
 import msgspec
 import pytest
 
-from kvpool.protocols.cold_tier import Listed
+from kvpool.errors import Unavailable
+from kvpool.protocols.cold_tier import Listed, ObjectStore
+from kvpool.server.cold.bucket import Bucket, Busy
 from kvpool.server.cold.state.book import Book, Living, Waiting, folder, responsible, server_of
 from kvpool.server.cold.state.format import (
     TAIL,
@@ -172,3 +176,32 @@ def test_what_waits_to_be_written() -> None:
     assert waiting.due_in(10, 5.0, 2.0) == 0.0
     assert [key[2] for key in waiting.take(10, 9)] == [b"a", b"b"]
     assert waiting.size == 6
+
+
+class Flaky:
+    """A store that answers as the test says."""
+
+    def __init__(self) -> None:
+        self.works = True
+        self.asked = 0
+
+    async def delete(self, name: str) -> None:
+        self.asked += 1
+        if not self.works:
+            raise Unavailable("503")
+
+
+@pytest.mark.parametrize(("story", "left_alone"), [("xx.xx.", False), ("xxx", True)])
+async def test_a_store_is_left_alone_after_failures_in_a_row(story: str, left_alone: bool) -> None:
+    """Not after as many in all: one that fails now and then is asked, and its blocks are read."""
+    flaky = Flaky()
+    bucket = Bucket(cast(ObjectStore, flaky), requests=0, hedge_s=1.0)
+    for works in story:
+        flaky.works = works == "."
+        with contextlib.suppress(Unavailable):
+            await bucket.delete("any")
+    flaky.works, before = True, flaky.asked
+    with pytest.raises(Busy) if left_alone else contextlib.nullcontext():
+        await bucket.delete("any")
+    assert flaky.asked == before + (not left_alone)
+    assert bucket.counters["cold_failures"] == story.count("x")
