@@ -194,6 +194,18 @@ async def test_one_block_with_another_replica_is_enough_to_leave_a_silent_server
     assert servers.asked == ["a", "b"]
 
 
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_slow_server_is_left_early_only_if_another_may_have_the_block(alone: bool) -> None:
+    """By what is remembered. Masters name no other one here, so it is asked once more."""
+    servers = ScriptedServers("a")
+    reading = reader(servers, ScriptedLookup("a"), hedge_s=0.05, attempt_s=0.2)
+    location = CachedLocation(NAMESPACE, "a", sole_replica=alone)
+    reading._locations.put(location, keys("chain", 1))
+    await read(reading, 1)
+    early, late = [("a", False)], [("a", True)]
+    assert servers.left == (late if alone else early + late)
+
+
 async def remembered(servers: ScriptedServers, lookup: ScriptedLookup) -> tuple[Reader, float]:
     """Read one block that "a" alone had: the reader, and how long that took."""
     reading = reader(servers, lookup, hedge_s=0.1, attempt_s=1.0)
