@@ -180,8 +180,8 @@ def test_half_of_the_worlds_have_disks_and_they_are_used() -> None:
     plans = [WorldPlan.draw(seed, 120, frozenset()) for seed in range(1000)]
     assert 400 < sum(plan.disk > 0 for plan in plans) < 600
     assert any(0 < plan.disk < plan.capacity for plan in plans)
-    probes = set().union(*(run(seed, without=NO_CONTESTS).probes for seed in PINNED_WITH_DISKS))
-    assert "a block was demoted to the disk" in probes
+    played = (run(seed, without=NO_CONTESTS).probes for seed in PINNED_WITH_DISKS)
+    assert any("a block was demoted to the disk" in probes for probes in played)
     assert not WorldPlan.draw(52, 120, NO_DISK).disk
 
 
@@ -197,8 +197,9 @@ def played(seed: int, hash_seed: str) -> str:
 
 
 def test_a_seed_is_one_history_in_every_process() -> None:
-    assert played(7, "1") == played(7, "2") == run(7, ops=40).trace_hash
-    assert played(7, "1") != played(8, "1")
+    here = run(7, ops=40).trace_hash  # with another order of sets of strings
+    assert here == played(7, "4711")
+    assert here != run(8, ops=40).trace_hash
 
 
 @pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)
