@@ -29,7 +29,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Which = Annotated[
     list[str] | None,
     typer.Argument(
-        help="headline, scaling, memory, grid, hints, links, links-70b, disks, "
+        help="headline, scaling, memory, grid, hints, admission, links, links-70b, disks, "
         "placements, failures, fan-out, hog, thousand, loads, mixed, trace, sensitivity, masters, "
         "or one: a fleet of the options below."
     ),
@@ -58,9 +58,8 @@ HintNames = Annotated[
     typer.Option("--hints", help="What the pool learns of sessions: end, arrival, resume, or all."),
 ]
 ResumeError = Annotated[float, typer.Option(help="Relative error of the announced pauses.")]
-AdmitTokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Serve sessions with so many tokens together; others wait."),
+Admit = Annotated[
+    bool, typer.Option("--admit", help="Serve as many sessions as fit into memory; others wait.")
 ]
 Hog = Annotated[
     float, typer.Option("--hog", help="Prompts a second of a client that repeats none of them.")
@@ -161,7 +160,7 @@ def fleet(
     events_late_s: EventsLate = 0.5,
     hints: HintNames = "",
     resume_error: ResumeError = 0.25,
-    admit_tokens: AdmitTokens = None,
+    admit: Admit = False,
     hog_prompts_s: Hog = 0.0,
     guaranteed: Guaranteed = 0.0,
     incidents: Incidents = None,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.fleet.admission import Admission
+from benchmarks.fleet.admission import FleetAdmission
 from benchmarks.fleet.decode import DecodeEngine
 from benchmarks.fleet.events import EventQueue
 from benchmarks.fleet.memory import FleetMemory
@@ -57,9 +56,8 @@ class Fleet:
             for _ in range(options.instances)
         ]
         self._engines = [self._make_engine(number) for number in range(options.instances)]
-        admit_tokens = options.admit_tokens
-        self._admission = Admission(float("inf") if admit_tokens is None else admit_tokens)
-        self._held: deque[Prompt] = deque()  # until their session is admitted
+        memory = max(options.memory, options.disk_tokens) // options.block
+        self._admission = FleetAdmission(self._events, memory, options.instances, self._route)
         load = LOADS[options.load]
         self._blocks = PromptBlocks(load.shared_tokens, options.block)
         self._waiting = load.sessions(options.sessions, options.seed)
@@ -157,7 +155,7 @@ class Fleet:
         prompt = self._prompt(session.number, session.sent, session.chain, turn)
         session.sent += 1
         prompt.last = session.sent == len(session.plan.turns)
-        self._events.after(self._constants.front_end_s, self._admit, prompt)
+        self._events.after(self._constants.front_end_s, self._arrive, prompt)
 
     def _send_hog(self) -> None:
         """A long prompt of a client that never comes again, as long as others are there."""
@@ -174,12 +172,11 @@ class Fleet:
         id = f"{session}-{number}"
         return Prompt(id, session, number, chain, turn.length, turn.output, self._events.now)
 
-    def _admit(self, prompt: Prompt) -> None:
-        root = self._running[prompt.session].root
-        if self._admission.admits(root.number, prompt.tokens):
-            self._route(prompt)
+    def _arrive(self, prompt: Prompt) -> None:
+        if self._options.admit:
+            self._admission.add(prompt, self._running[prompt.session].root.number)
         else:
-            self._held.append(prompt)
+            self._route(prompt)
 
     def _route(self, prompt: Prompt) -> None:
         engine = self._choose(prompt, self._engines)
@@ -187,6 +184,8 @@ class Fleet:
         self._repeat_arrival(prompt)
 
     def _prefilled(self, prompt: Prompt) -> None:
+        if self._options.admit and prompt.session >= 0:
+            self._admission.first_token()
         decoder = self._decoders[prompt.engine]
         if isinstance(decoder, DecodeEngine):
             decoder = min(self._decoders, key=lambda engine: engine.requests)
@@ -198,6 +197,9 @@ class Fleet:
         self._done.append(prompt)
         session = self._running[prompt.session]
         gap_s = session.plan.turns[prompt.turn].gap_s
+        if self._options.admit:
+            ends = prompt.last and session.parent is None and bool(self._options.hints & Hints.END)
+            self._admission.answered(prompt, ends=ends)
         if prompt.last:
             self._end(session, prompt, gap_s)
         elif session.plan.children and not prompt.turn:
@@ -221,13 +223,6 @@ class Fleet:
             if not parent.children:
                 self._events.after(gap_s, self._send, parent)
             return
-        self._admission.end(session.number)
-        while self._held:
-            waiting = self._held[0]
-            root = self._running[waiting.session].root
-            if not self._admission.admits(root.number, waiting.tokens):
-                break
-            self._route(self._held.popleft())
         self._events.after(gap_s, self._begin_session)
 
     # --- hints ---------------------------------------------------------------------------

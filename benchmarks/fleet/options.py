@@ -102,17 +102,16 @@ class FleetOptions:
     """`sessions` in all, `concurrent` of them at a time; `memory_tokens` of all servers together.
 
     `resume_error` is the relative error of the pauses that are announced (the sigma of a lognormal
-    factor); `events_late_s` how late a precise router learns what engines hold; `admit_tokens` how
-    many tokens of context the sessions may have together that are served in turn (the others wait
-    for one of these to end; None: no bound); `hog_prompts_s` prompts a second of another client,
-    which nobody asks for again. That client is another tenant, and `guaranteed` is the share of the
-    memory that the sessions' tenant has for itself. With `trace` the prompts of that file come at
-    `trace_rate` times their speed, and no `load`. `block` in tokens. `engines` are split (some
-    prefill and others decode) or mixed. `disk_tokens` fit on the disks below the servers' memory,
-    which is written through or back (`write_mode`). With `disk_turns` a disk reads and writes in
-    turns, else beside each other. With `direct`, engines read what lies on
-    their own host at the rate of host memory. With `spread`, an agent's context is brought to all
-    hosts when it begins to wait for its children. Raises ConfigError.
+    factor); `events_late_s` how late a precise router learns what engines hold; with `admit` as
+    many sessions are served at a time as the pool says that fit, and others wait; `hog_prompts_s`
+    prompts a second of another client, which nobody asks for again. That client is another tenant,
+    and `guaranteed` is the share of the memory that the sessions' tenant has for itself. With
+    `trace` the prompts of that file come at `trace_rate` times their speed, and no `load`. `block`
+    in tokens. `engines` are split (some prefill and others decode) or mixed. `disk_tokens` fit on
+    the disks below the servers' memory, which is written through or back (`write_mode`). With
+    `disk_turns` a disk reads and writes in turns, else beside each other. With `direct`, engines
+    read what lies on their own host at the rate of host memory. With `spread`, an agent's context
+    is brought to all hosts when it begins to wait for its children. Raises ConfigError.
     """
 
     gpus: int = GPUS_PER_INSTANCE
@@ -126,7 +125,7 @@ class FleetOptions:
     planner: str = "auto"
     hints: Hints = Hints.NONE
     resume_error: float = 0.25
-    admit_tokens: int | None = None
+    admit: bool = False
     hog_prompts_s: float = 0.0
     guaranteed: float = 0.0
     incidents: Sequence[Incident] = ()

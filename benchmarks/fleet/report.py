@@ -19,6 +19,9 @@ def table(study: FleetStudy) -> Table:
     for name in ("tokens/s/GPU", "hits", "TTFT P50", "P90", "end to end P50", "waited P50"):
         shown.add_column(name, justify="right")
     published_any = any(case.published != Published() for case, _ in study.rows)
+    admits = any(case.options.admit for case, _ in study.rows)
+    if admits:
+        shown.add_column("a session waits P50, P99", justify="right")
     incidents = any(result.after is not None for _, result in study.rows)
     if published_any:
         shown.add_column("published")
@@ -41,6 +44,7 @@ def table(study: FleetStudy) -> Table:
             f"{result.end_to_end.p50:.1f} s"
             + _deviation(result.end_to_end.p50, published.end_to_end_s),
             f"{result.waited.p50:.2f} s",
+            *([_session_waited(result)] if admits else []),
             *([_published(published, gpus, case.calibrated)] if published_any else []),
             *(_disk_bytes(result) if disks else []),
             *([_after(result.after)] if incidents else []),
@@ -50,6 +54,10 @@ def table(study: FleetStudy) -> Table:
 
 def _disk_bytes(result: FleetResult) -> list[str]:
     return [f"{size / 1e12:.2f} TB" for size in (result.disk_read_bytes, result.disk_written_bytes)]
+
+
+def _session_waited(result: FleetResult) -> str:
+    return f"{result.session_waited.p50:,.0f}, {result.session_waited.p99:,.0f} s"
 
 
 def _after(after: AfterIncident | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -69,6 +70,7 @@ class FleetResult:
     end_to_end: Quantiles
     token_s: float
     parts: TurnParts
+    session_waited: Quantiles  # by all prompts of a session together, for first tokens
     waited: Quantiles  # from the sending to the beginning of the computing
     loaded_bytes: float  # in the whole run, as the next three
     disk_read_bytes: float
@@ -108,6 +110,7 @@ def measured(
         end_to_end=_quantiles([one.done_at - one.sent_at for one in inside]),
         token_s=float(np.median([one.token_s for one in inside])),
         parts=_parts(inside),
+        session_waited=_quantiles(_session_waits(prompts, inside)),
         waited=_quantiles([one.began_at - one.sent_at for one in inside]),
         loaded_bytes=moved.loaded,
         disk_read_bytes=moved.disk_read,
@@ -115,6 +118,15 @@ def measured(
         saves_dropped=saves_dropped,
         after=None if incident_at is None else _after(inside, incident_at, last),
     )
+
+
+def _session_waits(prompts: Sequence[Prompt], inside: Sequence[Prompt]) -> list[float]:
+    """Of each session that has ended inside: seconds until first tokens, of all its prompts."""
+    waited = defaultdict[int, float](float)
+    for one in prompts:
+        waited[one.session] += one.first_token_at - one.sent_at
+    ended = {one.session for one in inside if one.last}
+    return [waited[session] for session in sorted(ended or waited)]
 
 
 def _parts(prompts: Sequence[Prompt]) -> TurnParts:

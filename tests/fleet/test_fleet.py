@@ -29,6 +29,8 @@ SMALL = FleetOptions(
     block=2048,
     constants=Constants().changed({"hbm_tokens": 100_000, "warm_s": 100}),
 )
+#: A third of it.
+ONE_ENGINE = {"gpus": 12, "concurrent": 18, "sessions": 40, "block": 4096}
 
 
 def run(**changed: Any) -> FleetResult:
@@ -152,9 +154,17 @@ def test_masters_that_are_away_cost_hits_while_they_are() -> None:
 
 
 def test_with_little_memory_sessions_are_better_served_in_turn() -> None:
-    scarce = {"memory_tokens": 1_200_000, "policy": "lease", "hints": Hints.END}
-    together, in_turn = run(**scarce), run(admit_tokens=400_000, **scarce)
-    assert in_turn.hit_rate > together.hit_rate + 0.2
+    """Nobody has said anything of them, and engines cannot compute what all miss."""
+    scarce = {"memory_tokens": 470_000, "constants": {"prefill_flop_s": 1e15}, **ONE_ENGINE}
+    together, in_turn = run(**scarce), run(admit=True, **scarce)
+    assert in_turn.tokens_s > 1.2 * together.tokens_s
+    assert in_turn.session_waited.p99 < together.session_waited.p99
+
+
+@pytest.mark.parametrize("memory_tokens", [330_000, 10_000_000])
+def test_where_misses_are_cheap_or_there_is_room_waiting_costs_nothing(memory_tokens: int) -> None:
+    given = {"memory_tokens": memory_tokens, **ONE_ENGINE}
+    assert run(admit=True, **given).tokens_s > 0.99 * run(**given).tokens_s
 
 
 def test_arrivals_keep_what_waits() -> None:
@@ -168,7 +178,7 @@ def test_children_find_what_their_parent_has_read() -> None:
     alone = run(scope=Scope.NONE, router="round-robin", **fan_out)
     assert run(router="round-robin", **fan_out).hit_rate > alone.hit_rate + 0.1
     # One family after the other: what waits for admission is no child of one that is admitted.
-    assert run(hints=Hints.END, admit_tokens=100_000, **fan_out).prompts > 400
+    assert run(hints=Hints.END, admit=True, **fan_out).prompts > 400
 
 
 def test_prompts_of_a_hog_are_no_result_and_push_others_out() -> None:

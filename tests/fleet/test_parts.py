@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.fleet.admission import Admission
 from benchmarks.fleet.constants import Constants
 from benchmarks.fleet.events import EventQueue
 from benchmarks.fleet.hbm_cache import HbmCache
@@ -148,21 +147,6 @@ def test_an_engine_tells_what_it_holds_and_no_more() -> None:
         assert len(held) == len(cache)
         assert cache.held([key(f"{name}{n}") for n in range(blocks)]) == min(blocks, 4)
     assert all(key(f"long{n}") in held for n in range(4))
-
-
-def test_sessions_are_admitted_until_their_contexts_fill_the_memory() -> None:
-    admission = Admission(100)
-    assert admission.admits(1, 250)  # one is always
-    assert not admission.admits(2, 10)
-    admission.end(1)
-    assert admission.admits(2, 60)
-    assert admission.admits(3, 40)
-    assert not admission.admits(4, 1)
-    assert admission.admits(2, 90)  # it grows, and stays
-    admission.end(3)
-    assert not admission.admits(4, 20)
-    assert admission.admits(4, 10)
-    admission.end(9)  # it was never admitted
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ TABLES: Final = {
         x="memory in working sets",
     ),
     "hints": FleetTable("what the pool knows of sessions", knowledge.hints, sessions=200),
+    "admission": FleetTable("sessions that wait for room", knowledge.admission, sessions=200),
     "links": FleetTable("from slow links to fast ones", bad_days.links, sessions=150),
     "links-70b": FleetTable(
         "from slow links to fast ones, 328 KB of KV per token", bad_days.links_dense, sessions=150

@@ -21,11 +21,24 @@ def hints(base: FleetOptions) -> list[Case]:
             ("end", replace(lease, hints=Hints.END)),
             ("end, arrival", replace(lease, hints=Hints.END | Hints.ARRIVAL)),
             ("end, arrival, resume", replace(lease, hints=Hints.ALL)),
-            ("admitted, end", replace(lease, hints=Hints.END, admit_tokens=memory_tokens)),
         ):
             shown = replace(options, memory_tokens=memory_tokens)
             cases.append(Case(f"{share:g} ws, {name}", shown))
     return cases
+
+
+def admission(base: FleetOptions) -> list[Case]:
+    """Sessions that wait until there is room, of which nobody says anything."""
+    return [
+        Case(
+            f"{share:g} ws, {policy}{', admitted' if admit else ''}, seed {seed}",
+            replace(with_memory(base, share), policy=policy, admit=admit, seed=seed),
+        )
+        for share in (0.5, 0.75, 1.0, 1.5)
+        for policy in ("lru", "density")
+        for admit in (False, True)
+        for seed in range(base.seed, base.seed + 2)
+    ]
 
 
 def hog(base: FleetOptions) -> list[Case]:
