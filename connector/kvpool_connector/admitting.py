@@ -44,6 +44,12 @@ class AdmittingMiddleware(Middleware):
             self.count("waited")
         return ticket
 
+    def close(self) -> None:
+        """Nobody is let in any more."""
+        if self._gate is not None:
+            self._gate.close()
+        super().close()
+
     def _ask(self) -> None:
         gate, thread = self._gate, self._thread
         if gate is None or thread is None:

@@ -75,8 +75,7 @@ class Middleware:
             try:
                 await self._app(scope, receive, send)
             finally:
-                if self._hints is not None:
-                    self._hints.close()
+                self.close()
             return
         if scope["type"] != "http" or scope["method"] != "POST" or _path(scope) not in PATHS:
             await self._app(scope, receive, send)
@@ -121,6 +120,11 @@ class Middleware:
     async def admit(self, scope: Scope, spoken: Spoken) -> Ticket | None:
         """Called when a prompt is there, and before the server has it. This one lets all pass."""
         return None
+
+    def close(self) -> None:
+        """The server has ended."""
+        if self._hints is not None:
+            self._hints.close()
 
     def count(self, event: str) -> None:
         self._counters(event)

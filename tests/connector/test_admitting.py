@@ -44,6 +44,9 @@ class NoSender:
     def send(self, *given: object) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> tuple[AdmittingMiddleware, Engine]:
@@ -90,7 +93,14 @@ async def test_a_session_waits_in_front_of_the_engine(
     engine.go.set()
     assert (await first, await unnamed) == (b"0.0s", b"")
     assert float((await second).removesuffix(b"s")) >= 0.1
-    middleware._gate.close()
+    third = asyncio.create_task(ask(middleware, "three"))
+    await eventually(lambda: middleware._gate is not None and bool(middleware._gate._waiting))
+    middleware.close()
+    await asyncio.sleep(0.02)
+    assert middleware._gate._looking is not None
+    assert middleware._gate._looking.cancelled()
+    third.cancel()
+    await asyncio.gather(third, return_exceptions=True)
 
 
 async def test_a_wait_that_is_over_and_a_fault_let_the_prompt_pass(
