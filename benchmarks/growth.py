@@ -311,7 +311,7 @@ def work_of(
         "read": lambda: read(found),
         "read, missing": lambda: read(missing),
         "remove": remove,
-        "hints": lambda: server._apply_hints(hints),
+        "hints": lambda: server.stack.hinted(hints, 0.0),
         "stats of a heartbeat": lambda: server.stats(now()),
         "longest step of an inventory": lambda: longest_step(stack.inventory_steps()),
         "the next victim": lambda: [policy.victim_age(now())],

@@ -185,7 +185,6 @@ class Servers:
             self._network.connect(self._address),
             _HEARTBEAT_S,
             stats=lambda now: ServerStats(),
-            apply_hints=lambda hints: [],
         )
         announcer.start()
         return announcer

@@ -66,9 +66,9 @@ def cost(name: str, blocks: int, hinted: bool) -> tuple[float, float]:
         "add_candidate",
         "remove",
         "victim",
-        "open_session",
+        "begin_write",
         "block_added",
-        "chain_extended",
+        "end_write",
     ):
         setattr(policy, method, meter.timed(getattr(policy, method)))
     _write(store, list(_chains(blocks)), 1e4, hinted)

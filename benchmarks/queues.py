@@ -25,7 +25,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.state.store import Store
 from kvpool.tools import workloads
 from kvpool.tools.traces import Request
-from kvpool.types import ROOT, Namespace, SessionHint, WriteStatus
+from kvpool.types import ARRIVED, ROOT, Namespace, SessionHint, WriteStatus
 
 BLOCK, PAGE, NAMESPACE, OWNER = 512, 4096, Namespace("queues"), 1
 #: Seconds to compute a prompt: a fixed part, and operations for each token and each token of its
@@ -88,7 +88,7 @@ class Fleet:
     def _on_repeat(self, now: float, request: Request, arrived: float) -> None:
         if (request, arrived) in self.queue:
             if self.arrivals:
-                self.store.arrive(str(request.session), now)
+                self.store.hint(str(request.session), ARRIVED, now)
             self._at(now + REPEAT_S, "repeat", request, arrived)
 
     def _serve(self, now: float) -> None:
@@ -135,7 +135,7 @@ class Fleet:
             self._at(now + pause_s, "arrival", self.turns[request.session].popleft())
         else:
             if self.hints:
-                self.store.end(name, now)
+                self.store.hint(name, None, now)
             self._begin_session(now + 5.0)
         self._serve(now)
 

@@ -17,6 +17,7 @@ from kvpool import registry
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
+from kvpool.server.state.tenants import set_quotas
 from kvpool.types import ROOT, Namespace, SessionHint, WriteStatus
 
 BLOCK: Final = 4096
@@ -41,7 +42,7 @@ def play(policy: str, *, hog: bool, quota: bool, hints: bool = False) -> Outcome
     """Turns of the tenant; with `hog` beside it, which may announce that it needs all it wrote."""
     store = Store(BLOCKS * BLOCK, policy=registry.policy(policy, BLOCKS * BLOCK))
     guaranteed = int(GUARANTEED * BLOCKS * BLOCK) if quota else 0
-    store.set_quotas({"acme": Quota(guaranteed), "hog": Quota()})
+    set_quotas(store, {"acme": Quota(guaranteed), "hog": Quota()})
     rng, hog_rng = random.Random(7), random.Random(8)
     chains = [_chain(rng) for _ in range(SESSIONS)]
     hits = asked = stored = wrote = 0
@@ -60,7 +61,7 @@ def play(policy: str, *, hog: bool, quota: bool, hints: bool = False) -> Outcome
             wrote += len(statuses)
             stored += sum(status is WriteStatus.RESERVED for status in statuses)
             if hints:
-                store.resume(name, 30.0, now + 0.5)
+                store.hint(name, 30.0, now + 0.5)
     account = store.accounts.get("acme")
     lost = account.evicted_by["hog"] // BLOCK if account is not None else 0
     return Outcome(hits / asked, stored / max(1, wrote), lost)

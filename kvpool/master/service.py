@@ -17,10 +17,10 @@ from kvpool import logs, spans
 from kvpool.audit import AuditLog
 from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Forbidden, Overloaded, Unauthenticated
+from kvpool.master.hints import make_hints
 from kvpool.master.state.change_ring import PAGE_SIZE, LoggedChange, size_of
 from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import ChainMatch, Directory, MapCursor
-from kvpool.master.state.hint_log import HintLog
 from kvpool.master.state.server_record import SequenceCheck
 from kvpool.net.announced import reachable
 from kvpool.protocols import Caller, CountsConnections, Listener, Network
@@ -28,10 +28,8 @@ from kvpool.spans import MarkedChain
 from kvpool.supervision import Supervisor
 from kvpool.tenant_names import marker_of
 from kvpool.types import (
-    ARRIVED,
     BATCH_BLOCKS_MAX,
     Demand,
-    HintStatus,
     Namespace,
     ReadStatus,
     Replica,
@@ -63,7 +61,6 @@ _SNAPSHOT_BLOCKS: Final = 512
 M = TypeVar("M", bound=wire.Message)
 S = TypeVar("S", bound=wire.ServerMessage)
 
-_HINT_STATUSES: Final = frozenset(HintStatus)
 #: The caller of tests and tools that call a master directly.
 _NOBODY: Final = Caller()
 
@@ -89,7 +86,7 @@ class Master:
                 blocks_max=config.blocks_max,
             )
         self.directory = directory
-        self._hints = HintLog()
+        self.hints = make_hints(self._now)
         self._demand = DemandMeter()
         #: Matches of clients by what ended them: the reason of the first miss, or `hit`; and the
         #: blocks that were asked for and found.
@@ -124,8 +121,8 @@ class Master:
         self._handle(wire.Place, _from_anyone(self._place))
         self._handle(wire.Members, self._members)
         self._handle(wire.Explain, _from_anyone(self._explain))
-        self._handle(wire.Hint, _from_anyone(self._hint))
-        self._handle(wire.ExplainSession, _from_anyone(self._explain_session))
+        self._handle(wire.Hint, _from_anyone(self.hints.hint))
+        self._handle(wire.ExplainSession, _from_anyone(self.hints.explain))
         self._handle(wire.Namespaces, self._namespaces)
         self._handle(wire.Demands, self._demands)
         self._handle(wire.Changes, _from_anyone(self._changes))
@@ -293,17 +290,12 @@ class Master:
             )
         log.info("server registered", server=m.server, caller=caller.address)
         sequence = self.directory.sequence(m.server)
-        return wire.Registered(True, self.address, self._hints.last, sequence)
+        return wire.Registered(True, self.address, self.hints.last, sequence)
 
     def _heartbeat(self, m: wire.Heartbeat) -> wire.HeartbeatReply:
-        now = self._now()
-        if not self.directory.heartbeat(m.server, m.epoch, m.stats, now, m.sequence):
+        if not self.directory.heartbeat(m.server, m.epoch, m.stats, self._now(), m.sequence):
             return wire.HeartbeatReply(False)
-        for session, status in m.hint_answers:
-            if status in _HINT_STATUSES:
-                self._hints.answered(m.server, session, HintStatus(status), now)
-        hints, last = self._hints.since(m.hints_heard, wire.HINTS_MAX)
-        aged = [(hint.session, max(0.0, now - hint.received_at), hint.resume_in) for hint in hints]
+        hints, last = self.hints.heard(m)
         differs = bool(m.fingerprint) and self.directory.differs(
             m.server, m.epoch, m.sequence, m.blocks, m.fingerprint
         )
@@ -318,7 +310,7 @@ class Master:
             )
         sequence = self.directory.sequence(m.server)
         room = self.directory.others_have_room(m.server)
-        return wire.HeartbeatReply(True, aged, last, sequence, listed, differs, room)
+        return wire.HeartbeatReply(True, hints, last, sequence, listed, differs, room)
 
     def _leave(self, m: wire.Leave) -> wire.HeartbeatReply:
         return wire.HeartbeatReply(self.directory.leave(m.server, m.epoch))
@@ -362,7 +354,7 @@ class Master:
         if m.prefix:
             return self._match(m)
         if m.session:
-            self._add_hint(m.session, ARRIVED)
+            self.hints.asked(m.session)
         namespace, digests = wire.unpack_question(m)
         runs, reasons = self.directory.find(namespace, digests)
         if not m.observes:
@@ -373,7 +365,7 @@ class Master:
         namespace, chain = wire.unpack_chain(m)
         behind = wire.unpacked_marks(m.behind) if isinstance(m, wire.FindChain) else ()
         if m.session:
-            self._add_hint(m.session, ARRIVED)
+            self.hints.asked(m.session)
         match = self.directory.match_chain(namespace, chain)
         missed = {} if match.stopped in (None, ReadStatus.HIT) else {match.length: match.stopped}
         if not m.observes:
@@ -436,18 +428,6 @@ class Master:
         blocks = 0 if hidden else len(self.directory)
         return wire.MembersReply(self.address, self.uptime_s(now), blocks, page, more)
 
-    def _hint(self, m: wire.Hint) -> wire.HintReply:
-        return wire.HintReply(self._add_hint(m.session, m.resume_s))
-
-    def _explain_session(self, m: wire.ExplainSession) -> wire.SessionExplained:
-        report = self._hints.explain(m.session, self._now())
-        return wire.SessionExplained(report.hints, report.servers)  # type: ignore[arg-type]
-
-    def _add_hint(self, session: str, resume_in: float | None) -> HintStatus:
-        if not session.isprintable():
-            raise BadMessage(f"session {session[:40]!r} is not printable")
-        return self._hints.add(session, resume_in, self._now())
-
     def _namespaces(self, m: wire.Namespaces, caller: Caller) -> wire.NamespacesReply:
         marker = marker_of(caller.tenant)
         # Names are in order, so those of a tenant follow each other.
@@ -459,13 +439,6 @@ class Master:
             [(namespace.name, namespace.parts, blocks) for namespace, blocks in page],
             len(found) > len(page),
         )
-
-    def latest_sessions(self, count: int, now: float) -> list[tuple[str, float | None, float]]:
-        """The sessions that were hinted at last: name, `resume_in` of the hint, its age in s."""
-        return [
-            (hint.session, hint.resume_in, max(0.0, now - hint.received_at))
-            for hint in self._hints.latest(count)
-        ]
 
     def demand(self, now: float) -> Demand:
         """What clients ask this master for, as means over its last minutes."""

@@ -181,7 +181,7 @@ class StatusPage:
         counts = Counter(states)
         alive = [one for one in members if one.alive]
         rates = [self._watch.rates.get(one.server, (0.0, 0.0)) for one in alive]
-        sessions = master.latest_sessions(_LISTED_MAX, now) if named else []
+        sessions = master.hints.latest(_LISTED_MAX) if named else []
         return {
             "version": API_VERSION,
             "kvpool": __version__,

@@ -124,7 +124,6 @@ class Announcer:
         link: Link,
         heartbeat_s: float,
         stats: Callable[[float], ServerStats],
-        apply_hints: Callable[[Sequence[wire.WireHint]], list[wire.WireHintAnswer]],
         others_have_room: Callable[[], None] = lambda: None,
         tasks: Supervisor | None = None,
     ) -> None:
@@ -134,7 +133,6 @@ class Announcer:
         self._token = auth.server_token(identity.secret, link.address)
         self._heartbeat_s = heartbeat_s
         self._stats = stats
-        self._apply_hints = apply_hints
         self._others_have_room = others_have_room
         self._tasks = tasks or Supervisor()
         self._loop = asyncio.get_running_loop()
@@ -472,7 +470,9 @@ class Announcer:
             if not future.done():
                 future.set_result(None)
         self._hints_heard = reply.hints_heard
-        self._hint_answers = self._apply_hints(reply.hints)[-wire.HINT_ANSWERS_MAX :]
+        self._hint_answers = self._store.hinted(reply.hints, self._loop.time())[
+            -wire.HINT_ANSWERS_MAX :
+        ]
         if reply.others_have_room:
             self._others_have_room()
         if len(reply.hints) == wire.HINTS_MAX:  # there may be more

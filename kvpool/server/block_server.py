@@ -50,9 +50,8 @@ from kvpool.server.state.tiered_store import TieredStore
 from kvpool.supervision import Supervisor
 from kvpool.tenant_names import qualified
 from kvpool.tenants import Tenant, TenantKeys
-from kvpool.types import ARRIVED, NAME_MAX, Cluster, HintStatus, ServerStats
+from kvpool.types import NAME_MAX, Cluster, ServerStats
 from kvpool.wire import auth
-from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
 
@@ -201,7 +200,6 @@ class BlockServer:
                     link,
                     config.heartbeat_s,
                     stats=self.stats,
-                    apply_hints=self._apply_hints,
                     others_have_room=self.extensions.others_have_room,
                     tasks=self.tasks,
                 )
@@ -313,24 +311,6 @@ class BlockServer:
 
     # --- for the masters ------------------------------------------------------------------
 
-    def _apply_hints(self, hints: Sequence[wire.WireHint]) -> list[wire.WireHintAnswer]:
-        """Apply hints about sessions that a master has passed on (design: session-hints).
-
-        Returns what came of those whose session has blocks here.
-        """
-        now, store = asyncio.get_running_loop().time(), self._context.store
-        answers: list[wire.WireHintAnswer] = []
-        for session, age_s, resume_in in hints:
-            if resume_in is None:
-                status = store.end(session, now)
-            elif resume_in == ARRIVED:
-                status = store.arrive(session, now, age_s=age_s)
-            else:
-                status = store.resume(session, resume_in, now, age_s=age_s)
-            if status is not HintStatus.UNKNOWN:
-                answers.append((session, int(status)))
-        return answers
-
     def stats(self, now: float) -> ServerStats:
         """The figures of this server now; masters, `kvpool status` and `/metrics` show them."""
         context, store = self._context, self._context.store
@@ -368,7 +348,7 @@ class BlockServer:
                 **store.spared_writes,
                 "quarantined": front.held.quarantined,
                 "quarantined_bytes": front.held.quarantined_bytes,
-                **base.hint_counters,
+                **base.policy.figures,
             },
             usage=context.mover.usage(now),
             clients=clients[:_CLIENTS_SHOWN],

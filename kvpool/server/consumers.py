@@ -83,7 +83,7 @@ class Consumers:
                 listed -= index.used
             if listed:
                 of_namespaces[OTHERS][tier] += listed
-            for program, size in store.policy.program_bytes.items():
+            for program, size in store.policy.bytes_of_programs().items():
                 of_programs[program][tier] += size
         evicted = {one.name: one.evicted_by for one in self._store.backing.accounts}
         return [

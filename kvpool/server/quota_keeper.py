@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from kvpool import logs
+from kvpool.server.state import tenants
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.supervision import Supervisor
@@ -29,10 +30,10 @@ class QuotaKeeper:
         self._on_change = on_change
         self._trimming: asyncio.Task[None] | None = None
 
-    def apply(self, tenants: Mapping[str, Tenant]) -> None:
+    def apply(self, known: Mapping[str, Tenant]) -> None:
         """From now on these are the tenants. The first call comes before the first block."""
         for store in self._store.stores:
-            store.set_quotas(quotas_of(tenants, store.allocator.capacity, store.tier))
+            tenants.set_quotas(store, quotas_of(known, store.allocator.capacity, store.tier))
         self.trim()
 
     def trim(self) -> None:
@@ -54,7 +55,7 @@ class QuotaKeeper:
         goes_on = True
         while goes_on:
             stores = self._store.stores
-            goes_on = any(store.evict_beyond_limits(loop.time()) for store in stores)
+            goes_on = any(tenants.evict_beyond_limits(store, loop.time()) for store in stores)
             self._on_change()
             await asyncio.sleep(0)
 

@@ -17,8 +17,6 @@ from kvpool.master.state.directory import Directory
 from kvpool.master.state.locations import ServerInventory
 from kvpool.master.state.placement import Placer
 from kvpool.master.state.server_record import ServerRecord
-from kvpool.server.eviction.session import Session
-from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.allocator import Allocator, _class_of
 from kvpool.server.state.divided_allocator import DividedAllocator
@@ -28,7 +26,6 @@ from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import Addresses, cold_store
 from kvpool.server.state.tiered_store import TieredStore
-from kvpool.tenant_names import tenant_of
 from kvpool.types import ROOT, Namespace
 
 
@@ -106,7 +103,7 @@ def _check_store(store: Store) -> None:
     if isinstance(store.policy, TenantOrders):
         _check_tenant_orders(store.policy, blocks)
     else:
-        _check_sessions(store.policy, blocks)
+        store.policy.check(blocks)
     for (namespace, part), index in store._indexes.items():
         if (index.namespace, index.part) != (namespace, part):
             raise InvariantViolated(f"index of {namespace} part {part} is misfiled")
@@ -351,45 +348,10 @@ def _check_placement(placer: Placer, living: Collection[ServerRecord]) -> None:
         raise InvariantViolated("a server is chosen on another host than its own")
 
 
-def _check_sessions(
-    policy: SessionAwarePolicy, entries: Collection[Entry], tenant: str | None = None
-) -> None:
-    """Check every invariant, for the stored blocks, all of one tenant if it is given. Raises
-    InvariantViolated."""
-    sizes: Counter[Session] = Counter()
-    for entry in entries:
-        if entry.session is not None:
-            sizes[entry.session] += policy._rounded(entry.size)
-    if tenant is not None and any(tenant_of(one.name) != tenant for one in sizes):
-        raise InvariantViolated(f"a block of tenant {tenant!r} is in a session of another one")
-    here = set(entries)
-    for session in {*policy._sessions.values(), *sizes}:
-        if session.bytes != sizes[session]:
-            raise InvariantViolated(f"session {session.name!r}: {session.bytes} bytes counted")
-        if not here.issuperset((*session.leaves, *session.chain_ends.values())):
-            raise InvariantViolated(f"session {session.name!r} knows blocks that have left")
-    waiting = [s for s in {*policy._sessions.values(), *sizes} if s.arrived is not None]
-    if len(waiting) != policy.waiting or any(session.due is None for session in waiting):
-        raise InvariantViolated(f"{policy.waiting} sessions wait, there are {len(waiting)}")
-    programs: Counter[str] = Counter()
-    for session, size in sizes.items():
-        programs[session.program] += size
-    del programs[""]
-    if programs != policy.program_bytes:
-        raise InvariantViolated(f"programs have {programs}, not {policy.program_bytes}")
-    announced = sum(session.bytes for session in sizes if session.due is not None)
-    if announced != policy.announced_bytes:
-        raise InvariantViolated(f"{policy.announced_bytes} bytes announced, there are {announced}")
-    if not here.issuperset(policy._extra_listed):
-        raise InvariantViolated("an extra copy has left and is still listed")
-    if not here.issuperset(policy._superseded):
-        raise InvariantViolated("a superseded block has left and is still listed")
-
-
 def _check_tenant_orders(orders: TenantOrders, entries: Collection[Entry]) -> None:
     """For the stored blocks."""
     of: dict[Account, list[Entry]] = {account: [] for account in orders._orders}
     for entry in entries:
         of.setdefault(entry.index.account, []).append(entry)
     for account, blocks in of.items():
-        _check_sessions(orders._order(account), blocks, account.name)
+        orders._order(account).check(blocks, account.name)

@@ -19,7 +19,7 @@ from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.store import Store
 from kvpool.testing.harness import ConformanceError, NotDeclared, digest
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
+from kvpool.types import ARRIVED, ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 
 PAGE: Final = 4096
 #: Seconds after its last use in which every block becomes evictable, hints or not (G9).
@@ -456,12 +456,12 @@ class History:
         session = self.rng.choice(self.sessions)
         kind = self.rng.random()
         if kind < 0.25:
-            self.store.end(session, self.now)
+            self.store.hint(session, None, self.now)
         elif kind < 0.5:
-            self.store.arrive(session, self.now, age_s=self.rng.choice([0.0, 2.0]))
+            self.store.hint(session, ARRIVED, self.now, age_s=self.rng.choice([0.0, 2.0]))
         else:
             resume_in = self.rng.choice([0.0, 1.0, 30.0, 1e6])
-            self.store.resume(session, resume_in, self.now, age_s=self.rng.choice([0.0, 2.0]))
+            self.store.hint(session, resume_in, self.now, age_s=self.rng.choice([0.0, 2.0]))
 
     def _remove(self) -> None:
         digests = self.rng.sample(self.digests, 3)

@@ -32,11 +32,11 @@ from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
+from kvpool.server.state.tenants import set_quotas
 from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.tools.traces import Request
 from kvpool.types import (
-    ARRIVED,
     ROOT,
     FetchStatus,
     Match,
@@ -368,17 +368,11 @@ class DryPool:
                 continue  # it is lost
             due = max(due, (now - server.phase_s) // every_s * every_s + server.phase_s)
             heappush(beats, (due + every_s, server.name))
-            store = server.store
             self._beat(server, due)
             hints, server.heard = self._hints.since(server.heard, _HINTS_MAX)
             for hint in hints:
                 age_s = max(0.0, due - hint.received_at)
-                if hint.resume_in is None:
-                    store.end(hint.session, due)
-                elif hint.resume_in == ARRIVED:
-                    store.arrive(hint.session, due, age_s=age_s)
-                else:
-                    store.resume(hint.session, hint.resume_in, due, age_s=age_s)
+                server.store.hint(hint.session, hint.resume_in, due, age_s=age_s)
 
     def lose_each(self, following: Iterable[Request]) -> None:
         """Record what the loss of each server, one at a time, would leave of living prefixes.
@@ -427,7 +421,7 @@ class DryPool:
             policy = self._policy(size) if number == len(self._sizes) else None
             store = FileStore(size, alignment=BLOCK_SIZE, policy=policy)
             if self._guaranteed:
-                store.set_quotas({t: Quota(int(s * size)) for t, s in self._guaranteed.items()})
+                set_quotas(store, {t: Quota(int(s * size)) for t, s in self._guaranteed.items()})
             stores.append(store)
         return TieredStore(stores, write_back=self._write_back)
 

@@ -183,7 +183,7 @@ def _row(options: StudyOptions, name: str, capacity: int, servers: int) -> Study
     played, stores = pool.played, pool.stores
     counters: dict[str, int] = {}
     for store in stores:
-        for counter, count in store.hint_counters.items():
+        for counter, count in store.policy.figures.items():
             counters[counter] = counters.get(counter, 0) + count
     counters["bypassed"] = played.statuses[WriteStatus.BYPASSED]
     return StudyRow(

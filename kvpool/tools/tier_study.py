@@ -232,7 +232,7 @@ class Play:
         if held < len(chain):
             result.write_waits.append(self.now - begun)
         if hint is not None and request.resumes_s is None:
-            self.stack.end(hint.session, self.now)
+            self.stack.hint(hint.session, None, self.now)
         later = self._busy.pop(request.session, None)
         if later:
             following = later.popleft()

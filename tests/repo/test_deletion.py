@@ -20,9 +20,14 @@ from tests.repo.test_budgets import PRODUCT, RINGS, files_of, module_of
 from tests.repo.test_house import ROOT
 
 #: Where a ring says that it is there.
-TABLES = ("kvpool/client/extension.py", "kvpool/server/extension.py")
+TABLES = (
+    "kvpool/client/extension.py",
+    "kvpool/server/extension.py",
+    "kvpool/server/orders.py",
+    "kvpool/master/hints.py",
+)
 #: Known by the kernel still: each needs a joint of its own.
-WOVEN_IN = frozenset(("tiers", "sessions", "tenancy"))
+WOVEN_IN = frozenset(("tiers", "tenancy"))
 #: The tests look at a pool by it, so it is deleted alone.
 INSTRUMENT = "admin"
 KERNEL_TESTS = ("tests/client/test_pool.py", "tests/client/test_reader.py")

@@ -29,6 +29,7 @@ from kvpool.server.moves import copy_keeper
 from kvpool.server.moves.balancer import Balancer
 from kvpool.server.moves.copy_keeper import CopyKeeper
 from kvpool.server.moves.prefetcher import Prefetcher
+from kvpool.server.state import tenants
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
@@ -270,7 +271,7 @@ STEPS = {
     "prefetch": Step(Prefetcher, "_step"),
     "balance": Step(Balancer, "_make_room", again=others_have_room),
     "copies": Step(CopyKeeper, "_round", read),
-    "quotas": Step(Store, "evict_beyond_limits", lower_a_limit),
+    "quotas": Step(tenants, "evict_beyond_limits", lower_a_limit),
     "announce a lost tier": Step(TieredStore, "report_lost", lose_a_tier),
     "try a read-only tier": Step(TieredStore, "try_writeback", refuse_writes),
     "try a file": Step(DividedAllocator, "open", close_a_file),

@@ -77,7 +77,6 @@ class Setup:
             self.link,
             HEARTBEAT_S,
             stats=lambda now: ServerStats(),
-            apply_hints=lambda hints: [],
         )
 
     def write(self, digests: list[bytes]) -> None:
@@ -120,14 +119,14 @@ async def test_a_bug_in_a_heartbeat_ends_no_announcements(
     left = times
     async with running(keys("before", 3)) as setup:
 
-        def bug(_: object) -> list[Any]:
+        def bug(_: object, now: float) -> list[Any]:
             nonlocal left
             if left:
                 left -= 1
                 raise KeyError("a bug in a policy")
             return []
 
-        setup.announcer._apply_hints = bug
+        vars(setup.announcer._store)["hinted"] = bug
         await eventually(lambda: not left and setup.announcer.registered)
         after = keys("after", 2)
         setup.write(after)

@@ -15,7 +15,7 @@ from kvpool.server.state.entry import MOVER
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, ReadStatus, SessionHint, WriteStatus
+from kvpool.types import ARRIVED, ROOT, ReadStatus, SessionHint, WriteStatus
 from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.server.test_session_hints import ONE, PAGE, TWO, Books
@@ -33,13 +33,13 @@ def books() -> Books:
 
 
 def arrive(books: Books, session: str = "old", age_s: float = 0.0) -> HintStatus:
-    answer = books.store.arrive(session, books.now, age_s=age_s)
+    answer = books.store.hint(session, ARRIVED, books.now, age_s=age_s)
     check_invariants(books.store)
     return answer
 
 
 def waiting(books: Books) -> int:
-    return books.store.hint_counters["waiting_sessions"]
+    return books.store.policy.figures["waiting_sessions"]
 
 
 # --- what stays --------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_blocks_that_a_prompt_waits_for_are_no_victims(books: Books) -> None:
 
 def test_a_session_that_has_ended_and_is_read_again_is_waited_for(books: Books) -> None:
     """Also when a victim was looked for between its read and its arrival."""
-    books.store.end("old", books.now)
+    books.store.hint("old", None, books.now)
     books.now += 1.0
     books.read(keys("old", 8))
     books.fill(5)
@@ -83,7 +83,7 @@ def test_a_prompt_that_is_served_waits_no_more(books: Books, ended_by: str) -> N
     else:
         books.write("old", keys("more", 1), parent=keys("old", 8)[-1])
     assert waiting(books) == 0
-    assert books.store.hint_counters["announced_bytes"] == 0
+    assert books.store.policy.figures["announced_bytes"] == 0
     books.fill(20)
     assert books.here(keys("old", 8)) == 0
 
@@ -146,7 +146,7 @@ def test_a_read_in_one_tier_ends_the_wait_in_all() -> None:
     for store in stack.stores:
         (answer,) = store.reserve(1, request, 1.0)
         store.seal(1, answer.id, 0, 1.0)
-    stack.arrive("a", 5.0)
+    stack.hint("a", ARRIVED, 5.0)
     assert [store.policy.waiting for store in stack.stores] == [1, 1]
     (pin,) = stack.pin(1, ONE, 0, keys("a", 1), 6.0, [PAGE])
     assert pin.status is ReadStatus.HIT
@@ -162,7 +162,7 @@ def test_an_arrival_that_nothing_follows_lapses(books: Books) -> None:
     books.fill(12)
     assert books.here(keys("old", 8)) == 0
     assert waiting(books) == 0
-    assert books.store.hint_counters["arrivals_lapsed"] == 1
+    assert books.store.policy.figures["arrivals_lapsed"] == 1
 
 
 def test_a_prompt_that_waits_for_long_is_repeated_and_not_for_ever(books: Books) -> None:
@@ -210,20 +210,20 @@ def test_a_store_full_of_waiting_sessions_is_not_frozen() -> None:
 def test_an_unknown_session_costs_nothing(books: Books) -> None:
     for number in range(100):
         assert arrive(books, f"stranger {number}") is HintStatus.UNKNOWN
-    assert books.store.hint_counters["sessions"] == 1
+    assert books.store.policy.figures["sessions"] == 1
     assert waiting(books) == 0
 
 
 def test_what_an_arrival_means_beside_other_hints(books: Books) -> None:
-    books.store.end("old", books.now)
+    books.store.hint("old", None, books.now)
     assert arrive(books, age_s=3.0) is HintStatus.ACCEPTED  # the end came after it
     assert waiting(books) == 0
     books.now += 1.0
     arrive(books)  # it has not ended, then
-    assert books.store.resume("old", 500.0, books.now) is HintStatus.CLIPPED
+    assert books.store.hint("old", 500.0, books.now) is HintStatus.CLIPPED
     books.fill(12)
     assert books.here(keys("old", 8)) == 8
-    books.store.end("old", books.now)
+    books.store.hint("old", None, books.now)
     assert waiting(books) == 0
     books.fill(8)
     assert books.here(keys("old", 8)) == 0
@@ -233,7 +233,7 @@ def test_a_waiting_session_whose_blocks_are_removed_is_forgotten(books: Books) -
     arrive(books)
     books.store.remove(ONE, keys("old", 8))
     check_invariants(books.store)
-    assert (waiting(books), books.store.hint_counters["announced_bytes"]) == (0, 0)
+    assert (waiting(books), books.store.policy.figures["announced_bytes"]) == (0, 0)
 
 
 # --- what a lease learns -----------------------------------------------------------------
@@ -247,8 +247,8 @@ def take_turns(books: Books, pause_s: float, turns: int) -> Lease[object]:
         books.write(name, chain)
         books.now += pause_s
         books.store.remove(ONE, chain)
-        books.store.arrive(name, books.now)
-        books.store.arrive(name, books.now)  # repeated: one pause
+        books.store.hint(name, ARRIVED, books.now)
+        books.store.hint(name, ARRIVED, books.now)  # repeated: one pause
     policy = books.store.policy.policy  # type: ignore[attr-defined]
     assert isinstance(policy, Lease)
     return policy
@@ -277,7 +277,7 @@ def test_sessions_without_blocks_are_remembered_for_a_while_only(
         books.write(f"{number}", keys(f"{number}", 1))
         books.store.remove(ONE, keys(f"{number}", 1))
     for number in range(9):
-        books.store.arrive(f"{number}", books.now + 5.0)
+        books.store.hint(f"{number}", ARRIVED, books.now + 5.0)
     policy = books.store.policy.policy  # type: ignore[attr-defined]
     assert isinstance(policy, Lease)
     assert policy._pauses._total == 3
@@ -294,14 +294,14 @@ async def test_a_match_with_a_session_reaches_the_servers(pool: Pool, pool_dev: 
     await asyncio.sleep(0.15)  # at once after the write it would count as the same use
     await pool.match(NAMESPACE, chain)
     await pool.match(NAMESPACE, keys("elsewhere", 1), session="nobody")
-    assert pool_dev.master._hints.last == 1
+    assert pool_dev.master.hints.last == 1
     assert (await pool.match(NAMESPACE, chain, session="agent")).length == 4
-    await eventually(lambda: server.store.hint_counters["waiting_sessions"] == 1)
+    await eventually(lambda: server.store.policy.figures["waiting_sessions"] == 1)
     await pool.read(NAMESPACE, chain, [bytearray(64) for _ in chain])
-    assert server.store.hint_counters["waiting_sessions"] == 0
+    assert server.store.policy.figures["waiting_sessions"] == 0
     await asyncio.sleep(0.15)
     assert await pool.session("agent").arrived() is HintStatus.ACCEPTED
-    await eventually(lambda: server.store.hint_counters["waiting_sessions"] == 1)
+    await eventually(lambda: server.store.policy.figures["waiting_sessions"] == 1)
 
 
 @pytest.mark.parametrize("session", ["x" * 129, "new\nline"])

@@ -10,6 +10,7 @@ from kvpool.server.consumers import NAMES_MAX, Consumers
 from kvpool.server.eviction.session_hints import PROGRAMS_MAX
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
+from kvpool.server.state.tenants import set_quotas
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import OTHERS, Consumer, Namespace, SessionHint, program_of
@@ -20,7 +21,7 @@ from tests.server.test_quotas import ACME, BETA, PAGE, POOL, write
 def stack_of(pages: int, *, tenants: bool = True) -> TieredStore:
     stack = TieredStore([Store(pages * PAGE)])
     if tenants:
-        stack.front.set_quotas({"acme": Quota()})
+        set_quotas(stack.front, {"acme": Quota()})
     return stack
 
 
@@ -111,8 +112,8 @@ def test_programs_are_bounded() -> None:
     for n in range(PROGRAMS_MAX + 10):
         session = SessionHint(f"program=p{n};1")
         write_quickly(stack.front, keys(n, 1), session)
-    assert len(stack.front.policy.program_bytes) == PROGRAMS_MAX + 1
-    assert stack.front.policy.program_bytes[OTHERS] == 10 * PAGE
+    assert len(stack.front.policy.bytes_of_programs()) == PROGRAMS_MAX + 1
+    assert stack.front.policy.bytes_of_programs()[OTHERS] == 10 * PAGE
     check_invariants(stack)
 
 

@@ -84,9 +84,9 @@ class Traffic:
             hint = SessionHint(name, self.chance.choice([None, 5.0, 60.0]))
         self.use(name, length + 3, hint)
         if self.hints and length == 13:  # the last turn of this conversation
-            self.store.end(name, self.now)
+            self.store.hint(name, None, self.now)
         elif self.hints and self.chance.random() < 0.2:
-            self.store.resume(name, 30.0, self.now, age_s=1.0)
+            self.store.hint(name, 30.0, self.now, age_s=1.0)
 
     def use(self, name: str, length: int, hint: SessionHint | None) -> None:
         """Read what is there of a chain, and write the rest."""
@@ -136,5 +136,5 @@ def test_figures_of_a_policy_with_sessions(name: str) -> None:
     policy = SessionAwarePolicy(make(PAGES * PAGE), PAGES * PAGE // 3)
     traffic = Traffic(policy, hints=True)
     assert traffic.run() == WITH_HINTS[name]
-    counters = traffic.store.hint_counters
+    counters = traffic.store.policy.figures
     assert counters["hints_accepted"] > 0

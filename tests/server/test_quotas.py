@@ -19,6 +19,7 @@ from kvpool.server.eviction.programs import Programs
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.quota import Quota
+from kvpool.server.state.tenants import evict_beyond_limits, set_quotas
 from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
@@ -51,7 +52,7 @@ def store(
     size: int, policy: Callable[[int], Policy[Entry]] = LRU, **quotas: tuple[int, int]
 ) -> FileStore:
     books = FileStore(size * PAGE, policy=policy(size * PAGE))
-    books.set_quotas(pages(**quotas))
+    set_quotas(books, pages(**quotas))
     return books
 
 
@@ -170,7 +171,7 @@ def test_without_tenants_all_is_the_pools() -> None:
     assert stored(write(books, ACME, fresh(2), 1.0))
     assert [account.name for account in books.accounts] == [""]
     with pytest.raises(InvariantViolated, match="begin to have tenants"):
-        books.set_quotas({})
+        set_quotas(books, {})
 
 
 # --- the guarantee -----------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def test_at_the_limit_nothing_is_evicted_for_blocks_that_are_pinned() -> None:
 def test_hints_of_one_tenant_do_not_keep_space_that_another_one_is_owed() -> None:
     books = store(12, acme=(6, 12))
     write(books, BETA, fresh(12), 1.0, chain=True, session=SessionHint("@beta/s", 5.0))
-    assert books.resume("@beta/s", 3.0, 1.5) is not HintStatus.UNKNOWN
+    assert books.hint("@beta/s", 3.0, 1.5) is not HintStatus.UNKNOWN
     assert stored(write(books, ACME, fresh(6), 2.0))
     assert (used(books, "acme"), used(books, "beta")) == (6, 6)
 
@@ -337,7 +338,7 @@ def test_a_session_of_another_tenant_is_no_session_of_this_one() -> None:
     books = store(12, acme=(0, 12))
     (own,) = fresh(1)
     write(books, ACME, [own], 5.0, session=SessionHint("@beta/s"))
-    assert books.end("@beta/s", 6.0) is HintStatus.UNKNOWN
+    assert books.hint("@beta/s", None, 6.0) is HintStatus.UNKNOWN
     write(books, POOL, fresh(11), 1.0)
     write(books, POOL, fresh(5), 7.0)
     assert there(books, ACME, [own]) == 1
@@ -348,7 +349,7 @@ def test_a_session_is_ended_in_its_tenant() -> None:
     own = fresh(3)
     write(books, POOL, fresh(9), 1.0)
     write(books, ACME, own, 5.0, chain=True, session=SessionHint("@acme/s"))
-    assert books.end("@acme/s", 6.0) is HintStatus.ACCEPTED
+    assert books.hint("@acme/s", None, 6.0) is HintStatus.ACCEPTED
     write(books, POOL, fresh(3), 7.0)
     assert there(books, ACME, own) == 0  # before older ones: nobody will use them
 
@@ -361,19 +362,19 @@ def test_a_quota_that_comes_changes_and_goes_takes_effect_at_once() -> None:
     own = fresh(6)
     write(books, ACME, own, 1.0)
     write(books, POOL, fresh(6), 2.0)
-    books.set_quotas(pages(acme=(6, 12)))
+    set_quotas(books, pages(acme=(6, 12)))
     write(books, POOL, fresh(20), 3.0)
     assert there(books, ACME, own) == 6
-    books.set_quotas(pages(acme=(3, 12)))
+    set_quotas(books, pages(acme=(3, 12)))
     write(books, POOL, fresh(20), 4.0)
     assert used(books, "acme") == 3
-    books.set_quotas({})
+    set_quotas(books, {})
     write(books, POOL, fresh(20), 5.0)
     assert used(books, "acme") == 0
-    books.set_quotas({})
+    set_quotas(books, {})
     assert [account.name for account in books.accounts] == [""]
     check_invariants(books)
-    books.set_quotas(pages(acme=(4, 4)))
+    set_quotas(books, pages(acme=(4, 4)))
     write(books, ACME, fresh(9), 6.0)
     assert used(books, "acme") == 4
 
@@ -381,15 +382,15 @@ def test_a_quota_that_comes_changes_and_goes_takes_effect_at_once() -> None:
 def test_a_lowered_limit_is_reached_in_bounded_steps_and_by_the_next_write() -> None:
     books = store(600, acme=(0, 600))
     write(books, ACME, fresh(600), 1.0)
-    books.set_quotas(pages(acme=(0, 100)))
-    goes_on = books.evict_beyond_limits(2.0, 80)
+    set_quotas(books, pages(acme=(0, 100)))
+    goes_on = evict_beyond_limits(books, 2.0, 80)
     assert goes_on
     assert 560 <= used(books, "acme") < 600
     request = ReserveRequest(ACME, 0, fresh(1), [ROOT], [PAGE])
     assert books.reserve(MOVER, request, 3.0)[0].status is WriteStatus.NO_SPACE
     assert stored(write(books, ACME, fresh(1), 4.0))
     assert used(books, "acme") == 100
-    assert not books.evict_beyond_limits(5.0)
+    assert not evict_beyond_limits(books, 5.0)
     check_invariants(books)
 
 
@@ -399,8 +400,8 @@ def test_a_policy_does_not_keep_what_is_above_a_lowered_limit(
 ) -> None:
     books = store(64, policy, acme=(0, 64))
     write(books, ACME, fresh(64), 1.0)
-    books.set_quotas(pages(acme=(0, 10)))
-    while books.evict_beyond_limits(1.5):
+    set_quotas(books, pages(acme=(0, 10)))
+    while evict_beyond_limits(books, 1.5):
         pass
     assert used(books, "acme") == 10
 
@@ -411,7 +412,7 @@ def test_a_policy_does_not_keep_what_is_above_a_lowered_limit(
 def two_tiers(memory: int, disk: int, **quotas: tuple[int, int]) -> TieredStore:
     stack = TieredStore([FileStore(memory * PAGE), FileStore(disk * PAGE)])
     for one in stack.stores:
-        one.set_quotas(pages(**quotas))
+        set_quotas(one, pages(**quotas))
     return stack
 
 
@@ -431,7 +432,7 @@ def test_a_copy_in_memory_that_is_guaranteed_outlives_the_one_on_the_disk() -> N
     stack = two_tiers(8, 8, acme=(4, 8))
     own = fresh(4)
     write_through(stack, ACME, own, 1.0)
-    stack.backing.set_quotas(pages(acme=(0, 8)))
+    set_quotas(stack.backing, pages(acme=(0, 8)))
     write_through(stack, POOL, fresh(12), 2.0)
     assert used(stack.backing, "acme") == 0
     assert there(stack.front, ACME, own) == 4

@@ -89,7 +89,7 @@ def test_what_an_ended_session_leaves_behind_goes_first(books: Books) -> None:
     old, ended = keys("old", 8), keys("ended", 8)
     books.write("old", old)
     books.write("ended", ended)
-    assert books.store.end("ended", books.now) is HintStatus.ACCEPTED
+    assert books.store.hint("ended", None, books.now) is HintStatus.ACCEPTED
     books.fill(12)
     assert (books.here(old), books.here(ended)) == (8, 0)
 
@@ -98,7 +98,7 @@ def test_a_shared_head_outlives_the_session_that_wrote_it(books: Books) -> None:
     system, one, two = keys("system", 3), keys("one", 5), keys("two", 5)
     books.write("one", system + one)
     books.write("two", two, parent=system[-1])
-    books.store.end("one", books.now)
+    books.store.hint("one", None, books.now)
     books.fill(12)
     assert (books.here(system), books.here(one), books.here(two)) == (3, 0, 5)
 
@@ -107,7 +107,7 @@ def test_who_is_read_again_after_its_end_is_not_dead(books: Books) -> None:
     old, ended = keys("old", 8), keys("ended", 8)
     books.write("ended", ended)
     books.write("old", old)
-    books.store.end("ended", books.now)
+    books.store.hint("ended", None, books.now)
     books.read(ended)
     books.fill(12)
     assert (books.here(old), books.here(ended)) == (0, 8)
@@ -116,7 +116,7 @@ def test_who_is_read_again_after_its_end_is_not_dead(books: Books) -> None:
 def test_a_session_that_writes_has_not_ended(books: Books) -> None:
     old, chain = keys("old", 8), keys("chain", 8)
     books.write("chain", chain[:4])
-    books.store.end("chain", books.now)
+    books.store.hint("chain", None, books.now)
     books.write("old", old)
     books.read(chain[:4])
     books.write("chain", chain[4:], parent=chain[3])
@@ -129,7 +129,7 @@ def test_both_parts_of_an_ended_session_go_first(books: Books) -> None:
     books.write("old", old)
     for part in (0, 1):
         books.write("ended", ended, namespace=TWO, part=part)
-    books.store.end("ended", books.now)
+    books.store.hint("ended", None, books.now)
     books.fill(12)
     assert (books.here(old), books.here(ended, TWO)) == (8, 0)
 
@@ -165,11 +165,11 @@ def test_two_conversations_with_one_name_do_not_drop_each_other(books: Books) ->
     books.write("both", one[:3])
     books.write("both", two[:3])
     books.write("both", one[3:5], parent=one[2])
-    assert books.store.hint_counters["branches_resumed"] == 1
+    assert books.store.policy.figures["branches_resumed"] == 1
     books.write("both", two[3:5], parent=two[2])
     books.write("both", one[5:], parent=one[4])
     books.write("both", two[5:], parent=two[4])
-    assert books.store.hint_counters["branches_resumed"] == 1
+    assert books.store.policy.figures["branches_resumed"] == 1
     books.fill(8)
     assert (books.here(old), books.here(one), books.here(two)) == (0, 6, 6)
 
@@ -183,7 +183,7 @@ def test_a_branch_that_was_partly_evicted_may_go_on_too(books: Books) -> None:
     assert (books.here(one), books.here(two)) == (4, 6)
     books.read(one[:4])
     books.write("both", one[4:], parent=one[3])
-    assert books.store.hint_counters["branches_resumed"] == 1
+    assert books.store.policy.figures["branches_resumed"] == 1
     books.read(two)
     books.fill(6)
     assert (books.here(one), books.here(two)) == (6, 6)
@@ -200,7 +200,7 @@ def test_a_history_that_is_rewritten_twice_is_one_conversation(books: Books) -> 
     for kept in (old, second, chain[:2]):
         books.read(kept)
     books.write("one", third, parent=chain[1])
-    assert books.store.hint_counters.get("branches_resumed", 0) == 0
+    assert books.store.policy.figures.get("branches_resumed", 0) == 0
     books.fill(4, "more")
     assert (books.here(old), books.here(second), books.here(third)) == (4, 0, 4)
 
@@ -235,7 +235,7 @@ def test_an_announced_session_stays_until_it_lapses() -> None:
     books.write("soon", soon)
     books.write("old", old)
     books.now += 20.0
-    assert books.store.resume("soon", 40.0, books.now) is HintStatus.ACCEPTED
+    assert books.store.hint("soon", 40.0, books.now) is HintStatus.ACCEPTED
     books.fill(12)
     assert (books.here(soon), books.here(old)) == (8, 0)
     books.now += 3 * 40.0
@@ -271,11 +271,11 @@ def test_hints_beyond_the_budget_take_no_room_from_others() -> None:
     statuses = []
     for number in range(4):
         books.write(f"{number}", keys(f"{number}", 5))
-        statuses.append(books.store.resume(f"{number}", 5.0, books.now))
+        statuses.append(books.store.hint(f"{number}", 5.0, books.now))
     assert statuses == [HintStatus.ACCEPTED] * 3 + [HintStatus.CLIPPED]
     books.fill(4)
     assert sum(books.here(keys(f"{number}", 5)) for number in range(4)) == 16
-    assert books.store.hint_counters["announced_bytes"] == 16 * PAGE
+    assert books.store.policy.figures["announced_bytes"] == 16 * PAGE
 
 
 def test_the_budget_of_hints_counts_whole_extents() -> None:
@@ -287,21 +287,21 @@ def test_the_budget_of_hints_counts_whole_extents() -> None:
     for answer in books.store.reserve(1, request, 1.0):
         books.store.seal(1, answer.id, 0, 1.0)
     check_invariants(books.store)
-    assert books.store.hint_counters["announced_bytes"] == 17 * PAGE
+    assert books.store.policy.figures["announced_bytes"] == 17 * PAGE
     assert books.write("", keys("other", 4)) == [WriteStatus.RESERVED] * 4
     assert books.here(chain) == 16
 
 
 def test_hints_are_counted_and_bounded(books: Books) -> None:
     store = books.store
-    assert store.resume("nobody", 1.0, 0.0) is HintStatus.UNKNOWN
-    assert store.end("nobody", 0.0) is HintStatus.UNKNOWN
+    assert store.hint("nobody", 1.0, 0.0) is HintStatus.UNKNOWN
+    assert store.hint("nobody", None, 0.0) is HintStatus.UNKNOWN
     books.write("a", keys("a", 3))
-    assert store.resume("a", 2 * RESUME_S_MAX, books.now) is HintStatus.CLIPPED
-    assert store.resume("a", 1.0, books.now, age_s=60.0) is HintStatus.REFUSED
-    assert store.resume("a", 1.0, books.now) is HintStatus.ACCEPTED
-    assert store.end("a", books.now) is HintStatus.ACCEPTED
-    counted = {name: n for name, n in store.hint_counters.items() if name.startswith("hints")}
+    assert store.hint("a", 2 * RESUME_S_MAX, books.now) is HintStatus.CLIPPED
+    assert store.hint("a", 1.0, books.now, age_s=60.0) is HintStatus.REFUSED
+    assert store.hint("a", 1.0, books.now) is HintStatus.ACCEPTED
+    assert store.hint("a", None, books.now) is HintStatus.ACCEPTED
+    counted = {name: n for name, n in store.policy.figures.items() if name.startswith("hints")}
     assert counted == {"hints_clipped": 1, "hints_refused": 1, "hints_accepted": 2}
     check_invariants(store)
 
@@ -310,7 +310,7 @@ def test_a_session_with_too_many_branches_is_refused() -> None:
     books = Books(LEAVES_MAX + 40)
     for number in range(LEAVES_MAX + 20):
         books.write("bush", keys(f"bush/{number}", 1))
-    assert books.store.resume("bush", 1.0, books.now) is HintStatus.REFUSED
+    assert books.store.hint("bush", 1.0, books.now) is HintStatus.REFUSED
     books.fill(40)
     check_invariants(books.store)
 
@@ -320,9 +320,9 @@ def test_only_so_many_sessions_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
     books = Books(20)
     for number in range(15):
         books.write(f"{number}", keys(f"{number}", 1), resume_in=500.0)
-    assert books.store.hint_counters["sessions"] == 10
-    assert books.store.resume("0", 5.0, books.now) is HintStatus.UNKNOWN
-    assert books.store.resume("14", 5.0, books.now) is not HintStatus.UNKNOWN
+    assert books.store.policy.figures["sessions"] == 10
+    assert books.store.hint("0", 5.0, books.now) is HintStatus.UNKNOWN
+    assert books.store.hint("14", 5.0, books.now) is not HintStatus.UNKNOWN
     assert SESSIONS_MAX < 1 << 20
 
 
@@ -330,8 +330,8 @@ def test_a_session_without_blocks_is_forgotten(books: Books) -> None:
     books.write("gone", keys("gone", 5), resume_in=900.0)
     books.store.remove(ONE, keys("gone", 5))
     check_invariants(books.store)
-    assert books.store.hint_counters["sessions"] == 0
-    assert books.store.hint_counters["announced_bytes"] == 0
+    assert books.store.policy.figures["sessions"] == 0
+    assert books.store.policy.figures["announced_bytes"] == 0
 
 
 def test_a_full_store_of_announced_sessions_is_not_frozen() -> None:

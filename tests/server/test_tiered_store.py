@@ -651,12 +651,12 @@ def test_a_copy_belongs_to_its_session_unless_that_has_ended(
 
     write("first")
     if ends:
-        stack.front.end("talk", 2.0)
+        stack.front.hint("talk", None, 2.0)
     if writes_again:
         write("second")
     server.settle()
     assert stack.backing.stored == 1 + writes_again
-    assert stack.backing.policy.sessions == known
+    assert stack.backing.policy.figures["sessions"] == known
 
 
 def test_the_most_blocks_are_those_of_all_tiers() -> None:

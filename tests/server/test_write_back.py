@@ -91,7 +91,7 @@ def test_what_a_session_has_ended_or_superseded_is_never_written() -> None:
     talk(server, "a", ended)
     talk(server, "b", old)
     talk(server, "b", new)
-    server.stack.end("a", server.now)
+    server.stack.hint("a", None, server.now)
     for number in range(4):
         server.write(1, ONE, 0, keys(f"{number}", 4))
         server.settle()
@@ -106,7 +106,9 @@ def test_an_ended_session_that_goes_on_is_written() -> None:
     server = Server(16, 64, write_back=True)
     chain = keys("chain", 4)
     talk(server, "a", chain[:3])
-    assert server.stack.end("a", server.now) is HintStatus.ACCEPTED  # of memory, which alone has it
+    assert (
+        server.stack.hint("a", None, server.now) is HintStatus.ACCEPTED
+    )  # of memory, which alone has it
     talk(server, "a", chain)
     for number in range(4):
         server.write(1, ONE, 0, keys(f"{number}", 4))
@@ -120,7 +122,7 @@ def test_a_block_that_is_read_when_its_session_ends_waits_for_its_reader() -> No
     talk(server, "a", chain)
     server.read(3, ONE, 0, chain)
     server.now += 1
-    server.stack.end("a", server.now)
+    server.stack.hint("a", None, server.now)
     server.write(1, ONE, 0, keys("other", 7))
     server.settle()
     assert on_disk(server, chain) == [False]
@@ -164,7 +166,7 @@ def test_a_session_that_ends_gives_up_all_parts_of_its_block() -> None:
     server.read(2, ONE, 0, held)
     assert server.write(1, ONE, 0, keys("late", 1)) == ["NO_SPACE"]
     server.now += 1
-    stack.end("a", server.now)
+    stack.hint("a", None, server.now)
     server.look()
     assert server.write(1, ONE, 0, keys("late", 2)) == ["RESERVED"] * 2
 
@@ -186,9 +188,9 @@ def test_a_writer_waits_for_no_disk_to_keep_what_a_hint_gives_up(
     server.drop(2)
     server.now += 1
     if hint == "end":
-        server.stack.end("a", server.now)
+        server.stack.hint("a", None, server.now)
     elif hint:
-        server.stack.resume("a", 5000.0, server.now)
+        server.stack.hint("a", 5000.0, server.now)
     written = server.write(1, ONE, 0, keys("late", 1))
     assert written == (["NO_SPACE"] if waits else ["RESERVED"])
 
@@ -330,7 +332,7 @@ def test_when_a_session_resumes_is_known_below_too(write_back: bool) -> None:
     talk(server, "a", keys("a", 7), resume_in=60.0)
     server.settle()
     assert on_disk(server, keys("a", 1)) == [True]
-    due = server.stack.backing.policy.due("a")
+    due = server.stack.backing.policy._sessions["a"].due
     assert due == pytest.approx(server.now + 60.0)
 
 
@@ -342,7 +344,7 @@ def test_a_stop_writes_the_last_used_chain_first_and_nothing_that_has_ended() ->
     server.read(1, ONE, 0, first)
     server.drop(1)
     server.now += 1
-    server.stack.end("c", server.now)
+    server.stack.hint("c", None, server.now)
     list(server.stack.flush())
     order = []
     while copies := server.stack.next_writebacks(PAGE, 1, server.now):

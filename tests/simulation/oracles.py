@@ -21,13 +21,22 @@ from kvpool.protocols.policy import Policy
 from kvpool.server.eviction.session import Session
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.entry import MOVER, ChangeLog, Entry
+from kvpool.server.state.entry import MOVER, ChangeLog, Entry, Index
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import HOLD_S
 from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, HintStatus, Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import (
+    ARRIVED,
+    ROOT,
+    HintStatus,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Reservation,
+    WriteStatus,
+)
 from tests.simulation.arrivals import ArrivalOracle
 from tests.simulation.blocks import values
 from tests.simulation.memory import SimTier
@@ -197,7 +206,12 @@ class WatchedStore(Store):
 
     def order_of(self, entry: Entry) -> SessionAwarePolicy:
         """The order in which a block is evicted."""
-        return self.policy.order_of(entry.index)
+        return self._order(entry.index)
+
+    def _order(self, index: Index) -> SessionAwarePolicy:
+        order = self.policy.order_of(index)
+        assert isinstance(order, SessionAwarePolicy)
+        return order
 
     def verify(self, entry: Entry, when: str) -> None:
         """The extent of a block holds exactly the block's bytes (G1)."""
@@ -307,24 +321,20 @@ class WatchedStore(Store):
         super()._leave_parent(entry)
         self.truth.probes.add("a circle of parents was cut")
 
-    def arrive(self, session: str, now: float, *, age_s: float = 0.0) -> HintStatus:
-        status = super().arrive(session, now, age_s=age_s)
-        if self.arrivals is not None:
-            self.arrivals.arrived(session, now, age_s)
-        self.inspect_now_and_then()
-        return status
-
-    def resume(
-        self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
+    def hint(
+        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
     ) -> HintStatus:
-        if self.arrivals is not None:
-            self.arrivals.expected(session, resume_in, now)
-        return super().resume(session, resume_in, now, age_s=age_s)
-
-    def end(self, session: str, now: float) -> HintStatus:
-        if self.arrivals is not None:
-            self.arrivals.ended(session, now)
-        return super().end(session, now)
+        arrivals = self.arrivals
+        if arrivals is not None and resume_in is None:
+            arrivals.ended(name, now)
+        elif arrivals is not None and resume_in is not None and resume_in != ARRIVED:
+            arrivals.expected(name, resume_in, now)
+        status = super().hint(name, resume_in, now, age_s=age_s)
+        if resume_in == ARRIVED:
+            if arrivals is not None:
+                arrivals.arrived(name, now, age_s)
+            self.inspect_now_and_then()
+        return status
 
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         self._evicted_now.clear()
@@ -362,7 +372,7 @@ class WatchedStore(Store):
         if self.prefetches is not None and owner == MOVER and self.demotes and request.last_used:
             named = request.session_hint
             index = self._indexes.get((request.namespace, request.part))
-            orders = self.policy.order_of(index)._sessions if index is not None else {}
+            orders = self._order(index)._sessions if index is not None else {}
             session = orders.get(named.session) if named is not None else None
             for victim in self._victims:
                 self.prefetches.evicted(now, victim, session)

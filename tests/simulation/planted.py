@@ -1149,9 +1149,9 @@ for reservation, size in sorted(
     Bug(
         "prefetched-in-place-of-what-is-in-use",
         "G9",
-        _STORE,
-        "            return self._last_use(victim) >= last_used and not useless\n",
-        "            return self._last_use(victim) > _JUST_NOW and not useless\n",
+        "kvpool.server.state.front_victims",
+        "            return front._last_use(victim) >= last_used and not useless\n",
+        "            return front._last_use(victim) > JUST_NOW and not useless\n",
     ),
     Bug(
         "prefetched-blocks-that-are-read-stay-unread",
@@ -1283,9 +1283,9 @@ for reservation, size in sorted(
     Bug(
         "hints-cross-tenants",
         "G12",
-        _STORE,
-        "return not self.accounts.has_tenants or tenant_of(session) == index.account.name",
-        "return bool(session or index)",
+        _TENANT_ORDERS,
+        "if hint is not None and tenant_of(hint.session) != index.account.name:",
+        "if hint is not None and not index.account:",
     ),
     Bug(
         "at-its-limit-it-evicts-others",
@@ -1297,8 +1297,8 @@ for reservation, size in sorted(
     Bug(
         "guaranteed-memory-goes-with-the-disk",
         "G12",
-        _STORE,
-        "        return account.configured and account.spare <= 0\n",
+        _QUOTA,
+        "        return self.configured and self.spare <= 0\n",
         "        return False\n",
     ),
 )

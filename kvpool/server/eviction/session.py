@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from kvpool.errors import InvariantViolated
 from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.state.entry import Entry, Index
+from kvpool.tenant_names import tenant_of
 
 
 class Session:
@@ -71,3 +77,35 @@ class Timeline:
                 return time, session
             self._heap.pop()
         return None
+
+
+def check_sessions(policy: Any, entries: Collection[Entry], tenant: str | None = None) -> None:
+    """As `Order.check`, of a `SessionAwarePolicy`."""
+    sizes: Counter[Session] = Counter()
+    for entry in entries:
+        if entry.session is not None:
+            sizes[entry.session] += policy._rounded(entry.size)
+    if tenant is not None and any(tenant_of(one.name) != tenant for one in sizes):
+        raise InvariantViolated(f"a block of tenant {tenant!r} is in a session of another one")
+    here = set(entries)
+    for session in {*policy._sessions.values(), *sizes}:
+        if session.bytes != sizes[session]:
+            raise InvariantViolated(f"session {session.name!r}: {session.bytes} bytes counted")
+        if not here.issuperset((*session.leaves, *session.chain_ends.values())):
+            raise InvariantViolated(f"session {session.name!r} knows blocks that have left")
+    waiting = [s for s in {*policy._sessions.values(), *sizes} if s.arrived is not None]
+    if len(waiting) != policy.waiting or any(session.due is None for session in waiting):
+        raise InvariantViolated(f"{policy.waiting} sessions wait, there are {len(waiting)}")
+    programs: Counter[str] = Counter()
+    for session, size in sizes.items():
+        programs[session.program] += size
+    del programs[""]
+    if programs != policy.program_bytes:
+        raise InvariantViolated(f"programs have {programs}, not {policy.program_bytes}")
+    announced = sum(session.bytes for session in sizes if session.due is not None)
+    if announced != policy.announced_bytes:
+        raise InvariantViolated(f"{policy.announced_bytes} bytes announced, there are {announced}")
+    if not here.issuperset(policy._extra_listed):
+        raise InvariantViolated("an extra copy has left and is still listed")
+    if not here.issuperset(policy._superseded):
+        raise InvariantViolated("a superseded block has left and is still listed")

@@ -23,14 +23,16 @@ inherits the mark. So most calls visit one leaf, and none visits more than LEAVE
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, LearnsFromArrivals, Policy
 from kvpool.server.eviction.lru import LRU
-from kvpool.server.eviction.session import Session, Timeline
+from kvpool.server.eviction.order import JUST_NOW, LONG_S, Order
+from kvpool.server.eviction.session import Session, Timeline, check_sessions
 from kvpool.server.state.entry import Entry, Index
-from kvpool.types import OTHERS, ROOT, HintStatus, SessionHint, program_of
+from kvpool.types import ARRIVED, OTHERS, ROOT, HintStatus, SessionHint, program_of
 
 #: Sessions recorded at once; one more drops the session whose last write is the oldest.
 SESSIONS_MAX: Final = 65_536
@@ -54,15 +56,11 @@ WAIT_S_MAX: Final = 600.0
 _SAME_TIME_S: Final = 0.1
 #: Extra copies that have become the last ones of which one call hands over so many to the policy.
 _STEPS_MAX: Final = 256
-#: Later than the last use of any block, in microseconds.
-_JUST_NOW: Final = 1 << 62
-#: Seconds without a use after which no policy prefers a stored block to a new one (G9).
-_LONG_S: Final = 86_400.0
 #: Assumed seconds from the last use of a block without a hint to its next use.
 _UNANNOUNCED_S: Final = 10.0
 
 
-class SessionAwarePolicy:
+class SessionAwarePolicy(Order):
     """What the store calls: it applies the hints, and asks the wrapped `policy` for all the rest.
 
     `budget` is bytes of whole extents; `rounded` gives how many bytes of them a block takes.
@@ -77,10 +75,15 @@ class SessionAwarePolicy:
     | any other, and leaves above LEAVES_MAX | candidate of `policy` alone                  |
     """
 
+    check = check_sessions
+
+    def bytes_of_programs(self) -> Counter[str]:
+        return self.program_bytes
+
     def __init__(
         self, policy: Policy[Entry], budget: int, rounded: Callable[[int], int] = int
     ) -> None:
-        self.policy = policy
+        super().__init__(policy, budget, rounded)
         self.budget = budget
         self._rounded = rounded
         self.announced_bytes = 0
@@ -88,7 +91,6 @@ class SessionAwarePolicy:
         self.counters: Counter[str] = Counter()
         #: Bytes of the sessions of each program.
         self.program_bytes: Counter[str] = Counter()
-        self.touch: Callable[[Entry, float], None] = policy.touch  # direct: it is called per read
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._superseded: OrderedDict[Entry, None] = OrderedDict()  # leaves of superseded branches
         self._ended: OrderedDict[Session, None] = OrderedDict()
@@ -102,36 +104,34 @@ class SessionAwarePolicy:
 
     # --- calls of the store ----------------------------------------------------------------
 
-    def order_of(self, index: Index) -> SessionAwarePolicy:
-        """The order of the blocks of one index: this one has all (design: quotas)."""
-        return self
-
-    def open_session(
-        self, session_hint: SessionHint | None, now: float, *, moved: bool = False
+    def begin_write(
+        self, index: Index, request: ReserveRequest, now: float, *, moved: bool
     ) -> Session | None:
         """The session of a write. A session that writes has not ended; its resume hint stays.
 
         A prompt that writes is served: it waits no more. `moved`: only the place of its blocks
         changes, and a hint that is known here stays.
         """
-        if session_hint is None:
+        hint = request.session_hint
+        if hint is None:
             return None
-        session = self._sessions.get(session_hint.session)
+        moved = moved or request.last_used is not None
+        session = self._sessions.get(hint.session)
         if session is None:
-            session = self._sessions[session_hint.session] = Session(session_hint.session)
+            session = self._sessions[hint.session] = Session(hint.session)
             session.program = self._program_of(session.name)
             self._gone.pop(session.name, None)
             if len(self._sessions) > SESSIONS_MAX:
                 self._withdraw(self._sessions.popitem(last=False)[1])
         else:
-            self._sessions.move_to_end(session_hint.session)
+            self._sessions.move_to_end(hint.session)
             session.ended = 0
         if not moved:
             session.last_use = now
             if session.arrived is not None:
                 self._withdraw(session)
-        if session_hint.resume_in is not None and not (moved and session.due is not None):
-            self._announce(session, session_hint.resume_in, now)
+        if hint.resume_in is not None and not (moved and session.due is not None):
+            self._announce(session, hint.resume_in, now)
         return session
 
     def block_added(self, entry: Entry) -> None:
@@ -155,12 +155,16 @@ class SessionAwarePolicy:
             if listed:
                 self.policy.add_candidate(entry)
 
-    def chain_promoted(self, session: Session) -> None:
-        """Blocks of the session's chain have come from a slower tier, in any order.
-
-        Its chain is as long as it was: a head that comes up is no new branch.
-        """
-        self._sessions.setdefault(session.name, session)  # evictions may have dropped it
+    def end_write(
+        self, session: Session, granted: Sequence[Entry], request: ReserveRequest, *, promoted: bool
+    ) -> None:
+        """A chain is as long as it was when blocks of it are `promoted`, in any order: a head that
+        comes up is no new branch."""
+        if promoted:
+            self._sessions.setdefault(session.name, session)  # evictions may have dropped it
+        else:
+            fetched = request.last_used is not None
+            self.chain_extended(session, granted[0], granted[-1], fetched=fetched)
 
     def chain_extended(
         self, session: Session, first: Entry, last: Entry, *, fetched: bool = False
@@ -197,12 +201,12 @@ class SessionAwarePolicy:
         superseded = before and not session.branched
         if old is not None and old is not parent and superseded and old.session is session:
             old.superseded_at = old.last_used
-            if self._listed(old):
+            if old.is_candidate or old in session.leaves:
                 self._superseded[old] = None
         session.chain_ends[index] = last
 
     def answered(self, entry: Entry, now: float) -> None:
-        """A reader has got this block. If it is the last of its chain, no prompt waits for it."""
+        """If it is the last of its chain, no prompt waits for it."""
         session = entry.session
         if session is not None and not entry.children:
             session.last_use = now
@@ -210,6 +214,22 @@ class SessionAwarePolicy:
                 self._withdraw(session)
 
     # --- hints -----------------------------------------------------------------------------
+
+    def hint(
+        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
+    ) -> HintStatus:
+        if resume_in is None:
+            return self.end(name, now)
+        if resume_in == ARRIVED:
+            return self.arrive(name, now, age_s=age_s)
+        return self.resume(name, resume_in, now, age_s=age_s)
+
+    def hint_of(self, session: Session | None, now: float) -> SessionHint | None:
+        """None when it has ended."""
+        if session is None or session.ended:
+            return None
+        due = session.due
+        return SessionHint(session.name, None if due is None else max(0.0, due - now))
 
     def end(self, name: str, now: float) -> HintStatus:
         """The session is over: its blocks are evicted first, unless it writes again."""
@@ -229,9 +249,9 @@ class SessionAwarePolicy:
             return HintStatus.UNKNOWN
         return self._announce(session, resume_in, now, age_s)
 
-    def due(self, name: str) -> float | None:
-        """When the session resumes, by its hint."""
-        session = self._sessions.get(name)
+    def due(self, entry: Entry) -> float | None:
+        """When the session of a block resumes."""
+        session: Session | None = entry.session
         return session.due if session is not None else None
 
     def arrive(self, name: str, now: float, *, age_s: float = 0.0) -> HintStatus:
@@ -276,8 +296,14 @@ class SessionAwarePolicy:
         )
 
     @property
-    def sessions(self) -> int:
-        return len(self._sessions)
+    def figures(self) -> Counter[str]:
+        """Hints accepted, clipped and refused; recorded sessions; bytes of sessions with a hint;
+        sessions whose prompt waits."""
+        figures = Counter(self.counters)
+        figures["sessions"] = len(self._sessions)
+        figures["announced_bytes"] = self.announced_bytes
+        figures["waiting_sessions"] = self.waiting
+        return figures
 
     # --- the policy ----------------------------------------------------------------------
 
@@ -338,7 +364,7 @@ class SessionAwarePolicy:
         newcomer: Entry,
         evictable: Callable[[Entry], bool],
         now: float,
-        last_used: int = _JUST_NOW,
+        last_used: int = JUST_NOW,
         *,
         foreign: bool = False,
         owed: bool = False,
@@ -351,12 +377,10 @@ class SessionAwarePolicy:
         A block without a resume hint is expected `_UNANNOUNCED_S` after its last use. Beyond the
         budget, sessions with a hint are evicted first. BYPASS when `newcomer` is expected later
         than every evictable block. Of a `foreign` one, another tenant's, nothing is expected: the
-        hints order what is here, and refuse nothing. Space that is `owed` the policy cannot refuse,
-        either: it is asked as if the blocks were not used for long. Nor can it refuse a newcomer
-        that is `wanted` now, by a reader who waits for it.
+        hints order what is here, and refuse nothing.
         """
         self._expire(now)
-        asked_at = now + _LONG_S if wanted or (owed and foreign) else now
+        asked_at = now + LONG_S if wanted or (owed and foreign) else now
         if self._superseded or self._ended:
             useless = self.next_useless(evictable)
             if useless is not None:
@@ -391,10 +415,7 @@ class SessionAwarePolicy:
         return found
 
     def reject(self, entry: Entry) -> None:
-        """The store refused a victim: it is no candidate any more, neither here nor in the policy.
-
-        It is still stored, so it stays a block of its session.
-        """
+        """It stays a block of its session."""
         self._superseded.pop(entry, None)
         if entry.session is not None:
             entry.session.leaves.pop(entry, None)
@@ -420,11 +441,6 @@ class SessionAwarePolicy:
         return None
 
     def rank(self, now: float) -> tuple[int, float]:
-        """How soon the next victim goes, compared with those of other orders; lower is sooner.
-
-        A number for its kind (0: of no use, 1: an extra copy, 2: any other), and the time of its
-        last use, which may be an older one than the last.
-        """
         if self._superseded or self._ended:
             return 0, 0.0
         if self._extra_listed:
@@ -435,13 +451,11 @@ class SessionAwarePolicy:
 
     def victim_age(self, now: float) -> float:
         oldest = next(iter(self._superseded), None)
-        return max(0.0, now - oldest.last_used / 1e6) if oldest else self._victim_age(now)
-
-    def _victim_age(self, now: float) -> float:
+        if oldest is not None:
+            return max(0.0, now - oldest.last_used / 1e6)
         return self.policy.victim_age(now) or self._extra.victim_age(now)
 
     def holds(self, entry: Entry) -> bool:
-        """True when the block can be chosen as a victim, for checks."""
         if entry.is_candidate or entry in self._superseded or self._protects(entry):
             return True
         session = entry.session
@@ -525,9 +539,6 @@ class SessionAwarePolicy:
         program = program_of(session)
         known = not program or program in self.program_bytes
         return program if known or len(self.program_bytes) < PROGRAMS_MAX else OTHERS
-
-    def _listed(self, entry: Entry) -> bool:
-        return entry.is_candidate or (entry.session is not None and entry in entry.session.leaves)
 
     def _disown(self, session: Session, entry: Entry) -> None:
         """The block does not belong to its session any more."""

@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from typing import Final
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Final
 
-from kvpool.protocols.policy import Decision, Policy
-from kvpool.server.eviction.session_hints import SessionAwarePolicy
+from kvpool.protocols import ReserveRequest
+from kvpool.protocols.policy import Decision
+from kvpool.server.eviction.order import JUST_NOW, Order
 from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.quota import Account, Accounts
 from kvpool.tenant_names import tenant_of
-from kvpool.types import HintStatus
+from kvpool.types import HintStatus, SessionHint
 
-#: Later than the last use of any block, in microseconds.
-_JUST_NOW: Final = 1 << 62
 #: Evictions of one order between two comparisons of all.
 _TURNS: Final = 32
 #: Orders of which one call asks for a victim, at most.
@@ -39,8 +38,8 @@ _YOUNGER_MAX: Final = 8
 _NEVER: Final = (3, math.inf)
 
 
-class TenantOrders:
-    """What the store calls instead of one `SessionAwarePolicy`, when it has tenants.
+class TenantOrders(Order):
+    """What the store calls instead of one `Order`, when it has tenants.
 
     `extent` gives the bytes that leave with a block, `rounded` those of one of this size.
     """
@@ -48,13 +47,15 @@ class TenantOrders:
     def __init__(
         self,
         accounts: Accounts,
-        pool: SessionAwarePolicy,
-        make: Callable[[], SessionAwarePolicy],
+        pool: Order,
+        make: Callable[[], Order],
         extent: Callable[[Entry], int],
         rounded: Callable[[int], int],
     ) -> None:
+        super().__init__(pool.policy, 0, rounded)
+        self.touch = self._touch
         self._accounts = accounts
-        self._orders: dict[Account, SessionAwarePolicy] = {accounts.pool: pool}
+        self._orders: dict[Account, Order] = {accounts.pool: pool}
         self._make = make
         self._extent = extent
         self._rounded = rounded
@@ -65,15 +66,13 @@ class TenantOrders:
         self._until = _NEVER
         self._turns = 0
         self._useless_of: Account = accounts.pool
-        #: The class of the policies inside: a new order has one of its own.
-        self.kind: Callable[[int], Policy[Entry]] = type(pool.policy)
 
-    def order_of(self, index: Index) -> SessionAwarePolicy:
+    def order_of(self, index: Index) -> Order:
         """The order of the blocks of one index, in which a block may become a victim now."""
         self._dry.discard(index.account)
         return self._order(index.account)
 
-    def _order(self, account: Account) -> SessionAwarePolicy:
+    def _order(self, account: Account) -> Order:
         order = self._orders.get(account)
         if order is None:
             order = self._orders[account] = self._make()
@@ -89,7 +88,7 @@ class TenantOrders:
 
     # --- about one block or session ----------------------------------------------------------
 
-    def touch(self, entry: Entry, now: float) -> None:
+    def _touch(self, entry: Entry, now: float) -> None:
         self._order(entry.index.account).touch(entry, now)
 
     def add_candidate(self, entry: Entry) -> None:
@@ -116,19 +115,34 @@ class TenantOrders:
     def holds(self, entry: Entry) -> bool:
         return self._order(entry.index.account).holds(entry)
 
-    def end(self, name: str, now: float) -> HintStatus:
-        order = self._of_session(name)
-        return order.end(name, now) if order is not None else HintStatus.UNKNOWN
+    def due(self, entry: Entry) -> float | None:
+        return self._order(entry.index.account).due(entry)
 
-    def resume(self, name: str, resume_in: float, now: float, *, age_s: float = 0.0) -> HintStatus:
-        order = self._of_session(name)
-        if order is None:
+    def begin_write(self, index: Index, request: ReserveRequest, now: float, *, moved: bool) -> Any:
+        """Hints apply to blocks of their tenant only."""
+        hint = request.session_hint
+        if hint is not None and tenant_of(hint.session) != index.account.name:
+            return None
+        return self.order_of(index).begin_write(index, request, now, moved=moved)
+
+    def end_write(
+        self, session: Any, granted: Sequence[Entry], request: ReserveRequest, *, promoted: bool
+    ) -> None:
+        order = self.order_of(granted[0].index)
+        order.end_write(session, granted, request, promoted=promoted)
+
+    def hint(
+        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
+    ) -> HintStatus:
+        account = self._accounts.get(tenant_of(name))
+        order = self._orders.get(account) if account is not None else None
+        if account is None or order is None:
             return HintStatus.UNKNOWN
-        return order.resume(name, resume_in, now, age_s=age_s)
+        self._dry.discard(account)
+        return order.hint(name, resume_in, now, age_s=age_s)
 
-    def arrive(self, name: str, now: float, *, age_s: float = 0.0) -> HintStatus:
-        order = self._of_session(name)
-        return order.arrive(name, now, age_s=age_s) if order is not None else HintStatus.UNKNOWN
+    def hint_of(self, session: Any, now: float) -> SessionHint | None:
+        return self._orders[self._accounts.pool].hint_of(session, now)
 
     # --- about all of them -----------------------------------------------------------------------
 
@@ -137,11 +151,13 @@ class TenantOrders:
         newcomer: Entry,
         evictable: Callable[[Entry], bool],
         now: float,
-        last_used: int = _JUST_NOW,
+        last_used: int = JUST_NOW,
         *,
+        foreign: bool = False,
+        owed: bool = False,
         wanted: bool = False,
     ) -> Entry | Decision | None:
-        """As `SessionAwarePolicy.victim`, of the order that the rules choose.
+        """As `Order.victim`, of the order that the rules choose.
 
         BYPASS only where the newcomer has no right to a place: above its limit, or beyond its
         guarantee.
@@ -194,7 +210,7 @@ class TenantOrders:
         return Decision.NOT_YET
 
     def next_useless(self, evictable: Callable[[Entry], bool]) -> Entry | None:
-        """As `SessionAwarePolicy.next_useless`, of all orders."""
+        """As `Order.next_useless`, of all orders."""
         for account in (self._useless_of, *self._orders):
             found = self._orders[account].next_useless(evictable)
             if found is not None:
@@ -212,33 +228,14 @@ class TenantOrders:
         return max(beyond or [order.victim_age(now) for order in self._orders.values()])
 
     @property
-    def counters(self) -> Counter[str]:
-        return sum((order.counters for order in self._orders.values()), Counter[str]())
+    def figures(self) -> Counter[str]:
+        return sum((order.figures for order in self._orders.values()), Counter[str]())
 
-    @property
-    def program_bytes(self) -> Counter[str]:
-        return sum((order.program_bytes for order in self._orders.values()), Counter[str]())
-
-    @property
-    def sessions(self) -> int:
-        return sum(order.sessions for order in self._orders.values())
-
-    @property
-    def announced_bytes(self) -> int:
-        return sum(order.announced_bytes for order in self._orders.values())
-
-    @property
-    def waiting(self) -> int:
-        return sum(order.waiting for order in self._orders.values())
+    def bytes_of_programs(self) -> Counter[str]:
+        found = (order.bytes_of_programs() for order in self._orders.values())
+        return sum(found, Counter[str]())
 
     # --- inside --------------------------------------------------------------------------------
-
-    def _of_session(self, name: str) -> SessionAwarePolicy | None:
-        account = self._accounts.get(tenant_of(name))
-        if account is None:
-            return None
-        self._dry.discard(account)
-        return self._orders.get(account)
 
     def _next(self, mine: Account, owed: bool, asked: set[Account], now: float) -> Account | None:
         """The account whose order gives up a block for a newcomer of `mine`, by rules 2 to 4."""

@@ -66,6 +66,11 @@ class Account:
         """Bytes that others may take from it; 0 or less: it is within its guarantee."""
         return self.used - self.quota.guaranteed
 
+    @property
+    def keeps(self) -> bool:
+        """Whether all of it is within its guarantee."""
+        return self.configured and self.spare <= 0
+
     def owns(self, size: int) -> bool:
         """Whether so many bytes more are within its guarantee."""
         return self.used + size <= self.quota.guaranteed

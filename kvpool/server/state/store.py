@@ -12,18 +12,18 @@ A server with several tiers has a store for each; `tiered_store.py` joins them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
-from kvpool.errors import BadMessage, InvariantViolated
+from kvpool.errors import BadMessage
 from kvpool.fingerprint import MapFingerprint
 from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.protocols.policy import Decision, Policy
 from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
-from kvpool.server.eviction.session_hints import SessionAwarePolicy
-from kvpool.server.eviction.tenant_orders import TenantOrders
+from kvpool.server.eviction.order import JUST_NOW, Order
+from kvpool.server.orders import make_order
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
 from kvpool.server.state.entry import (
@@ -32,13 +32,11 @@ from kvpool.server.state.entry import (
     ChangeLog,
     Entry,
     Index,
-    Owner,
 )
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.prefetches import PrefetchedBlocks
-from kvpool.server.state.quota import Account, Accounts, Quota
-from kvpool.tenant_names import tenant_of
+from kvpool.server.state.quota import Account, Accounts
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
@@ -58,23 +56,17 @@ _WRONG_VICTIMS_MAX: Final = 8
 ANCESTORS_MAX: Final = 4096
 #: How much one `reserve` does `in_steps`, in blocks that are granted: two milliseconds or so. An
 #: eviction is as much work as several grants.
-_STEPS_MAX: Final = 512
-_STEPS_OF_EVICTION: Final = 4
-#: A writer waits so long for the disk in order that a block stays that was used since.
-_FLOOD_WAIT_S: Final = 1.0
+STEPS_MAX: Final = 512
+STEPS_OF_EVICTION: Final = 4
 #: Free space, in sizes of the new block, with which it is refused if pins lie in every range.
 _FREE_MAX: Final = 4
 #: While no range can be emptied, one is searched after each eviction of this part of the size.
 _SEARCHES: Final = 8
 _INDEX: Final = attrgetter("index")
 _UNLIMITED: Final = 1 << 62
-#: Later than the last use of any block, in microseconds.
-_JUST_NOW: Final = 1 << 62
 _ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
 _NO_SPACE: Final = Reservation(WriteStatus.NO_SPACE)
 _MISSES: Final = {reason: Pin(reason) for reason in ReadStatus}
-#: Of a block that nobody writes: room is made for it, and nothing else.
-_NOBODY: Final = Namespace("nobody")
 #: Never written to.
 _NO_BLOCKS: Final[PiecewiseDict[bytes, Entry]] = PiecewiseDict()
 
@@ -107,13 +99,11 @@ class Store:
         allocator: Allocator | None = None,
     ) -> None:
         self.allocator = allocator or Allocator(capacity, alignment)
-        budget = int(self.allocator.capacity * hint_budget)
-        self.policy: SessionAwarePolicy | TenantOrders = (
-            policy
-            if isinstance(policy, SessionAwarePolicy)
-            else SessionAwarePolicy(policy or LRU(), budget, self.allocator.rounded)
-        )
-        self._hint_budget = budget
+        #: Bytes that hints may keep.
+        self.hint_budget = int(self.allocator.capacity * hint_budget)
+        made = policy if isinstance(policy, Order) else None
+        rounded = self.allocator.rounded
+        self.policy = made or make_order(policy or LRU(), self.hint_budget, rounded)
         self.change_log = ChangeLog(tombstones_max)
         #: What connections have reserved and pinned.
         self.held = ConnectionHoldings(self.allocator.alignment)
@@ -141,8 +131,8 @@ class Store:
         self.fingerprint = MapFingerprint()
         #: Whether another tier has a sealed block, too, so that the server keeps it.
         self.has_copy: Callable[[Entry], bool] = lambda entry: False
-        #: Whether an older block of such tenants will soon have a copy (design: tiers).
-        self.older_waits: Callable[[Entry, Callable[[Account], bool]], bool] = lambda *_: False
+        #: Whether a victim stays, as the tiers below see it; None: they do not (design: tiers).
+        self.spares: Callable[[int, Entry, Entry, int, float], bool | None] = lambda *_: None
         #: Counts a sealed block that has come (1) or left (-1), if other tiers may have it, too.
         self.count_place: Callable[[Entry, int], None] | None = None
         self.stored = 0  # visible blocks (parts count singly)
@@ -183,20 +173,19 @@ class Store:
         sealed the first blocks (design: budgets). `in_steps`, the rest is MAKING_ROOM when the call
         has worked for long enough.
         """
-        namespace, part = request.namespace, request.part
-        index = self._index(namespace, part)
+        index = self._index(request.namespace, request.part)
         account = index.account
         holder = self.held.owner(owner)
         reservations = holder.reservations
         left = self.held.left_to_reserve(holder)
         blocks_at = self.blocks_at
-        session = self._open_session(request, owner, index, now)
+        session = self.policy.begin_write(index, request, now, moved=owner == MOVER)
         granted: list[Entry] = []
         answers: list[Reservation] = []
         refusal = self._refusal_above_limit(owner, account)
         in_steps = self.in_steps and owner != MOVER
         mask = self.allocator.alignment - 1
-        self._steps_left = _STEPS_MAX if in_steps else _UNLIMITED
+        self._steps_left = STEPS_MAX if in_steps else _UNLIMITED
         # Granted, and not yet linked. A batch is linked at once, and always before the policy is
         # asked for a victim or touches another block: so its order is that of single calls.
         fresh: dict[bytes, Entry] = {}
@@ -241,7 +230,8 @@ class Store:
         self._link_all(fresh, now)
         self._drop_if_empty(index)  # perhaps nothing was granted
         if session is not None and granted:
-            self._session_wrote(session, granted, request, owner)
+            promoted = owner == MOVER and self.demotes
+            self.policy.end_write(session, granted, request, promoted=promoted)
         return answers
 
     def seal(
@@ -474,13 +464,6 @@ class Store:
 
     # --- with other tiers --------------------------------------------------------------
 
-    def add_prefetched(self, copy: Entry, now: float) -> None:
-        """A copy of this block of another tier has been sealed here, before a reader asked."""
-        index = copy.index
-        entry = self.peek(index.namespace, index.part, copy.digest)
-        if entry is not None:
-            self.prefetched.add(entry, self.allocator.rounded(entry.size), now)
-
     def drop_lapsed(self, now: float) -> None:
         """Prefetched blocks that nobody has read in time: they are evicted next."""
         for entry in self.prefetched.lapsed(now):
@@ -515,26 +498,6 @@ class Store:
             entry.clean = False
             self._count_dirty(entry, 1)
 
-    def is_useless(self, entry: Entry) -> bool:
-        """No session uses the block again, and no block hangs on it: for all parts here."""
-        parts = self._parts(entry)
-        return not any(part.children for part in parts) and all(map(self.policy.is_over, parts))
-
-    def evict_if_useless(self, entry: Entry) -> bool:
-        """Evict the block if no session uses it again and it may go now."""
-        if not (self.is_useless(entry) and self._evictable(entry)):
-            return False
-        self._evict(entry)
-        return True
-
-    def evict_useless(self) -> bool:
-        """Evict one block that no session uses again; False if there is none that may go now."""
-        victim = self.policy.next_useless(self._evictable)
-        if victim is None:
-            return False
-        self._evict(victim)
-        return True
-
     def reserved(self, owner: int, id: int) -> Entry:
         """The entry of a reservation. Raises BadMessage for an id of another owner."""
         entry = self.held.owner(owner).reservations.get(id)
@@ -542,99 +505,17 @@ class Store:
             raise BadMessage(f"reservation {id} does not belong to this connection")
         return entry
 
-    # --- sessions --------------------------------------------------------------------
-
-    def end(self, session: str, now: float) -> HintStatus:
-        """The session is over: its blocks that no other session uses are evicted first."""
-        return self.policy.end(session, now)
-
-    def resume(
-        self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
+    def hint(
+        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
     ) -> HintStatus:
-        """The session resumes `resume_in` seconds after the hint, which is `age_s` old.
-
-        Its blocks are kept until then, within the budget of hints (design: session-hints).
-        """
-        return self.policy.resume(session, resume_in, now, age_s=age_s)
-
-    def arrive(self, session: str, now: float, *, age_s: float = 0.0) -> HintStatus:
-        """A prompt of the session has arrived, `age_s` seconds ago, and waits to be served.
-
-        Its blocks are kept until it is, for a bounded time, within the budget of hints
-        (design: session-hints).
-        """
-        return self.policy.arrive(session, now, age_s=age_s)
-
-    @property
-    def hint_counters(self) -> dict[str, int]:
-        """Hints accepted, clipped and refused; recorded sessions; bytes of sessions with a hint;
-        sessions whose prompt waits."""
-        return {
-            **self.policy.counters,
-            "sessions": self.policy.sessions,
-            "announced_bytes": self.policy.announced_bytes,
-            "waiting_sessions": self.policy.waiting,
-        }
+        """A hint about blocks, for the order of evictions (design: session-hints)."""
+        return self.policy.hint(name, resume_in, now, age_s=age_s)
 
     def raise_copies(self, entry: Entry, copies: int) -> None:
         """The block is written with so many copies, or more. Its parts here are of one kind: they
         leave together, so none of them is extra if one is not (design: movers)."""
         for part in self._parts(entry):
             part.copies = max(part.copies, copies)
-
-    # --- tenants ---------------------------------------------------------------------
-
-    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
-        """Apply what each tenant may have here; a tenant that is missing has no quota any more.
-
-        The first call comes before the first block. Blocks above a limit that was lowered are
-        evicted by the next writes of their tenant, and by `evict_beyond_limits`.
-        """
-        if isinstance(self.policy, SessionAwarePolicy):
-            if self.blocks_at:
-                raise InvariantViolated("a store that has blocks cannot begin to have tenants")
-            self.policy = TenantOrders(
-                self.accounts,
-                self.policy,
-                self._new_order,
-                lambda entry: self.held.size_of(self._parts(entry)),
-                self.allocator.rounded,
-            )
-        self.policy.forget(self.accounts.configure(quotas))
-
-    def _new_order(self) -> SessionAwarePolicy:
-        """An order as that of the pool."""
-        assert isinstance(self.policy, TenantOrders)
-        make = self.policy.kind
-        return SessionAwarePolicy(
-            make(self.allocator.capacity), self._hint_budget, self.allocator.rounded
-        )
-
-    def evict_beyond_limits(self, now: float, steps: int = _STEPS_MAX) -> bool:
-        """Evict blocks of tenants that are above their limit, in a bounded number of steps; False
-        when no more of them may go now."""
-        for account in self.accounts:
-            while account.used > account.limit:
-                if steps <= 0:
-                    return True
-                steps -= _STEPS_OF_EVICTION
-                newcomer = Entry(Index(_NOBODY, 0, self.tier, account), b"", ROOT, 0, 1, 0)
-                victim = self.policy.victim(newcomer, self._evictable, now)
-                if victim is None or victim is Decision.BYPASS:
-                    break
-                if isinstance(victim, Decision):
-                    continue
-                if self._evictable(victim):
-                    self._count_eviction(victim, account)
-                    self._evict(victim)
-                else:
-                    self._reject(victim)
-        return False
-
-    def keeps(self, entry: Entry) -> bool:
-        """Whether this copy of a block is within the guarantee of its tenant in this tier."""
-        account = entry.index.account
-        return account.configured and account.spare <= 0
 
     # --- looking ---------------------------------------------------------------------
 
@@ -692,31 +573,10 @@ class Store:
             self._indexes[key] = index
             index.account.indexes += 1
 
-    def _open_session(self, request: ReserveRequest, owner: int, index: Index, now: float) -> Any:
-        hint = request.session_hint
-        if hint is not None and not self._may_name(index, hint.session):
-            return None
-        moved = owner == MOVER or request.last_used is not None
-        return self.policy.order_of(index).open_session(hint, now, moved=moved)
-
     def _refusal_above_limit(self, owner: int, account: Account) -> Reservation | None:
         """What is above a lowered limit goes in steps, not all at once for a block that moves."""
         is_lowered = owner == MOVER and account.used > account.limit
         return Reservation(WriteStatus.NO_SPACE) if is_lowered else None
-
-    def _session_wrote(
-        self, session: Any, granted: Sequence[Entry], request: ReserveRequest, owner: int
-    ) -> None:
-        order = self.policy.order_of(granted[0].index)
-        if owner == MOVER and self.demotes:
-            order.chain_promoted(session)
-        else:
-            is_fetched = request.last_used is not None
-            order.chain_extended(session, granted[0], granted[-1], fetched=is_fetched)
-
-    def _may_name(self, index: Index, session: str) -> bool:
-        """Whether hints about a session apply to blocks of this index: not across tenants."""
-        return not self.accounts.has_tenants or tenant_of(session) == index.account.name
 
     def _new_id(self) -> int:
         self.last_id += 1
@@ -756,7 +616,7 @@ class Store:
         if (gave_up := holder.gave_up) is not None and gave_up[0] == newcomer.digest:
             enough = max(enough, gave_up[1] + 1)
         in_steps = self.in_steps and owner != MOVER
-        wanted = owner == MOVER and self.demotes and last_used == _JUST_NOW  # by a reader, now
+        wanted = owner == MOVER and self.demotes and last_used == JUST_NOW  # by a reader, now
         searched, wrong = False, 0
         while self._steps_left > 0:
             exceeds = account.used + size > account.limit
@@ -770,7 +630,7 @@ class Store:
                 enough = self.allocator.available + size // _SEARCHES
             victim = self.policy.victim(newcomer, self._evictable, now, last_used, wanted=wanted)
             if victim is None:
-                if last_used == _JUST_NOW and self._give_up_prefetched(account, size):
+                if last_used == JUST_NOW and self._give_up_prefetched(account, size):
                     continue
                 return Reservation(WriteStatus.NO_SPACE)
             if isinstance(victim, Decision):
@@ -809,7 +669,7 @@ class Store:
         """
         passed_on = None
         for entry in self._parts(victim):
-            self._steps_left -= _STEPS_OF_EVICTION
+            self._steps_left -= STEPS_OF_EVICTION
             # The usual case, blocks of one size: nothing to free, to join and to search.
             pass_on = bool(size) and passed_on is None
             pass_on = pass_on and self.allocator.may_pass_on(entry.offset, size)
@@ -871,53 +731,27 @@ class Store:
         its_parent = (victim.index.namespace, victim.digest) == (namespace, newcomer.parent)
         if its_parent and not self.has_copy(victim):
             return True
-        if owner == MOVER and self.demotes and last_used != _JUST_NOW:
-            # A block that is prefetched: what it evicts has a copy below, and would be missed here.
-            over = all(self.policy.is_over(part) for part in self._parts(victim))
-            useless = over or self._is_due_before(newcomer, victim)
-            return self._last_use(victim) >= last_used and not useless
-        if self.demotes and self._should_wait(self.held.owner(owner), victim, newcomer, now):
-            return True
+        stays = self.spares(owner, victim, newcomer, last_used, now)
+        if stays is not None:
+            return stays
         # An extra copy is worth less than one that another server hands over (design: movers).
         if newcomer.copies and not victim.copies:
             return False
         # A block that is fetched takes the place of less valuable ones only (design: moves).
         return (
-            last_used != _JUST_NOW
+            last_used != JUST_NOW
             and self._last_use(victim) >= last_used
             and not self.has_copy(victim)
         )
-
-    def _should_wait(self, holder: Owner, victim: Entry, newcomer: Entry, now: float) -> bool:
-        """Whether a writer waits for the disk, a second at most, so that this block stays: one that
-        may go as well was used before it, and is still to be copied (design: tiers)."""
-        mine, size = newcomer.index.account, self.allocator.rounded(newcomer.size)
-        owed = mine.owns(size)  # then it takes the place of others' blocks
-
-        def may_go(other: Account) -> bool:
-            return mine.may_take_from(other, size) and not (owed and other is mine)
-
-        if not holder.limited or not victim.copies or not self.older_waits(victim, may_go):
-            return False
-        if self.policy.is_over(victim) or _due(victim) is not None:
-            return False  # a hint has decided, and not the time of its use
-        if holder.waits_for is None or holder.waits_for[0] != newcomer.digest:
-            holder.waits_for = newcomer.digest, now
-        return now - holder.waits_for[1] < _FLOOD_WAIT_S
 
     def _last_use(self, entry: Entry) -> int:
         """When a block was used last, by any part that is here; of one whose session has announced
         its return: later than any other."""
         # All parts leave together, and another session may have written one of them, too.
         return max(
-            part.last_used if _due(part) is None else _JUST_NOW for part in self._parts(entry)
+            part.last_used if self.policy.due(part) is None else JUST_NOW
+            for part in self._parts(entry)
         )
-
-    def _is_due_before(self, newcomer: Entry, victim: Entry) -> bool:
-        """By the hints of all sessions the newcomer is needed first."""
-        due, others = _due(newcomer), [_due(part) for part in self._parts(victim)]
-        announced = [other for other in others if other is not None]
-        return due is not None and bool(announced) and due < min(announced)
 
     def _parts(self, entry: Entry) -> list[Entry]:
         """The parts of the block that are on this server, this one included."""
@@ -1123,16 +957,10 @@ class Store:
             index.account.indexes -= 1
 
 
-def _due(entry: Entry) -> float | None:
-    """When the session of a block resumes, by its hint."""
-    due: float | None = entry.session.due if entry.session is not None else None
-    return due
-
-
 def _rows(request: ReserveRequest) -> Iterable[tuple[bytes, bytes, int, int, int]]:
     """Digest, parent, size, last use and copies of each block."""
     _, _, digests, parents, sizes, _, last_used, copies = request
-    stamps = last_used or itertools.repeat(_JUST_NOW, len(digests))
+    stamps = last_used or itertools.repeat(JUST_NOW, len(digests))
     return zip(
         digests, parents, sizes, stamps, copies or itertools.repeat(1, len(digests)), strict=True
     )

@@ -162,10 +162,6 @@ class ColdStore(FileStore):
         elif here.checksum != entry.checksum:
             self.remove(index.namespace, [entry.digest], ReadStatus.REMOVED, index.part)
 
-    def evict_beyond_limits(self, now: float, steps: int = 0) -> bool:
-        """Nothing: what is above a lowered limit leaves with its objects."""
-        return False
-
     def _evictable(self, entry: Entry) -> bool:
         return False
 

@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from heapq import merge
 from itertools import compress
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.entry import MOVER, Change, Entry, Owner, Stretch
 from kvpool.server.state.extent_state import Event, State
+from kvpool.server.state.front_victims import FrontVictims
 from kvpool.server.state.prefetches import FRESH_S
 from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store
@@ -48,7 +49,6 @@ from kvpool.types import (
     RemovalCursor,
     RemovalStep,
     Reservation,
-    SessionHint,
     WriteStatus,
 )
 
@@ -150,7 +150,7 @@ class TieredStore:
                 store.count_place = count
             # Sealed blocks of the front tier can be written back, which makes them evictable.
             self.front.has_copy = lambda entry: self._elsewhere_than_in_front(entry) is not None
-            self.front.older_waits = self._older_waits
+            self.front.spares = FrontVictims(self.front, self._older_waits).stays
             self.front.demotes = self.backing_tier != self.front_tier
         #: None: write-through. What is in the queue is written as soon as possible.
         self.write_back = (
@@ -359,34 +359,21 @@ class TieredStore:
         following = at if more else at._replace(piece=piece + 1)
         return RemovalStep(part, tuple(digests), size, following)
 
-    def end(self, session: str, now: float) -> HintStatus:
-        """As `Store.end`, in every tier."""
-        return self._answer([store.end(session, now) for store in self.stores])
-
-    def resume(
-        self, session: str, resume_in: float, now: float, *, age_s: float = 0.0
+    def hint(
+        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
     ) -> HintStatus:
-        """As `Store.resume`, in every tier."""
-        return self._answer(
-            [store.resume(session, resume_in, now, age_s=age_s) for store in self.stores]
-        )
+        """As `Store.hint`, in every tier: the answer is that of the backing tier, where it counts
+        most; of memory, if only that has blocks."""
+        answers = [store.hint(name, resume_in, now, age_s=age_s) for store in self.stores]
+        below = answers[self.backing_tier]
+        return answers[self.front_tier] if below is HintStatus.UNKNOWN else below
 
-    def _answer(self, statuses: Sequence[HintStatus]) -> HintStatus:
-        """Of the backing tier, where the hint counts most; of memory, if only that has blocks."""
-        below = statuses[self.backing_tier]
-        return statuses[self.front_tier] if below is HintStatus.UNKNOWN else below
-
-    def arrive(self, session: str, now: float, *, age_s: float = 0.0) -> HintStatus:
-        """As `Store.arrive`, in every tier."""
-        answers = [store.arrive(session, now, age_s=age_s) for store in self.stores]
-        return answers[self.backing_tier]
-
-    def hint_of(self, session: Any, now: float) -> SessionHint | None:
-        """What a store that gets blocks of the session has to know; None when it has ended."""
-        if session is None or session.ended:
-            return None
-        due = session.due
-        return SessionHint(session.name, None if due is None else max(0.0, due - now))
+    def hinted(
+        self, hints: Sequence[tuple[str, float, float | None]], now: float
+    ) -> list[tuple[str, int]]:
+        """Apply hints (name, age in s, `resume_in`); what came of those about blocks here."""
+        answers = [(name, self.hint(name, due, now, age_s=age_s)) for name, age_s, due in hints]
+        return [(name, int(status)) for name, status in answers if status is not HintStatus.UNKNOWN]
 
     # --- for the mover -----------------------------------------------------------------------
 
@@ -519,7 +506,7 @@ class TieredStore:
             if copy.target == self.front_tier:
                 self.change_log.append(entry, ReadStatus.HIT, self.front_tier)
                 if copy.prefetch:
-                    self.front.add_prefetched(entry, now)
+                    self._add_prefetched(entry, now)
                 if self.front.demotes and source is cold_store(self.stores):
                     # The disk is to have it again.
                     index = entry.index
@@ -790,6 +777,13 @@ class TieredStore:
 
     # --- inside -----------------------------------------------------------------------------------
 
+    def _add_prefetched(self, copy: Entry, now: float) -> None:
+        """A copy of this block has been sealed in the front tier, before a reader asked."""
+        front, index = self.front, copy.index
+        entry = front.peek(index.namespace, index.part, copy.digest)
+        if entry is not None:
+            front.prefetched.add(entry, front.allocator.rounded(entry.size), now)
+
     def _queue(self, entry: Entry) -> None:
         """Add a dirty block to the queue for writing back."""
         if self.read_only:
@@ -975,7 +969,7 @@ class TieredStore:
             entry = self._next_in_queue()
             if entry.state is not State.STORED or entry.clean:
                 continue
-            if self.write_back is not None and self.front.is_useless(entry):
+            if self.write_back is not None and self.write_back.is_useless(entry):
                 useless.append(entry)
                 if len(useless) == _USELESS_MAX:
                     break
@@ -989,7 +983,7 @@ class TieredStore:
                 self._fetched.discard(entry)
             taken += self.front.allocator.rounded(entry.size)
         for entry in useless:
-            if not self.front.evict_if_useless(entry):
+            if self.write_back is not None and not self.write_back.evict_if_useless(entry):
                 self._queue(entry)  # it is pinned, and its session may go on
         return taken
 
@@ -1021,7 +1015,7 @@ class TieredStore:
                 [entry.digest],
                 [entry.parent],
                 [entry.size],
-                self.hint_of(entry.session, now),
+                self.front.policy.hint_of(entry.session, now),
                 evicts_before,
                 [entry.copies],
             ),
@@ -1060,7 +1054,7 @@ class TieredStore:
             above = [one for one in self._online() if one not in others]
             found_in = [(one, one.peek(namespace, part, entry.digest)) for one in above]
             copies = [(store, copy) for store, copy in found_in if copy is not None]
-            if any(store.keeps(copy) for store, copy in copies):
+            if any(copy.index.account.keeps for _, copy in copies):
                 return False  # its tenant is guaranteed the memory (design: quotas)
             self._evicting = True  # their `_on_leave` must not announce
             for store, _ in copies:

@@ -117,8 +117,23 @@ class WriteBack:
     def drop_useless(self) -> None:
         """Evict some of the blocks that no session uses again, before others are written."""
         for _ in range(_DROPPED_MAX):
-            if not self._front.evict_useless():
+            victim = self._front.policy.next_useless(self._front._evictable)
+            if victim is None:
                 return
+            self._front._evict(victim)
+
+    def is_useless(self, entry: Entry) -> bool:
+        """No session uses the block again, and no block hangs on it: for all parts here."""
+        parts = self._front._parts(entry)
+        is_over = self._front.policy.is_over
+        return not any(part.children for part in parts) and all(map(is_over, parts))
+
+    def evict_if_useless(self, entry: Entry) -> bool:
+        """Evict the block if no session uses it again and it may go now."""
+        if not (self.is_useless(entry) and self._front._evictable(entry)):
+            return False
+        self._front._evict(entry)
+        return True
 
     def flush(self) -> Iterator[None]:
         """From now on all of it is due: the chain that was used last first, heads before tails.

@@ -278,7 +278,7 @@ async def test_what_waits_for_its_turn_does_not_become_younger(
         goes_on.set()
         assert await moved == [FETCHED] * 2 + [NO_ROOM] * 6
         assert both.target.store.evicted == 0
-        due = [server.store.policy.due("one") for server in (both.source, both.target)]
+        due = [server.store.policy._sessions["one"].due for server in (both.source, both.target)]
         assert due == [pytest.approx(due[0], abs=0.3)] * 2, "nor is the session expected later"
 
 
@@ -527,14 +527,14 @@ async def test_fetched_blocks_keep_their_session_and_when_it_resumes() -> None:
         chain, ended = keys("chain", 100), keys("ended", 3)
         await both.put(chain, session_hint=SessionHint("one", 60.0))
         await both.put(ended, session_hint=SessionHint("two"))
-        both.source.store.end("two", now())
+        both.source.store.hint("two", None, now())
         assert await both.fetch(chain[60:]) == [FETCHED] * 40  # its end comes first
         assert await both.fetch([*chain[:60], *ended]) == [FETCHED] * 63
         store = both.target.store
         entries = [store.peek(NAMESPACE, 0, digest) for digest in (*chain, *ended)]
         sessions = [one.session.name if one and one.session else "" for one in entries]
         assert sessions == ["one"] * 100 + [""] * 3
-        due = store.policy.due("one")
+        due = store.policy._sessions["one"].due
         assert due is not None
         assert 50.0 < due - now() < 60.0
         assert not any(one.superseded_at for one in entries if one)
@@ -550,7 +550,7 @@ async def test_what_the_receiver_knows_of_a_session_stays() -> None:
         await both.put(chain, session_hint=SessionHint("one", 60.0))
         await both.put(more, both.target, session_hint=SessionHint("one", 5.0))
         assert await both.fetch(chain) == [FETCHED] * 4
-        due = both.target.store.policy.due("one")
+        due = both.target.store.policy._sessions["one"].due
         assert due is not None
         assert due - now() < 5.0
 

@@ -23,7 +23,7 @@ from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TierTransfer
 from kvpool.server.tier_mover import TierMover
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Namespace, SessionHint
+from kvpool.types import ARRIVED, ROOT, Namespace, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 from tests.server.test_tier_stack import spoil
 from tests.server.test_tiered_store import ONE, PAGE, Server
@@ -176,16 +176,16 @@ def test_it_evicts_no_block_of_a_session_that_is_needed_sooner(announced: str) -
     old, new = keys("old", 4), keys("new", 8)
     tiers.store(old, "returns")
     tiers.store(new, "other")
-    tiers.stack.resume("returns", 5.0, tiers.now)
+    tiers.stack.hint("returns", 5.0, tiers.now)
     match announced:
         case "sooner":
-            tiers.stack.resume("other", 2.0, tiers.now)
+            tiers.stack.hint("other", 2.0, tiers.now)
         case "later":
-            tiers.stack.resume("other", 60.0, tiers.now)
+            tiers.stack.hint("other", 60.0, tiers.now)
         case "waits":
-            tiers.stack.arrive("other", tiers.now)
+            tiers.stack.hint("other", ARRIVED, tiers.now)
         case "ended":
-            tiers.stack.end("other", tiers.now)
+            tiers.stack.hint("other", None, tiers.now)
     evicts = announced in ("later", "ended")
     assert tiers.prefetch(old) == (4 if evicts else 0)
     assert all(tiers.in_memory(new)) is not evicts
@@ -195,7 +195,7 @@ def test_parts_leave_together_so_a_hint_about_one_of_them_keeps_all() -> None:
     """Another session wrote one part, too: hints are about the other parts only."""
     tiers = Tiers()
     tiers.store(keys("old", 4), "returns")
-    tiers.stack.resume("returns", 60.0, tiers.now)
+    tiers.stack.hint("returns", 60.0, tiers.now)
     two, chain = Namespace("two", parts=2), keys("new", 4)
     for part, session in ((0, "one"), (1, "other"), (0, "other")):
         hint = SessionHint(session)
@@ -205,9 +205,9 @@ def test_parts_leave_together_so_a_hint_about_one_of_them_keeps_all() -> None:
                 tiers.memory[0][answer.extent.offset] = (two, part, digest)
                 tiers.stack.seal(7, answer.id, hash((two, part, digest)) & 0xFFFF, tiers.now)
     tiers.settle()
-    tiers.stack.resume("other", 5.0, tiers.now)
+    tiers.stack.hint("other", 5.0, tiers.now)
     assert tiers.prefetch(keys("old", 4)) == 0
-    tiers.stack.end("other", tiers.now)
+    tiers.stack.hint("other", None, tiers.now)
     assert tiers.prefetch(keys("old", 4)) == 0, "the part that no session owns was just used"
     tiers.now += prefetches.FRESH_S + 0.1
     assert tiers.prefetch(keys("old", 4)) == 4

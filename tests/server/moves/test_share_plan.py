@@ -121,7 +121,7 @@ def test_what_no_session_reads_again_stays() -> None:
     store = a_store()
     stored(store, keys("over", 3), ROOT, 1.0, "over")
     stored(store, keys("goes on", 3), ROOT, 1.0, "goes on")
-    store.end("over", 2.0)
+    store.hint("over", None, 2.0)
     assert digests(planned(store)) == [keys("goes on", 3)]
 
 

@@ -1,0 +1,53 @@
+"""The joint of a master for hints: from clients, by way of heartbeats, to every server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Final
+
+from kvpool.types import HintStatus
+from kvpool.wire import messages as wire
+
+#: `module:class`; the last one is made. Without its line and file no hint is passed on.
+HINTS: Final = (
+    "kvpool.master.hints:NoHints",
+    "kvpool.master.session_hints:SessionHints",
+)
+
+
+class NoHints:
+    """What a master asks; each answer as if there were no session."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+
+    @property
+    def last(self) -> int:
+        """The number of the last hint."""
+        return 0
+
+    def hint(self, m: wire.Hint) -> wire.HintReply:
+        """From a client."""
+        return wire.HintReply(HintStatus.UNKNOWN)
+
+    def explain(self, m: wire.ExplainSession) -> wire.SessionExplained:
+        """What became of the hints about a session."""
+        return wire.SessionExplained([], [])
+
+    def asked(self, session: str) -> None:
+        """A client asks for blocks for a prompt of this session."""
+
+    def heard(self, m: wire.Heartbeat) -> tuple[list[wire.WireHint], int]:
+        """From a server that lives: the hints that it has not heard, and the number of the last."""
+        return [], m.hints_heard
+
+    def latest(self, count: int) -> list[tuple[str, float | None, float]]:
+        """The sessions that were hinted at last: name, `resume_in` of the hint, its age in s."""
+        return []
+
+
+def make_hints(now: Callable[[], float]) -> NoHints:
+    module, _, kind = HINTS[-1].partition(":")
+    made: NoHints = getattr(import_module(module), kind)(now)
+    return made

@@ -1,0 +1,57 @@
+"""Hints about sessions in a master: logged, until servers fetch them (design: session-hints)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvpool.errors import BadMessage
+from kvpool.master.hints import NoHints
+from kvpool.master.state.hint_log import HintLog
+from kvpool.types import ARRIVED, HintStatus
+from kvpool.wire import messages as wire
+
+_STATUSES: Final = frozenset(HintStatus)
+
+
+class SessionHints(NoHints):
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__(now)
+        self._log = HintLog()
+
+    @property
+    def last(self) -> int:
+        return self._log.last
+
+    def hint(self, m: wire.Hint) -> wire.HintReply:
+        return wire.HintReply(self._add(m.session, m.resume_s))
+
+    def explain(self, m: wire.ExplainSession) -> wire.SessionExplained:
+        report = self._log.explain(m.session, self._now())
+        return wire.SessionExplained(report.hints, report.servers)  # type: ignore[arg-type]
+
+    def asked(self, session: str) -> None:
+        """Its prompt is here, and waits."""
+        self._add(session, ARRIVED)
+
+    def heard(self, m: wire.Heartbeat) -> tuple[list[wire.WireHint], int]:
+        now = self._now()
+        for session, status in m.hint_answers:
+            if status in _STATUSES:
+                self._log.answered(m.server, session, HintStatus(status), now)
+        hints, last = self._log.since(m.hints_heard, wire.HINTS_MAX)
+        return [
+            (hint.session, max(0.0, now - hint.received_at), hint.resume_in) for hint in hints
+        ], last
+
+    def latest(self, count: int) -> list[tuple[str, float | None, float]]:
+        now = self._now()
+        return [
+            (hint.session, hint.resume_in, max(0.0, now - hint.received_at))
+            for hint in self._log.latest(count)
+        ]
+
+    def _add(self, session: str, resume_in: float | None) -> HintStatus:
+        if not session.isprintable():
+            raise BadMessage(f"session {session[:40]!r} is not printable")
+        return self._log.add(session, resume_in, self._now())

@@ -1,0 +1,129 @@
+"""The order in which a store evicts: that of a policy, and what else is known of its blocks. Pure.
+
+A ring that knows more has an order of its own (`server/orders.py`). What writers say for it passes
+through the store unread: hints, and `Entry.session`, which the order makes for each write.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+from kvpool.protocols import ReserveRequest
+from kvpool.protocols.policy import Decision, Policy
+from kvpool.server.state.entry import Entry, Index
+from kvpool.types import HintStatus, SessionHint
+
+#: Later than the last use of any block, in microseconds.
+JUST_NOW: Final = 1 << 62
+#: Seconds without a use after which no policy prefers a stored block to a new one (G9).
+LONG_S: Final = 86_400.0
+
+
+class Order:
+    """What a store calls. This one knows no hint, and ranks extra copies as other blocks.
+
+    `budget` is bytes of whole extents that hints may keep; a block takes `rounded` of its size.
+    """
+
+    def __init__(
+        self, policy: Policy[Entry], budget: int, rounded: Callable[[int], int] = int
+    ) -> None:
+        self.policy = policy
+        self.touch: Callable[[Entry, float], None] = policy.touch  # direct: it is called per read
+
+    def order_of(self, index: Index) -> Order:
+        """The order of the blocks of one index: this one has all (design: quotas)."""
+        return self
+
+    def add_candidate(self, entry: Entry) -> None:
+        self.policy.add_candidate(entry)
+
+    def remove(self, entry: Entry) -> None:
+        self.policy.remove(entry)
+
+    def reject(self, entry: Entry) -> None:
+        """The store refused a victim: it is no candidate any more. It is still stored."""
+        self.policy.remove(entry)
+
+    def victim(
+        self,
+        newcomer: Entry,
+        evictable: Callable[[Entry], bool],
+        now: float,
+        last_used: int = JUST_NOW,
+        *,
+        foreign: bool = False,
+        owed: bool = False,
+        wanted: bool = False,
+    ) -> Entry | Decision | None:
+        """As `Policy.victim`. An extra copy may take the place of those used before `last_used`.
+
+        Space of a `foreign` tenant that is `owed` cannot be refused: the policy is asked as if the
+        blocks were not used for long. Nor can a newcomer that is `wanted` now, by a reader.
+        """
+        asked_at = now + LONG_S if wanted or (owed and foreign) else now
+        return self.policy.victim(newcomer, evictable, asked_at)
+
+    def rank(self, now: float) -> tuple[int, float]:
+        """How soon the next victim goes, compared with those of other orders; lower is sooner: its
+        kind (0: of no use, 1: an extra copy, 2: any other), and about when it was used last."""
+        return 2, now - self.policy.victim_age(now)
+
+    def victim_age(self, now: float) -> float:
+        return self.policy.victim_age(now)
+
+    def holds(self, entry: Entry) -> bool:
+        """True when the block can be chosen as a victim, for checks."""
+        return entry.is_candidate
+
+    # --- for hints -------------------------------------------------------------------------
+
+    def begin_write(self, index: Index, request: ReserveRequest, now: float, *, moved: bool) -> Any:
+        """The `Entry.session` of what this call stores. `moved`: blocks change their place only."""
+
+    def end_write(
+        self, session: Any, granted: Sequence[Entry], request: ReserveRequest, *, promoted: bool
+    ) -> None:
+        """Blocks of one chain were granted; `promoted`: they come from a slower tier."""
+
+    def block_added(self, entry: Entry) -> None:
+        """A block with a `session` is in the index."""
+
+    def block_shared(self, entry: Entry) -> None:
+        """Another session uses the block, too."""
+
+    def answered(self, entry: Entry, now: float) -> None:
+        """A reader has got this block, and no later one of its chain."""
+
+    def hint(
+        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
+    ) -> HintStatus:
+        """A hint, `age_s` seconds old. UNKNOWN: it is about nothing here."""
+        return HintStatus.UNKNOWN
+
+    def hint_of(self, session: Any, now: float) -> SessionHint | None:
+        """What another store that gets blocks of this `Entry.session` has to know."""
+
+    def due(self, entry: Entry) -> float | None:
+        """When the block is needed."""
+
+    def is_over(self, entry: Entry) -> bool:
+        """Nobody uses the block again."""
+        return False
+
+    def next_useless(self, evictable: Callable[[Entry], bool]) -> Entry | None:
+        """Such a block that may go, tails first."""
+
+    @property
+    def figures(self) -> Counter[str]:
+        """What came of hints."""
+        return Counter()
+
+    def bytes_of_programs(self) -> Counter[str]:
+        """As far as hints name them."""
+        return Counter()
+
+    def check(self, entries: Collection[Entry], tenant: str | None = None) -> None:
+        """Of the stored blocks, all of one tenant if it is given. Raises InvariantViolated."""

@@ -1,0 +1,64 @@
+"""A store with tenants: what each may have of it, and which of its blocks are too much. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kvpool.errors import InvariantViolated
+from kvpool.protocols.policy import Decision, Policy
+from kvpool.server.eviction.tenant_orders import TenantOrders
+from kvpool.server.orders import make_order
+from kvpool.server.state.entry import Entry, Index
+from kvpool.server.state.quota import Quota
+from kvpool.server.state.store import STEPS_MAX, STEPS_OF_EVICTION, Store
+from kvpool.server.state.tier_stores import ColdStore
+from kvpool.types import ROOT, Namespace
+
+#: Of a block that nobody writes: room is made for it, and nothing else.
+_NOBODY: Final = Namespace("nobody")
+
+
+def set_quotas(store: Store, quotas: Mapping[str, Quota]) -> None:
+    """Apply what each tenant may have here; a tenant that is missing has no quota any more.
+
+    The first call comes before the first block. Blocks above a limit that was lowered are evicted
+    by the next writes of their tenant, and by `evict_beyond_limits`.
+    """
+    orders, rounded, capacity = store.policy, store.allocator.rounded, store.allocator.capacity
+    if not isinstance(orders, TenantOrders):
+        if store.blocks_at:
+            raise InvariantViolated("a store that has blocks cannot begin to have tenants")
+        make: Callable[[int], Policy[Entry]] = type(orders.policy)
+        orders = store.policy = TenantOrders(
+            store.accounts,
+            orders,
+            lambda: make_order(make(capacity), store.hint_budget, rounded),
+            lambda entry: store.held.size_of(store._parts(entry)),
+            rounded,
+        )
+    orders.forget(store.accounts.configure(quotas))
+
+
+def evict_beyond_limits(store: Store, now: float, steps: int = STEPS_MAX) -> bool:
+    """Evict blocks of tenants that are above their limit, in a bounded number of steps; False when
+    no more of them may go now."""
+    if isinstance(store, ColdStore):
+        return False  # what is above a lowered limit leaves with its objects
+    for account in store.accounts:
+        while account.used > account.limit:
+            if steps <= 0:
+                return True
+            steps -= STEPS_OF_EVICTION
+            newcomer = Entry(Index(_NOBODY, 0, store.tier, account), b"", ROOT, 0, 1, 0)
+            victim = store.policy.victim(newcomer, store._evictable, now)
+            if victim is None or victim is Decision.BYPASS:
+                break
+            if isinstance(victim, Decision):
+                continue
+            if store._evictable(victim):
+                store._count_eviction(victim, account)
+                store._evict(victim)
+            else:
+                store._reject(victim)
+    return False
