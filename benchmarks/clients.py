@@ -35,7 +35,7 @@ from rich.table import Table
 from benchmarks.connections import private_mib
 from kvpool import ClientConfig, Cluster, Namespace, Pool, admin, connect, dev, registry, runtime
 from kvpool.errors import KvpoolError, MasterLost
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.runtime import this_host
 
 _NAMESPACE: Final = Namespace("bench")
@@ -91,7 +91,7 @@ async def _clients(master: str, count: int, seed: int, seconds: float) -> None:
         # Servers know a client by its process, and here many are in one.
         host = replace(this_host(), process=f"client/{seed}.{number}")
         async with gate:
-            network = ZmqNetwork(Cluster())
+            network = TcpNetwork(Cluster())
             pool = Pool(
                 config, cluster=Cluster(), network=network, transports=transports,
                 owns_network=True, host=host,

@@ -1,12 +1,10 @@
-"""Questions to masters over zmq and over streams, in turns: calls of a client, as ratios.
+"""Questions to masters without a secret and with one, in turns: calls of a client, as ratios.
 
-    python -m benchmarks.control [--rounds 10] [--secret] [--busy N]
+    python -m benchmarks.control [--rounds 10] [--busy N]
 
-Two pools of processes, each a master and a server. The master of one has no streams
-(`master.stream_port` -1), so all goes by zmq. One process is a client of both, and the same calls
-go to each, round after round. The first row has no pool: a process that answers what it is asked.
-`--secret`: of a cluster with one, so all is encrypted. `--busy`: so many loops run beside.
-(design: control-plane)
+Two pools of processes, each a master and a server; with a secret all is encrypted. One process is a
+client of both, and the same calls go to each, round after round. The first row has no pool: a
+process that answers what it is asked. `--busy`: so many loops run beside. (design: control-plane)
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import uvloop
 
 from benchmarks.started import at_least, started
 from kvpool import ClientConfig, Namespace, Pool, WriteStatus, connect, read_secret
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Link
 from kvpool.types import Cluster
 
@@ -37,7 +35,7 @@ _T = TypeVar("_T")
 
 _NAMESPACE: Final = Namespace("control")
 _CAPACITY: Final = 1 << 30
-_PORTS: Final = {"zmq": "-1", "stream": "0"}
+_WAYS: Final = ("open", "secret")
 _CHAIN: Final = [(b"chain %d" % i).ljust(32) for i in range(640)]
 
 Call = Callable[[Pool, str], Awaitable[object]]
@@ -72,11 +70,11 @@ _CALLS: Final[dict[str, tuple[Call, int]]] = {
 }
 
 
-async def _measure(masters: dict[str, str], cluster: Cluster, rounds: int) -> None:
+async def _measure(masters: dict[str, str], clusters: dict[str, Cluster], rounds: int) -> None:
     pools = {}
     for way, master in masters.items():
         config = ClientConfig(masters=[master], transports=["shm"], timeout_s=30.0)
-        pools[way] = await connect(config=config, cluster=cluster)
+        pools[way] = await connect(config=config, cluster=clusters[way])
         await _touched(pools[way])
         await pools[way].write(_NAMESPACE, _CHAIN, [b"x"] * len(_CHAIN))
     for what, (call, calls) in _CALLS.items():
@@ -113,29 +111,31 @@ async def _row(
     medians = {way: statistics.median(times) * 1e6 for way, times in took.items()}
     late = {way: sorted(times)[len(times) * 99 // 100] * 1e6 for way, times in took.items()}
     print(
-        f"{what:26} zmq {medians['zmq']:6,.0f} us, p99 {late['zmq']:7,.0f}   "
-        f"stream {medians['stream']:6,.0f} us, p99 {late['stream']:7,.0f}   "
-        f"{medians['stream'] / medians['zmq']:.2f}",
+        f"{what:26} open {medians['open']:6,.0f} us, p99 {late['open']:7,.0f}   "
+        f"secret {medians['secret']:6,.0f} us, p99 {late['secret']:7,.0f}   "
+        f"{medians['secret'] / medians['open']:.2f}",
         flush=True,
     )
 
 
-async def _measure_bare(addresses: dict[str, str], cluster: Cluster, rounds: int) -> None:
-    network = ZmqNetwork(cluster)
+async def _measure_bare(
+    addresses: dict[str, str], clusters: dict[str, Cluster], rounds: int
+) -> None:
+    networks = {way: TcpNetwork(cluster) for way, cluster in clusters.items()}
     loop = asyncio.get_running_loop()
 
     async def call(link: Link, name: str) -> None:
         await link.request(1, bytes(100), deadline=loop.time() + 10)
 
-    links = {way: network.connect(address) for way, address in addresses.items()}
+    links = {way: networks[way].connect(address) for way, address in addresses.items()}
     await _row("nothing but an answer", links, call, 500, rounds)
-    network.close()
+    for network in networks.values():
+        network.close()
 
 
 async def _answer(secret: str) -> None:
     """The process of the first row."""
-    port = int(os.environ["KVPOOL_MASTER_STREAM_PORT"])
-    network = ZmqNetwork(Cluster("default", read_secret(secret)), stream_port=port)
+    network = TcpNetwork(Cluster("default", read_secret(secret)))
     listener = await network.serve("127.0.0.1:0", lambda type, body, caller: (type, body))
     print(f"answers at {listener.address}", flush=True)
     await asyncio.Event().wait()
@@ -149,26 +149,21 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=at_least(1), default=10)
-    parser.add_argument("--secret", action="store_true")
     parser.add_argument("--busy", type=at_least(0), default=0)
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer:
         uvloop.run(_answer(os.environ.get("KVPOOL_SECRET_FILE", "")))
     with ExitStack() as stack:
-        env, cluster = {}, Cluster()
-        if options.secret:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            file = Path(folder) / "secret"
-            file.touch(mode=0o600)
-            file.write_bytes(os.urandom(32).hex().encode())
-            env, cluster = (
-                {"KVPOOL_SECRET_FILE": str(file)},
-                Cluster("default", read_secret(str(file))),
-            )
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        file = Path(folder) / "secret"
+        file.touch(mode=0o600)
+        file.write_bytes(os.urandom(32).hex().encode())
+        secret = Cluster("default", read_secret(str(file)))
+        clusters = dict(zip(_WAYS, (Cluster(), secret), strict=True))
         masters, bare = {}, {}
-        for way, port in _PORTS.items():
-            own = env | {"KVPOOL_MASTER_STREAM_PORT": port}
+        for way, cluster in clusters.items():
+            own = {"KVPOOL_SECRET_FILE": str(file)} if cluster.secret else {}
             run = functools.partial(started, env=own)
             answer = run("benchmarks.control", "--answer", says="answers at")
             bare[way] = stack.enter_context(answer)
@@ -179,8 +174,8 @@ def main() -> None:
         for _ in range(options.busy):
             loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             stack.callback(loop.kill)
-        uvloop.run(_measure_bare(bare, cluster, options.rounds))
-        uvloop.run(_measure(masters, cluster, options.rounds))
+        uvloop.run(_measure_bare(bare, clusters, options.rounds))
+        uvloop.run(_measure(masters, clusters, options.rounds))
     print("load of the machine:", " ".join(f"{load:.1f}" for load in os.getloadavg()))
 
 

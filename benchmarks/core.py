@@ -13,7 +13,7 @@ from kvpool import runtime as process
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
 from kvpool.master.state.directory import Directory
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.store import Store
 from kvpool.tools.bench import Row, table
@@ -36,7 +36,7 @@ def measure(blocks: int) -> list[Row]:
 
 def announced(digests: list[bytes]) -> Row:
     """Encoded announcements through the master's handler."""
-    network = ZmqNetwork()
+    network = TcpNetwork()
     directory = Directory()
     master = Master(MasterConfig(), network)
     master.directory = directory

@@ -27,7 +27,7 @@ from kvpool import runtime
 from kvpool.config import MasterConfig
 from kvpool.errors import Unavailable
 from kvpool.master.service import Master
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import ReserveRequest
 from kvpool.server.announcer import Announcer, Identity
 from kvpool.server.state.entry import Stretch
@@ -75,7 +75,7 @@ def run_master(bind: str, pipe: Connection) -> None:
     runtime.freeze_gc()
 
     async def main(loop: TimedLoop) -> None:
-        network = ZmqNetwork()
+        network = TcpNetwork()
         master = Master(MasterConfig(bind=bind), network)
         await master.start()
 
@@ -150,7 +150,7 @@ def indexed_store(server: int, blocks: int) -> TieredStore:
 class Servers:
     """All announcers, in the loop of this process."""
 
-    def __init__(self, network: ZmqNetwork, address: str, options: argparse.Namespace) -> None:
+    def __init__(self, network: TcpNetwork, address: str, options: argparse.Namespace) -> None:
         self._network, self._address = network, address
         make = indexed_store if options.indexed else MadeUpStore
         share = options.blocks // options.servers
@@ -200,7 +200,7 @@ class Servers:
 class Asker:
     """A client: asks for blocks of random servers, and counts what it gets."""
 
-    def __init__(self, network: ZmqNetwork, address: str, options: argparse.Namespace) -> None:
+    def __init__(self, network: TcpNetwork, address: str, options: argparse.Namespace) -> None:
         self._link = network.connect(address)
         self._rng = random.Random(1)
         self._servers = options.servers
@@ -238,7 +238,7 @@ async def measure(options: argparse.Namespace) -> None:
     loop = cast(TimedLoop, asyncio.get_running_loop())
     master = RunningMaster()
     empty = master.state()
-    network = ZmqNetwork()
+    network = TcpNetwork()
     servers = Servers(network, empty.address, options)
     runtime.freeze_gc()
     asker = Asker(network, empty.address, options)

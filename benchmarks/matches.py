@@ -1,34 +1,31 @@
 """Matches of long chains at one master: how many a second, and what each costs it.
 
     python -m benchmarks.matches [--blocks 1000000] [--chain 2048] [--clients 64] [--announce 0]
-                                 [--over streams]
 
 A real master in its own process. 64 clients ask it over loopback for chains that are in its map, as
 clients do: with the keys of all blocks (a client's first match of a chain), and with marks of the
 spans that were found before. Their questions are made in advance, and one thread asks all of them,
-so that the other core is the master's. They have streams, or ask over zmq as those do that ask
-seldom (`--over zmq`). `--announce N` announces N new blocks a second beside them, and takes as many
-away. CPU time is that of the master's process, with the threads of zmq.
+so that the other core is the master's. `--announce N` announces N new blocks a second beside them,
+and takes as many away. CPU time is that of the master's process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import os
 import random
 import time
+from functools import partial
 from typing import Final, NamedTuple
 
 import uvloop
-import zmq
 
 from benchmarks.masters import NAMESPACE, RunningMaster, TimedLoop
-from kvpool.net.control_stream import CallerStream, open_stream
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork, master_address
+from kvpool.net.control_session import CallerSession, caller_context
 from kvpool.spans import SPAN_BLOCKS, marks_of, pack_marks
-from kvpool.types import ReadStatus, ServerStats
+from kvpool.types import Cluster, ReadStatus, ServerStats
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import cluster_id, decode_envelope, encode_envelope
 
@@ -47,7 +44,7 @@ def packed_chain(number: int, blocks: int) -> bytes:
 class Server:
     """What announces blocks: several messages in flight."""
 
-    def __init__(self, network: ZmqNetwork, address: str) -> None:
+    def __init__(self, network: TcpNetwork, address: str) -> None:
         self._link = network.connect(address)
         self._sequence = 0
         self.announced = 0  # blocks that came or went
@@ -129,61 +126,58 @@ class Times:
         return Asked(len(self._took) / elapsed, median * 1e6, self._lengths)
 
 
-def over_streams(address: str, questions: list[bytes], clients: int, seconds: float) -> Asked:
-    """Each client on a stream of its own."""
+class Client(asyncio.Protocol):
+    """Asks, and asks again at each answer. `opened` is done when it may."""
+
+    def __init__(self, questions: list[bytes]) -> None:
+        self._questions = questions
+        self._session = CallerSession(Cluster(), caller_context)
+        self._sent_at = 0.0
+        self.times: Times | None = None
+        self.opened = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        for reply in self._session.feed(data):
+            assert self.times is not None
+            self.ask(self.times.add(reply, self._sent_at))
+        if not self.opened.done():
+            self.transport.write(self._session.take())
+            if self._session.open:
+                self.opened.set_result(None)
+
+    def ask(self, number: int) -> None:
+        self._sent_at = time.perf_counter()
+        question = self._questions[number % len(self._questions)]
+        self.transport.write(self._session.seal(question))
+
+
+def _same(client: Client) -> Client:
+    return client
+
+
+def ask_all(address: str, questions: list[bytes], clients: int, seconds: float) -> Asked:
+    """Each client on a connection of its own."""
 
     async def ask() -> Asked:
-        network = ZmqNetwork()
         loop = asyncio.get_running_loop()
-        sent_at = [0.0] * clients
-        streams: list[CallerStream] = []
-
-        def replied(number: int, reply: bytes) -> None:
-            count = times.add(reply, sent_at[number])
-            sent_at[number] = time.perf_counter()
-            streams[number].send(questions[count % len(questions)])
-
-        link = network.connect(address)
-        for number in range(clients):
-            request = wire.encode(wire.AskStream())
-            reply = await link.request(*request, deadline=loop.time() + 10)
-            offer = wire.decode_answer(wire.StreamOffer, *reply)
-            on_message = functools.partial(replied, number)
-            streams.append(await open_stream(address, offer, on_message, lambda: None, set()))
+        all_of_them = [Client(questions) for _ in range(clients)]
+        for client in all_of_them:
+            await loop.create_connection(partial(_same, client), *master_address(address))
+            await client.opened
         times = Times(seconds)
-        for number, stream in enumerate(streams):
-            sent_at[number] = time.perf_counter()
-            stream.send(questions[number % len(questions)])
+        for number, client in enumerate(all_of_them):
+            client.times = times
+            client.ask(number)
         await asyncio.sleep(seconds)
         asked = times.asked()
-        for stream in streams:
-            stream.abort()
-        network.close()
+        for client in all_of_them:
+            client.transport.abort()
         return asked
 
     return uvloop.run(ask())
-
-
-def over_zmq(address: str, questions: list[bytes], clients: int, seconds: float) -> Asked:
-    """Each client with a socket of its own."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    poller, sent_at = zmq.Poller(), {}
-    sockets = []
-    for number in range(clients):
-        socket = context.socket(zmq.DEALER)
-        socket.connect(f"tcp://{address}")
-        poller.register(socket, zmq.POLLIN)
-        sockets.append(socket)
-        socket.send(questions[number % len(questions)])
-        sent_at[socket] = time.perf_counter()
-    times = Times(seconds)
-    while time.perf_counter() < times.until:
-        for socket, _ in poller.poll(1000):
-            count = times.add(socket.recv(), sent_at[socket])
-            sent_at[socket] = time.perf_counter()
-            socket.send(questions[count % len(questions)])
-    context.destroy(linger=0)
-    return times.asked()
 
 
 def cpu_s(pid: int) -> float:
@@ -192,14 +186,11 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_S
 
 
-_WAYS: Final = {"streams": over_streams, "zmq": over_zmq}
-
-
 async def measure(options: argparse.Namespace) -> None:
     """One line for each kind of question."""
     master = RunningMaster()
     state = master.state()
-    network = ZmqNetwork()
+    network = TcpNetwork()
     server = Server(network, state.address)
     await server.register()
     loop = asyncio.get_running_loop()
@@ -227,7 +218,7 @@ async def measure(options: argparse.Namespace) -> None:
         before, told_before = cpu_s(master.pid), server.announced
         began = loop.time()
         rate, median_us, lengths = await asyncio.to_thread(
-            _WAYS[options.over], state.address, questions, options.clients, options.seconds
+            ask_all, state.address, questions, options.clients, options.seconds
         )
         assert lengths == {length}, lengths
         spent, told = cpu_s(master.pid) - before, server.announced - told_before
@@ -254,7 +245,6 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--chain", type=int, default=2048)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--over", choices=list(_WAYS), default="streams")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument(
         "--announce", type=int, default=0, help="blocks a second beside the matches"

@@ -16,7 +16,7 @@ from pathlib import Path
 import uvloop
 
 from kvpool import ClientConfig, Cluster, Namespace, Pool, dev
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Transport
 from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.tls import TlsTransport
@@ -57,7 +57,7 @@ def _pool(master: str, scheme: str, transports: Mapping[str, Transport]) -> Pool
     return Pool(
         ClientConfig(masters=[master], transports=[scheme], timeout_s=30.0),
         cluster=_CLUSTER,
-        network=ZmqNetwork(_CLUSTER),
+        network=TcpNetwork(_CLUSTER),
         transports={scheme: transports[scheme]},
         owns_network=True,
     )

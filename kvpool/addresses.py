@@ -73,8 +73,10 @@ def listening(host: str, port: int, backlog: int = 100) -> dict[str, Any]:
 
 
 def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
-    """A socket that listens there, not blocking. Raises OSError."""
-    family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    """A socket that listens there, not blocking; of IPv4 if it is a name that has both. Raises
+    OSError."""
+    known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, where = min(known, key=lambda one: one[0] != socket.AF_INET)
     both = family == socket.AF_INET6 and is_everywhere(host) and socket.has_dualstack_ipv6()
     listener = socket.create_server(where, family=family, backlog=backlog, dualstack_ipv6=both)
     listener.setblocking(False)

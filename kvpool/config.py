@@ -75,10 +75,6 @@ class MasterConfig(_Section, frozen=True):
     #: Host and port for metrics, health and readiness over HTTP, usually 127.0.0.1:7452. Empty, the
     #: default: no HTTP server, because several masters may share a host.
     http: str = ""
-    #: Port on which callers that ask often get a stream, at the host of `bind`. 0, the default: a
-    #: free one; give a number where a firewall has to know it. -1: none, all requests go by zmq
-    #: (design: control-plane).
-    stream_port: Annotated[int, Meta(ge=-1, lt=2**16)] = 0
     #: Listen beyond loopback although access needs no secret.
     insecure: bool = False
 
@@ -239,12 +235,12 @@ class TenantKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a tenant's key file, as JSON: all that its clients need to be admitted, and
     nothing with which they could be masters, servers or clients of others (design: tenants)."""
 
-    #: The version of this format, 1. Its name is how such a file is recognized.
+    #: The version of this format, 2. Its name is how such a file is recognized.
     kvpool_tenant_key: int
     cluster: str
     tenant: str
-    #: The public half of the masters' key for CURVE, in Z85.
-    masters_key: str
+    #: The hash of the masters' certificate.
+    fingerprint: bytes
     secret: bytes
 
 
@@ -262,21 +258,19 @@ def read_cluster(name: str, secret_file: str) -> Cluster:
     content = _read_secret_file(secret_file) if secret_file else b""
     if not content.startswith(_TENANT_KEY_START):
         return Cluster(name, _checked_secret(secret_file, content) if secret_file else b"")
+    damaged = "it is damaged, or of another release: make it anew with `kvpool tenant-key`"
     try:
         key = msgspec.json.decode(content, type=TenantKey)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"tenant's key file {secret_file!r}: {error}") from None
-    if key.kvpool_tenant_key != 1 or not is_tenant_name(key.tenant) or len(key.masters_key) != 40:
-        raise ConfigError(
-            f"tenant's key file {secret_file!r}: it is damaged, or of a later release: make it "
-            "anew with `kvpool tenant-key`"
-        )
+        raise ConfigError(f"tenant's key file {secret_file!r}: {error}: {damaged}") from None
+    if key.kvpool_tenant_key != 2 or not is_tenant_name(key.tenant) or len(key.fingerprint) != 32:
+        raise ConfigError(f"tenant's key file {secret_file!r}: {damaged}")
     if name not in (Cluster().name, key.cluster):
         raise ConfigError(
             f"tenant's key file {secret_file!r} is for cluster {key.cluster!r}, expected {name!r}"
         )
     secret = _checked_secret(secret_file, key.secret)
-    return Cluster(key.cluster, secret, key.tenant, key.masters_key.encode())
+    return Cluster(key.cluster, secret, key.tenant, key.fingerprint)
 
 
 def read_secret(path: str) -> bytes:

@@ -17,7 +17,7 @@ from kvpool import registry
 from kvpool.client.pool import Pool
 from kvpool.config import WRITE_THROUGH, ClientConfig, MasterConfig, ServerConfig, parse_transport
 from kvpool.master.service import Master
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Transport
 from kvpool.server.block_server import BlockServer
 from kvpool.types import Cluster
@@ -51,7 +51,7 @@ class Dev:
     async def pool(self, config: ClientConfig | None = None) -> AsyncIterator[Pool]:
         """A client of this pool, over inproc unless `config` says otherwise."""
         config = config or ClientConfig(masters=[self.address])
-        network = ZmqNetwork(self._cluster)
+        network = TcpNetwork(self._cluster)
         chosen = {
             scheme: self._transports[scheme]
             for scheme, _, _ in map(parse_transport, config.transports)
@@ -84,7 +84,7 @@ async def serve(
     server's id, because a file serves one server. `write_mode` is that of the configuration.
     """
     async with AsyncExitStack() as stack:
-        network = ZmqNetwork(cluster)
+        network = TcpNetwork(cluster)
         stack.callback(network.close)
         chosen = dict(transports or {})
         if missing := [text for text in listen if parse_transport(text).scheme not in chosen]:

@@ -8,7 +8,7 @@ The class decides what a caller does next:
 - `Refused`: the pool understood the request and declined it.
 - `Corrupt`: bytes failed their checksum; they are never returned as data.
 
-Code that uses sockets, zmq or files maps each exception there to one of these; no OSError leaves
+Code that uses sockets or files maps each exception there to one of these; no OSError leaves
 kvpool. The split between local and remote errors follows h11 (LocalProtocolError,
 RemoteProtocolError).
 """

@@ -60,26 +60,17 @@ class TenantKeys:
 
     def __init__(self) -> None:
         self._secrets: Mapping[str, tuple[bytes, ...]] = {}
-        self._by_client_key: Mapping[bytes, str] = {}
 
     def __repr__(self) -> str:
         return f"<TenantKeys of {len(self._secrets)} tenants>"
 
-    def replace(
-        self, secrets: Mapping[str, tuple[bytes, ...]], by_client_key: Mapping[bytes, str]
-    ) -> None:
-        """From now on these secrets are good, by tenant, and no others. `by_client_key` has the
-        tenant of each public key for CURVE that is made from one of them (in Z85)."""
+    def replace(self, secrets: Mapping[str, tuple[bytes, ...]]) -> None:
+        """From now on these secrets are good, by tenant, and no others."""
         self._secrets = secrets
-        self._by_client_key = by_client_key
 
     def secrets_of(self, tenant: str) -> tuple[bytes, ...]:
         """The secrets that are good for a client of this tenant; none for one that is unknown."""
         return self._secrets.get(tenant, ())
-
-    def tenant_of_key(self, client_key: bytes) -> str | None:
-        """The tenant whose client has this public key for CURVE (in Z85); None: no tenant's."""
-        return self._by_client_key.get(client_key)
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -429,15 +429,15 @@ class Cluster(NamedTuple):
     With a secret, each peer must prove that it knows the secret (design: authentication). The
     secret is never printed.
 
-    For a client of one tenant, `tenant` is its name, `secret` that of the tenant, and `masters_key`
-    the public half of the masters' key for CURVE, in Z85: it cannot make that from a secret that is
-    not the cluster's (design: tenants). `kvpool.read_cluster` reads all of them from one file.
+    For a client of one tenant, `tenant` is its name, `secret` that of the tenant, and `fingerprint`
+    the hash of the masters' certificate, which it cannot make from a secret that is not the
+    cluster's (design: tenants). `kvpool.read_cluster` reads all of them from one file.
     """
 
     name: str = "default"
     secret: bytes = b""
     tenant: str = ""
-    masters_key: bytes = b""
+    fingerprint: bytes = b""
 
     def __repr__(self) -> str:
         tenant = f" for tenant {self.tenant!r}" if self.tenant else ""
@@ -810,7 +810,7 @@ class Member(NamedTuple):
 class Duration(NamedTuple):
     """How long a client waited for an answer, rounded to two digits.
 
-    `operation` is `match`, `read` or `write`, `transport` a scheme: `zmq` for masters.
+    `operation` is `match`, `read` or `write`, `transport` a scheme: `tcp` for masters.
     """
 
     operation: str

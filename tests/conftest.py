@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import pytest
 
 from kvpool import ClientConfig, Namespace, Pool, WriteStatus, dev
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Link
 from kvpool.testing.invariants import check_invariants
 
@@ -167,7 +167,7 @@ async def has_noticed_nothing(witness: Pool) -> None:
 @pytest.fixture
 async def link(watched: dev.Dev) -> AsyncIterator[Link]:
     """Requests to the master of a watched pool."""
-    network = ZmqNetwork()
+    network = TcpNetwork()
     yield network.connect(watched.address)
     network.close()
     check_invariants(watched.master.directory)

@@ -124,8 +124,8 @@ def master(
 ) -> None:
     """Run a master, the directory of blocks. Several may run at the same time."""
     from kvpool.master.service import Master
+    from kvpool.net.control_network import TcpNetwork
     from kvpool.net.tenants_file import TenantsFile
-    from kvpool.net.zmq_rpc import ZmqNetwork
 
     _prepare(die_with_parent)
     settings = settings_of(
@@ -146,8 +146,7 @@ def master(
     async def main() -> None:
         tenants = TenantsFile.of(settings)
         keys = tenants.keys if tenants is not None else None
-        port = settings.master.stream_port
-        network = ZmqNetwork(cluster_of(settings), keys, stream_port=port)
+        network = TcpNetwork(cluster_of(settings), keys)
         running = Master(settings.master, network)
         try:
             runtime.freeze_gc()
@@ -260,14 +259,14 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
     import asyncio
 
     from kvpool import registry
+    from kvpool.net.control_network import TcpNetwork
     from kvpool.net.tenants_file import TenantsFile
-    from kvpool.net.zmq_rpc import ZmqNetwork
     from kvpool.ops import metrics
     from kvpool.server.block_server import BlockServer
 
     wanted = settings.server
     tenants = TenantsFile.of(settings)
-    network = ZmqNetwork(cluster_of(settings))
+    network = TcpNetwork(cluster_of(settings))
     running: BlockServer | None = None
     try:
         transports = registry.transports(wanted.listen, strict=True)
@@ -405,12 +404,14 @@ async def _registered(running: BlockServer, settings: Config) -> None:
     """Wait for a master. Raises ConfigError if the id is still taken after a timeout."""
     import asyncio
 
-    from kvpool.net.diagnose import diagnose_unreachable
+    from kvpool.net.control_network import refusal_of
 
     loop = asyncio.get_running_loop()
     longest_s = settings.master.timeout_s + 2 * settings.server.heartbeat_s
     try:
         await running.wait_until_registered(loop.time() + longest_s)
     except Unavailable as error:
-        hint = await diagnose_unreachable(settings.server.masters, cluster_of(settings))
-        stderr.print(f"[yellow]no master yet:[/] {escape(str(error))}{hint}; still trying")
+        cluster = cluster_of(settings)
+        refused = [(one, await refusal_of(one, cluster)) for one in settings.server.masters]
+        hint = "".join(f"; {master}: {why}" for master, why in refused if why is not None)
+        stderr.print(f"[yellow]no master yet:[/] {escape(str(error) + hint)}; still trying")

@@ -50,8 +50,8 @@ def tenant_key(
 ) -> None:
     """Make the key file of a tenant, which its clients take as their secret file.
 
-    It holds the tenant's name and secret and the masters' public key: its owner can be a client of
-    this tenant, and neither a master nor a server.
+    It holds the tenant's name and secret and the hash of the masters' certificate: its owner can be
+    a client of this tenant, and neither a master nor a server.
     """
     settings = settings_of(config, {"cluster": cluster, "secret_file": secret_file})
     try:
@@ -67,7 +67,7 @@ def _make(name: str, secret_path: Path, out: Path, cluster: Cluster) -> bool:
     """Write the key; True when the tenant's secret was made, too. Raises ConfigError."""
     import msgspec
 
-    from kvpool.net.zmq_rpc import curve_keys
+    from kvpool.net.masters_certificate import masters_fingerprint
 
     if not is_tenant_name(name):
         raise ConfigError(
@@ -84,8 +84,7 @@ def _make(name: str, secret_path: Path, out: Path, cluster: Cluster) -> bool:
         raise ConfigError(
             f"{secret_path} holds the cluster's secret, expected one of the tenant's own"
         )
-    masters_key = curve_keys(cluster).masters_public.decode()
-    key = TenantKey(1, cluster.name, name, masters_key, secret)
+    key = TenantKey(2, cluster.name, name, masters_fingerprint(cluster), secret)
     _write(out, msgspec.json.encode(key) + b"\n")
     return made
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Final, Protocol
 
@@ -225,11 +224,7 @@ class Lookup:
             sets = [
                 WorkingSet(Namespace(name, parts), size, blocks, prompt)
                 for (name, parts, size, blocks), prompt in zip(
-                    answer.working_sets,
-                    itertools.chain(
-                        answer.prompts, itertools.repeat(0)
-                    ),  # an older master tells none
-                    strict=False,
+                    answer.working_sets, answer.prompts, strict=False
                 )
             ]
         except BadKey as error:

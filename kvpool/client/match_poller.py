@@ -29,9 +29,9 @@ from kvpool.errors import (
     Unavailable,
     UsageError,
 )
+from kvpool.net.control_network import RECONNECT_AFTER_S
+from kvpool.net.polled_links import PolledLinks
 from kvpool.net.requests import PENDING_MAX
-from kvpool.net.zmq_polled import PolledLinks
-from kvpool.net.zmq_rpc import RECONNECT_AFTER_S
 from kvpool.types import Cluster, Match, Namespace, check_session
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import decode_envelope, envelope_id

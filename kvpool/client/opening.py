@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from kvpool import registry
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig, checked_client, checked_cluster
-from kvpool.errors import KvpoolError, MasterLost, Unavailable
-from kvpool.net.diagnose import diagnose_unreachable
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.errors import KvpoolError, Unavailable
+from kvpool.net.control_network import TcpNetwork
 from kvpool.types import Cluster
 
 
@@ -58,7 +57,7 @@ def client_config(
 
 async def _connect(config: ClientConfig, cluster: Cluster) -> Pool:
     transports = registry.transports(config.transports)
-    network = ZmqNetwork(cluster)
+    network = TcpNetwork(cluster)
     try:
         pool = _pool_class()(
             config, cluster=cluster, network=network, transports=transports, owns_network=True
@@ -69,9 +68,6 @@ async def _connect(config: ClientConfig, cluster: Cluster) -> Pool:
     try:
         # Patient: a master to which hundreds of clients connect at once answers after seconds.
         await pool._servers.refresh(pool._context.begin(None), patient=True)
-    except MasterLost as error:
-        await pool.close()
-        raise MasterLost(f"{error}{await diagnose_unreachable(config.masters, cluster)}") from None
     except BaseException:
         await pool.close()
         raise

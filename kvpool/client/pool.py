@@ -173,7 +173,7 @@ class Pool:
         namespace = self._context.own(namespace)
         deadline, began = self._context.begin(timeout), self._context.loop.time()
         match = await self._context.lookup.match(namespace, chain, deadline, session)
-        self.durations.record("match", "zmq", self._context.loop.time() - began)
+        self.durations.record("match", "tcp", self._context.loop.time() - began)
         return match
 
     async def contains(

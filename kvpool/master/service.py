@@ -167,15 +167,15 @@ class Master:
 
     @property
     def refused_connections(self) -> int:
-        """Connections that were refused for their key, as far as the network knows."""
+        """Connections that were refused, as they proved nothing."""
         network = self._network
         return network.refused_connections if isinstance(network, CountsConnections) else 0
 
     @property
-    def streams(self) -> int:
-        """Callers that ask on a stream of their own."""
+    def callers(self) -> int:
+        """Connections on which callers ask now."""
         network = self._network
-        return network.streams if isinstance(network, CountsConnections) else 0
+        return network.callers if isinstance(network, CountsConnections) else 0
 
     def uptime_s(self, now: float) -> float:
         return max(0.0, now - self._started)

@@ -24,7 +24,7 @@ import zmq
 from kvpool import logs
 from kvpool.errors import ConfigError
 from kvpool.kv_events import EventBatch, KVEvent, batches, encode_batch
-from kvpool.net.zmq_address import bind
+from kvpool.net.event_address import bind
 from kvpool.supervision import Supervisor
 
 log = logs.get("kvpool.events")

@@ -18,7 +18,7 @@ import zmq.asyncio
 from kvpool import logs
 from kvpool.errors import BadMessage, ConfigError
 from kvpool.kv_events import BATCH_BYTES_MAX, EventBatch, decode_batch
-from kvpool.net.zmq_address import answers_on_ipv6, is_ipv6, is_named
+from kvpool.net.event_address import answers_on_ipv6, is_ipv6, is_named
 
 log = logs.get("kvpool.events")
 

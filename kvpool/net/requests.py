@@ -1,8 +1,8 @@
 """Requests and replies of the control plane, without sockets.
 
 `PendingRequests` is the caller's side: ids, deadlines, and the caller that waits for each reply.
-`answer` is the master's side: from the bytes of a request to the bytes of its reply. zmq carries
-these bytes in production (`kvpool.net.zmq_rpc`), a simulated network in the simulator.
+`answer` is the master's side: from the bytes of a request to the bytes of its reply. TCP carries
+these bytes in production (`kvpool.net.control_network`), a simulated network in the simulator.
 (design: control-plane)
 """
 
@@ -47,21 +47,15 @@ class PendingRequests:
         self._pending: dict[int, asyncio.Future[Envelope | KvpoolError]] = {}
         self._messages: dict[int, bytes] = {}
         self._closed = False
+        #: Why there is no answer, as far as that is known.
+        self.problem = ""
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def __contains__(self, id: int) -> bool:
-        return id in self._pending
-
-    @property
-    def last_id(self) -> int:
-        """That of the request that was sent last; each one's is larger than those before it."""
-        return self._next_id
-
-    def unanswered(self, after: int) -> list[tuple[int, bytes]]:
-        """The requests after this id that still wait, as they were transmitted."""
-        return [item for item in self._messages.items() if item[0] > after]
+    def unanswered(self) -> list[bytes]:
+        """The requests that still wait, as they were transmitted."""
+        return list(self._messages.values())
 
     async def send(
         self, type: int, body: bytes, transmit: Callable[[int, bytes], None], deadline: float
@@ -110,13 +104,19 @@ class PendingRequests:
     def close(self) -> None:
         """End every pending request with Closed, and refuse new ones."""
         self._closed = True
+        self.fail(Closed(f"the link to master {self._address} was closed"))
+
+    def fail(self, error: KvpoolError) -> None:
+        """End every pending request with this error."""
         for future in self._pending.values():
             if not future.done():
-                future.set_result(Closed(f"the link to master {self._address} was closed"))
+                future.set_result(error)
 
     def _expire(self, future: asyncio.Future[Envelope | KvpoolError]) -> None:
         if not future.done():
-            future.set_result(DeadlineExceeded(f"master {self._address} did not answer in time"))
+            why = f": {self.problem}" if self.problem else ""
+            late = f"master {self._address} did not answer in time{why}"
+            future.set_result(DeadlineExceeded(late))
 
 
 def answer(handler: Handler, cluster: int, message: bytes, caller: Caller) -> bytes | None:

@@ -13,9 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import zmq
-from zmq.utils import z85
-
 from kvpool import logs
 from kvpool.config import Config, cluster_of, read_secret
 from kvpool.errors import ConfigError
@@ -23,7 +20,6 @@ from kvpool.file_stamp import Stamp, stamp
 from kvpool.supervision import Supervisor
 from kvpool.tenants import Tenant, TenantKeys, parse_tenants
 from kvpool.types import Cluster
-from kvpool.wire import auth
 
 log = logs.get("kvpool.tenants")
 
@@ -38,7 +34,6 @@ class _Loaded(NamedTuple):
 
     tenants: dict[str, Tenant]
     secrets: dict[str, tuple[bytes, ...]]
-    client_keys: dict[bytes, str]
 
 
 class TenantsFile:
@@ -103,7 +98,7 @@ class TenantsFile:
             return False
         self._stamps = {}  # also of a bad file: it is warned of once
         try:
-            # In a thread: files may be slow, and keys of many tenants take their time.
+            # In a thread: files may be slow.
             loaded = await asyncio.to_thread(self._read, self._stamps)
         except ConfigError as error:
             log.warning("the tenants file is refused, the one before stays", why=str(error))
@@ -113,7 +108,7 @@ class TenantsFile:
 
     def _apply(self, loaded: _Loaded) -> None:
         before, self.tenants = self.tenants, loaded.tenants
-        self.keys.replace(loaded.secrets, loaded.client_keys)
+        self.keys.replace(loaded.secrets)
         if before:
             log.info(
                 "the tenants file was read",
@@ -130,7 +125,6 @@ class TenantsFile:
         tenants = parse_tenants(_read_yaml(self._path), str(self._path))
         secrets: dict[str, tuple[bytes, ...]] = {}
         owners = {self._cluster.secret: "the cluster"}
-        client_keys: dict[bytes, str] = {}
         for name, tenant in tenants.items():
             what = f"tenants file {self._path}: tenant {name!r}"
             read = []
@@ -148,10 +142,8 @@ class TenantsFile:
                     )
                 owners[secret] = f"tenant {name!r}, too"
                 read.append(secret)
-                seen = Cluster(self._cluster.name, secret, name)
-                client_keys[zmq.curve_public(z85.encode(auth.client_key(seen)))] = name
             secrets[name] = tuple(read)
-        return _Loaded(tenants, secrets, client_keys)
+        return _Loaded(tenants, secrets)
 
 
 def _read_yaml(path: Path) -> object:

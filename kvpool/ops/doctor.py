@@ -33,8 +33,7 @@ from kvpool.config import (
 from kvpool.device_copy import first_line
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.memory_limits import MemoryLimits, tightest
-from kvpool.net.diagnose import diagnose_unreachable
-from kvpool.net.zmq_rpc import ZmqNetwork, stream_problem
+from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.demand import judged, memory_of
 from kvpool.ops.finding import Finding, tried, unchecked
 from kvpool.ops.own_host import examine_settings, wanted_memory
@@ -63,16 +62,14 @@ async def examine(settings: Config) -> list[Finding]:
     )
     known: dict[str, list[Member]] = {}
     for address in dict.fromkeys(settings.client.masters):
-        ask, ask_stream = (partial(one, settings, address) for one in (_master, _stream))
-        findings += await tried(f"master {address}", partial(ask, known))
-        if findings[-1].verdict == "ok":
-            findings += await tried(f"stream to master {address}", ask_stream)
+        ask = partial(_master, settings, address, known)
+        findings += await tried(f"master {address}", ask)
     about = [*untold(known), *await tried("pool", lambda: _pool(settings))]
     return findings + _unchecked(about) + about
 
 
 def _python() -> Finding:
-    packages = ", ".join(f"{name} {version(name)}" for name in ("kvpool", "pyzmq", "msgspec"))
+    packages = ", ".join(f"{name} {version(name)}" for name in ("kvpool", "msgspec"))
     return Finding("python", "ok", f"{platform.python_version()}, {packages}")
 
 
@@ -232,10 +229,11 @@ async def _master(
             started = time.perf_counter()
             members = await pool.members()
     except KvpoolError as error:
-        hint = await diagnose_unreachable([address], cluster_of(settings))
-        why, advice = ("", "see secret_file") if hint else await unreachable(address)
+        why, advice = (
+            ("", "see secret_file") if "secret" in str(error) else await unreachable(address)
+        )
         advice = advice or "it is there: do as it says, or look at its log and its host"
-        return Finding(f"master {address}", "fail", why or f"{error}{hint}", advice)
+        return Finding(f"master {address}", "fail", why or str(error), advice)
     if known is not None:
         known[address] = members
     took_ms = (time.perf_counter() - started) * 1e3
@@ -246,16 +244,6 @@ async def _master(
             f"master {address}", "fail", text, f"start one: kvpool server --masters {address}"
         )
     return Finding(f"master {address}", "ok", text)
-
-
-async def _stream(settings: Config, address: str) -> Finding:
-    """Whether requests to this master need not go by zmq."""
-    check = f"stream to master {address}"
-    problem = await stream_problem(cluster_of(settings), address)
-    if not problem:
-        return Finding(check, "ok", "requests of callers that ask often travel on it")
-    advice = "zmq carries all, a little later; see master.stream_port, and firewalls"
-    return Finding(check, "warn", problem, advice)
 
 
 async def _pool(settings: Config) -> list[Finding]:
@@ -500,7 +488,7 @@ def _client(cluster: Cluster, config: ClientConfig) -> Pool:
     return Pool(
         config,
         cluster=cluster,
-        network=ZmqNetwork(cluster),
+        network=TcpNetwork(cluster),
         transports=registry.transports(config.transports),
         owns_network=True,
     )

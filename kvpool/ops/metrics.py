@@ -122,10 +122,10 @@ def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
         yield refusals
         yield CounterMetricFamily(
             "kvpool_master_refused_connections",
-            "that showed no key of the cluster or a tenant, where there are tenants, or no token",
+            "that did not prove, or not in time, that they may ask",
             master.refused_connections,
         )
-        yield _gauge("kvpool_master_streams", "callers that ask on one", master.streams)
+        yield _gauge("kvpool_master_callers", "connections on which they ask", master.callers)
         matches = CounterMetricFamily(
             "kvpool_master_matches", "of clients, by what ended them", labels=["stopped"]
         )

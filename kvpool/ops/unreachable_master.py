@@ -8,8 +8,9 @@ import socket
 from typing import Final
 
 from kvpool.addresses import is_everywhere, join, split
-from kvpool.net.diagnose import mechanism
-from kvpool.net.zmq_address import endpoint
+from kvpool.errors import BadFrame, Unavailable
+from kvpool.net.control_network import master_address, refusal_of
+from kvpool.types import Cluster
 
 #: Longest wait for a name, and for a connection.
 _STEP_S: Final = 1.0
@@ -19,13 +20,10 @@ _NO_WAY: Final = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, er
 async def unreachable(address: str) -> tuple[str, str]:
     """What is wrong and what to do about it; two empty texts where a master greets.
 
-    Takes 2.3 s at most. Raises ConfigError for what is no address.
+    Takes 7 s at most. Raises ConfigError for what is no address.
     """
-    parts = split(endpoint(address))
-    if parts is None:
-        return "", ""  # an ipc
-    scheme, host, port = parts
-    if scheme != "tcp":
+    scheme, host, port = split(address) or ("", *master_address(address))
+    if scheme not in ("", "tcp"):
         return f"{scheme}:// is no scheme of a master's address", f"give {join(host, port)}"
     if is_everywhere(host):
         return (
@@ -43,7 +41,7 @@ async def unreachable(address: str) -> tuple[str, str]:
         )
     if found := await _connecting(host, port):
         return found
-    if await mechanism(address) is None:
+    if isinstance(await refusal_of(address, Cluster()), BadFrame | Unavailable):
         return (
             "what listens there is no master",
             "give the port of `kvpool master --bind`: not that of --http, nor of a server",

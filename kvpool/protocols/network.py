@@ -1,4 +1,4 @@
-"""How control messages travel: zmq in production, a simulated network in tests."""
+"""How control messages travel: over TCP in production, a simulated network in tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from kvpool.protocols.transport import Listener
 class Caller(NamedTuple):
     """Who sent a request: the address of its host, without a port (empty if the network does not
     know it), and the tenant whose secret it knows; no tenant: a server, an operator, or a client of
-    a pool without tenants. `key` is what it has shown to prove that, where masters ask for it."""
+    a pool without tenants."""
 
     address: str = ""
     tenant: str = ""
-    key: str = ""
 
 
 #: Answers one request: (type, body, caller) to (type, body). Synchronous, so no other request can
@@ -47,16 +46,16 @@ class CountsConnections(Protocol):
     """A network that counts the connections to what it serves."""
 
     @property
-    def streams(self) -> int:
-        """Callers that ask on a stream (design: control-plane)."""
+    def callers(self) -> int:
+        """Connections on which callers ask now (design: control-plane)."""
 
     @property
     def refused_connections(self) -> int:
-        """Connections to what it serves that were refused, because they showed no valid key."""
+        """Connections to what it serves that were refused, because they proved nothing."""
 
 
 class Network(Protocol):
-    """Connections for control messages: zmq in production, simulated in tests
+    """Connections for control messages: over TCP in production, simulated in tests
     (design: control-plane)."""
 
     @property

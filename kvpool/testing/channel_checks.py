@@ -282,7 +282,7 @@ async def a_tenants_client_is_known_or_refused(stage: Stage) -> None:
     """One that proves a tenant's secret is that tenant's to the server, or gets a PeerError; one
     with another secret gets a PeerError, and so does one that asks for what is not its own."""
     keys = TenantKeys()
-    keys.replace({"acme": (b"acme's own",)}, {})
+    keys.replace({"acme": (b"acme's own",)})
     stage.recorder.tenants = keys
     stage.recorder.cluster = CLUSTER._replace(secret=b"the cluster's")
     theirs, mine = Namespace("@globex/model"), Namespace("@acme/model")

@@ -19,7 +19,7 @@ from kvpool import registry
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.config import ServerConfig, TierSpec
 from kvpool.errors import KvpoolError
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import (
     Addressable,
     Channel,
@@ -687,7 +687,7 @@ async def staged(check: str, make: Callable[[], Transport], address: str) -> Asy
     """A stage for one check of a transport, and its end."""
     tier = registry.tier(TierSpec("dram", "", CAPACITY, {}), prefault=False)
     config = ServerConfig(id="conformance", masters=[], listen=[])
-    network = ZmqNetwork(CLUSTER)
+    network = TcpNetwork(CLUSTER)
     server = BlockServer(config, cluster=CLUSTER, network=network, transports={}, tiers=[tier])
     # Without budgets: a channel passes on NOT_YET, and a client asks again (design: budgets).
     server.store.held.limits = Limits.of(1 << 40, 1 << 40)

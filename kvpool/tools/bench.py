@@ -31,7 +31,7 @@ from kvpool.client.opening import connect
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.errors import Corrupt
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.tools.replay_report import quantiles
 from kvpool.tools.subprocesses import process_of, servers_up
 from kvpool.types import Namespace, ReadResult, WriteStatus
@@ -178,13 +178,13 @@ class _Work:
                     raise Corrupt(f"matched {match.length} of {_CHAIN} blocks")
             await pool.remove(_NAMESPACE, chain)
         p50, p99 = quantiles(seconds)
-        bare = quantiles(await self._bare_zmq())[0]
-        what, limit = f"match of {_CHAIN} blocks, p50 / p99", f"bare zmq {bare * 1e6:.0f} us"
+        bare = quantiles(await self._bare_answer())[0]
+        what, limit = f"match of {_CHAIN} blocks, p50 / p99", f"bare answer {bare * 1e6:.0f} us"
         self._add(what, _micro(p50, p99), limit, p50 / bare, "p50 <= 300 us", p50 <= 300e-6)
 
-    async def _bare_zmq(self) -> list[float]:
-        """Round trips of as many bytes through zmq to another process that does nothing else."""
-        network = ZmqNetwork()
+    async def _bare_answer(self) -> list[float]:
+        """Round trips of as many bytes to another process that does nothing else."""
+        network = TcpNetwork()
         try:
             async with process_of("kvpool.tools.bench", "echo") as echo:
                 link = network.connect(await echo.line())
@@ -350,8 +350,8 @@ def _send_for_ever() -> None:
 
 
 async def _echo() -> None:
-    """The other end of `_bare_zmq`."""
-    network = ZmqNetwork()
+    """The other end of `_bare_answer`."""
+    network = TcpNetwork()
     listener = await network.serve("127.0.0.1:0", lambda type, body, _: (type, b""))
     print(listener.address, flush=True)
     await process.wait_for_signal()

@@ -94,8 +94,6 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.ChangesReply: _NO_REQUEST,
     wire.Snapshot: _OPERATOR,
     wire.SnapshotReply: _NO_REQUEST,
-    wire.AskStream: _ANSWERED,  # what comes on the stream is checked as everything is
-    wire.StreamOffer: _NO_REQUEST,
 }
 
 

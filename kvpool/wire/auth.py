@@ -8,30 +8,27 @@ Data plane, over any stream:
     server    Welcome
 
 A proof is an HMAC-SHA256 over who proves and both nonces, so none is good for another connection or
-for the other side. Control plane: zmq's CURVE, which encrypts, too; the master's long-term key is
-made from the secret and its public half is never sent, so that who lacks the secret can say
-nothing that the master would open, nor answer in its place.
+for the other side. Control plane: the same proofs inside TLS, bound to its certificate, the
+caller's first (`kvpool.net.control_session`).
 
-A client of a tenant proves the tenant's secret instead. It cannot make the masters' key from that,
-so it is given the public half; with that half known to tenants, masters ask each client for a key
-of its own, which is made from its secret, too (design: tenants).
+A client of a tenant proves the tenant's secret instead. Other clients of its tenant could prove
+that, too, so it also knows the hash of the masters' certificate (design: tenants).
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Iterable
 from typing import Final
 
 from kvpool.errors import ConfigError
-from kvpool.tenants import TenantKeys
 from kvpool.types import Cluster
 
 NONCE_SIZE: Final = 32
 PROOF_SIZE: Final = 32
 TOKEN_SIZE: Final = 16
 KEY_ID_SIZE: Final = 8
-STREAM_KEY_SIZE: Final = 32
 
 
 def server_proof(
@@ -53,18 +50,6 @@ def same(proof: bytes, expected: bytes) -> bool:
     return hmac.compare_digest(proof, expected)
 
 
-def master_key(cluster: Cluster) -> bytes:
-    """The master's secret key for CURVE, 32 bytes."""
-    name = hashlib.sha256(cluster.name.encode()).digest()
-    return hmac.digest(cluster.secret, b"kvpool master key 1" + name, "sha256")
-
-
-def client_key(cluster: Cluster) -> bytes:
-    """The secret key for CURVE of everybody who knows this secret: of a tenant's clients, or of
-    masters, servers and operators. 32 bytes."""
-    return hmac.digest(cluster.secret, b"kvpool client key 1" + _names(cluster), "sha256")
-
-
 def key_id(cluster: Cluster, nonce: bytes) -> bytes:
     """Which of a tenant's secrets a client has. It differs with each nonce, so that who listens
     cannot count the clients of a tenant."""
@@ -72,11 +57,11 @@ def key_id(cluster: Cluster, nonce: bytes) -> bytes:
 
 
 def find_tenant(
-    keys: TenantKeys, cluster: Cluster, tenant: str, key: bytes, nonce: bytes
+    secrets: Iterable[bytes], cluster: Cluster, tenant: str, key: bytes, nonce: bytes
 ) -> Cluster | None:
-    """The cluster as a client of that tenant sees it, if one of the tenant's secrets fits to the
+    """The cluster as a client of that tenant sees it, if one of its `secrets` fits to the
     `key` of its `Hello`; None if there is none, or no such tenant."""
-    for secret in keys.secrets_of(tenant):
+    for secret in secrets:
         seen = Cluster(cluster.name, secret, tenant)
         if same(key_id(seen, nonce), key):
             return seen

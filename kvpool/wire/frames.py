@@ -1,7 +1,7 @@
 """Frames: the 16 bytes in front of everything, and the bounds on what may follow.
 
 Data plane (a byte stream):   "kv" | version u8 | type u8 | body u32 | payload u64
-Control plane (zmq message):  "kM" | version u8 | type u8 | cluster u32 | id u64
+Control plane (a message):     "kM" | version u8 | type u8 | cluster u32 | id u64
 
 The body is one msgspec message of the type the header names; the payload is raw block bytes, which
 are received straight into their destination. All integers are little-endian.

@@ -12,9 +12,7 @@ from typing import Final
 from kvpool.errors import BadFrame
 from kvpool.wire.frames import BODY_SIZE_MAX, HEADER_SIZE
 
-#: What sealing adds to a message.
-SEAL_SIZE: Final = 16
-MESSAGE_SIZE_MAX: Final = HEADER_SIZE + BODY_SIZE_MAX + SEAL_SIZE
+MESSAGE_SIZE_MAX: Final = HEADER_SIZE + BODY_SIZE_MAX
 
 _SIZE: Final = struct.Struct("<I")
 

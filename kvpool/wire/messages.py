@@ -50,7 +50,7 @@ from kvpool.types import (
     Text,
     Total,
 )
-from kvpool.wire.auth import KEY_ID_SIZE, NONCE_SIZE, PROOF_SIZE, STREAM_KEY_SIZE, TOKEN_SIZE
+from kvpool.wire.auth import KEY_ID_SIZE, NONCE_SIZE, PROOF_SIZE, TOKEN_SIZE
 
 #: Digests in one control-plane message.
 DIGESTS_MAX: Final = 16_384
@@ -118,7 +118,8 @@ class Keys(Message, frozen=True):
 
 
 class Hello(Message, frozen=True, omit_defaults=True):
-    """First message on a stream. With a nonce, the server must prove that it knows the secret.
+    """First message on a connection. With a nonce, the other side must prove that it knows the
+    secret; a master answers with one of its own.
 
     With shm, a `writer` asks for a writable descriptor. A client of a `tenant` asks for a proof
     with that tenant's secret; `key` says which of its secrets, see `kvpool.wire.auth`.
@@ -140,7 +141,7 @@ class Challenge(Message, frozen=True):
 
 
 class Proof(Message, frozen=True):
-    """The client does."""
+    """The client does; on the control plane, also the master."""
 
     proof: ProofBytes
 
@@ -760,22 +761,6 @@ class SnapshotReply(Message, frozen=True):
     more: bool
 
 
-class AskStream(Message, frozen=True):
-    """Asks for a stream on which this caller's requests to the master travel from then on
-    (design: control-plane)."""
-
-
-class StreamOffer(Message, frozen=True):
-    """The master's port for streams, and what to say there first. Keys of the caller and of the
-    master: what each of them sends is sealed with its own; without keys nothing is. Port 0: there
-    is no stream, and `problem` says why."""
-
-    port: Annotated[int, Meta(ge=0, lt=2**16)]
-    token: Annotated[bytes, Meta(max_length=TOKEN_SIZE)]
-    keys: Annotated[bytes, Meta(max_length=2 * STREAM_KEY_SIZE)]
-    problem: Text
-
-
 #: The type byte in the frame header. Numbers are for ever; new messages get new ones.
 TYPES: Final[dict[type[Message], int]] = {
     Error: 1,
@@ -836,8 +821,6 @@ TYPES: Final[dict[type[Message], int]] = {
     Snapshot: 58,
     SnapshotReply: 59,
     FindChain: 60,
-    AskStream: 61,
-    StreamOffer: 62,
     Holdings: 63,
     HoldingsReply: 64,
     RemoveAll: 65,

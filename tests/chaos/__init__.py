@@ -4,6 +4,6 @@
 
 Masters, block servers and clients are processes of their own on loopback. Proxies between them
 delay, stall, chop and cut the traffic. The simulator (`tests.simulation`) reaches rarer states and
-can repeat them exactly. Here nothing is simulated: the kernel, zmq, uvloop, shared memory and
+can repeat them exactly. Here nothing is simulated: the kernel, uvloop, shared memory and
 kill -9 are real. A seed repeats the faults and their order, but not their consequences.
 """

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from kvpool.errors import PeerError
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.types import Namespace, ReadStatus, ServerStats
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
@@ -24,7 +24,7 @@ async def impersonate(
 
     Raises Unavailable when the master does not answer.
     """
-    network = ZmqNetwork()
+    network = TcpNetwork()
     try:
         link = network.connect(master)
 

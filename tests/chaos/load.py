@@ -27,7 +27,7 @@ from kvpool import runtime as process
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.errors import Unavailable
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
 from kvpool.tools.workloads import Payload
 from kvpool.types import ROOT, Cluster, Match, Namespace, ReadStatus, WriteStatus
@@ -375,7 +375,7 @@ async def main() -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     setup = json.loads(await reader.readline())
     files = _open_files()
-    network = ZmqNetwork()
+    network = TcpNetwork()
     transports: dict[str, Transport] = {
         scheme: RoutedTcp(setup["routes"]) if scheme == "tcp" else registry.transport(scheme)
         for scheme in setup["transports"]

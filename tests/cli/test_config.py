@@ -65,7 +65,6 @@ DEFAULTS = {
         "servers_per_host_max": 64,
         "blocks_max": 50_000_000,
         "http": "",
-        "stream_port": 0,
         "insecure": False,
     },
     "server": {

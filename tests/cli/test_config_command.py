@@ -18,7 +18,7 @@ from kvpool.errors import ConfigError
 
 FILE = """
 cluster: from-file
-master: {stream_port: 0}
+master: {insecure: false}
 server: {capacity: 1GiB, heartbeat_s: 250ms, masters: [a:1, b:2]}
 """
 
@@ -52,13 +52,13 @@ def test_it_shows_where_each_value_comes_from(tmp_path: Path) -> None:
     assert shown["server.heartbeat_s"] == ["0.25 s", f"file {file}"]
     assert shown["server.masters"] == ["a:1, b:2", f"file {file}"]
     assert shown["client.masters"] == ["127.0.0.1:7450", "default"]
-    assert shown["master.stream_port"] == ["0", f"file {file}"]  # the default, and yet chosen
+    assert shown["master.insecure"] == ["no", f"file {file}"]  # the default, and yet chosen
     assert shown["client.hedge_s"] == ["0.1 s", "default"]
     told = {one["setting"]: one for one in json.loads(config("--json", **given).stdout)}
     assert told["server.capacity"]["value"] == 2 << 30
     assert told["server.id"]["source"] == "environment KVPOOL_SERVER_ID"
     assert len(told) == len(shown) - 1  # the heading
-    assert "38 settings are valid, 1 are not the default" in config("server.id=x").stdout
+    assert "37 settings are valid, 1 are not the default" in config("server.id=x").stdout
 
 
 @pytest.mark.parametrize(

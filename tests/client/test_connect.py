@@ -26,7 +26,7 @@ from kvpool import (
 from kvpool.config import MasterConfig
 from kvpool.errors import Unavailable
 from kvpool.master.service import Master
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from tests.conftest import NAMESPACE, buffers, keys, values
 
 HERD = 200
@@ -44,7 +44,7 @@ async def test_a_master_that_answers_late_is_waited_for() -> None:
     config = ClientConfig(masters=[address], timeout_s=10.0, attempt_s=0.1)
     connecting = asyncio.create_task(connect(config=config))
     await asyncio.sleep(0.8)
-    network = ZmqNetwork()
+    network = TcpNetwork()
     master = Master(MasterConfig(bind=address), network)
     await master.start()
     async with await connecting as pool:
@@ -63,7 +63,7 @@ async def test_without_a_master_it_ends_after_its_timeout() -> None:
 
 async def test_two_hundred_clients_come_at_once() -> None:
     """Each waits longer than one attempt: the master and all of them share this loop."""
-    network = ZmqNetwork()
+    network = TcpNetwork()
     master = Master(MasterConfig(bind="127.0.0.1:0"), network)
     await master.start()
     config = ClientConfig(masters=[master.address], timeout_s=120.0, attempt_s=0.05)

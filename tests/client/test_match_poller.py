@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import os
+import queue
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-import zmq
 
 import kvpool.sync
 from kvpool import (
@@ -29,6 +32,8 @@ from kvpool import (
 )
 from kvpool.client import lookup as lookup_module
 from kvpool.errors import Overloaded
+from kvpool.net.control_network import TcpNetwork
+from kvpool.net.control_session import MasterSession
 from kvpool.wire.frames import cluster_id, decode_envelope, encode_envelope
 from kvpool.wire.messages import Error, FindReply, encode
 from tests.conftest import keys
@@ -45,36 +50,99 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
+class Peer(NamedTuple):
+    """A connection of a poller, at its master."""
+
+    socket: socket.socket
+    session: MasterSession
+
+
 class FakeMaster:
-    """A master's socket; the test is the master."""
+    """A master that shakes hands in a thread; for all else the test is the master."""
 
-    def __init__(self, context: zmq.Context[Any]) -> None:
-        self.socket = context.socket(zmq.ROUTER)
-        self.address = f"127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+    def __init__(self, address: str = "127.0.0.1:0") -> None:
+        host, _, port = address.partition(":")
+        self._listening = socket.create_server((host, int(port)))
+        self.address = f"{host}:{self._listening.getsockname()[1]}"
+        self._requests: queue.Queue[tuple[Peer, int]] = queue.Queue()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
 
-    def take(self, within_s: float = 5.0) -> tuple[bytes, int]:
-        assert self.socket.poll(within_s * 1e3), "no request"
-        peer, message = self.socket.recv_multipart()
-        return peer, decode_envelope(message, CLUSTER).id
+    def _run(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select(0.01):
+                if key.fileobj is self._listening:
+                    accepted, _address = self._listening.accept()
+                    session = MasterSession(
+                        Cluster(), lambda tenant: (), None, b"", lambda tenant: None
+                    )
+                    accepted.sendall(session.take())
+                    self._selector.register(accepted, selectors.EVENT_READ, Peer(accepted, session))
+                else:
+                    self._hear(key.data)
 
-    def reply(self, peer: bytes, id: int, message: Any) -> None:
-        self.socket.send_multipart([peer, encode_envelope(message_type(message), CLUSTER, id, b"")])
+    def _hear(self, peer: Peer) -> None:
+        try:
+            data = peer.socket.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(peer.socket)
+            peer.socket.close()
+            return
+        for message in peer.session.feed(data):
+            self._requests.put((peer, decode_envelope(message, CLUSTER).id))
+        peer.socket.sendall(peer.session.take())
+
+    def poll(self, wait_ms: float) -> bool:
+        """Whether there is a request; waits for one."""
+        until = time.monotonic() + wait_ms / 1e3
+        while self._requests.empty():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def take(self, within_s: float = 5.0) -> tuple[Peer, int]:
+        assert self.poll(within_s * 1e3), "no request"
+        return self._requests.get()
+
+    def reply(self, peer: Peer, id: int, message: Any) -> None:
+        type, body = encode(message)
+        with contextlib.suppress(OSError):  # it may have left a master that was silent
+            peer.socket.sendall(peer.session.seal(encode_envelope(type, CLUSTER, id, body)))
 
     def answer(self, message: Any) -> None:
-        peer, id = self.take()
-        type, body = encode(message)
-        self.socket.send_multipart([peer, encode_envelope(type, CLUSTER, id, body)])
+        self.reply(*self.take(), message)
 
+    def hang_up(self) -> None:
+        """As a master that ends connections which nobody uses."""
+        for key in list(self._selector.get_map().values()):
+            if key.fileobj is not self._listening:
+                key.data.socket.shutdown(socket.SHUT_RDWR)
 
-def message_type(message: Any) -> int:
-    return encode(message)[0]
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
 
 
 @pytest.fixture
 def fakes() -> Iterator[Callable[[int], list[FakeMaster]]]:
-    context: zmq.Context[Any] = zmq.Context()
-    yield lambda count: [FakeMaster(context) for _ in range(count)]
-    context.destroy(linger=0)
+    made: list[FakeMaster] = []
+
+    def make(count: int) -> list[FakeMaster]:
+        made.extend(FakeMaster() for _ in range(count))
+        return made[-count:]
+
+    yield make
+    for one in made:
+        one.close()
 
 
 @pytest.fixture
@@ -214,12 +282,9 @@ def test_a_lookup_is_sent_when_the_master_comes(refusing: str, open_poller: Open
         assert poller.poll(0.005) == []
     assert not poller.is_sent("a")
     assert not poller.connected
-    context: zmq.Context[Any] = zmq.Context()
+    master = FakeMaster(refusing)
     try:
-        master = FakeMaster.__new__(FakeMaster)
-        master.socket = context.socket(zmq.ROUTER)
-        master.socket.bind(f"tcp://{refusing}")
-        until_s = time.monotonic() + 10  # zmq connects within a second
+        until_s = time.monotonic() + 10  # it connects within a second
         while not poller.is_sent("a"):
             poller.poll(0.005)
             assert time.monotonic() < until_s
@@ -227,7 +292,7 @@ def test_a_lookup_is_sent_when_the_master_comes(refusing: str, open_poller: Open
         master.answer(miss())
         until(poller)
     finally:
-        context.destroy(linger=0)
+        master.close()
 
 
 def test_another_master_is_asked_when_one_sends_nothing_or_refuses(
@@ -240,18 +305,20 @@ def test_another_master_is_asked_when_one_sends_nothing_or_refuses(
     poller.start("warm", [(SPACE, keys("x", 1))])
     while not poller.is_sent("warm"):
         poller.poll(0.005)
-    (first if first.socket.poll(1000) else second).answer(miss())
+    (first if first.poll(1000) else second).answer(miss())
     until(poller)
-    time.sleep(0.2)  # both are connected
+    until_s = time.monotonic() + 0.2
+    while time.monotonic() < until_s:  # both are connected
+        poller._links.receive(0.01)
     for master in (first, second):
-        while master.socket.poll(0):  # both may have been asked, as neither was connected
+        while master.poll(0):  # both may have been asked, as neither was connected
             master.take()
     preferred, other = (first, second) if poller._preferred == 0 else (second, first)
 
     poller.start("slow", [(SPACE, keys("x", 1))])
     preferred.take()
     poller.poll()
-    assert not other.socket.poll(50)
+    assert not other.poll(50)
     clock.ahead_s += 2.1
     poller.poll()
     other.answer(miss())
@@ -260,7 +327,7 @@ def test_another_master_is_asked_when_one_sends_nothing_or_refuses(
 
     poller.start("refused", [(SPACE, keys("x", 1))])  # the one that answered is asked first
     preferred.answer(Error("Overloaded", "busy"))
-    while not other.socket.poll(1):
+    while not other.poll(1):
         poller.poll(0.001)
     other.answer(Error("Overloaded", "busy, too"))
     assert until(poller) == (Match((), 0, ReadStatus.NO_MASTER),)
@@ -284,7 +351,7 @@ def test_a_request_that_has_ended_is_not_ended_again(
         while len(asked) < 2:
             clock.ahead_s += 0.2
             poller.poll(0.005)
-            asked += [master for master in masters if master.socket.poll(1) and master not in asked]
+            asked += [master for master in masters if master.poll(1) and master not in asked]
         for master in asked:
             master.answer(answer)
         until(poller)
@@ -303,11 +370,11 @@ def test_all_pages_of_a_lookup_have_one_deadline(
     clock = Clock()
     poller = open_poller(master.address, clock=clock, attempt_s=20.0, hedge_s=20.0)
     poller.start("a", [(SPACE, keys("x", 4))])
-    while not master.socket.poll(1):
+    while not master.poll(1):
         poller.poll(0.005)
     clock.ahead_s += 12.0
     master.answer(FindReply([(0, 1, [("s", "dram", 0)])], b""))
-    while not master.socket.poll(1):
+    while not master.poll(1):
         assert poller.poll(0.005) == []
     clock.ahead_s += 9.0
     (found,) = until(poller, within_s=3.0)
@@ -329,6 +396,54 @@ def test_a_link_that_was_never_answered_is_opened_again(
         clock.ahead_s += 2.1
         until(poller)
     assert len(peers) > 1
+
+
+def test_a_connection_that_nobody_used_is_opened_again_at_once(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    (master,) = fakes(1)
+    poller = open_poller(master.address)
+    for _ in range(2):
+        poller.start("a", [(SPACE, keys("x", 1))])
+        while not master.poll(1):
+            poller.poll(0.005)
+        master.answer(miss())
+        assert until(poller)[0].stopped is ReadStatus.NEVER_WRITTEN
+        master.hang_up()
+        time.sleep(0.02)
+
+
+def test_a_poller_finds_a_master_by_name_and_with_a_secret() -> None:
+    cluster = Cluster("default", b"0123456789abcdef")
+    stop, started = threading.Event(), threading.Event()
+    addresses: list[str] = []
+
+    async def serve() -> None:
+        network = TcpNetwork(cluster)
+        listener = await network.serve("127.0.0.1:0", lambda *_: encode(miss()))
+        addresses.append(listener.address.replace("127.0.0.1", "localhost"))
+        started.set()
+        while not stop.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        network.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    started.wait(10)
+    config = ClientConfig(masters=addresses, attempt_s=10.0)
+    pollers = [MatchPoller(config, one) for one in (cluster, cluster._replace(secret=b"x" * 16))]
+    try:
+        pollers[0].start("a", [(SPACE, keys("x", 1))])
+        assert until(pollers[0])[0].stopped is ReadStatus.NEVER_WRITTEN
+        pollers[1].start("a", [(SPACE, keys("x", 1))])
+        for _ in range(20):
+            assert pollers[1].poll(0.005) == []
+        assert not pollers[1].is_sent("a")
+    finally:
+        for poller in pollers:
+            poller.close()
+        stop.set()
+        thread.join()
 
 
 def test_wrong_calls(
@@ -362,12 +477,11 @@ def test_a_poller_that_can_open_no_socket_keeps_the_one_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine's scheduler calls it: nothing of this is an error there."""
-    context: zmq.Context[Any] = zmq.Context()
-    master, clock = FakeMaster(context), Clock()
+    master, clock = FakeMaster(), Clock()
     poller = MatchPoller(ClientConfig(masters=[master.address]), Cluster(), clock)
 
     def refuse(*_: Any) -> Any:
-        raise zmq.ZMQError(errno.EMFILE)
+        raise OSError(errno.EMFILE, "Too many open files")
 
     try:
         poller.start("silent", [(SPACE, keys("chain", 2))])
@@ -376,7 +490,7 @@ def test_a_poller_that_can_open_no_socket_keeps_the_one_it_has(
         master.take()
         clock.ahead_s += 60.0
         with monkeypatch.context() as patch:
-            patch.setattr(zmq.Context, "socket", refuse)
+            patch.setattr(socket, "socket", refuse)
             (ended,) = poller.poll()
         assert ended.matches[0].stopped is ReadStatus.NO_MASTER
         poller.start("again", [(SPACE, keys("chain", 2))])
@@ -385,4 +499,4 @@ def test_a_poller_that_can_open_no_socket_keeps_the_one_it_has(
         master.take()
     finally:
         poller.close()
-        context.destroy(linger=0)
+        master.close()

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import ClientConfig, Pool, WriteStatus, admin, dev
 from kvpool.errors import Forbidden, LinkBroken
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
 from kvpool.types import Cluster
 from kvpool_transports.inproc import InprocTransport
@@ -82,7 +82,7 @@ async def client(transports: Mapping[str, Transport]) -> AsyncIterator[tuple[Poo
         async with Pool(
             config,
             cluster=Cluster(),
-            network=ZmqNetwork(),
+            network=TcpNetwork(),
             transports=transports,
             owns_network=True,
         ) as pool:
@@ -147,7 +147,7 @@ async def test_a_path_whose_connecting_is_silent_leaves_time_for_the_next() -> N
         async with Pool(
             writer._config,
             cluster=Cluster(),
-            network=ZmqNetwork(),
+            network=TcpNetwork(),
             transports={"mute": mute, "tcp": tcp},
             owns_network=True,
         ) as pool:
@@ -222,7 +222,7 @@ async def test_a_server_that_does_not_answer_is_asked_last_for_a_while() -> None
         async with Pool(
             config,
             cluster=Cluster(),
-            network=ZmqNetwork(),
+            network=TcpNetwork(),
             transports=transports,
             owns_network=True,
         ) as pool:

@@ -15,7 +15,7 @@ from kvpool.client.versions import WrittenBlock
 from kvpool.client.writer import best_status
 from kvpool.errors import Overloaded, PeerError
 from kvpool.master.state.placement import Placement
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Addressable, Channel, WriteOptions
 from kvpool.registry import transports
 from kvpool.runtime import Host
@@ -46,7 +46,7 @@ async def client_on(running: dev.Dev, host: str) -> AsyncIterator[Pool]:
     pool = Pool(
         config,
         cluster=Cluster(),
-        network=ZmqNetwork(),
+        network=TcpNetwork(),
         transports=transports(["tcp"]),
         owns_network=True,
         host=Host(host, host, host, lambda: 0),

@@ -16,13 +16,12 @@ from kvpool import ClientConfig, Cluster, Pool, addresses, dev
 from kvpool.config import load
 from kvpool.errors import ConfigError
 from kvpool.kv_events import EventBatch, encode_batch
-from kvpool.net import zmq_address, zmq_rpc
+from kvpool.net import event_address
 from kvpool.net.announced import announced, reachable
-from kvpool.net.diagnose import diagnose_unreachable
+from kvpool.net.control_network import TcpNetwork, master_address, refusal_of
 from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
 from kvpool.net.event_subscriber import EventSubscriber
 from kvpool.net.http_server import Page, PageView, pages
-from kvpool.net.zmq_rpc import ZmqNetwork, stream_problem
 from kvpool.protocols import Caller
 from kvpool_connector import settings
 from tests.conftest import NAMESPACE, buffers, keys, value
@@ -192,11 +191,8 @@ async def test_a_master_has_callers_over_ipv6(
     async with _pool("tcp://[::1]:0", bind=bind, cluster=cluster) as (running, pool):
         assert running.address.startswith("[::1]:")
         await _round_trip(pool)
-        async with asyncio.timeout(10):  # and what asks often, over a stream
-            while not running.master.streams:
-                await pool.members()
-        assert await stream_problem(cluster, running.address) == ""
-        assert await diagnose_unreachable([running.address], Cluster("default", bytes(32)))
+        assert await refusal_of(running.address, cluster) is None
+        assert await refusal_of(running.address, Cluster("default", bytes(32)))
 
 
 @ipv6
@@ -209,7 +205,7 @@ async def test_a_master_on_every_address_sees_one_host_under_one_name() -> None:
         seen.append(caller.address)
         return type, body
 
-    network = ZmqNetwork()
+    network = TcpNetwork()
     try:
         port = (await network.serve("[::]:0", answer)).address.rpartition(":")[2]
         for host in ("127.0.0.1", "[::1]"):
@@ -236,37 +232,32 @@ async def test_a_name_is_asked_which_family_answers(
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     with listener:
         port = listener.getsockname()[1]
-        assert await zmq_address.answers_on_ipv6(f"master.example:{port}") is (here == "::1")
+        assert await event_address.answers_on_ipv6(f"master.example:{port}") is (here == "::1")
 
 
 @ipv6
-async def test_a_link_goes_on_over_the_family_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = ZmqNetwork()
-    asked, known = asyncio.Event(), asyncio.Event()
+@pytest.mark.parametrize("here", ["127.0.0.1", "::1"])
+async def test_a_link_connects_to_the_address_of_a_name_that_answers(
+    here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
-    async def on_ipv6(address: str) -> bool:
-        asked.set()
-        await known.wait()
-        return True
+    def lookup(host: str, port: int, family: int = 0, *_: Any, **__: Any) -> list[Any]:
+        if host != "master.example":
+            return looked_up(host, port, family, *_, **__)
+        return [(family, socket.SOCK_STREAM, 6, "", (known[socket.AddressFamily(family)], port))]
 
-    listener = await network.serve("[::1]:0", lambda type, body, caller: (type, body))
-    monkeypatch.setattr(zmq_rpc, "answers_on_ipv6", on_ipv6)
-    monkeypatch.setattr(zmq_rpc, "is_named", lambda address: True)
-    monkeypatch.setattr(zmq_rpc, "is_ipv6", lambda address: False)
+    looked_up = socket.getaddrinfo
+    network = TcpNetwork()
+    listener = await network.serve(addresses.join(here, 0), lambda type, body, caller: (type, body))
+    port = listener.address.rpartition(":")[2]
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
     try:
-        link = network.connect(listener.address)  # over IPv4 at first: nobody is there
+        link = network.connect(f"master.example:{port}")
         deadline = asyncio.get_running_loop().time() + 5
-        request = asyncio.create_task(link.request(7, b"body", deadline=deadline))
-        await asked.wait()
-        assert not request.done()
-        known.set()
-        assert await request == (7, b"body")
-        known.clear()
-        network.connect(listener.address)  # and is closed while its name is asked
+        assert await link.request(7, b"body", deadline=deadline) == (7, b"body")
     finally:
         network.close()
-        async with asyncio.timeout(5):
-            await network.wait_closed()
 
 
 @ipv6
@@ -289,7 +280,7 @@ async def test_events_are_published_and_read_over_ipv6() -> None:
 @pytest.mark.parametrize("address", ["::1:7450", "fd00::7", "[::1]", "[::1]:x", "10.0.0.1"])
 def test_an_address_without_brackets_is_refused_with_an_example(address: str) -> None:
     with pytest.raises(ConfigError, match=r"\[::1\]:7450"):
-        zmq_address.endpoint(address)
+        master_address(address)
     with pytest.raises(ConfigError, match=r"expected host:port"):
         settings.parse({"masters": [address]})
 

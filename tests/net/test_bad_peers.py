@@ -17,7 +17,7 @@ import pytest
 
 from kvpool import ClientConfig, Pool, WriteStatus, admin, dev
 from kvpool.errors import LinkBroken, Overloaded, PeerError, Unauthenticated, Unavailable
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Channel, Link, WriteOptions
 from kvpool.types import ROOT, Cluster, ReadStatus, ServerStats, WriteBlock
 from kvpool.wire import messages as wire
@@ -221,7 +221,7 @@ async def test_a_master_that_lies(name: str) -> None:
             return wire.encode(wire.MembersReply("m", 0, 0, [], False))
         return wire.encode(lie) if lie is not None else (250, b"")
 
-    network = ZmqNetwork()
+    network = TcpNetwork()
     listener = await network.serve("127.0.0.1:0", handle)
     config = ClientConfig(masters=[listener.address], timeout_s=1.0)
     pair = keys("pair", 2)

@@ -16,7 +16,7 @@ from kvpool import ClientConfig, Cluster, MasterLost, ServerConfig, connect, dev
 from kvpool.config import MasterConfig
 from kvpool.errors import ConfigError, Unauthenticated
 from kvpool.master.service import Master
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.server.block_server import BlockServer
 from kvpool.server.eviction.lru import LRU
 from kvpool.wire import auth
@@ -35,7 +35,7 @@ STRANGERS = pytest.mark.parametrize("stranger", [THEIRS, Cluster()], ids=["anoth
 
 @asynccontextmanager
 async def pool_of(cluster: Cluster) -> AsyncIterator[dev.Dev]:
-    network = ZmqNetwork(cluster)
+    network = TcpNetwork(cluster)
     master = Master(MasterConfig(bind="127.0.0.1:0"), network)
     await master.start()
     server = BlockServer(
@@ -72,7 +72,7 @@ async def test_which_servers_may_be_reached_from_other_machines(
 ) -> None:
     transport = TcpTransport()
     transport.authenticated = asks  # type: ignore[misc]
-    network = ZmqNetwork(cluster)
+    network = TcpNetwork(cluster)
     server = BlockServer(
         ServerConfig(
             id="s", masters=["127.0.0.1:9"], listen=["tcp://0.0.0.0:0"], insecure=insecure
@@ -242,7 +242,7 @@ def test_white_space_round_a_secret_does_not_count(tmp_path: Path) -> None:
 
 
 async def test_with_a_secret_one_may_listen_beyond_loopback() -> None:
-    network = ZmqNetwork(OURS)
+    network = TcpNetwork(OURS)
     master = Master(MasterConfig(bind="0.0.0.0:0"), network)
     try:
         await master.start()

@@ -13,13 +13,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from kvpool import ClientConfig, connect, dev
+from kvpool import strangers as strangers_module
 from kvpool.errors import LinkBroken, Overloaded, Unauthenticated
-from kvpool.types import Cluster
-from kvpool.wire import auth
-from kvpool.wire import messages as wire
-from kvpool_transports.streams import server as serving
-from kvpool_transports.streams import strangers as strangers_module
-from kvpool_transports.streams.strangers import (
+from kvpool.strangers import (
     ADDRESSES_MAX,
     HANDSHAKES_MAX,
     LOG_EVERY_S,
@@ -27,6 +23,10 @@ from kvpool_transports.streams.strangers import (
     WRONG_PROOFS_PER_S,
     Strangers,
 )
+from kvpool.types import Cluster
+from kvpool.wire import auth
+from kvpool.wire import messages as wire
+from kvpool_transports.streams import server as serving
 from kvpool_transports.streams.stream import Stream, address_of
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.net.test_secret import OURS, pool_of

@@ -33,7 +33,7 @@ async def test_matches_reads_and_writes_are_timed_by_transport() -> None:
         (read,) = {one.transport for one in pool.durations.counts() if one.operation == "read"}
         value = registry.get_sample_value
         labels = {"transport": read}
-        assert value("kvpool_client_match_duration_seconds_count", {"transport": "zmq"}) == 1
+        assert value("kvpool_client_match_duration_seconds_count", {"transport": "tcp"}) == 1
         assert value("kvpool_client_read_duration_seconds_count", labels) == 2
         assert value("kvpool_client_write_duration_seconds_count", labels) == 1
         for operation in ("read", "write"):
@@ -104,8 +104,8 @@ async def test_another_thread_may_ask_while_the_client_counts() -> None:
 
 def test_a_duration_has_two_digits() -> None:
     durations = Durations()
-    durations.record("match", "zmq", 0.0012345)
-    assert durations.counts() == {Duration("match", "zmq", 0.0012): 1}
+    durations.record("match", "tcp", 0.0012345)
+    assert durations.counts() == {Duration("match", "tcp", 0.0012): 1}
 
 
 class _Timed:

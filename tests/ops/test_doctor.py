@@ -14,11 +14,9 @@ from kvpool import ClientConfig, Namespace, Pool, ReadStatus, admin, dev
 from kvpool.client.admin import Admin
 from kvpool.config import Config
 from kvpool.errors import ConfigError, MasterLost
-from kvpool.net.control_stream import MasterStreams
 from kvpool.ops import doctor
 from kvpool.ops.doctor import compared, device_memory, differing
 from kvpool.types import Member, ReadResult, ServerStats
-from kvpool.wire import messages as wire
 from tests.conftest import keys, values
 from tests.support.commands import kvpool
 
@@ -219,29 +217,12 @@ async def test_it_says_what_is_wrong_with_a_server(
     assert (finding.verdict, "firewalls" in finding.advice) == ("fail", True)
 
 
-async def test_it_says_whether_requests_to_a_master_have_a_stream(
-    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = pool_dev.address
-    finding = await doctor._stream(settings(address), address)
-    assert (finding.check, finding.verdict) == (f"stream to master {address}", "ok")
-    offer = wire.StreamOffer(0, b"", b"", "it is told to have none")
-    monkeypatch.setattr(MasterStreams, "offer", lambda *_: offer)
-    found = await doctor.examine(settings(address))
-    (finding,) = [one for one in found if one.check.startswith("stream")]
-    assert (finding.verdict, "told to have none" in finding.text) == ("warn", True)
-    assert "master.stream_port" in finding.advice
-    found = await doctor.examine(settings("127.0.0.1:9"))  # the other finding says enough
-    assert not [one for one in found if one.check.startswith("stream")]
-
-
 @pytest.mark.parametrize(
     ("broken", "check"),
     [
         ("MemoryLimits", "memory limits"),
         ("examine_settings", "settings"),
         ("device_memory", "device memory"),
-        ("stream_problem", "stream to master {}"),
         ("differing", "servers, compared"),
         ("_trial", "server dev-0 over tcp"),
         ("registry.transport", "transport tcp"),

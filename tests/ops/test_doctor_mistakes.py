@@ -23,7 +23,7 @@ from kvpool.config import Config, MasterConfig
 from kvpool.errors import ConfigError
 from kvpool.master.service import Master
 from kvpool.memory_limits import Limit, MemoryLimits
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.ops import doctor, own_host, pool_health, unreachable_master
 from kvpool.ops.engines import examine_engines
 from kvpool.ops.finding import Finding
@@ -99,7 +99,7 @@ async def another_secret(place: Place) -> Iterable[Finding]:
     return await place.master(pool.address, secret_file=place.secret(SECRET + b"!"))
 
 
-@mistake("master", "fail", "check that it and the cluster's name are equal", "see secret_file")
+@mistake("master", "fail", "another cluster (setting `cluster`)", "do as it says")
 async def another_cluster_with_the_secret(place: Place) -> Iterable[Finding]:
     pool = await place.pool(Cluster("default", SECRET))
     return await place.master(pool.address, cluster="bank", secret_file=place.secret())
@@ -189,7 +189,7 @@ async def no_route_for_ipv6(place: Place) -> Iterable[Finding]:
 
 @mistake("master", "fail", "0 of 0 servers up", "start one: kvpool server --masters")
 async def no_servers(place: Place) -> Iterable[Finding]:
-    network = ZmqNetwork(Cluster())
+    network = TcpNetwork(Cluster())
     place.stack.callback(network.close)
     running = Master(MasterConfig(bind="127.0.0.1:0"), network)
     await running.start()
@@ -199,7 +199,7 @@ async def no_servers(place: Place) -> Iterable[Finding]:
 
 @mistake("server s", "warn", "does not know it", "every master (--masters)")
 async def one_master_that_a_server_was_not_told(place: Place) -> Iterable[Finding]:
-    network = ZmqNetwork(Cluster())
+    network = TcpNetwork(Cluster())
     place.stack.callback(network.close)
     other = Master(MasterConfig(bind="127.0.0.1:0"), network)
     await other.start()

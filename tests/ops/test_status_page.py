@@ -17,8 +17,8 @@ from kvpool import dev
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
 from kvpool.net import http_server
+from kvpool.net.control_network import TcpNetwork
 from kvpool.net.http_server import Page, PageView, pages
-from kvpool.net.zmq_rpc import ZmqNetwork
 from kvpool.ops import pool_watch as pool_watch_module
 from kvpool.ops import status_page as status_page_module
 from kvpool.ops.pool_watch import AskedTotals
@@ -150,7 +150,7 @@ OK = Page(HTTPStatus.OK, b"")
 
 
 async def test_a_pool_with_many_servers_is_read_in_pages(tmp_path: Any) -> None:
-    network = ZmqNetwork(Cluster())
+    network = TcpNetwork(Cluster())
     master = Master(MasterConfig(servers_per_host_max=1024), network)
     names = sorted(f"server-{number:04}" for number in range(1000))
     for name in names:

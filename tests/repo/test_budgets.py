@@ -90,7 +90,7 @@ RINGS: dict[str, tuple[str, ...]] = {
     "sync": ("kvpool/sync.py",),  # for threads
     "removal": ("kvpool/client/removal.py", "kvpool/server/removal.py"),  # of `kvpool remove`
     "room": ("kvpool/client/room.py",),  # for those who admit sessions
-    "poller": ("kvpool/client/match_poller.py", "kvpool/net/zmq_polled.py"),  # for connectors
+    "poller": ("kvpool/client/match_poller.py", "kvpool/net/polled_links.py"),  # for connectors
     "policies": tuple(
         f"kvpool/server/eviction/{one}.py" for one in ("arc", "density", "lease", "programs")
     ),
@@ -103,7 +103,7 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 24_377
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 24_250
 FILE_LINES = 600
 CLASS_METHODS = 25
 CLASS_ATTRIBUTES = 15
@@ -114,7 +114,6 @@ LONG_FILES = {
     "kvpool/client/reader.py": 638,
     "kvpool/config.py": 646,
     "kvpool/master/state/directory.py": 1088,
-    "kvpool/net/zmq_rpc.py": 705,
     "kvpool/protocols/transport.py": 634,
     "kvpool/server/state/store.py": 966,
     "kvpool/server/state/tiered_store.py": 1089,
@@ -134,7 +133,6 @@ WIDE_CLASSES = {
     "kvpool/master/service.py:Master": (32, 22),
     "kvpool/master/state/directory.py:Directory": (57, 17),
     "kvpool/master/state/server_record.py:ServerRecord": (25, 26),
-    "kvpool/net/zmq_rpc.py:_ZmqLink": (25, 20),
     "kvpool/server/announcer.py:Announcer": (30, 35),
     "kvpool/server/block_server.py:BlockServer": (25, 20),
     "kvpool/server/connection.py:ServerConnection": (30, 15),
@@ -182,8 +180,8 @@ KERNEL_TO_RING = {
     "kvpool.client.writer -> kvpool.client.device_writes",
     "kvpool.master.service -> kvpool.audit",
     "kvpool.master.service -> kvpool.wire.access",
-    "kvpool.net.zmq_rpc -> kvpool.audit",
-    "kvpool.net.zmq_rpc -> kvpool.tenants",
+    "kvpool.net.control_listener -> kvpool.audit",
+    "kvpool.net.control_network -> kvpool.tenants",
     "kvpool.protocols.transport -> kvpool.tenants",
     "kvpool.server.announcer -> kvpool.server.state.tiered_store",
     "kvpool.server.block_server -> kvpool.server.quota_keeper",
@@ -198,7 +196,6 @@ KERNEL_TO_RING = {
     "kvpool.server.state.entry -> kvpool.server.state.quota",
     "kvpool.server.state.store -> kvpool.server.state.prefetches",
     "kvpool.server.state.store -> kvpool.server.state.quota",
-    "kvpool.wire.auth -> kvpool.tenants",
     "kvpool_transports.streams.server -> kvpool.wire.access",
 }
 #: Changes of room (a room is a file) of one call over tcp, (budget, today and some for noise).
@@ -230,9 +227,9 @@ WORDS = {
 }
 #: What a user or a contributor has to know, (budget, today).
 SURFACE = {
-    "settings of the pool": (30, 34),
+    "settings of the pool": (30, 33),
     "settings of the connector": (15, 17),
-    "messages": (46, 69),
+    "messages": (46, 67),
     "methods of Pool": (15, 15),
     "extras": (12, 12),
     "targets of make": (16, 16),

@@ -69,7 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("protocols", "config", "wire"),
         *("audit", "checksum", "fingerprint", "tombstones", "device_copy", "huge_pages"),
-        *("shares", "device", "supervision", "memory_limits"),
+        *("shares", "strangers", "device", "supervision", "memory_limits"),
     ),
     ("net", "registry"),
     ("client", "server", "master"),
@@ -178,7 +178,7 @@ def test_the_pure_rooms_are_pure() -> None:
 
 def test_transports_and_tiers_know_contracts_only() -> None:
     helpers = ("addresses", "checksum", "device", "device_copy", "file_stamp", "huge_pages")
-    helpers += ("logs", "memory_limits", "shares", "tenant_names", "units")
+    helpers += ("logs", "memory_limits", "shares", "strangers", "tenant_names", "units")
     allowed = ("types", "errors", "protocols", "wire", *helpers)
     for path in files("transports", "tiers"):
         for name in imports(path):

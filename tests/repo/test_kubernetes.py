@@ -237,7 +237,7 @@ def test_masters_are_where_everybody_looks(
     check(found)
     assert port(found.master.bind) == 7450
     assert found.master.bind.rpartition(":")[0].strip("[]") == address["status.podIP"]
-    door, streams = service["spec"]["ports"]
+    (door,) = service["spec"]["ports"]
     name = f"{service['metadata']['name']}.kvpool.svc:{door['port']}"
     replicas = master["spec"]["replicas"]
     each = [f"{master['metadata']['name']}-{number}.{name}" for number in range(replicas)]
@@ -252,15 +252,7 @@ def test_masters_are_where_everybody_looks(
     (one,) = pod_of(master)["containers"]
     named = {p["name"]: p["containerPort"] for p in one["ports"]}
     http = {"http": port(found.master.http)} if found.master.http else {}
-    assert (
-        named
-        == {
-            door["targetPort"]: door["port"],
-            streams["targetPort"]: streams["port"],
-        }
-        | http
-    )
-    assert streams["port"] == found.master.stream_port
+    assert named == {door["targetPort"]: door["port"]} | http
     # A full map refuses blocks and says so; a container that is killed does not.
     memory = parse_size(f"{one['resources']['limits']['memory']}B")
     assert 0 <= memory - 150 * found.master.blocks_max - (200 << 20) < 2 << 20

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 import pytest
 
 from kvpool import ClientConfig, Cluster, Pool, ReadStatus, WriteStatus, dev, registry
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.doctor import crowded
 from kvpool.runtime import Host, this_host
 from kvpool.server.state.connection_shares import SHARE_MIN, ConnectionShares
@@ -30,7 +30,7 @@ async def clients(request: pytest.FixtureRequest) -> AsyncIterator[tuple[dev.Dev
 
         @asynccontextmanager
         async def client(name: str) -> AsyncIterator[Pool]:
-            network = ZmqNetwork(Cluster())
+            network = TcpNetwork(Cluster())
             here = this_host()
             async with Pool(
                 config,

@@ -1,7 +1,7 @@
 """The network between simulated processes: byte streams, and the messages of the control plane.
 
 Streams (`endpoint.py`) behave like TCP. Messages to masters (`control_plane.py`) are treated worse
-than zmq would: each of them may be lost, duplicated or overtaken by another one.
+than TCP would: each of them may be lost, duplicated or overtaken by another one.
 
 Kernels keep running while processes are frozen. The kernel of a killed process closes its
 connections.

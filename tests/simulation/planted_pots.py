@@ -13,7 +13,7 @@ _SHARES = "kvpool.shares"
 _TURNS = "kvpool.server.moves.turns"
 _TOMBSTONES = "kvpool.tombstones"
 _FETCHES = "kvpool.server.moves.state.fetches"
-_CONTROL_STREAM = "kvpool.net.control_stream"
+_CONTROL_LISTENER = "kvpool.net.control_listener"
 _RECORD = "kvpool.master.state.server_record"
 _HINTS = "kvpool.master.state.hint_log"
 _DEMAND = "kvpool.master.state.demand"
@@ -83,25 +83,25 @@ BUGS: Sequence[Bug] = (
         "self._speeds = min(self._speeds or 1e99, moved * (moved / seconds))",
     ),
     Bug(
-        "an-offer-is-no-place",
+        "a-caller-is-no-place",
         _TENANTS,
-        _CONTROL_STREAM,
-        "        self._shares.hold(holder)\n",
-        "",
+        _CONTROL_LISTENER,
+        "        while not self._shares.take(holder):\n",
+        "        while not self._shares.room(holder):\n",
     ),
     Bug(
-        "offers-that-are-too-old-stay",
+        "a-caller-that-left-keeps-its-place",
         _TIME,
-        _CONTROL_STREAM,
-        "if offer.until <= now]",
-        "if offer.until < 0]",
+        _CONTROL_LISTENER,
+        "            self._shares.give_back(holder)\n",
+        "",
     ),
     Bug(
         "every-host-is-the-pool",
         _TIME,
-        _CONTROL_STREAM,
-        "return caller.tenant or caller.address",
-        "return caller.tenant",
+        _CONTROL_LISTENER,
+        "self._admit(end, tenant or host)",
+        "self._admit(end, tenant)",
     ),
     Bug(
         "claims-of-others-are-believed",

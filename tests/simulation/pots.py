@@ -20,11 +20,11 @@ if __name__ == "__main__":
 
     SEEDS = plant_chosen("tests.simulation.pots", BUGS)
 
+from kvpool.errors import Overloaded
 from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
-from kvpool.net.control_stream import OFFER_S, MasterStreams
-from kvpool.protocols import Caller
+from kvpool.net.control_listener import ControlListener
 from kvpool.server import consumers
 from kvpool.server.moves.state.fetches import FetchBudget, Receivers
 from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
@@ -34,7 +34,7 @@ from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.shares import Shares
 from kvpool.tombstones import Tombstones
-from kvpool.types import HintStatus, Namespace, ReadStatus, ServerStats
+from kvpool.types import Cluster, HintStatus, Namespace, ReadStatus, ServerStats
 from tests.simulation.loop import SimLoop
 
 #: Who asks for all that there is, and who for little.
@@ -218,60 +218,56 @@ async def _turns(seed: int) -> str:
 
 
 class _End:
-    """The end of a stream at its master, as far as it is counted."""
+    """The end of a connection at its master, as far as it is counted."""
 
-    def __init__(self, streams: Any, now: float) -> None:
+    def __init__(self, listener: Any, now: float) -> None:
         self.used_at = now
-        self.abort = lambda: streams.ended(self)
+        self._listener = listener
+
+    def abort(self) -> None:
+        self._listener.left(self, "", None)
 
 
-def play_offers(seed: int) -> str:
-    """Who asks for a stream now and then has one, and each place is free again."""
-    return SimLoop(random.Random(seed), 0.0).run(_offers(seed))  # type: ignore[abstract]
+def play_callers(seed: int) -> str:
+    """Who needs a connection now and then has one, and each place is free again."""
+    return SimLoop(random.Random(seed), 0.0).run(_callers(seed))  # type: ignore[abstract]
 
 
-async def _offers(seed: int) -> str:
+async def _callers(seed: int) -> str:
     chance, loop = random.Random(seed), asyncio.get_running_loop()
-    streams: Any = MasterStreams(lambda message, caller: None, sealed=False)
-    streams._server = streams  # it listens nowhere: nothing is sent
-    streams._shares.total = size = chance.choice([16, 40])
+    listener: Any = ControlListener(lambda *_: (1, b""), Cluster(), lambda tenant: (), None)
+    listener._shares.total = size = chance.choice([16, 40])
     tenants = chance.random() < 0.5
     open_: dict[str, list[_End]] = {}
 
-    def caller(name: str) -> Caller:
-        return Caller("10.0.0.9", name) if tenants else Caller(f"host of {name}")
+    def connect(name: str) -> bool:
+        end = _End(listener, loop.time())
+        host, tenant = ("10.0.0.9", name) if tenants else (f"host of {name}", "")
+        try:
+            listener.arrived(end, host)._admit(tenant)
+        except Overloaded:
+            end.abort()
+            return False
+        open_.setdefault(name, []).append(end)
+        return True
 
     for _ in range(_STEPS):
         for _ in range(chance.choice([0, 1, 2 * size])):
-            offer = streams.offer(caller(GREEDY))
-            if offer.token and chance.random() < 0.3:
-                end = _End(streams, loop.time())
-                streams.connected(end)
-                if streams.redeem(end, offer.token) is None:
-                    return "offers: one that was just made is not good"
-                open_.setdefault(GREEDY, []).append(end)
+            connect(GREEDY)
         name = chance.choice(MODEST)
-        if len(open_.setdefault(name, [])) < _LITTLE:
-            offer = streams.offer(caller(name))
-            end = _End(streams, loop.time())
-            streams.connected(end)
-            if not offer.token or streams.redeem(end, offer.token) is None:
-                return f"offers: {name} has {len(open_[name])} streams, and gets no more"
-            open_[name].append(end)
-        if streams._shares.used > size:
-            return f"offers: {streams._shares.used} places are taken, of {size}"
-        if len(streams._offers) + len(streams._streams) > size:
-            return "offers: more are made than there are places"
+        held = len(open_.get(name, ()))
+        if held < _LITTLE and not connect(name):
+            return f"callers: {name} has {held} connections, and gets no more"
+        if not len(listener) == listener._shares.used <= size:
+            return f"callers: {len(listener)} have {listener._shares.used} places, of {size}"
         if chance.random() < 0.4:
-            await asyncio.sleep(chance.choice([0.1, OFFER_S]))
+            await asyncio.sleep(chance.choice([0.1, 2.0]))
             for ends in open_.values():
                 while ends and chance.random() < 0.5:
-                    streams.ended(ends.pop())
+                    ends.pop().abort()
     for end in [one for ends in open_.values() for one in ends]:
-        streams.ended(end)
-    await asyncio.sleep(2 * OFFER_S)
-    streams.offer(Caller("10.0.0.1"))
-    return f"offers: {streams._shares.used} places are taken" if streams._shares.used > 1 else ""
+        end.abort()
+    return f"callers: {listener._shares.used} places are taken" if listener._shares.used else ""
 
 
 def play_claims(seed: int) -> str:
@@ -320,7 +316,7 @@ WORLDS: Final[dict[str, Callable[[int], str]]] = {
     "memory": play_memory,
     "names": play_names,
     "turns": play_turns,
-    "offers": play_offers,
+    "callers": play_callers,
     "claims": play_claims,
     "demand": play_demand,
 }

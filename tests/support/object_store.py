@@ -15,7 +15,7 @@ from kvpool.config import ClientConfig, MasterConfig, ServerConfig
 from kvpool.dev import Dev
 from kvpool.errors import Unavailable
 from kvpool.master.service import Master
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols.cold_tier import Gone, Listed
 from kvpool.server.block_server import BlockServer
 from kvpool.server.cold import ColdRing
@@ -129,7 +129,7 @@ class Fleet:
     def __init__(self, tiers: Sequence[str], cluster: Cluster) -> None:
         self._tiers = tiers
         self._cluster = cluster
-        self._network = ZmqNetwork(cluster)
+        self._network = TcpNetwork(cluster)
         self._transports = registry.transports(["inproc://"])
         self.master = Master(
             MasterConfig(bind="127.0.0.1:0", servers_per_host_max=8), self._network

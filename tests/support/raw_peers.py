@@ -10,10 +10,14 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from kvpool import dev
+from kvpool.net.control_session import CallerSession, caller_context
 from kvpool.protocols import Link
+from kvpool.types import Cluster
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
 from tests.conftest import CHAIN, NAMESPACE
+
+OPEN = Cluster()
 
 
 class Raw:
@@ -79,6 +83,53 @@ async def raw(running: dev.Dev, scheme: str = "tcp") -> AsyncIterator[Raw]:
                 except BlockingIOError:
                     await asyncio.sleep(0.01)
         yield Raw(sock)
+
+
+class ControlPeer:
+    """A connection to a master, for any bytes; `session` is a caller's end of it."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        cluster: Cluster,
+    ) -> None:
+        self.reader, self.writer = reader, writer
+        self.session = CallerSession(cluster, caller_context)
+        self.messages: list[bytes] = []
+
+    async def shake(self) -> None:
+        """Until one may ask. Raises what the session does, and EOFError."""
+        while not self.session.open:
+            await self._feed()
+
+    async def receive(self) -> bytes:
+        """The next message. Raises EOFError."""
+        while not self.messages:
+            await self._feed()
+        return self.messages.pop(0)
+
+    async def _feed(self) -> None:
+        async with asyncio.timeout(10):
+            data = await self.reader.read(1 << 16)
+        if not data:
+            raise EOFError
+        self.messages += self.session.feed(data)
+        self.writer.write(self.session.take())
+
+    def send(self, *messages: bytes) -> None:
+        self.writer.write(b"".join(map(self.session.seal, messages)))
+
+
+@contextlib.asynccontextmanager
+async def control_peer(address: str, cluster: Cluster = OPEN) -> AsyncIterator[ControlPeer]:
+    """A new connection to a master, before the handshake."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield ControlPeer(reader, writer, cluster)
+    finally:
+        writer.transport.abort()
 
 
 def frame(message: wire.Message, payload: bytes = b"") -> bytes:

@@ -14,8 +14,9 @@ from kvpool import ClientConfig, Cluster, ServerConfig, connect
 from kvpool.client.pool import Pool
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
+from kvpool.net.control_network import TcpNetwork
+from kvpool.net.masters_certificate import masters_fingerprint
 from kvpool.net.tenants_file import TenantsFile
-from kvpool.net.zmq_rpc import ZmqNetwork, curve_keys
 from kvpool.protocols import Transport
 from kvpool.server.block_server import BlockServer
 from kvpool.server.eviction.lru import LRU
@@ -36,8 +37,7 @@ OF_ACME = Namespace("@acme/llama")
 
 def tenant(name: str, secret: bytes | None = None) -> Cluster:
     """What a client of this tenant has in its key file."""
-    masters_key = curve_keys(OPERATOR).masters_public
-    return Cluster("default", secret or SECRETS[name], name, masters_key)
+    return Cluster("default", secret or SECRETS[name], name, masters_fingerprint(OPERATOR))
 
 
 class TenantPool:
@@ -69,7 +69,7 @@ class TenantPool:
             TenantsFile(str(self.path), OPERATOR),
             TenantsFile(str(self.path), OPERATOR),
         )
-        self.networks = [ZmqNetwork(OPERATOR, self.of_master.keys), ZmqNetwork(OPERATOR)]
+        self.networks = [TcpNetwork(OPERATOR, self.of_master.keys), TcpNetwork(OPERATOR)]
         self.master = Master(MasterConfig(bind="127.0.0.1:0"), self.networks[0])
         await self.master.start()
         self.servers: list[BlockServer] = []

@@ -11,7 +11,7 @@ import pytest
 from kvpool import ReadStatus, WriteStatus
 from kvpool.audit import CALLERS_MAX, LOG_EVERY_S, AuditLog
 from kvpool.errors import Forbidden, InvariantViolated
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.server.state.write_rates import BURST_S, WriteRates
 from kvpool.wire import messages as wire
 from tests.conftest import keys, values
@@ -87,7 +87,7 @@ async def test_what_a_tenant_tries_and_removes_is_on_record(
         async with pool.raw(tenant("blue")) as peer:
             await peer.send(frame(wire.Read("@acme/llama", 1, 32, CHAIN[3], 0, [64])))
             await peer.refusal()
-        network = ZmqNetwork(tenant("blue"))
+        network = TcpNetwork(tenant("blue"))
         with pytest.raises(Forbidden):
             await ask(network.connect(pool.master.address), wire.Hint("@acme/x", 0.0), wire.Error)
         network.close()

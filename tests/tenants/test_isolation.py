@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvpool import ConfigError, MasterLost, ReadStatus, WriteStatus, admin
+from kvpool import Cluster, ConfigError, MasterLost, ReadStatus, WriteStatus, admin
 from kvpool.client.pool import Pool
 from kvpool.errors import Forbidden, Unauthenticated, UsageError
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.metrics import pages_of_master
 from kvpool.types import HintStatus, Namespace, ServerStats
 from kvpool.wire import messages as wire
@@ -230,7 +230,7 @@ CONTROL_PLANE = [
 async def test_a_master_tells_nothing_of_others(
     pool: TenantPool, acme: Pool, message: wire.Message
 ) -> None:
-    network = ZmqNetwork(tenant("blue"))
+    network = TcpNetwork(tenant("blue"))
     link = network.connect(pool.master.address)
     try:
         with pytest.raises(Forbidden):
@@ -346,7 +346,7 @@ async def test_a_tenants_key_makes_no_master_and_no_server(
     from kvpool_tiers.dram import Dram
     from kvpool_transports.tcp import TcpTransport
 
-    network = ZmqNetwork(tenant("blue"))
+    network = TcpNetwork(tenant("blue"))
     master = Master(MasterConfig(bind="127.0.0.1:0"), network)
     with pytest.raises(ConfigError, match="a tenant's key makes no master"):
         await master.start()
@@ -364,24 +364,25 @@ async def test_a_tenants_key_makes_no_master_and_no_server(
 
 
 async def test_a_master_made_by_a_tenant_is_not_believed() -> None:
-    """It knows the masters' public key and a tenant's secret; a client asks for more."""
-    import zmq
-
+    """It knows the hash of the masters' certificate and a tenant's secret; a client asks for the
+    certificate."""
     from kvpool import ClientConfig, connect
-    from kvpool.net.zmq_rpc import curve_keys
+    from kvpool.tenants import TenantKeys
 
-    known = curve_keys(tenant("blue"))
-    assert known.masters_secret is None
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
-        impostor.curve_server = True
-        # The best that it can do: the true public key, with a secret one of its own.
-        impostor.curve_secretkey, impostor.curve_publickey = known.secret, known.masters_public
-        port = impostor.bind_to_random_port("tcp://127.0.0.1")
-        for victim in (tenant("acme"), tenant("blue"), OPERATOR):
-            config = ClientConfig(masters=[f"127.0.0.1:{port}"], timeout_s=0.5)
-            with pytest.raises(MasterLost):
-                await connect(config=config, cluster=victim)
-        assert impostor.poll(0) == 0
+    # The best that it can do: to say that it knows each tenant's secret.
+    keys = TenantKeys()
+    keys.replace({name: (tenant("blue").secret,) for name in ("acme", "blue")})
+    network = TcpNetwork(Cluster("default", tenant("blue").secret), keys)
+    asked: list[int] = []
+    impostor = await network.serve(
+        "127.0.0.1:0", lambda type, body, _: (asked.append(type) or type, body)
+    )
+    for victim in (tenant("acme"), tenant("blue"), OPERATOR):
+        config = ClientConfig(masters=[impostor.address], timeout_s=0.5)
+        with pytest.raises(MasterLost):
+            await connect(config=config, cluster=victim)
+    assert not asked
+    network.close()
 
 
 @pytest.mark.parametrize("secret", [b"0123456789abcdef-wrong", OPERATOR.secret])
@@ -403,21 +404,13 @@ async def test_the_secret_of_one_tenant_is_no_proof_for_another(pool: TenantPool
                 pass
 
 
-async def test_a_random_key_is_not_admitted_by_masters(
+async def test_who_was_refused_by_masters_is_on_record(
     pool: TenantPool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a pool without tenants the masters' public key is the proof: here tenants know it."""
-    import zmq
-
-    network = ZmqNetwork(tenant("blue"))
-    assert network._keys is not None
-    public, secret = zmq.curve_keypair()
-    network._keys = network._keys._replace(public=public, secret=secret)
-    link = network.connect(pool.master.address)
-    try:
-        with pytest.raises(Exception, match="did not answer in time"):
-            await ask(link, wire.Members(), wire.MembersReply)
-    finally:
+    for posing in (tenant("blue", b"0123456789abcdef-wrong"), tenant("blue")._replace(tenant="x")):
+        network = TcpNetwork(posing)
+        with pytest.raises(Unauthenticated, match="the key of this tenant is still valid"):
+            await ask(network.connect(pool.master.address), wire.Members(), wire.MembersReply)
         network.close()
     (line,) = [one for one in caplog.records if one.name == "kvpool.audit"]
     assert (line.request, line.address) == ("connect", "127.0.0.1")  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from kvpool.cli.app import app
 from kvpool.client.pool import Pool
 from kvpool.config import TenantKey
 from kvpool.errors import BadMessage, InvariantViolated, KvpoolError
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.client_metrics import PoolMetrics
 from kvpool.types import Namespace, ServerStats
 from kvpool.wire import messages as wire
@@ -97,7 +97,6 @@ def messages() -> list[wire.Message]:
         wire.Demands(),
         wire.Changes(1, 0),
         wire.Snapshot(),
-        wire.AskStream(),
         wire.SendToken(bytes(8)),
     ]
     for session in ("@blue/chat", "@zebra/chat", "chat"):
@@ -137,7 +136,7 @@ def test_every_request_is_sent() -> None:
 
 
 async def test_no_reply_of_a_master_names_others(pool: TenantPool) -> None:
-    network = ZmqNetwork(tenant("blue"))
+    network = TcpNetwork(tenant("blue"))
     link = network.connect(pool.master.address)
     try:
         for message in messages():
@@ -208,7 +207,7 @@ async def test_no_command_names_others(pool: TenantPool, monkeypatch: pytest.Mon
     monkeypatch.setattr(logs, "configure", lambda level: None)  # the pool is in this process
     key = pool.folder / "blue.key"
     own = tenant("blue")
-    content = TenantKey(1, own.name, "blue", own.masters_key.decode(), own.secret)
+    content = TenantKey(2, own.name, "blue", own.fingerprint, own.secret)
     key.write_bytes(msgspec.json.encode(content))
     options = ("--masters", pool.master.address, "--secret-file", str(key))
     for command in COMMANDS:
@@ -244,7 +243,7 @@ async def test_a_bug_names_nobody(pool: TenantPool, bug: Exception) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool.master.directory, "find", fails)
         patch.setattr(pool.server.store, "remove", fails)
-        network = ZmqNetwork(tenant("blue"))
+        network = TcpNetwork(tenant("blue"))
         link = network.connect(pool.master.address)
         try:
             find = wire.Find(**keys_of("@blue/llama", OWN), prefix=False)

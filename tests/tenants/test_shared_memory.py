@@ -13,7 +13,7 @@ import pytest
 from kvpool import ClientConfig, ConfigError, Namespace, ServerConfig, WriteStatus
 from kvpool.client.pool import Pool
 from kvpool.errors import PeerError
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.server.block_server import BlockServer
 from kvpool.server.eviction.lru import LRU
 from kvpool.wire import auth
@@ -115,7 +115,7 @@ async def test_a_process_of_a_tenant_has_no_shared_mapping(
     from kvpool.config import TenantKey
 
     cluster = tenant("blue")
-    key = TenantKey(1, "default", "blue", cluster.masters_key.decode(), cluster.secret)
+    key = TenantKey(2, "default", "blue", cluster.fingerprint, cluster.secret)
     (tmp_path / "blue.key").write_bytes(msgspec.json.encode(key))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SCAN, pool.master.address, str(tmp_path / "blue.key")),
@@ -151,7 +151,7 @@ async def test_memory_is_reused_only_with_every_byte_overwritten(pool: TenantPoo
 async def test_a_transport_that_asks_nobody_is_refused_beside_tenants(pool: TenantPool) -> None:
     transport = TcpTransport()
     transport.authenticated = False  # type: ignore[misc]
-    network = ZmqNetwork(OPERATOR)
+    network = TcpNetwork(OPERATOR)
     for insecure in (False, True):
         server = BlockServer(
             ServerConfig(
@@ -197,6 +197,6 @@ async def test_a_pool_of_this_process_is_no_way_round(pool: TenantPool) -> None:
         Pool(
             config,
             cluster=tenant("blue"),
-            network=ZmqNetwork(tenant("blue")),
+            network=TcpNetwork(tenant("blue")),
             transports={"shm": ShmTransport()},
         )

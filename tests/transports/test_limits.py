@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import WriteStatus, dev
+from kvpool import WriteStatus, dev, strangers
 from kvpool.config import ClientConfig
 from kvpool.errors import Unauthenticated
 from kvpool.server.state.store import Store
 from kvpool_tiers.dram import Dram
 from kvpool_transports import shm, ucx
 from kvpool_transports.shm import _ShmListener
-from kvpool_transports.streams import strangers
 from kvpool_transports.streams.stream import Stream
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.wire.offline import Wire

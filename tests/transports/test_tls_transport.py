@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvpool import ClientConfig, Cluster, Pool, ReadStatus, WriteStatus, dev
+from kvpool import ClientConfig, Cluster, Pool, ReadStatus, WriteStatus, dev, strangers
 from kvpool.errors import ConfigError, KvpoolError, LinkBroken, Unauthenticated
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import RequiresCertificates, Transport
 from kvpool.wire import auth
 from kvpool_transports import certificates
 from kvpool_transports.streams import server as server_half
-from kvpool_transports.streams import strangers
 from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.tls import TlsTransport
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
@@ -67,7 +66,7 @@ async def test_blocks_pass(cluster: Cluster, client: dict[str, str]) -> None:
     async with serving(cluster, server_tls()) as running:
         config = ClientConfig(masters=[running.address], transports=["tls"])
         transports: dict[str, Transport] = {"tls": TlsTransport(**settings)}
-        network = ZmqNetwork(cluster)
+        network = TcpNetwork(cluster)
         async with Pool(
             config, cluster=cluster, network=network, transports=transports, owns_network=True
         ) as pool:
@@ -320,7 +319,7 @@ async def test_a_certificate_that_is_replaced_is_shown_and_proved(
     async with serving(SECRET, transport) as running:
         address = address_of(running)
         config = ClientConfig(masters=[running.address], transports=["tls"])
-        network = ZmqNetwork(SECRET)
+        network = TcpNetwork(SECRET)
         async with Pool(
             config,
             cluster=SECRET,
@@ -438,7 +437,7 @@ async def test_what_is_altered_on_its_way_is_no_hit(every: int) -> None:
 
         async def statuses(transport: Transport) -> set[ReadStatus]:
             config = ClientConfig(masters=[running.address], transports=["tls"], verify=False)
-            network = ZmqNetwork(SECRET)
+            network = TcpNetwork(SECRET)
             async with Pool(
                 config,
                 cluster=SECRET,

@@ -19,7 +19,7 @@ import pytest
 
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, admin, connect, dev, registry
 from kvpool.errors import ConfigError, LinkBroken, Unavailable
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Peer, ReadOptions
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.types import Cluster, ReadBlock
@@ -122,7 +122,7 @@ async def test_no_common_lane_is_another_path(
         client = Pool(
             config,
             cluster=Cluster(),
-            network=ZmqNetwork(),
+            network=TcpNetwork(),
             transports={"ucx": UcxTransport(tls="tcp,self"), "tcp": TcpTransport()},
             owns_network=True,
         )

@@ -39,6 +39,7 @@ from kvpool.protocols import (
     Listener,
     Mappable,
 )
+from kvpool.strangers import Strangers
 from kvpool.types import Cluster
 from kvpool.wire.frame_reader import FrameReader, no_payload
 from kvpool.wire.frames import Frame
@@ -48,7 +49,6 @@ from kvpool_transports.streams import requests
 from kvpool_transports.streams.mapped_channel import MappedChannel
 from kvpool_transports.streams.pool import StreamPool, dial_patiently, os_errors
 from kvpool_transports.streams.server import Sessions, StreamSession
-from kvpool_transports.streams.strangers import Strangers
 from kvpool_transports.streams.stream import Ending, Stream, encode_message, wait_until
 
 _ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end

@@ -12,7 +12,7 @@ import sys
 
 from kvpool import registry
 from kvpool.config import ServerConfig
-from kvpool.net.zmq_rpc import ZmqNetwork
+from kvpool.net.control_network import TcpNetwork
 from kvpool.server.block_server import BlockServer
 from kvpool.types import Cluster
 from kvpool_transports.tcp import TcpTransport
@@ -28,7 +28,7 @@ async def serve(master: str) -> None:
     server = BlockServer(
         config,
         cluster=Cluster(),
-        network=ZmqNetwork(),
+        network=TcpNetwork(),
         transports={"tcp": shaped},
         tiers=tiers,
         policy=registry.policy(config.policy, tiers[-1].capacity),

@@ -24,6 +24,7 @@ from kvpool.errors import (
     VersionMismatch,
 )
 from kvpool.protocols import BlockStore, Connection, Peer, ReserveRequest
+from kvpool.strangers import Strangers
 from kvpool.types import (
     Cluster,
     DrainOrder,
@@ -83,7 +84,6 @@ from kvpool.wire.messages import (
     unpack_batch,
     unpack_parents,
 )
-from kvpool_transports.streams.strangers import Strangers
 from kvpool_transports.streams.stream import Stream
 
 #: A handshake must be complete after this time.
@@ -317,9 +317,8 @@ class StreamSession:
                 f"{self._scheme} is not for clients of tenants, who could see the memory of "
                 "others there: use tcp"
             )
-        found = auth.find_tenant(
-            self._store.tenants, self._store.cluster, hello.tenant, hello.key, hello.nonce
-        )
+        good = self._store.tenants.secrets_of(hello.tenant)
+        found = auth.find_tenant(good, self._store.cluster, hello.tenant, hello.key, hello.nonce)
         if found is None:
             raise Unauthenticated(f"tenant {hello.tenant!r} does not have this secret here")
         return found

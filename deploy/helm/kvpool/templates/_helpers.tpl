@@ -55,7 +55,7 @@ app.kubernetes.io/part-of: kvpool
 {{- define "kvpool.config" -}}
 {{- $servers := .Values.servers -}}
 {{- $masters := include "kvpool.masters" . | fromJsonArray -}}
-{{- $master := dict "blocks_max" (int64 .Values.masters.blocksMax) "stream_port" 7454 -}}
+{{- $master := dict "blocks_max" (int64 .Values.masters.blocksMax) -}}
 {{- $server := dict "masters" $masters "flush_s" $servers.flush "drain_s" $servers.drain -}}
 {{- $client := dict "masters" $masters -}}
 {{- if $servers.disks }}
@@ -72,7 +72,7 @@ app.kubernetes.io/part-of: kvpool
 {{- $_ := set $client "transports" (list "inproc" "shm" (printf "ucx?tls=%s&rails=%d" .lanes (int .rails)) "tcp") }}
 {{- end }}
 {{- end }}
-{{- range $section, $known := dict "server" (dict "capacity" "capacity" "tiers" "disks" "write_mode" "writeMode" "drain_s" "drain" "back_in_s" "backIn" "flush_s" "flush" "policy" "policy" "http" "http" "id" "kind" "listen" "kind" "masters" "") "master" (dict "blocks_max" "blocksMax" "http" "http" "bind" "" "stream_port" "") }}
+{{- range $section, $known := dict "server" (dict "capacity" "capacity" "tiers" "disks" "write_mode" "writeMode" "drain_s" "drain" "back_in_s" "backIn" "flush_s" "flush" "policy" "policy" "http" "http" "id" "kind" "listen" "kind" "masters" "") "master" (dict "blocks_max" "blocksMax" "http" "http" "bind" "") }}
 {{- range $key := get $.Values.config $section | default dict | keys | sortAlpha }}
 {{- if hasKey $known $key }}
 {{- fail (printf "config.%s.%s: the chart sets it, %s" $section $key (get $known $key | empty | ternary "and ports and names of pods depend on it" (printf "say %ss.%s" $section (get $known $key)))) }}

@@ -16,23 +16,11 @@ import zmq
 
 from kvpool.addresses import numeric, split
 from kvpool.backoff import Backoff
-from kvpool.errors import ConfigError
 
 #: Between two questions to a name that does not answer: at first, and at most.
 _ASK_S, _ASK_MAX_S = 0.05, 1.0
 #: For a connection that is neither made nor refused.
 _CONNECT_S: Final = 2.0
-
-
-def endpoint(address: str) -> str:
-    """`host:port` as zmq writes it. Raises ConfigError for anything but host:port or ipc://path."""
-    if "://" not in address:
-        address = f"tcp://{address}"
-    if not address.startswith("ipc://") and split(address) is None:
-        raise ConfigError(
-            f"address {address!r}: expected host:port, such as 127.0.0.1:7450 or [::1]:7450"
-        )
-    return address
 
 
 def host_of(address: str) -> str:

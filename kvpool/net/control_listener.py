@@ -1,0 +1,422 @@
+"""The master's ends of all its connections: who may have one, and whose turn it is.
+
+What strangers can take is bounded (design: bounds): connections, their bytes and time, and, because
+a handshake of TLS costs a hundred times what a question does, half of the processor's time.
+(design: control-plane)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from kvpool import logs
+from kvpool.addresses import join, listening_socket, numeric
+from kvpool.audit import LOG_EVERY_S, AuditLog
+from kvpool.errors import ConfigError, KvpoolError, Overloaded, PeerError, Unauthenticated
+from kvpool.net.control_session import MasterSession
+from kvpool.net.masters_certificate import Certificate
+from kvpool.net.requests import answer
+from kvpool.protocols import Caller, Handler
+from kvpool.shares import Shares
+from kvpool.strangers import Strangers
+from kvpool.types import Cluster
+from kvpool.wire.frames import cluster_id
+from kvpool.wire.messages import refusal
+
+log = logs.get("kvpool.link")
+
+#: For all of a handshake.
+HELLO_S: Final = 5.0
+#: New connections that the kernel keeps until they are accepted (at most `somaxconn`). Beyond it an
+#: attempt is dropped, and its kernel tries again after a second.
+_BACKLOG: Final = 1024
+#: Connections of one master, at most; and half of the files that it may open.
+_CALLERS_MAX: Final = 8192
+#: One that was not used for so long gives way to another one, when there are too many.
+_IDLE_S: Final = 1.0
+#: After so long in one turn of the loop what else has arrived, of all callers, waits for the next.
+_TURN_S: Final = 0.002
+#: Bytes of replies that a caller has not read yet; with more its connection is ended.
+_UNREAD_MAX: Final = 8 << 20
+
+
+class ControlListener:
+    """Answers the requests of all callers at one address."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        cluster: Cluster,
+        secrets_of: Callable[[str], tuple[bytes, ...]],
+        certificate: Certificate | None,
+    ) -> None:
+        """With a certificate, callers must know the cluster's secret, or one of a tenant."""
+        self._cluster = cluster
+        self._secrets_of = secrets_of
+        self._certificate = certificate
+        self._loop = asyncio.get_running_loop()
+        self._server: asyncio.Server | None = None
+        self._address = ""
+        self._strangers = Strangers()
+        self._arrived: set[_MasterEnd] = set()
+        self._callers: dict[_MasterEnd, str] = {}  # and who holds it
+        files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._shares = Shares(min(_CALLERS_MAX, files_max // 2))
+        self._refusals = _Refusals()
+        self.handshakes = _Handshakes()
+        self.answers = _Answers(handler, cluster, secrets_of, self._refusals)
+        #: Connections that were refused, as they did not prove that they may ask.
+        self.refused = 0
+
+    def __len__(self) -> int:
+        """Callers that may ask."""
+        return len(self._callers)
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def listen(self, host: str, port: int) -> None:
+        """Accept callers at this host and port; 0 is a free one. Raises ConfigError."""
+        try:
+            listening = listening_socket(host, port, _BACKLOG)
+            self._server = await self._loop.create_server(
+                lambda: _MasterEnd(self), sock=listening, backlog=_BACKLOG
+            )
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"cannot listen on {join(host, port)}: {getattr(error, 'strerror', '') or error}; "
+                "choose another with --bind"
+            ) from None
+        self._address = join(*listening.getsockname()[:2])
+
+    async def close(self) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End all connections. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for end in list(self._arrived):
+            end.abort()
+        self.handshakes.stop()
+        self._refusals.stop()
+
+    # --- strangers ----------------------------------------------------------------------------
+
+    def arrived(self, end: _MasterEnd, host: str) -> MasterSession | None:
+        """A connection begins; None if it is refused."""
+        self._arrived.add(end)
+        try:
+            self._strangers.check(host, self._loop.time())
+        except Overloaded as error:
+            self._refuse(host, error)
+            return None
+        if self._strangers.arrived(end):
+            self.refused += 1  # the oldest one
+        context, hash = self._certificate or (None, b"")
+        return MasterSession(
+            self._cluster,
+            self._secrets_of,
+            context,
+            hash,
+            lambda tenant: self._admit(end, tenant or host),
+        )
+
+    def _admit(self, end: _MasterEnd, holder: str) -> None:
+        """This end has proved who it is. Raises Overloaded if there is no room for it."""
+        while not self._shares.take(holder):
+            if not self._end_idle(holder):
+                raise Overloaded(
+                    f"{self._shares.held(holder)} of {self._shares.total} connections are in use"
+                )
+        self._strangers.left(end)
+        self._callers[end] = holder
+
+    def _end_idle(self, holder: str) -> bool:
+        """End the connection that was not used for the longest time, if that is long enough: of
+        this one's while there is room for others."""
+        full = self._shares.used >= self._shares.total
+        ends = [end for end, of in self._callers.items() if full or of == holder]
+        oldest = min(ends, key=lambda end: end.used_at, default=None)
+        if oldest is None or oldest.used_at > self._loop.time() - _IDLE_S:
+            return False
+        oldest.abort()
+        return True
+
+    def left(self, end: _MasterEnd, host: str, error: KvpoolError | None) -> None:
+        """It has ended; with an error it was ended from here, by what its other end did."""
+        self._arrived.discard(end)
+        self._strangers.left(end)
+        holder = self._callers.pop(end, None)
+        if holder is not None:
+            self._shares.give_back(holder)
+            if error is not None:
+                self._refusals.report(host, "any", error)
+        elif error is not None:
+            self._refuse(host, error)
+
+    def _refuse(self, host: str, error: KvpoolError) -> None:
+        self.refused += 1
+        costly = self._certificate is not None and isinstance(error, PeerError)
+        self._strangers.refused(host, error, self._loop.time(), costly=costly)
+        self._refusals.report(host, "connect", error)
+
+
+class _Handshakes:
+    """Handshakes of TLS, which go on when there is time for them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[_MasterEnd] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def go_on(self, end: _MasterEnd) -> None:
+        """What has arrived on this connection is for its handshake."""
+        self._waiting.append(end)
+        if self._timer is None:
+            self._timer = self._loop.call_later(0, self._work)
+
+    def _work(self) -> None:
+        """Work for one turn, and then leave as much time for all others."""
+        began = now = self._loop.time()
+        try:
+            while self._waiting and now < began + _TURN_S:
+                self._waiting.popleft().shake()
+                now = self._loop.time()
+        finally:
+            self._timer = None
+            if self._waiting:
+                self._timer = self._loop.call_later(now - began, self._work)
+
+
+class _Refusals:
+    """One line a minute for each host that was refused."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._audit = AuditLog()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def report(self, host: str, request: str, error: KvpoolError) -> None:
+        who = {"tenant": "unknown", "client": "", "address": host}
+        self._audit.refused(self._loop.time(), **who, request=request, why=str(error))
+        if self._timer is None:
+            self._timer = self._loop.call_later(LOG_EVERY_S, self._write_rest)
+
+    def _write_rest(self) -> None:
+        self._timer = None
+        self._audit.flush(self._loop.time())
+        if len(self._audit):
+            self._timer = self._loop.call_later(LOG_EVERY_S, self._write_rest)
+
+
+class _Answers:
+    """Answers to requests, one of each caller in turn."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        cluster: Cluster,
+        secrets_of: Callable[[str], tuple[bytes, ...]],
+        refusals: _Refusals,
+    ) -> None:
+        self._handler = handler
+        self._id = cluster_id(cluster.name)
+        self._secrets_of = secrets_of
+        self._refusals = refusals
+        self._loop = asyncio.get_running_loop()
+        #: Those with requests that wait for their answer, the next one first.
+        self._asking: deque[_MasterEnd] = deque()
+        self._planned = False
+
+    def asked(self, end: _MasterEnd) -> None:
+        """This end has requests, and had none before."""
+        self._asking.append(end)
+        if not self._planned:
+            self._planned = True
+            self._loop.call_soon(self._work)
+
+    def _work(self) -> None:
+        """Answer for one turn: a request of each caller, again and again."""
+        until = self._loop.time() + _TURN_S
+        try:
+            while self._asking:
+                end = self._asking.popleft()
+                if end.answer_one(self._answer):
+                    self._asking.append(end)
+                if self._loop.time() > until:
+                    break
+        finally:  # also when one of them has raised something: the others go on
+            self._planned = bool(self._asking)
+            if self._planned:
+                self._loop.call_soon(self._work)
+
+    def _answer(self, message: bytes, caller: Caller, secret: bytes) -> bytes | None:
+        # Looked up for each request: a connection outlives the secret that opened it.
+        if caller.tenant and secret not in self._secrets_of(caller.tenant):
+            refused = Unauthenticated("its secret is not valid any more")
+            self._refusals.report(caller.address, "any", refused)
+            return answer(_revoked, self._id, message, caller)
+        return answer(self._handler, self._id, message, caller)
+
+
+def _revoked(type: int, body: bytes, caller: Caller) -> tuple[int, bytes]:
+    """The handler for those whose secret is good no more."""
+    raise Unauthenticated("the secret of this connection is not valid any more")
+
+
+class _MasterEnd(asyncio.Protocol):
+    """ARRIVED: a handshake, within HELLO_S. ADMITTED: requests. Ended: `abort`."""
+
+    def __init__(self, listener: ControlListener) -> None:
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._session: MasterSession | None = None
+        self._caller: Caller | None = None
+        self._host = ""
+        self._waiting: deque[bytes] = deque()
+        self._reading = True
+        self._late: asyncio.TimerHandle | None = None
+        self.used_at = self._loop.time()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it
+        peer = transport.get_extra_info("peername")
+        shown = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        self._host = str(numeric(shown) or shown)  # one name for one host, also on `[::]`
+        _keep_alive(transport)
+        self._session = self._listener.arrived(self, self._host)
+        if self._session is None:
+            self.abort()
+            return
+        self._late = self._loop.call_later(HELLO_S, self._too_late)
+        self._transport.write(self._session.take())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(Unauthenticated("it broke its handshake off") if self._unproved else None)
+
+    def abort(self) -> None:
+        """End the connection. What was not sent is lost. Idempotent."""
+        self._end(None)
+
+    def data_received(self, data: bytes) -> None:
+        session = self._session
+        if session is None or self._transport is None:
+            return
+        self.used_at = self._loop.time()
+        shaking = self._caller is None and session.shaking
+        self._take(lambda: session.feed(data))
+        if shaking:
+            self._read(False)
+            self._listener.handshakes.go_on(self)
+
+    def shake(self) -> None:
+        """Go on with the handshake of TLS."""
+        if self._session is not None and self._transport is not None:
+            self._take(self._session.shake)
+            self._read(True)
+
+    def answer_one(self, answer: Callable[[bytes, Caller, bytes], bytes | None]) -> bool:
+        """Answer the request that waits for the longest time; whether there is another one."""
+        session, transport = self._session, self._transport
+        if session is None or transport is None or self._caller is None or not self._waiting:
+            return False
+        reply = answer(self._waiting.popleft(), self._caller, session.secret)
+        if reply is not None and not transport.is_closing():
+            transport.write(session.seal(reply))
+            if transport.get_write_buffer_size() > _UNREAD_MAX:
+                self._end(PeerError(f"it has left {_UNREAD_MAX} bytes of replies unread"))
+                return False
+        if self._waiting:
+            return True
+        if not self._reading:
+            self._read(True)
+        return False
+
+    @property
+    def _unproved(self) -> bool:
+        """A stranger to a cluster with a secret, which it has cost something."""
+        session = self._session
+        return self._caller is None and session is not None and session.sealed and session.heard
+
+    def _take(self, feed: Callable[[], list[bytes]]) -> None:
+        session, transport = self._session, self._transport
+        assert session is not None
+        assert transport is not None
+        try:
+            messages = feed()
+        except KvpoolError as error:
+            if self._caller is None:
+                session.refuse(refusal(error))
+                transport.write(session.take())
+                transport.close()
+            self._end(error)
+            return
+        if self._caller is None:
+            transport.write(session.take())
+            if session.open:
+                self._caller = Caller(self._host, session.tenant)
+                self._cancel_timer()
+        if messages:
+            if self._waiting:
+                # So a caller has two pieces of its requests here at most, and one in parts.
+                self._read(False)
+            else:
+                self._listener.answers.asked(self)
+            self._waiting.extend(messages)
+
+    def _too_late(self) -> None:
+        silent = f"its handshake was not complete after {HELLO_S:g} s"
+        self._end(Unauthenticated(silent))
+
+    def _end(self, error: KvpoolError | None) -> None:
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
+        self._cancel_timer()
+        self._waiting.clear()
+        if not transport.is_closing():
+            transport.abort()
+        self._listener.left(self, self._host, error)
+
+    def _cancel_timer(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _read(self, reading: bool) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing() or reading is self._reading:
+            return
+        self._reading = reading
+        if reading:
+            transport.resume_reading()
+        else:
+            transport.pause_reading()
+
+
+def _keep_alive(transport: asyncio.BaseTransport) -> None:
+    """Notice a peer that disappeared without an end of its connection, within a minute."""
+    connection: Any = transport.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,844 @@
+"""Requests to masters: every answer comes, nobody is in between, and strangers cost little."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvloop
+
+from kvpool.errors import (
+    BadFrame,
+    ConfigError,
+    DeadlineExceeded,
+    KvpoolError,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+    VersionMismatch,
+)
+from kvpool.net import control_listener, control_network
+from kvpool.net.control_network import TcpNetwork, refusal_of
+from kvpool.net.control_session import CallerSession, ControlSession, MasterSession, caller_context
+from kvpool.net.masters_certificate import (
+    Certificate,
+    masters_certificate,
+    masters_fingerprint,
+)
+from kvpool.protocols import Caller, Link
+from kvpool.strangers import WRONG_PROOFS_MAX
+from kvpool.tenants import TenantKeys
+from kvpool.types import Cluster
+from kvpool.wire import auth
+from kvpool.wire import messages as wire
+from kvpool.wire.frames import cluster_id, encode_envelope
+from kvpool.wire.message_stream import MESSAGE_SIZE_MAX, MessageReader, with_size
+from tests.conftest import eventually
+from tests.support.raw_peers import ControlPeer, control_peer
+
+OPEN, SECRET = Cluster(), Cluster("default", b"0123456789abcdef")
+ACME = Cluster("default", b"0123456789abcdef-acme", "acme")
+CLUSTERS = pytest.mark.parametrize("cluster", [OPEN, SECRET], ids=["open", "secret"])
+
+
+class Served:
+    """A master's address that answers with what it was asked, and a link to it."""
+
+    def __init__(self, cluster: Cluster = OPEN, address: str = "127.0.0.1:0") -> None:
+        self.cluster = cluster
+        self.address = address
+        self.work_s = 0.0
+        self.asked: list[bytes] = []
+        self.callers: list[Caller] = []
+
+    async def start(self, tenants: TenantKeys | None = None) -> None:
+        self.network = TcpNetwork(self.cluster, tenants)
+        self.listener: Any = await self.network.serve(self.address, self.handle)
+        self.address = self.listener.address
+
+    def handle(self, type: int, body: bytes, caller: Caller) -> tuple[int, bytes]:
+        self.asked.append(body)
+        self.callers.append(caller)
+        time.sleep(self.work_s)
+        return 1, body
+
+    def connect(self) -> Link:
+        return self.network.connect(self.address)
+
+    async def caller(self) -> Any:
+        """A link that has asked, and so has a connection."""
+        link = self.connect()
+        await ask(link)
+        return link
+
+
+@asynccontextmanager
+async def served(
+    cluster: Cluster = OPEN, tenants: TenantKeys | None = None
+) -> AsyncIterator[Served]:
+    master = Served(cluster)
+    await master.start(tenants)
+    try:
+        yield master
+    finally:
+        master.network.close()
+
+
+async def ask(link: Link, body: bytes = b"", within_s: float = 10.0) -> bytes:
+    deadline = asyncio.get_running_loop().time() + within_s
+    return (await link.request(1, body, deadline=deadline))[1]
+
+
+def request(body: bytes = b"") -> bytes:
+    return encode_envelope(1, cluster_id("default"), 1, body)
+
+
+# --- a caller and its master -------------------------------------------------------------------
+
+
+@CLUSTERS
+async def test_every_question_has_its_answer(cluster: Cluster) -> None:
+    async with served(cluster) as master:
+        link = master.connect()
+        assert await ask(link, b"first") == b"first"
+        bodies = [b"%d" % number * number for number in range(200)] + [bytes(1 << 20)]
+        assert await asyncio.gather(*(ask(link, body) for body in bodies)) == bodies
+        assert set(master.callers) == {Caller("127.0.0.1")}
+        assert master.network.callers == 1
+
+
+@CLUSTERS
+async def test_what_was_asked_on_a_connection_that_ends_is_asked_again(cluster: Cluster) -> None:
+    async with served(cluster) as master:
+        link = await master.caller()
+        link._end._on_message = lambda message: None  # as if no reply came through
+        asked = [asyncio.create_task(ask(link, b"%d" % number)) for number in range(5)]
+        await eventually(lambda: len(master.asked) == 6)
+        (end,) = master.listener._callers
+        end.abort()
+        assert await asyncio.gather(*asked) == [b"%d" % number for number in range(5)]
+        assert len(master.asked) == 11
+
+
+async def test_a_master_that_restarts_is_found_again() -> None:
+    async with served() as master:
+        callers = TcpNetwork()
+        link = callers.connect(master.address)
+        await ask(link)
+        master.listener.stop()
+        waiting = asyncio.create_task(ask(link, b"?"))
+        await asyncio.sleep(0.2)
+        await master.start()
+        assert await waiting == b"?"
+        callers.close()
+
+
+async def test_a_silent_master_is_left_when_another_connection_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_network, "RECONNECT_AFTER_S", 0.1)
+    async with served() as master:
+        link = await master.caller()
+        before = link._end
+        before.send = lambda message: None  # as if the network swallowed all
+        with pytest.raises(DeadlineExceeded):
+            await ask(link, b"lost", within_s=0.15)
+        assert await ask(link, b"found", within_s=5) == b"found"
+        assert link._end is not before
+        assert not before.is_open
+
+
+async def test_a_connection_that_gave_way_is_opened_again_by_the_next_question() -> None:
+    async with served() as master:
+        link = await master.caller()
+        (end,) = master.listener._callers
+        end.abort()
+        await eventually(lambda: link._end is None)
+        await asyncio.sleep(0.05)
+        assert master.network.callers == 0  # nobody asks, so nobody connects
+        assert await ask(link, b"again", within_s=1) == b"again"
+
+
+async def test_a_request_that_nobody_waits_for_reaches_no_later_master() -> None:
+    async with served() as master:
+        callers = TcpNetwork()
+        link = callers.connect(master.address)
+        master.listener.stop()
+        with pytest.raises(DeadlineExceeded, match=r"in time: .*refused"):
+            await ask(link, b"too late", within_s=0.1)
+        await master.start()
+        assert await ask(link, b"in time") == b"in time"
+        assert master.asked == [b"in time"]
+        callers.close()
+
+
+async def test_with_no_file_left_a_request_ends_in_time_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served() as master:
+        link = master.connect()
+
+        async def none_left(*_: object, **__: object) -> None:
+            raise OSError(24, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.get_running_loop(), "create_connection", none_left)
+            with pytest.raises(Unavailable, match="Too many open files"):
+                await ask(link, within_s=0.1)
+        assert await ask(link, b"again", within_s=5) == b"again"
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_network_that_is_closed_has_no_file_open(loop: str) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def play(when: str) -> None:
+        async with served(SECRET) as master:
+            caller = TcpNetwork(SECRET)
+            before = open_files()
+            link: Any = caller.connect(master.address)
+            asking = asyncio.create_task(ask(link))
+            if when == "open":
+                await asking
+            elif when == "shaking":
+                while not link._connected:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            else:
+                await asyncio.sleep(0)
+            caller.close()
+            async with asyncio.timeout(1):
+                await caller.wait_closed()
+            await asyncio.gather(asking, return_exceptions=True)
+            await eventually(lambda: not master.listener._arrived)
+            await eventually(lambda: open_files() <= before)
+
+    async def main() -> None:
+        for when in ("open", "shaking", "connecting"):
+            await play(when)
+
+    uvloop.run(main()) if loop == "uvloop" else asyncio.run(main())
+
+
+async def test_a_port_that_is_taken_is_one_clear_error() -> None:
+    async with served() as first:
+        with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:.*--bind"):
+            await first.network.serve(first.address, first.handle)
+
+
+@pytest.mark.parametrize("address", ["7450", "http://a:1", "ipc:///tmp/x", "::1:7450"])
+async def test_what_is_no_address_of_a_master_is_refused(address: str) -> None:
+    network = TcpNetwork()
+    with pytest.raises(ConfigError, match="expected host:port, such as"):
+        network.connect(address)
+    with pytest.raises(ConfigError, match="expected host:port, such as"):
+        await network.serve(address, lambda *_: (1, b""))
+
+
+async def test_a_scheme_may_be_written() -> None:
+    async with served() as master:
+        assert await ask(master.network.connect(f"tcp://{master.address}"), b"?") == b"?"
+
+
+# --- who may ask -------------------------------------------------------------------------------
+
+
+def shaken(caller: ControlSession, master: ControlSession) -> None:
+    """Carry bytes until both have nothing to say."""
+    while True:
+        from_master, from_caller = master.take(), caller.take()
+        if from_master:
+            caller.feed(from_master)
+        if from_caller:
+            master.feed(from_caller)
+            if master.shaking:
+                master.shake()
+        if not from_master and not from_caller:
+            return
+
+
+def master_of(
+    cluster: Cluster,
+    certificate: Certificate | None = None,
+    tenants: TenantKeys | None = None,
+) -> MasterSession:
+    if certificate is None and cluster.secret:
+        certificate = masters_certificate(cluster, tenants=tenants is not None)
+    context, hash = certificate or (None, b"")
+    secrets_of = (tenants or TenantKeys()).secrets_of
+    return MasterSession(cluster, secrets_of, context, hash, lambda tenant: None)
+
+
+def caller_of(cluster: Cluster) -> CallerSession:
+    return CallerSession(cluster, caller_context)
+
+
+def keys_of_acme() -> TenantKeys:
+    keys = TenantKeys()
+    keys.replace({"acme": (ACME.secret,)})
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("caller", "master", "why"),
+    [
+        (OPEN, SECRET, (Unauthenticated, "it requires a secret: set secret_file")),
+        (SECRET, OPEN, (Unauthenticated, "it has no secret, but this process has one")),
+        (SECRET._replace(secret=b"x" * 16), SECRET, (Unauthenticated, "the cluster's name are eq")),
+        (Cluster("other", SECRET.secret), SECRET, (VersionMismatch, "another cluster")),
+        (Cluster("other"), OPEN, (VersionMismatch, "another cluster")),
+        (ACME, SECRET, (Unauthenticated, "is not that of the masters")),
+    ],
+)
+async def test_who_may_not_ask_is_told_why_and_at_once(
+    caller: Cluster, master: Cluster, why: tuple[type[KvpoolError], str]
+) -> None:
+    async with served(master) as one:
+        network = TcpNetwork(caller)
+        with pytest.raises(why[0], match=why[1]):
+            await ask(network.connect(one.address), within_s=5)
+        assert not one.asked
+        refused = await refusal_of(one.address, caller)
+        assert isinstance(refused, why[0])
+        network.close()
+
+
+async def test_a_tenant_is_known_by_its_secret_and_its_masters_by_their_certificate() -> None:
+    mine = ACME._replace(fingerprint=masters_fingerprint(SECRET))
+    async with served(SECRET, keys_of_acme()) as master:
+        network = TcpNetwork(mine)
+        await ask(network.connect(master.address))
+        assert master.callers == [Caller("127.0.0.1", "acme")]
+        for posing in (
+            mine._replace(tenant="blue"),
+            mine._replace(secret=SECRET.secret),
+            mine._replace(secret=b"x" * 20),
+            SECRET._replace(secret=mine.secret),
+        ):
+            assert isinstance(await refusal_of(master.address, posing), Unauthenticated)
+        network.close()
+    # Another client of the tenant knows as much of it as the masters do, but for their certificate.
+    posing_master = master_of(SECRET._replace(secret=b"it knows another"), tenants=keys_of_acme())
+    with pytest.raises(Unauthenticated, match="not that of the masters of this cluster"):
+        shaken(caller_of(mine), posing_master)
+
+
+def test_all_masters_of_a_pool_with_tenants_show_one_certificate_and_others_their_own() -> None:
+    """What is in the key files of tenants, and so may never change."""
+    assert masters_certificate(SECRET, tenants=True).hash == masters_fingerprint(SECRET)
+    assert masters_fingerprint(SECRET).hex() == (
+        "c509b83f1117019685f2b2cb45db2483f2278904d947e8a20a38fb596139ba1e"
+    )
+    assert masters_fingerprint(SECRET) != masters_fingerprint(SECRET._replace(name="other"))
+    shown = [masters_certificate(SECRET, tenants=False).hash for _ in range(2)]
+    assert len({*shown, masters_fingerprint(SECRET)}) == 3
+
+
+async def test_without_the_package_a_master_with_a_secret_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ConfigError, match=r"needs the package cryptography: pip install"):
+        async with served(SECRET):
+            pass
+
+
+class Middle:
+    """Who stands between both with a certificate of his own, and passes on what they say."""
+
+    def __init__(self, caller: CallerSession, master: MasterSession) -> None:
+        self.caller, self.master = caller, master
+        mine = Cluster("default", b"he has a secret, too")
+        self.to_caller: Any = master_of(mine)
+        self.to_master: Any = caller_of(mine)
+        self.passed: list[bytes] = []
+
+    def play(self) -> None:
+        # He opens both, and then speaks in the place of both.
+        self.to_caller._handshake = self.listening()
+        next(self.to_caller._handshake)
+        self.to_master._handshake = self.speaking()
+        shaken(self.to_master, self.master)
+        self.carry()
+
+    def carry(self) -> None:
+        shaken(self.caller, self.to_caller)
+
+    def speaking(self) -> Any:
+        while True:
+            self.passed.append((yield None))
+
+    def listening(self) -> Any:
+        while True:
+            said = yield None
+            self.to_master._out.append(self.to_master.seal(said))
+            before = len(self.passed)
+            shaken(self.to_master, self.master)
+            for answer in self.passed[before:]:
+                self.to_caller._out.append(self.to_caller.seal(answer))
+
+
+def test_a_proof_that_is_passed_on_is_none() -> None:
+    caller, master = caller_of(SECRET), master_of(SECRET)
+    with pytest.raises(Unauthenticated):
+        Middle(caller, master).play()
+    assert not caller.open
+    assert not master.open
+
+
+def played(master: Callable[[Any], Any]) -> tuple[CallerSession, Any]:
+    """A caller, and a master that says what it likes."""
+    one: Any = master_of(SECRET)
+    one._handshake = master(one)
+    next(one._handshake)
+    return caller_of(SECRET), one
+
+
+def test_who_does_not_know_the_secret_is_believed_to_be_no_master() -> None:
+    ours = cluster_id("default")
+
+    def say(one: Any, message: wire.Message) -> None:
+        type, body = wire.encode(message)
+        one._out.append(one.seal(encode_envelope(type, ours, 0, body)))
+
+    def guess(one: Any) -> Any:
+        yield None
+        say(one, wire.Hello("default", "master", bytes(32)))
+        yield None
+        say(one, wire.Proof(bytes(32)))
+        yield None
+
+    def echo(one: Any) -> Any:
+        nonce = wire.decode(wire.Hello, 2, (yield None)[16:]).nonce
+        say(one, wire.Hello("default", "master", nonce))
+        proof = yield None
+        one._out.append(one.seal(proof))  # the caller's own
+        yield None
+
+    def skip(one: Any) -> Any:
+        yield None
+        say(one, wire.Proof(bytes(32)))
+        yield None
+
+    for master in (guess, echo, skip):
+        caller, one = played(master)
+        with pytest.raises(KvpoolError):
+            shaken(caller, one)
+        assert not caller.open
+
+
+def test_a_stranger_gets_nothing_on_which_to_try_guesses() -> None:
+    """Neither before its proof nor after a wrong one: no byte of what it gets is made from the
+    secret."""
+    master: Any = master_of(SECRET)
+    stranger: Any = caller_of(SECRET._replace(secret=b"x" * 16))
+    heard: list[bytes] = []
+    go_on = stranger._go_on
+    stranger._go_on = lambda answer: (heard.append(answer or b""), go_on(answer))
+    with pytest.raises(Unauthenticated, match="no secret that is valid here"):
+        shaken(stranger, master)
+    assert [message[3] for message in heard if message] == [wire.TYPES[wire.Hello]]
+    master.refuse(wire.Error("Unauthenticated", "no"))
+    with pytest.raises(Unauthenticated):
+        stranger.feed(master.take())
+    assert [message[3] for message in heard if message][1:] == [wire.TYPES[wire.Error]]
+
+
+def test_a_proof_of_one_plane_is_none_of_the_other() -> None:
+    nonces = bytes(32), b"1" * 32
+    hash = b"2" * 32
+    seen: list[bytes] = []
+    master: Any = master_of(SECRET)
+    caller: Any = caller_of(SECRET)
+    say = caller._say
+    caller._say = lambda message: (seen.append(getattr(message, "proof", b"")), say(message))
+    shaken(caller, master)
+    assert caller.open
+    assert auth.client_proof(SECRET, *nonces, hash) != auth.client_proof(
+        SECRET, *nonces, b"kvpool control 1" + hash
+    )
+    assert seen[-1]
+
+
+# --- what travels ------------------------------------------------------------------------------
+
+
+class Tap:
+    """A process between a caller and its master, on the way of their bytes."""
+
+    def __init__(self, address: str) -> None:
+        self.seen = bytearray()
+        self.questions = bytearray()
+        #: Whether the last byte of each piece is another one: of questions, of replies.
+        self.alters = {"questions": False, "replies": False}
+        self._port = int(address.rpartition(":")[2])
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Tap:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._tasks += [
+            asyncio.create_task(self._pass(reader, to_writer, "questions")),
+            asyncio.create_task(self._pass(to_reader, writer, "replies")),
+        ]
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str
+    ) -> None:
+        while data := await reader.read(1 << 16):
+            self.seen += data
+            if way == "questions":
+                self.questions += data
+            writer.write(data[:-1] + bytes([data[-1] ^ self.alters[way]]))
+            self.alters[way] = False
+        writer.close()
+
+
+@CLUSTERS
+async def test_with_a_secret_nobody_on_the_way_reads_or_repeats_a_message(cluster: Cluster) -> None:
+    async with served(cluster) as master, Tap(master.address) as tap:
+        link = master.network.connect(tap.address)
+        await ask(link, b"a name that is nobody's business")
+        assert (b"nobody's business" in tap.seen) == (cluster is OPEN)
+        link.close()
+        reader, writer = await asyncio.open_connection(*master.address.split(":"))
+        writer.write(tap.questions)
+        if cluster.secret:
+            assert await asyncio.wait_for(reader.read(8), 5) != b""
+            await asyncio.wait_for(reader.read(), 5)
+        else:
+            await eventually(lambda: len(master.asked) == 2)
+        assert len(master.asked) == 1 + (cluster is OPEN)
+        writer.close()
+
+
+@pytest.mark.parametrize("way", ["questions", "replies"])
+async def test_a_message_that_is_altered_on_the_way_is_asked_again(way: str) -> None:
+    async with served(SECRET) as master, Tap(master.address) as tap:
+        link = master.network.connect(tap.address)
+        await ask(link)
+        tap.alters[way] = True
+        master.asked.clear()
+        assert await ask(link, b"question", within_s=2) == b"question"
+        assert set(master.asked) == {b"question"}
+
+
+@CLUSTERS
+async def test_masters_and_callers_of_former_releases_get_one_clear_error(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those spoke zmq, which says so in its first byte."""
+    greeting = b"\xff" + bytes(7) + b"\x01\x7f"
+
+    async def former(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(former, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    network = TcpNetwork(cluster)
+    with pytest.raises(VersionMismatch, match="it speaks zmq, as former releases did: run the sa"):
+        await ask(network.connect(address), within_s=5)
+    network.close()
+    server.close()
+    async with served(cluster) as master:
+        reader, writer = await asyncio.open_connection(*master.address.split(":"))
+        writer.write(greeting)
+        await asyncio.wait_for(reader.read(), 1)
+        writer.close()
+    (line,) = [one for one in caplog.records if one.name == "kvpool.audit"]
+    assert "speaks zmq" in line.why  # type: ignore[attr-defined]
+
+
+# --- what strangers cost -----------------------------------------------------------------------
+
+
+async def silent(master: Served, count: int) -> list[asyncio.StreamWriter]:
+    address = master.address.split(":")
+    return [(await asyncio.open_connection(*address))[1] for _ in range(count)]
+
+
+@CLUSTERS
+async def test_a_port_full_of_silent_connections_still_takes_an_honest_caller(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_listener, "HELLO_S", 1.0)
+    async with served(cluster) as master:
+        master.listener._strangers._limit = 20
+        writers = await silent(master, 60)
+        await eventually(lambda: master.network.refused_connections == 40)
+        assert len(master.listener._arrived) == 20
+        await ask(master.connect())
+        await eventually(lambda: len(master.listener._arrived) == 1)  # they are ended, too
+        for writer in writers:
+            writer.close()
+
+
+async def test_an_address_that_breaks_handshakes_is_soon_heard_no_more_and_callers_go_on() -> None:
+    async with served(SECRET) as master:
+        link = await master.caller()
+        for _ in range(WRONG_PROOFS_MAX + 20):
+            reader, writer = await asyncio.open_connection(*master.address.split(":"))
+            writer.write(b"no TLS at all")
+            await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+        assert await ask(link, b"goes on") == b"goes on"
+        with pytest.raises(EOFError):
+            async with control_peer(master.address, SECRET) as peer:
+                await peer.shake()  # not even a greeting
+        assert master.network.refused_connections > WRONG_PROOFS_MAX
+
+
+async def test_handshakes_leave_half_of_the_time_to_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many come at once."""
+    async with served(SECRET) as master:
+        link = await master.caller()
+        shaking: list[float] = []
+        shake = MasterSession.shake
+
+        def slow(self: MasterSession) -> list[bytes]:
+            began = time.perf_counter()
+            time.sleep(0.001)
+            done = shake(self)
+            shaking.append(time.perf_counter() - began)
+            return done
+
+        monkeypatch.setattr(MasterSession, "shake", slow)
+        others = [TcpNetwork(SECRET) for _ in range(100)]
+        began = time.perf_counter()
+        asked = [asyncio.create_task(ask(one.connect(master.address))) for one in others]
+        turns: list[float] = []
+        while not all(task.done() for task in asked):
+            begun = time.perf_counter()
+            await ask(link)
+            turns.append(time.perf_counter() - begun)
+        assert sum(shaking) < 0.6 * (time.perf_counter() - began)
+        assert len(turns) > 50
+        for one in others:
+            one.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        with_size(bytes(1025)),
+        (1 << 20).to_bytes(4, "little") + bytes(99),
+        with_size(b""),
+        with_size(bytes(16)),
+        with_size(request()),
+        b"GET / HTTP/1.1",
+    ],
+)
+async def test_who_says_anything_but_hello_is_cut_off_at_once(said: bytes) -> None:
+    async with served() as master:
+        reader, writer = await asyncio.open_connection(*master.address.split(":"))
+        writer.write(said)
+        await asyncio.wait_for(reader.read(), 1)
+        await eventually(lambda: not master.listener._arrived)
+        assert not master.asked
+        writer.close()
+
+
+async def test_what_comes_before_a_proof_is_bounded() -> None:
+    master: Any = master_of(SECRET)
+    for _ in range(32):
+        master.feed(b"\x16\x03\x01\x10\x00" + bytes(1000))
+    with pytest.raises(BadFrame, match="before it has proved itself"):
+        master.feed(bytes(1000))
+
+
+@CLUSTERS
+async def test_a_message_that_is_too_long_ends_the_connection_before_it_is_here(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And those who do that again and again fill no log."""
+    async with served(cluster) as master:
+        for _ in range(5):
+            async with control_peer(master.address, cluster) as peer:
+                await peer.shake()
+                long = (MESSAGE_SIZE_MAX + 1).to_bytes(4, "little")
+                tls = peer.session._tls
+                peer.writer.write(long if tls is None else tls.seal(long))
+                with pytest.raises(EOFError):
+                    await peer.receive()
+        assert master.network.callers == 0
+        assert len([one for one in caplog.records if one.name == "kvpool.audit"]) == 1
+
+
+async def test_a_caller_that_reads_no_replies_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_listener, "_UNREAD_MAX", 1 << 20)
+    async with served() as master:
+        other = await master.caller()
+        async with control_peer(master.address) as deaf:
+            await deaf.shake()
+            deaf.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            deaf.send(*[request(bytes(1 << 20))] * 12)
+            await eventually(lambda: master.network.callers == 1)
+            assert await ask(other, b"others go on") == b"others go on"
+
+
+async def fill(peers: list[ControlPeer], master: Served, cluster: Cluster, count: int) -> None:
+    """Open so many connections of this caller; raises what one of them is refused with."""
+    for _ in range(count):
+        reader, writer = await asyncio.open_connection(*master.address.split(":"))
+        peer = ControlPeer(reader, writer, cluster)
+        peers.append(peer)
+        await peer.shake()
+
+
+async def test_one_tenant_leaves_room_for_others_and_its_idle_connections_give_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_listener, "_IDLE_S", 0.1)
+    keys, hash = TenantKeys(), masters_fingerprint(SECRET)
+    keys.replace({name: (name.encode() * 4,) for name in ("acme", "blue")})
+    acme, blue = (Cluster("default", name.encode() * 4, name, hash) for name in ("acme", "blue"))
+    async with served(SECRET, keys) as master:
+        master.listener._shares.total = 8
+        peers: list[ControlPeer] = []
+        await fill(peers, master, blue, 1)
+        with pytest.raises(Overloaded, match="of 8 connections are in use"):
+            await fill(peers, master, acme, 8)
+        held = master.listener._shares.held("acme")
+        assert 2 <= held <= 4
+        await asyncio.sleep(0.15)
+        await fill(peers, master, acme, 1)
+        assert master.listener._shares.held("acme") == held
+        peers[0].send(request(b"?"))
+        assert (await peers[0].receive())[16:] == b"?"
+        master.listener.stop()
+        assert master.listener._shares.used == 0
+
+
+async def test_a_thousand_idle_links_give_way_and_ask_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_listener, "_IDLE_S", 0.0)
+    async with served() as master:
+        master.listener._shares.total = 20
+        links = [master.connect() for _ in range(100)]
+        for link in [*links, *links]:
+            assert await ask(link, b"?", within_s=5) == b"?"
+        assert master.network.callers <= 20
+
+
+# --- whose turn it is --------------------------------------------------------------------------
+
+
+async def test_a_burst_of_one_caller_leaves_the_loop_to_others() -> None:
+    async with served() as master:
+        busy, other = await master.caller(), await master.caller()
+        master.work_s = 0.001
+        burst = [asyncio.create_task(ask(busy, b"%d" % number)) for number in range(300)]
+        await asyncio.sleep(0)
+        begun = len(master.asked)
+        assert await ask(other, b"another") == b"another"
+        assert len(master.asked) - begun < 150
+        assert await asyncio.gather(*burst) == [b"%d" % number for number in range(300)]
+        assert await ask(busy, b"reads again") == b"reads again"
+
+
+async def test_however_many_ask_at_once_a_turn_of_the_loop_is_short() -> None:
+    async with served() as master:
+        links = [await master.caller() for _ in range(40)]
+        master.work_s = 0.001
+        tasks = [asyncio.create_task(ask(link, b"?")) for link in links]
+        before, most = len(master.asked), 0
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            most = max(most, len(master.asked) - before)
+            before = len(master.asked)
+        assert 0 < most <= 5
+
+
+async def test_a_caller_that_asks_faster_than_it_is_answered_is_read_no_further() -> None:
+    async with served() as master:
+        link = await master.caller()
+        (end,) = master.listener._callers
+        master.work_s = 0.005
+        bodies = [bytes(200_000) + b"%d" % number for number in range(60)]
+        tasks = [asyncio.create_task(ask(link, body, 30)) for body in bodies]
+        held = 0
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            held = max(held, sum(map(len, end._waiting)) + len(end._session._reader._rest))
+        assert held < 2_000_000  # of 12 MB
+        assert [task.result() for task in tasks] == bodies
+
+
+async def test_a_caller_on_which_an_answer_fails_leaves_the_others_alone() -> None:
+    async with served() as master:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        bad = await master.caller()
+        (end,) = master.listener._callers
+        good = await master.caller()
+
+        def fails(*_: object) -> bool:
+            raise RuntimeError("the handle is closed")
+
+        end.answer_one = fails
+        asked = asyncio.create_task(ask(bad, b"?", within_s=0.2))
+        replies = [asyncio.create_task(ask(good, b"%d" % number)) for number in range(20)]
+        assert await asyncio.gather(*replies) == [b"%d" % number for number in range(20)]
+        with pytest.raises(DeadlineExceeded):
+            await asked
+
+
+# --- messages as bytes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_however_a_stream_is_cut_its_messages_are_the_same(seed: int) -> None:
+    draw = random.Random(seed)
+    messages = [draw.randbytes(draw.choice([0, 1, 3, 16, 200, 70_000])) for _ in range(30)]
+    stream = b"".join(map(with_size, messages))
+    reader, got = MessageReader(), []
+    while stream:
+        size = draw.choice([1, 2, 3, 5, 100, 4096, 65536, len(stream)])
+        got += reader.feed(stream[:size])
+        stream = stream[size:]
+    assert got == messages
+    assert not reader._rest
+
+
+@CLUSTERS
+def test_however_a_handshake_is_cut_it_is_the_same(cluster: Cluster) -> None:
+    caller, master = caller_of(cluster), master_of(cluster)
+    for _ in range(20):
+        for byte in master.take():
+            caller.feed(bytes([byte]))
+        for byte in caller.take():
+            master.feed(bytes([byte]))
+            if master.shaking:
+                master.shake()
+    assert caller.open
+    assert master.open
+    for byte in caller.seal(request(b"?")):
+        got = master.feed(bytes([byte]))
+    assert got == [request(b"?")]
+
+
+def test_a_reader_takes_a_message_of_the_maximum_and_none_beyond() -> None:
+    reader = MessageReader(8)
+    assert reader.feed(with_size(bytes(8))) == [bytes(8)]
+    with pytest.raises(BadFrame, match="message of 9 bytes, limit 8"):
+        reader.feed(with_size(bytes(9))[:4])
