@@ -36,6 +36,8 @@ _FORMER: Final = (
     "it speaks zmq, as former releases did: run the same release of kvpool in all processes of a "
     "pool"
 )
+#: Bytes of one record of TLS: a larger buffer is mapped anew for each message.
+_RECORD_MAX: Final = 1 << 14
 #: Bytes of one message, and of all, before the other end has proved itself.
 _HELLO_MAX: Final = 1024
 _UNPROVED_MAX: Final = 32 << 10
@@ -83,17 +85,18 @@ class _Tls:
         self.open = True
 
     def seal(self, data: bytes) -> bytes:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._tls.write(rest) :]
+        sent = self._tls.write(data)
+        while sent < len(data):
+            sent += self._tls.write(data[sent:])
         return self._outgoing.read()
 
     def unseal(self) -> bytes:
         """What has arrived. Raises BadFrame for anything but what the other end has sealed."""
-        parts = []
+        tls, incoming, parts = self._tls, self._incoming, []
         try:
-            while self._incoming.pending or self._tls.pending():
-                parts.append(self._tls.read(1 << 18))
+            parts.append(tls.read(_RECORD_MAX))
+            while incoming.pending or tls.pending():
+                parts.append(tls.read(_RECORD_MAX))
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
