@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import ClientConfig, HintStatus, Pool, UsageError, WriteStatus, dev, sync
+from kvpool import (
+    ClientConfig,
+    HintStatus,
+    Pool,
+    SessionReport,
+    UsageError,
+    WriteStatus,
+    dev,
+    sync,
+)
+from kvpool.master import hints
 from kvpool.protocols import Link
+from kvpool.server import orders
 from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.support.raw_peers import ask
@@ -126,3 +137,24 @@ async def test_a_master_refuses_what_is_no_session(link: Link, session: str) -> 
 async def test_a_flood_of_hints_costs_only_hints(link: Link) -> None:
     for number in range(3000):
         await ask(link, wire.Hint(f"{number}", 1.0), wire.HintReply)
+
+
+async def test_without_sessions_a_hint_is_about_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when their files and their lines in the two tables are gone."""
+    monkeypatch.setattr(hints, "HINTS", hints.HINTS[:1])
+    monkeypatch.setattr(orders, "ORDERS", orders.ORDERS[:1])
+    async with dev.pool("4MiB") as pool:
+        chain, session = keys("chain", 4), pool.session("agent")
+        blocks = [digest * 2048 for digest in chain]
+        for number in range(20):  # more than fits, so that others are evicted
+            others = keys(f"others {number}", 4)
+            await pool.write(NAMESPACE, others, blocks, session="others", resume_in=60.0)
+        stored = await pool.write(NAMESPACE, chain, blocks, session="agent", resume_in=1.0)
+        assert stored == [WriteStatus.STORED] * 4
+        assert await session.end() is HintStatus.UNKNOWN
+        assert await session.arrived() is HintStatus.UNKNOWN
+        assert await session.explain() == SessionReport([], [])
+        match = await pool.match(NAMESPACE, chain, session="agent")
+        into = [bytearray(65536) for _ in chain]
+        await pool.read(NAMESPACE, chain, into, match=match)
+        assert into == blocks
