@@ -3,7 +3,7 @@
     python -m benchmarks.macs
 
 Each takes its turn on 16 MiB, one thread, GB/s; medians. Poly1305 and AES-GMAC need the package
-cryptography (`pip install 'kvpool[encryption]'`). A MAC of each exchange would run twice, once at
+cryptography. A MAC of each exchange would run twice, once at
 each end; what TLS takes for a whole read is in `python -m benchmarks.tls`.
 """
 

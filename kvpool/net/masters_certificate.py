@@ -80,7 +80,7 @@ def _make(seed: bytes) -> tuple[Any, Any]:
     except ImportError:
         raise ConfigError(
             "the master of a cluster with a secret needs the package cryptography: "
-            "pip install 'kvpool[encryption]'"
+            "pip install cryptography"
         ) from None
     key = Ed25519PrivateKey.from_private_bytes(seed)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kvpool")])

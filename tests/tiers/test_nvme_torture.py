@@ -22,7 +22,7 @@ def test_a_history_ends_well(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_an_encrypted_history_ends_well(seed: int) -> None:
-    pytest.importorskip("cryptography", reason="needs kvpool[encryption]")
+    pytest.importorskip("cryptography", reason="needs cryptography")
     assert play(seed, encrypt=True).failure is None
 
 

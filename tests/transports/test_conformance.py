@@ -134,7 +134,7 @@ async def test_tier(name: str, check: str, tmp_path: Path) -> None:
     if name == "hbm":
         pytest.importorskip("torch", reason="the HBM tier needs torch")
     if name == "nvme-encrypted":
-        pytest.importorskip("cryptography", reason="needs kvpool[encryption]")
+        pytest.importorskip("cryptography", reason="needs cryptography")
         if check == "neighbours_are_left_alone":
             pytest.skip("extents are read as they were written: here one lies over another")
         if check == "what_survives_a_restart_is_there_again":
@@ -1042,7 +1042,7 @@ async def test_a_broken_tier_is_noticed(
     if tier is Staged:
         pytest.importorskip("torch", reason="the HBM tier needs torch")
     if tier is Keyless:
-        pytest.importorskip("cryptography", reason="needs kvpool[encryption]")
+        pytest.importorskip("cryptography", reason="needs cryptography")
 
     def make(capacity: int) -> Tier:
         if isinstance(tier, type) and issubclass(tier, FileTier):

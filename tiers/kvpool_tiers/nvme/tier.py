@@ -591,7 +591,7 @@ def _check_can_encrypt() -> None:
         import cryptography  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "encrypt needs the package cryptography: pip install 'kvpool[encryption]'"
+            "encrypt needs the package cryptography: pip install cryptography"
         ) from None
 
 
