@@ -985,12 +985,13 @@ class Directory:
     def _complete_replicas(self, namespace: Namespace, digests: Sequence[bytes]) -> list[int]:
         """For each block: the number of servers from which each of its parts can be read."""
         blocks = self._blocks.get(namespace)
-        counts = []
-        for digest in digests:
-            held = self._held(blocks, digest)
-            if held is not None:
+        counts = [0] * len(digests)
+        tags = map(blocks.get, digests) if blocks is not None else ()
+        for position, tag in enumerate(list(tags)):
+            if tag is not None:
+                held = self._locations.by_id[tag >> MARK_BITS]
                 self._resolve(held)
-            counts.append(held.complete_replicas if held is not None else 0)
+                counts[position] = held.complete_replicas
         return counts
 
     def _reason(self, namespace: Namespace, digest: bytes, held: BlockLocations) -> ReadStatus:
