@@ -209,7 +209,7 @@ def test_hashes_are_those_of_vllm() -> None:
 
 
 def test_it_stays_small() -> None:
-    """It is read as a whole: at most 600 lines, not counting blank lines, docstrings, comments."""
+    """It is read as a whole: at most 650 lines, not counting blank lines, docstrings, comments."""
     lines = set()
     for path in ROUTER.glob("*.py"):
         tree = ast.parse(path.read_text())
@@ -224,7 +224,7 @@ def test_it_stays_small() -> None:
                 code = token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
                 if code and token.start[0] not in texts:
                     lines.add((path.name, token.start[0]))
-    assert len(lines) <= 600, len(lines)
+    assert len(lines) <= 650, len(lines)
 
 
 def test_the_core_is_pure() -> None:

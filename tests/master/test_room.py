@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ async def test_a_pool_says_it_and_an_operator_reads_why_sessions_wait(
     await pool.write(NAMESPACE, chain, values(chain, 4096))
     for _ in range(3):
         await pool.match(NAMESPACE, chain)
+        await asyncio.sleep(0.05)  # or less than a byte of it is live, in the mean of minutes
     room = await admin(pool).room()
     assert (room.memory, room.prompt, room.share) == (16 << 20, 6 * 4096, None)
     assert "kvpool_master_room_sessions{" not in _page(pool_dev)  # nothing is known yet
