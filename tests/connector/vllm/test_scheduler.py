@@ -471,6 +471,7 @@ def published(pool: LocalPool, model: Models, tokens: int = 64, **settings: Any)
         played.step()
         request = played.request("a", tokens, session_id="chat")
         played.scheduler.add_request(request)
+        played.until_cached(tokens // BLOCK)  # looked up before the pool has it
         store(pool, played, request, tokens // BLOCK)
         played.finish()
         until = time.monotonic() + 5
@@ -513,6 +514,7 @@ def test_what_the_pool_has_lost_is_taken_back(pool: LocalPool, model: Models) ->
     try:
         played.step()
         request = played.add("a", 64)
+        played.until_cached(4)  # looked up before the pool has it
         store(pool, played, request, 4)
         played.finish()
         chain = [bytes(digest) for digest in request.block_hashes[:4]]
