@@ -989,8 +989,7 @@ class Directory:
         tags = map(blocks.get, digests) if blocks is not None else ()
         for position, tag in enumerate(list(tags)):
             if tag is not None:
-                held = self._locations.by_id[tag >> MARK_BITS]
-                self._resolve(held)
+                self._resolve(held := self._locations.by_id[tag >> MARK_BITS])
                 counts[position] = held.complete_replicas
         return counts
 
