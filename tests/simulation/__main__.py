@@ -44,7 +44,8 @@ from tests.simulation.wrong_maps import FAULTS_OF_MAPS
 #: are their own ancestors, `write-back` for servers that write to their disks what memory would
 #: drop, `sessions` for conversations whose prompts wait, `moves` for blocks that servers fetch from
 #: each other, `copies` for those of which they make copies by themselves, `joins` for full
-#: servers that hand over chains to an empty one, and `one-request` for writes that come so.
+#: servers that hand over chains to an empty one, `one-request` for writes that come so, and `cold`
+#: for an object store below memory.
 _WORLDS: Final = (
     "disk",
     "contests",
@@ -57,6 +58,7 @@ _WORLDS: Final = (
     "copies",
     "tenants",
     "one-request",
+    "cold",
 )
 _PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, *FAULTS_OF_MAPS, HOARD, TASK_FAULT, REPORTS, *_WORLDS)
 BUGS: Final = (*OF_CLUSTERS, *DEVICE_BUGS)
