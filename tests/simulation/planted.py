@@ -936,13 +936,6 @@ for reservation, size in sorted(
         "            else:\n                self.front.mark_clean",
     ),
     Bug(
-        "base-evicts-alone",
-        "G5",
-        _STACK,
-        "                store.remove(namespace, [entry.digest], ReadStatus.EVICTED, part)\n",
-        "                pass\n",
-    ),
-    Bug(
         "source-of-a-copy-is-let-go",
         "G4",
         _STACK,
@@ -1312,7 +1305,6 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "prefetched-in-place-of-what-is-in-use": 19,
     "inventory-merged-not-replaced": 11,
     "stall-credits-the-future": 12,
-    "base-evicts-alone": 6,
     "range-is-never-given-up": 3,
     "quarantine-never-ends": 9,
     "inventory-begins-again": 8,
