@@ -331,7 +331,7 @@ def test_a_writer_waits_for_no_disk_to_keep_a_further_copy() -> None:
 
 
 def test_what_the_base_evicts_is_gone_everywhere() -> None:
-    server = Server(8, 8)
+    server = Server(16, 8)  # memory has room for all of it
     chains = [keys(f"chain {number}", 4) for number in range(3)]
     for chain in chains:
         server.write(1, ONE, 0, chain)
