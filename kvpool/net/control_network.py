@@ -98,8 +98,8 @@ class TcpNetwork:
         return link
 
     async def serve(self, address: str, handler: Handler) -> Listener:
-        """Answer at `host:port`; port 0 takes a free one. Raises ConfigError when it is taken, or
-        in a cluster with a secret where `cryptography` is missing."""
+        """Answer at `host:port`; port 0 takes a free one. Raises ConfigError when it is
+        taken."""
         host, port = master_address(address)
         if self._cluster.tenant:
             raise ConfigError(

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import secrets
 import ssl
-import tempfile
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvpool.errors import ConfigError
 from kvpool.types import Cluster
 
 #: scrypt (RFC 7914): 32 MiB and a tenth of a second for each guess.
@@ -35,28 +33,27 @@ class Certificate(NamedTuple):
 
 
 def masters_certificate(cluster: Cluster, *, tenants: bool) -> Certificate:
-    """That of a master that starts now. Raises ConfigError where `cryptography` is missing."""
+    """That of a master that starts now."""
     key, certificate = _make(_seed_of(cluster) if tenants else secrets.token_bytes(32))
     from cryptography.hazmat.primitives import serialization as form
 
-    password = secrets.token_bytes(32)  # what lies in a file for a moment is of no use to others
-    encrypted = form.BestAvailableEncryption(password)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "certificate.pem"
-        path.write_bytes(
-            certificate.public_bytes(form.Encoding.PEM)
-            + key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, encrypted)
-        )
-        context.load_cert_chain(path, password=password)
+    pem = certificate.public_bytes(form.Encoding.PEM) + key.private_bytes(
+        form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()
+    )
+    # ssl reads files alone. This one is memory of this process: the key is on no disk, and a host
+    # without a place for temporary files serves, too.
+    with open(os.memfd_create("certificate"), "w+b", buffering=0) as file:
+        file.write(pem)
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
     return Certificate(context, _hash(certificate))
 
 
 @lru_cache(maxsize=4)
 def masters_fingerprint(cluster: Cluster) -> bytes:
-    """The hash of the certificate of all masters of a pool with tenants. Raises ConfigError."""
+    """The hash of the certificate of all masters of a pool with tenants."""
     return _hash(_make(_seed_of(cluster))[1])
 
 
@@ -74,14 +71,9 @@ def _seed_of(cluster: Cluster) -> bytes:
 
 def _make(seed: bytes) -> tuple[Any, Any]:
     """A key and its certificate, the same for the same seed."""
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    except ImportError:
-        raise ConfigError(
-            "the master of a cluster with a secret needs the package cryptography: "
-            "pip install cryptography"
-        ) from None
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     key = Ed25519PrivateKey.from_private_bytes(seed)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kvpool")])
     builder = x509.CertificateBuilder(name, name, key.public_key(), 1, *_VALID)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -341,13 +341,16 @@ def test_all_masters_of_a_pool_with_tenants_show_one_certificate_and_others_thei
     assert len({*shown, masters_fingerprint(SECRET)}) == 3
 
 
-async def test_without_the_package_a_master_with_a_secret_does_not_start(
+async def test_a_master_with_a_secret_needs_no_place_for_temporary_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigError, match=r"needs the package cryptography: pip install"):
-        async with served(SECRET):
-            pass
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    before = set(os.listdir("/proc/self/fd"))
+    for tenants in (True, False):
+        masters_certificate(SECRET, tenants=tenants)
+    assert set(os.listdir("/proc/self/fd")) <= before
+    async with served(SECRET):
+        pass
 
 
 class Middle:

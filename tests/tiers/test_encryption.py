@@ -366,12 +366,3 @@ def test_keys_are_of_one_cluster() -> None:
     made = {auth.storage_key(Cluster(name, secret)) for name in ("a", "b")}
     made.add(auth.storage_key(Cluster("a", secret + b"!")))
     assert len(made) == 3
-
-
-async def test_without_the_package_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "cryptography", None)
-    with pytest.raises(ConfigError, match=r"pip install cryptography"):
-        Nvme(CAPACITY, path=tmp_path / "file", encrypt=True)
-    assert not (tmp_path / "file").exists()

@@ -58,7 +58,6 @@ class ColdRing(ServerExtension):
         cluster, settings = parts.cluster, tier.cold_settings
         if settings.encrypt:
             auth.storage_key(cluster)  # raises ConfigError without a secret
-            import cryptography  # noqa: F401  # missed at once, not later
         # Below it lies what is this cluster's: one with another secret finds nothing.
         objects = tier.objects(f"kvpool-{auth.file_owner(cluster).hex()}")
         self._bucket = Bucket(objects, requests=settings.requests, hedge_s=settings.hedge_s)

@@ -118,8 +118,6 @@ class Nvme:
         self.path = Path(path)
         self.queue_depth = queue_depth
         self.encrypted = encrypt
-        if encrypt:
-            _check_can_encrypt()
         self._header_size = SEALED_HEADER_SIZE if encrypt else HEADER_SIZE
         self._geometry = Geometry(self.capacity, alignment, self._header_size)
         self._cipher: FileCipher | None = None
@@ -583,16 +581,6 @@ class Nvme:
             queue_depth=self.queue_depth,
             direct=direct,
         )
-
-
-def _check_can_encrypt() -> None:
-    """Raises ConfigError."""
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "encrypt needs the package cryptography: pip install cryptography"
-        ) from None
 
 
 def _generation(record: Record) -> int:
