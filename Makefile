@@ -113,7 +113,7 @@ bench-peers: .venv-peers/ready  ## beside Mooncake Store, Redis and LMCache; ARG
 
 sim: $(VENV)/ready  ## SEEDS=0:2000 simulated histories, and the planted bugs that they must find
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
-	$(if $(filter no,$(BUGS)),,$(BIN)/python -m tests.simulation --bugs)
+	$(BIN)/python -m tests.simulation --bugs
 
 mutants: $(VENV)/mutants-ready  ## SAMPLE=400 one-line mistakes in the product: which do the tests not notice?
 	$(BIN)/pytest tests/mutation
