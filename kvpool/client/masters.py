@@ -15,10 +15,7 @@ from kvpool.errors import (
     PeerError,
     Unavailable,
 )
-from kvpool.protocols import (
-    Link,
-    Network,
-)
+from kvpool.protocols import Link, Network
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client.masters")
@@ -83,7 +80,7 @@ class Masters:
             # Half of a short deadline: the others need time to answer, too.
             first = min(now + self._config.hedge_s, now + (until - now) / 2)
             got = await self._ask(self._preferred, request, answer, first, problems)
-            if got is not None:
+            if got is not None and _knows_a_server(got):
                 return got
             return await self._ask_all(request, answer, until, problems)
         got = await self._ask(0, request, answer, until, problems)
@@ -125,7 +122,8 @@ class Masters:
         except (Unavailable, Overloaded, PeerError) as error:
             problems.append(error)
             return None
-        self._preferred = index
+        if _knows_a_server(decoded):
+            self._preferred = index
         self._answered_at = asyncio.get_running_loop().time()
         if self._failing_since is not None:
             self._answers_again()
@@ -144,15 +142,18 @@ class Masters:
             loop.create_task(self._ask(index, request, answer, deadline, problems))
             for index in order
         ]
+        got = None
         try:
             for done in asyncio.as_completed(tasks):
-                got = await done
-                if got is not None:
+                got = await done or got
+                if got is not None and _knows_a_server(got):
                     return got
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+        if got is not None:
+            return got
         raise self._lost(problems)
 
     def _lost(self, problems: Sequence[Exception]) -> MasterLost:
@@ -174,3 +175,8 @@ class Masters:
             self._logged_lost = False
             lost_s = round(asyncio.get_running_loop().time() - since, 1)
             log.info("kvpool: the pool is back", masters=self._addresses, lost_s=lost_s)
+
+
+def _knows_a_server(answer: wire.Message) -> bool:
+    """False of a master that was just started: another one may know where to write."""
+    return not isinstance(answer, wire.PlaceReply) or bool(answer.servers)

@@ -293,6 +293,27 @@ async def test_a_short_deadline_leaves_time_for_the_other_masters() -> None:
     assert later(0) - began < 0.95
 
 
+async def test_a_master_that_was_just_started_does_not_end_a_write() -> None:
+    """It knows no server yet: it is believed if no other one answers, and is not asked first."""
+    place = wire.Place("ns", 1, 32, b"k" * 32, b"", 64, "here", 1)
+
+    def names(*servers: str) -> Answer:
+        return lambda _: wire.PlaceReply(list(servers), b"\0")
+
+    network = ScriptedNetwork(a=names("s"), b=names())
+    old, new = network.masters.values()
+    masters = Masters(network, config(network, hedge_s=0.01, attempt_s=0.1))
+    old.is_silent = True
+    assert (await masters.ask(place, wire.PlaceReply, later(1.0))).servers == []
+    old.is_silent = False
+    for _ in range(2):
+        assert (await masters.ask(place, wire.PlaceReply, later(1.0))).servers == ["s"]
+    assert len(new.asked) == 1
+
+    old.answer, new.answer = new.answer, old.answer
+    assert (await masters.ask(place, wire.PlaceReply, later(1.0))).servers == ["s"]
+
+
 async def test_masters_that_are_silent_cost_one_attempt() -> None:
     network = ScriptedNetwork(a=tells("a"))
     network.masters["a"].is_silent = True
