@@ -691,7 +691,7 @@ for reservation, size in sorted(
         "G6",
         _READER,
         "silence_s = self._config.hedge_s if hedged else self._config.attempt_s",
-        "return InactivityTimer(60.0)",
+        "silence_s = 60.0\n        return InactivityTimer(silence_s)",
     ),
     Bug(
         "missing-copies-are-not-counted",
@@ -795,7 +795,7 @@ for reservation, size in sorted(
         "G7",
         _MASTERS,
         "            return await self._ask_all(request, answer, until, problems)",
-        "            raise _lost(problems)",
+        "            raise self._lost(problems)",
     ),
     Bug(
         "restarted-server-is-not-found",

@@ -210,6 +210,19 @@ def test_a_planted_bug_is_in_step_with_the_source(bug: planted.Bug) -> None:
     compile(plant.with_bug(bug, Path(spec.origin).read_text()), bug.module, "exec")
 
 
+def test_planted_bugs_use_names_that_exist(tmp_path: Path) -> None:
+    """Else a NameError is what the simulator finds, and the mistake itself is never looked for."""
+    for bug in planted.BUGS:
+        spec = importlib.util.find_spec(bug.module)
+        assert spec is not None
+        assert spec.origin is not None
+        buggy = plant.with_bug(bug, Path(spec.origin).read_text())
+        (tmp_path / f"{bug.name}.py").write_text(buggy)
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", str(tmp_path)]
+    checked = subprocess.run(ruff, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
 def test_first_seeds_belong_to_planted_bugs() -> None:
     assert planted.FIRST_SEED.keys() <= {bug.name for bug in planted.BUGS}
 
