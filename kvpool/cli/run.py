@@ -36,6 +36,7 @@ from kvpool.units import human
 if TYPE_CHECKING:
     from kvpool.master.service import Master
     from kvpool.net.http_server import Routes
+    from kvpool.net.tenants_file import TenantsFile
     from kvpool.protocols import Transport
     from kvpool.server.block_server import BlockServer
     from kvpool.server.identity_file import IdentityFile
@@ -125,7 +126,6 @@ def master(
     """Run a master, the directory of blocks. Several may run at the same time."""
     from kvpool.master.service import Master
     from kvpool.net.control_network import TcpNetwork
-    from kvpool.net.tenants_file import TenantsFile
 
     _prepare(die_with_parent)
     settings = settings_of(
@@ -144,7 +144,7 @@ def master(
     _say_who_may_use_it(settings, insecure=settings.master.insecure)
 
     async def main() -> None:
-        tenants = TenantsFile.of(settings)
+        tenants = _tenants_of(settings)
         keys = tenants.keys if tenants is not None else None
         network = TcpNetwork(cluster_of(settings), keys)
         running = Master(settings.master, network)
@@ -255,17 +255,27 @@ async def _serve(settings: Config) -> None:
         await _serve_as(identity, settings)
 
 
+def _tenants_of(settings: Config) -> TenantsFile | None:
+    """Raises ConfigError for a file that is wrong, and where this program runs without tenants."""
+    if not settings.tenants_file:
+        return None
+    try:
+        from kvpool.net.tenants_file import TenantsFile
+    except ModuleNotFoundError:
+        raise ConfigError("this program runs without tenants (setting tenants_file)") from None
+    return TenantsFile(settings.tenants_file, cluster_of(settings))
+
+
 async def _serve_as(identity: IdentityFile, settings: Config) -> None:
     import asyncio
 
     from kvpool import registry
     from kvpool.net.control_network import TcpNetwork
-    from kvpool.net.tenants_file import TenantsFile
     from kvpool.ops import metrics
     from kvpool.server.block_server import BlockServer
 
     wanted = settings.server
-    tenants = TenantsFile.of(settings)
+    tenants = _tenants_of(settings)
     network = TcpNetwork(cluster_of(settings))
     running: BlockServer | None = None
     try:
@@ -285,7 +295,9 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
             tenants=tenants.keys if tenants is not None else None,
         )
         if tenants is not None:
-            tenants.on_change(running.tenants_changed)
+            from kvpool.server.tenancy import Tenancy
+
+            tenants.on_change(Tenancy.of(running).tenants_changed)
         runtime.freeze_gc()  # before the start, which adds all blocks of a file
         await running.start()
         pages = _pages(metrics.pages_of_server(running), wanted, settings)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from kvpool import logs, spans
-from kvpool.audit import AuditLog
 from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Forbidden, Overloaded, Unauthenticated
+from kvpool.guard import make_guard
 from kvpool.master.hints import make_hints
 from kvpool.master.state.change_ring import PAGE_SIZE, LoggedChange, size_of
 from kvpool.master.state.demand import DemandMeter
@@ -37,7 +37,6 @@ from kvpool.types import (
     ServerStats,
 )
 from kvpool.wire import messages as wire
-from kvpool.wire.access import check_access
 
 log = logs.get("kvpool.master")
 
@@ -109,7 +108,7 @@ class Master:
         #: Heartbeats after which this master's map was not what the server held.
         self.differences = 0
         self._refused: set[tuple[str, str]] = set()
-        self._audit = AuditLog()
+        self._guard = make_guard()
         self._handlers: dict[int, Callable[[bytes, Caller], wire.Message]] = {}
         self._handle(wire.Register, self._register)
         self._handle(wire.Heartbeat, self._from_owner(self._heartbeat))
@@ -187,10 +186,10 @@ class Master:
             self.requests[name] += 1
             request = wire.decode(type, number, body)
             try:
-                check_access(caller.tenant, request)
+                self._guard.check(caller.tenant, request)
             except Forbidden as error:
                 self.refusals[f"forbidden {name}"] += 1
-                self._audit.refused(
+                self._guard.refused(
                     self._now(),
                     tenant=caller.tenant,
                     client="",
@@ -249,7 +248,7 @@ class Master:
 
     async def _tick(self) -> None:
         self.directory.tick(self._now())
-        self._audit.flush(self._now())
+        self._guard.flush(self._now())
         # A sweep runs in small steps between requests: a lost server may have had millions of
         # blocks.
         sweeping = self.directory.sweep()

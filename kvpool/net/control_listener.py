@@ -16,8 +16,8 @@ from typing import Any, Final, cast
 
 from kvpool import logs
 from kvpool.addresses import join, listening_socket, numeric
-from kvpool.audit import LOG_EVERY_S, AuditLog
 from kvpool.errors import ConfigError, KvpoolError, Overloaded, PeerError, Unauthenticated
+from kvpool.guard import Guard
 from kvpool.net.control_session import MasterSession
 from kvpool.net.masters_certificate import Certificate
 from kvpool.net.requests import answer
@@ -41,6 +41,8 @@ _CALLERS_MAX: Final = 8192
 _IDLE_S: Final = 1.0
 #: After so long in one turn of the loop what else has arrived, of all callers, waits for the next.
 _TURN_S: Final = 0.002
+#: What is said of refusals is written so often.
+_LOG_EVERY_S: Final = 60.0
 #: Bytes of replies that a caller has not read yet; with more its connection is ended.
 _UNREAD_MAX: Final = 8 << 20
 
@@ -52,12 +54,12 @@ class ControlListener:
         self,
         handler: Handler,
         cluster: Cluster,
-        secrets_of: Callable[[str], tuple[bytes, ...]],
+        guard: Guard,
         certificate: Certificate | None,
     ) -> None:
         """With a certificate, callers must know the cluster's secret, or one of a tenant."""
         self._cluster = cluster
-        self._secrets_of = secrets_of
+        self._secrets_of = guard.secrets_of
         self._certificate = certificate
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
@@ -67,9 +69,9 @@ class ControlListener:
         self._callers: dict[_MasterEnd, str] = {}  # and who holds it
         files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._shares = Shares(min(_CALLERS_MAX, files_max // 2))
-        self._refusals = _Refusals()
+        self._refusals = _Refusals(guard)
         self.handshakes = _Handshakes()
-        self.answers = _Answers(handler, cluster, secrets_of, self._refusals)
+        self.answers = _Answers(handler, cluster, guard.secrets_of, self._refusals)
         #: Connections that were refused, as they did not prove that they may ask.
         self.refused = 0
 
@@ -204,9 +206,9 @@ class _Handshakes:
 class _Refusals:
     """One line a minute for each host that was refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
         self._loop = asyncio.get_running_loop()
-        self._audit = AuditLog()
+        self._guard = guard
         self._timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
@@ -216,15 +218,14 @@ class _Refusals:
 
     def report(self, host: str, request: str, error: KvpoolError) -> None:
         who = {"tenant": "unknown", "client": "", "address": host}
-        self._audit.refused(self._loop.time(), **who, request=request, why=str(error))
+        self._guard.refused(self._loop.time(), **who, request=request, why=str(error))
         if self._timer is None:
-            self._timer = self._loop.call_later(LOG_EVERY_S, self._write_rest)
+            self._timer = self._loop.call_later(_LOG_EVERY_S, self._write_rest)
 
     def _write_rest(self) -> None:
         self._timer = None
-        self._audit.flush(self._loop.time())
-        if len(self._audit):
-            self._timer = self._loop.call_later(LOG_EVERY_S, self._write_rest)
+        if self._guard.flush(self._loop.time()):
+            self._timer = self._loop.call_later(_LOG_EVERY_S, self._write_rest)
 
 
 class _Answers:

@@ -29,12 +29,12 @@ from kvpool.errors import (
     Unavailable,
     VersionMismatch,
 )
+from kvpool.guard import TenantSecrets, make_guard
 from kvpool.net.control_listener import HELLO_S, ControlListener
 from kvpool.net.control_session import CallerSession, caller_context
 from kvpool.net.masters_certificate import masters_certificate
 from kvpool.net.requests import PendingRequests
 from kvpool.protocols import Handler, Link, Listener
-from kvpool.tenants import TenantKeys
 from kvpool.types import Cluster
 from kvpool.wire.frames import cluster_id
 
@@ -61,7 +61,9 @@ def master_address(address: str) -> tuple[str, int]:
 class TcpNetwork:
     """The control plane of one process."""
 
-    def __init__(self, cluster: Cluster | None = None, tenants: TenantKeys | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster | None = None, tenants: TenantSecrets | None = None
+    ) -> None:
         """With `tenants`, what it serves has callers that know the cluster's secret or theirs."""
         self._cluster = cluster or Cluster()
         self._tenants = tenants
@@ -109,8 +111,7 @@ class TcpNetwork:
         tenants, certificate = self._tenants, None
         if self._cluster.secret:
             certificate = masters_certificate(self._cluster, tenants=tenants is not None)
-        secrets_of = (tenants or TenantKeys()).secrets_of
-        listener = ControlListener(handler, self._cluster, secrets_of, certificate)
+        listener = ControlListener(handler, self._cluster, make_guard(tenants), certificate)
         await listener.listen(host, port)
         self._listeners.append(listener)
         return listener

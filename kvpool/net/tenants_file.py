@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvpool import logs
-from kvpool.config import Config, cluster_of, read_secret
+from kvpool.config import read_secret
 from kvpool.errors import ConfigError
 from kvpool.file_stamp import Stamp, stamp
 from kvpool.supervision import Supervisor
@@ -61,11 +61,6 @@ class TenantsFile:
         """Call `use` with the tenants, now and after each change."""
         self._on_change.append(use)
         use(self.tenants)
-
-    @classmethod
-    def of(cls, settings: Config) -> TenantsFile | None:
-        """The one that the settings name; None if there are no tenants. Raises ConfigError."""
-        return cls(settings.tenants_file, cluster_of(settings)) if settings.tenants_file else None
 
     @asynccontextmanager
     async def watched(self, tasks: Supervisor) -> AsyncIterator[None]:

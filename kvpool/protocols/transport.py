@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from kvpool.errors import KvpoolError
+from kvpool.guard import Guard
 from kvpool.protocols.tier import DeviceAddressable, DeviceMemory, DeviceToken, Tier
-from kvpool.tenants import TenantKeys
 from kvpool.types import (
     Cluster,
     DrainOrder,
@@ -256,10 +256,10 @@ class BlockStore(Protocol):
         has a secret, clients that do not prove that they know it (design: authentication)."""
 
     @property
-    def tenants(self) -> TenantKeys:
-        """The secrets of tenants, none in a pool without tenants. A transport admits a client that
-        proves one of them if it shows that client nothing but answers, and passes what it has
-        proved on (`Peer.proved`); or it refuses such clients (design: tenants)."""
+    def guard(self) -> Guard:
+        """It knows the secrets of tenants. A transport admits a client that proves one, if it
+        shows that client nothing but answers, passes on what it has proved (`Peer.proved`) and
+        checks its requests; or it refuses such clients (design: tenants)."""
 
     def forbidden(self, peer: Peer, message: str, why: str) -> None:
         """Record that a client of a tenant asked for what belongs to others."""

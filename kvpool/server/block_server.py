@@ -2,9 +2,7 @@
 
 context.py       what the connections share: the store, its memory, the counters
 connection.py    one client's reservations and pins
-extension.py     what a server can do besides: moves/ between servers, removal.py of namespaces
-consumers.py     who has what of this server
-quota_keeper.py  what each tenant may have of each tier
+extension.py     what a server can do besides: moves/ between servers, tenancy.py, removal.py
 announcer.py     one master's view of this server
 tier_mover.py    bytes between tiers
 state/, eviction/   pure: which block lies where, and which one is evicted next
@@ -14,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvpool import logs
 from kvpool.config import WRITE_BACK, ServerConfig, check_bind, parse_transport
-from kvpool.errors import ConfigError, Unauthenticated, Unavailable
+from kvpool.errors import ConfigError, Unavailable
+from kvpool.guard import TenantSecrets, make_guard
 from kvpool.net.announced import announced
 from kvpool.protocols import (
     Addressable,
@@ -41,7 +39,6 @@ from kvpool.server.announcer import Announcer, Identity
 from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions, ServerParts
-from kvpool.server.quota_keeper import QuotaKeeper
 from kvpool.server.state.budget import START, Limits
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
@@ -49,7 +46,6 @@ from kvpool.server.state.tier_stores import stores_of
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.supervision import Supervisor
 from kvpool.tenant_names import qualified
-from kvpool.tenants import Tenant, TenantKeys
 from kvpool.types import NAME_MAX, Cluster, ServerStats
 from kvpool.wire import auth
 
@@ -82,12 +78,10 @@ class BlockServer:
         rng: random.Random | None = None,
         secret: bytes = b"",
         keeps_secret: bool = False,
-        tenants: TenantKeys | None = None,
+        tenants: TenantSecrets | None = None,
     ) -> None:
         self._config = config
-        self._has_tenants = tenants is not None
-        #: The secrets of tenants, as they are now (design: tenants).
-        self.tenants = tenants or TenantKeys()
+        self.guard = make_guard(tenants)
         self.host = host or this_host()
         self._network = network
         self._transports = transports
@@ -108,14 +102,18 @@ class BlockServer:
         #: The long-lived tasks of this server.
         self.tasks = Supervisor(self._rng)
         self._context = ServerContext(
-            self.server, store, self.tiers, config.connections_max, self.tasks, self.epoch
+            self.server,
+            store,
+            self.tiers,
+            config.connections_max,
+            self.tasks,
+            self.epoch,
+            self.guard,
         )
         context = self._context
         self.extensions = Extensions()
         others = (self.host, cluster, network, transports)
         self.extensions.add_all(ServerParts(config, context, self.extensions, *others))
-        #: What each tenant may have; `apply` it before `start` (design: quotas).
-        self.quotas = QuotaKeeper(store, context.on_change, self.tasks)
         self._listeners: list[Listener] = []
         #: Where clients reach this server, one for each transport.
         self.addresses: list[str] = []
@@ -152,7 +150,13 @@ class BlockServer:
         """
         config, context = self._config, self._context
         try:
-            self._check_trust()
+            if self.cluster.tenant:
+                raise ConfigError(
+                    f"a tenant's key makes no server: give the cluster's secret, not the key of "
+                    f"tenant {self.cluster.tenant!r} (setting secret_file)"
+                )
+            for extension in self.extensions.all:
+                extension.check()
             addresses = [parse_transport(text).address or text for text in config.listen]
             for address in addresses:
                 check_scheme(address, self._transports)
@@ -170,7 +174,6 @@ class BlockServer:
                 if isinstance(tier, Encrypts) and tier.encrypted:
                     tier.use_key(auth.storage_key(self.cluster))
             await context.mover.recover()
-            self.quotas.trim()
             context.mover.start()
             for extension in self.extensions.all:
                 extension.start()
@@ -235,7 +238,6 @@ class BlockServer:
             await listener.close()
         for extension in self.extensions.all:
             await extension.close()
-        await self.quotas.close()
         await context.mover.close(self._config.flush_s)
         for tier in self.tiers:
             tier.close()
@@ -257,7 +259,7 @@ class BlockServer:
 
     def forbidden(self, peer: Peer, message: str, why: str) -> None:
         self._context.counters["forbidden_requests"] += 1
-        self._context.audit.refused(
+        self.guard.refused(
             asyncio.get_running_loop().time(),
             tenant=peer.tenant,
             client=_as_shown(peer).name,
@@ -266,55 +268,12 @@ class BlockServer:
             why=why,
         )
 
-    # --- tenants --------------------------------------------------------------------------
-
-    def tenants_changed(self, tenants: Mapping[str, Tenant]) -> None:
-        """The tenants file says something else now, and so does `self.tenants`: take over quotas
-        and rates, and end the connections whose secret is not good any more. The first call comes
-        before `start`."""
-        self.quotas.apply(tenants)
-        rates = {one.name: one.rate for one in tenants.values()}
-        self._context.rates.replace(rates, asyncio.get_running_loop().time())
-        ended: Counter[str] = Counter()
-        for connection in list(self._context.connections):
-            proved, link = connection.peer.proved, connection.peer.link
-            if proved is None or proved.secret in self.tenants.secrets_of(proved.tenant):
-                continue
-            self._context.counters["revoked_connections"] += 1
-            ended[proved.tenant] += 1
-            if link is not None:
-                link.hang_up(Unauthenticated("the secret of this tenant was revoked"))
-        for tenant, count in ended.items():
-            log.info("connections of a revoked secret end", tenant=tenant, connections=count)
-
-    def _check_trust(self) -> None:
-        """Raises ConfigError for what cannot keep tenants apart."""
-        if self.cluster.tenant:
-            raise ConfigError(
-                f"a tenant's key makes no server: give the cluster's secret, not the key of tenant "
-                f"{self.cluster.tenant!r} (setting secret_file)"
-            )
-        if not self._has_tenants:
-            return
-        if not self.cluster.secret:
-            raise ConfigError("tenants need a cluster with a secret (setting secret_file)")
-        open_to_all = sorted(
-            {parse_transport(text).scheme for text in self._config.listen}
-            & {scheme for scheme, one in self._transports.items() if not one.authenticated}
-        )
-        if open_to_all and not self._config.insecure:
-            raise ConfigError(
-                f"transport {open_to_all[0]!r} does not ask its peers for a secret, so tenants "
-                "would reach each other's blocks: leave it out of --listen, or pass --insecure if "
-                "only operators can reach its port"
-            )
-
     # --- for the masters ------------------------------------------------------------------
 
     def stats(self, now: float) -> ServerStats:
         """The figures of this server now; masters, `kvpool status` and `/metrics` show them."""
         context, store = self._context, self._context.store
-        context.audit.flush(now)
+        self.guard.flush(now)
         front, base = store.front, store.backing
         clients = context.clients(now)
         stats = ServerStats(
@@ -353,7 +312,6 @@ class BlockServer:
             usage=context.mover.usage(now),
             clients=clients[:_CLIENTS_SHOWN],
             draining=context.draining,
-            consumers=context.consumers.report(),
         )
         for extension in self.extensions.all:
             stats = extension.completed(stats)

@@ -36,7 +36,6 @@ from kvpool.types import (
     Reservation,
     WriteStatus,
 )
-from kvpool.units import human
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -79,6 +78,8 @@ class ServerConnection:
         self._loop = asyncio.get_running_loop()
         self._open = True
         self._quarantined_bytes = 0
+        #: Asked before the blocks of a tenant's client are reserved.
+        self._writes = extensions.tenant_writes if peer.tenant else None
         if peer.tenant:
             self._store.front.held.join_tenant(id, peer.tenant)
 
@@ -86,41 +87,15 @@ class ServerConnection:
         now = self._loop.time()
         # Half of the caller's time at most: a refusal must still reach it.
         wait_until = now + (deadline - now) / 2
-        tenant = self.peer.tenant
-        if not self._context.rates.rate(tenant):
+        if self._writes is None:
             return await self._reserve_all(request, wait_until)
-        if not await self._may_write_now(tenant, wait_until):
-            self._context.counters["over_rate_writes"] += 1
-            self._context.audit.refused(
-                self._loop.time(),
-                tenant=tenant,
-                client=self.peer.name,
-                address=self.peer.address,
-                request="Reserve",
-                why=f"it writes more than its rate, {human(self._context.rates.rate(tenant))}/s",
-            )
-            return [Reservation(WriteStatus.REFUSED)] * len(request.digests)
-        size, granted = sum(request.sizes), 0
-        self._context.rates.begin(tenant, size, self._loop.time())
-        try:
-            answers = await self._reserve_all(request, wait_until)
-            granted = sum(answer.extent.size for answer in answers if answer.extent is not None)
-        finally:
-            self._context.rates.give_back(tenant, max(0, size - granted))
-        return answers
+        return await self._writes.reserve(self.peer, request, wait_until, self._reserve_all)
 
     def reserve_now(self, request: ReserveRequest) -> list[Reservation]:
-        now, tenant, rates = self._loop.time(), self.peer.tenant, self._context.rates
-        if not rates.rate(tenant):
+        now = self._loop.time()
+        if self._writes is None:
             return self._reserve_what_fits(request, now)
-        if rates.wait_s(tenant, now):
-            return [_ASK_AGAIN] * len(request.digests)
-        size = sum(request.sizes)
-        rates.begin(tenant, size, now)
-        answers = self._reserve_what_fits(request, now)
-        granted = sum(answer.extent.size for answer in answers if answer.extent is not None)
-        rates.give_back(tenant, size - granted)
-        return answers
+        return self._writes.reserve_now(self.peer, request, now, self._reserve_what_fits)
 
     def _reserve_what_fits(self, request: ReserveRequest, now: float) -> list[Reservation]:
         context, store = self._context, self._store
@@ -141,15 +116,6 @@ class ServerConnection:
             full = []
         self._count_refused(request, answers, full)
         return [_ASK_AGAIN if answer is MAKING_ROOM else answer for answer in answers]
-
-    async def _may_write_now(self, tenant: str, until: float) -> bool:
-        """Wait until this tenant's earlier writes are paid for; False, at once, if that is later
-        than `until`."""
-        while wait_s := self._context.rates.wait_s(tenant, now := self._loop.time()):
-            if now + wait_s > until:
-                return False
-            await asyncio.sleep(wait_s)
-        return True
 
     async def _reserve_all(self, request: ReserveRequest, wait_until: float) -> list[Reservation]:
         if self._context.draining:
@@ -186,29 +152,10 @@ class ServerConnection:
     ) -> None:
         """Count the blocks that are not stored; `full` are those for which there is no space."""
         self._context.counters["refused_blocks"] += len(full)
-        if full:
-            self._explain_refusal(request, full)
+        if full and self._writes is not None:
+            self._writes.no_space(self.peer, min(request.sizes[at] for at in full), len(full))
         bypassed = sum([answer.status is WriteStatus.BYPASSED for answer in answers])
         self._context.counters["bypassed_blocks"] += bypassed
-
-    def _explain_refusal(self, request: ReserveRequest, full: Sequence[int]) -> None:
-        """Where it was the tenant's limit and not the pool: count that, and say so in the audit."""
-        smallest = min(request.sizes[position] for position in full)
-        for store in self._store.stores:
-            account = store.accounts.get(self.peer.tenant)
-            if account is None or not account.exceeds(store.allocator.rounded(smallest)):
-                continue
-            self._context.counters["over_limit_blocks"] += len(full)
-            self._context.audit.refused(
-                self._loop.time(),
-                tenant=self.peer.tenant,
-                client=self.peer.name,
-                address=self.peer.address,
-                request="Reserve",
-                why=f"a block of {human(smallest)} is above its limit of a tier, "
-                f"{human(account.limit)}, beside what it has in use there",
-            )
-            return
 
     def _already_stored(self, request: ReserveRequest) -> list[Reservation]:
         """Answers of a server that will leave: writers go elsewhere at once (design: movers)."""
@@ -311,8 +258,9 @@ class ServerConnection:
             counters["missed_blocks"] += missed
             self._context.publish()
         if hits or missed:
-            last = _last_hit(pins)
-            self._context.consumers.read(namespace, part, digests[last], len(hits), size, missed)
+            last = digests[_last_hit(pins)]
+            for on_served in self._extensions.on_served:
+                on_served(namespace, part, last, len(hits), size, missed)
         return pins
 
     def unpin(self, pins: Sequence[Pin]) -> None:

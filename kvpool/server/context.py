@@ -9,17 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvpool import logs
-from kvpool.audit import AuditLog
 from kvpool.errors import Overloaded
+from kvpool.guard import Guard, make_guard
 from kvpool.protocols import Addressable, Peer, ReserveRequest, Tier
 from kvpool.server.announcer import Announcer
 from kvpool.server.compactor import Compactor
-from kvpool.server.consumers import Consumers
 from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.server.state.connection_shares import ConnectionShares
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.tiered_store import TieredStore
-from kvpool.server.state.write_rates import WriteRates
 from kvpool.server.tier_mover import TierMover
 from kvpool.supervision import Supervisor
 from kvpool.tenant_names import marker_of
@@ -65,6 +63,7 @@ class ServerContext:
         connections_max: int,
         tasks: Supervisor,
         epoch: int = 0,
+        guard: Guard | None = None,
     ) -> None:
         self.server = server
         self.epoch = epoch  # random for each start of the process
@@ -78,7 +77,6 @@ class ServerContext:
         self.tasks = tasks
         self.mover = TierMover(store, tiers, self.on_change, self.tasks)
         self.compactor = Compactor(store.front, memory, self.on_change)
-        self.consumers = Consumers(store, [tier.name for tier in tiers])
         self.announcers: list[Announcer] = []
         self.counters: Counter[str] = Counter()
         #: In the order in which they came: that of a set of objects differs from run to run.
@@ -88,9 +86,7 @@ class ServerContext:
             one.on_rejected_victim = self._policy_is_wrong
         #: This server will leave: it takes no blocks any more (design: movers).
         self.draining = False
-        #: Who removed what, and who asked for what is not theirs.
-        self.audit = AuditLog()
-        self.rates = WriteRates()
+        self.guard = guard or make_guard()
         self._waiting_for_space: dict[asyncio.Future[None], float] = {}  # until when
         self._sampled_at = 0.0
 
@@ -103,7 +99,7 @@ class ServerContext:
 
     def audit_removed(self, peer: Peer, blocks: int, request: str) -> None:
         """This client has removed so many blocks."""
-        self.audit.removed(
+        self.guard.removed(
             asyncio.get_running_loop().time(),
             tenant=peer.tenant,
             client=peer.name,

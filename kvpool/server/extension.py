@@ -13,14 +13,15 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from kvpool.config import ServerConfig
 from kvpool.errors import Forbidden
-from kvpool.protocols import Network, Transport
+from kvpool.protocols import Network, Peer, ReserveRequest, Transport
 from kvpool.runtime import Host
 from kvpool.server.context import ServerContext
-from kvpool.types import Cluster, Namespace, ServerStats
+from kvpool.types import Cluster, Namespace, Reservation, ServerStats
 from kvpool.wire import messages as wire
 
 #: What every server has: `module:class`, made with the `ServerParts`.
 EXTENSIONS: Final = (
+    "kvpool.server.tenancy:Tenancy",
     "kvpool.server.removal:NamespaceRemoval",
     "kvpool.server.moves:Moves",
     "kvpool.server.cold:ColdRing",
@@ -40,6 +41,9 @@ class ServerExtension(Protocol):
         """Who answers the messages that only this extension knows."""
         return {}
 
+    def check(self) -> None:
+        """Nothing is open yet. Raises ConfigError for settings that cannot be kept."""
+
     def start(self) -> None:
         """The tiers are recovered, and no client is connected yet: start the tasks."""
 
@@ -54,6 +58,23 @@ class ServerExtension(Protocol):
         return stats
 
 
+class TenantWrites(Protocol):
+    """What connections of tenants' clients ask when they write."""
+
+    async def reserve(
+        self, peer: Peer, request: ReserveRequest, until: float, reserve: Callable[..., Any]
+    ) -> list[Reservation]:
+        """What `reserve(request, until)` answers when it is the client's turn to write."""
+
+    def reserve_now(
+        self, peer: Peer, request: ReserveRequest, now: float, reserve: Callable[..., Any]
+    ) -> list[Reservation]:
+        """What `reserve(request, now)` answers if it is its turn now."""
+
+    def no_space(self, peer: Peer, size: int, blocks: int) -> None:
+        """So many of its blocks found no space, not even one of this size."""
+
+
 class Extensions:
     """The extensions of one server: who answers which message, and who is called when."""
 
@@ -61,6 +82,9 @@ class Extensions:
         self.all: list[ServerExtension] = []
         #: With the namespace, part and digests that a client has asked for, and its name.
         self.on_read: list[Callable[[Namespace, int, Sequence[bytes], str], None]] = []
+        #: With what a client has got: the namespace, part, last digest, blocks, bytes; and misses.
+        self.on_served: list[Callable[[Namespace, int, bytes, int, int, int], None]] = []
+        self.tenant_writes: TenantWrites | None = None
         #: In the step in which a client removes blocks.
         self.on_removed: list[OnRemoved] = []
         #: After it, and awaited before the client is answered. A fourth argument has the checksums

@@ -20,6 +20,7 @@ from kvpool.errors import (
     PeerError,
     Unavailable,
 )
+from kvpool.guard import Guard
 from kvpool.protocols import (
     Channel,
     OverFabric,
@@ -37,7 +38,7 @@ from kvpool.protocols import (
     SupportsZeroCopyView,
 )
 from kvpool.protocols.transport import ClientLink
-from kvpool.tenants import TenantKeys
+from kvpool.tenant_names import marker_of
 from kvpool.testing.harness import (
     CLUSTER,
     LARGE,
@@ -277,13 +278,25 @@ def _is_host(address: str) -> bool:
     return False
 
 
+class _AcmeGuard(Guard):
+    """Of a pool with one tenant."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def secrets_of(self, tenant: str) -> tuple[bytes, ...]:
+        return (b"acme's own",) if tenant == "acme" else ()
+
+    def check(self, tenant: str, request: Any) -> None:
+        if not request.namespace.startswith(marker_of(tenant)):
+            raise Forbidden("it is another tenant's")
+
+
 @TransportCheck
 async def a_tenants_client_is_known_or_refused(stage: Stage) -> None:
     """One that proves a tenant's secret is that tenant's to the server, or gets a PeerError; one
     with another secret gets a PeerError, and so does one that asks for what is not its own."""
-    keys = TenantKeys()
-    keys.replace({"acme": (b"acme's own",)})
-    stage.recorder.tenants = keys
+    stage.recorder.guard = _AcmeGuard()
     stage.recorder.cluster = CLUSTER._replace(secret=b"the cluster's")
     theirs, mine = Namespace("@globex/model"), Namespace("@acme/model")
 

@@ -179,7 +179,7 @@ class Recorder:
     def __init__(self, server: BlockServer) -> None:
         self._server = server
         self.cluster = server.cluster
-        self.tenants = server.tenants
+        self.guard = server.guard
         self.peers: list[Peer] = []
         #: Each `reserve`, with its deadline; each `reserve_now`, which has none.
         self.asked: list[tuple[ReserveRequest, float | None]] = []

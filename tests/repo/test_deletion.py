@@ -21,6 +21,7 @@ from tests.repo.test_house import ROOT
 
 #: Where a ring says that it is there.
 TABLES = (
+    "kvpool/guard.py",
     "kvpool/client/extension.py",
     "kvpool/server/extension.py",
     "kvpool/server/orders.py",

@@ -64,12 +64,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "arguments", "logs", "runtime"),
     (
         *("types", "units", "tenant_names", "tenants", "backoff", "piecewise_dict", "spans"),
-        *("kv_events", "file_stamp", "tracing", "sorting", "addresses"),
+        *("kv_events", "file_stamp", "tracing", "sorting", "addresses", "guard"),
     ),
     (
         *("protocols", "config", "wire"),
         *("audit", "checksum", "fingerprint", "tombstones", "device_copy", "huge_pages"),
         *("shares", "strangers", "device", "supervision", "memory_limits"),
+        *("tenancy", "write_rates"),
     ),
     ("net", "registry"),
     ("client", "server", "master"),
@@ -81,6 +82,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 #: Of their own layer these may import, too; nobody else imports a neighbour.
 NEIGHBOURS = {
     "tenants": {"units", "tenant_names"},
+    "tenancy": {"audit", "wire", "write_rates"},
     "wire": {"protocols", "fingerprint"},
     "config": {"wire"},
     "checksum": set(),

@@ -33,6 +33,7 @@ from kvpool.server.state import tenants
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.server.tenancy import Tenancy
 from kvpool.supervision import Supervisor
 from kvpool.tenants import Share, Tenant
 from kvpool.types import Cluster
@@ -196,9 +197,9 @@ async def read(one: World) -> None:
 
 
 async def lower_a_limit(one: World) -> None:
-    one.server.quotas.apply({"": Tenant("")})
+    Tenancy.of(one.server).quotas.apply({"": Tenant("")})
     await one.write()
-    one.server.quotas.apply({"": Tenant("", limit=Share(0))})
+    Tenancy.of(one.server).quotas.apply({"": Tenant("", limit=Share(0))})
 
 
 async def lose_a_tier(one: World) -> None:

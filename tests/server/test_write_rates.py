@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.server.state.write_rates import WriteRates
+from kvpool.write_rates import WriteRates
 
 MB, NOW = 1_000_000, 1000.0
 

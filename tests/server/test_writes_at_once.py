@@ -11,6 +11,7 @@ import pytest
 from kvpool import WriteStatus, dev
 from kvpool.protocols import Connection, Peer, ReserveRequest
 from kvpool.server.state.budget import Limits
+from kvpool.server.tenancy import Tenancy
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Cluster, Namespace
 from kvpool.wire import messages as wire
@@ -146,7 +147,7 @@ async def test_a_tenants_rate_counts_what_is_stored(pool_dev: dev.Dev) -> None:
     namespace = Namespace("@acme/model")
     proved = Cluster("default", b"secret", tenant="acme")
     connection = server.connect(Peer("acme", proved=proved))
-    rates = server._context.rates
+    rates = Tenancy.of(server).guard.rates
     rates.replace({"acme": MIB})
     asked = request("rate", MIB)._replace(namespace=namespace)
     (granted,) = connection.reserve_now(asked)

@@ -21,6 +21,7 @@ if __name__ == "__main__":
     SEEDS = plant_chosen("tests.simulation.pots", BUGS)
 
 from kvpool.errors import Overloaded
+from kvpool.guard import make_guard
 from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
@@ -235,7 +236,7 @@ def play_callers(seed: int) -> str:
 
 async def _callers(seed: int) -> str:
     chance, loop = random.Random(seed), asyncio.get_running_loop()
-    listener: Any = ControlListener(lambda *_: (1, b""), Cluster(), lambda tenant: (), None)
+    listener: Any = ControlListener(lambda *_: (1, b""), Cluster(), make_guard(), None)
     listener._shares.total = size = chance.choice([16, 40])
     tenants = chance.random() < 0.5
     open_: dict[str, list[_End]] = {}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.server.tenancy import Tenancy
 from kvpool.tenants import Share, Tenant
 from kvpool.types import Namespace, Reservation, WriteStatus
 from tests.simulation.blocks import OF_TENANTS
@@ -108,7 +109,7 @@ class Tenants:
             store.tenants = TenantOracle(
                 store, node.server.stack, self._quotas(store, self.tenants)
             )
-        node.server.quotas.apply(self.tenants)
+        Tenancy.of(node.server).quotas.apply(self.tenants)
 
     def change(self) -> None:
         """The tenants file has changed, for all servers at the same time."""
@@ -140,7 +141,7 @@ class Tenants:
         for store in _stores(node):
             assert store.tenants is not None
             store.tenants.quotas = self._quotas(store, tenants)
-        node.server.quotas.apply(tenants)
+        Tenancy.of(node.server).quotas.apply(tenants)
 
     def _draw(self) -> dict[str, Tenant]:
         rng = self._rng

@@ -20,6 +20,7 @@ from kvpool.net.tenants_file import TenantsFile
 from kvpool.protocols import Transport
 from kvpool.server.block_server import BlockServer
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.tenancy import Tenancy
 from kvpool.types import Namespace
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
@@ -89,7 +90,7 @@ class TenantPool:
             tenants=self.of_server.keys,
         )
         self.servers.append(server)
-        self.of_server.on_change(server.tenants_changed)
+        self.of_server.on_change(Tenancy.of(server).tenants_changed)
         await server.start()
         await server.wait_until_registered(asyncio.get_running_loop().time() + 10)
         return server

@@ -12,8 +12,8 @@ from kvpool import ReadStatus, WriteStatus
 from kvpool.audit import CALLERS_MAX, LOG_EVERY_S, AuditLog
 from kvpool.errors import Forbidden, InvariantViolated
 from kvpool.net.control_network import TcpNetwork
-from kvpool.server.state.write_rates import BURST_S, WriteRates
 from kvpool.wire import messages as wire
+from kvpool.write_rates import BURST_S, WriteRates
 from tests.conftest import keys, values
 from tests.support.raw_peers import ask, frame
 from tests.support.tenant_pool import MODEL, OF_ACME, OPERATOR, tenant, tenant_pool

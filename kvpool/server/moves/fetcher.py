@@ -250,18 +250,18 @@ class Fetcher:
     async def _turn(self, call: FetchCall, step: Sequence[int]) -> float | None:
         """Wait until the tenant may write, for a place among the transfers, and for the budget: the
         price of the step, in seconds; None when the time is over."""
-        rates, tenant = self._context.rates, call.tenant
+        guard, tenant = self._context.guard, call.tenant
         size = sum(call.offers[i].size for i in step)
         while True:
-            while (wait_s := rates.wait_s(tenant, _now())) > 0:  # in nobody's way
+            while (wait_s := guard.wait_s(tenant, _now())) > 0:  # in nobody's way
                 if _now() + wait_s >= call.until:
                     self._context.counters["over_rate_writes"] += 1
                     return None
                 await asyncio.sleep(max(wait_s, _TURN_MIN_S))
             if not await self._place_and_budget(call):
                 return None
-            if not rates.wait_s(tenant, _now()):
-                rates.begin(tenant, size, _now())
+            if not guard.wait_s(tenant, _now()):
+                guard.begin(tenant, size, _now())
                 return self.budget.begin(size, _now())
             self._transfers.release(call.source)  # another call of the tenant was first
 
@@ -304,7 +304,7 @@ class Fetcher:
             return again
         finally:
             self.budget.end(price_s, planned, moved, seconds)
-            self._context.rates.give_back(call.tenant, planned - moved)
+            self._context.guard.give_back(call.tenant, planned - moved)
             self._store.front.cancel_rest(call.owner)
             self._context.on_change()
 

@@ -17,6 +17,7 @@ from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import fetcher as fetcher_module
 from kvpool.server.moves.fetcher import FetchCall, Fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
+from kvpool.server.tenancy import Tenancy
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Cluster, FetchStatus, ReadStatus, SessionHint, WriteBlock
 from kvpool.wire.messages import SESSION_RUNS_MAX, pack_sessions, unpack_sessions
@@ -132,7 +133,7 @@ async def test_a_tenant_that_has_blocks_fetched_pays_as_for_a_write() -> None:
     async with pair() as both:
         chain = keys("chain", 48)
         await both.put(chain, namespace=mine)
-        rates = both.target._context.rates
+        rates = Tenancy.of(both.target).guard.rates
         rates.replace({"acme": 16 * SIZE}, now())
         moves_of(both.target).fetcher.budget = FetchBudget(1e12)
         asks = both.target.connect(Peer("c", proved=Cluster(tenant="acme")))
@@ -159,7 +160,7 @@ async def test_what_a_tenant_asks_for_and_does_not_come_costs_it_nothing() -> No
     async with pair() as both:
         chain = keys("chain", 8)
         await both.put(chain, namespace=mine)
-        both.target._context.rates.replace({"acme": SIZE}, now())
+        Tenancy.of(both.target).guard.rates.replace({"acme": SIZE}, now())
         channel = await moves_of(both.target).peers.channel("dev-0", now() + 5)
 
         async def fails(*args: Any, **more: Any) -> Any:
@@ -169,7 +170,7 @@ async def test_what_a_tenant_asks_for_and_does_not_come_costs_it_nothing() -> No
         asks = both.target.connect(Peer("c", proved=Cluster(tenant="acme")))
         statuses = await asks.fetch(mine, 0, chain, "dev-0", deadline=now() + 5)
         assert statuses == [FetchStatus.SOURCE_LOST] * 8
-        assert both.target._context.rates.wait_s("acme", now()) == 0.0
+        assert Tenancy.of(both.target).guard.rates.wait_s("acme", now()) == 0.0
         asks.close()
 
 

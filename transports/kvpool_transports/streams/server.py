@@ -37,7 +37,6 @@ from kvpool.types import (
     WriteStatus,
 )
 from kvpool.wire import auth
-from kvpool.wire.access import check_access
 from kvpool.wire.frame_reader import STEP, PayloadReceiver, Pieces, no_payload
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
@@ -294,7 +293,7 @@ class StreamSession:
                 cluster = proved = self._seen_by_tenant(hello)
             await self._challenge(cluster, hello.nonce, deadline)
             # It may have been revoked since: from here to `connect` nothing is awaited.
-            if proved and proved.secret not in self._store.tenants.secrets_of(proved.tenant):
+            if proved and proved.secret not in self._store.guard.secrets_of(proved.tenant):
                 raise Unauthenticated("this secret of the tenant is not valid any more")
         self._peer = Peer(hello.client, self._scheme, self, self.stream.peer_address, proved)
         connection = self._store.connect(self._peer)
@@ -317,7 +316,7 @@ class StreamSession:
                 f"{self._scheme} is not for clients of tenants, who could see the memory of "
                 "others there: use tcp"
             )
-        good = self._store.tenants.secrets_of(hello.tenant)
+        good = self._store.guard.secrets_of(hello.tenant)
         found = auth.find_tenant(good, self._store.cluster, hello.tenant, hello.key, hello.nonce)
         if found is None:
             raise Unauthenticated(f"tenant {hello.tenant!r} does not have this secret here")
@@ -379,7 +378,7 @@ class StreamSession:
             raise BadMessage(f"{name} is no request")
         request = decode(kind, frame.type, frame.body)
         try:
-            check_access(self._peer.tenant, request)
+            self._store.guard.check(self._peer.tenant, request)
         except Forbidden as error:
             self._store.forbidden(self._peer, kind.__name__, str(error))
             raise
@@ -470,7 +469,7 @@ class StreamSession:
         if len(write.checksums) != len(write.sizes):
             raise BadMessage(f"{len(write.sizes)} sizes, {len(write.checksums)} checksums")
         try:
-            check_access(self._peer.tenant, write)
+            self._store.guard.check(self._peer.tenant, write)
         except Forbidden:  # `_answer` refuses it when its bytes are out of the way
             return PayloadReceiver([_nowhere(frame.payload_size)])
         if sum(write.sizes) != frame.payload_size:

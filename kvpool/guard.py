@@ -1,0 +1,76 @@
+"""The joint of tenancy: who is admitted, what he may ask for, and who writes that down. Pure.
+
+A master, its listener and a server have a guard each. Without the line and the file of the last one
+a process admits who knows the cluster's secret, and refuses tenants.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Final, Protocol
+
+from kvpool.errors import ConfigError, Forbidden
+
+#: `module:class`; the last one is made.
+GUARDS: Final = (
+    "kvpool.guard:Guard",
+    "kvpool.tenancy:TenantGuard",
+)
+
+
+class TenantSecrets(Protocol):
+    """The secrets of tenants, as they are now."""
+
+    def secrets_of(self, tenant: str) -> tuple[bytes, ...]:
+        """Those that are good for a client of this tenant; none for one that is unknown."""
+
+
+class Guard:
+    """What masters and servers ask. This one knows no tenant, and limits nobody."""
+
+    def __init__(self, secrets: TenantSecrets | None) -> None:
+        """Raises ConfigError for secrets that it cannot use."""
+        if secrets is not None:
+            raise ConfigError("this program runs without tenants (setting tenants_file)")
+
+    def secrets_of(self, tenant: str) -> tuple[bytes, ...]:
+        """As `TenantSecrets.secrets_of`."""
+        return ()
+
+    def check(self, tenant: str, request: Any) -> None:
+        """Raises Forbidden for what a client of this tenant may not ask for; "" is no tenant."""
+        if tenant:
+            raise Forbidden("nothing here is for tenants")
+
+    def wait_s(self, tenant: str, now: float) -> float:
+        """Seconds until the tenant's next write may begin."""
+        return 0.0
+
+    def begin(self, tenant: str, size: int, now: float) -> None:
+        """A write of at most `size` bytes begins, in its time."""
+
+    def give_back(self, tenant: str, size: int) -> None:
+        """Of a write that has begun, so many bytes are not written."""
+
+    # The audit: `now` is loop time.
+
+    def refused(
+        self, now: float, *, tenant: str, client: str, address: str, request: str, why: str
+    ) -> None:
+        """A request was refused because it is about what is not the caller's."""
+
+    def removed(
+        self, now: float, *, tenant: str, client: str, address: str, blocks: int, request: str
+    ) -> None:
+        """Blocks were removed by a caller; `tenant` is empty for operators."""
+
+    def flush(self, now: float) -> bool:
+        """Call it now and then: write the lines that are due. Whether others are to come."""
+        return False
+
+
+def make_guard(secrets: TenantSecrets | None = None) -> Guard:
+    """The guard of a process with these tenants. Raises ConfigError where it can have none."""
+    module, _, kind = GUARDS[-1].partition(":")
+    made: Guard = getattr(import_module(module), kind)(secrets)
+    return made
