@@ -27,6 +27,8 @@ demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic
 
 # Suites with packages of their own, each in a virtual environment .venv-NAME.
 SUITES := kernels vllm vllm-long routers objects page ray helm prometheus transformers lmcache lmcache-long sglang
+# The suite starts hundreds of processes: each would compile the product again.
+test: export PYTHONDONTWRITEBYTECODE :=
 ifeq ($(WITH),)
 test: $(VENV)/ready  ## the whole suite, two tests at a time; with vLLM and others: WITH=vllm ...
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
