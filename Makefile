@@ -17,7 +17,7 @@ group = $$($(PYTHON) -c 'import sys, tomllib; \
 PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm demo-fleet fleet test check bench bench-peers gpu-acceptance sim mutants chaos fuzz docs clean $(SUITES:%=test/%)
+.PHONY: help demo demo-vllm demo-fleet fleet test check bench bench-peers gpu-acceptance sim mutants chaos fuzz docs clean attack $(SUITES:%=test/%)
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic
 	$(BIN)/kvpool replay --workload codex --servers 2 --clients 4 --picture demo.svg
 
 # Suites with packages of their own, each in a virtual environment .venv-NAME.
-SUITES := kernels vllm vllm-long routers objects page ray helm prometheus transformers lmcache lmcache-long sglang
+SUITES := attack kernels vllm vllm-long routers objects page ray helm prometheus transformers lmcache lmcache-long sglang
 # The suite starts hundreds of processes: each would compile the product again.
 test: export PYTHONDONTWRITEBYTECODE :=
 ifeq ($(WITH),)
@@ -38,6 +38,11 @@ else
 test:
 	@echo "make test WITH=$(WITH): expected one of $(SUITES)"; exit 2
 endif
+
+# Strangers, hostile tenants and others against a pool of real processes, and what they cost it.
+test/attack: $(VENV)/ready
+	ATTACK_S=$(or $(SECONDS),5) $(BIN)/python -m pytest -n 0 tests/attack $(ARGS)
+attack: test/attack
 
 # The Triton kernels, interpreted and compiled, without a GPU.
 test/kernels: .venv-kernels/ready

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import IO
 
 from kvpool.client.opening import connect
 from kvpool.config import ClientConfig
@@ -61,9 +62,15 @@ class Child:
 
 @asynccontextmanager
 async def process_of(
-    module: str, *arguments: str, environment: dict[str, str] | None = None
+    module: str,
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    stderr: IO[bytes] | None = None,
 ) -> AsyncIterator[Child]:
-    """`python -m module`, ended with the `with`, or by the kernel when this process dies."""
+    """`python -m module`, ended with the `with`, or by the kernel when this process dies.
+
+    Its stderr is that of this process, or a file.
+    """
     if module == "kvpool":
         arguments = (*arguments, "--die-with-parent")
     process = await asyncio.create_subprocess_exec(
@@ -73,6 +80,7 @@ async def process_of(
         *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        stderr=stderr,
         limit=1 << 24,
         env={**os.environ, **(environment or {})},
         start_new_session=True,  # Ctrl-C is for us; we end them in order

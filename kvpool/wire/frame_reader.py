@@ -17,7 +17,7 @@ import xxhash
 
 from kvpool.errors import BadFrame, InvariantViolated, KvpoolError
 from kvpool.protocols import IdleTimeout
-from kvpool.wire.frames import HEADER_SIZE, Frame, decode_header
+from kvpool.wire.frames import BODY_SIZE_MAX, HEADER_SIZE, Frame, decode_header
 from kvpool.wire.messages import TYPES, Error
 
 #: Received ahead of the frame that is asked for; what is more waits in the kernel.
@@ -104,6 +104,8 @@ class FrameReader:
         self.full = False
         #: Some of a frame has arrived, and not all of it.
         self.begun = False
+        #: A longer body is refused.
+        self.body_max = BODY_SIZE_MAX
         self._buffer = memoryview(bytearray(READ_AHEAD))
         self._filled = 0
         #: Where the next bytes go.
@@ -171,7 +173,7 @@ class FrameReader:
         if self._filled < HEADER_SIZE or self._choose is None:
             return False
         try:
-            type, body_size, payload_size = decode_header(self._buffer)
+            type, body_size, payload_size = decode_header(self._buffer, self.body_max)
             head_size = HEADER_SIZE + body_size
             if self._filled < head_size:
                 if self._filled == len(self._buffer):

@@ -65,14 +65,14 @@ def encode_frame(type: int, body: bytes, payload_size: int = 0) -> bytes:
     return _DATA.pack(_DATA_MAGIC, PROTOCOL_VERSION, type, len(body), payload_size) + body
 
 
-def decode_header(header: bytes | bytearray | memoryview) -> Header:
+def decode_header(header: bytes | bytearray | memoryview, body_max: int = BODY_SIZE_MAX) -> Header:
     """The header of a data-plane frame. Raises PeerError."""
     magic, version, type, body_size, payload_size = _DATA.unpack_from(header)
     if magic != _DATA_MAGIC:
         raise BadFrame(f"frame starts with {bytes(header[:4])!r}, expected {_DATA_MAGIC!r}")
     _check_version(version)
-    if body_size > BODY_SIZE_MAX:
-        raise BadFrame(f"body of {body_size} bytes, limit {BODY_SIZE_MAX}")
+    if body_size > body_max:
+        raise BadFrame(f"body of {body_size} bytes, limit {body_max}")
     if payload_size > PAYLOAD_SIZE_MAX:
         raise BadFrame(f"payload of {payload_size} bytes, limit {PAYLOAD_SIZE_MAX}")
     return Header(type, body_size, payload_size)

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import IO
 
 from kvpool.client.opening import connect
 from kvpool.client.pool import Pool
@@ -33,6 +34,8 @@ class Node:
         self.setup = ""
         #: The first line that it printed.
         self.first_line = ""
+        #: The file that has its log, if not this process's stderr.
+        self.log: IO[bytes] | None = None
         self._command = (module, *arguments)
         self._stack = AsyncExitStack()
 
@@ -46,7 +49,9 @@ class Node:
     async def start(self) -> None:
         """Start the process and wait for its first line. Raises ServerLost when none comes."""
         assert self.process is None, f"{self.name} is running"
-        self.process = await self._stack.enter_async_context(process_of(*self._command))
+        self.process = await self._stack.enter_async_context(
+            process_of(*self._command, stderr=self.log)
+        )
         if self.setup:
             self.process.write_line(self.setup)
         try:
@@ -112,7 +117,7 @@ class ProcessCluster:
         self.servers: dict[str, Node] = {}
         self.addresses: dict[str, str] = {}
         self.proxies: dict[str, Proxy] = {}
-        ports = _free_ports(masters + servers)
+        ports = free_ports(masters + servers)
         names = [f"server-{number}" for number in range(servers)]
         quiet = ("--log-level", "error")
         for number in range(masters):
@@ -227,7 +232,7 @@ def open_sockets(nodes: Iterable[Node]) -> set[str]:
         return named & set(file.read().split())
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Free ports below the kernel's range of ephemeral ports.
 
     A client that dials a dead server again and again would at some time get the server's own port

@@ -268,7 +268,7 @@ async def test_too_many_failed_handshakes_shut_their_address_out_before_tls(
     lines = [record for record in caplog.records if record.levelname in ("INFO", "WARNING")]
     about = [line for line in lines if vars(line).get("peer") == there]
     assert len(about) == 1, about
-    assert vars(about[0])["handshakes"] == 1
+    assert vars(about[0])["count"] == 1
     assert "no TLS" in vars(about[0])["why"]
     assert not [line for line in caplog.records if line.name == "asyncio" and line.levelno > 10]
 

@@ -38,7 +38,7 @@ from kvpool.types import (
 )
 from kvpool.wire import auth
 from kvpool.wire.frame_reader import STEP, PayloadReceiver, Pieces, no_payload
-from kvpool.wire.frames import Frame
+from kvpool.wire.frames import BODY_SIZE_MAX, Frame
 from kvpool.wire.messages import (
     PAYLOAD,
     TYPES,
@@ -85,8 +85,9 @@ from kvpool.wire.messages import (
 )
 from kvpool_transports.streams.stream import Stream
 
-#: A handshake must be complete after this time.
+#: A handshake must be complete after this time, and has no longer messages.
 HELLO_S = 5.0
+_HELLO_MAX: Final = 4096
 #: What a client may ask us to wait for space, and how long after its deadline a writer that has
 #: not sealed is taken for frozen.
 WAIT_S_MAX = 60.0
@@ -167,7 +168,8 @@ class Sessions:
 
         `costly`: it counts like a wrong proof, whatever the error.
         """
-        _report(self._store, self.strangers, self._scheme, address, error, costly=costly)
+        self._store.count("refused_handshakes")
+        _report(self.strangers, self._scheme, address, error, costly=costly)
 
     async def close(self) -> None:
         """End them all. Idempotent."""
@@ -243,8 +245,10 @@ class StreamSession:
         memory."""
         ours = quarantined = False
         try:
+            self.stream.reader.body_max = _HELLO_MAX
             self._connection = await self.handshake()
             self._strangers.left(self.stream)
+            self.stream.reader.body_max = BODY_SIZE_MAX
             while True:
                 self._idle_since = self._loop.time()
                 frame = await self.stream.receive(self._payload_of_request, deadline=None)
@@ -357,13 +361,11 @@ class StreamSession:
             raise Unauthenticated("the client does not know this cluster's secret")
 
     def _refuse(self, error: KvpoolError) -> None:
-        if isinstance(error, Forbidden) and self._connection is not None:
-            pass  # the store has it, in an audit that writes one line for many
-        elif self._connection is not None:
-            log.info("connection closed", **_fields(self._scheme, error))
-        else:
-            address = self.stream.peer_address
-            _report(self._store, self._strangers, self._scheme, address, error)
+        admitted = self._connection is not None
+        if not admitted:
+            self._store.count("refused_handshakes")
+        if not (admitted and isinstance(error, Forbidden)):  # which the store's audit has
+            _report(self._strangers, self._scheme, self.stream.peer_address, error)
         with contextlib.suppress(KvpoolError):
             self.stream.send_now(refusal(error))
 
@@ -628,25 +630,15 @@ _ANSWERS: Final[
 
 
 def _report(
-    store: BlockStore,
-    strangers: Strangers,
-    scheme: str,
-    address: str,
-    error: KvpoolError,
-    *,
-    costly: bool = False,
+    strangers: Strangers, scheme: str, address: str, error: KvpoolError, *, costly: bool = False
 ) -> None:
-    """Count a refused handshake, and write one line a minute for each address."""
-    store.count("refused_handshakes")
+    """One line a minute for each address whose connections are ended from here."""
     now = asyncio.get_running_loop().time()
     count = strangers.refused(address, error, now, costly=costly)
     if count:
         report = log.warning if isinstance(error, Unauthenticated) else log.info
-        report("connection closed", **_fields(scheme, error), peer=address, handshakes=count)
-
-
-def _fields(scheme: str, error: KvpoolError) -> dict[str, str]:
-    return {"transport": scheme, "error": type(error).__name__, "why": str(error)}
+        fields = {"transport": scheme, "error": type(error).__name__, "why": str(error)}
+        report("connection closed", **fields, peer=address, count=count)
 
 
 def _reserve_request(message: Reserve | Write) -> ReserveRequest:

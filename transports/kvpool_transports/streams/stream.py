@@ -85,7 +85,7 @@ class Stream(asyncio.BufferedProtocol):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._reader = FrameReader()
+        self.reader = FrameReader()
         self._done: Ending | None = None
         self._flushed: Ending | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -176,7 +176,7 @@ class Stream(asyncio.BufferedProtocol):
         self._no_deadline = deadline is None
         frame: Frame | None = None
         try:
-            self._received(self._reader.ask(payload_target))
+            self._received(self.reader.ask(payload_target))
             self._resume_reading()
             if self._done.done():  # a peer that sends ahead must not keep other tasks from running
                 await asyncio.sleep(0)
@@ -185,7 +185,7 @@ class Stream(asyncio.BufferedProtocol):
                 error = await wait_until(self._done, deadline, "the peer did not answer in time")
             if error is not None:
                 raise error.fresh()
-            frame = self._reader.take()
+            frame = self.reader.take()
             return frame
         finally:
             self._done = None
@@ -193,7 +193,7 @@ class Stream(asyncio.BufferedProtocol):
                 self._frame_timer.cancel()
                 self._frame_timer = None
             if frame is None:  # the memory is its owner's again: no later byte may go there
-                self._reader.close()
+                self.reader.close()
 
     async def expect(
         self, type: type[M], payload_target: ChooseTarget = no_payload, *, deadline: float | None
@@ -226,7 +226,7 @@ class Stream(asyncio.BufferedProtocol):
         """
         if not self.lost and self._transport is not None:
             self._closing = self._loop.create_future()
-            self._reader.close()
+            self.reader.close()
             self._resume_reading()
             self._transport.write_eof()
             await self._closing
@@ -235,7 +235,7 @@ class Stream(asyncio.BufferedProtocol):
         """Equal to an earlier value if since then no byte has moved, and the owner waits for the
         peer."""
         if self._done is not None:
-            return self._reader.position
+            return self.reader.position
         if self._flushed is not None and self._transport is not None:
             return self._portions, self._transport.get_write_buffer_size()
         return object()
@@ -280,19 +280,19 @@ class Stream(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.memory
+        return self.reader.memory
 
     def buffer_updated(self, count: int) -> None:
         try:
-            complete = self._reader.received(count)
+            complete = self.reader.received(count)
         except KvpoolError as error:
             self._fail_frame(error)
             return
         timed = not self._no_deadline or self._frame_timer is not None
-        if timed and self._reader.state is ReaderState.PAYLOAD:
+        if timed and self.reader.state is ReaderState.PAYLOAD:
             return  # the hot path: nothing else changes before the last byte
         self._received(complete)
-        if self._reader.full and self._transport is not None and not self.lost:
+        if self.reader.full and self._transport is not None and not self.lost:
             # The peer sends requests before `receive` asks for them: stop reading (backpressure).
             self._read_paused = True
             self._transport.pause_reading()
@@ -339,7 +339,7 @@ class Stream(asyncio.BufferedProtocol):
             raise error.fresh()
 
     def _resume_reading(self) -> None:
-        if self._read_paused and not self._reader.full and not self.lost:
+        if self._read_paused and not self.reader.full and not self.lost:
             assert self._transport is not None
             self._read_paused = False
             self._transport.resume_reading()
@@ -350,7 +350,7 @@ class Stream(asyncio.BufferedProtocol):
             return
         if complete:
             self._done.set_result(None)
-        elif self._no_deadline and self._frame_timer is None and self._reader.begun:
+        elif self._no_deadline and self._frame_timer is None and self.reader.begun:
             late = DeadlineExceeded(f"a frame was not complete within {FRAME_S:g} s")
             self._frame_timer = self._loop.call_later(FRAME_S, self._fail_frame, late)
 
