@@ -149,8 +149,8 @@ class _PlayedEngine:
         for saved in self._worker.take_report().saves:
             assert not saved.refused, saved.refused[0][2]
             _, stored = self._planner.on_save_result(saved, time.monotonic())
-            self.saved_blocks += len(stored)
-            self._digests += [block.digest for block in stored]
+            self._digests += [digest for run in stored for digest in run.digests]
+            self.saved_blocks += sum(len(run.digests) for run in stored)
 
     def _prompts(self, load: Load) -> Iterator[list[ScheduledRequest]]:
         for _ in range(load.steps):

@@ -150,8 +150,12 @@ class Owed:
 
     def on_unpinned(self, blocks: Sequence[int]) -> None:
         """These pins were given back."""
-        self._pinned.subtract(blocks)
-        self._pinned = +self._pinned
+        pinned = self._pinned
+        for block in blocks:
+            if pinned[block] > 1:
+                pinned[block] -= 1
+            else:
+                del pinned[block]
 
     def idle_pins(self) -> list[int]:
         """Blocks whose pins no worker's job needs."""

@@ -12,7 +12,6 @@ step; `on_load_result` and `on_save_result` take what the workers report.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ from kvpool_connector.prefetching import Prefetches, PrefetchRequest
 from kvpool_connector.probing import Prober
 from kvpool_connector.promises import GivenPromise, PromisedBlocks, PromiseState, WaitLimits
 from kvpool_connector.running_loads import RunningLoad, RunningLoads, SharedLoad
-from kvpool_connector.save_queue import SaveItem, SaveQueue, StoredBlock
+from kvpool_connector.save_queue import SaveQueue, SaveRun
 from kvpool_connector.tracked_request import RequestState, TrackedRequest, digest_of, digests_of
 from kvpool_connector.values import (
     CacheGroup,
@@ -379,7 +378,7 @@ class Planner:
         plan = StepPlan(loads=self._loads, probe=self._prober.take())
         self._loads = []
         saves = self._limits.save and not self.verifier.writers.odd
-        sessions: dict[tuple[str, float | None], list[SaveItem]] = {}
+        sessions: dict[tuple[str, float | None], list[SaveRun]] = {}
         at_once: set[tuple[str, float | None]] = set()
         for one in scheduled:
             request = self._requests.get(one.request_id)
@@ -429,13 +428,13 @@ class Planner:
                 request.move_to(RequestState.ANSWERED)
         return [name for name, request in self._requests.items() if not request.begun]
 
-    def on_save_result(self, result: SaveResult, now: float) -> tuple[list[int], list[StoredBlock]]:
+    def on_save_result(self, result: SaveResult, now: float) -> tuple[list[int], list[SaveRun]]:
         """One rank has ended a save. Returns block ids to unpin, and what the pool has now."""
         unpinned, stored = self._saves.on_result(result, now)
         if stored and not self.transfer_cost.samples and self._prober.due(now):
             # Measure before the first load, so that it can be weighed as well, and so that it does
             # not wait for a connection.
-            digests = [block.digest for block in stored if not block.group]
+            digests = [one for run in stored if not run.group for one in run.digests]
             self._prober.plan(digests[: self._prober.blocks(self.block_bytes[0])], None, now)
         return unpinned, stored
 
@@ -683,9 +682,9 @@ class Planner:
             next_at = min(next_at, (blocks + 1) * group.block_size)
         return next_at
 
-    def _complete_blocks(self, request: TrackedRequest, one: ScheduledRequest) -> list[SaveItem]:
+    def _complete_blocks(self, request: TrackedRequest, one: ScheduledRequest) -> list[SaveRun]:
         """Blocks that are complete after this step and neither stored nor being saved."""
-        items: list[SaveItem] = []
+        runs: list[SaveRun] = []
         end = one.end if self._limits.save_decode else min(one.end, request.prompt)
         for number, group in enumerate(self._groups):
             first = request.blocks_saved[number]
@@ -693,18 +692,23 @@ class Planner:
             stop = min(end // group.block_size, hashed)
             if stop <= first:
                 continue
-            block_ids = one.block_ids[number][first:stop]
-            digests = digests_of(request.hashes, group, first, first + len(block_ids))
-            parents = [digest_of(request.hashes, group, first - 1) if first else ROOT, *digests]
-            name, asked_at, adapter = one.request_id, request.asked_at, request.hints.adapter
-            places = zip(itertools.count(first), digests, parents, block_ids, strict=False)
-            items += [
-                SaveItem(name, number, index, digest, parent, block_id, asked_at, adapter)
-                for index, digest, parent, block_id in places
-                if block_id
-            ]
-            request.blocks_saved[number] = first + len(block_ids)
-        return items
+            ids = one.block_ids[number][first:stop]
+            run = SaveRun(
+                one.request_id,
+                number,
+                first,
+                digests_of(request.hashes, group, first, first + len(ids)),
+                digest_of(request.hashes, group, first - 1) if first else ROOT,
+                ids,
+                request.asked_at,
+                request.hints.adapter,
+            )
+            if all(ids):
+                runs.append(run)
+            else:  # id 0 is no block
+                runs += [part for there, part in run.split([bool(one) for one in ids]) if there]
+            request.blocks_saved[number] = first + len(ids)
+        return runs
 
 
 def _give_up_promise(request: TrackedRequest) -> None:

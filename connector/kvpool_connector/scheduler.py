@@ -28,7 +28,7 @@ from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.prefetching import PrefetchRequest
 from kvpool_connector.promises import PromisedBlocks, promise_name
 from kvpool_connector.provenance import BlockWriter
-from kvpool_connector.save_queue import StoredBlock
+from kvpool_connector.save_queue import SaveRun
 from kvpool_connector.session_names import in_tenant
 from kvpool_connector.settings import Settings
 from kvpool_connector.sharing_watch import SharingWatch, others_of_this_model
@@ -91,7 +91,7 @@ class ReportOutcome(NamedTuple):
     """
 
     blocks_to_unpin: list[int]
-    stored: list[StoredBlock]
+    stored: list[SaveRun]
     drop_cache: bool = False
 
 

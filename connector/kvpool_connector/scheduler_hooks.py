@@ -363,11 +363,12 @@ class SchedulerHooks:
         key = self.block_pool.blocks[block_id].block_hash
         if key is None:
             return False
+        named = kv_cache_utils.make_block_hash_with_group_id
+        if key == named(digest, group):
+            return True
         plain = kv_cache_utils.get_block_hash(key)
-        if key != kv_cache_utils.make_block_hash_with_group_id(plain, group):
-            return False
-        adapters = self.scheduler.adapters.in_use
-        return bool(digest == plain) or any(salted(plain, one) == digest for one in adapters)
+        adapters = self.scheduler.adapters.in_use if key == named(plain, group) else ()
+        return any(salted(plain, one) == digest for one in adapters)
 
     def _count_hook(self, began: float) -> None:
         counters = self.scheduler.planner.counters

@@ -17,7 +17,7 @@ from kvpool_connector.block_memory import BlockMemory, memory_of
 from kvpool_connector.head_split import HeadSplit, head_split, specs_of
 from kvpool_connector.kv_layout import UnsupportedLayout
 from kvpool_connector.naming import EngineInfo
-from kvpool_connector.save_queue import StoredBlock
+from kvpool_connector.save_queue import SaveRun
 from kvpool_connector.settings import Settings
 from kvpool_connector.values import CacheGroup
 from kvpool_connector.vllm_interface import (
@@ -115,24 +115,25 @@ def memories_of(
 
 
 def events_of(
-    stored: Iterable[StoredBlock], requests: Mapping[str, Any], kv_cache_config: Any
+    stored: Iterable[SaveRun], requests: Mapping[str, Any], kv_cache_config: Any
 ) -> Iterator[tuple[int, bytes, StoredEvent]]:
     """Group and key of what the pool has now, and an event of it in the form of the engine's own,
     which does not say where it is."""
-    for block in stored:
-        request = requests.get(block.request_id)
+    blocks = ((one, place) for one in stored for place in enumerate(one.digests, one.number))
+    for run, (number, digest) in blocks:
+        request = requests.get(run.request_id)
         if request is None:
             continue
-        spec = kv_cache_config.kv_cache_groups[block.group].kv_cache_spec
-        first, last = block.number * spec.block_size, (block.number + 1) * spec.block_size
+        spec = kv_cache_config.kv_cache_groups[run.group].kv_cache_spec
+        first, last = number * spec.block_size, (number + 1) * spec.block_size
         hashed = kv_cache_config.hash_block_size or spec.block_size
         parent = request.block_hashes[first // hashed - 1] if first else None
         convert = kv_cache_utils.maybe_convert_block_hash
         extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, first, last, 0)
         lora = request.lora_request
         yield (
-            block.group,
-            block.digest,
+            run.group,
+            digest,
             StoredEvent(
                 block_hashes=[convert(request.block_hashes[last // hashed - 1])],
                 parent_block_hash=convert(parent) if parent is not None else None,
@@ -142,7 +143,7 @@ def events_of(
                 medium=None,
                 lora_name=lora.name if lora else None,
                 extra_keys=kv_cache_utils.to_event_extra_keys([extra]) if extra else None,
-                group_idx=block.group,
+                group_idx=run.group,
                 kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
                 kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
                 session_id=request.session_id,

@@ -34,7 +34,7 @@ from kvpool_connector.naming import EngineInfo
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.provenance import MARK_BYTES
 from kvpool_connector.request_params import Asked, parse_request
-from kvpool_connector.save_queue import SaveItem, SaveQueue
+from kvpool_connector.save_queue import SaveQueue, SaveRun
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints, ScheduledRequest
 from kvpool_connector.worker import ConnectorWorker, FinishedTransfers, Rank
@@ -199,7 +199,7 @@ class Engine:
             report.merge(worker.take_report())
         outcome = self.scheduler.on_worker_report(report)
         self.unpinned += outcome.blocks_to_unpin
-        self.stored += len(outcome.stored)
+        self.stored += sum(len(run.digests) for run in outcome.stored)
         self.caches_dropped += outcome.drop_cache
         self.reports.append(report)
         return report
@@ -587,11 +587,11 @@ def test_what_was_computed_with_the_old_weights_is_not_saved_under_the_new_name(
 def test_a_save_of_the_old_weights_is_not_tried_again_under_the_new_name() -> None:
     counters: dict[str, float] = defaultdict(float)
     queue = SaveQueue(counters, ranks=1, pinned_blocks_max=1, retries_max=3)
-    items = [SaveItem("r", 0, n, bytes([n]) * 16, ROOT, n, 0.0) for n in (1, 2)]
+    items = [SaveRun("r", 0, n, [bytes([n]) * 16], ROOT, [n], 0.0) for n in (1, 2)]
     assert queue.add(items, "", None, 1.0) == [1]  # the second one waits for a pin
     [save] = queue.take_saves(1.0)
     queue.reset()
-    refused = ((0, items[0].digest, WriteStatus.NO_SPACE),)
+    refused = ((0, *items[0].digests, WriteStatus.NO_SPACE),)
     assert queue.on_result(SaveResult(save.job, 0, refused), 2.0) == ([1], [])
     assert queue.take_due(lambda *block: True, 1e9) == []
     assert counters["dropped reset"] == 2

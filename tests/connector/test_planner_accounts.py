@@ -9,7 +9,7 @@ import pytest
 from kvpool import Match, ReadStatus, Replica, Run, WriteStatus
 from kvpool_connector.cost_model import PrefillCost, TransferCost
 from kvpool_connector.messages import LoadResult, ProbeResult, SaveResult
-from kvpool_connector.save_queue import WAITING_BLOCKS_MAX, SaveItem, SaveQueue
+from kvpool_connector.save_queue import WAITING_BLOCKS_MAX, SaveQueue, SaveRun
 from kvpool_connector.values import CacheGroup, RequestHints, ScheduledRequest
 from tests.connector.test_planner import Played, hashes, matched
 
@@ -406,8 +406,8 @@ def test_a_block_of_an_ended_save_can_be_saved_again() -> None:
 # --- the queue of saves --------------------------------------------------------------------------
 
 
-def item(number: int) -> SaveItem:
-    return SaveItem("a", 0, number, bytes([number % 256]) * 32, b"", number, 0.0)
+def item(number: int) -> SaveRun:
+    return SaveRun("a", 0, number, [bytes([number % 256]) * 32], b"", [number], 0.0)
 
 
 def queue(retries_max: int = 3, pinned_blocks_max: int = 100) -> SaveQueue:
@@ -416,11 +416,11 @@ def queue(retries_max: int = 3, pinned_blocks_max: int = 100) -> SaveQueue:
     )
 
 
-def refuse(saves: SaveQueue, items: list[SaveItem], now: float) -> None:
+def refuse(saves: SaveQueue, items: list[SaveRun], now: float) -> None:
     """Save blocks, all of which the pool refuses."""
     saves.add(items, "", None, now)
     [request] = saves.take_saves(now)
-    refused = tuple((0, one.digest, WriteStatus.NO_SPACE) for one in items)
+    refused = tuple((0, *one.digests, WriteStatus.NO_SPACE) for one in items)
     saves.on_result(SaveResult(request.job, 0, refused), now)
 
 
@@ -446,13 +446,101 @@ def test_a_block_that_waits_longer_delays_no_other() -> None:
 def test_the_blocks_that_have_waited_longest_are_dropped() -> None:
     saves = queue(pinned_blocks_max=0)
     many = [
-        SaveItem("a", 0, number, number.to_bytes(32, "big"), b"", number, 0.0)
+        SaveRun("a", 0, number, [number.to_bytes(32, "big")], b"", [number], 0.0)
         for number in range(WAITING_BLOCKS_MAX + 2)
     ]
     assert not saves.add(many, "", None, 0.0)
     assert not saves.take_saves(0.0)
     saves._pinned_blocks_max = 1 << 20
     assert saves.take_due(lambda *_: True, 0.0)[0].number == 2
+
+
+def chain(first: int, last: int, asked_at: float = 0.0, name: str = "a") -> SaveRun:
+    """Blocks of one prompt, as a step that computes it at once reports them."""
+    digests = [number.to_bytes(32, "big") for number in range(first, last)]
+    before = (first - 1).to_bytes(32, "big") if first else b"root"
+    return SaveRun(name, 0, first, digests, before, range(first + 1, last + 1), asked_at)
+
+
+def test_a_prompt_of_which_another_request_saves_a_part_saves_the_rest_of_it() -> None:
+    saves = queue()
+    assert saves.add([chain(4, 6)], "", None, 0.0) == [5, 6]
+    assert saves.add([chain(0, 9, name="b")], "other", None, 0.0) == [1, 2, 3, 4, 7, 8, 9]
+    _, rest = saves.take_saves(0.0)
+    (blocks,) = rest.blocks
+    assert blocks.block_ids == (1, 2, 3, 4, 7, 8, 9)
+    assert [int.from_bytes(one, "big") for one in blocks.parents[1:]] == [0, 1, 2, 5, 6, 7]
+
+
+def test_only_the_blocks_that_were_refused_are_tried_again_each_with_its_own_parent() -> None:
+    saves = queue()
+    prompt = chain(0, 5)
+    saves.add([prompt], "", None, 0.0)
+    (save,) = saves.take_saves(0.0)
+    full, large = WriteStatus.NO_SPACE, WriteStatus.TOO_LARGE
+    refused = [(0, prompt.digests[n], full if n < 4 else large) for n in (1, 3, 4)]
+    unpinned, stored = saves.on_result(SaveResult(save.job, 0, tuple(refused)), 0.0)
+    assert unpinned == [1, 2, 3, 4, 5]
+    assert [(run.number, len(run.digests)) for run in stored] == [(0, 1), (2, 1)]
+    due = saves.take_due(lambda *_: True, 10.0)
+    assert [(run.number, run.parent) for run in due] == [
+        (1, prompt.digests[0]),
+        (3, prompt.digests[2]),
+    ]
+
+
+def test_what_waits_for_a_pin_follows_in_order_and_a_block_that_was_overwritten_is_dropped() -> (
+    None
+):
+    saves = queue(pinned_blocks_max=2)
+    assert saves.add([chain(0, 7)], "", None, 0.0) == [1, 2]
+    assert not saves.take_due(lambda *_: True, 1.0), "no block may be pinned"
+    (save,) = saves.take_saves(0.0)
+    saves.on_result(SaveResult(save.job, 0, ()), 1.0)
+    due = saves.take_due(lambda block, *_: block != 5, 1.0)
+    assert [list(run.block_ids) for run in due] == [[3, 4], [6, 7]]
+    assert due[1].parent == (4).to_bytes(32, "big")
+    assert saves.add(due, "", None, 1.0) == [3, 4]
+
+
+def test_a_block_that_waits_for_two_requests_is_saved_from_where_it_lies_for_the_later_one() -> (
+    None
+):
+    """The engine may have given the first one's block to others meanwhile."""
+    saves = queue(pinned_blocks_max=0)
+    saves.add([chain(0, 4)], "", None, 0.0)
+    saves.add([chain(2, 3, name="b")._replace(block_ids=[99])], "", None, 0.0)
+    saves._pinned_blocks_max = 100
+    due = saves.take_due(lambda *_: True, 0.0)
+    assert sorted(block for run in due for block in run.block_ids) == [1, 2, 4, 99]
+
+
+def test_only_what_waits_now_counts_against_the_limit_of_what_may_wait() -> None:
+    saves = queue(pinned_blocks_max=0)
+    for first in range(0, 2 * WAITING_BLOCKS_MAX, 64):
+        saves.add([chain(first, first + 64)], "", None, 0.0)
+        saves._pinned_blocks_max = 1
+        assert sum(len(run.digests) for run in saves.take_due(lambda *_: True, 0.0)) == 64
+        saves._pinned_blocks_max = 0
+
+
+def test_stored_blocks_are_left_out_for_those_who_asked_before_and_forgotten_in_time() -> None:
+    saves = queue(pinned_blocks_max=1 << 20)
+
+    def store(run: SaveRun, now: float) -> int:
+        ids = saves.add([run], "", None, now)
+        for save in saves.take_saves(now):
+            saves.on_result(SaveResult(save.job, 0, ()), now)
+        return len(ids)
+
+    assert store(chain(0, 10), 1.0) == 10
+    assert store(chain(0, 12, asked_at=0.5), 2.0) == 2
+    assert store(chain(0, 10, asked_at=1.5), 3.0) == 10, "the pool has lost it since"
+    for first in range(100, 40_000, 5000):
+        store(chain(first, first + 5000), 4.0)
+    held = sum(len(of) for one in (saves._stored, saves._stored_before) for of in one.values())
+    assert held <= 1 << 14
+    assert store(chain(0, 10), 5.0) == 10, "forgotten: offered once more"
 
 
 # --- costs ---------------------------------------------------------------------------------------
