@@ -17,7 +17,7 @@ from kvpool import registry
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
-from kvpool.server.state.tenants import set_quotas
+from kvpool.server.state.tenants import account_of, set_quotas
 from kvpool.types import ROOT, Namespace, SessionHint, WriteStatus
 
 BLOCK: Final = 4096
@@ -62,7 +62,7 @@ def play(policy: str, *, hog: bool, quota: bool, hints: bool = False) -> Outcome
             stored += sum(status is WriteStatus.RESERVED for status in statuses)
             if hints:
                 store.hint(name, 30.0, now + 0.5)
-    account = store.accounts.get("acme")
+    account = account_of(store, "acme")
     lost = account.evicted_by["hog"] // BLOCK if account is not None else 0
     return Outcome(hits / asked, stored / max(1, wrote), lost)
 

@@ -7,7 +7,7 @@ a process admits who knows the cluster's secret, and refuses tenants.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvpool.errors import ConfigError, Forbidden
 
@@ -23,6 +23,14 @@ class TenantSecrets(Protocol):
 
     def secrets_of(self, tenant: str) -> tuple[bytes, ...]:
         """Those that are good for a client of this tenant; none for one that is unknown."""
+
+
+class Who(NamedTuple):
+    """A caller, for the audit. Operators have no tenant."""
+
+    tenant: str
+    client: str
+    address: str
 
 
 class Guard:
@@ -52,20 +60,14 @@ class Guard:
     def give_back(self, tenant: str, size: int) -> None:
         """Of a write that has begun, so many bytes are not written."""
 
-    # The audit: `now` is loop time.
+    def refused(self, now: float, who: Who, request: str, why: str) -> None:
+        """For the audit: a request was about what is not the caller's. `now` is loop time."""
 
-    def refused(
-        self, now: float, *, tenant: str, client: str, address: str, request: str, why: str
-    ) -> None:
-        """A request was refused because it is about what is not the caller's."""
-
-    def removed(
-        self, now: float, *, tenant: str, client: str, address: str, blocks: int, request: str
-    ) -> None:
-        """Blocks were removed by a caller; `tenant` is empty for operators."""
+    def removed(self, now: float, who: Who, request: str, blocks: int) -> None:
+        """For the audit: a caller removed blocks."""
 
     def flush(self, now: float) -> bool:
-        """Call it now and then: write the lines that are due. Whether others are to come."""
+        """Write the lines of the audit that are due; whether others are to come."""
         return False
 
 

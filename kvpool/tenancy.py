@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpool.audit import AuditLog
-from kvpool.guard import Guard, TenantSecrets
+from kvpool.guard import Guard, TenantSecrets, Who
 from kvpool.tenants import TenantKeys
 from kvpool.wire.access import check_access
 from kvpool.write_rates import WriteRates
@@ -32,17 +32,11 @@ class TenantGuard(Guard):
     def give_back(self, tenant: str, size: int) -> None:
         self.rates.give_back(tenant, size)
 
-    def refused(
-        self, now: float, *, tenant: str, client: str, address: str, request: str, why: str
-    ) -> None:
-        who = {"tenant": tenant, "client": client, "address": address}
-        self._audit.refused(now, **who, request=request, why=why)
+    def refused(self, now: float, who: Who, request: str, why: str) -> None:
+        self._audit.refused(now, **who._asdict(), request=request, why=why)
 
-    def removed(
-        self, now: float, *, tenant: str, client: str, address: str, blocks: int, request: str
-    ) -> None:
-        who = {"tenant": tenant, "client": client, "address": address}
-        self._audit.removed(now, **who, blocks=blocks, request=request)
+    def removed(self, now: float, who: Who, request: str, blocks: int) -> None:
+        self._audit.removed(now, **who._asdict(), request=request, blocks=blocks)
 
     def flush(self, now: float) -> bool:
         self._audit.flush(now)

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias, TypeVar
 from kvpool import logs, spans
 from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Forbidden, Overloaded, Unauthenticated
-from kvpool.guard import make_guard
+from kvpool.guard import Who, make_guard
 from kvpool.master.hints import make_hints
 from kvpool.master.state.change_ring import PAGE_SIZE, LoggedChange, size_of
 from kvpool.master.state.demand import DemandMeter
@@ -189,14 +189,8 @@ class Master:
                 self._guard.check(caller.tenant, request)
             except Forbidden as error:
                 self.refusals[f"forbidden {name}"] += 1
-                self._guard.refused(
-                    self._now(),
-                    tenant=caller.tenant,
-                    client="",
-                    address=caller.address,
-                    request=type.__name__,
-                    why=str(error),
-                )
+                who = Who(caller.tenant, "", caller.address)
+                self._guard.refused(self._now(), who, type.__name__, str(error))
                 raise
             return answer(request, caller)
 

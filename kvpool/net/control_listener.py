@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from kvpool import logs
 from kvpool.addresses import join, listening_socket, numeric
 from kvpool.errors import ConfigError, KvpoolError, Overloaded, PeerError, Unauthenticated
-from kvpool.guard import Guard
+from kvpool.guard import Guard, Who
 from kvpool.net.control_session import MasterSession
 from kvpool.net.masters_certificate import Certificate
 from kvpool.net.requests import answer
@@ -217,8 +217,8 @@ class _Refusals:
             self._timer.cancel()
 
     def report(self, host: str, request: str, error: KvpoolError) -> None:
-        who = {"tenant": "unknown", "client": "", "address": host}
-        self._guard.refused(self._loop.time(), **who, request=request, why=str(error))
+        who = Who("unknown", "", host)
+        self._guard.refused(self._loop.time(), who, request, str(error))
         if self._timer is None:
             self._timer = self._loop.call_later(_LOG_EVERY_S, self._write_rest)
 

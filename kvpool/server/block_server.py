@@ -18,7 +18,7 @@ from typing import Final
 from kvpool import logs
 from kvpool.config import WRITE_BACK, ServerConfig, check_bind, parse_transport
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.guard import TenantSecrets, make_guard
+from kvpool.guard import TenantSecrets, Who, make_guard
 from kvpool.net.announced import announced
 from kvpool.protocols import (
     Addressable,
@@ -100,15 +100,9 @@ class BlockServer:
         )
         _limit(store)
         #: The long-lived tasks of this server.
-        self.tasks = Supervisor(self._rng)
+        self.tasks = tasks = Supervisor(self._rng)
         self._context = ServerContext(
-            self.server,
-            store,
-            self.tiers,
-            config.connections_max,
-            self.tasks,
-            self.epoch,
-            self.guard,
+            self.server, store, self.tiers, config.connections_max, tasks, self.epoch, self.guard
         )
         context = self._context
         self.extensions = Extensions()
@@ -259,14 +253,8 @@ class BlockServer:
 
     def forbidden(self, peer: Peer, message: str, why: str) -> None:
         self._context.counters["forbidden_requests"] += 1
-        self.guard.refused(
-            asyncio.get_running_loop().time(),
-            tenant=peer.tenant,
-            client=_as_shown(peer).name,
-            address=peer.address,
-            request=message,
-            why=why,
-        )
+        who = Who(peer.tenant, _as_shown(peer).name, peer.address)
+        self.guard.refused(asyncio.get_running_loop().time(), who, message, why)
 
     # --- for the masters ------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from heapq import nlargest
 from itertools import islice
 from typing import Final
 
+from kvpool.server.state.quota import TenantAccount
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.shares import Shares
 from kvpool.tenant_names import tenant_of
@@ -75,7 +76,7 @@ class Consumers:
         of_programs: dict[str, Counter[str]] = defaultdict(Counter)
         for tier, store in stores:
             listed = 0
-            for account in store.accounts:
+            for account in store.policy.accounts:
                 of_tenants[account.name][tier] += account.used
                 listed += account.used
             for index in islice(store.indexes, _INDEXES_MAX):
@@ -85,7 +86,8 @@ class Consumers:
                 of_namespaces[OTHERS][tier] += listed
             for program, size in store.policy.bytes_of_programs().items():
                 of_programs[program][tier] += size
-        evicted = {one.name: one.evicted_by for one in self._store.backing.accounts}
+        accounts = self._store.backing.policy.accounts
+        evicted = {one.name: one.evicted_by for one in accounts if isinstance(one, TenantAccount)}
         return [
             *self._largest("tenant", of_tenants, evicted),
             *self._largest("namespace", of_namespaces, {}),

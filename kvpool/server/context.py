@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from kvpool import logs
 from kvpool.errors import Overloaded
-from kvpool.guard import Guard, make_guard
+from kvpool.guard import Guard, Who, make_guard
 from kvpool.protocols import Addressable, Peer, ReserveRequest, Tier
 from kvpool.server.announcer import Announcer
 from kvpool.server.compactor import Compactor
@@ -99,14 +99,8 @@ class ServerContext:
 
     def audit_removed(self, peer: Peer, blocks: int, request: str) -> None:
         """This client has removed so many blocks."""
-        self.guard.removed(
-            asyncio.get_running_loop().time(),
-            tenant=peer.tenant,
-            client=peer.name,
-            address=peer.address,
-            blocks=blocks,
-            request=request,
-        )
+        who = Who(peer.tenant, peer.name, peer.address)
+        self.guard.removed(asyncio.get_running_loop().time(), who, request, blocks)
 
     def admit(self, peer: Peer, now: float) -> None:
         """Make sure that this client may have one more connection; raises Overloaded if it may not.

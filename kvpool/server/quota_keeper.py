@@ -40,7 +40,9 @@ class QuotaKeeper:
         """Evict what is above the limits, in steps; idempotent. Nothing, where no loop runs yet."""
         if self._trimming is not None and not self._trimming.done():
             return
-        if any(one.used > one.limit for store in self._store.stores for one in store.accounts):
+        if any(
+            one.used > one.limit for store in self._store.stores for one in store.policy.accounts
+        ):
             self._trimming = self._tasks.until_done("quotas", self._trim)
 
     async def close(self) -> None:

@@ -15,10 +15,12 @@ import msgspec
 from kvpool import logs
 from kvpool.config import parse_transport
 from kvpool.errors import ConfigError, InvariantViolated, Unauthenticated
+from kvpool.guard import Who
 from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server.consumers import Consumers
 from kvpool.server.extension import ServerExtension, ServerParts
 from kvpool.server.quota_keeper import QuotaKeeper
+from kvpool.server.state.tenants import account_of
 from kvpool.tenancy import TenantGuard
 from kvpool.tenants import Tenant
 from kvpool.types import Reservation, ServerStats, WriteStatus
@@ -147,7 +149,7 @@ class Tenancy(ServerExtension):
     def no_space(self, peer: Peer, size: int, blocks: int) -> None:
         """Where it was the tenant's limit and not the pool: count that, and say so in the audit."""
         for store in self._context.store.stores:
-            account = store.accounts.get(peer.tenant)
+            account = account_of(store, peer.tenant)
             if account is not None and account.exceeds(store.allocator.rounded(size)):
                 self._context.counters["over_limit_blocks"] += blocks
                 why = f"a block of {human(size)} is above its limit of a tier, "
@@ -156,14 +158,8 @@ class Tenancy(ServerExtension):
                 return
 
     def _refused(self, peer: Peer, why: str) -> None:
-        self.guard.refused(
-            asyncio.get_running_loop().time(),
-            tenant=peer.tenant,
-            client=peer.name,
-            address=peer.address,
-            request="Reserve",
-            why=why,
-        )
+        who = Who(peer.tenant, peer.name, peer.address)
+        self.guard.refused(asyncio.get_running_loop().time(), who, "Reserve", why)
 
 
 def _granted(answers: list[Reservation]) -> int:

@@ -17,12 +17,10 @@ from kvpool.master.state.directory import Directory
 from kvpool.master.state.locations import ServerInventory
 from kvpool.master.state.placement import Placer
 from kvpool.master.state.server_record import ServerRecord
-from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.allocator import Allocator, _class_of
 from kvpool.server.state.divided_allocator import DividedAllocator
-from kvpool.server.state.entry import MOVER, Entry, Index, TenantHoldings
+from kvpool.server.state.entry import MOVER, Account, Entry, Index, TenantHoldings
 from kvpool.server.state.extent_state import State
-from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import Addresses, cold_store
 from kvpool.server.state.tiered_store import TieredStore
@@ -100,10 +98,7 @@ def _check_store(store: Store) -> None:
     _check_prefetched(store)
     held: dict[int, Entry] = {}
     blocks = [e for index in store._indexes.values() for e in index.blocks.values()]
-    if isinstance(store.policy, TenantOrders):
-        _check_tenant_orders(store.policy, blocks)
-    else:
-        store.policy.check(blocks)
+    store.policy.check(blocks)
     for (namespace, part), index in store._indexes.items():
         if (index.namespace, index.part) != (namespace, part):
             raise InvariantViolated(f"index of {namespace} part {part} is misfiled")
@@ -157,7 +152,7 @@ def _check_accounts(store: Store, held: Iterable[Entry]) -> None:
     for entry in held:
         used[entry.index.account] += store.allocator.rounded(entry.size)
     indexes = Counter(index.account for index in store._indexes.values())
-    accounts = set(store.accounts)
+    accounts = set(store.policy.accounts)
     for account in accounts.union(used, indexes):
         if (account.used, account.indexes) != (used[account], indexes[account]):
             raise InvariantViolated(f"{account!r}: its blocks have {used[account]} bytes")
@@ -169,7 +164,7 @@ def _check_accounts(store: Store, held: Iterable[Entry]) -> None:
     for index in store._indexes.values():
         if index.used != sizes[index]:
             raise InvariantViolated(f"{index.namespace}: its blocks have {sizes[index]} bytes")
-        if index.account is not store.accounts.of(index.namespace.name):
+        if index.account is not store.policy.account_of(index.namespace.name):
             raise InvariantViolated(f"{index.namespace} counts for {index.account!r}")
 
 
@@ -346,12 +341,3 @@ def _check_placement(placer: Placer, living: Collection[ServerRecord]) -> None:
         raise InvariantViolated(f"servers {names} live, writers are sent to {placer._names}")
     if any(record not in placer._by_host[record.host] for record in living):
         raise InvariantViolated("a server is chosen on another host than its own")
-
-
-def _check_tenant_orders(orders: TenantOrders, entries: Collection[Entry]) -> None:
-    """For the stored blocks."""
-    of: dict[Account, list[Entry]] = {account: [] for account in orders._orders}
-    for entry in entries:
-        of.setdefault(entry.index.account, []).append(entry)
-    for account, blocks in of.items():
-        orders._order(account).check(blocks, account.name)

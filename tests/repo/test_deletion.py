@@ -27,8 +27,8 @@ TABLES = (
     "kvpool/server/orders.py",
     "kvpool/master/hints.py",
 )
-#: Known by the kernel still: each needs a joint of its own.
-WOVEN_IN = frozenset(("tiers", "tenancy"))
+#: Known by the kernel still: it needs a joint of its own.
+WOVEN_IN = frozenset(("tiers",))
 #: The tests look at a pool by it, so it is deleted alone.
 INSTRUMENT = "admin"
 KERNEL_TESTS = ("tests/client/test_pool.py", "tests/client/test_reader.py")
@@ -91,6 +91,19 @@ def test_the_kernel_s_tests_pass_without_any_ring(tmp_path: Path) -> None:
     environment = copy_without(RINGS.keys() - WOVEN_IN - {INSTRUMENT}, tmp_path)
     options = ("-n0", "-q", "-p", "no:cacheprovider", "-k", "not inproc and not shm and not ucx")
     assert not run(tmp_path, environment, "-m", "pytest", *options, *KERNEL_TESTS)
+
+
+@pytest.mark.parametrize("process", ["master", "server"])
+def test_a_program_without_tenants_refuses_a_tenants_file(process: str, tmp_path: Path) -> None:
+    """It would serve everybody's blocks to everybody."""
+    environment = copy_without(["tenancy"], tmp_path)
+    (tmp_path / "tenants.yaml").write_text("tenants: []")
+    (tmp_path / "secret").write_text("0123456789abcdef-cluster")
+    (tmp_path / "secret").chmod(0o600)
+    files = ("--tenants", "tenants.yaml", "--secret-file", "secret")
+    said = run(tmp_path, environment, "-m", "kvpool", process, *files)
+    assert "this program runs without tenants (setting tenants_file)" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from kvpool.server.block_server import default_reserved_max
 from kvpool.server.state.budget import START, Budget, Limits
 from kvpool.server.state.entry import MOVER, Owner
 from kvpool.server.state.store import Store
+from kvpool.server.state.tenants import set_quotas
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Pin, Reservation
 from kvpool.wire import messages as wire
@@ -692,7 +693,7 @@ def test_one_tenant_leaves_the_others_room_however_many_connections_it_opens() -
     """Two greedy ones, too; and all is counted when their connections end."""
     books = Books(64, pinned=16, reserved=16)
     store = books.store
-    store.accounts.configure({})
+    set_quotas(store, {})
     books.fill(keys("stored", 40))
 
     def tenant(name: str, owners: Sequence[int]) -> None:

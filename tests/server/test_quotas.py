@@ -19,7 +19,7 @@ from kvpool.server.eviction.programs import Programs
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.quota import Quota
-from kvpool.server.state.tenants import evict_beyond_limits, set_quotas
+from kvpool.server.state.tenants import account_of, evict_beyond_limits, set_quotas
 from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
@@ -88,7 +88,7 @@ def there(books: FileStore, namespace: Namespace, digests: list[bytes]) -> int:
 
 def used(books: FileStore, tenant: str) -> int:
     """Pages."""
-    account = books.accounts.get(tenant)
+    account = account_of(books, tenant)
     return account.used // PAGE if account is not None else 0
 
 
@@ -142,7 +142,7 @@ def test_an_extent_that_goes_from_one_tenant_to_another_counts_for_the_new_one()
     write(books, ACME, fresh(4), 1.0)
     assert stored(write(books, BETA, fresh(3), 2.0))
     assert (used(books, "acme"), used(books, "beta")) == (1, 3)
-    account = books.accounts.get("acme")
+    account = account_of(books, "acme")
     assert account is not None
     assert account.evicted_by == {"beta": 3 * PAGE}
 
@@ -169,7 +169,7 @@ def test_a_block_that_moves_to_make_room_counts_once() -> None:
 def test_without_tenants_all_is_the_pools() -> None:
     books = FileStore(4 * PAGE)
     assert stored(write(books, ACME, fresh(2), 1.0))
-    assert [account.name for account in books.accounts] == [""]
+    assert [account.name for account in books.policy.accounts] == [""]
     with pytest.raises(InvariantViolated, match="begin to have tenants"):
         set_quotas(books, {})
 
@@ -372,7 +372,7 @@ def test_a_quota_that_comes_changes_and_goes_takes_effect_at_once() -> None:
     write(books, POOL, fresh(20), 5.0)
     assert used(books, "acme") == 0
     set_quotas(books, {})
-    assert [account.name for account in books.accounts] == [""]
+    assert [account.name for account in books.policy.accounts] == [""]
     check_invariants(books)
     set_quotas(books, pages(acme=(4, 4)))
     write(books, ACME, fresh(9), 6.0)

@@ -21,10 +21,9 @@ from kvpool.protocols.policy import Policy
 from kvpool.server.eviction.session import Session
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.entry import MOVER, ChangeLog, Entry, Index
+from kvpool.server.state.entry import MOVER, Account, ChangeLog, Entry, Index
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import HOLD_S
-from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (

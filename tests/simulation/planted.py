@@ -1231,7 +1231,7 @@ for reservation, size in sorted(
         "G12",
         _FILES,
         "        index.count(self.allocator.rounded(size))\n",
-        "        self.accounts.pool.used += self.allocator.rounded(size)\n",
+        "        self.policy.accounts.pool.used += self.allocator.rounded(size)\n",
     ),
     Bug(
         "passed-on-extent-counts-twice",
@@ -1290,9 +1290,9 @@ for reservation, size in sorted(
     Bug(
         "guaranteed-memory-goes-with-the-disk",
         "G12",
-        _QUOTA,
-        "        return self.configured and self.spare <= 0\n",
-        "        return False\n",
+        _STACK,
+        "            if any(copy.index.account.owns(0) for _, copy in copies):\n",
+        "            if any(copy.index.account.owns(1 << 60) for _, copy in copies):\n",
     ),
 )
 

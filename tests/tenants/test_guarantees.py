@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.pool import Pool
+from kvpool.server.state.tenants import account_of
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import WriteStatus
 from kvpool.wire import messages as wire
@@ -19,7 +20,7 @@ SIZE = 8192
 
 
 def used(pool: TenantPool, name: str) -> int:
-    account = pool.server.store.accounts.get(name)
+    account = account_of(pool.server.store, name)
     return account.used if account is not None else 0
 
 
@@ -96,7 +97,7 @@ async def test_a_lowered_limit_is_reached_without_a_write(tmp_path: Path) -> Non
         assert used(pool, "blue") > 900 << 10  # and no more than that
         pool.write_tenants(only="acme")
         await pool.read_again()
-        account = pool.server.store.accounts.get("blue")
+        account = account_of(pool.server.store, "blue")
         assert account is not None
         assert not account.configured
         await blue.close()

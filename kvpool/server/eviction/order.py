@@ -7,12 +7,12 @@ through the store unread: hints, and `Entry.session`, which the order makes for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, Policy
-from kvpool.server.state.entry import Entry, Index
+from kvpool.server.state.entry import Account, Entry, Index
 from kvpool.types import HintStatus, SessionHint
 
 #: Later than the last use of any block, in microseconds.
@@ -31,10 +31,19 @@ class Order:
         self, policy: Policy[Entry], budget: int, rounded: Callable[[int], int] = int
     ) -> None:
         self.policy = policy
+        account = Account()
+        #: What blocks are counted in, and in which those of a namespace are: here one has all.
+        self.accounts: Iterable[Account] = (account,)
+        self.account_of: Callable[[str], Account] = lambda namespace: account
         self.touch: Callable[[Entry, float], None] = policy.touch  # direct: it is called per read
 
+    def evicting(self, victim: Entry, by: Account) -> int:
+        """This victim makes room for a block of that account: the bytes that leave with it, where
+        accounts have limits."""
+        return 0
+
     def order_of(self, index: Index) -> Order:
-        """The order of the blocks of one index: this one has all (design: quotas)."""
+        """The order of the blocks of one index: this one has all."""
         return self
 
     def add_candidate(self, entry: Entry) -> None:

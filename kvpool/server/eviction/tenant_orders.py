@@ -3,7 +3,7 @@
 With one order for all, a policy whose next victims are all protected would be walked past each of
 them, for each block that is written. So each tenant has an order of its own: a policy with its
 session hints, which therefore apply to no other tenant. The order that gives up a block is chosen
-by the rules, in this sequence; `Account` has the bytes that they are about:
+by the rules, in this sequence, about the bytes of each `TenantAccount`:
 
 1. A tenant that would be above its limit evicts its own.
 2. From a tenant nothing is taken for others that it would miss within its guarantee.
@@ -24,8 +24,8 @@ from typing import Any, Final
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision
 from kvpool.server.eviction.order import JUST_NOW, Order
-from kvpool.server.state.entry import Entry, Index
-from kvpool.server.state.quota import Account, Accounts
+from kvpool.server.state.entry import Account, Entry, Index
+from kvpool.server.state.quota import Accounts, TenantAccount
 from kvpool.tenant_names import tenant_of
 from kvpool.types import HintStatus, SessionHint
 
@@ -38,11 +38,25 @@ _YOUNGER_MAX: Final = 8
 _NEVER: Final = (3, math.inf)
 
 
+def check_orders(
+    orders: TenantOrders, entries: Collection[Entry], tenant: str | None = None
+) -> None:
+    """As `Order.check`, each order for its blocks."""
+    of: dict[Account, list[Entry]] = {account: [] for account in orders._orders}
+    for entry in entries:
+        of.setdefault(entry.index.account, []).append(entry)
+    for account, blocks in of.items():
+        orders._order(account).check(blocks, account.name)
+
+
 class TenantOrders(Order):
     """What the store calls instead of one `Order`, when it has tenants.
 
     `extent` gives the bytes that leave with a block, `rounded` those of one of this size.
     """
+
+    accounts: Accounts
+    check = check_orders
 
     def __init__(
         self,
@@ -53,19 +67,28 @@ class TenantOrders(Order):
         rounded: Callable[[int], int],
     ) -> None:
         super().__init__(pool.policy, 0, rounded)
-        self.touch = self._touch
-        self._accounts = accounts
-        self._orders: dict[Account, Order] = {accounts.pool: pool}
+        self.touch = lambda entry, now: self._order(entry.index.account).touch(entry, now)
+        self.accounts = accounts
+        self.account_of = accounts.of
+        self._orders: dict[Any, Order] = {accounts.pool: pool}
         self._make = make
         self._extent = extent
         self._rounded = rounded
         #: Orders that have no victim until one of their blocks or sessions changes.
         self._dry: set[Account] = set()
         #: The order with the least recently used victim, how long it stays so, and turns left.
-        self._turn: Account | None = None
+        self._turn: TenantAccount | None = None
         self._until = _NEVER
         self._turns = 0
         self._useless_of: Account = accounts.pool
+
+    def evicting(self, victim: Entry, by: Account) -> int:
+        """It is counted for the victim's tenant, too."""
+        size = self._extent(victim)
+        account = victim.index.account
+        assert isinstance(account, TenantAccount)
+        account.evicted_by[by.name] += size
+        return size
 
     def order_of(self, index: Index) -> Order:
         """The order of the blocks of one index, in which a block may become a victim now."""
@@ -84,12 +107,9 @@ class TenantOrders(Order):
             self._orders.pop(account, None)
             self._dry.discard(account)
         self._turn = None
-        self._useless_of = self._accounts.pool
+        self._useless_of = self.accounts.pool
 
     # --- about one block or session ----------------------------------------------------------
-
-    def _touch(self, entry: Entry, now: float) -> None:
-        self._order(entry.index.account).touch(entry, now)
 
     def add_candidate(self, entry: Entry) -> None:
         self.order_of(entry.index).add_candidate(entry)
@@ -134,7 +154,7 @@ class TenantOrders(Order):
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
     ) -> HintStatus:
-        account = self._accounts.get(tenant_of(name))
+        account = self.accounts.get(tenant_of(name))
         order = self._orders.get(account) if account is not None else None
         if account is None or order is None:
             return HintStatus.UNKNOWN
@@ -142,7 +162,7 @@ class TenantOrders(Order):
         return order.hint(name, resume_in, now, age_s=age_s)
 
     def hint_of(self, session: Any, now: float) -> SessionHint | None:
-        return self._orders[self._accounts.pool].hint_of(session, now)
+        return self._orders[self.accounts.pool].hint_of(session, now)
 
     # --- about all of them -----------------------------------------------------------------------
 
@@ -163,6 +183,7 @@ class TenantOrders(Order):
         guarantee.
         """
         mine = newcomer.index.account
+        assert isinstance(mine, TenantAccount)
         size = self._rounded(newcomer.size)
         own = self._order(mine)
         if mine.exceeds(size):
@@ -237,7 +258,9 @@ class TenantOrders(Order):
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _next(self, mine: Account, owed: bool, asked: set[Account], now: float) -> Account | None:
+    def _next(
+        self, mine: TenantAccount, owed: bool, asked: set[Account], now: float
+    ) -> TenantAccount | None:
         """The account whose order gives up a block for a newcomer of `mine`, by rules 2 to 4."""
         found, rank = self._oldest(asked, now)
         # What is beyond its guarantee is compared above, as that of others is.
@@ -247,7 +270,9 @@ class TenantOrders(Order):
                 return mine
         return found
 
-    def _oldest(self, asked: set[Account], now: float) -> tuple[Account | None, tuple[int, float]]:
+    def _oldest(
+        self, asked: set[Account], now: float
+    ) -> tuple[TenantAccount | None, tuple[int, float]]:
         """The account that is beyond its guarantee with the least recently used victim."""
         turn = self._turn
         if (
@@ -272,7 +297,7 @@ class TenantOrders(Order):
 
     def _ranks(
         self, asked: set[Account], now: float
-    ) -> Iterator[tuple[tuple[int, float], Account]]:
+    ) -> Iterator[tuple[tuple[int, float], TenantAccount]]:
         for account, order in self._orders.items():
             is_open = account not in asked and account not in self._dry
             if is_open and account.spare >= account.needed:

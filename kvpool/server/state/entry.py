@@ -13,19 +13,40 @@ from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.server.state.budget import Budget
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.missed import Missed
-from kvpool.server.state.quota import Account
 from kvpool.tombstones import Tombstones
-from kvpool.types import (
-    Extent,
-    Namespace,
-    ReadStatus,
-)
+from kvpool.types import Extent, Namespace, ReadStatus
 
 #: Departures that wait for their tombstones, at most.
 _DEPARTED_MAX: Final = 256
 _NAMESPACE_AND_REASON: Final = attrgetter("namespace", "status")
 #: The owner of pins and reservations for copies inside a server; connections count from 1.
 MOVER: Final = 0
+UNLIMITED: Final = 1 << 62
+
+
+class Account:
+    """The bytes of whole extents that count together: of all blocks in one tier, or of a tenant's
+    (`eviction/order.py`). Compared by identity: an index keeps its account."""
+
+    __slots__ = ("indexes", "limit", "name", "used")
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name  # empty: the pool itself
+        self.used = 0
+        self.indexes = 0  # that count here
+        self.limit = UNLIMITED  # above it, it evicts its own
+
+    def owns(self, size: int) -> bool:
+        """Whether so many bytes more are guaranteed, too."""
+        return False
+
+    def exceeds(self, size: int) -> bool:
+        """Whether so many bytes more are above its limit."""
+        return self.used + size > self.limit
+
+    def may_take_from(self, other: Account, size: int) -> bool:
+        """Whether blocks of that account may make room for so many bytes more."""
+        return True
 
 
 class Index:
@@ -36,7 +57,7 @@ class Index:
     def __init__(
         self, namespace: Namespace, part: int, tier: int, account: Account | None = None
     ) -> None:
-        self.account = account or Account("")  # of the tenant whose namespace it is
+        self.account = account or Account()  # of the tenant whose namespace it is
         self.used = 0  # bytes of whole extents, as the account counts them
         self.namespace = namespace
         self.part = part

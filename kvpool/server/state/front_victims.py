@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvpool.server.eviction.order import JUST_NOW
-from kvpool.server.state.entry import MOVER, Entry, Owner
-from kvpool.server.state.quota import Account
+from kvpool.server.state.entry import MOVER, Account, Entry, Owner
 from kvpool.server.state.store import Store
 
 #: A writer waits so long for the disk in order that a block stays that was used since.

@@ -1,7 +1,7 @@
 """How much of one tier each tenant holds, and how much of it is its own (design: quotas).
 
-An `Account` counts the bytes of whole extents of a tenant's blocks. A block is counted from the
-moment at which it gets its extent until that is free again:
+A `TenantAccount` counts the bytes of whole extents of a tenant's blocks. A block is counted from
+the moment at which it gets its extent until that is free again:
 
 | counted in                        | not counted any more in                                     |
 |-----------------------------------|-------------------------------------------------------------|
@@ -19,11 +19,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
+from kvpool.server.state.entry import UNLIMITED, Account
 from kvpool.tenant_names import tenant_of
-
-UNLIMITED: Final = 1 << 62
 
 
 class Quota(NamedTuple):
@@ -36,15 +35,13 @@ class Quota(NamedTuple):
     limit: int = UNLIMITED
 
 
-class Account:
-    """The bytes of one tenant in one tier. Compared by identity: an index keeps its account."""
+class TenantAccount(Account):
+    """The bytes of one tenant in one tier."""
 
-    __slots__ = ("configured", "evicted_by", "indexes", "limit", "name", "needed", "quota", "used")
+    __slots__ = ("configured", "evicted_by", "needed", "quota")
 
     def __init__(self, name: str, quota: Quota | None = None) -> None:
-        self.name = name  # empty: the pool itself
-        self.used = 0  # bytes of whole extents
-        self.indexes = 0  # that count here
+        super().__init__(name)
         #: Bytes of its blocks that were evicted, by the tenant that they made room for.
         self.evicted_by: Counter[str] = Counter()
         #: A block of so many bytes is its next victim: it is none while less than that is spare.
@@ -66,57 +63,46 @@ class Account:
         """Bytes that others may take from it; 0 or less: it is within its guarantee."""
         return self.used - self.quota.guaranteed
 
-    @property
-    def keeps(self) -> bool:
-        """Whether all of it is within its guarantee."""
-        return self.configured and self.spare <= 0
-
     def owns(self, size: int) -> bool:
         """Whether so many bytes more are within its guarantee."""
         return self.used + size <= self.quota.guaranteed
 
-    def exceeds(self, size: int) -> bool:
-        """Whether so many bytes more are above its limit."""
-        return self.used + size > self.limit
-
     def may_take_from(self, other: Account, size: int) -> bool:
         """Whether blocks of another tenant, or its own, may make room for so many bytes more."""
+        assert isinstance(other, TenantAccount)
         return other is self or (other.spare > 0 and not self.exceeds(size))
 
 
 class Accounts:
     """The accounts of one tier, by tenant.
 
-    Without tenants all blocks are the pool's, whatever their names. From the first `configure` on,
-    which comes before the first block, each tenant that has blocks has an account: the quota
-    decides what that means, so a quota that comes, changes or goes moves no block.
+    Each tenant that has blocks has one: the quota decides what that means, so a quota that comes,
+    changes or goes moves no block.
     """
 
     def __init__(self) -> None:
-        self.pool = Account("")
-        self._accounts: dict[str, Account] = {"": self.pool}
-        self.has_tenants = False
+        self.pool = TenantAccount("")
+        self._accounts: dict[str, TenantAccount] = {"": self.pool}
         self._quotas: Mapping[str, Quota] = {}
 
-    def __iter__(self) -> Iterator[Account]:
+    def __iter__(self) -> Iterator[TenantAccount]:
         return iter(self._accounts.values())
 
-    def get(self, tenant: str) -> Account | None:
+    def get(self, tenant: str) -> TenantAccount | None:
         """The account of a tenant, if it has one."""
         return self._accounts.get(tenant)
 
-    def of(self, namespace: str) -> Account:
+    def of(self, namespace: str) -> TenantAccount:
         """The account of the tenant that a namespace of this name belongs to."""
-        tenant = tenant_of(namespace) if self.has_tenants else ""
+        tenant = tenant_of(namespace)
         account = self._accounts.get(tenant)
         if account is None:
-            account = self._accounts[tenant] = Account(tenant, self._quotas.get(tenant))
+            account = self._accounts[tenant] = TenantAccount(tenant, self._quotas.get(tenant))
         return account
 
-    def configure(self, quotas: Mapping[str, Quota]) -> list[Account]:
+    def configure(self, quotas: Mapping[str, Quota]) -> list[TenantAccount]:
         """Apply all quotas, by tenant: those that are missing are gone. Returns accounts that
         nothing counts in any more, which are forgotten."""
-        self.has_tenants = True
         self._quotas = dict(quotas)
         idle = []
         for name, account in list(self._accounts.items()):

@@ -26,17 +26,10 @@ from kvpool.server.eviction.order import JUST_NOW, Order
 from kvpool.server.orders import make_order
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
-from kvpool.server.state.entry import (
-    MOVER,
-    Change,
-    ChangeLog,
-    Entry,
-    Index,
-)
+from kvpool.server.state.entry import MOVER, UNLIMITED, Account, Change, ChangeLog, Entry, Index
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.prefetches import PrefetchedBlocks
-from kvpool.server.state.quota import Account, Accounts
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
@@ -63,7 +56,6 @@ _FREE_MAX: Final = 4
 #: While no range can be emptied, one is searched after each eviction of this part of the size.
 _SEARCHES: Final = 8
 _INDEX: Final = attrgetter("index")
-_UNLIMITED: Final = 1 << 62
 _ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
 _NO_SPACE: Final = Reservation(WriteStatus.NO_SPACE)
 _MISSES: Final = {reason: Pin(reason) for reason in ReadStatus}
@@ -143,14 +135,12 @@ class Store:
         self.circles_cut = 0  # parents left out: blocks would have been their own ancestors
         self.rejected_victims = 0  # that a wrong policy chose although they may not be evicted
         self.on_rejected_victim: Callable[[Entry], None] | None = None  # is called with each
-        #: The bytes of each tenant (design: quotas).
-        self.accounts = Accounts()
         self._indexes: dict[tuple[Namespace, int], Index] = {}
         self._pending_free: dict[int, Entry] = {}  # by offset
         self.blocks_at: dict[int, Entry] = {}  # by offset, in each state but FREE
         self.move_targets: dict[int, int] = {}  # offset -> size, of moves that are under way
         self.last_id = 1  # of a block (its generation), a reservation or a pin; they only grow
-        self._steps_left = _UNLIMITED
+        self._steps_left = UNLIMITED
         self._slack = self.allocator.capacity // 16
 
     def __repr__(self) -> str:
@@ -182,10 +172,11 @@ class Store:
         session = self.policy.begin_write(index, request, now, moved=owner == MOVER)
         granted: list[Entry] = []
         answers: list[Reservation] = []
-        refusal = self._refusal_above_limit(owner, account)
+        # What is above a lowered limit goes in steps, not all at once for a block that moves.
+        refusal = _NO_SPACE if owner == MOVER and account.used > account.limit else None
         in_steps = self.in_steps and owner != MOVER
         mask = self.allocator.alignment - 1
-        self._steps_left = STEPS_MAX if in_steps else _UNLIMITED
+        self._steps_left = STEPS_MAX if in_steps else UNLIMITED
         # Granted, and not yet linked. A batch is linked at once, and always before the policy is
         # asked for a victim or touches another block: so its order is that of single calls.
         fresh: dict[bytes, Entry] = {}
@@ -561,7 +552,7 @@ class Store:
     def _index(self, namespace: Namespace, part: int) -> Index:
         index = self._indexes.get((namespace, part))
         if index is None:
-            account = self.accounts.of(namespace.name)
+            account = self.policy.account_of(namespace.name)
             index = Index(namespace, part, self.tier, account)
             self._keep(index)
         return index
@@ -572,11 +563,6 @@ class Store:
         if key not in self._indexes:
             self._indexes[key] = index
             index.account.indexes += 1
-
-    def _refusal_above_limit(self, owner: int, account: Account) -> Reservation | None:
-        """What is above a lowered limit goes in steps, not all at once for a block that moves."""
-        is_lowered = owner == MOVER and account.used > account.limit
-        return Reservation(WriteStatus.NO_SPACE) if is_lowered else None
 
     def _new_id(self) -> int:
         self.last_id += 1
@@ -653,7 +639,7 @@ class Store:
             if self._is_spared(victim, newcomer, owner, last_used, now):
                 self.policy.add_candidate(victim)
                 return Reservation(WriteStatus.NO_SPACE)
-            leaving = self._count_eviction(victim, account) if self.accounts.has_tenants else 0
+            leaving = self.policy.evicting(victim, account)
             if exceeds and account.used - leaving + size > account.limit:
                 self._evict(victim)  # its extent alone does not make enough room within the limit
                 continue
@@ -680,12 +666,6 @@ class Store:
         if passed_on is not None or not size:
             return passed_on
         return self.allocator.allocate(size)
-
-    def _count_eviction(self, victim: Entry, by: Account) -> int:
-        """Count a victim for its tenant: the bytes that leave with it."""
-        size = self.held.size_of(self._parts(victim))
-        victim.index.account.evicted_by[by.name] += size
-        return size
 
     def _begin_clearing(self, owner: int, newcomer: Entry, size: int) -> Reservation | None:
         """Choose a range to empty, if there is one; None when a few more victims may help."""

@@ -10,7 +10,7 @@ from kvpool.protocols.policy import Decision, Policy
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.orders import make_order
 from kvpool.server.state.entry import Entry, Index
-from kvpool.server.state.quota import Quota
+from kvpool.server.state.quota import Accounts, Quota, TenantAccount
 from kvpool.server.state.store import STEPS_MAX, STEPS_OF_EVICTION, Store
 from kvpool.server.state.tier_stores import ColdStore
 from kvpool.types import ROOT, Namespace
@@ -31,13 +31,19 @@ def set_quotas(store: Store, quotas: Mapping[str, Quota]) -> None:
             raise InvariantViolated("a store that has blocks cannot begin to have tenants")
         make: Callable[[int], Policy[Entry]] = type(orders.policy)
         orders = store.policy = TenantOrders(
-            store.accounts,
+            Accounts(),
             orders,
             lambda: make_order(make(capacity), store.hint_budget, rounded),
             lambda entry: store.held.size_of(store._parts(entry)),
             rounded,
         )
-    orders.forget(store.accounts.configure(quotas))
+    orders.forget(orders.accounts.configure(quotas))
+
+
+def account_of(store: Store, tenant: str) -> TenantAccount | None:
+    """What this tenant has here, if it has something."""
+    orders = store.policy
+    return orders.accounts.get(tenant) if isinstance(orders, TenantOrders) else None
 
 
 def evict_beyond_limits(store: Store, now: float, steps: int = STEPS_MAX) -> bool:
@@ -45,7 +51,7 @@ def evict_beyond_limits(store: Store, now: float, steps: int = STEPS_MAX) -> boo
     no more of them may go now."""
     if isinstance(store, ColdStore):
         return False  # what is above a lowered limit leaves with its objects
-    for account in store.accounts:
+    for account in store.policy.accounts:
         while account.used > account.limit:
             if steps <= 0:
                 return True
@@ -57,7 +63,7 @@ def evict_beyond_limits(store: Store, now: float, steps: int = STEPS_MAX) -> boo
             if isinstance(victim, Decision):
                 continue
             if store._evictable(victim):
-                store._count_eviction(victim, account)
+                store.policy.evicting(victim, account)
                 store._evict(victim)
             else:
                 store._reject(victim)

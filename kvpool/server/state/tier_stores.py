@@ -134,7 +134,7 @@ class ColdStore(FileStore):
 
     def add(self, record: Record, born: int) -> Entry | None:
         """As `restore`, at any time. None also where its tenant's limit has no room for it."""
-        account = self.accounts.of(record.namespace.name)
+        account = self.policy.account_of(record.namespace.name)
         if account.exceeds(self.allocator.rounded(record.size)):
             return None
         entry = self.restore(record._replace(generation=self._new_id()))

@@ -29,11 +29,10 @@ from typing import Final
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.divided_allocator import DividedAllocator
-from kvpool.server.state.entry import MOVER, Change, Entry, Owner, Stretch
+from kvpool.server.state.entry import MOVER, Account, Change, Entry, Owner, Stretch
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.front_victims import FrontVictims
 from kvpool.server.state.prefetches import FRESH_S
-from kvpool.server.state.quota import Account
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import RESTORED_AT_ONCE, FileStore, cold_store
 from kvpool.server.state.write_back import WriteBack
@@ -1054,7 +1053,7 @@ class TieredStore:
             above = [one for one in self._online() if one not in others]
             found_in = [(one, one.peek(namespace, part, entry.digest)) for one in above]
             copies = [(store, copy) for store, copy in found_in if copy is not None]
-            if any(copy.index.account.keeps for _, copy in copies):
+            if any(copy.index.account.owns(0) for _, copy in copies):
                 return False  # its tenant is guaranteed the memory (design: quotas)
             self._evicting = True  # their `_on_leave` must not announce
             for store, _ in copies:
