@@ -68,7 +68,7 @@ def test_a_broken_tier_is_noticed(
     where: Any, name: str, wrong: Callable[..., Any], failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failures() -> Iterator[str]:
-        for seed in range(20, 40):
+        for seed in (28, 31, *range(20, 40)):  # one of the first two, as long as nothing changes
             yield play(seed).failure or ""
 
     monkeypatch.setattr(where, name, wrong)

@@ -221,7 +221,7 @@ async def stored(pool: Pool, name: str, count: int) -> list[bytes]:
     return chain
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01, 0.03])
+@pytest.mark.parametrize("after_s", [0.0, 0.01])
 async def test_a_killed_server_is_a_miss_at_once(running: Running, after_s: float) -> None:
     """Kill -9 in the middle of a read: no wait for a deadline, no byte after the answer."""
     async with running.client("ucx", timeout_s=20, attempt_s=10, hedge_s=10) as pool:
@@ -251,7 +251,7 @@ async def frozen(running: Running, call: asyncio.Task[object], after_s: float) -
         running.server.signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02])
+@pytest.mark.parametrize("after_s", [0.0, 0.01])
 async def test_nothing_arrives_after_a_read_was_given_up(running: Running, after_s: float) -> None:
     """A server that was frozen goes on sending when it wakes: into nobody's memory."""
     async with running.client("ucx", timeout_s=20, attempt_s=10) as pool:
@@ -684,7 +684,7 @@ async def test_a_worn_worker_has_a_successor(
 # --- connections that are lost, as in the simulation -----------------------------------------
 
 
-@pytest.mark.parametrize("after_s", [0.05, 0.2, 0.4])
+@pytest.mark.parametrize("after_s", [0.05, 0.2])
 @pytest.mark.parametrize("doing", ["write", "read"])
 async def test_a_killed_client_leaves_nothing(running: Running, doing: str, after_s: float) -> None:
     """Kill -9 in mid-call: its reservations and pins are gone, and nobody else notices."""
