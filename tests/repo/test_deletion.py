@@ -56,10 +56,11 @@ asyncio.run(main())
 """
 
 
-def copy_without(rings: Iterable[str], into: Path) -> dict[str, str]:
-    """The product, its tests and no file of these rings; the environment in which it runs."""
-    for part in (*PRODUCT, "tests"):
-        shutil.copytree(ROOT / part, into / part, ignore=shutil.ignore_patterns("__pycache__"))
+def copy_without(rings: Iterable[str], into: Path, *more: str) -> dict[str, str]:
+    """The product, with what was compiled of it, and no file of these rings; the environment in
+    which it runs."""
+    for part in (*PRODUCT, *more):
+        shutil.copytree(ROOT / part, into / part)
     shutil.copy(ROOT / "pyproject.toml", into)
     gone = set()
     for path in files_of(*(pattern for ring in rings for pattern in RINGS[ring])):
@@ -88,7 +89,7 @@ def run(folder: Path, environment: dict[str, str], *arguments: str) -> str:
 
 
 def test_the_kernel_s_tests_pass_without_any_ring(tmp_path: Path) -> None:
-    environment = copy_without(RINGS.keys() - WOVEN_IN - {INSTRUMENT}, tmp_path)
+    environment = copy_without(RINGS.keys() - WOVEN_IN - {INSTRUMENT}, tmp_path, "tests")
     options = ("-n0", "-q", "-p", "no:cacheprovider", "-k", "not inproc and not shm and not ucx")
     assert not run(tmp_path, environment, "-m", "pytest", *options, *KERNEL_TESTS)
 
