@@ -23,7 +23,7 @@ from tests.support.commands import kvpool
 ATTACK_S = float(os.environ.get("ATTACK_S", "1"))
 #: What an honest client may wait for a small read or write, and for its connection, while others
 #: attack: on an idle machine.
-SLOWEST_S, CONNECT_S = 0.5, 1.5
+SLOWEST_S, CONNECT_S = 0.5, 2.0
 #: Lines of log that one attack from one address may cost each process: docs/security.md.
 LINES_MAX = 6
 MODEL = Namespace("llama")

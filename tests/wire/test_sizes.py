@@ -3,6 +3,7 @@ pages that have everything between them."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,9 +13,10 @@ from msgspec import inspect
 from kvpool.client.pool_events import EventReader, PoolEventKind
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
-from kvpool.types import Namespace, Replica
+from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, Namespace, Replica
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import BODY_SIZE_MAX
+from kvpool_transports.streams.server import _HELLO_MAX, _REQUEST_MAX
 from tests.conftest import keys
 
 #: Replies that may be of any length, and are sent in pages, and what is asked of a peer: whoever
@@ -61,6 +63,27 @@ def test_every_message_is_bounded_by_its_type_or_paged() -> None:
     large = {kind for kind in wire.TYPES if most(inspect.type_info(kind)) > BODY_SIZE_MAX}
     assert large <= PAGED | REQUESTS
     assert large | {wire.PlaceReply} >= PAGED
+
+
+def test_a_server_takes_the_longest_request_and_not_much_more() -> None:
+    many = [secrets.token_bytes(32) for _ in range(BATCH_BLOCKS_MAX)]
+    numbers = [2**64 - 1] * len(many)
+    longest = wire.Write(
+        "".ljust(512, LONG),
+        256,
+        32,
+        b"".join(many),
+        255,
+        b"".join(many),
+        [BLOCK_SIZE_MAX] * len(many),
+        numbers,
+        True,
+        1.0,
+        session="".ljust(128, LONG),
+    )
+    body = wire.encode(longest)[1]
+    assert len(body) <= _REQUEST_MAX < 2 * len(body)
+    assert len(wire.encode(wire.Hello(LONG * 256, LONG * 256, bytes(32)))[1]) <= _HELLO_MAX
 
 
 # --- those that are paged -------------------------------------------------------------------

@@ -38,7 +38,7 @@ from kvpool.types import (
 )
 from kvpool.wire import auth
 from kvpool.wire.frame_reader import STEP, PayloadReceiver, Pieces, no_payload
-from kvpool.wire.frames import BODY_SIZE_MAX, Frame
+from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     PAYLOAD,
     TYPES,
@@ -85,9 +85,11 @@ from kvpool.wire.messages import (
 )
 from kvpool_transports.streams.stream import Stream
 
-#: A handshake must be complete after this time, and has no longer messages.
+#: A handshake must be complete after this time.
 HELLO_S = 5.0
-_HELLO_MAX: Final = 4096
+#: Bytes of a message of a handshake, and of a request for as many blocks as there may be.
+_HELLO_MAX: Final = 4 << 10
+_REQUEST_MAX: Final = 128 << 10
 #: What a client may ask us to wait for space, and how long after its deadline a writer that has
 #: not sealed is taken for frozen.
 WAIT_S_MAX = 60.0
@@ -248,7 +250,7 @@ class StreamSession:
             self.stream.reader.body_max = _HELLO_MAX
             self._connection = await self.handshake()
             self._strangers.left(self.stream)
-            self.stream.reader.body_max = BODY_SIZE_MAX
+            self.stream.reader.body_max = _REQUEST_MAX
             while True:
                 self._idle_since = self._loop.time()
                 frame = await self.stream.receive(self._payload_of_request, deadline=None)
