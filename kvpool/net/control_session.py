@@ -100,6 +100,7 @@ class _Tls:
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
+            self.open = False  # nor can anything be sealed
             raise BadFrame(f"TLS was broken: {error.reason or error}") from None
         return b"".join(parts)
 

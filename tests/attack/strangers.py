@@ -90,7 +90,7 @@ async def garbage(one: Stranger) -> None:
 
 
 async def handshakes(one: Stranger) -> None:
-    """All of TLS, which is dear to a master, and then a wrong proof."""
+    """All of TLS, which is dear to a master, and then a wrong proof, or a record that is none."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = _context().wrap_bio(incoming, outgoing)
     got = b""
@@ -105,7 +105,8 @@ async def handshakes(one: Stranger) -> None:
             await one.say(outgoing.read())
             incoming.write(await one.listen())
     tls.write(len(b"a guess").to_bytes(4, "little") + b"a guess")
-    await one.say(outgoing.read())
+    broken = b"\x17\x03\x03\x00\x40" + os.urandom(64)
+    await one.say(outgoing.read() if random.random() < 0.5 else broken)
     await one.wait(1.0)
 
 

@@ -437,6 +437,20 @@ def test_who_does_not_know_the_secret_is_believed_to_be_no_master() -> None:
         assert not caller.open
 
 
+def test_who_breaks_tls_is_refused_without_a_word() -> None:
+    """It could not be sealed: what was raised then filled the log, and the connection stayed."""
+    master, stranger = master_of(SECRET), caller_of(SECRET)
+    while master.shaking:
+        stranger.feed(master.take())
+        master.feed(stranger.take())
+        master.shake()
+    with pytest.raises(BadFrame, match="TLS was broken"):
+        master.feed(b"\x17\x03\x03\x00\x40" + bytes(64))
+    master.take()
+    master.refuse(wire.Error("BadFrame", "TLS was broken"))
+    assert master.take() == b""
+
+
 def test_a_stranger_gets_nothing_on_which_to_try_guesses() -> None:
     """Neither before its proof nor after a wrong one: no byte of what it gets is made from the
     secret."""
