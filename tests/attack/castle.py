@@ -76,6 +76,7 @@ class Castle:
 
     def __init__(self, folder: Path, *server: str, tenant: dict[str, object]) -> None:
         self.folder = folder
+        self.plain = True  # its file, if it has one, is not encrypted
         (folder / "cluster.secret").write_text(secrets.token_hex(32))
         (folder / "cluster.secret").chmod(0o600)
         key = ("--secret-file", str(folder / "cluster.secret"))
