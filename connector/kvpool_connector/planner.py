@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
 
 from kvpool.types import ROOT, Match, ReadStatus
 from kvpool_connector.cost_model import PrefillCost, TransferCost
@@ -25,6 +24,7 @@ from kvpool_connector.messages import GroupBlocks, LoadRequest, LoadResult, Prob
 from kvpool_connector.prefetching import Prefetches, PrefetchRequest
 from kvpool_connector.probing import Prober
 from kvpool_connector.promises import GivenPromise, PromisedBlocks, PromiseState, WaitLimits
+from kvpool_connector.quiet_requests import NEVER, QuietRequests
 from kvpool_connector.running_loads import RunningLoad, RunningLoads, SharedLoad
 from kvpool_connector.save_queue import SaveQueue, SaveRun
 from kvpool_connector.tracked_request import RequestState, TrackedRequest, digest_of, digests_of
@@ -38,9 +38,6 @@ from kvpool_connector.values import (
 )
 from kvpool_connector.verifier import Verifier
 from kvpool_connector.windows import Windows
-
-#: More tokens than any request has.
-_NEVER: Final = 1 << 62
 
 
 class Planner:
@@ -58,11 +55,8 @@ class Planner:
         self.counters: dict[str, float] = defaultdict(float)
         self.transfer_cost = TransferCost()
         self.prefill_cost = PrefillCost()
-        #: For each tracked request: a step after which it has fewer tokens than this completes no
-        #: block of it, and `plan_step` need not know that it was scheduled. 0 while it computes its
-        #: prompt. The engine compares: a call for each request is too slow.
-        #: (design: pool-thread)
-        self.quiet_until: dict[str, int] = {}
+        #: `plan_step` need not know that these were scheduled. None of them computes its prompt.
+        self.quiet = QuietRequests()
         #: Bytes of a block of each group, of one rank; 0 until the ranks have reported them.
         self.block_bytes: tuple[int, ...] = (0,) * len(groups)
         #: What promises call the names that this engine shares under; empty until there are any.
@@ -137,7 +131,7 @@ class Planner:
         if hints.promise is not None and self._limits.promise_wait_s:
             request.promise = GivenPromise(hints.promise, self.counters)
         self._requests[request_id] = request
-        self.quiet_until[request_id] = 0
+        self.quiet.wake(request_id)
         return self._lookup(request_id, request, tokens)
 
     def on_restart(self, request_id: str, tokens: int, now: float) -> LookupRequest | None:
@@ -149,7 +143,7 @@ class Planner:
         self._prefetches.drop(request_id)
         request.shared = request.waits_until = None
         request.blocks_saved = [0] * len(self._groups)
-        self.quiet_until[request_id] = 0
+        self.quiet.wake(request_id)
         self._end_load(request)
         _give_up_promise(request)
         request.move_to(RequestState.LOOKING_UP)
@@ -371,7 +365,7 @@ class Planner:
     ) -> StepPlan:
         """What is to be loaded, saved and probed with this step; each is in one plan.
 
-        `scheduled` may leave out requests that are quiet (`quiet_until`). `idle`: nothing is
+        `scheduled` may leave out requests that are `quiet`. `idle`: nothing is
         computed, so that no block comes that a save could wait for.
         `still_cached(block_id, group, digest)` says whether a block still has these contents.
         """
@@ -384,18 +378,16 @@ class Planner:
             request = self._requests.get(one.request_id)
             if request is None:
                 continue
-            if plan.verify is None:
+            watched = self.verifier.watches(one.request_id)
+            if watched and plan.verify is None:
                 plan.verify = self.verifier.take(one, request.hashes, request.hints.adapter)
             wanted = saves and not (request.hints.skip_save or request.stale)
-            if wanted and (items := self._complete_blocks(request, one)):
+            if wanted and (runs := self._complete_blocks(request, one)):
                 session = (request.hints.session, request.hints.resume_in_s)
-                sessions.setdefault(session, []).extend(items)
+                sessions.setdefault(session, []).extend(runs)
                 if one.start < request.prompt:  # other engines may wait for it
                     at_once.add(session)
-            watched = self.verifier.watches(one.request_id)
-            self.quiet_until[one.request_id] = (
-                0 if watched else self._next_save_at(request, one.end)
-            )
+            self.quiet.sleep(one.request_id, 0 if watched else self._tokens_to_save(request, one))
         if plan.verify is not None:
             plan.blocks_to_pin += [one for blocks in plan.verify.blocks for one in blocks.block_ids]
         if saves and (retries := self._saves.take_due(still_cached, now)):
@@ -514,7 +506,7 @@ class Planner:
         if request is not None:
             request.begun = False
             request.blocks_saved = [0] * len(self._groups)
-            self.quiet_until[request_id] = 0
+            self.quiet.wake(request_id)
             self.verifier.release(request_id)
             self._saves.expedite_all()  # the engine has no free blocks
             if request.state is RequestState.OFFERED:
@@ -529,7 +521,7 @@ class Planner:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        del self.quiet_until[request_id]
+        self.quiet.forget(request_id)
         _give_up_promise(request)
         self._prefetches.drop(request_id)
         self.verifier.release(request_id)
@@ -589,7 +581,7 @@ class Planner:
         """What the pool has lost behind so many tokens is computed, and can be saved again."""
         request.matches = ()
         _give_up_promise(request)
-        self.quiet_until[request_id] = 0
+        self.quiet.wake(request_id)
         request.blocks_saved = [
             min(blocks, tokens // group.block_size)
             for blocks, group in zip(request.blocks_saved, self._groups, strict=True)
@@ -671,16 +663,18 @@ class Planner:
         digests = [digest_of(request.hashes, group, i) for i in range(start, stop)]
         self._prober.plan(digests, request.matches[0].of(start, stop), now)
 
-    def _next_save_at(self, request: TrackedRequest, tokens: int) -> int:
-        """The tokens that the request has when its next block is complete. (`quiet_until`)"""
-        if tokens < request.prompt:
+    def _tokens_to_save(self, request: TrackedRequest, one: ScheduledRequest) -> int:
+        """How many the request computes after this step until its next block is complete."""
+        if one.end < request.prompt:
             return 0
         if not (self._limits.save and self._limits.save_decode) or request.hints.skip_save:
-            return _NEVER
-        next_at = _NEVER
+            return NEVER
+        next_at = NEVER
         for blocks, group in zip(request.blocks_saved, self._groups, strict=True):
-            next_at = min(next_at, (blocks + 1) * group.block_size)
-        return next_at
+            at = (blocks + 1) * group.block_size
+            if at < next_at:
+                next_at = at
+        return max(0, next_at - one.end)
 
     def _complete_blocks(self, request: TrackedRequest, one: ScheduledRequest) -> list[SaveRun]:
         """Blocks that are complete after this step and neither stored nor being saved."""

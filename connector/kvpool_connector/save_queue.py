@@ -89,6 +89,7 @@ class _Gathered:
 
     due_at: float
     runs: list[SaveRun] = field(default_factory=list)
+    blocks: int = 0
 
 
 class SaveQueue:
@@ -133,7 +134,6 @@ class SaveQueue:
         #: Gathered, or being saved; by group.
         self._saving: defaultdict[int, set[bytes]] = defaultdict(set)
         self._gathered: dict[tuple[str, float | None], _Gathered] = {}  # by session
-        self._gathered_blocks = 0
         self._dropped_ids: list[int] = []  # pinned, until `take_dropped`
         #: When each was stored, by group; and those of before.
         self._stored: defaultdict[int, dict[bytes, float]] = defaultdict(dict)
@@ -163,16 +163,16 @@ class SaveQueue:
         `pinned_blocks_max` wait.
         """
         accepted = self._accept(runs, now)
+        pinned = _ids(accepted)
         if accepted:
             key = session, resume_in_s
             gathered = self._gathered.get(key)
             if gathered is None:
                 gathered = self._gathered[key] = _Gathered(now + self._gather_s)
             gathered.runs += accepted
+            gathered.blocks += len(pinned)
             if at_once:
                 gathered.due_at = now
-        pinned = _ids(accepted)
-        self._gathered_blocks += len(pinned)
         return pinned
 
     def expedite(self, session: str, resume_in_s: float | None) -> None:
@@ -188,7 +188,8 @@ class SaveQueue:
 
     def take_saves(self, now: float) -> list[SaveRequest]:
         """A save for each session whose blocks have been gathered long enough."""
-        if self._gathered_blocks > self._pinned_blocks_max * _GATHERED_SHARE_MAX:
+        gathered_blocks = sum([gathered.blocks for gathered in self._gathered.values()])
+        if gathered_blocks > self._pinned_blocks_max * _GATHERED_SHARE_MAX:
             self.expedite_all()
         due = [key for key, gathered in self._gathered.items() if gathered.due_at <= now]
         return [self._start(self._gathered.pop(key).runs, *key) for key in due]
@@ -202,7 +203,6 @@ class SaveQueue:
             for run in gathered.runs:
                 self._saving[run.group].difference_update(run.digests)
         self._gathered.clear()
-        self._gathered_blocks = 0
 
     def take_dropped(self) -> list[int]:
         """Block ids to unpin, of blocks that are not going to be saved."""
@@ -305,7 +305,6 @@ class SaveQueue:
             GroupBlocks(group, tuple(digests), tuple(ids), tuple(parents))
             for group, (digests, ids, parents) in groups.items()
         )
-        self._gathered_blocks -= sum(len(part.digests) for part in blocks)
         adapters = frozenset([run.adapter for run in runs if run.adapter is not None])
         return SaveRequest(job, blocks, session, resume_in_s, adapters)
 
@@ -327,15 +326,15 @@ class SaveQueue:
 
     def _unknown(self, run: SaveRun) -> list[SaveRun]:
         """The parts that no save has, or has had since their request asked the pool."""
-        group, digests = run.group, run.digests
-        known = (self._saving[group], self._stored[group].keys(), self._stored_before[group].keys())
-        if all(names.isdisjoint(digests) for names in known):
+        digests = run.digests
+        saving = self._saving[run.group]
+        stored, before = self._stored[run.group], self._stored_before[run.group]
+        if (
+            saving.isdisjoint(digests)
+            and stored.keys().isdisjoint(digests)
+            and before.keys().isdisjoint(digests)
+        ):
             return [run]
-        saving, stored, before = (
-            self._saving[group],
-            self._stored[group],
-            self._stored_before[group],
-        )
         new = [
             digest not in saving
             and stored.get(digest, before.get(digest, -math.inf)) <= run.asked_at

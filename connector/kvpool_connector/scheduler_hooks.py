@@ -214,27 +214,25 @@ class SchedulerHooks:
         began = time.perf_counter()
         scheduled: list[ScheduledRequest] = []
         prefill: list[tuple[int, int]] = []
-        requests, quiet_until = self._requests, self.scheduler.planner.quiet_until
-        # Nearly all requests are quiet: what this loop does for those, it does 256 times a step.
-        for request_id, count in scheduler_output.num_scheduled_tokens.items():
-            request = requests.get(request_id)
-            if request is None or request.num_computed_tokens + count < quiet_until.get(
-                request_id, 0
-            ):
+        counts = scheduler_output.num_scheduled_tokens
+        for request_id in self.scheduler.planner.quiet.awake(counts):
+            request = self._requests.get(request_id)
+            if request is None:
                 continue
             start = request.num_computed_tokens
+            end = start + counts[request_id]
             ids = [BlockIds(blocks) for blocks in self.blocks_of(request_id).blocks]
-            scheduled.append(ScheduledRequest(request_id, start, start + count, ids))
+            scheduled.append(ScheduledRequest(request_id, start, end, ids))
             if start < request.num_prompt_tokens:
-                prefill.append((start, start + count))
+                prefill.append((start, end))
         step = EngineStep(
             scheduled,
             list(scheduler_output.preempted_req_ids or ()),
             prefill,
-            idle=not scheduler_output.num_scheduled_tokens,
+            idle=not counts,
         )
         if self._tainted:
-            self._evict_tainted(scheduler_output.num_scheduled_tokens)
+            self._evict_tainted(counts)
         work, blocks_to_pin = self.scheduler.plan_step(step, self._still_cached)
         if blocks_to_pin:
             self.block_pool.touch([self.block_pool.blocks[block] for block in blocks_to_pin])

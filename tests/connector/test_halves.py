@@ -660,7 +660,7 @@ def test_a_request_may_ask_for_no_load_no_save_and_fewer_tokens(start: Start) ->
     reader.scheduler.on_new_request("secret", keys("not to be saved", 2), 2 * BLOCK, hints)
     reader.step([ScheduledRequest("secret", 0, 2 * BLOCK, [[7, 8]])])
     assert not reader.pinned
-    assert reader.scheduler.planner.quiet_until["secret"] > 1 << 40
+    assert reader.scheduler.planner.quiet.left("secret") > 1 << 40
 
 
 def test_durations_are_counted(start: Start) -> None:

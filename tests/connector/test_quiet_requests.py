@@ -9,6 +9,7 @@ import pytest
 from kvpool import WriteStatus
 from kvpool_connector.messages import LoadResult, SaveResult
 from kvpool_connector.planner import Planner
+from kvpool_connector.quiet_requests import QuietRequests
 from kvpool_connector.values import (
     CacheGroup,
     PlannerLimits,
@@ -25,15 +26,15 @@ GROUPS = (CacheGroup(BLOCK, 1), CacheGroup(4 * BLOCK, 4))
 def test_a_decoding_request_is_quiet_until_its_next_block_is_complete() -> None:
     played = Played()
     played.arrive("a", 100)
-    assert played.planner.quiet_until["a"] == 0
+    assert played.planner.quiet.left("a") == 0
     played.step("a", 0, 60)
-    assert played.planner.quiet_until["a"] == 0  # the speed of computing a prompt is measured
+    assert played.planner.quiet.left("a") == 0  # the speed of computing a prompt is measured
     played.step("a", 60, 100)
-    assert played.planner.quiet_until["a"] == 112
+    assert played.planner.quiet.left("a") == 12
     played.planner.on_preempted("a")
-    assert played.planner.quiet_until["a"] == 0
+    assert played.planner.quiet.left("a") == 0
     played.planner.on_request_finished("a")
-    assert not played.planner.quiet_until
+    assert not played.planner.quiet
 
 
 def test_a_block_whose_hash_is_not_there_yet_keeps_its_request_awake() -> None:
@@ -41,10 +42,10 @@ def test_a_block_whose_hash_is_not_there_yet_keeps_its_request_awake() -> None:
     played, known = Played(), hashes("a", 48)
     played.planner.on_new_request("a", known, 48, RequestHints(), played.now)
     played.step("a", 0, 64)
-    assert played.planner.quiet_until["a"] == 64
+    assert played.planner.quiet.left("a") == 0
     known.append(hashes("b", 16)[0])
     assert played.step("a", 64, 65).saves[0].blocks[0].block_ids == (4,)
-    assert played.planner.quiet_until["a"] == 80
+    assert played.planner.quiet.left("a") == 15
 
 
 def test_what_a_failed_load_did_not_bring_wakes_its_request() -> None:
@@ -53,10 +54,20 @@ def test_what_a_failed_load_did_not_bring_wakes_its_request() -> None:
     assert played.offer("a", 100) == 96
     played.allocate("a", 7, 96)
     played.step("a", 96, 100)
-    assert played.planner.quiet_until["a"] == 112
+    assert played.planner.quiet.left("a") == 12
     played.planner.on_load_result(LoadResult("a", 0, False, 0.0), played.now)
-    assert played.planner.quiet_until["a"] == 0
+    assert played.planner.quiet.left("a") == 0
     assert played.step("a", 0, 100).saves
+
+
+def test_a_prompt_beside_them_wakes_no_quiet_request() -> None:
+    quiet = QuietRequests()
+    quiet.wake("prompt")
+    quiet.wake("decodes")
+    quiet.sleep("decodes", 16)
+    step = {"prompt": 2048, "decodes": 1, "unknown": 1}
+    assert [quiet.awake(step) for _ in range(15)] == [["prompt", "unknown"]] * 15
+    assert quiet.awake(step) == list(step)
 
 
 @pytest.mark.parametrize("limits", [{"save": False}, {"save_decode": False}])
@@ -64,9 +75,9 @@ def test_who_saves_nothing_more_stays_quiet(limits: dict[str, bool]) -> None:
     played = Played(**limits)
     played.arrive("a", 100)
     played.step("a", 0, 90)
-    assert played.planner.quiet_until["a"] == 0
+    assert played.planner.quiet.left("a") == 0
     played.step("a", 90, 100)
-    assert played.planner.quiet_until["a"] > FOREVER
+    assert played.planner.quiet.left("a") > FOREVER
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -101,11 +112,14 @@ def test_leaving_out_quiet_requests_changes_no_plan(seed: int) -> None:
             del computed[name]
         scheduled = []
         for name, start in computed.items():
-            end = min(start + chance.randrange(1, 80), max(start + 1, prompts[name]))
+            drafted = chance.randrange(1, 4)  # with speculation a step computes several tokens
+            end = min(start + chance.randrange(1, 80), max(start + drafted, prompts[name]))
             ids = [list(range(1, 400)), list(range(401, 800))]
             scheduled.append(ScheduledRequest(name, start, end, ids))
             computed[name] = end
-        awake = [one for one in scheduled if one.end >= both[1].quiet_until[one.request_id]]
+        counts = {one.request_id: one.end - one.start for one in scheduled}
+        shown = both[1].quiet.awake(counts)
+        awake = [one for one in scheduled if one.request_id in shown]
         left_out += len(scheduled) - len(awake)
         plans = [
             planner.plan_step(some, lambda *block: True, now)

@@ -653,7 +653,7 @@ def test_a_chosen_request_that_loses_its_blocks_is_not_compared(start: Start, ho
     writer.serve("w", hashes)
     refused(reader, "r", hashes)
     reader.step([ScheduledRequest("r", 0, 40, [[1, 2, 3]])])
-    assert reader.scheduler.planner.quiet_until["r"] == 0
+    assert reader.scheduler.planner.quiet.left("r") == 0
     if how == "finished":
         reader.scheduler.on_request_finished("r")
     else:

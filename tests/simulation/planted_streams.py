@@ -109,8 +109,8 @@ BUGS: Sequence[Bug] = (
         "promise-of-a-request-that-has-ended",
         _TIME,
         _PLANNER,
-        "        del self.quiet_until[request_id]\n        _give_up_promise(request)\n",
-        "        del self.quiet_until[request_id]\n",
+        "        self.quiet.forget(request_id)\n        _give_up_promise(request)\n",
+        "        self.quiet.forget(request_id)\n",
     ),
     Bug(
         "load-of-a-request-that-has-ended",
