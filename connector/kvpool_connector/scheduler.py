@@ -12,10 +12,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, NamedTuple
 
-from kvpool import KvpoolError, MatchPoller, Namespace, admin
+from kvpool import MatchPoller, Namespace
 from kvpool.kv_events import EventForm, KVEvent, StoredEvent
 from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
 from kvpool_connector.cost_model import StepTimer
@@ -24,14 +23,14 @@ from kvpool_connector.lookups import NO_NAMESPACE, Lookups
 from kvpool_connector.messages import Mismatch, StepWork, WorkerInfo, WorkerReport
 from kvpool_connector.naming import EngineInfo, EngineNames
 from kvpool_connector.planner import Planner
+from kvpool_connector.pool_messages import PoolMessages
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.prefetching import PrefetchRequest
 from kvpool_connector.promises import PromisedBlocks, promise_name
 from kvpool_connector.provenance import BlockWriter
 from kvpool_connector.save_queue import SaveRun
 from kvpool_connector.session_names import in_tenant
 from kvpool_connector.settings import Settings
-from kvpool_connector.sharing_watch import SharingWatch, others_of_this_model
+from kvpool_connector.sharing_watch import SharingWatch
 from kvpool_connector.values import (
     LookupRequest,
     PlannerLimits,
@@ -47,8 +46,6 @@ _DESCRIBE_EVERY_S: Final = 60.0
 #: A master answers within a millisecond as a rule. Where the engine computes for other requests, a
 #: lookup that is not waited for so long costs its request a whole step. So long in all per step.
 _WAIT_S: Final = 0.001
-#: Servers keep a waiting prompt's blocks for 120 s after its arrival, which is repeated in time.
-_ARRIVE_EVERY_S: Final = 60.0
 #: The estimated speed of computing is reported for a prompt of so many tokens.
 _RATE_TOKENS: Final = 1024
 #: Share of the engine's blocks that unfinished saves may keep from reuse: the rest is for prompts.
@@ -115,7 +112,7 @@ class ConnectorScheduler:
     ) -> None:
         """`replaces`: one that is used no more. What the engine computes gets a new name."""
         self._settings = settings
-        self._log_error, self._log_warning = log_error or log_line, log_warning or log_line
+        self._log_error = log_error or log_line
         self._thread = thread
         self._log_line = log_line
         self._clock = clock
@@ -152,8 +149,9 @@ class ConnectorScheduler:
         self._asked = False  # for a request, since the last step: the engine is not paused
         #: Requests that begin anew when the engine asks for them: preempted, or queued at a reset.
         self._restarting: set[str] = set()
-        #: Requests of sessions that have no blocks yet: when to repeat that they wait, in order.
-        self._arrivals: dict[str, tuple[float, str]] = {}
+        self._messages = PoolMessages(
+            thread, self.planner.counters, log_line, log_warning or log_line
+        )
         self._watch = SharingWatch(log_line)
         if replaces is not None:
             replaces._lookups.close()
@@ -228,7 +226,7 @@ class ConnectorScheduler:
         self, request_id: str, block_ids: Sequence[Sequence[int]], tokens: int
     ) -> None:
         """The engine wants so many of the tokens that were offered, in these blocks."""
-        self._arrivals.pop(request_id, None)
+        self._messages.request_begins(request_id)
         if not self.planner.tracks(request_id):
             return
         self.planner.on_blocks_allocated(request_id, block_ids, tokens, self._clock())
@@ -243,10 +241,10 @@ class ConnectorScheduler:
         """It has ended. Sends its hints about the conversation to the pool."""
         self._restarting.discard(request_id)
         self._adapter_requests.pop(request_id, None)
-        self._arrivals.pop(request_id, None)
+        self._messages.request_begins(request_id)
         hints = self.planner.on_request_finished(request_id)
-        if hints is not None and hints.session and (hints.ends or hints.resume_in_s is not None):
-            self._thread.start(partial(self._send_hints, hints))
+        if hints is not None:
+            self._messages.request_ended(hints)
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -270,8 +268,7 @@ class ConnectorScheduler:
         self._step += 1
         self._wait_left_s = _WAIT_S
         weights_wanted, self._asked = self._asked or not step.idle, False
-        if self._arrivals:
-            self._repeat_arrivals(now)
+        self._messages.repeat_arrivals(now)
         self._step_timer.on_start(self._step, step.prefill, now)
         self._start_prefetches(idle=step.idle)
         if self._feed is not None:
@@ -363,7 +360,7 @@ class ConnectorScheduler:
             label = f"lookup_duration {self._lookups.durations.popleft():.2g}"
             metrics[label] = metrics.get(label, 0) + 1
         if self._watch.on_metrics(metrics, now):
-            self._thread.start(partial(self._compare_names, self.namespaces))
+            self._messages.compare_names(self.namespaces)
         metrics["verified_difference"] = self.planner.verifier.difference
         metrics["load_bytes_rate"] = self.planner.transfer_cost.bandwidth
         prefill_s = self.planner.prefill_cost.seconds(0, _RATE_TOKENS)
@@ -403,19 +400,6 @@ class ConnectorScheduler:
         self._thread.close(1.0)
 
     # --- inside -----------------------------------------------------------------------------
-
-    async def _compare_names(self, own: Sequence[Namespace]) -> None:
-        """In the pool's thread."""
-        pool = self._thread.pool
-        try:
-            known = await admin(pool).namespaces() if pool is not None else []
-        except KvpoolError:
-            return
-        if others := others_of_this_model(own, known):
-            self._log_warning(
-                f"other engines of this model share nothing with this one: {'; '.join(others)}; "
-                "kvpool doctor --engine URL for both says why"
-            )
 
     def _log_mismatch(self, mismatch: Mismatch) -> None:
         """The line that an operator must act on: which engine, which block, and what to do."""
@@ -546,7 +530,7 @@ class ConnectorScheduler:
                 self._held_lookups[lookup.serial] = lookup
             return
         if lookup.session:
-            self._arrivals[lookup.request_id] = (self._clock() + _ARRIVE_EVERY_S, lookup.session)
+            self._messages.request_waits(lookup.request_id, lookup.session, self._clock())
         if reason := self._lookups.start(lookup, self.namespaces):
             self.planner.on_lookup_result(lookup.request_id, lookup.serial, (), reason)
 
@@ -561,52 +545,10 @@ class ConnectorScheduler:
             self._take_lookup_results(_WAIT_S)
             self._wait_left_s -= time.perf_counter() - began
 
-    def _repeat_arrivals(self, now: float) -> None:
-        """Prompts that wait for long: servers would take them for lost. (design: session-hints)"""
-        while self._arrivals:
-            request_id, (due, session) = next(iter(self._arrivals.items()))
-            if now < due:
-                return
-            del self._arrivals[request_id]
-            self._arrivals[request_id] = (now + _ARRIVE_EVERY_S, session)
-            self.planner.counters["arrivals_repeated"] += 1
-            self._thread.start(partial(self._send_arrival, session))
-
     def _start_prefetches(self, *, idle: bool) -> None:
         """For the prompts that this step has left in the queue. (design: promotion)"""
         # The engine asks for the first of its queue only. (An idle one waits for answers later.)
         if self._lookups.waiting and not idle:
             self._take_lookup_results()
         for request in self.planner.take_prefetches():
-            self._thread.start(
-                partial(self._send_prefetch, self.namespaces[request.group], request)
-            )
-
-    async def _send_prefetch(self, namespace: Namespace, request: PrefetchRequest) -> None:
-        """In the pool's thread."""
-        pool = self._thread.pool
-        try:
-            if pool is not None:
-                await pool.prefetch(namespace, request.digests(), match=request.match)
-        except KvpoolError as error:
-            self._log_line(f"a prefetch was not sent: {error}")
-
-    async def _send_arrival(self, session: str) -> None:
-        """In the pool's thread."""
-        pool = self._thread.pool
-        try:
-            if pool is not None:
-                await pool.session(session).arrived()
-        except KvpoolError as error:
-            self._log_line(f"an arrival was not repeated: {error}")
-
-    async def _send_hints(self, hints: RequestHints) -> None:
-        """In the pool's thread."""
-        pool = self._thread.pool
-        try:
-            if pool is not None and hints.ends:
-                await pool.session(hints.session).end()
-            elif pool is not None and hints.resume_in_s is not None:
-                await pool.session(hints.session).hint(resume_in=hints.resume_in_s)
-        except KvpoolError as error:  # a lost hint costs hits, never correctness
-            self._log_line(f"a session hint was not sent: {error}")
+            self._messages.prefetch(self.namespaces[request.group], request)
