@@ -20,7 +20,7 @@ from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
 from kvpool_connector.cost_model import StepTimer
 from kvpool_connector.event_feed import EventFeed
 from kvpool_connector.lookups import NO_NAMESPACE, Lookups
-from kvpool_connector.messages import Mismatch, StepWork, WorkerInfo, WorkerReport
+from kvpool_connector.messages import StepWork, WorkerInfo, WorkerReport
 from kvpool_connector.naming import EngineInfo, EngineNames
 from kvpool_connector.planner import Planner
 from kvpool_connector.pool_messages import PoolMessages
@@ -28,6 +28,7 @@ from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.promises import PromisedBlocks, promise_name
 from kvpool_connector.provenance import BlockWriter
 from kvpool_connector.save_queue import SaveRun
+from kvpool_connector.scheduler_log import SchedulerLog
 from kvpool_connector.session_names import in_tenant
 from kvpool_connector.settings import Settings
 from kvpool_connector.sharing_watch import SharingWatch
@@ -95,6 +96,21 @@ class ReportOutcome(NamedTuple):
 class ConnectorScheduler:
     """One engine's scheduler half. Called by the engine's thread only.
 
+    A request, until it has ended:
+
+    | state           | the engine is told | next                                                  |
+    |-----------------|--------------------|-------------------------------------------------------|
+    | without adapter | to ask again       | unnamed or tracked, when every rank has loaded its    |
+    |                 |                    | LoRA adapter; late ones are only saved. Unknown, if   |
+    |                 |                    | the adapter is refused                                |
+    | unnamed         | to ask again       | tracked, when the workers have described their model, |
+    |                 |                    | or have taken too long                                |
+    | tracked         | what the planner   | restarting, when it is preempted, or has no blocks    |
+    |                 | says (its states:  | at a reset                                            |
+    |                 | `RequestState`)    |                                                       |
+    | restarting      |                    | tracked, with a new lookup, when the engine asks      |
+    | unknown         | that there is none |                                                       |
+
     `log_line` writes one line to the engine's log, and is called in either thread; `log_error`
     writes an error.
     """
@@ -112,9 +128,8 @@ class ConnectorScheduler:
     ) -> None:
         """`replaces`: one that is used no more. What the engine computes gets a new name."""
         self._settings = settings
-        self._log_error = log_error or log_line
+        self._log = SchedulerLog(log_line, log_error or log_line)
         self._thread = thread
-        self._log_line = log_line
         self._clock = clock
         limits = PlannerLimits(
             load=settings.load if engine.loads else "never",
@@ -138,8 +153,6 @@ class ConnectorScheduler:
         self._held_lookups: dict[int, LookupRequest] = {}  # until there are namespaces
         self._adapter_requests: dict[str, _AdapterRequest] = {}
         self._reported_step = 0
-        self._warned_adapters = False
-        self._explained = False
         self._described: dict[str, str] = {}
         self._described_at = -math.inf
         poller = MatchPoller(settings.client(), settings.member())
@@ -274,7 +287,8 @@ class ConnectorScheduler:
         if self._feed is not None:
             self._feed.step(self.namespaces, now)
         if not self.namespaces:
-            self._explain_missing_name(now)
+            if now >= self._names_by:
+                self._log.no_name(self.names)
             return StepWork(
                 self._step,
                 idle=step.idle,
@@ -330,11 +344,11 @@ class ConnectorScheduler:
             outcome.stored.extend(stored)
         for verified in report.verified:
             if verified.problem and not self.planner.verifier.writers.problem:
-                self._log_line(f"verify_rate has no effect: {verified.problem}")
+                self._log.line(f"verify_rate has no effect: {verified.problem}")
             unpinned, mismatch, was_trusted = self.planner.verifier.on_result(verified)
             outcome.blocks_to_unpin.extend(unpinned)
             if mismatch is not None:
-                self._log_mismatch(mismatch)
+                self._log.mismatch(mismatch, self.names, self.planner.verifier)
                 outcome = outcome._replace(drop_cache=outcome.drop_cache or was_trusted)
         return outcome
 
@@ -393,32 +407,14 @@ class ConnectorScheduler:
         self.planner.promise_name = ""
         self.adapters.reset()
         self.planner.verifier.reset()
-        self._names_by, self._explained = math.inf, False
+        self._names_by = math.inf
+        self._log.reset()
 
     def close(self) -> None:
         self._lookups.close()
         self._thread.close(1.0)
 
     # --- inside -----------------------------------------------------------------------------
-
-    def _log_mismatch(self, mismatch: Mismatch) -> None:
-        """The line that an operator must act on: which engine, which block, and what to do."""
-        name = self.namespaces[mismatch.group].name if self.namespaces else "a name of before"
-        self._log_error(
-            "the pool has other KV than this engine computes: block "
-            f"{mismatch.digest.hex()} differs by {mismatch.difference:.2g} in {mismatch.layer} ("
-            f"rounding explains {mismatch.tolerance:.2g}). "
-            f"Computed by {self.names.writer}, rank {mismatch.rank}; "
-            f"stored by {mismatch.writer} on {self.planner.verifier.stored_at(mismatch)}; "
-            f"both call it: {name}. This engine loads no blocks of that writer any more. If others "
-            f"say the same of it, restart it with what they have (kvpool doctor compares engines)."
-        )
-        if (writers := self.planner.verifier.writers).odd:
-            self._log_error(
-                f"{len(writers.wrong)} engines compute other KV than this one, and "
-                "none of those that it has compared computes the same: it shares nothing any more, "
-                "until a restart or reset_prefix_cache with reset_connector"
-            )
 
     def _on_worker_info(self, info: WorkerInfo) -> bool:
         """With the last rank's info the namespaces can be made, and held lookups start.
@@ -427,18 +423,15 @@ class ConnectorScheduler:
         """
         changed = info.serial > self.names.serial
         if changed:
-            self._log_line(
+            self._log.line(
                 "the weights were changed without reset_prefix_cache: what the engine has in its "
                 "own cache is dropped, and what runs is not saved"
             )
             self.reset(info.serial)
-        if self.names.on_info(info):
-            self._use_names()
-        return changed
-
-    def _use_names(self) -> None:
+        if not self.names.on_info(info):
+            return changed
         self.planner.verifier.reset()
-        self._log_names()
+        self._log.names(self.names)
         self.planner.block_bytes = self.names.block_bytes
         self.planner.promise_name = promise_name(self.namespaces)
         self._watch.on_new_names()
@@ -446,6 +439,7 @@ class ConnectorScheduler:
         for lookup in held.values():
             self.planner.lookup_started(lookup.request_id, self._clock())
             self._start_lookup(lookup)
+        return changed
 
     def _waits_for_names(self, request_id: str, now: float) -> bool:
         """Whether a request that is not looked up waits until its blocks have a name.
@@ -458,24 +452,6 @@ class ConnectorScheduler:
         self._names_by = min(self._names_by, now + self._settings.start_wait_s)
         return now < self._names_by and self.planner.wants_names(request_id)
 
-    def _log_names(self) -> None:
-        for name in self.namespaces:
-            self._log_line(f"sharing blocks as: {name.name}")
-        if self.namespaces:
-            self._log_line(f"its blocks say that they are of {self.names.writer}")
-        if self.names.problem:
-            self._log_line(self.names.problem)
-
-    def _explain_missing_name(self, now: float) -> None:
-        """One line when the workers do not describe their model: that is why nothing is shared."""
-        if now < self._names_by or self._explained or self.names.problem:
-            return
-        self._explained = True
-        self._log_line(
-            f"nothing is loaded or saved: ranks {self.names.missing_ranks} have not described "
-            "their model"
-        )
-
     def _start_adapter_requests(self) -> None:
         """Track the requests whose LoRA adapters are known now."""
         now = self._clock()
@@ -485,7 +461,8 @@ class ConnectorScheduler:
             no_names = bool(self.namespaces) and not self.names.knows_adapters
             if refused or no_names:  # never tracked: the engine computes it
                 del self._adapter_requests[request_id]
-                self._refuse_adapter(waiting.adapter, replaced=refused)
+                self.planner.counters["miss adapter refused"] += 1
+                self._log.refused_adapter(waiting.adapter, replaced=refused)
             elif fingerprints:
                 del self._adapter_requests[request_id]
                 lookup = self.planner.on_new_request(
@@ -501,20 +478,6 @@ class ConnectorScheduler:
                     )
                 else:
                     self._start_lookup(lookup)
-
-    def _refuse_adapter(self, adapter: Adapter, *, replaced: bool) -> None:
-        self.planner.counters["miss adapter refused"] += 1
-        if self._warned_adapters:
-            return
-        self._warned_adapters = True
-        why = (
-            "was replaced under its name, and the engine's own cache may have blocks of the former "
-            "one; reset_prefix_cache with reset_connector ends that"
-            if replaced
-            else "cannot be told apart from another one of this name: this vLLM does not show "
-            "which adapters are loaded"
-        )
-        self._log_line(f"nothing is loaded or saved for LoRA adapter {adapter.name!r}: it {why}")
 
     def _start_lookup(self, lookup: LookupRequest | None) -> None:
         if lookup is None:

@@ -154,7 +154,7 @@ WIDE_CLASSES = {
     "tiers/kvpool_tiers/nvme/tier.py:Nvme": (34, 18),
     "connector/kvpool_connector/planner.py:Planner": (38, 22),
     "connector/kvpool_connector/running_loads.py:RunningLoad": (25, 17),
-    "connector/kvpool_connector/scheduler.py:ConnectorScheduler": (32, 26),
+    "connector/kvpool_connector/scheduler.py:ConnectorScheduler": (27, 23),
     "connector/kvpool_connector/settings.py:Settings": (25, 17),
     "connector/kvpool_connector/tracked_request.py:TrackedRequest": (25, 18),
     "connector/kvpool_connector/verifier.py:Verifier": (25, 19),
