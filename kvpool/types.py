@@ -766,7 +766,7 @@ class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         Seconds, Figure("victim_age_seconds", "since the next victim was last used")
     ] = 0.0
     #: Each is a metric by its own name.
-    counters: Annotated[dict[Name, Count], Meta(max_length=64)] = {}
+    counters: Annotated[dict[Name, Count], Meta(max_length=128)] = {}
     #: Each tier has its own figures: metrics of the tier.
     usage: Annotated[list[TierUsage], Meta(max_length=64)] = []
     pinned_bytes: Annotated[Count, Figure("pinned_bytes", "held by readers")] = 0

@@ -52,6 +52,7 @@ def status(
     from kvpool.client.room import OBSERVED_S
     from kvpool.ops.demand import demand_table, demand_text
     from kvpool.ops.folding import Fitted
+    from kvpool.ops.inferred import inferred_table
     from kvpool.ops.tables import (
         as_json_object,
         clients_table,
@@ -80,6 +81,9 @@ def status(
             console.print(FOR_OPERATORS)
         else:
             console.print(Fitted(tiers_table(members), names=2))
+        if (inferred := inferred_table(members)) is not None:
+            console.print()
+            console.print(Fitted(inferred))
         if any(member.stats.clients for member in members):
             console.print()
             console.print(Fitted(clients_table(members), names=3))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvpool.arguments import as_float
 from kvpool.client.buffers import as_views
 from kvpool.client.context import TIMEOUT_S_MAX
 from kvpool.client.pool import Pool
-from kvpool.errors import Unavailable, UsageError
+from kvpool.errors import BadKey, MasterLost, Unavailable, UsageError
 from kvpool.protocols import Channel, SupportsDrain, WriteOptions
 from kvpool.types import (
     ROOT,
@@ -24,10 +24,15 @@ from kvpool.types import (
     WriteStatus,
     check_digests,
 )
+from kvpool.wire import messages as wire
 
 if TYPE_CHECKING:
+    from kvpool.client.lookup import Asks
     from kvpool.client.removal import Removals
     from kvpool.client.room import Room
+
+#: Pages of a list that a master may send.
+_PAGES_MAX: Final = 1000
 
 
 def admin(pool: Pool) -> Admin:
@@ -71,7 +76,7 @@ class Admin:
 
         Reads at most a thousand pages of a master's list. Raises MasterLost.
         """
-        found = await self._context.lookup.namespaces(self._context.begin(timeout))
+        found = await list_namespaces(self._context.masters, self._context.begin(timeout))
         return [(self._context.as_seen(namespace), blocks) for namespace, blocks in found]
 
     async def demand(self, *, timeout: float | None = None) -> Demand:
@@ -204,3 +209,23 @@ def _seconds(what: str, value: float) -> float:
     if seconds is None or not 0 <= seconds <= TIMEOUT_S_MAX:
         raise UsageError(f"{what} is {value!r:.40}, expected seconds, 0 to {TIMEOUT_S_MAX:g}")
     return seconds
+
+
+async def list_namespaces(masters: Asks, deadline: float) -> list[tuple[Namespace, int]]:
+    """Name, parts and blocks of each, with the names that masters have for them."""
+    found: list[tuple[Namespace, int]] = []
+    for _ in range(_PAGES_MAX):
+        last = found[-1][0] if found else None
+        question = wire.Namespaces(last.name, last.parts) if last else wire.Namespaces()
+        answer = await masters.ask(question, wire.NamespacesReply, deadline)
+        page = answer.namespaces
+        # Pages are sorted. A master whose pages do not go on would be asked in vain.
+        if not page or page[-1][:2] <= (question.after, question.parts):
+            break
+        try:
+            found += [(Namespace(name, parts), count) for name, parts, count in page]
+        except BadKey as error:
+            raise MasterLost(f"a master answered with {error}") from None
+        if not answer.more:
+            break
+    return found

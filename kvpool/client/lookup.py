@@ -37,8 +37,6 @@ _FIND_KEYS: Final = 4096
 #: are known as far as marks reach, and new a little later.
 _MATCH_KEYS: Final = 2048
 _FIRST_KEYS: Final = 512
-#: Pages of a list that a master may send.
-_PAGES_MAX: Final = 1000
 
 
 class Asks(Protocol):
@@ -197,25 +195,6 @@ class Lookup:
                 for digest, (status, text, replicas) in zip(batch, explained.blocks, strict=False)
             ]
         return answers
-
-    async def namespaces(self, deadline: float) -> list[tuple[Namespace, int]]:
-        """As `Admin.namespaces`."""
-        found: list[tuple[Namespace, int]] = []
-        for _ in range(_PAGES_MAX):
-            last = found[-1][0] if found else None
-            question = wire.Namespaces(last.name, last.parts) if last else wire.Namespaces()
-            answer = await self._masters.ask(question, wire.NamespacesReply, deadline)
-            page = answer.namespaces
-            # Pages are sorted. A master whose pages do not go on would be asked in vain.
-            if not page or page[-1][:2] <= (question.after, question.parts):
-                break
-            try:
-                found += [(Namespace(name, parts), count) for name, parts, count in page]
-            except BadKey as error:
-                raise MasterLost(f"a master answered with {error}") from None
-            if not answer.more:
-                break
-        return found
 
     async def demand(self, deadline: float) -> Demand:
         """As `Admin.demand`."""

@@ -57,6 +57,12 @@ _LEVELS: Final = frozenset(
         "unlisted_blocks",
         "dirty_bytes",
         "prefetch_unread_bytes",
+        "inferred_programs",
+        "inferred_returning_programs",
+        "inferred_dead_programs",
+        "inferred_returning_blocks",
+        "inferred_dead_blocks",
+        "inferred_shared_blocks",
     )
 )
 #: Counters come from servers over the wire; what could be no name of ours is left out.

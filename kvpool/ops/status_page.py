@@ -28,6 +28,7 @@ from kvpool import __version__
 from kvpool.errors import UsageError
 from kvpool.master.service import Master
 from kvpool.net.http_server import Page, PageView, Routes
+from kvpool.ops.inferred import inferred_sum
 from kvpool.ops.pool_watch import (
     HOUR_STEP_S,
     AskedTotals,
@@ -92,6 +93,7 @@ class StatusPage:
         self._loop = asyncio.get_running_loop()
         self._made: dict[str, tuple[float, bytes]] = {}
         self._tiers: list[dict[str, Any]] = []  # as of the last sample
+        self._inferred: Mapping[str, int] = {}
         self._usage: dict[str, list[dict[str, Any]]] = {}
         self._usage_at = self._looked_at = -math.inf
 
@@ -100,6 +102,8 @@ class StatusPage:
         self._sample()
         await asyncio.sleep(0)  # with a thousand servers each part takes some milliseconds
         self._tiers = _tiers([one for one in self._members() if one.alive])
+        await asyncio.sleep(0)
+        self._inferred = inferred_sum(self._members())
         now = self._loop.time()
         if self._usage_at + _USAGE_S <= now <= self._looked_at + _USAGE_S:
             self._usage_at = now
@@ -211,6 +215,7 @@ class StatusPage:
             "last_hour": _last_hour(self._watch),
             "moves": [one._asdict() for one in self._watch.under_way()[:_LISTED_MAX]],
             "tiers": self._tiers,
+            "inferred": self._inferred,
             "demand": _demand(master.demand(now), named),
             "usage": self._usage if named else {},
             "sessions": [_session(*one) for one in sessions],

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from rich.text import Text
 
 from kvpool.ops.bars import age, bar, colour_of, sparkline
+from kvpool.ops.inferred import inferred_line, inferred_of, inferred_sum
 from kvpool.ops.pool_watch import AskedTotals, PoolWatch, ServerState, UnderWay, state_of
 from kvpool.ops.tables import problem_of
 from kvpool.types import Demand, Member, ServerStats, TierUsage
@@ -185,6 +186,8 @@ class Top:
         read, written = [p.read_bytes_s for p in points], [p.written_bytes_s for p in points]
         page.spark("read", f"{human(read[-1] if read else 0)}/s", read)
         page.spark("written", f"{human(written[-1] if written else 0)}/s", written)
+        if inferred := inferred_line(inferred_sum(alive)):
+            page.add(f"inferred  {inferred}")
         for one in self._watch.under_way()[:_MOVES_MAX]:
             page.move(one)
 
@@ -317,6 +320,8 @@ class _Screen:
         self.spark("read", f"{human(last[0])}/s", [one[0] for one in history])
         self.spark("written", f"{human(last[1])}/s", [one[1] for one in history])
         self.add(f"victims   {age(stats.victim_age_s)} old; {self._counts(stats.counters)}")
+        if inferred := inferred_line(inferred_of(stats.counters)):
+            self.add(f"inferred  {inferred}")
         if stats.draining:
             left = f"{stats.drain_left_blocks:,} blocks, {human(stats.drain_left_bytes)}"
             self.add(f"leaves    {left} left", "yellow")

@@ -12,8 +12,9 @@ entry points of `kvpool.policies`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 
 class Evictable(Protocol):
@@ -74,6 +75,15 @@ class Policy(Protocol[B]):
 
     def victim_age(self, now: float) -> float:
         """Seconds since the last use of the block that is next; 0 when there is none."""
+
+
+class Inferred(NamedTuple):
+    """What the method `inferred()` of a policy returns, if it has one: what it infers from the
+    blocks, for people. `figures` by name, at most 16; `why` says why a block went, "" if unknown.
+    """
+
+    figures: Mapping[str, int] = MappingProxyType({})
+    why: Callable[[bytes], str] = lambda digest: ""
 
 
 @runtime_checkable

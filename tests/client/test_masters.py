@@ -20,6 +20,7 @@ from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, admin
 from kvpool.client import lookup as lookup_module
 from kvpool.client import masters as masters_module
 from kvpool.client import pool as pool_module
+from kvpool.client.admin import list_namespaces
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
@@ -154,7 +155,7 @@ async def test_namespaces_with_one_name_are_on_several_pages() -> None:
 
     network = ScriptedNetwork(m=answer)
     lookup, _ = client(network)
-    names = await lookup.namespaces(later(5))
+    names = await list_namespaces(lookup._masters, later(5))
     assert [(one.name, one.parts) for one, _ in names] == found
     assert len(network.masters["m"].asked) == 4
 
@@ -171,7 +172,7 @@ async def test_pages_that_do_not_go_on_come_to_an_end(page: list[str]) -> None:
     network = ScriptedNetwork(m=answer)
     lookup, servers = client(network)
     assert [one.server for one in await servers.refresh(later(5))] == page
-    assert [one.name for one, _ in await lookup.namespaces(later(5))] == page
+    assert [one.name for one, _ in await list_namespaces(lookup._masters, later(5))] == page
     assert len(network.masters["m"].asked) <= 4
 
 
@@ -206,7 +207,7 @@ async def test_a_namespace_that_cannot_be_is_no_answer() -> None:
     network = ScriptedNetwork(m=lambda _: wire.NamespacesReply([("a\nb", 1, 5)], False))
     lookup, _ = client(network)
     with pytest.raises(MasterLost, match="printable"):
-        await lookup.namespaces(later(5))
+        await list_namespaces(lookup._masters, later(5))
 
 
 @pytest.fixture

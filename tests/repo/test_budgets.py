@@ -94,7 +94,8 @@ RINGS: dict[str, tuple[str, ...]] = {
     "room": ("kvpool/client/room.py",),  # for those who admit sessions
     "poller": ("kvpool/client/match_poller.py", "kvpool/net/polled_links.py"),  # for connectors
     "policies": tuple(
-        f"kvpool/server/eviction/{one}.py" for one in ("arc", "density", "lease", "programs")
+        f"kvpool/server/eviction/{one}.py"
+        for one in ("arc", "density", "held_programs", "lease", "programs", "verdicts")
     ),
 }
 #: What a pool without options runs, less the rings.

@@ -17,12 +17,13 @@ written again, the time at which it would have been a hit is counted (design: ev
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Generic, NamedTuple
 
-from kvpool.protocols.policy import B, Decision
+from kvpool.protocols.policy import B, Decision, Inferred
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.eviction.verdicts import REFUSED, Departures, Guesses, returning, worth
 
 #: Classes, by how often a block was used: once, twice, three times, more.
 _CLASSES: Final = 4
@@ -48,6 +49,8 @@ _BYPASS_S_MAX: Final = 600.0
 _SAME_USE_S: Final = 0.001
 #: Blocks that one call brings into the queue of their class, at most (compare `LRU.oldest`).
 _MOVED_MAX: Final = 256
+#: Beside the classes: a block that was never stored.
+_REFUSED: Final = _CLASSES
 #: The rank of blocks that are not expected to be used again.
 _POOREST: Final = -10_000
 
@@ -69,19 +72,27 @@ class Density(Generic[B]):
         self._sampled = 0  # stored blocks of the sample
         self._used = self._late = 0.0  # uses of known blocks of it, and those of ghosts among them
         self._touches = 0
+        self._held = [0] * _CLASSES  # stored blocks
+        self._guesses = Guesses(_CLASSES)  # about the sample
+        self._departures = Departures(self._words)
 
     def touch(self, block: B, now: float) -> None:
         policy_data = block.policy_data
         if policy_data > 0:
             uses = policy_data & _USES
             if block.digest[-1] % _SAMPLE == 0:
+                self._guesses.came[uses - 1] += 1
                 self._used_again(uses, now - block.last_used / 1e6)
             if uses < _CLASSES:
                 block.policy_data = policy_data + 1
+                self._held[uses - 1] -= 1
+                self._held[uses] += 1
         elif policy_data < 0:
             block.policy_data = -policy_data
         else:
-            block.policy_data = -self._arrive(block, now)
+            uses = self._arrive(block, now)
+            block.policy_data = -uses
+            self._held[uses - 1] += 1
         self._last_stamp = block.last_used = max(self._last_stamp + 1, int(now * 1e6))
         self._touches += 1
         if self._touches == _RELEARN_EVERY:
@@ -101,6 +112,8 @@ class Density(Generic[B]):
         policy_data = abs(block.policy_data)
         self._queues[policy_data // (_USES + 1)].remove(block)
         block.policy_data = 0
+        if policy_data:
+            self._held[(policy_data & _USES) - 1] -= 1
         if policy_data and block.digest[-1] % _SAMPLE == 0:
             self._sampled -= 1
             self._remember(block.digest, policy_data & _USES, block.last_used)
@@ -119,9 +132,12 @@ class Density(Generic[B]):
                 offered = self._lives[min(known & _USES, _CLASSES - 1)].density(0.0)
                 if offered < kept * _BYPASS_MARGIN:
                     self._refuse(newcomer, now)
+                    self._departures.add(newcomer.digest, _REFUSED, 0.0)
                     return Decision.BYPASS
             block = self._queues[poorest.number].victim(newcomer, evictable, now)
             if block is not None:
+                if not isinstance(block, Decision):
+                    self._departures.add(block.digest, poorest.number, age_s)
                 return block
         return None
 
@@ -130,6 +146,16 @@ class Density(Generic[B]):
         if isinstance(poorest, Decision):  # near enough: a look must not take long
             return max(queue.victim_age(now) for queue in self._queues)
         return max(0.0, now - poorest.last_used / 1e6) if poorest is not None else 0.0
+
+    def inferred(self) -> Inferred:
+        expected = [returning(lives) for lives in self._lives]
+        held: Counter[bool | None] = Counter()
+        for one, blocks in zip(expected, self._held, strict=True):
+            held[one] += blocks
+        figures = self._guesses.figures(expected)
+        figures["inferred_returning_blocks"] = held[True]
+        figures["inferred_dead_blocks"] = held[False]
+        return Inferred(figures, self._departures.why)
 
     @property
     def ghosts(self) -> int:
@@ -183,6 +209,7 @@ class Density(Generic[B]):
         if age_s < _SAME_USE_S:
             return uses
         self._late += 1
+        self._guesses.asked[uses - 1] += 1
         self._used_again(uses, age_s)
         return min(uses + 1, _CLASSES)
 
@@ -193,9 +220,16 @@ class Density(Generic[B]):
         self._lives[min(uses, _CLASSES - 1)].began += 1
 
     def _remember(self, digest: bytes, uses: int, last_used: int) -> None:
+        self._guesses.left[uses - 1] += 1
         self._ghosts[_name(digest)] = last_used * (_USES + 1) + uses
         while len(self._ghosts) > max(_GHOSTS_MIN, _GHOSTS * self._sampled):
             self._ghosts.popitem(last=False)
+
+    def _words(self, number: int, age_s: float) -> str:
+        if number == _REFUSED:
+            return REFUSED
+        used = f"used {('once', 'twice', 'three times', 'more often')[number]}"
+        return f"{used}, {worth(self._lives[number].share(age_s), age_s, 'blocks')}"
 
 
 class _Candidate(NamedTuple):
@@ -219,6 +253,7 @@ class LifetimeHistogram:
 
     def __init__(self) -> None:
         self.began = 0.0
+        self.came = 0.0  # of these
         self._ended = [0.0] * self._BINS
         self._densities = [0.0] * self._BINS
         self._ranks = [_POOREST] * self._BINS
@@ -226,7 +261,14 @@ class LifetimeHistogram:
         self._edges = [0.0] + [self._SHORTEST_S * 2.0**octave for octave in octaves]
 
     def ended(self, age_s: float) -> None:
+        self.came += 1
         self._ended[self._bin(age_s)] += 1
+
+    def share(self, age_s: float) -> float:
+        """Of those that were not used for so long, how many are used again after all."""
+        later = sum(self._ended[self._bin(age_s) :])
+        left = max(self.began, self.came) - self.came + later
+        return later / left if left > 0 else 0.0
 
     def density(self, age_s: float) -> float:
         """Expected hits per block and second at this age; 0 before the first computation."""
@@ -258,6 +300,7 @@ class LifetimeHistogram:
     def fade(self) -> None:
         """What was counted long ago counts less."""
         self.began *= self.KEPT
+        self.came *= self.KEPT
         self._ended = [count * self.KEPT for count in self._ended]
 
     def _bin(self, age_s: float) -> int:

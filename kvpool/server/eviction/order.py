@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 from kvpool.protocols import ReserveRequest
-from kvpool.protocols.policy import Decision, Policy
+from kvpool.protocols.policy import Decision, Inferred, Policy
 from kvpool.server.state.entry import Account, Entry, Index
 from kvpool.types import HintStatus, SessionHint
 
@@ -127,8 +127,12 @@ class Order:
 
     @property
     def figures(self) -> Counter[str]:
-        """What came of hints."""
-        return Counter()
+        """What came of hints, and what the policy infers."""
+        return Counter(self.inferred().figures)
+
+    def inferred(self) -> Inferred:
+        found: Inferred = getattr(self.policy, "inferred", Inferred)()
+        return found
 
     def bytes_of_programs(self) -> Counter[str]:
         """As far as hints name them."""

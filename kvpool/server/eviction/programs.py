@@ -21,9 +21,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from kvpool.protocols.policy import Decision
+from kvpool.protocols.policy import Decision, Inferred
 from kvpool.server.eviction.density import LifetimeHistogram
+from kvpool.server.eviction.held_programs import HeldPrograms, Program
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.eviction.verdicts import REFUSED, Departures, Guesses, returning, worth
 from kvpool.server.state.entry import Entry
 
 #: Programs that are remembered for each stored block, and at least.
@@ -66,26 +68,13 @@ _NEW: Final = 1 << 24
 _DEPTH: Final = 25
 _DEPTH_MAX: Final = (1 << 23) - 1
 _ROOT: Final = 48
+#: Beside the classes: a block that was never stored.
+_REFUSED: Final = _CLASSES
 #: A class as that of a block and of its parent, and where they are.
 _AS_CLASS: Final = 1 | 1 << _PASSED_ON
 _CLASSES_OF: Final = _MASK * _AS_CLASS
 #: No class was chosen before.
 _NO_ROW: Final = (-1, 0.0, 0)
-
-
-class Program:
-    """What is remembered of one conversation, or of one shared block."""
-
-    __slots__ = ("depth", "end", "number", "prompts", "reads", "start", "used")
-
-    def __init__(self, prompts: int = 0, number: int = -1) -> None:
-        self.prompts = prompts
-        self.number = number  # of its class; -1: it has had no prompt yet
-        self.used = 0.0
-        self.start = 0  # length of its chain before its last prompt
-        self.depth = 0  # and after it, as far as it is stored
-        self.end = b""  # the last block of it
-        self.reads = False  # its last prompt has only read so far
 
 
 class Programs:
@@ -102,6 +91,9 @@ class Programs:
         self._counted = 0  # prompts
         self._ends = self._ends_kept = 0.0  # prompts that went on, and such with their last block
         self._row = _NO_ROW  # class of the last victim, when it was chosen, victims left
+        self._held = HeldPrograms(_CLASSES, _SHARED)
+        self._guesses = Guesses(_SHARED)
+        self._departures = Departures(self._words)
 
     @property
     def remembered(self) -> int:
@@ -113,6 +105,12 @@ class Programs:
         program = self._programs.get(block.policy_data >> _ROOT)
         is_shared = block.policy_data & _MASK >= _SHARED
         return program.prompts if program is not None and not is_shared else 0
+
+    def inferred(self) -> Inferred:
+        expected = [returning(lives) for lives in self._lives[:_SHARED]]
+        found = self._held.figures(expected)
+        found.update(self._guesses.figures(expected))
+        return Inferred(found, self._departures.why)
 
     # --- calls of the store ----------------------------------------------------------------
 
@@ -149,6 +147,9 @@ class Programs:
             return
         self._stored -= 1
         block.policy_data = 0
+        program = self._programs.get(data >> _ROOT)
+        if program is not None and self._held.left(program, data >> _DEPTH & _DEPTH_MAX):
+            self._guesses.left[program.number] += 1
         parent = block.index.blocks.get(block.parent)
         if parent is not None and parent.policy_data and parent.last_used <= block.last_used:
             above = parent.policy_data
@@ -169,9 +170,12 @@ class Programs:
                 offered = self._lives[self._class_in(prompt, newcomer)].density(0.0)
                 if offered < self._lives[number].density(age_s) * _BYPASS_MARGIN:
                     self._refuse(prompt, newcomer)
+                    self._departures.add(newcomer.digest, _REFUSED, 0.0)
                     return Decision.BYPASS
             block = self._queues[number].victim(newcomer, evictable, now)
             if block is not None:
+                if not isinstance(block, Decision):
+                    self._departures.add(block.digest, number, age_s)
                 return block
             self._row = _NO_ROW
         return None
@@ -198,10 +202,14 @@ class Programs:
         self._stored += 1
         self._place(prompt, block)
         prompt.fresh += 1
-        number = prompt.program.number if prompt.program is not None else 0
+        place, number = min(prompt.depth + prompt.fresh, _DEPTH_MAX), 0
+        if (program := prompt.program) is not None:
+            program.gone |= program.blocks == program.common
+            self._held.came(program, place)
+            number = program.number
         number = number if number >= _SHARED else 0  # others get theirs at the end of the prompt
-        place = min(prompt.depth + prompt.fresh, _DEPTH_MAX) << _DEPTH
-        block.policy_data = prompt.root << _ROOT | place | _NEW | number * _AS_CLASS
+        data = place << _DEPTH | _NEW | number * _AS_CLASS
+        block.policy_data = prompt.root << _ROOT | data
 
     def _place(self, prompt: _Prompt, block: Entry) -> None:
         """Find the program of a new block, which may have been here before."""
@@ -216,7 +224,9 @@ class Programs:
             if program.number >= _SHARED:
                 prompt.shared = name
         elif (program := prompt.program) is None or program.number >= _SHARED:
-            program = prompt.program = self._programs[name] = Program(prompt.inherited)
+            place = prompt.depth + prompt.fresh + 1
+            program = prompt.program = Program(prompt.inherited, begin=place)
+            self._programs[name] = program
             prompt.root = name
         prompt.is_end_kept |= block.digest == program.end
 
@@ -243,12 +253,19 @@ class Programs:
 
     def _share(self, prompt: _Prompt, block: Entry) -> None:
         """The prompt leaves the program of this block: from here on others go on differently."""
-        prompt.shared = _name(block)
+        prompt.shared, data = _name(block), block.policy_data
         known = self._programs.get(prompt.shared)
+        owner, place = self._programs.get(data >> _ROOT), data >> _DEPTH & _DEPTH_MAX
+        if owner is not None:
+            self._held.parted(owner, place)
         if known is None or known.number < _SHARED:
-            shared = self._programs[prompt.shared] = Program(1, _SHARED)
+            shared = Program(1, _SHARED, place)
+            if known is not None:  # its root; the rest is nobody's
+                self._held.dropped(known)
+                self._held.came(shared, place)
+            self._programs[prompt.shared] = shared
             shared.used = block.last_used / 1e6
-        block.policy_data = block.policy_data & ~_CLASSES_OF | _SHARED * _AS_CLASS
+        block.policy_data = data & ~_CLASSES_OF | _SHARED * _AS_CLASS
 
     def _refuse(self, prompt: _Prompt, newcomer: Entry) -> None:
         if prompt is not self._prompt:
@@ -277,7 +294,7 @@ class Programs:
         # Here, where every prompt ends, refused ones too. One that forks has added two.
         over = len(self._programs) - max(_REMEMBERED_MIN, int(self._stored * _REMEMBERED))
         for _ in range(min(over, _FORGOTTEN_MAX)):
-            self._programs.popitem(last=False)
+            self._held.dropped(self._programs.popitem(last=False)[1])
         if not prompt.fresh and not prompt.refused:
             self._join(prompt)
         if prompt.shared:
@@ -285,7 +302,9 @@ class Programs:
         program = prompt.program
         if program is None or program.number >= _SHARED:
             return
-        self._programs[prompt.root] = program  # it may have been forgotten meanwhile
+        if self._programs.setdefault(prompt.root, program) is not program:
+            self._held.dropped(self._programs[prompt.root])
+            self._programs[prompt.root] = program  # it was forgotten, and begun anew
         self._programs.move_to_end(prompt.root)
         self._count(prompt, program)
         if last is None or not last.policy_data:
@@ -308,6 +327,8 @@ class Programs:
             self._all.began -= 1
         else:
             if known:
+                gone = program.gone or program.blocks == program.common
+                (self._guesses.asked if gone else self._guesses.came)[program.number] += 1
                 self._lives[program.number].ended(pause_s)
                 self._all.ended(pause_s)
                 if prompt.is_end_kept:
@@ -321,7 +342,11 @@ class Programs:
             self._lives[_END].began += 1
         program.reads = not prompt.fresh
         program.depth = depth
-        program.number = _class_of(program.prompts, depth - program.start + prompt.refused)
+        number = _class_of(program.prompts, depth - program.start + prompt.refused)
+        self._held.changed(program, number)
+        program.gone = False
+        if prompt.refused and program.blocks == program.common:
+            self._guesses.left[number] += 1
         self._lives[program.number].began += 1
         self._all.began += 1
         self._counted += 1
@@ -338,7 +363,7 @@ class Programs:
             self._lives[shared.number].ended(pause_s)
             shared.used = prompt.now
             shared.prompts += 1
-            shared.number = _SHARED + _place_in(_SHARED_USES, shared.prompts)
+            self._held.changed(shared, _SHARED + _place_in(_SHARED_USES, shared.prompts))
             self._lives[shared.number].began += 1
 
     # --- order -----------------------------------------------------------------------------
@@ -382,6 +407,20 @@ class Programs:
             self._all.fade()
             self._ends *= Lives.KEPT
             self._ends_kept *= Lives.KEPT
+
+    # --- for people ------------------------------------------------------------------------
+
+    def _words(self, number: int, age_s: float) -> str:
+        if number == _REFUSED:
+            return REFUSED
+        share = self._lives[number].share(age_s)
+        if number >= _SHARED:
+            return f"conversations part here, {worth(share, age_s, 'blocks')}"
+        if number == _END:
+            return f"the end of a prompt, {worth(share, age_s, 'ends')}"
+        place = number // (len(_GROWTHS) + 1)
+        had = f"at most {_PROMPTS[place]}" if place < len(_PROMPTS) else f"over {_PROMPTS[-1]}"
+        return f"of a conversation of {had} prompts, {worth(share, age_s, 'conversations')}"
 
 
 class _Prompt:

@@ -298,8 +298,9 @@ class SessionAwarePolicy(Order):
     @property
     def figures(self) -> Counter[str]:
         """Hints accepted, clipped and refused; recorded sessions; bytes of sessions with a hint;
-        sessions whose prompt waits."""
-        figures = Counter(self.counters)
+        sessions whose prompt waits; and what the policy infers."""
+        figures = super().figures
+        figures.update(self.counters)
         figures["sessions"] = len(self._sessions)
         figures["announced_bytes"] = self.announced_bytes
         figures["waiting_sessions"] = self.waiting
