@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 #: Between two lines, where there is no terminal.
 _EVERY_S: Final = 10.0
 
-#: Bytes that are done, and all of them; None: nobody knows how many.
+#: How much is done, and how much it is in all; None: nobody knows.
 Show: TypeAlias = Callable[[int, int | None], None]
 
 
 @contextmanager
-def progress(what: str, *, quiet: bool, console: Console = stderr) -> Iterator[Show]:
-    """What to call with the progress, as often as one likes. Nothing is written if `quiet`."""
+def progress(
+    what: str, *, quiet: bool, console: Console = stderr, amount: Callable[[float], str] = human
+) -> Iterator[Show]:
+    """What to call with the progress, as often as one likes. Nothing is written if `quiet`.
+
+    It is in bytes, or in what `amount` says.
+    """
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -37,7 +42,7 @@ def progress(what: str, *, quiet: bool, console: Console = stderr) -> Iterator[S
             nonlocal printed_at
             task.total = total  # not by `update`, which would forget the speed
             bars.update(number, completed=done)
-            text = _text(task)
+            text = _text(task, amount)
             bars.update(number, text=text)
             if not live and not quiet and bars.get_time() - printed_at >= _EVERY_S:
                 printed_at = bars.get_time()
@@ -46,13 +51,18 @@ def progress(what: str, *, quiet: bool, console: Console = stderr) -> Iterator[S
         yield show
 
 
-def _text(task: Task) -> str:
+def blocks(count: float) -> str:
+    """An amount of blocks."""
+    return f"{count:,.0f} blocks"
+
+
+def _text(task: Task, amount: Callable[[float], str]) -> str:
     from kvpool.ops.bars import age
 
-    of = "an unknown size" if task.total is None else human(task.total)
-    text = f"{human(task.completed)} of {of}"
+    of = "an unknown size" if task.total is None else amount(task.total)
+    text = f"{amount(task.completed)} of {of}"
     if task.speed:
-        text += f", {human(task.speed)}/s"
+        text += f", {amount(task.speed)}/s"
     if task.time_remaining:
         text += f", {age(task.time_remaining)} left"
     return text

@@ -12,6 +12,7 @@ from rich.markup import escape
 from kvpool import runtime
 from kvpool.addresses import is_loopback, split
 from kvpool.cli.other_users import has_other_users
+from kvpool.cli.progress import progress
 from kvpool.cli.shared import (
     ClusterName,
     ConfigFile,
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from kvpool.protocols import Transport
     from kvpool.server.block_server import BlockServer
     from kvpool.server.identity_file import IdentityFile
+
+#: How often a server that leaves shows how far it is.
+_SHOW_S = 0.25
 
 ServerId = Annotated[
     str | None, typer.Option(help="Id of this server, unique in the cluster, e.g. gpu-17.")
@@ -339,10 +343,16 @@ async def _drain(running: BlockServer, config: ServerConfig) -> None:
     from kvpool.wire import messages as wire
 
     order = DrainOrder(begin=True, within_s=config.drain_s, back_in_s=config.back_in_s)
-    drain = running.extensions.handler(wire.Drain)
-    draining = asyncio.create_task(drain(Peer(running.server), order, wait=True))
+    drain, me = running.extensions.handler(wire.Drain), Peer(running.server)
+    draining = asyncio.create_task(drain(me, order, wait=True))
     stopped = asyncio.create_task(runtime.wait_for_signal())
-    await asyncio.wait([draining, stopped], return_when=asyncio.FIRST_COMPLETED)
+    with progress(f"draining {running.server}", quiet=False) as show:
+        while not draining.done() and not stopped.done():
+            await asyncio.wait(
+                [draining, stopped], timeout=_SHOW_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            report = await drain(me, DrainOrder())
+            show(report.moved_bytes, report.moved_bytes + report.left_bytes)
     for task in (draining, stopped):
         task.cancel()
     await asyncio.wait([draining, stopped])

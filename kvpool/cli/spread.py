@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from kvpool.cli.progress import blocks, progress
 from kvpool.cli.shared import (
     ClusterName,
     ConfigFile,
@@ -77,7 +78,10 @@ def spread(
 
         async with await open_pool(settings) as pool:
             try:
-                report = await admin(pool).spread(wanted, chain, to=receivers, timeout=within_s)
+                with progress("spreading", quiet=as_json, amount=blocks) as show:
+                    report = await admin(pool).spread(
+                        wanted, chain, to=receivers, timeout=within_s, report=show
+                    )
             except UsageError as error:
                 raise ConfigError(f"--to {to}: {error}") from None
             from kvpool.client.spread_plan import NO_SUCH_NAME
@@ -99,13 +103,13 @@ def spread(
     raise typer.Exit(0 if whole else 1)
 
 
-def _print(report: SpreadReport, blocks: int) -> None:
+def _print(report: SpreadReport, length: int) -> None:
     from rich.table import Table
 
     from kvpool.ops.folding import Fitted
 
-    if report.length < blocks:
-        line = f"the pool has {report.length:,} of {blocks:,} blocks: {report.stopped.label}"
+    if report.length < length:
+        line = f"the pool has {report.length:,} of {length:,} blocks: {report.stopped.label}"
         console.print(line, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("server")

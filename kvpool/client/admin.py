@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpool.arguments import as_float
@@ -120,6 +120,7 @@ class Admin:
         *,
         to: int | Sequence[str],
         timeout: float | None = None,
+        report: Callable[[int, int], None] | None = None,
     ) -> SpreadReport:
         """Put copies of a chain where it will be read, before its readers come (design: movers).
 
@@ -127,17 +128,18 @@ class Admin:
         (`Member.host`), of which the server with the most room gets it. They fetch it from each
         other, head first, each within its own budget for fetches, and evict for it only what was
         used before. What a server has already is not moved, so calling again goes on where the time
-        was over. Ends by `timeout`; the report says what each server has, and why no more.
+        was over. Ends by `timeout`; the result says what each server has, and why no more. `report`
+        is called meanwhile with the blocks that all of these servers have, and are to have.
 
         Raises BadKey for an empty `chain` or wrong digests; UsageError for a wrong `to`; MasterLost
         when no master answers.
         """
         deadline = self._context.begin(timeout)
         check_digests(chain)
-        report: SpreadReport = await self._extensions.get("spread").spread(
-            self._context.own(namespace), chain, to, deadline
+        found: SpreadReport = await self._extensions.get("spread").spread(
+            self._context.own(namespace), chain, to, deadline, report
         )
-        return report
+        return found
 
     async def drain(
         self,

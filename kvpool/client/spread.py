@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from kvpool.arguments import as_int
@@ -48,6 +48,7 @@ class Spreader(ClientExtension):
         chain: Sequence[bytes],
         to: int | Sequence[str],
         deadline: float,
+        report: Callable[[int, int], None] | None = None,
     ) -> SpreadReport:
         """As `Admin.spread`."""
         number = as_int(to)
@@ -69,20 +70,34 @@ class Spreader(ClientExtension):
             receivers = choose_receivers(members, held, match.length, number)
         pieces = cut(match.runs, namespace.parts, match.length)
         plan = SpreadPlan(pieces, receivers)
-        await self._run(plan, namespace, chain, deadline)
+
+        def look() -> None:
+            """Those that get no more do not count."""
+            going_on = ("", NO_TIME)  # what is said of those that have not all of it yet
+            held = [blocks for _, blocks, _, problem in plan.progress() if problem in going_on]
+            if report is not None:
+                report(sum(held), match.length * len(held))
+
+        await self._run(plan, namespace, chain, deadline, look)
         brought = [SpreadTo(*one) for one in plan.progress()]
         brought += [SpreadTo(name, 0, 0, problem) for name, problem in problems.items()]
         self._counters["spread_blocks"] += sum(one.fetched for one in brought)
         return SpreadReport(match.length, match.stopped, tuple(brought))
 
     async def _run(
-        self, plan: SpreadPlan, namespace: Namespace, chain: Sequence[bytes], deadline: float
+        self,
+        plan: SpreadPlan,
+        namespace: Namespace,
+        chain: Sequence[bytes],
+        deadline: float,
+        look: Callable[[], None],
     ) -> None:
         """Make the calls of the plan until it is over, or until the deadline."""
         loop = asyncio.get_running_loop()
         running: list[asyncio.Task[None]] = []  # in the order in which they began
         try:
             while loop.time() < deadline:
+                look()
                 for call in plan.ready():
                     step = self._call(plan, call, namespace, chain, deadline)
                     running.append(loop.create_task(step))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvpool.cli.progress import progress
+from kvpool.cli.progress import blocks, progress
 from kvpool.tools.replay_report import ReplayReport
 from kvpool.tools.replay_report import progress as replay_progress
 from kvpool_tiers.nvme import recovery_log
@@ -61,6 +61,16 @@ def test_the_speed_outlives_a_total_that_changes() -> None:
     steps: Steps = [(float(second), second * GIB, (100 + second) * GIB) for second in range(12)]
     (line,) = drawn(steps).splitlines()
     assert "1 GiB/s" in line
+
+
+def test_what_is_counted_in_blocks_is_shown_in_blocks() -> None:
+    out, now = io.StringIO(), [0.0]
+    console = Console(file=out, width=100, color_system=None, get_time=lambda: now[0])
+    with progress("spreading", quiet=False, console=console, amount=blocks) as show:
+        for second in range(12):
+            now[0] = float(second)
+            show(second * 100, 3200)
+    assert out.getvalue() == "spreading: 1,000 blocks of 3,200 blocks, 100 blocks/s, 22 s left\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

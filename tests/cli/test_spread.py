@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from kvpool import Pool, admin
+from kvpool.cli.progress import Show
 from kvpool.cli.spread import _print
 from kvpool.protocols import WriteOptions
 from kvpool.types import ROOT, ReadStatus, SpreadReport, SpreadTo, WriteBlock
@@ -137,13 +140,31 @@ async def spread(cluster: ProcessCluster, *arguments: str, stdin: str = "") -> t
     return said.code, said.all
 
 
-async def test_the_command_spreads_a_chain_and_says_what_each_server_has() -> None:
+def recorder(shown: list[tuple[int, int | None]]) -> Callable[..., Any]:
+    """Instead of a bar."""
+
+    @contextmanager
+    def recorded(what: str, *, quiet: bool, amount: Callable[[float], str]) -> Iterator[Show]:
+        assert (what, quiet, amount(2)) == ("spreading", False, "2 blocks")
+        yield lambda done, total: shown.append((done, total))
+
+    return recorded
+
+
+async def test_the_command_spreads_a_chain_and_says_what_each_server_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with ProcessCluster(servers=4) as cluster, cluster.client("tcp") as pool:
         chain = CHAIN[:32]
         await put(pool, "server-0", chain)
         keys_ = [digest.hex() for digest in chain]
-        code, output = await spread(cluster, *keys_, "--to", "server-1,server-2")
+        shown: list[tuple[int, int | None]] = []
+        with monkeypatch.context() as patch:
+            patch.setattr("kvpool.cli.spread.progress", recorder(shown))
+            code, output = await spread(cluster, *keys_, "--to", "server-1,server-2")
         assert code == 0, output
+        assert shown == sorted(shown), "in blocks"
+        assert (shown[0], shown[-1]) == ((0, 64), (64, 64))
         rows = [line.split() for line in output.splitlines()]
         assert sorted(rows[1:]) == [["server-1", "32", "32"], ["server-2", "32", "32"]]
         assert await holders(pool, chain) == {"server-0", "server-1", "server-2"}

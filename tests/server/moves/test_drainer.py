@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from kvpool import Namespace, Pool, WriteStatus, admin, dev
 from kvpool.cli import run
+from kvpool.cli.progress import Show
 from kvpool.config import ServerConfig
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves.state.fetches import FetchBudget
@@ -392,6 +393,27 @@ async def test_at_a_stop_the_setting_says_that_the_server_comes_back(tmp_path: P
         await run._drain(leaving, ServerConfig(drain_s=30.0, back_in_s=60.0))
         report = moves_of(leaving).drainer.report()
         assert (report.state, report.moved_blocks) == (DrainState.DONE, 0)
+
+
+async def test_a_server_that_is_stopped_shows_how_far_its_drain_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[tuple[int, int | None]] = []
+
+    @contextmanager
+    def recorded(what: str, *, quiet: bool) -> Iterator[Show]:
+        assert (what, quiet) == (f"draining {leaving.server}", False)
+        yield lambda done, total: shown.append((done, total))
+
+    monkeypatch.setattr(run, "progress", recorded)
+    monkeypatch.setattr(run, "_SHOW_S", 0.001)
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, _ = running.servers
+        await put(pool, leaving, keys("block", 60))
+        await run._drain(leaving, ServerConfig(drain_s=30.0))
+    assert shown[-1] == (60 * SIZE, 60 * SIZE)
+    assert [done for done, _ in shown] == sorted(done for done, _ in shown)
+    assert len(shown) > 1
 
 
 async def test_without_a_file_nothing_stays_here_although_the_server_comes_back() -> None:
