@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision
@@ -84,10 +84,8 @@ class TenantOrders(Order):
 
     def evicting(self, victim: Entry, by: Account) -> int:
         """It is counted for the victim's tenant, too."""
-        size = self._extent(victim)
-        account = victim.index.account
-        assert isinstance(account, TenantAccount)
-        account.evicted_by[by.name] += size
+        size, account = self._extent(victim), victim.index.account
+        cast("TenantAccount", account).evicted_by[by.name] += size
         return size
 
     def order_of(self, index: Index) -> Order:
@@ -182,8 +180,7 @@ class TenantOrders(Order):
         BYPASS only where the newcomer has no right to a place: above its limit, or beyond its
         guarantee.
         """
-        mine = newcomer.index.account
-        assert isinstance(mine, TenantAccount)
+        mine = cast("TenantAccount", newcomer.index.account)
         size = self._rounded(newcomer.size)
         own = self._order(mine)
         if mine.exceeds(size):
