@@ -481,7 +481,11 @@ def read_file(path: Path) -> dict[str, Any]:
     import yaml  # not at the top (design: layout)
 
     try:
-        loaded = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        # Each may stand for many of those before it: a short file could have no end.
+        if sum(isinstance(one, yaml.AliasEvent) for one in yaml.parse(text)) > 16:
+            raise ValueError("more than 16 aliases")
+        loaded = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from None
     except Exception as error:  # besides YAMLError: a date 2020-13-45 is a bare ValueError

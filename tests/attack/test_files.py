@@ -1,0 +1,103 @@
+"""Files that say too much: a configuration, a list of tenants, a trace."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.attack.castle import ATTACK_S, MIB
+from tests.conftest import patient
+
+#: What a command may take to say that a file is wrong, its start included.
+SAID_S, MEMORY = 6.0, 200 * MIB
+
+#: Twelve levels of ten: a tenth of a kilobyte that stands for a terabyte.
+LAUGHS = "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 10 if before else ['lol'] * 10)}]\n"
+    for before, name in zip([None, *"abcdefghijk"], "abcdefghijkl", strict=True)
+)
+CONFIGS = {
+    "aliases of aliases": LAUGHS,
+    "aliases as a value": "cluster:\n" + "".join(f"  {one}\n" for one in LAUGHS.splitlines()),
+    "aliases in a list": "client:\n  masters:\n"
+    + "".join(f"  - {one.partition(': ')[2]}\n" for one in LAUGHS.splitlines()),
+    "a section that holds itself": "server: &s {id: *s, listen: [*s]}\n",
+    "a long key": "k" * 1_000_000 + ": 1\n",
+    "deep": "{a: " * 5_000 + "}" * 5_000,
+}
+
+
+def zeros(path: Path) -> None:
+    """A quarter of a megabyte that unpacks to 256 MiB without an end of a line."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(256):
+            file.write(bytes(MIB))
+
+
+def many_ids(path: Path) -> None:
+    path.write_text('{"timestamp": 1, "hash_ids": [' + "1," * 2_000_000 + "1]}")
+
+
+def many_lines(path: Path) -> None:
+    path.write_text('{"timestamp": 1e300, "hash_ids": [1]}\n' * 300_000)
+
+
+TRACES: list[Callable[[Path], None]] = [zeros, many_ids, many_lines]
+
+
+def refused(*words: str) -> tuple[float, int, str]:
+    """Run a command that must refuse; seconds, bytes of memory at most, what it said."""
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "kvpool", *words]
+    process = subprocess.Popen(
+        ["timeout", "20", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    said = process.stderr.read(1 << 20).decode()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    process.stderr.close()
+    assert process.returncode == 2, said[:1000]
+    return time.perf_counter() - began, used.ru_maxrss << 10, said
+
+
+def check(seconds: float, memory: int, said: str) -> None:
+
+    assert "Traceback" not in said
+    assert said.startswith("error: ")
+    assert len(said) < 1000, said[:1000]
+    assert seconds < patient(SAID_S)
+    assert memory < MEMORY
+
+
+@pytest.mark.parametrize("name", CONFIGS if ATTACK_S > 1 else ["aliases as a value"])
+def test_a_configuration_that_says_too_much_is_a_sentence(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "kvpool.yaml"
+    path.write_text(CONFIGS[name])
+    check(*refused("master", "--config", str(path)))
+
+
+@pytest.mark.parametrize("entry", ["- name:\n", "- rate:\n"] if ATTACK_S > 1 else ["- name:\n"])
+def test_a_list_of_tenants_that_says_too_much_is_a_sentence(tmp_path: Path, entry: str) -> None:
+    (tmp_path / "secret").write_text("0123456789abcdef-cluster")
+    (tmp_path / "secret").chmod(0o600)
+    path = tmp_path / "tenants.yaml"
+    lines = (f"  - {one.partition(': ')[2]}\n" for one in LAUGHS.splitlines())
+    path.write_text(f"tenants:\n{entry}{''.join(lines)}")
+    secret = ("--secret-file", str(tmp_path / "secret"))
+    check(*refused("master", "--bind", "127.0.0.1:0", *secret, "--tenants", str(path)))
+
+
+@pytest.mark.parametrize("make", TRACES if ATTACK_S > 1 else [zeros])
+def test_a_trace_that_says_too_much_is_a_sentence(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "trace")
+    check(*refused("replay", "--dry", str(tmp_path / "trace")))
