@@ -13,7 +13,8 @@ from typing import Final
 
 from benchmarks.fleet.events import EventQueue
 from benchmarks.fleet.spreads import ServerLinks
-from kvpool.server.moves.state.drain_plan import STRETCH_BYTES, DrainPlan, HandedOver, name_of
+from kvpool.server.moves.state.drain_plan import DrainPlan, HandedOver
+from kvpool.server.moves.state.wants import STRETCH_BYTES, name_of
 from kvpool.server.state.entry import Entry
 from kvpool.tools.dry_pool import DryPool
 from kvpool.types import FetchStatus, ReadStatus
@@ -77,7 +78,7 @@ class ServerDrain:
         """Hand over every block that is not safe."""
         if not self._is_here:
             return
-        self.handed.begin_pass()
+        self.handed.take_problems()
         living = self._living()
         plan = DrainPlan(self._store.peek)
         for step in self._store.inventory_steps():

@@ -25,10 +25,8 @@ from kvpool.server import tier_health
 from kvpool.server.announcer import Announcer
 from kvpool.server.cold.search import Searcher
 from kvpool.server.cold.state.book import Waiting
-from kvpool.server.moves import copy_keeper
-from kvpool.server.moves.balancer import Balancer
-from kvpool.server.moves.copy_keeper import CopyKeeper
 from kvpool.server.moves.prefetcher import Prefetcher
+from kvpool.server.moves.state.copy_demand import RepairPlanner
 from kvpool.server.state import tenants
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.store import Store
@@ -38,7 +36,6 @@ from kvpool.supervision import Supervisor
 from kvpool.tenants import Share, Tenant
 from kvpool.types import Cluster
 from tests.conftest import NAMESPACE, eventually, keys, values
-from tests.support.moves import moves_of
 from tests.support.object_store import shelf_in
 
 ROOT = Path(__file__).parents[2]
@@ -252,10 +249,6 @@ async def ask_for_a_replay(one: World) -> None:
     dealer.send_multipart([b"", bytes(8)])
 
 
-def others_have_room(one: World) -> None:
-    moves_of(one.server).balancer.others_have_room()
-
-
 class Step(NamedTuple):
     """A step of a task; `begin` makes the task take it, `again` whenever it waits."""
 
@@ -269,8 +262,7 @@ STEPS = {
     "announce to": Step(Announcer, "_send_heartbeat"),
     "write-back": Step(TieredStore, "next_writebacks", write),
     "prefetch": Step(Prefetcher, "_step"),
-    "balance": Step(Balancer, "_make_room", again=others_have_room),
-    "copies": Step(CopyKeeper, "_round", read),
+    "moves": Step(RepairPlanner, "wants", read),
     "quotas": Step(tenants, "evict_beyond_limits", lower_a_limit),
     "announce a lost tier": Step(TieredStore, "report_lost", lose_a_tier),
     "try a read-only tier": Step(TieredStore, "try_writeback", refuse_writes),
@@ -296,7 +288,6 @@ async def test_a_task_goes_on_after_exceptions_that_are_counted_and_shown(
     monkeypatch.setattr(supervision, "PAUSE_S", 0.01)
     monkeypatch.setattr(supervision, "WELL_AFTER_S", 0.2)
     monkeypatch.setattr(tier_health, "_RETRY_MAX_S", 0.01)
-    monkeypatch.setattr(copy_keeper, "_ROUND_S", 0.01)
     monkeypatch.setattr(tenants_file, "_LOOK_EVERY_S", 0.01)
     step = STEPS[name]
     real = getattr(step.owner, step.method)

@@ -14,10 +14,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.errors import Unavailable
-from kvpool.server.moves import balancer as balancer_module
-from kvpool.server.moves.balancer import Balancer, is_full
-from kvpool.server.moves.state.drain_plan import BlockName, name_of
-from kvpool.server.moves.state.share_plan import SHARED_FROM, ChainOwners
+from kvpool.server.moves.state import share_plan
+from kvpool.server.moves.state.share_plan import (
+    SHARED_FROM,
+    BalancePlanner,
+    ChainOwners,
+    is_full,
+)
+from kvpool.server.moves.state.wants import BlockName, MovePlanner, MoveView, Wants, name_of
 from kvpool.server.state.entry import Entry
 from tests.simulation.blocks import ONE
 from tests.support.moves import moves_of
@@ -33,7 +37,7 @@ _SHARING_S = 25.0
 
 
 class Joins:
-    """The scenario, and the oracles that watch each server's balancer."""
+    """The scenario, and the oracles that watch what each server balances."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -46,25 +50,26 @@ class Joins:
     def watch(self, node: ServerNode) -> None:
         """A server's process has begun."""
         assert node.server is not None
-        balancer = moves_of(node.server).balancer
-        changed = vars(balancer)
-        vars(balancer_module)["CHAIN_SHARE"] = 1.0  # these servers have room for few chains
-        others_have_room, hand_over = balancer.others_have_room, balancer._hand_over
-        offer, forget = balancer._offer, balancer._forget
+        balance, moves = moves_of(node.server).balance, moves_of(node.server).hand_over
+        vars(share_plan)["CHAIN_SHARE"] = 1.0  # these servers have room for few chains
+        others_have_room, hand_over = balance.others_have_room, balance._hand_over
+        offer, forget = moves._offer, moves._forget
         asked: list[tuple[str, float]] = []
 
         def woken() -> None:
             if self._sharing:
                 others_have_room()
 
-        async def watched_hand_over(target: str, chain: Sequence[Entry]) -> int:
-            self._check_chain(node, balancer, target, chain)
-            return await hand_over(target, chain)
+        def watched_hand_over(target: str, chain: Sequence[Entry], view: MoveView) -> Wants:
+            self._check_chain(node, balance, target, chain)
+            return hand_over(target, chain, view)
 
-        async def watched_offer(target: str, wanted: Sequence[BlockName]) -> int:
-            asked[:] = [(target, self._world.loop.now)]
-            self._world.moves.check_alone(node, wanted)
-            return await offer(target, wanted)
+        async def watched_offer(
+            planner: MovePlanner, target: str, wanted: Sequence[BlockName]
+        ) -> list[BlockName]:
+            if planner is balance:
+                asked[:] = [(target, self._world.loop.now)]
+            return await offer(planner, target, wanted)
 
         async def watched_forget(entries: Sequence[Entry]) -> None:
             names = [name_of(entry) for entry in entries]
@@ -81,10 +86,8 @@ class Joins:
                 self._killed = node  # now: nothing that it has forgotten is on its disk
                 self._world.loop.after_this(node.process.kill)
 
-        changed["others_have_room"] = woken
-        changed["_hand_over"] = watched_hand_over
-        changed["_offer"] = watched_offer
-        changed["_forget"] = watched_forget
+        vars(balance).update(others_have_room=woken, _hand_over=watched_hand_over)
+        vars(moves).update(_offer=watched_offer, _forget=watched_forget)
 
     async def play(self, client: SimClient) -> None:
         """Fill all servers, have one come back empty, and the others hand over to it."""
@@ -140,7 +143,7 @@ class Joins:
         return node.server is not None and is_full(node.server.stack)
 
     def _check_chain(
-        self, node: ServerNode, balancer: Balancer, target: str, chain: Sequence[Entry]
+        self, node: ServerNode, balance: BalancePlanner, target: str, chain: Sequence[Entry]
     ) -> None:
         fail = self._world.loop.fail
         if not self._is_full(node):
@@ -151,7 +154,7 @@ class Joins:
         if self._killed is not None or any(entry.children >= SHARED_FROM for entry in chain):
             return  # masters do not know yet that a server is lost; it got children since
         names = [one.name for one in self._world.servers if one.process.alive and one.server]
-        if not balancer._plan._shares._weights.keys() >= set(names):
+        if not balance._plan._shares._weights.keys() >= set(names):
             return  # the master that was asked had just come back (seed 643593)
         shares = ChainOwners(dict.fromkeys(names, self._world.plan.capacity))
         # The first block that is here decides, also where blocks before it lie elsewhere.

@@ -24,8 +24,7 @@ from tests.support.moves import moves_of
 
 if TYPE_CHECKING:
     from kvpool.client.pool import Pool
-    from kvpool.server.moves.state.drain_plan import BlockName
-    from kvpool.server.state.entry import Entry
+    from kvpool.server.moves.state.wants import BlockName, MovePlanner
     from tests.simulation.nodes import ServerNode
     from tests.simulation.users import SimClient
     from tests.simulation.world import World
@@ -353,23 +352,25 @@ class Moves:
     def watch(self, node: ServerNode) -> None:
         """A server's process has begun."""
         assert node.server is not None
-        drainer = moves_of(node.server).drainer
-        offer_to, cancel = drainer._offer_to, drainer.cancel
+        moves = moves_of(node.server)
+        offer, cancel = moves.hand_over._offer, moves.drainer.cancel
 
         async def watched_cancel() -> None:
             await cancel()
             self._drained_at[node.name] = self._world.loop.now
 
-        async def watched_offer_to(
-            target: str, entries: dict[BlockName, Entry], reasons: dict[BlockName, str]
-        ) -> None:
-            self.check_alone(node, entries)
-            await offer_to(target, entries, reasons)
+        async def watched_offer(
+            planner: MovePlanner, target: str, wanted: Sequence[BlockName]
+        ) -> list[BlockName]:
+            if planner is not moves.repair:
+                self.check_alone(node, wanted)
+            return await offer(planner, target, wanted)
 
-        vars(drainer).update(_offer_to=watched_offer_to, cancel=watched_cancel)
+        vars(moves.hand_over)["_offer"] = watched_offer
+        vars(moves.drainer)["cancel"] = watched_cancel
         budget = WatchedBudget(self._world.plan.fetch_rate)
         budget.fail = self._world.loop.fail
-        moves_of(node.server).fetcher.budget = budget
+        moves.fetcher.budget = budget
 
     def _life(self, node: ServerNode) -> str:
         return node.store.life if node.server is not None else ""

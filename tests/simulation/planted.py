@@ -56,9 +56,11 @@ _SESSION_HINTS = "kvpool.server.eviction.session_hints"
 _TENANT_ORDERS = "kvpool.server.eviction.tenant_orders"
 _QUOTA = "kvpool.server.state.quota"
 _DRAINER = "kvpool.server.moves.drainer"
-_BALANCER = "kvpool.server.moves.balancer"
+_HAND_OVER = "kvpool.server.moves.hand_over"
 _FETCHER = "kvpool.server.moves.fetcher"
-_COPY_KEEPER = "kvpool.server.moves.copy_keeper"
+_COPY_DEMAND = "kvpool.server.moves.state.copy_demand"
+_DRAIN_PLAN = "kvpool.server.moves.state.drain_plan"
+_SHARE_PLAN = "kvpool.server.moves.state.share_plan"
 _SPREAD_PLAN = "kvpool.client.spread_plan"
 _FETCHES = "kvpool.server.moves.state.fetches"
 _PREFETCHES = "kvpool.server.state.prefetches"
@@ -401,63 +403,64 @@ for reservation, size in sorted(
         "G15",
         _DRAINER,
         "                await self._count_left()\n",
-        "                self._waiting = set()\n",
+        "                pass\n",
     ),
     # --- full servers that hand over chains
     Bug(
         "forgotten-without-being-fetched",
         "G15",
-        _BALANCER,
-        "if s is FetchStatus.FETCHED]",
+        _HAND_OVER,
+        "if s is _FETCHED]",
         "if s not in _AGAIN]",
     ),
     Bug(
         "forgotten-before-the-answer",
         "G15",
-        _BALANCER,
+        _HAND_OVER,
         "                digests = [name.digest for name in left]\n",
         "                digests = [name.digest for name in left]\n"
-        "                await self._forget([e for e in before.values() if e])\n",
+        "                if planner.forgets:\n"
+        "                    await self._forget([e for e in before if e])\n",
     ),
     Bug(
         "handed-over-without-need",
         "join",
-        _BALANCER,
-        "        return not self._context.draining and is_full(self._store)\n",
-        "        return not self._context.draining\n",
+        _SHARE_PLAN,
+        "        while is_full(self._store):\n",
+        "        while True:\n",
     ),
     Bug(
         "chains-go-to-any-server",
         "join",
-        "kvpool.server.moves.state.share_plan",
+        _SHARE_PLAN,
         '            return ""\n        return best\n',
         "            pass\n        return best\n",
     ),
     Bug(
         "tails-are-handed-over-first",
         "join",
-        _BALANCER,
+        _SHARE_PLAN,
         "        return chain[::-1]\n",
         "        return chain\n",
     ),
     Bug(
         "copies-are-handed-over",
         "moves",
-        _BALANCER,
-        "            wanted = [name for name in names if name not in copies]\n",
-        "            wanted = names\n",
+        _SHARE_PLAN,
+        "        self._missing = super().missing(entries, holders, view)\n",
+        "        self._missing = list(entries)\n",
     ),
     Bug(
         "drained-although-others-have-it",
         "moves",
-        _DRAINER,
-        "        for name, holder in held.items():\n",
-        "        for name, holder in ():\n",
+        _DRAIN_PLAN,
+        "        return super().missing(entries, holders, view)\n",
+        "        return list(entries)\n",
     ),
     Bug(
         "handed-over-and-still-in-the-file",
         "join",
-        _BALANCER,
+        _HAND_OVER,
         "        await self._context.mover.erase()\n",
         "",
     ),
@@ -480,14 +483,14 @@ for reservation, size in sorted(
     Bug(
         "lost-copies-stay-lost",
         "copies",
-        _COPY_KEEPER,
+        _COPY_DEMAND,
         "short=count < entry.copies)",
         "short=count < 1)",
     ),
     Bug(
         "cold-copies-are-made-again",
         "copies",
-        _COPY_KEEPER,
+        _COPY_DEMAND,
         "            plan.add(due)\n",
         "            plan.add([e for e in self._store.front.inventory() if e.copies > 1])\n",
     ),

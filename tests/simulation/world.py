@@ -33,7 +33,8 @@ from kvpool.server import announcer, block_server
 from kvpool.server.block_server import BlockServer
 from kvpool.server.cold import writer as cold_writer
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
-from kvpool.server.moves import balancer, fetcher, prefetcher
+from kvpool.server.moves import fetcher, prefetcher
+from kvpool.server.moves.state import share_plan
 from kvpool.server.state import tiered_store
 from kvpool.server.state.store import Store
 from kvpool.types import Cluster, Namespace
@@ -317,7 +318,7 @@ class World:
             keeps_secret=plan.kept_secrets,
         )
         if self.copies is None:  # with fetches between servers two runs of a seed may differ
-            moves_of(server).keeper._closed = True
+            moves_of(server).hand_over.planners.remove(moves_of(server).repair)
         self.moves.watch(node)
         self.joins.watch(node)
         self.prefetches.watch(node)
@@ -582,7 +583,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         (prefetcher, "_STEP_BLOCKS"),
         (tiered_store, "FRESH_S"),
         (spans, "SPAN_BLOCKS"),
-        (balancer, "CHAIN_SHARE"),
+        (share_plan, "CHAIN_SHARE"),
         (spread, "SpreadPlan"),
         (shared_copies, "SHARED_COPIES_MAX"),
         (reader, "Ways"),

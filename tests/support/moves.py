@@ -17,3 +17,14 @@ async def drain(server: BlockServer, within_s: float, *, back_in_s: float = 0.0)
     """Have others fetch its blocks, until that is over."""
     moves_of(server).drainer.begin(within_s, back_in_s=back_in_s)
     return await moves_of(server).drainer.wait()
+
+
+def keep_chains(server: BlockServer) -> None:
+    """It hands over no chains to others that have room."""
+    vars(moves_of(server).balance)["others_have_room"] = lambda: None
+
+
+def hand_over_chains(server: BlockServer) -> None:
+    """It does again, as if a master had just said that others have room."""
+    vars(moves_of(server).balance).pop("others_have_room", None)
+    moves_of(server)._others_have_room()

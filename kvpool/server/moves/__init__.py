@@ -1,11 +1,12 @@
 """Blocks that move: from server to server, and into memory before they are read.
 
 fetcher.py       blocks from and to other servers, which peer_servers.py reaches
-balancer.py      hands over chains to servers that have room, while this one is full
-copy_keeper.py   has copies made of what is read
-drainer.py       hands over all blocks before the server leaves
+hand_over.py     has others fetch blocks from here, as planners want it
+drainer.py       when the server leaves: until when, and what is left
 prefetcher.py    blocks that come up from a slower tier before they are read
-state/           pure: who gets what, and what is under way
+state/           pure: what is under way, and the planners, which decide who gets what:
+                 drain_plan.py (all blocks), copy_demand.py (lost copies of what is read),
+                 share_plan.py (chains, to servers that have room, while this one is full)
 
 The kernel knows none of these: `Moves` answers their messages, and is called for what they follow.
 """
@@ -13,17 +14,20 @@ The kernel knows none of these: `Moves` answers their messages, and is called fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from kvpool.protocols import Peer, PersistentTier
 from kvpool.server.extension import Handlers, ServerExtension, ServerParts
-from kvpool.server.moves.balancer import Balancer
-from kvpool.server.moves.copy_keeper import CopyKeeper
 from kvpool.server.moves.drainer import Drainer
 from kvpool.server.moves.fetcher import Fetcher
+from kvpool.server.moves.hand_over import HandOver
 from kvpool.server.moves.peer_servers import PeerServers
 from kvpool.server.moves.prefetcher import Prefetcher
+from kvpool.server.moves.state.copy_demand import RepairPlanner
+from kvpool.server.moves.state.share_plan import BalancePlanner
+from kvpool.server.moves.state.wants import BlockName
 from kvpool.types import (
     DrainOrder,
     DrainReport,
@@ -34,6 +38,9 @@ from kvpool.types import (
     ServerStats,
 )
 from kvpool.wire import messages as wire
+
+#: Names of servers that fetch here.
+_SERVERS_MAX: Final = 4096
 
 
 class Moves(ServerExtension):
@@ -53,9 +60,12 @@ class Moves(ServerExtension):
         self.fetcher = Fetcher(context, self.peers, rate=config.fetch_rate)
         self.prefetcher = Prefetcher(context.store, context.mover, context.on_change, context.tasks)
         durable = isinstance(context.tiers[context.store.backing_tier], PersistentTier)
-        self.drainer = Drainer(context, self.peers, durable=durable)
-        self.balancer = Balancer(context, self.peers, enabled=config.balance)
-        self.keeper = CopyKeeper(context, self.peers)
+        self.repair = RepairPlanner(context.store)
+        self.balance = BalancePlanner(context.store)
+        planners = (self.repair, self.balance) if config.balance else (self.repair,)
+        self.hand_over = HandOver(context, self.peers, planners)
+        self.drainer = Drainer(context, self.peers, self.hand_over, durable=durable)
+        self._servers: set[str] = set()  # clients that fetch: their reads are no use of a block
         self._handlers: Handlers = {
             wire.Propose: self._offer,
             wire.Fetch: self._fetch,
@@ -68,17 +78,16 @@ class Moves(ServerExtension):
         return self._handlers
 
     def start(self) -> None:
-        self._server.on_read.append(self.keeper.read)
+        self._server.on_read.append(self._read)
         self._server.on_removed.append(self.fetcher.revoke)
         self._server.pass_on.append(self.fetcher.pass_on)
-        self._server.on_room_elsewhere.append(self.balancer.others_have_room)
+        self._server.on_room_elsewhere.append(self._others_have_room)
         self.prefetcher.start()
-        self.balancer.start()
+        self.hand_over.start()
 
     async def leave(self) -> None:
-        await self.balancer.close()
+        await self.hand_over.close()
         await self.drainer.close()
-        await self.keeper.close()
 
     async def close(self) -> None:
         await self.peers.close()
@@ -90,6 +99,7 @@ class Moves(ServerExtension):
             "fetched_bytes": 0,  # a server that cannot fetch does not have it
             "handed_over_blocks": 0,
             "handed_over_bytes": 0,
+            "repaired_copies": self.repair.repaired,
             **stats.counters,
             **self.prefetcher.counters,
         }
@@ -100,12 +110,21 @@ class Moves(ServerExtension):
             drain_left_bytes=drained.left_bytes,
         )
 
+    def _read(self, namespace: Namespace, part: int, digests: Sequence[bytes], client: str) -> None:
+        if client not in self._servers and self.repair.read(namespace, part, digests):
+            self.hand_over.wake()
+
+    def _others_have_room(self) -> None:
+        self.balance.others_have_room()
+        self.hand_over.wake()
+
     # --- requests ---------------------------------------------------------------------------
 
     def _offer(
         self, peer: Peer, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
     ) -> list[Offer]:
-        self.keeper.server_fetches(receiver)
+        if len(self._servers) < _SERVERS_MAX:
+            self._servers.add(receiver)
         return self.fetcher.offer(namespace, part, digests, receiver)
 
     async def _fetch(
@@ -123,9 +142,10 @@ class Moves(ServerExtension):
             namespace, part, digests, source, extra=extra, deadline=deadline, tenant=peer.tenant
         )
         if extra:
-            brought = zip(digests, statuses, strict=True)
-            new = [digest for digest, status in brought if status is FetchStatus.FETCHED]
-            self.keeper.brought_extra(namespace, part, new)
+            for digest, status in zip(digests, statuses, strict=True):
+                if status is FetchStatus.FETCHED:
+                    self.repair.brought_extra(BlockName(namespace, part, digest))
+            self.hand_over.wake()
         return statuses
 
     def _prefetch(

@@ -5,44 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from kvpool import logs
-from kvpool.errors import Overloaded, PeerError, Unavailable
-from kvpool.protocols import Channel, SupportsFetch
 from kvpool.runtime import task_group
 from kvpool.server.context import ServerContext
+from kvpool.server.moves.hand_over import FAILURES, PAUSE_S, REQUEST_S, HandOver
 from kvpool.server.moves.peer_servers import REFRESH_S, PeerServers
-from kvpool.server.moves.state.drain_plan import BlockName, DrainPlan, HandedOver, name_of
-from kvpool.server.state.entry import Entry, Stretch
+from kvpool.server.moves.state.drain_plan import DrainPlanner
+from kvpool.server.moves.state.wants import name_of
+from kvpool.server.state.entry import Entry
 from kvpool.server.state.tier_stores import cold_store
-from kvpool.types import DrainReport, DrainState, FetchStatus, Left, ReadStatus
-from kvpool.wire import messages as wire
+from kvpool.types import DrainReport, DrainState, ReadStatus
 
 log = logs.get("kvpool.server")
 
 #: Stretches that are handed over at the same time: one is read while the next is placed.
 _STRETCHES: Final = 2
-#: One request to another server to fetch a stretch.
-_FETCH_S: Final = 5.0
-_ASK_AGAIN_S: Final = 0.02
-#: Between two passes over what is left: other servers may have room then, or be back.
-_PASS_GAP_S: Final = 0.5
 #: Masters that do not answer so long need not know that this server leaves.
 _MASTERS_S: Final = 5.0
-#: A server that takes nothing for so long is not asked further in this pass.
-_STALLED_S: Final = 10.0
-#: Servers that are asked when those that placement names have no room.
-_OTHERS_MAX: Final = 8
 #: Of what others have taken over, removed at once, and in all before the process ends.
 _FORGET_STEP: Final = 256
 _FORGET_S: Final = 30.0
-#: Lines of a report; those with the fewest bytes are left out.
-_LINES_MAX: Final = 64
-
-_FAILURES: Final = (Unavailable, PeerError, Overloaded)
-_AGAIN: Final = (FetchStatus.NOT_YET, FetchStatus.IN_PROGRESS)
 
 
 class Drainer:
@@ -61,19 +45,18 @@ class Drainer:
     blocks when this process ends.
     """
 
-    def __init__(self, context: ServerContext, peers: PeerServers, *, durable: bool) -> None:
+    def __init__(
+        self, context: ServerContext, peers: PeerServers, hand_over: HandOver, *, durable: bool
+    ) -> None:
         self._context = context
         self._store = context.store
         self._peers = peers
+        self._hand_over = hand_over
         self._durable = durable
         self._state = DrainState.OFF
-        self._handed = HandedOver()
-        self._total = 0
+        self._planner = DrainPlanner(self._store, self._stays)
         self._deadline = 0.0
         self._keeps_file = False
-        self._waiting: set[BlockName] = set()
-        self._waiting_bytes = 0
-        self._living_seen: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._limit: asyncio.Timeout | None = None
 
@@ -90,7 +73,7 @@ class Drainer:
         self._keeps_file = back_in_s > 0 and self._durable
         self._state = DrainState.RUNNING
         self._context.draining = True
-        self._handed = HandedOver()
+        self._planner = DrainPlanner(self._store, self._stays)
         log.warning("drain begins", within_s=within_s, keeps_file=self._keeps_file)
         self._task = asyncio.get_running_loop().create_task(self._run(), name="drain")
 
@@ -101,7 +84,7 @@ class Drainer:
             task.cancel()
             await asyncio.wait([task])
         if self._state is not DrainState.OFF:
-            log.warning("drain is cancelled", moved_blocks=self._handed.moved_blocks)
+            log.warning("drain is cancelled", moved_blocks=self._planner.handed.moved_blocks)
             self._state = DrainState.OFF
             self._context.draining = False
             self._context.heartbeat_soon()
@@ -118,27 +101,18 @@ class Drainer:
             self._task.cancel()
             await asyncio.wait([self._task])
         over, self._task = self._state in (DrainState.DONE, DrainState.INCOMPLETE), None
-        if over and self._durable and self._handed.moved:
+        moved = self._planner.handed.moved
+        if over and self._durable and moved:
             try:
                 async with asyncio.timeout(_FORGET_S):
                     await self._forget_moved()
-            except (TimeoutError, *_FAILURES) as error:
+            except (TimeoutError, *FAILURES) as error:
                 log.warning("blocks stay here that others have now", why=str(error) or "no time")
-            self._handed.moved.clear()
+            moved.clear()
 
     def report(self) -> DrainReport:
         """How far it is, and what is left by reason."""
-        lines = [Left(*line) for line in self._handed.problems()]
-        running = self._state is DrainState.RUNNING
-        return DrainReport(
-            self._state,
-            self._total,
-            len(self._waiting) if running else sum(line.blocks for line in lines),
-            self._waiting_bytes if running else sum(line.bytes for line in lines),
-            self._handed.moved_blocks,
-            self._handed.moved_bytes,
-            tuple(lines[:_LINES_MAX]),
-        )
+        return self._planner.report(self._state)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -176,38 +150,31 @@ class Drainer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._deadline) as self._limit:
                 while not complete:
-                    complete = await self._pass()
-                    await asyncio.sleep(0 if complete else _PASS_GAP_S)
+                    try:
+                        complete = await self._pass()
+                    except FAILURES as error:  # until a master answers, nothing can be handed over
+                        log.info("drain waits for a master", why=str(error))
+                    await asyncio.sleep(0 if complete else PAUSE_S)
         return complete
 
     async def _count_left(self) -> None:
-        """Every block of the index that is not safe is left, also what no pass has looked at."""
-        for step in self._store.inventory_steps():
-            for entry in self._sealed(step):
-                name = name_of(entry)
-                if not self._handed.is_known(name, self._living_seen):
-                    planned = name in self._waiting
-                    why = "no time was left" if planned else "not looked at"
-                    self._handed.left(name, self._handed.reason_before(name) or why, entry.size)
+        for _ in self._planner.count_left(self._hand_over.view):
             await asyncio.sleep(0)
-        left = sum(blocks for _, _, blocks, _ in self._handed.problems())
-        self._total = max(self._total, self._handed.moved_blocks + left)
-        self._waiting = set()
-        self._waiting_bytes = 0
 
     async def _pass(self) -> bool:
         """Hand over every block that is not safe; True when there was none, and none is written."""
         if self._keeps_file and self._store.is_writing_back:
             return False
-        self._handed.begin_pass()
-        plan = await self._plan()
-        if not plan.blocks:
+        planner, view = self._planner, await self._hand_over.look()
+        for _ in planner.look(view):
+            await asyncio.sleep(0)
+        if not planner.waiting:
             busy = self._store.front.held.reservations or self._store.is_writing_back
-            return not busy and await self._live(set(self._handed.holders.values()))
-        stretches = plan.stretches()
+            return not busy and await self._live(set(planner.handed.holders.values()))
+        wants = planner.wants(view)
         async with task_group() as group:
             for _ in range(_STRETCHES):
-                group.create_task(self._hand_over_all(stretches))
+                group.create_task(self._hand_over.carry_out(planner, wants))
         return False
 
     async def _forget_moved(self) -> None:
@@ -216,15 +183,15 @@ class Drainer:
 
         Nobody can tell here whether there is a next one, so they are handed over first.
         """
-        members = await self._peers.members(_now() + _FETCH_S)
-        holders = set(self._handed.holders.values()) & await self._living(members)
+        handed, view = self._planner.handed, await self._hand_over.look()
+        holders = set(handed.holders.values()) & view.others
         if not await self._live(holders):
             return  # each may be the last copy
         forgotten = 0
-        for names in self._handed.moved_batches(_FORGET_STEP):
+        for names in handed.moved_batches(_FORGET_STEP):
             namespace, part, _ = names[0]
-            held = await self._peers.holders(names, holders, _now() + _FETCH_S)
-            digests = [name.digest for name in held]
+            held = await self._peers.holders(names, holders, _now() + REQUEST_S)
+            digests = [name.digest for name in names if held[name]]
             removed = self._store.remove(namespace, digests, ReadStatus.EVICTED, part)
             forgotten += sum(removed)
             self._context.on_change()
@@ -239,170 +206,23 @@ class Drainer:
         """
         since = _now()
         while holders:
-            members = await self._members()
-            if not holders <= await self._living(members):
+            view = await self._hand_over.look()
+            if not holders <= view.others:
                 return False
-            age_s = _now() - since - REFRESH_S  # what is known of them is as old, at most
-            holders = {holder for holder in holders if members[holder].heard_s >= age_s}
-            await asyncio.sleep(_PASS_GAP_S if holders else 0)
+            age_s = view.now - since - REFRESH_S  # what is known of them is as old, at most
+            holders = {one for one in holders if view.staying[one].heard_s >= age_s}
+            await asyncio.sleep(PAUSE_S if holders else 0)
         return True
 
-    async def _plan(self) -> DrainPlan:
-        """The blocks that are here and nowhere safe, in steps that leave the loop to others."""
-        living = await self._living()
-        plan = DrainPlan(self._store.peek)
-        self._waiting = set()
-        self._waiting_bytes = 0
-        for step in self._store.inventory_steps():
-            new = [
-                entry
-                for entry in self._sealed(step)
-                if not self._handed.is_safe(name_of(entry), living)
-                and name_of(entry) not in self._waiting
-            ]
-            if new:
-                plan.add(new)
-                self._waiting.update(map(name_of, new))
-                self._waiting_bytes += sum(entry.size for entry in new)
-            await asyncio.sleep(0)
-        self._total = max(self._total, self._handed.moved_blocks + plan.blocks)
-        return plan
-
-    def _sealed(self, step: Sequence[Stretch]) -> Iterator[Entry]:
-        """The blocks of one step through the index that are to be handed over."""
-        for stretch in step:
-            if stretch.status is ReadStatus.HIT:
-                for digest in stretch.digests:
-                    entry = self._store.peek(stretch.namespace, stretch.part, digest)
-                    if entry is not None and not self._stays_in_file(entry):
-                        yield entry
-
-    def _stays_in_file(self, entry: Entry) -> bool:
-        """Not if the file had no room for what tells its namespace. Others find what is cold."""
+    def _stays(self, entry: Entry) -> bool:
+        """Whether its file brings the block back. Not if that had no room for what tells its
+        namespace. Others find what is cold."""
         if self._store.stores[entry.index.tier] is cold_store(self._store.stores):
             return True
         if not self._keeps_file:
             return False
         in_file = self._store.backing.peek(*name_of(entry))
         return in_file is not None and self._context.mover.keeps(in_file)
-
-    async def _living(self, members: Mapping[str, wire.MemberInfo] | None = None) -> set[str]:
-        """The servers whose copies count: they live, and do not leave themselves."""
-        members = members or await self._members()
-        self._living_seen = {
-            info.server
-            for info in members.values()
-            if info.alive and not info.stats.draining and info.server != self._peers.server
-        }
-        return self._living_seen
-
-    async def _members(self) -> Mapping[str, wire.MemberInfo]:
-        while True:
-            try:
-                return await self._peers.members(_now() + _FETCH_S)
-            except _FAILURES as error:  # until a master answers, nothing can be handed over
-                log.info("drain waits for a master", why=str(error))
-                await asyncio.sleep(_PASS_GAP_S)
-
-    async def _hand_over_all(self, stretches: Iterator[list[Entry]]) -> None:
-        for stretch in stretches:
-            try:
-                await self._hand_over(stretch)
-            except _FAILURES as error:  # a master: the next pass tries again
-                for entry in stretch:
-                    self._handed.left(name_of(entry), "no master answered", entry.size)
-                log.info("drain waits for a master", why=str(error))
-                await asyncio.sleep(_PASS_GAP_S)
-            for entry in stretch:
-                self._waiting.discard(name_of(entry))
-                self._waiting_bytes -= entry.size
-
-    async def _hand_over(self, stretch: Sequence[Entry]) -> None:
-        """Have the blocks of one chain fetched by the servers that placement names, best first."""
-        living = await self._living()
-        entries = {name_of(entry): entry for entry in stretch}
-        held = await self._peers.holders(list(entries), living, _now() + _FETCH_S)
-        for name, holder in held.items():
-            self._handed.safe(name, holder, entries.pop(name).size, moved=False)
-        if not entries:
-            return
-        placed = [one for one in await self._place(list(entries.values())) if one in living]
-        targets = [*placed, *(await self._with_most_room(living - set(placed)))]
-        reasons = dict.fromkeys(entries, "no other server" if not targets else "")
-        for target in targets:
-            await self._offer_to(target, entries, reasons)
-            if not entries:
-                return
-        for name, entry in entries.items():
-            self._handed.left(name, reasons[name], entry.size)
-
-    async def _with_most_room(self, others: set[str]) -> list[str]:
-        """Some servers that placement has not named, because it draws a few of many."""
-        members = await self._members()
-        rooms = sorted((m.stats.used - m.capacity, m.server) for m in members.values())
-        return [server for _, server in rooms if server in others][:_OTHERS_MAX]
-
-    async def _place(self, entries: Sequence[Entry]) -> Sequence[str]:
-        """Servers for these blocks, as for a writer who is on no host."""
-        first = entries[0]
-        namespace = first.index.namespace
-        request = wire.Place(
-            namespace.name,
-            namespace.parts,
-            len(first.digest),
-            b"".join(entry.digest for entry in entries),
-            first.parent,
-            sum(entry.size for entry in entries),
-            "",
-            1,
-        )
-        return (await self._peers.ask(request, wire.PlaceReply, _now() + _FETCH_S)).servers
-
-    async def _offer_to(
-        self, target: str, entries: dict[BlockName, Entry], reasons: dict[BlockName, str]
-    ) -> None:
-        """Have `target` fetch the `entries`, again and again while it makes progress or is at its
-        budget. Those that it has then, or that left, are taken out."""
-        wanted, progress_at = list(entries), _now()
-        while wanted and _now() - progress_at < _STALLED_S:
-            namespace, part, _ = wanted[0]
-            channel: Channel | None = None
-            try:
-                until = _now() + _FETCH_S
-                channel = await self._peers.channel(target, until)
-                if not isinstance(channel, SupportsFetch):
-                    reasons.update(dict.fromkeys(wanted, "it cannot fetch"))
-                    return
-                digests = [name.digest for name in wanted]
-                statuses = await channel.fetch(
-                    namespace, part, digests, self._peers.server, deadline=until
-                )
-            except _FAILURES as error:
-                self._peers.failed(target, channel)
-                log.info("drain: a server does not fetch", target=target, why=str(error))
-                reasons.update(dict.fromkeys(wanted, "server lost"))
-                return
-            again = []
-            for name, status in zip(wanted, statuses, strict=True):
-                if status.present:
-                    moved = status is FetchStatus.FETCHED
-                    self._handed.safe(name, target, entries.pop(name).size, moved=moved)
-                elif self._store.peek(*name) is None:
-                    self._handed.gone(name)
-                    del entries[name]
-                elif status in _AGAIN:
-                    reasons[name] = "no time was left"
-                    again.append(name)
-                else:
-                    reasons[name] = _reason(status)
-            if len(again) < len(wanted):
-                progress_at = _now()
-            wanted = again
-            await asyncio.sleep(_ASK_AGAIN_S if wanted else 0)
-
-
-def _reason(status: FetchStatus) -> str:
-    return {FetchStatus.SOURCE_LOST: "not reached"}.get(status, status.label)
 
 
 def _now() -> float:

@@ -6,7 +6,7 @@ It asks masters where they are, and keeps a channel to each that it has used (de
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -21,7 +21,7 @@ from kvpool.errors import (
 )
 from kvpool.protocols import Channel, Link, Network, SupportsReachability, Transport
 from kvpool.runtime import Host
-from kvpool.server.moves.state.drain_plan import BlockName
+from kvpool.server.moves.state.wants import BlockName
 from kvpool.types import Cluster
 from kvpool.wire import messages as wire
 
@@ -105,36 +105,27 @@ class PeerServers:
         self._members, self._refreshed_at = found, _now()
         return found
 
-    async def find(self, names: Sequence[BlockName], deadline: float) -> list[wire.WireRun]:
-        """Where blocks of one namespace are, in runs. Raises MasterLost."""
-        namespace, size = names[0].namespace, len(names[0].digest)
-        runs: list[wire.WireRun] = []
+    async def holders(
+        self, names: Sequence[BlockName], among: Iterable[str], deadline: float
+    ) -> dict[BlockName, set[str]]:
+        """Which of the servers `among` have each block of one namespace and part.
+
+        Raises MasterLost.
+        """
+        namespace, part, size = names[0].namespace, names[0].part, len(names[0].digest)
+        holders, servers = {name: set[str]() for name in names}, set(among)
         first = 0
         while first < len(names):
             batch = names[first : first + wire.QUESTION_KEYS_MAX]
             packed = b"".join(name.digest for name in batch)
             request = wire.Find(namespace.name, namespace.parts, size, packed, False)
             found = await self.ask(request, wire.FindReply, deadline)
-            runs += [(first + start, first + last, where) for start, last, where in found.runs]
+            for start, last, replicas in found.runs:
+                here = {server for server, _, one in replicas if one == part} & servers
+                holders.update((name, here) for name in batch[start : last + 1])
             answered = sum([last + 1 - start for start, last, _ in found.runs]) + len(found.misses)
             first += max(1, answered) if found.more else len(batch)
-        return runs
-
-    async def holders(
-        self, names: Sequence[BlockName], living: Collection[str], deadline: float
-    ) -> dict[BlockName, str]:
-        """Blocks of one namespace and part that some of the `living` servers have: each with one
-        of them.
-
-        Raises MasterLost.
-        """
-        part = names[0].part
-        held: dict[BlockName, str] = {}
-        for start, last, replicas in await self.find(names, deadline):
-            holder = next((s for s, _, p in replicas if p == part and s in living), None)
-            if holder is not None:
-                held.update((name, holder) for name in names[start : last + 1])
-        return held
+        return holders
 
     async def channel(self, server: str, deadline: float) -> Channel:
         """A channel to this server. Raises ServerLost when no path to it works, MasterLost."""

@@ -6,10 +6,11 @@ import pytest
 
 from kvpool.protocols import ReserveRequest
 from kvpool.server.moves.state import copy_demand
-from kvpool.server.moves.state.copy_demand import CHECK_S, CopyDemand
-from kvpool.server.moves.state.drain_plan import BlockName
+from kvpool.server.moves.state.copy_demand import CHECK_S, RepairPlanner
+from kvpool.server.moves.state.wants import BlockName, MoveView
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace
 from tests.conftest import key, keys
@@ -28,39 +29,57 @@ def store_of(blocks: list[bytes], copies: int = 1, pages: int = 10_000) -> Store
     return store
 
 
-def due(demand: CopyDemand, store: Store, now: float) -> list[Entry]:
-    return [entry for step in demand.read_since(store.peek, now) for entry in step]
+def planner_of(*blocks: bytes, copies: int = 1) -> RepairPlanner:
+    return RepairPlanner(TieredStore([store_of(list(blocks), copies)]))
+
+
+def due(planner: RepairPlanner, now: float) -> list[Entry]:
+    return [entry for step in planner.read_since(now) for entry in step]
 
 
 def test_a_block_that_was_written_with_copies_is_due_at_a_read_and_then_not_for_a_while() -> None:
-    demand, store = CopyDemand(), store_of([HOT], copies=2)
-    assert due(demand, store, 0.0) == []
+    planner = planner_of(HOT, copies=2)
+    assert due(planner, 0.0) == []
     for now, count in ((0.0, 1), (CHECK_S - 0.1, 0), (CHECK_S, 1)):
-        demand.read(ONE, 0, [HOT, key("gone")])
-        assert len(due(demand, store, now)) == count
-        assert due(demand, store, 9 * CHECK_S) == [], "it is looked at once for a read"
-    demand, store = CopyDemand(), store_of([HOT])
-    demand.read(ONE, 0, [HOT])
-    assert due(demand, store, 0.0) == []
+        planner.read(ONE, 0, [HOT, key("gone")])
+        assert len(due(planner, now)) == count
+        assert due(planner, 9 * CHECK_S) == [], "it is looked at once for a read"
+    planner = planner_of(HOT)
+    planner.read(ONE, 0, [HOT])
+    assert due(planner, 0.0) == []
 
 
 def test_what_one_round_looks_at_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = keys("b", 5000)
-    demand, store = CopyDemand(), store_of(blocks, copies=2)
+    planner = planner_of(*blocks, copies=2)
     for first in range(0, 5000, 1000):
-        demand.read(ONE, 0, blocks[first : first + 1000])
-    steps = list(demand.read_since(store.peek, 0.0))
+        planner.read(ONE, 0, blocks[first : first + 1000])
+    steps = list(planner.read_since(0.0))
     assert max(map(len, steps)) <= 512
     assert sum(map(len, steps)) == 4096
     assert {entry.digest for step in steps for entry in step} >= set(blocks[1000:]), "the last ones"
     monkeypatch.setattr(copy_demand, "_FOLLOWED_MAX", 10)
-    demand.read(ONE, 0, blocks)
-    due(demand, store, 100.0)
-    assert len(demand._followed) <= 4096
+    planner.read(ONE, 0, blocks)
+    due(planner, 100.0)
+    assert len(planner._followed) <= 4096
+
+
+def test_rounds_come_once_a_second_and_one_names_a_bounded_part() -> None:
+    blocks = keys("b", 2000)
+    planner, view = planner_of(*blocks, copies=2), MoveView("here", 7.0)
+    assert planner.due_at() == float("inf")
+    assert planner.read(ONE, 0, blocks), "the first read wakes"
+    assert not planner.read(ONE, 0, blocks), "and no other one of this round"
+    assert planner.due_at() <= 7.0
+    wants = [want for want in planner.wants(view) if want.entries]
+    assert len(wants) == 16
+    assert planner.due_at() == float("inf")
+    planner.read(ONE, 0, blocks)
+    assert planner.due_at() == 8.0
 
 
 def test_the_first_holder_copies_and_the_others_only_if_it_does_not() -> None:
-    first, third, name = CopyDemand(), CopyDemand(), BlockName(ONE, 0, HOT)
+    first, third, name = planner_of(), planner_of(), BlockName(ONE, 0, HOT)
     assert first.may_copy(name, 0, short=True)
     assert [third.may_copy(name, 2, short=True) for _ in range(3)] == [False, False, True]
     assert not third.may_copy(name, 2, short=False)  # somebody has
@@ -69,13 +88,29 @@ def test_the_first_holder_copies_and_the_others_only_if_it_does_not() -> None:
 
 def test_extra_copies_are_looked_at_in_turns_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_demand, "_EXTRAS_MAX", 3)
-    demand = CopyDemand()
-    names = [BlockName(ONE, 0, digest) for digest in keys("e", 4)]
-    assert [demand.brought_extra(name) for name in names] == [None, None, None, names[0]]
-    assert demand.extras(2) == names[1:3]
-    assert demand.extras(2) == [names[3], names[1]]
-    demand.drop_extra(names[2])
-    assert demand.extras(9) == [names[3], names[1]]
+    monkeypatch.setattr(copy_demand, "_EXTRAS", 2)
+    extras = keys("e", 4)
+    planner, view = planner_of(*extras, copies=0), MoveView("here")
+    names = [BlockName(ONE, 0, digest) for digest in extras]
+
+    def copies(name: BlockName) -> int:
+        found = planner._store.peek(*name)
+        assert found is not None
+        return found.copies
+
+    def looked_at() -> list[bytes]:
+        return [entry.digest for want in planner.wants(view) for entry in want.entries]
+
+    for name in names:
+        planner.brought_extra(name)
+    assert [copies(name) for name in names] == [1, 0, 0, 0], "too many: it is an ordinary one"
+    assert looked_at() == extras[1:3]
+    assert looked_at() == [extras[3], extras[1]]
+    entries = {name: planner._store.peek(*name) for name in names[2:]}
+    holders = {names[2]: {"here"}, names[3]: {"here", "there"}}
+    assert planner.missing(entries, holders, view) == []  # type: ignore[arg-type]
+    assert [copies(name) for name in names[2:]] == [1, 0], "the last one is extra no more"
+    assert looked_at() == [extras[3], extras[1]]
 
 
 def fetch(store: Store, digest: bytes, last_used: int, copies: int) -> bool:

@@ -6,7 +6,8 @@ import itertools
 import random
 
 from kvpool.protocols import ReserveRequest
-from kvpool.server.moves.state.drain_plan import STRETCH_BLOCKS, DrainPlan, HandedOver, name_of
+from kvpool.server.moves.state.drain_plan import DrainPlan, HandedOver
+from kvpool.server.moves.state.wants import STRETCH_BLOCKS, name_of
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Namespace

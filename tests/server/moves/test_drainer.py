@@ -164,7 +164,8 @@ async def test_a_reason_stays_when_the_time_ends_in_the_next_look() -> None:
         async def look_once() -> bool:
             await look()
             looked.set()
-            drainer._handed.begin_pass()
+            for _ in drainer._planner.look(moves_of(server).hand_over.view):
+                pass
             await asyncio.Event().wait()  # as if the plan took long
             return False
 
@@ -229,17 +230,17 @@ async def test_a_copy_on_a_server_that_is_lost_meanwhile_is_made_again() -> None
         leaving, *others = running.servers
         blocks = keys("block", 100)
         await put(pool, leaving, blocks)
-        hand_over = moves_of(leaving).drainer._hand_over
+        hand_over, give = moves_of(leaving).hand_over, moves_of(leaving).hand_over._give
         closed: list[BlockServer] = []
 
-        async def lose_one(stretch: Any) -> None:
-            await hand_over(stretch)
-            holders = set(moves_of(leaving).drainer._handed.holders.values())
-            if not closed and len(moves_of(leaving).drainer._handed.holders) > 50:
-                closed.append(next(one for one in others if one.server in holders))
+        async def lose_one(planner: Any, want: Any) -> None:
+            await give(planner, want)
+            holders = planner.handed.holders
+            if not closed and len(holders) > 50:
+                closed.append(next(one for one in others if one.server in holders.values()))
                 await closed[0].close()
 
-        moves_of(leaving).drainer._hand_over = lose_one  # type: ignore[method-assign]
+        hand_over._give = lose_one  # type: ignore[method-assign]
         report = await drain(leaving, 30.0)
         assert (report.state, len(closed)) == (DrainState.DONE, 1)
         await leaving.close()
@@ -431,10 +432,10 @@ async def test_servers_that_placement_does_not_draw_are_asked_when_others_are_fu
         await asyncio.sleep(0.05)
         await put(pool, full, keys("theirs", 126))
 
-        async def draw(entries: Sequence[Any]) -> list[str]:
+        async def draw(entries: Sequence[Any], copies: int) -> list[str]:
             return [full.server]
 
-        moves_of(leaving).drainer._place = draw  # type: ignore[method-assign]
+        moves_of(leaving).hand_over._place = draw  # type: ignore[method-assign]
         report = await drain(leaving, 30.0)
         assert (report.state, report.left_blocks) == (DrainState.DONE, 0)
         assert roomy.store.stored > 40

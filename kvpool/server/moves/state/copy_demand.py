@@ -1,19 +1,30 @@
 """Which blocks of a server are read, of those that should have copies; and the extra copies here.
 
-Pure: `copy_keeper.py` asks masters and other servers (design: movers).
+The server that is read knows with how many copies a block was written. Pure: `hand_over.py` asks
+masters who has the block, and another server to fetch it (design: movers).
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
-from kvpool.server.moves.state.drain_plan import BlockName
+from kvpool.server.moves.state.drain_plan import DrainPlan
+from kvpool.server.moves.state.wants import PAUSE, BlockName, MovePlanner, MoveView, Want, Wants
 from kvpool.server.state.entry import Entry
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import Namespace
+
+#: What was read is looked at so often.
+_ROUND_S: Final = 1.0
+#: Stretches of one round: more wait until they are read again.
+_STRETCHES_MAX: Final = 16
+#: Extra copies here of which masters are asked in one round whether they are the last ones.
+_EXTRAS: Final = 512
 
 #: Reads that are remembered until they are looked at: of more the last ones, and at most so many
 #: blocks of them in one round. What is still read comes again.
@@ -26,7 +37,6 @@ _EXTRAS_MAX: Final = 65_536
 CHECK_S: Final = 5.0
 
 _Batch = tuple[Namespace, int, Sequence[bytes]]
-_Find = Callable[[Namespace, int, bytes], Entry | None]
 
 
 @dataclass(slots=True)
@@ -37,19 +47,69 @@ class _Followed:
     short: int = 0  # looks in a row at which it had too few copies
 
 
-class CopyDemand:
-    """The reads of one server, bounded whatever clients do."""
+class RepairPlanner(MovePlanner):
+    """Wants lost copies of what is read to be made again, and looks after extra copies here; the
+    reads that it knows are bounded whatever clients do."""
 
-    def __init__(self) -> None:
+    copies, stalled_s = 2, 0.0  # what did not come is wanted again when it is read again
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
         self._batches: deque[_Batch] = deque(maxlen=_BATCHES_MAX)
         self._followed: OrderedDict[BlockName, _Followed] = OrderedDict()
         self._extras: OrderedDict[BlockName, None] = OrderedDict()
+        self._next_at = -math.inf
+        self.repaired = 0
 
-    def read(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
-        """A client has read these blocks. One append, for any size."""
+    def read(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> bool:
+        """A client has read these blocks; True for the first read of a round. One append, for any
+        size."""
         self._batches.append((namespace, part, digests))
+        return len(self._batches) == 1
 
-    def read_since(self, find: _Find, now: float) -> Iterator[list[Entry]]:
+    def brought_extra(self, name: BlockName) -> None:
+        """An extra copy was fetched. Of too many one counts as any other block from now on."""
+        self._extras[name] = None
+        self._extras.move_to_end(name)
+        if len(self._extras) > _EXTRAS_MAX:
+            self._store.keep(*self._extras.popitem(last=False)[0])
+
+    def due_at(self) -> float:
+        return self._next_at if self._batches or self._extras else math.inf
+
+    def wants(self, view: MoveView) -> Wants:
+        self._next_at = view.now + _ROUND_S
+        plan = DrainPlan(self._store.peek)
+        for due in self.read_since(view.now):
+            plan.add(due)
+            yield PAUSE
+        yield from map(Want, islice(plan.stretches(), _STRETCHES_MAX))
+        yield from map(Want, self._next_extras())
+
+    def missing(
+        self,
+        entries: Mapping[BlockName, Entry],
+        holders: Mapping[BlockName, set[str]],
+        view: MoveView,
+    ) -> list[BlockName]:
+        lost = []
+        for name, entry in entries.items():
+            count = len(holders[name])
+            if not entry.copies:
+                if holders[name] <= {view.server}:  # the last one is extra no more, in any tier
+                    self._store.keep(*name)
+                    self._extras.pop(name, None)
+            elif view.server in holders[name]:  # else masters do not know of it any more, or yet
+                rank = sorted(holders[name]).index(view.server)
+                if self.may_copy(name, rank, short=count < entry.copies):
+                    lost.append(name)
+        return lost
+
+    def came(self, name: BlockName, target: str, *, moved: bool) -> None:
+        self._follow(name).short = 0
+        self.repaired += moved
+
+    def read_since(self, now: float) -> Iterator[list[Entry]]:
         """What was read since the last round, in small steps: the blocks whose copies should be
         looked at."""
         names = _last_of(self._batches)
@@ -57,7 +117,7 @@ class CopyDemand:
         for first in range(0, len(names), _STEP):
             due = []
             for name in names[first : first + _STEP]:
-                entry = find(*name)
+                entry = self._store.peek(*name)
                 if entry is None or entry.copies <= 1:
                     continue
                 followed = self._follow(name)
@@ -76,29 +136,20 @@ class CopyDemand:
         followed.short = followed.short + 1 if short else 0
         return followed.short > rank
 
-    def copied(self, name: BlockName) -> None:
-        """It has got a copy."""
-        self._follow(name).short = 0
-
-    # --- extra copies that are here ----------------------------------------------------------
-
-    def brought_extra(self, name: BlockName) -> BlockName | None:
-        """An extra copy was fetched; one that is not looked after any more, if there are many."""
-        self._extras[name] = None
-        self._extras.move_to_end(name)
-        return self._extras.popitem(last=False)[0] if len(self._extras) > _EXTRAS_MAX else None
-
-    def extras(self, count: int) -> list[BlockName]:
-        """The next ones to look at; those that are looked at again come last."""
-        found = [self._extras.popitem(last=False)[0] for _ in range(min(count, len(self._extras)))]
-        self._extras.update(dict.fromkeys(found))
-        return found
-
-    def drop_extra(self, name: BlockName) -> None:
-        """It has left, or is no extra copy any more."""
-        self._extras.pop(name, None)
-
     # --- inside ------------------------------------------------------------------------------
+
+    def _next_extras(self) -> Iterator[list[Entry]]:
+        """Those to look at now, of one namespace and part each; they come last the next time."""
+        groups: dict[tuple[Namespace, int, int], list[Entry]] = {}
+        for name in list(islice(self._extras, _EXTRAS)):
+            entry = self._store.peek(*name)
+            if entry is None or entry.copies:  # it has left, or is no extra copy any more
+                del self._extras[name]
+            else:
+                self._extras.move_to_end(name)
+                key = name.namespace, name.part, len(name.digest)
+                groups.setdefault(key, []).append(entry)
+        return iter(groups.values())
 
     def _follow(self, name: BlockName) -> _Followed:
         followed = self._followed.get(name)

@@ -1,38 +1,36 @@
 """Which blocks a server hands over before it leaves, and in which order (design: movers).
 
-Pure: `drainer.py` asks masters and other servers, and records here what became of each block.
+Pure: `hand_over.py` carries it out, and `drainer.py` says when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import merge
-from typing import Final, NamedTuple
+from typing import Final
 
+from kvpool.server.moves.state.wants import (
+    BlockName,
+    MovePlanner,
+    MoveView,
+    Want,
+    Wants,
+    in_stretches,
+    name_of,
+)
 from kvpool.server.state.entry import Entry
-from kvpool.server.state.extent_state import State
-from kvpool.types import Namespace
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.types import DrainReport, DrainState, Left, Namespace, ReadStatus
 
-#: Blocks that one request to another server names.
-STRETCH_BLOCKS: Final = 64
-STRETCH_BYTES: Final = 16 << 20
 #: How far up its chain a block is followed, so that its head goes first. Beyond, a later block of
 #: the chain may go before an earlier one, which costs hits at worst.
 _ANCESTORS_MAX: Final = 1024
+#: Servers that are asked when those that placement names have no room.
+_OTHERS_MAX: Final = 8
+#: Lines of a report; those with the fewest bytes are left out.
+_LINES_MAX: Final = 64
 
 _Find = Callable[[Namespace, int, bytes], Entry | None]
-
-
-class BlockName(NamedTuple):
-    """One part of one block."""
-
-    namespace: Namespace
-    part: int
-    digest: bytes
-
-
-def name_of(entry: Entry) -> BlockName:
-    return BlockName(entry.index.namespace, entry.index.part, entry.digest)
 
 
 def _kind(name: BlockName) -> tuple[Namespace, int, int]:
@@ -54,15 +52,10 @@ class HandedOver:
         self.moved_blocks = 0
         self.moved_bytes = 0
         self._problems: dict[BlockName, tuple[str, int]] = {}  # reason, bytes
-        self._problems_before: dict[BlockName, tuple[str, int]] = {}
         self._left: dict[tuple[str, str], list[int]] = {}  # namespace and reason: blocks, bytes
 
     def is_safe(self, name: BlockName, living: set[str]) -> bool:
         return self.holders.get(name) in living
-
-    def is_known(self, name: BlockName, living: set[str]) -> bool:
-        """It is safe, or left for a reason."""
-        return name in self._problems or self.is_safe(name, living)
 
     def safe(self, name: BlockName, holder: str, size: int, *, moved: bool) -> None:
         """`holder` has the block; `moved`: because it has just fetched it."""
@@ -96,14 +89,10 @@ class HandedOver:
         if batch:
             yield batch
 
-    def begin_pass(self) -> None:
-        """Every block that is not safe will be looked at again."""
-        self._problems_before, self._problems = self._problems, {}
-        self._left = {}
-
-    def reason_before(self, name: BlockName) -> str:
-        """Why the block was left in the pass before this one; empty if it was not."""
-        return self._problems_before.get(name, ("", 0))[0]
+    def take_problems(self) -> dict[BlockName, str]:
+        """Why blocks were left, by name; they are to be counted anew."""
+        problems, self._problems, self._left = self._problems, {}, {}
+        return {name: reason for name, (reason, _) in problems.items()}
 
     def problems(self) -> list[tuple[str, str, int, int]]:
         """What is left: namespace, reason, blocks, bytes; the most bytes first."""
@@ -155,16 +144,105 @@ class DrainPlan:
         return chain[::-1]
 
 
-def in_stretches(chain: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """A chain in pieces, each for one request; without blocks that have left meanwhile."""
-    piece: list[Entry] = []
-    size = 0
-    for entry in chain:
-        if piece and (len(piece) == STRETCH_BLOCKS or size + entry.size > STRETCH_BYTES):
-            yield piece
-            piece, size = [], 0
-        if entry.state is State.STORED:
-            piece.append(entry)
-            size += entry.size
-    if piece:
-        yield piece
+class DrainPlanner(MovePlanner):
+    """What a server that leaves wants others to have, and how far that is. `stays` tells blocks
+    that this server brings back."""
+
+    together = False
+
+    def __init__(self, store: TieredStore, stays: Callable[[Entry], bool]) -> None:
+        self._store = store
+        self._stays = stays
+        self.handed = HandedOver()
+        #: What the last look has found, as far as it is not safe, with its bytes.
+        self.waiting: dict[BlockName, int] = {}
+        self._waiting_bytes = 0
+        self._total = 0
+        self._plan = DrainPlan(store.peek)
+
+    def look(self, view: MoveView) -> Iterator[None]:
+        """Look for blocks that are here and nowhere safe, in steps that leave others time."""
+        self._plan = DrainPlan(self._store.peek)
+        self.waiting, self._waiting_bytes = {}, 0
+        for step in self._unsafe(view.others):
+            self._plan.add(new := [one for one in step if name_of(one) not in self.waiting])
+            self.waiting.update((name_of(entry), entry.size) for entry in new)
+            self._waiting_bytes += sum(entry.size for entry in new)
+            yield
+        self._total = max(self._total, self.handed.moved_blocks + self._plan.blocks)
+
+    def wants(self, view: MoveView) -> Wants:
+        """What the last look has found."""
+        return map(Want, self._plan.stretches())
+
+    def count_left(self, view: MoveView) -> Iterator[None]:
+        """Every block of the index that is not safe is left, also what no look has found."""
+        before = self.handed.take_problems()
+        for step in self._unsafe(view.others):
+            for entry in step:
+                name = name_of(entry)
+                why = "no time was left" if name in self.waiting else "not looked at"
+                self.handed.left(name, before.get(name, why), entry.size)
+            yield
+        left = sum(blocks for _, _, blocks, _ in self.handed.problems())
+        self._total = max(self._total, self.handed.moved_blocks + left)
+
+    def missing(
+        self,
+        entries: Mapping[BlockName, Entry],
+        holders: Mapping[BlockName, set[str]],
+        view: MoveView,
+    ) -> list[BlockName]:
+        for name, held in holders.items():
+            if held := held & view.others:
+                self.came(name, min(held), moved=False)
+        return super().missing(entries, holders, view)
+
+    def targets(self, placed: Sequence[str], view: MoveView) -> Sequence[str]:
+        """Also some servers that placement has not named, because it draws a few of many."""
+
+        def used(server: str) -> int:
+            return view.staying[server].used - view.staying[server].capacity
+
+        others = sorted(sorted(view.others - set(placed)), key=used)
+        return [*super().targets(placed, view), *others[:_OTHERS_MAX]]
+
+    def came(self, name: BlockName, target: str, *, moved: bool) -> None:
+        size = self.waiting.pop(name, 0)
+        self._waiting_bytes -= size
+        self.handed.safe(name, target, size, moved=moved)
+
+    def left(self, name: BlockName, reason: str) -> None:
+        if name in self.waiting:
+            self.handed.left(name, reason, self.waiting[name])
+
+    def report(self, state: DrainState) -> DrainReport:
+        """How far it is, and what is left by reason."""
+        lines = [Left(*line) for line in self.handed.problems()]
+        running = state is DrainState.RUNNING
+        return DrainReport(
+            state,
+            self._total,
+            len(self.waiting) if running else sum(line.blocks for line in lines),
+            self._waiting_bytes if running else sum(line.bytes for line in lines),
+            self.handed.moved_blocks,
+            self.handed.moved_bytes,
+            tuple(lines[:_LINES_MAX]),
+        )
+
+    def _unsafe(self, living: set[str]) -> Iterator[list[Entry]]:
+        """The blocks of each step through the index that are to be handed over."""
+        for step in self._store.inventory_steps():
+            found = (
+                self._store.peek(stretch.namespace, stretch.part, digest)
+                for stretch in step
+                if stretch.status is ReadStatus.HIT
+                for digest in stretch.digests
+            )
+            yield [
+                entry
+                for entry in found
+                if entry is not None
+                and not self._stays(entry)
+                and not self.handed.is_safe(name_of(entry), living)
+            ]

@@ -10,22 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvpool import Pool, dev
 from kvpool.config import ServerConfig
 from kvpool.protocols import WriteOptions
 from kvpool.server.block_server import BlockServer
-from kvpool.server.moves.balancer import RoomOfOthers
-from kvpool.server.moves.state.drain_plan import BlockName
 from kvpool.server.moves.state.fetches import FetchBudget
-from kvpool.server.moves.state.share_plan import ChainOwners
+from kvpool.server.moves.state.share_plan import ChainOwners, RoomOfOthers
+from kvpool.server.moves.state.wants import PAUSE, BlockName, MoveView, Wants
 from kvpool.server.state.entry import Entry
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import FULL_SHARE, ROOT, FetchStatus, WriteBlock
 from tests.conftest import NAMESPACE, eventually, keys, value, values
-from tests.support.moves import moves_of
+from tests.support.moves import hand_over_chains, keep_chains, moves_of
 
 SIZE = 8192
 CHAINS = 24
@@ -42,7 +40,7 @@ async def joining(servers: int = 3, **more: Any) -> AsyncIterator[dev.Dev]:
     async with dev.serve("1MiB", servers=servers, listen=listen, **more) as running:
         for server in running.servers:
             moves_of(server).fetcher.budget = FetchBudget(1e9)
-            await moves_of(server).balancer.close()  # until one joins
+            keep_chains(server)  # until one joins
         running.servers[-1]._context.draining = True
         await known(running)
         yield running
@@ -81,7 +79,7 @@ async def join(running: dev.Dev) -> BlockServer:
     running.servers[-1]._context.draining = False
     await known(running)
     for server in running.servers:
-        moves_of(server).balancer.start()
+        hand_over_chains(server)
     return running.servers[-1]
 
 
@@ -142,7 +140,7 @@ async def test_the_setting_keeps_chains_where_they_are(monkeypatch: pytest.Monke
         first, newcomer = running.servers
         chains = await fill(pool, first)
         await join(running)
-        moves_of(first).balancer.others_have_room()  # as a master says
+        moves_of(first)._others_have_room()  # as a master says
         await asyncio.sleep(1.2)
         assert handed_over(first) == newcomer.store.stored == 0
         for chain in chains:
@@ -159,7 +157,7 @@ async def test_as_much_moves_as_is_written_and_then_they_are_alike() -> None:
             statuses = await pool.write(NAMESPACE, chains[-1], values(chains[-1], SIZE))
             assert all(status.present for status in statuses)
             for server in (first, second):
-                moves_of(server).balancer._plan_not_before = 0.0
+                moves_of(server).balance._plan_not_before = 0.0
             await known(running)
             # A writer is no faster than the moves that it causes.
             await until(lambda: max(fill_of(first), fill_of(second)) + 5 * SIZE / (1 << 20) <= 1)
@@ -208,18 +206,18 @@ async def test_what_was_sent_since_the_last_heartbeat_counts(
         await put(pool, first, keys("here", 128))
         await put(pool, other, keys("there", 88))
         await known(running)
-        info = (await moves_of(first).peers.members(now() + 5))[other.server]
+        info = (await moves_of(first).hand_over.look()).staying[other.server]
         room = RoomOfOthers()
-        assert not room.fits(info, 17 * SIZE, first.stack), "a large share of that server"
-        monkeypatch.setattr("kvpool.server.moves.balancer.CHAIN_SHARE", 1.0)
-        assert room.fits(info, 19 * SIZE, first.stack)
-        assert not room.fits(info, 21 * SIZE, first.stack), "it would be the fuller one"
+        there = other.server
+        assert not room.fits(there, info, 17 * SIZE, first.stack), "a large share of that server"
+        monkeypatch.setattr("kvpool.server.moves.state.share_plan.CHAIN_SHARE", 1.0)
+        assert room.fits(there, info, 19 * SIZE, first.stack)
+        assert not room.fits(there, info, 21 * SIZE, first.stack), "it would be the fuller one"
         room.sent(other.server, 10 * SIZE)
-        assert room.fits(info, 9 * SIZE, first.stack)
-        assert not room.fits(info, 19 * SIZE, first.stack)
-        stats = msgspec.structs.replace(info.stats, used=info.stats.used + 1)
-        newer = msgspec.structs.replace(info, stats=stats)
-        assert room.fits(newer, 19 * SIZE, first.stack)
+        assert room.fits(there, info, 9 * SIZE, first.stack)
+        assert not room.fits(there, info, 19 * SIZE, first.stack)
+        newer = info._replace(used=info.used + 1)
+        assert room.fits(there, newer, 19 * SIZE, first.stack)
 
 
 async def test_a_chain_that_is_a_large_share_of_a_server_stays() -> None:
@@ -276,7 +274,7 @@ async def test_a_block_is_forgotten_only_when_it_was_fetched() -> None:
 
             for other in (second, newcomer):
                 moves_of(other).fetcher.fetch = refuse  # type: ignore[method-assign]
-            moves_of(first).balancer._plan_not_before = 0.0
+            moves_of(first).balance._plan_not_before = 0.0
             await join(running)
             async with asyncio.timeout(5):
                 await answered.wait()
@@ -307,7 +305,11 @@ async def test_what_is_stored_anew_while_another_one_fetches_stays() -> None:
 
         moves_of(other).fetcher.fetch = and_meanwhile  # type: ignore[method-assign]
         names = [BlockName(NAMESPACE, 0, digest) for digest in chain]
-        assert await moves_of(first).balancer._offer(other.server, names) == 2
+        moves = moves_of(first)
+        moves.balance.came = lambda name, *_, **__: came.append(name)  # type: ignore[method-assign]
+        came = list[BlockName]()
+        assert await moves.hand_over._offer(moves.balance, other.server, names) == []
+        assert came == names
         assert [bool(first.stack.peek(*name)) for name in names] == [False, True]
 
 
@@ -320,22 +322,19 @@ async def test_a_chain_that_begins_elsewhere_by_now_belongs_elsewhere(
         chains = await fill(pool, first)
         newcomer._context.draining = False
         await known(running)
-        balancer = moves_of(first).balancer
-        assert await balancer._make_plan()
+        balance, view = moves_of(first).balance, await moves_of(first).hand_over.look()
+        assert set(balance._make_plan(view)) <= {PAUSE}
+        assert len(balance._plan)
         first.stack.remove(NAMESPACE, [chain[0] for chain in chains])
         handed: list[tuple[str, bytes]] = []
 
-        async def hand_over(target: str, chain: Sequence[Entry]) -> int:
+        def hand_over(target: str, chain: Sequence[Entry], view: MoveView) -> Wants:
             handed.append((target, chain[0].digest))
-            return 0
+            yield PAUSE
 
-        async def no_plan() -> bool:
-            return False
-
-        monkeypatch.setattr(balancer, "_hand_over", hand_over)
-        monkeypatch.setattr(balancer, "_make_plan", no_plan)
-        monkeypatch.setattr(type(balancer), "_is_needed", True)
-        await balancer._make_room()
+        monkeypatch.setattr(balance, "_hand_over", hand_over)
+        monkeypatch.setattr("kvpool.server.moves.state.share_plan.is_full", lambda _: True)
+        assert set(balance.wants(view)) == {PAUSE}
         shares = ChainOwners({server.server: 1 for server in running.servers})
         names = [server.server for server in running.servers]
         assert 0 < len(handed) < CHAINS
@@ -350,8 +349,7 @@ async def test_a_server_that_leaves_is_handed_nothing_and_hands_over_by_its_drai
         second._context.draining = True  # both others leave
         await known(running)
         for server in running.servers:
-            moves_of(server).balancer.start()
-            moves_of(server).balancer.others_have_room()
+            hand_over_chains(server)
         await asyncio.sleep(1.2)
         assert handed_over(first) == handed_over(second) == 0
 
