@@ -13,7 +13,7 @@ import dataclasses
 import signal
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -776,13 +776,18 @@ async def apart() -> AsyncIterator[tuple[str, Child]]:
             yield address, server
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_server_that_ends_in_mid_transfer(
-    apart: tuple[str, Child], monkeypatch: pytest.MonkeyPatch, signal_: int
-) -> None:
-    """No hit, no byte after the answer, also when a frozen one goes on to send."""
+async def read_while_it_ends(
+    apart: tuple[str, Child],
+    gpu: FakeGpu,
+    patch: pytest.MonkeyPatch,
+    signal_: int,
+    written: Callable[[], Awaitable[None]] | None = None,
+) -> list[bytes]:
+    """No hit, no byte after the answer, also when a frozen one goes on to send. What has arrived.
+
+    `written` is called between what is written and what is read.
+    """
     address, server = apart
-    gpu = FakeGpu(monkeypatch)
     chain = keys("dies", 24)
     config = ClientConfig(
         masters=[address],
@@ -803,17 +808,16 @@ async def test_a_server_that_ends_in_mid_transfer(
 
     async with await connect(config=config) as pool:
         await pool.write(NAMESPACE, chain, values(chain, LARGE))
-        monkeypatch.setattr(Transfer, "look", die)
+        if written is not None:
+            await written()
+        patch.setattr(Transfer, "look", die)
         targets = [gpu.tensor(b"-" * LARGE) if i % 2 else layers(gpu, LARGE) for i in range(24)]
         try:
             results = await pool.read(NAMESPACE, chain, targets, timeout=3.0)
             assert ended
             assert not any(result.status.hit for result in results)
-            pieces = [
-                p for target in targets for p in (target if type(target) is list else [target])
-            ]
+            pieces = [p for one in targets for p in (one if type(one) is list else [one])]
             before = [gpu.content(piece) for piece in pieces]
-            assert any(any(byte not in b"-" for byte in one[:1]) for one in before)  # in its midst
         finally:
             if signal_ == signal.SIGSTOP:
                 server.signal(signal.SIGCONT)
@@ -822,6 +826,15 @@ async def test_a_server_that_ends_in_mid_transfer(
         for target in targets:
             if type(target) is list:
                 assert joined(gpu, target) == b"-" * LARGE
+    return before
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_server_that_ends_in_mid_transfer(
+    apart: tuple[str, Child], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, signal_: int
+) -> None:
+    before = await read_while_it_ends(apart, gpu, monkeypatch, signal_)
+    assert any(any(byte not in b"-" for byte in one[:1]) for one in before)  # in its midst
 
 
 # --- mistakes that people make: each is seen ------------------------------------------------------

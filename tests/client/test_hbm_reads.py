@@ -7,30 +7,28 @@ client's memory are on fake devices.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Pool, ReadStatus, connect, dev
-from kvpool.client import device_direct as direct
+from kvpool import Pool, ReadStatus, dev
 from kvpool.client import reader
 from kvpool.server.state.budget import Limits
 from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of
 from kvpool.types import Pin
 from tests.client.test_direct import (
-    LARGE,
     SIZE,
     SMALL,
-    compiled,
+    auto,  # noqa: F401
     configured,
     damage,
     joined,
     labels,
     layers,
+    read_while_it_ends,
     still,
     warm,  # noqa: F401
 )
@@ -294,22 +292,12 @@ async def test_a_tier_that_cannot_be_read_is_not_accused(
 # --- auto ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def auto(
-    served: dev.Dev, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Pool]:
-    """A client to which the server is on another host, behind a fabric; its device is fast."""
-    monkeypatch.setattr(UcxTransport, "has_fabric", True)
-    monkeypatch.setattr(direct, "is_fast", lambda block: True)
-    async with served.pool(configured(served, "auto")) as pool:
-        pool._servers._host = dataclasses.replace(pool._servers._host, id="elsewhere")
-        await pool.members()
-        await compiled(pool, gpu)
-        yield pool
-
-
 async def test_a_rotten_copy_is_not_the_ways_fault(
-    served: dev.Dev, auto: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    served: dev.Dev,
+    auto: Pool,  # noqa: F811
+    writer: Pool,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is gone when the block is read once more, and another copy may be right."""
     chain, data = await on_the_device(served, writer, "acquitted", 3)
@@ -374,7 +362,7 @@ def cannot_register(patch: pytest.MonkeyPatch) -> None:
 async def test_a_lane_that_cannot_send_from_a_device_is_not_asked_again(
     served: dev.Dev,
     client: Pool,
-    auto: Pool,
+    auto: Pool,  # noqa: F811
     writer: Pool,
     gpu: FakeGpu,
     monkeypatch: pytest.MonkeyPatch,
@@ -505,54 +493,19 @@ async def apart() -> AsyncIterator[tuple[str, Child]]:
 async def test_a_server_that_ends_in_mid_transfer(
     apart: tuple[str, Child], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, signal_: int
 ) -> None:
-    """No hit, no byte after the answer, also when a frozen one goes on to send."""
-    address, server = apart
-    chain = keys("dies", 24)
-    config = ClientConfig(
-        masters=[address],
-        transports=["ucx?tls=tcp,cuda_copy,self"],
-        device_path="direct",
-        attempt_s=0.5,
-        hedge_s=0.4,
-        timeout_s=20,
-    )
-    look, ended = Transfer.look, []
+    taken = ucx.UcxStream.take_device_token
+    proved: list[bytes] = []
 
-    def die(transfer: Transfer) -> None:
-        look(transfer)
-        received = any(isinstance(one, FakeTensor) for one in gpu.registered)
-        if received and transfer.completed >= 5 and not ended:
-            ended.append(transfer.completed)
-            server.signal(signal_)
+    async def noted(stream: Any, content: bytes, deadline: float) -> None:
+        await taken(stream, content, deadline)
+        proved.append(content)
 
-    async with await connect(config=config) as pool:
-        await pool.write(NAMESPACE, chain, values(chain, LARGE))
+    async def written() -> None:
         await asyncio.sleep(0.5)  # they leave the memory of its host
-        taken = ucx.UcxStream.take_device_token
-        proved: list[bytes] = []
-
-        async def noted(stream: Any, content: bytes, deadline: float) -> None:
-            await taken(stream, content, deadline)
-            proved.append(content)
-
         monkeypatch.setattr(ucx.UcxStream, "take_device_token", noted)
-        monkeypatch.setattr(Transfer, "look", die)
-        targets = [gpu.tensor(b"-" * LARGE) if i % 2 else layers(gpu, LARGE) for i in range(24)]
-        try:
-            results = await pool.read(NAMESPACE, chain, targets, timeout=3.0)
-            assert ended
-            assert proved  # they came from its device
-            assert not any(result.status.hit for result in results)
-            pieces = [p for one in targets for p in (one if type(one) is list else [one])]
-            before = [gpu.content(piece) for piece in pieces]
-        finally:
-            if signal_ == signal.SIGSTOP:
-                server.signal(signal.SIGCONT)
-        await asyncio.sleep(0.3)
-        assert [gpu.content(piece) for piece in pieces] == before
-        for target in targets:
-            if type(target) is list:
-                assert joined(gpu, target) == b"-" * LARGE
+
+    await read_while_it_ends(apart, gpu, monkeypatch, signal_, written)
+    assert proved  # they came from its device
 
 
 async def test_a_reader_that_is_killed_gives_its_pins_back(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,29 +12,12 @@ from kvpool import Pool
 from kvpool_connector.promises import PromisedBlocks
 from kvpool_connector.values import RequestHints, ScheduledRequest
 from tests.conftest import keys
-from tests.connector.test_halves import BLOCK, Engine, Start, ended
+from tests.connector.test_halves import BLOCK, Engine, Start, ended, pool, start
 from tests.support.local_pool import LocalPool
 
+__all__ = ["pool", "start"]
+
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    local = LocalPool()
-    yield local
-    local.close()
-
-
-@pytest.fixture
-def start(pool: LocalPool) -> Iterator[Start]:
-    with contextlib.ExitStack() as stack:
-
-        def engine(**options: Any) -> Engine:
-            made = Engine(options.pop("address", pool.master), **options)
-            stack.callback(made.close)
-            return made.connected()
-
-        yield engine
 
 
 def promised(producer: Engine, name: str, hashes: list[bytes]) -> PromisedBlocks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation import plant
 from tests.simulation.nursery import Nursery, nursery
 from tests.simulation.planted import Bug
 from tests.simulation.planted_devices import DEVICE_BUGS
@@ -62,11 +60,3 @@ def test_a_planted_bug_is_found(bug: Bug, forks: Nursery) -> None:
     seed, failure = forks.play(bug)
     assert failure.startswith(f"{bug.promise}: ")
     assert seed in SILENT or not devices.play(seed), "it fails without the bug, too"
-
-
-@pytest.mark.parametrize("bug", DEVICE_BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_is_in_step_with_the_source(bug: Bug) -> None:
-    spec = importlib.util.find_spec(bug.module)
-    assert spec is not None
-    assert spec.origin is not None
-    compile(plant.with_bug(bug, Path(spec.origin).read_text()), bug.module, "exec")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation import plant, streams
+from tests.simulation import streams
 from tests.simulation.planted import Bug
 from tests.simulation.planted_streams import BUGS
 
@@ -50,11 +49,3 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     command += ["--seeds", f"{seed}:{seed + 1}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["seed"] == seed
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_is_in_step_with_the_source(bug: Bug) -> None:
-    spec = importlib.util.find_spec(bug.module)
-    assert spec is not None
-    assert spec.origin is not None
-    compile(plant.with_bug(bug, Path(spec.origin).read_text()), bug.module, "exec")
