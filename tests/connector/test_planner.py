@@ -256,17 +256,6 @@ def test_a_slow_pool_is_not_waited_for() -> None:
     assert played.offer("b", 100) == 96
 
 
-def test_loads_on_their_way_make_the_next_one_slower() -> None:
-    played = Played()
-    played.planner.prefill_cost.observe([(0, 1000)], 0.1)  # 96 tokens in 10 ms
-    for _ in range(10):
-        played.planner.transfer_cost.observe(6 << 20, 0.006)  # 6 blocks in 6 ms
-    for name, expected in (("a", 96), ("b", 0)):
-        played.look_up(name, 100, 6)
-        assert played.offer(name, 100) == expected
-        played.allocate(name, 7, expected)
-
-
 @pytest.mark.parametrize(
     ("mebibytes_s", "timeout_s"),
     [(None, 0.96), (1000.0, 0.5 * 0.96), (25.0, 3 * 6 / 25), (10.0, 0.96)],
@@ -497,22 +486,6 @@ def test_what_is_saved_first_is_read_back_to_learn_how_long_that_takes() -> None
     assert not Played(load="never").idle().probe
 
 
-def test_one_probe_at_a_time() -> None:
-    """A pool that does not answer is not asked more and more."""
-    played = Played()
-    played.planner.prefill_cost.observe([(0, 1000)], 0.1)
-    played.planner.transfer_cost.observe(10 << 20, 10.0)
-    probes = []
-    for number in range(4):
-        played.look_up(f"r{number}", 100, 6)
-        assert played.offer(f"r{number}", 100) == 0
-        probes.append(played.idle().probe is not None)
-        played.now += 6
-        if number == 2:
-            played.planner.on_probe_result(ProbeResult(0, 10.0))
-    assert probes == [True, False, False, True]
-
-
 def test_no_more_loads_at_once_than_allowed() -> None:
     played = Played(loads_max=2)
     for number, expected in enumerate((96, 96, 0)):
@@ -534,13 +507,6 @@ def test_each_complete_block_is_saved_once() -> None:
     (save,) = played.step("a", 60, 100).saves
     assert save.blocks[0].block_ids == (4, 5, 6)
     assert save.blocks[0].parents[0] == hashes("a", 100)[2]
-
-
-def test_what_the_pool_has_is_not_saved_again() -> None:
-    played = Played()
-    played.look_up("a", 100, 4)
-    (save,) = played.step("a", 0, 100).saves
-    assert save.blocks[0].block_ids == (5, 6)
 
 
 def test_decoding_is_saved_only_if_wanted() -> None:
@@ -628,18 +594,6 @@ def test_what_waits_for_its_next_try_is_bounded() -> None:
     assert played.planner.counters["dropped too many waiting"] > 0
 
 
-def test_a_failed_load_is_computed_and_saved() -> None:
-    played = Played()
-    played.look_up("a", 100, 5)
-    played.offer("a", 100)
-    played.allocate("a", 7, 80)
-    played.idle()
-    played.planner.on_load_result(LoadResult("a", 2 << 20, False, 1), played.now + 1)
-    (save,) = played.step("a", 0, 100).saves
-    assert save.blocks[0].block_ids == (1, 2, 3, 4, 5, 6)
-    assert played.planner.counters["loads_failed"] == 1
-
-
 def test_blocks_that_were_evicted_do_not_make_the_pool_slow() -> None:
     for elapsed_s, measured in ((0.01, False), (20.0, True)):
         played = Played()
@@ -654,16 +608,6 @@ def test_an_engine_that_only_reads_saves_nothing() -> None:
     played = Played(save=False)
     played.arrive("a", 64)
     assert not played.step("a", 0, 64).saves
-
-
-def test_after_a_failed_load_the_engine_computes() -> None:
-    """It asks again at once; to offer the same blocks again would go on for ever."""
-    played = Played()
-    played.look_up("a", 100, 5)
-    played.offer("a", 100)
-    played.allocate("a", 7, 80)
-    played.planner.on_load_result(LoadResult("a", 0, False, 1), played.now + 1)
-    assert played.offer("a", 100) == 0
 
 
 def test_a_preempted_request_starts_anew() -> None:
