@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvpool import ClientConfig, Cluster, Namespace, Pool, connect, read_cluster
 from kvpool.errors import KvpoolError
 from kvpool.wire import messages as wire
-from tests.conftest import value
+from tests.conftest import keys, value
 from tests.support.raw_peers import Raw, frame
 from tests.support.tenant_pool import prove
 
@@ -116,6 +116,17 @@ async def bad(by: Attacker) -> None:
         await peer.refusal()
 
 
+async def overwrite(by: Attacker) -> None:
+    """Other bytes under the keys of what is there, and the claim that what is there is damaged."""
+    chain = keys("honest", 4)
+    await by.pool.write(MODEL, chain, [bytes(8192) for _ in chain], session="mine", copies=2)
+    async with by.peer() as peer:
+        name = f"@{by.cluster.tenant}/llama"
+        report = wire.ReportCorruption(name, 1, 32, b"".join(chain), 0)
+        for _ in range(20):
+            await peer.ask(report, wire.Removed)
+
+
 async def forbidden(by: Attacker) -> None:
     """What belongs to others."""
     async with by.peer() as peer:
@@ -138,6 +149,7 @@ KINDS: dict[str, tuple[Callable[[Attacker], Awaitable[None]], int]] = {
     "connections": (connections, 700),
     "bad": (bad, 8),
     "forbidden": (forbidden, 8),
+    "overwrite": (overwrite, 8),
 }
 
 

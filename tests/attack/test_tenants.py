@@ -31,9 +31,9 @@ async def attacked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ca
         yield made
 
 
-async def blue(attacked: Castle, kinds: str) -> None:
+async def blue(attacked: Castle, kinds: str, name: str = "blue") -> None:
     """The hostile one does all these; the honest one is acme."""
-    key, ports = attacked.folder / "blue.key", attacked.ports
+    key, ports = attacked.folder / f"{name}.key", attacked.ports
     did = await actor("tenants", kinds, key, ports["master"], ports["server"], ATTACK_S)
     assert did["done"] > 5
 
@@ -53,6 +53,12 @@ async def test_a_tenant_that_has_all_connections(attacked: Castle) -> None:
 @pytest.mark.parametrize("kind", [*KINDS, "open_write"])
 async def test_a_hostile_tenant(attacked: Castle, kind: str) -> None:
     costs = await suffered(attacked, blue(attacked, kind))
+    costs.check(private=MEMORY, files=128, lines=LINES)
+
+
+async def test_a_hostile_engine_of_the_same_tenant_alters_no_block(attacked: Castle) -> None:
+    """It may remove blocks, and be first to write them. What is stored stays as it is."""
+    costs = await suffered(attacked, blue(attacked, "overwrite", "acme"))
     costs.check(private=MEMORY, files=128, lines=LINES)
 
 

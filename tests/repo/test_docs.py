@@ -27,6 +27,8 @@ CHECKED = [
     *(f"docs/{name}.md" for name in ("deploy-ucx", "wire", "write-a-connector", "fleet", "events")),
     *(f"docs/{name}.md" for name in ("features", "operate", "other-engines", "scale")),
 ]
+#: The page whose claims name the files of the attack suite that test them.
+CLAIMS = "docs/security.md"
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
 #: `path/file.py`, `path/file.py: Name` or `path/file.py: Name.method`, in backticks.
@@ -237,3 +239,8 @@ def test_the_commands_that_make_a_secret_make_a_private_file(
             Path(file).unlink()
             made += 1
     assert made >= 4
+
+
+def test_each_claim_names_attacks_that_exist_and_each_attack_has_a_claim() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / CLAIMS).read_text()))
+    assert named == {path.stem for path in (ROOT / "tests/attack").glob("test_*.py")}
