@@ -454,8 +454,9 @@ for reservation, size in sorted(
         "drained-although-others-have-it",
         "moves",
         _DRAIN_PLAN,
-        "        return super().missing(entries, holders, view)\n",
-        "        return list(entries)\n",
+        "        for name, held in holders.items():\n",
+        "        holders = dict.fromkeys(holders, set())\n"
+        "        for name, held in holders.items():\n",
     ),
     Bug(
         "handed-over-and-still-in-the-file",

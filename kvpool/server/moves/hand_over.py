@@ -144,9 +144,11 @@ class HandOver:
         for target in targets:
             asked = [name for name in left if target not in holders[name]]
             refused = await self._offer(planner, target, asked) if asked else asked
+            if planner.together and len(refused) < len(asked):
+                return
             if not planner.together:
-                left = refused
-            if not left or (planner.together and len(refused) < len(asked)):
+                left = [name for name in left if name in refused or target in holders[name]]
+            if not left:
                 return
         for name in () if targets else left:
             planner.left(name, "no other server")
