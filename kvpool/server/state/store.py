@@ -206,8 +206,7 @@ class Store:
                     self._link_all(fresh, now)
                     made = self._make_room(entry, owner, now, stamp)
                     if isinstance(made, Reservation):
-                        refusal = made
-                        answers.append(refusal)
+                        answers.append(refusal := made)
                         continue
                     offset = made
                     self._keep(index)  # evictions may have emptied it
