@@ -20,7 +20,7 @@ KINDS = {
 ALONE = [(port, kind) for port, kinds in KINDS.items() for kind in kinds.split(",")]
 #: Connections before a proof, all together, with those that the honest ones open; and the memory
 #: of each: what is read ahead, and what TLS has.
-UNPROVED, EACH = 1024 + 16, 96 << 10
+UNPROVED, EACH = 1024 + 16, 224 << 10
 
 
 def check(costs: Costs) -> None:

@@ -46,14 +46,15 @@ async def test_a_hostile_tenant_that_does_everything_at_once(attacked: Castle) -
 async def test_a_tenant_that_has_all_connections(attacked: Castle) -> None:
     """Each in the middle of the longest request, or with a reservation."""
     costs = await suffered(attacked, blue(attacked, "connections,open_write"))
-    costs.check(private=CONNECTIONS * EACH, files=CONNECTIONS + 1024, lines=LINES)
+    costs.check(private=CONNECTIONS * EACH, files=CONNECTIONS + 1024, lines=64)
 
 
 @pytest.mark.skipif(ATTACK_S <= 1, reason="make attack")
 @pytest.mark.parametrize("kind", [*KINDS, "open_write"])
 async def test_a_hostile_tenant(attacked: Castle, kind: str) -> None:
+    """Each connection that is cut off, as others wait for what it holds, is a line."""
     costs = await suffered(attacked, blue(attacked, kind))
-    costs.check(private=MEMORY, files=128, lines=LINES)
+    costs.check(private=MEMORY, files=128, lines=64 if kind == "open_write" else LINES)
 
 
 async def test_a_hostile_engine_of_the_same_tenant_alters_no_block(attacked: Castle) -> None:
