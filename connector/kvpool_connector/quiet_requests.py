@@ -49,7 +49,7 @@ class QuietRequests:
         wakes_at, passed = self._wakes_at.get, self._passed
         most = max(scheduled.values(), default=0)
         if most > 1:  # of a prompt, as a rule
-            quiet = [count for one, count in scheduled.items() if wakes_at(one, 0) > passed]
-            most = max(quiet, default=0)
+            several = [one for one, count in scheduled.items() if count > 1]
+            most = max((scheduled[one] for one in several if wakes_at(one, 0) > passed), default=1)
         self._passed = passed = passed + most
         return [one for one in scheduled if wakes_at(one, 0) <= passed]
