@@ -21,19 +21,30 @@ from kvpool.cli.shared import (
     console,
     digests_of,
     fail,
-    open_admin,
     open_pool,
     query_settings,
     run,
 )
 from kvpool.config import Config, cluster_of
 from kvpool.errors import ConfigError
-from kvpool.types import OTHERS, Demand, Explanation, Member, Namespace, SessionReport
+from kvpool.types import (
+    OTHERS,
+    Demand,
+    Explanation,
+    Member,
+    Namespace,
+    ReadStatus,
+    SessionReport,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from kvpool.ops.finding import Finding
+
+
+#: Where the policy of a server may know more: evicted, or refused when it came.
+_GONE = (ReadStatus.EVICTED, ReadStatus.NEVER_WRITTEN)
 
 
 def status(
@@ -116,6 +127,13 @@ def explain(
     cluster: ClusterName = None,
     secret_file: SecretFile = None,
     local_only: LocalOnly = False,
+    server_http: Annotated[
+        str | None,
+        typer.Option(
+            help="Address that a server on this host has for --http: its policy says why a block "
+            "is gone, e.g. 127.0.0.1:7453."
+        ),
+    ] = None,
     session: Annotated[
         str, typer.Option(help="Instead: what came of the hints about this session.")
     ] = "",
@@ -127,34 +145,51 @@ def explain(
         _explain_session(settings, session, as_json)
         return
 
-    async def main() -> list[Explanation]:
+    from kvpool.client.admin import admin
+    from kvpool.ops.inferred import inferred_line, inferred_sum
+
+    async def main() -> tuple[list[Explanation], str, dict[bytes, str]]:
         if not keys or not namespace:
             raise ConfigError("expected keys and their --namespace, or a --session")
         digests = digests_of(keys)
         wanted = Namespace(namespace, parts)
-        async with open_admin(settings) as operator:
-            return await operator.explain(wanted, digests, timeout=QUERY_S)
+        async with await open_pool(settings) as pool:
+            found = await admin(pool).explain(wanted, digests, timeout=QUERY_S)
+            gone = [one.key.digest for one in found if one.status in _GONE]
+            evicted = any(one.status is ReadStatus.EVICTED for one in found)
+            members = await pool.members(timeout=QUERY_S) if evicted and not as_json else []
+            why = await _ask_why(server_http, gone) if server_http else {}
+            return found, inferred_line(inferred_sum(members)), why
 
-    answers = run(main())
+    answers, inferred, why = run(main())
     if as_json:
-        print(
-            json.dumps(
-                [
-                    {
-                        "key": answer.key.digest.hex(),
-                        "status": answer.status.label,
-                        "text": answer.text,
-                        "replicas": [replica._asdict() for replica in answer.replicas],
-                    }
-                    for answer in answers
-                ]
-            )
-        )
+        print(json.dumps([_as_json(answer, why) for answer in answers]))
         return
     for answer in answers:
         colour = "green" if answer.status.hit else "yellow"
         text = escape(answer.text)
+        if answer.key.digest in why:
+            text += f"; {escape(why[answer.key.digest])}"
         console.print(f"{answer.key}  [{colour}]{answer.status.label}[/]: {text}")
+    if inferred:
+        console.print(f"what the policy infers: {inferred}")
+
+
+def _as_json(answer: Explanation, why: dict[bytes, str]) -> dict[str, object]:
+    digest = answer.key.digest
+    return {
+        "key": digest.hex(),
+        "status": answer.status.label,
+        "text": answer.text,
+        "replicas": [replica._asdict() for replica in answer.replicas],
+        **({"why": why[digest]} if digest in why else {}),
+    }
+
+
+async def _ask_why(server_http: str, gone: list[bytes]) -> dict[bytes, str]:
+    from kvpool.ops.why import ask_why
+
+    return dict(zip(gone, await ask_why(server_http, gone, QUERY_S), strict=True))
 
 
 def _explain_session(settings: Config, session: str, as_json: bool) -> None:

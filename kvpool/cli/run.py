@@ -276,6 +276,7 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
     from kvpool import registry
     from kvpool.net.control_network import TcpNetwork
     from kvpool.ops import metrics
+    from kvpool.ops.why import why_page
     from kvpool.server.block_server import BlockServer
 
     wanted = settings.server
@@ -304,7 +305,8 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
             tenants.on_change(Tenancy.of(running).tenants_changed)
         runtime.freeze_gc()  # before the start, which adds all blocks of a file
         await running.start()
-        pages = _pages(metrics.pages_of_server(running), wanted, settings)
+        served: Routes = {**metrics.pages_of_server(running), **why_page(running)}
+        pages = _pages(served, wanted, settings)
         async with pages, tenants.watched(running.tasks) if tenants else nullcontext():
             registering = asyncio.create_task(_registered(running, settings))
             stopped = asyncio.create_task(runtime.wait_for_signal())

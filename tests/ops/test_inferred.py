@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from kvpool import Namespace, dev
+from kvpool.errors import UsageError
+from kvpool.net.http_server import pages
 from kvpool.ops import metrics
 from kvpool.ops.inferred import inferred_line, inferred_of, inferred_sum, inferred_table
 from kvpool.ops.status_page import StatusPage
 from kvpool.ops.top import Top
+from kvpool.ops.why import ask_why, why_page
 from kvpool.server.eviction import verdicts
 from kvpool.types import ServerStats
 from kvpool.wire import messages as wire
 from tests.conftest import key
 from tests.ops.test_tables import lines, member
+from tests.support.commands import running_kvpool
 
 NAMES = (
     "programs", "returning_programs", "dead_programs",
@@ -104,3 +109,74 @@ async def test_a_server_tells_what_its_policy_infers(monkeypatch: pytest.MonkeyP
         await asyncio.wait([watching := asyncio.ensure_future(page.watch())], timeout=0.1)
         watching.cancel()
         assert page._pool(named=True)["inferred"]["dead_blocks"] == 1
+
+
+async def test_a_server_says_why_a_block_went_on_its_own_host() -> None:
+    async with dev.serve("1MiB", listen=("inproc://",)) as served, served.pool() as pool:
+        for number in range(20):
+            await pool.write(Namespace("n"), [key(f"{number}")], [bytes(65536)])
+        (answer,) = why_page(served.servers[0]).values()
+        page = answer.answer({"key": key("0").hex()}, True)
+        assert page.body.decode() == (
+            "used once, quiet for 0 s: 0% of such blocks come back after that, and all else was "
+            "expected to bring more hits\n"
+        )
+        for present in ("19", "never"):
+            page = answer.answer({"key": key(present).hex()}, True)
+            assert page.body.startswith(b"not known")
+        assert answer.answer({"key": key("0").hex()}, False).status == 403
+        for wrong in ({}, {"key": ""}, {"key": "xyz"}, {"key": "00" * 33}, {"key": "00", "a": ""}):
+            with pytest.raises(UsageError):
+                answer.answer(wrong, True)
+
+
+async def test_explain_shows_what_is_inferred_where_a_block_was_evicted() -> None:
+    async with dev.serve("1MiB") as served, served.pool() as pool:
+        for number in range(20):
+            await pool.write(Namespace("n"), [key(f"{number}")], [bytes(65536)])
+        where = ("--namespace", "n", "--masters", served.address)
+        said = await running_kvpool("explain", key("0").hex(), *where)
+        assert "evicted" in said.out
+        assert "what the policy infers: returning 0 blocks, dead " in said.out
+        said = await running_kvpool("explain", key("19").hex(), *where)
+        assert said.out
+        assert "infers" not in said.out
+        async with pages(why_page(served.servers[0]), "127.0.0.1:0") as serving:
+            assert serving is not None
+            asked = (*where, "--server-http", serving.address)
+            said = await running_kvpool("explain", key("0").hex(), *asked)
+            shown = " ".join(said.out.split())
+            assert ": evicted: it was stored earlier; used once, quiet for " in shown
+            both = (key("0").hex(), key("19").hex())
+            said = await running_kvpool("explain", *both, *asked, "--json")
+            evicted, present = json.loads(said.out)
+            assert evicted["why"].startswith("used once, ")
+            assert "why" not in present
+        said = await running_kvpool("explain", key("0").hex(), *asked)
+        assert "not known: 127.0.0.1:" in " ".join(said.out.split()), "it is gone"
+        said = await running_kvpool("explain", key("0").hex(), *where, "--server-http", "x")
+        assert (said.code, "expected HOST:PORT" in said.err) == (2, True)
+
+
+async def test_a_strange_answer_is_bounded_and_cannot_write_on_the_terminal() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n\x1b[31mred\n" + b"x" * 9000)
+        await writer.drain()
+        await reader.read()  # it says no end
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as stranger:
+        host, port = stranger.sockets[0].getsockname()
+        (text,) = await ask_why(f"{host}:{port}", [key("a")], 5.0)
+        assert text.startswith(" [31mred xxx")
+        assert len(text) == 400
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as stranger:
+        host, port = stranger.sockets[0].getsockname()
+        found = await ask_why(f"{host}:{port}", [key("a"), key("b")], 0.1)
+        assert found == [f"not known: {host}:{port} does not answer"] * 2

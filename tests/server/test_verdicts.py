@@ -15,11 +15,14 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.order import Order
 from kvpool.server.eviction.programs import _CLASSES, _SHARED, Programs
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
+from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Namespace, WriteStatus
 from tests.conftest import key
 from tests.server.test_programs import PAGE, Server, chain
+from tests.server.test_quotas import store as tenants_store
+from tests.server.test_quotas import write as tenants_write
 
 ONE = Namespace("one")
 
@@ -233,3 +236,21 @@ def test_reasons_are_kept_for_the_last_departures_only(monkeypatch: pytest.Monke
     for number in (1, 2, 1, 3, 4):
         gone.add(bytes([number]), number, 0.0)
     assert [gone.why(bytes([number])) for number in (1, 2, 3, 4)] == ["1 0.0", "", "3 0.0", "4 0.0"]
+
+
+def test_each_tenant_has_its_own_and_operators_see_the_sum() -> None:
+    store = tenants_store(8, Density, acme=(4, 4), beta=(4, 4))
+    for number in range(40):
+        for name in ("acme", "beta"):
+            space, digest = Namespace(f"@{name}/n"), key(f"{name} {number}")
+            tenants_write(store, space, [digest], 60.0 * number)
+    order = store.policy
+    indexes = {one.account.name: one for one in store.indexes}
+    assert isinstance(order, TenantOrders)
+    figures = order.figures
+    assert figures["inferred_dead_blocks"] == 8
+    of_acme, of_beta = (order.order_of(indexes[name]).inferred().why for name in ("acme", "beta"))
+    assert of_acme(key("acme 3"))
+    assert not of_beta(key("acme 3")), "a tenant's policy knows nothing of others"
+    assert order.inferred().why(key("acme 3")) == of_acme(key("acme 3"))
+    assert order.inferred().why(key("acme 39")) == ""

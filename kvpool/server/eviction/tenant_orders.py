@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, cast
 
 from kvpool.protocols import ReserveRequest
-from kvpool.protocols.policy import Decision
+from kvpool.protocols.policy import Decision, Inferred
 from kvpool.server.eviction.order import JUST_NOW, Order
 from kvpool.server.state.entry import Account, Entry, Index
 from kvpool.server.state.quota import Accounts, TenantAccount
@@ -245,9 +245,11 @@ class TenantOrders(Order):
         ]
         return max(beyond or [order.victim_age(now) for order in self._orders.values()])
 
-    @property
-    def figures(self) -> Counter[str]:
-        return sum((order.figures for order in self._orders.values()), Counter[str]())
+    def inferred(self) -> Inferred:
+        """Of all; what comes of hints is among the figures."""
+        figures = sum((order.figures for order in self._orders.values()), Counter[str]())
+        all_whys = [order.inferred().why for order in self._orders.values()]
+        return Inferred(figures, lambda digest: max([why(digest) for why in all_whys]))
 
     def bytes_of_programs(self) -> Counter[str]:
         found = (order.bytes_of_programs() for order in self._orders.values())
