@@ -118,7 +118,7 @@ LONG_FILES = {
     "kvpool/config.py": 646,
     "kvpool/master/state/directory.py": 1088,
     "kvpool/protocols/transport.py": 634,
-    "kvpool/server/state/store.py": 966,
+    "kvpool/server/state/store.py": 945,
     "kvpool/server/state/tiered_store.py": 1089,
     "kvpool/testing/harness.py": 732,
     "kvpool/types.py": 935,
