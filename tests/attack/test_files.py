@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import subprocess
 import sys
 import time
@@ -52,20 +51,23 @@ def many_lines(path: Path) -> None:
 TRACES: list[Callable[[Path], None]] = [zeros, many_ids, many_lines]
 
 
+#: Runs a command and prints the bytes that it had at most: of this small process a child inherits
+#: no more than a few MiB, of that of a test whatever the suite has loaded.
+MEASURED = """
+import resource, subprocess, sys
+ended = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, timeout=20)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10)
+sys.exit(ended.returncode)
+"""
+
+
 def refused(*words: str) -> tuple[float, int, str]:
     """Run a command that must refuse; seconds, bytes of memory at most, what it said."""
     began = time.perf_counter()
-    command = [sys.executable, "-m", "kvpool", *words]
-    process = subprocess.Popen(
-        ["timeout", "20", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    assert process.stderr is not None
-    said = process.stderr.read(1 << 20).decode()
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    process.stderr.close()
-    assert process.returncode == 2, said[:1000]
-    return time.perf_counter() - began, used.ru_maxrss << 10, said
+    command = [sys.executable, "-c", MEASURED, sys.executable, "-m", "kvpool", *words]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr[:1000]
+    return time.perf_counter() - began, int(ended.stdout), ended.stderr
 
 
 def check(seconds: float, memory: int, said: str) -> None:

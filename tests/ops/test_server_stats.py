@@ -21,6 +21,7 @@ from kvpool.ops import metrics
 from kvpool.ops.tables import as_json_object
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import Moves
+from kvpool.server.tenancy import Tenancy
 from kvpool.types import ClientUsage, Consumer, Member, ServerStats, TierUsage
 from kvpool.wire import messages as wire
 from tests.wire.offline import NoNetwork
@@ -114,7 +115,8 @@ async def test_a_server_measures_every_figure(pool_dev: dev.Dev) -> None:
     assert measured.counters
     assert [tier.name for tier in measured.usage] == ["dram"]
     fields = {field.name for field in structs.fields(ServerStats)}
-    assert given(BlockServer.stats, "ServerStats") | given(Moves.completed, "replace") == fields
+    by_extensions = given(Moves.completed, "replace") | given(Tenancy.completed, "replace")
+    assert given(BlockServer.stats, "ServerStats") | by_extensions == fields
 
 
 def given(method: Callable[..., ServerStats], name: str) -> set[str | None]:
