@@ -394,6 +394,9 @@ class _MasterEnd(asyncio.Protocol):
             return
         self._cancel_timer()
         self._waiting.clear()
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
         if not transport.is_closing():
             transport.abort()
         self._listener.left(self, self._host, error)

@@ -377,6 +377,7 @@ class _CallerEnd(asyncio.Protocol):
         """End the connection. What was not sent is lost. Idempotent."""
         transport, self._transport = self._transport, None
         if transport is not None:
+            self._session.close()
             transport.abort()
 
     def _broken(self, error: KvpoolError) -> None:

@@ -123,6 +123,10 @@ class ControlSession:
         #: The handshake is complete.
         self.open = False
 
+    def close(self) -> None:
+        """Nothing comes any more. It is in no cycle now: servers collect none (design: turns)."""
+        self._handshake.close()
+
     @property
     def sealed(self) -> bool:
         """What travels is encrypted, or will be."""

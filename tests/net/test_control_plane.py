@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import tempfile
@@ -859,3 +860,39 @@ def test_a_reader_takes_a_message_of_the_maximum_and_none_beyond() -> None:
     assert reader.feed(with_size(bytes(8))) == [bytes(8)]
     with pytest.raises(BadFrame, match="message of 9 bytes, limit 8"):
         reader.feed(with_size(bytes(9))[:4])
+
+
+async def test_a_connection_that_ends_leaves_nothing_for_the_collector() -> None:
+    """Servers and masters collect no old garbage (`runtime.freeze_gc`), and TLS has 100 KiB of each
+    connection: of strangers in mid-handshake, of those who say nothing, and of callers."""
+
+    def sessions() -> int:
+        return sum(isinstance(one, MasterSession) for one in gc.get_objects())
+
+    cluster = Cluster(secret=b"s" * 32)
+    serving = TcpNetwork(cluster)
+    listener = await serving.serve("127.0.0.1:0", lambda type, body, caller: (type, body))
+    gc.collect()
+    gc.disable()
+    try:
+        before = sessions()
+        for hello in (b"", b"\x16\x03\x01\x02\x00\x01", b"nonsense" * 4):
+            reader, writer = await asyncio.open_connection(*listener.address.split(":"))
+            await reader.read(16)
+            writer.write(hello)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.close()
+            await writer.wait_closed()
+        calling = TcpNetwork(cluster)
+        link = calling.connect(listener.address)
+        later = asyncio.get_running_loop().time() + 5.0
+        assert await link.request(1, b"x", deadline=later) == (1, b"x")
+        calling.close()
+        await calling.wait_closed()
+        del link, calling, reader, writer
+        await eventually(lambda: sessions() == before)
+    finally:
+        gc.enable()
+        serving.close()
+        await listener.close()
