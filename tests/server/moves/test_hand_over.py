@@ -1,0 +1,48 @@
+"""What one server has another one fetch, whoever wants it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool.server.moves.state.wants import BlockName, MovePlanner
+from kvpool.types import FetchStatus
+from tests.conftest import NAMESPACE, keys
+from tests.server.moves.test_drainer import put, trio
+from tests.support.moves import moves_of
+
+
+class Told(MovePlanner):
+    """Keeps what became of each block."""
+
+    def __init__(self) -> None:
+        self.has: list[BlockName] = []
+        self.lacks: list[BlockName] = []
+
+    def came(self, name: BlockName, target: str, *, moved: bool) -> None:
+        self.has.append(name)
+
+    def left(self, name: BlockName, reason: str) -> None:
+        self.lacks.append(name)
+
+
+async def test_blocks_for_which_there_is_no_time_yet_are_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        here, other = running.servers
+        await put(pool, here, keys("again", 4))
+        fetcher = moves_of(other).fetcher
+        fetch, asked = fetcher.fetch, []
+
+        async def slowly(*arguments: Any, **named: Any) -> list[FetchStatus]:
+            statuses = await fetch(*arguments, **named)
+            asked.append(len(statuses))
+            return statuses[:1] + [FetchStatus.NOT_YET] * (len(statuses) - 1)
+
+        monkeypatch.setattr(fetcher, "fetch", slowly)
+        told, names = Told(), [BlockName(NAMESPACE, 0, digest) for digest in keys("again", 4)]
+        refused = await moves_of(here).hand_over._offer(told, other.server, names)
+        assert (refused, told.has, told.lacks) == ([], names, [])
+        assert asked == [4, 3, 2, 1]
