@@ -176,7 +176,7 @@ class _PlayedEngine:
         count = prompt // self.shape.block + 16
         hashes = [secrets.token_bytes(32) for _ in range(count)]
         self._planner.on_new_request(name, hashes, prompt, RequestHints(), time.monotonic())
-        self._planner._requests[name].blocks_saved[0] = start // self.shape.block
+        self._planner.requests[name].blocks_saved[0] = start // self.shape.block
         ids = list(itertools.islice(self._ids, count))
         return ScheduledRequest(name, start, end, [ids])
 

@@ -69,7 +69,7 @@ class PrefillEngine:
         limits = PlannerLimits(load=load, save=False)
         self._planner = Planner([CacheGroup(block, 1)], limits)
         self._block_bytes = block * constants.kv_bytes
-        self._planner.block_bytes = (int(self._block_bytes),)
+        self._planner.windows.block_bytes = (int(self._block_bytes),)
 
     @property
     def prompts(self) -> int:
@@ -156,18 +156,18 @@ class PrefillEngine:
         """In each step of an engine that has nothing else to do."""
         computed = self.cache.held(prompt.chain) * self._block
         now = self._events.now
-        serial = self._planner.late_lookup(prompt.id, prompt.tokens, computed, now)
+        serial = self._planner.lookups.late(prompt.id, prompt.tokens, computed, now)
         if serial is None:
             self._after(_STEP_S, self._look_if_late, prompt)
             return
-        self._planner.on_lookup_result(prompt.id, serial, (), "late")
+        self._planner.lookups.on_result(prompt.id, serial, (), "late")
         self._decide(prompt)
         self._step()
 
     def _looked_up(self, prompt: Prompt, serial: int) -> None:
         assert self._memory is not None
         match = self._memory.match(self.number, prompt.namespace, prompt.chain, self._events.now)
-        self._planner.on_lookup_result(prompt.id, serial, [match], "")
+        self._planner.lookups.on_result(prompt.id, serial, [match], "")
         self._decide(prompt, just_matched=True)
         self._step()
 
@@ -263,7 +263,7 @@ class PrefillEngine:
             self._beside.computed()
         prompt.state = PromptState.DONE
         prompt.prefilled_at = now
-        self._planner.prefill_cost.observe(
+        self._planner.choice.prefill_cost.observe(
             [(prompt.hit_tokens, prompt.tokens)], now - prompt.began_at
         )
         self._planner.on_request_finished(prompt.id)

@@ -89,8 +89,8 @@ class LoadOrRecompute:
         bytes_of: Callable[[int, int], int],
     ) -> None:
         self._limits = limits
-        self._transfer_cost = transfer_cost
-        self._prefill_cost = prefill_cost
+        self.transfer_cost = transfer_cost
+        self.prefill_cost = prefill_cost
         self._loads = loads
         self._prober = prober
         self._bytes_of = bytes_of
@@ -105,8 +105,8 @@ class LoadOrRecompute:
         if last <= first:
             return Choice(LoadDecision.NOTHING_NEW)
         size = self._bytes_of(first, last)
-        load_s = self._transfer_cost.seconds(size + self._loads.bytes_beside(size))
-        prefill_s = self._prefill_cost.seconds(first, last)
+        load_s = self.transfer_cost.seconds(size + self._loads.bytes_beside(size))
+        prefill_s = self.prefill_cost.seconds(first, last)
         estimates = Estimates(load_s, prefill_s)
         compute_s = prefill_s if prefill_s is not None else math.inf
         if self._limits.load == "always":
@@ -130,7 +130,7 @@ class LoadOrRecompute:
         limit_s = self._limits.lookup_timeout_s
         if self._limits.load != "auto":
             return limit_s
-        prefill_s = self._prefill_cost.seconds(first, last)
+        prefill_s = self.prefill_cost.seconds(first, last)
         if prefill_s is None:
             return min(limit_s, _FIRST_TIMEOUT_S_MIN)
         return min(limit_s, max(prefill_s * _LOOKUP_SHARE, _LOOKUP_TIMEOUT_S_MIN))
@@ -142,7 +142,7 @@ class LoadOrRecompute:
             return self._limits.load_timeout_s
         if prefill_s is None:
             timeout_s = max(load_s * _ABORT_FACTOR, _FIRST_TIMEOUT_S_MIN)
-        elif not self._transfer_cost.samples:  # it may just as well take as long as computing
+        elif not self.transfer_cost.samples:  # it may just as well take as long as computing
             timeout_s = prefill_s
         else:
             timeout_s = max(load_s * _ABORT_FACTOR, prefill_s * _ABORT_SHARE_MIN)
@@ -160,5 +160,5 @@ class LoadOrRecompute:
             return None
         load, last = found
         rest = self._bytes_of(last, wanted.last)
-        wait_s = load.remaining_s(now) + (self._transfer_cost.seconds(rest) if rest else 0.0)
+        wait_s = load.remaining_s(now) + (self.transfer_cost.seconds(rest) if rest else 0.0)
         return SharedLoad(load, last, now) if wait_s < otherwise_s else None

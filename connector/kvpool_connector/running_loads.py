@@ -68,7 +68,7 @@ class RunningLoads:
     """
 
     def __init__(self, tokens_per_hash: int, unit: int) -> None:
-        self._tokens_per_hash = tokens_per_hash
+        self.tokens_per_hash = tokens_per_hash
         self._unit = unit
         self._loads: list[RunningLoad] = []
 
@@ -124,5 +124,5 @@ class RunningLoads:
 
     def _equal(self, one: Sequence[bytes], other: Sequence[bytes], tokens: int) -> bool:
         """Whether two prompts have equal tokens before this one, and so equal blocks."""
-        index = tokens // self._tokens_per_hash - 1
+        index = tokens // self.tokens_per_hash - 1
         return one[index] == other[index]

@@ -146,7 +146,7 @@ class ConnectorScheduler:
         #: Known when every rank has sent its `WorkerInfo`.
         self.names = EngineNames(engine)
         self.adapters = KnownAdapters(engine.ranks)
-        self._step_timer = StepTimer(self.planner.prefill_cost)
+        self._step_timer = StepTimer(self.planner.choice.prefill_cost)
         self._step = 0
         self._metrics_at = -_METRICS_EVERY_S
         self._names_by = math.inf  # held lookups end then, with or without namespaces
@@ -224,13 +224,13 @@ class ConnectorScheduler:
             self._restarting.discard(request_id)
             self._start_lookup(self.planner.on_restart(request_id, tokens, now))
         self._take_lookup_results()
-        if self._lookups.waiting and self.planner.is_looking_up(request_id):
+        if self._lookups.waiting and self.planner.lookups.is_running(request_id):
             self._wait_for_lookups()
-        late = self.planner.late_lookup(request_id, tokens, computed, now)
+        late = self.planner.lookups.late(request_id, tokens, computed, now)
         if late is not None:
             held = self._held_lookups.pop(late, None)
             reason = self._lookups.give_up(late) if held is None else NO_NAMESPACE
-            self.planner.on_lookup_result(request_id, late, (), reason)
+            self.planner.lookups.on_result(request_id, late, (), reason)
         if self._waits_for_names(request_id, now):
             return None
         return self.planner.loadable_tokens(request_id, tokens, computed, now)
@@ -337,7 +337,9 @@ class ConnectorScheduler:
             self.planner.on_load_result(loaded, now)
         for probed in report.probes:
             self.planner.on_probe_result(probed)
-        outcome = ReportOutcome(self.planner.take_dropped(), [], drop_cache=any(changed))
+        outcome = ReportOutcome(
+            self.planner.saves.queue.take_dropped(), [], drop_cache=any(changed)
+        )
         for saved in report.saves:
             unpinned, stored = self.planner.on_save_result(saved, now)
             outcome.blocks_to_unpin.extend(unpinned)
@@ -376,8 +378,8 @@ class ConnectorScheduler:
         if self._watch.on_metrics(metrics, now):
             self._messages.compare_names(self.namespaces)
         metrics["verified_difference"] = self.planner.verifier.difference
-        metrics["load_bytes_rate"] = self.planner.transfer_cost.bandwidth
-        prefill_s = self.planner.prefill_cost.seconds(0, _RATE_TOKENS)
+        metrics["load_bytes_rate"] = self.planner.choice.transfer_cost.bandwidth
+        prefill_s = self.planner.choice.prefill_cost.seconds(0, _RATE_TOKENS)
         if prefill_s:
             metrics["prefill_tokens_rate"] = _RATE_TOKENS / prefill_s
         return metrics
@@ -404,7 +406,7 @@ class ConnectorScheduler:
         alone = self._settings.kv_head_parts > 0
         self.names.writer = BlockWriter.new()
         self.names.forget(secrets.token_hex(6), alone=alone, serial=serial)
-        self.planner.promise_name = ""
+        self.planner.promises.name = ""
         self.adapters.reset()
         self.planner.verifier.reset()
         self._names_by = math.inf
@@ -432,12 +434,12 @@ class ConnectorScheduler:
             return changed
         self.planner.verifier.reset()
         self._log.names(self.names)
-        self.planner.block_bytes = self.names.block_bytes
-        self.planner.promise_name = promise_name(self.namespaces)
+        self.planner.windows.block_bytes = self.names.block_bytes
+        self.planner.promises.name = promise_name(self.namespaces)
         self._watch.on_new_names()
         held, self._held_lookups = self._held_lookups, {}
         for lookup in held.values():
-            self.planner.lookup_started(lookup.request_id, self._clock())
+            self.planner.lookups.began(lookup.request_id, self._clock())
             self._start_lookup(lookup)
         return changed
 
@@ -447,7 +449,7 @@ class ConnectorScheduler:
         An engine that only saves would otherwise compute its first prompt before there are names,
         and a prompt that generates one token ends with that step: it would never be saved.
         """
-        if self.namespaces or self.names.problem or self.planner.is_looking_up(request_id):
+        if self.namespaces or self.names.problem or self.planner.lookups.is_running(request_id):
             return False
         self._names_by = min(self._names_by, now + self._settings.start_wait_s)
         return now < self._names_by and self.planner.wants_names(request_id)
@@ -473,7 +475,7 @@ class ConnectorScheduler:
                     now,
                 )
                 if lookup is not None and waiting.given_up:  # it is being computed: only saves
-                    self.planner.on_lookup_result(
+                    self.planner.lookups.on_result(
                         request_id, lookup.serial, (), "adapter not loaded"
                     )
                 else:
@@ -486,20 +488,20 @@ class ConnectorScheduler:
             # The first step brings what is missing, and may be slow: that is no reason to miss.
             self._names_by = min(self._names_by, self._clock() + self._settings.start_wait_s)
             if self.names.problem or self._clock() > self._names_by:
-                on_result = self.planner.on_lookup_result
+                on_result = self.planner.lookups.on_result
                 on_result(lookup.request_id, lookup.serial, (), NO_NAMESPACE)
             else:
-                self.planner.lookup_started(lookup.request_id, self._names_by)
+                self.planner.lookups.began(lookup.request_id, self._names_by)
                 self._held_lookups[lookup.serial] = lookup
             return
         if lookup.session:
             self._messages.request_waits(lookup.request_id, lookup.session, self._clock())
         if reason := self._lookups.start(lookup, self.namespaces):
-            self.planner.on_lookup_result(lookup.request_id, lookup.serial, (), reason)
+            self.planner.lookups.on_result(lookup.request_id, lookup.serial, (), reason)
 
     def _take_lookup_results(self, wait_s: float = 0.0) -> None:
         for result in self._lookups.take(wait_s):
-            self._start_lookup(self.planner.on_lookup_result(*result))
+            self._start_lookup(self.planner.lookups.on_result(*result))
 
     def _wait_for_lookups(self) -> None:
         """Wait for the next answer, as long as this step's hooks may wait."""
@@ -513,5 +515,5 @@ class ConnectorScheduler:
         # The engine asks for the first of its queue only. (An idle one waits for answers later.)
         if self._lookups.waiting and not idle:
             self._take_lookup_results()
-        for request in self.planner.take_prefetches():
+        for request in self.planner.lookups.take_prefetches():
             self._messages.prefetch(self.namespaces[request.group], request)

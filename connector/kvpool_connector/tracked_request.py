@@ -35,7 +35,7 @@ class RequestState(enum.Enum):
 #: ANSWERED, when there is nothing to look up). Saving is no state of a request: its blocks are
 #: saved in every state, and after it has finished (`SaveQueue` has their states).
 TRANSITIONS: Final[Mapping[RequestState, frozenset[RequestState]]] = {
-    # on_lookup_result: an answer, or the reason why there is none
+    # RequestLookups.on_result: an answer, or the reason why there is none
     RequestState.LOOKING_UP: frozenset({RequestState.LOOKING_UP, RequestState.ANSWERED}),
     # loadable_tokens decides to load, or to wait; on_restart
     RequestState.ANSWERED: frozenset(

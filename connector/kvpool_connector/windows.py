@@ -6,6 +6,7 @@ engine goes on from a prefix with those, as it does from its own cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from kvpool.types import Match, Run
@@ -14,21 +15,34 @@ from kvpool_connector.values import CacheGroup
 
 
 class Windows:
-    """For one engine; hits are multiples of `unit` tokens."""
+    """For one engine; hits are multiples of `unit` tokens, so that none has a part of a block."""
 
-    def __init__(self, groups: Sequence[CacheGroup], unit: int) -> None:
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = tuple(groups)
-        self._unit = unit
+        self.unit = math.lcm(*(group.block_size for group in groups))
+        #: Bytes of a block of each group, of one rank; 0 until the ranks have reported them.
+        self.block_bytes: tuple[int, ...] = (0,) * len(groups)
         whole = [number for number, group in enumerate(self._groups) if not group.window_blocks]
         #: Groups of which a hit has every block, if there are any.
         self._whole_groups = whole
         #: The first of them; 0 if there are none.
         self.whole = whole[0] if whole else 0
 
+    def whole_units(self, tokens: int) -> int:
+        """So many tokens, without those that are no whole unit."""
+        return tokens // self.unit * self.unit
+
     def blocks(self, group: CacheGroup, first: int, last: int) -> int:
         """How many blocks of a group a load of these tokens moves."""
         blocks = (last - first) // group.block_size
         return min(blocks, group.window_blocks) if group.window_blocks else blocks
+
+    def bytes_of(self, first: int, last: int) -> int:
+        """Bytes that one rank moves for these tokens."""
+        return sum(
+            self.blocks(group, first, last) * size
+            for group, size in zip(self._groups, self.block_bytes, strict=True)
+        )
 
     def available(self, matches: Sequence[Match]) -> int:
         """Tokens that every group has."""
@@ -71,4 +85,4 @@ class Windows:
 
     def _tokens(self, matches: Sequence[Match], numbers: Sequence[int]) -> int:
         tokens = min(matches[n].length * self._groups[n].block_size for n in numbers)
-        return tokens // self._unit * self._unit
+        return self.whole_units(tokens)

@@ -125,8 +125,8 @@ def test_what_waits_at_a_reset_is_unpinned_and_never_saved() -> None:
     assert played.completes("a").blocks_to_pin == [2]
     played.planner.on_reset()
     assert played.planner.has_pending_work
-    assert played.planner.take_dropped() == [2]
-    assert played.planner.take_dropped() == []
+    assert played.planner.saves.queue.take_dropped() == [2]
+    assert played.planner.saves.queue.take_dropped() == []
     assert not played.planner.has_pending_work
     played.now += GATHER_S
     assert not played.idle().saves
@@ -140,7 +140,7 @@ def test_what_waits_at_a_mismatch_is_unpinned_and_never_saved() -> None:
         played.planner.verifier.writers.on_wrong(BlockWriter(name, ""))
     played.now += GATHER_S
     assert not played.idle().saves
-    assert played.planner.take_dropped() == [2]
+    assert played.planner.saves.queue.take_dropped() == [2]
     assert not played.planner.has_pending_work
     assert played.planner.counters["dropped mismatch"] == 1
 
@@ -165,7 +165,7 @@ def prompt(engine: Engine, chain: list[bytes]) -> None:
     engine.fill(range(1, len(chain) + 1), 1)
     engine.compute("a", chain[:1], [1])
     engine.until(lambda: engine.stored == 1)
-    engine.scheduler.planner._requests["a"].hashes = chain
+    engine.scheduler.planner.requests["a"].hashes = chain
 
 
 def decode(engine: Engine, block: int) -> None:

@@ -914,9 +914,9 @@ def test_the_metrics_of_a_busy_engine_come_once_a_second(start: Start) -> None:
     counters["saved_blocks"] = 3
     metrics = engine.scheduler.take_metrics()  # news are not held back
     assert metrics["saved_blocks"] == 3
-    assert metrics["load_bytes_rate"] == engine.scheduler.planner.transfer_cost.bandwidth
+    assert metrics["load_bytes_rate"] == engine.scheduler.planner.choice.transfer_cost.bandwidth
     assert "prefill_tokens_rate" not in metrics
-    engine.scheduler.planner.prefill_cost.observe([(0, 1024)], 2.0)
+    engine.scheduler.planner.choice.prefill_cost.observe([(0, 1024)], 2.0)
     counters["saved_blocks"] = 1
     assert engine.scheduler.take_metrics()["prefill_tokens_rate"] == pytest.approx(512)
 
@@ -1208,7 +1208,7 @@ def test_an_idle_engine_waits_only_while_something_runs(start: Start) -> None:
 def test_the_pools_speed_is_probed_after_the_first_save(start: Start) -> None:
     engine = start(load="auto")
     engine.save(keys("probe", 4), [1, 2, 3, 4])
-    cost = engine.scheduler.planner.transfer_cost
+    cost = engine.scheduler.planner.choice.transfer_cost
     assert cost.samples == 0
     engine.until(lambda: cost.samples == 1)
     [probe] = [probe for report in engine.reports for probe in report.probes]

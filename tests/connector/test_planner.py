@@ -47,7 +47,7 @@ class Played:
         **limits: object,
     ) -> None:
         self.planner = Planner(groups, PlannerLimits(**limits), ranks=ranks)  # type: ignore[arg-type]
-        self.planner.block_bytes = (1 << 20,) * len(groups)
+        self.planner.windows.block_bytes = (1 << 20,) * len(groups)
         self.now = 100.0
         self.reused: set[int] = set()
 
@@ -65,12 +65,12 @@ class Played:
     def look_up(self, name: str, tokens: int, length: int, prompt: str = "") -> None:
         lookup = self.arrive(name, tokens, prompt=prompt)
         assert lookup is not None
-        self.planner.on_lookup_result(name, lookup.serial, [matched(length)], "")
+        self.planner.lookups.on_result(name, lookup.serial, [matched(length)], "")
 
     def offer(self, name: str, tokens: int, computed: int = 0) -> int | None:
-        late = self.planner.late_lookup(name, tokens, computed, self.now)
+        late = self.planner.lookups.late(name, tokens, computed, self.now)
         if late is not None:
-            self.planner.on_lookup_result(name, late, (), "lookup timeout")
+            self.planner.lookups.on_result(name, late, (), "lookup timeout")
         return self.planner.loadable_tokens(name, tokens, computed, self.now)
 
     def allocate(self, name: str, blocks: int, tokens: int, first: int = 1) -> None:
@@ -131,7 +131,7 @@ def test_with_a_volatile_tail_all_of_a_sliding_window_is_looked_up() -> None:
         lookup = played.arrive("a", 100)
         assert lookup is not None
         matches = [matched(6), matched(3)]
-        again = played.planner.on_lookup_result("a", lookup.serial, matches, "")
+        again = played.planner.lookups.on_result("a", lookup.serial, matches, "")
         assert (again is not None) is more
     assert played.offer("a", 100) == 2 * BLOCK
 
@@ -146,7 +146,7 @@ def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
     assert played.offer("a", 100) is None
     played.now += 0.002
     assert played.offer("a", 100) == 0
-    played.planner.on_lookup_result("a", lookup.serial, [matched(6)], "")  # too late
+    played.planner.lookups.on_result("a", lookup.serial, [matched(6)], "")  # too late
     assert played.offer("a", 100) == 0
     assert played.planner.counters["miss lookup timeout"] == 1
 
@@ -170,15 +170,15 @@ def test_a_lookup_may_take_a_share_of_what_it_can_save(
 ) -> None:
     played = Played(**limits)
     if prefill_s is not None:
-        played.planner.prefill_cost.observe([(0, 100)], prefill_s)
+        played.planner.choice.prefill_cost.observe([(0, 100)], prefill_s)
     lookup = played.arrive("a", 100)
     assert lookup is not None
     played.now += waits_s * 0.99
-    assert played.planner.late_lookup("a", 100, computed, played.now) is None
+    assert played.planner.lookups.late("a", 100, computed, played.now) is None
     played.now += waits_s * 0.02
-    assert played.planner.late_lookup("a", 100, computed, played.now) == lookup.serial
+    assert played.planner.lookups.late("a", 100, computed, played.now) == lookup.serial
     assert played.offer("a", 100, computed) == 0
-    assert played.planner.late_lookup("a", 100, computed, played.now) is None
+    assert played.planner.lookups.late("a", 100, computed, played.now) is None
 
 
 def test_a_lookup_that_could_not_begin_has_its_time_from_its_beginning() -> None:
@@ -187,9 +187,9 @@ def test_a_lookup_that_could_not_begin_has_its_time_from_its_beginning() -> None
     assert lookup is not None
     assert played.offer("a", 100) is None
     played.now += 1.0
-    played.planner.lookup_started("a", played.now)
+    played.planner.lookups.began("a", played.now)
     assert played.offer("a", 100) is None
-    played.planner.on_lookup_result("a", lookup.serial, [matched(6)], "")
+    played.planner.lookups.on_result("a", lookup.serial, [matched(6)], "")
     assert played.offer("a", 100) == 96
 
 
@@ -241,8 +241,8 @@ def test_when_somebody_else_loads_nothing_is_loaded() -> None:
 def test_a_slow_pool_is_not_waited_for() -> None:
     """G10: a load is chosen only when it is estimated to be faster than computing."""
     played = Played()
-    played.planner.prefill_cost.observe([(0, 1000)], 0.1)  # 10,000 tokens a second
-    played.planner.transfer_cost.observe(10 << 20, 10.0)  # a megabyte a second
+    played.planner.choice.prefill_cost.observe([(0, 1000)], 0.1)  # 10,000 tokens a second
+    played.planner.choice.transfer_cost.observe(10 << 20, 10.0)  # a megabyte a second
     played.look_up("a", 100, 6)
     assert played.offer("a", 100) == 0
     played.allocate("a", 7, 0)
@@ -251,7 +251,7 @@ def test_a_slow_pool_is_not_waited_for() -> None:
     assert plan.probe is not None  # whether it is faster by now, nobody waits for that
     assert not plan.saves  # the pool has it
     for _ in range(12):
-        played.planner.transfer_cost.observe(10 << 20, 0.001)
+        played.planner.choice.transfer_cost.observe(10 << 20, 0.001)
     played.look_up("b", 100, 6)
     assert played.offer("b", 100) == 96
 
@@ -265,9 +265,9 @@ def test_a_load_gives_up_before_computing_would_have_been_done(
 ) -> None:
     """After three times what was expected, within half and all of the time of computing."""
     played = Played(load_timeout_s=10.0)
-    played.planner.prefill_cost.observe([(0, 1000)], 10.0)  # 96 tokens in 0.96 s
+    played.planner.choice.prefill_cost.observe([(0, 1000)], 10.0)  # 96 tokens in 0.96 s
     if mebibytes_s is not None:
-        played.planner.transfer_cost.observe(6 << 20, 6 / mebibytes_s)
+        played.planner.choice.transfer_cost.observe(6 << 20, 6 / mebibytes_s)
     played.look_up("a", 100, 6)
     assert played.offer("a", 100) == 96
     played.allocate("a", 7, 96)
@@ -278,7 +278,7 @@ def test_a_load_gives_up_before_computing_would_have_been_done(
 def test_after_one_slow_load_the_pool_is_tried_before_the_next_request() -> None:
     """A first load opens the way: what it takes says little about the second."""
     played = Played()
-    played.planner.prefill_cost.observe([(0, 1000)], 1.0)  # 96 tokens in 96 ms
+    played.planner.choice.prefill_cost.observe([(0, 1000)], 1.0)  # 96 tokens in 96 ms
     played.look_up("a", 100, 6)
     assert played.offer("a", 100) == 96
     played.allocate("a", 7, 96)
@@ -297,7 +297,9 @@ def test_after_one_slow_load_the_pool_is_tried_before_the_next_request() -> None
 def test_loads_beside_each_other_are_no_slow_pool() -> None:
     """Four that share the link take four times as long each, and the link is as fast as before."""
     played = Played()
-    played.planner.prefill_cost.observe([(0, 1000)], 100.0)  # nothing is slower than computing
+    played.planner.choice.prefill_cost.observe(
+        [(0, 1000)], 100.0
+    )  # nothing is slower than computing
     for turn in range(8):
         names = [f"{turn}{letter}" for letter in "abcd"]
         for name in names:
@@ -308,15 +310,15 @@ def test_loads_beside_each_other_are_no_slow_pool() -> None:
         for count, name in enumerate(names, 1):  # 1 ms for each MiB, one behind the other
             result = LoadResult(name, 6 << 20, True, 0.006 * count)
             played.planner.on_load_result(result, played.now)
-    assert played.planner.transfer_cost.seconds(100 << 20) == pytest.approx(0.1)
+    assert played.planner.choice.transfer_cost.seconds(100 << 20) == pytest.approx(0.1)
 
 
 def test_probes_grow_until_they_tell_latency_from_rate() -> None:
     """A link of 4 GiB/s with 10 ms of latency: 4 MiB come at 0.36 GiB/s, a prompt of 600 MiB faster
     than it is computed. A probe that stays small would keep every prompt from loading."""
     played = Played(probe_every_s=5.0)
-    played.planner.prefill_cost.observe([(0, 1000)], 0.05)  # 9,600 tokens in 0.48 s
-    played.planner.transfer_cost.observe(4 << 20, 0.011)  # 1.6 s at this speed
+    played.planner.choice.prefill_cost.observe([(0, 1000)], 0.05)  # 9,600 tokens in 0.48 s
+    played.planner.choice.transfer_cost.observe(4 << 20, 0.011)  # 1.6 s at this speed
     sizes = []
     for number in range(20):
         played.now += 5.0
@@ -338,8 +340,8 @@ def test_probes_grow_until_they_tell_latency_from_rate() -> None:
 
 def slow_load(played: Played, name: str, seconds: float = 0.3, *, complete: bool = True) -> None:
     """A request whose load of 6 MiB takes longer than computing its 96 tokens, which is 96 ms."""
-    if played.planner.prefill_cost.seconds(0, 1) is None:
-        played.planner.prefill_cost.observe([(0, 1000)], 1.0)
+    if played.planner.choice.prefill_cost.seconds(0, 1) is None:
+        played.planner.choice.prefill_cost.observe([(0, 1000)], 1.0)
     played.look_up(name, 100, 6)
     assert played.offer(name, 100) == 96
     played.allocate(name, 7, 96)
@@ -354,8 +356,8 @@ def test_one_slow_load_changes_nothing_when_a_probe_is_fast(complete: bool) -> N
     """A core that was busy for a moment must not stop loads: computing makes it busier still."""
     played = Played()
     for _ in range(5):
-        played.planner.transfer_cost.observe(6 << 20, 0.006)
-    before = played.planner.transfer_cost.seconds(6 << 20)
+        played.planner.choice.transfer_cost.observe(6 << 20, 0.006)
+    before = played.planner.choice.transfer_cost.seconds(6 << 20)
     slow_load(played, "a", complete=complete)
     played.look_up("b", 100, 6)
     assert played.offer("b", 100) == 0  # until the probe has ended
@@ -365,7 +367,7 @@ def test_one_slow_load_changes_nothing_when_a_probe_is_fast(complete: bool) -> N
     assert played.planner.has_pending_work  # the engine goes on stepping, to hear of its end
     played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
     assert not played.planner.has_pending_work
-    assert played.planner.transfer_cost.seconds(6 << 20) == pytest.approx(before, rel=0.01)
+    assert played.planner.choice.transfer_cost.seconds(6 << 20) == pytest.approx(before, rel=0.01)
     played.look_up("c", 100, 6)
     assert played.offer("c", 100) == 96
 
@@ -373,7 +375,7 @@ def test_one_slow_load_changes_nothing_when_a_probe_is_fast(complete: bool) -> N
 def test_a_slow_load_counts_when_the_probe_is_slow_as_well() -> None:
     played = Played()
     for _ in range(5):
-        played.planner.transfer_cost.observe(6 << 20, 0.006)
+        played.planner.choice.transfer_cost.observe(6 << 20, 0.006)
     slow_load(played, "a")
     played.idle()
     # In time for 4 MiB, and not for 6.
@@ -413,12 +415,12 @@ def test_two_slow_loads_in_a_row_are_no_accident() -> None:
     """Otherwise a pool whose loads are slow, and its probes not, costs every request its load."""
     played = Played()
     for _ in range(5):
-        played.planner.transfer_cost.observe(6 << 20, 0.006)
+        played.planner.choice.transfer_cost.observe(6 << 20, 0.006)
     slow_load(played, "a")
     played.idle()
     played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
     slow_load(played, "b")
-    assert played.planner.transfer_cost.seconds(6 << 20) == pytest.approx(0.3)
+    assert played.planner.choice.transfer_cost.seconds(6 << 20) == pytest.approx(0.3)
     played.look_up("c", 100, 6)
     for _ in range(9):
         assert played.offer("c", 100) == 0
@@ -434,12 +436,12 @@ def test_two_slow_loads_in_a_row_are_no_accident() -> None:
     slow_load(played, "d")  # after a good one it may be an accident again
     played.idle()
     played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
-    assert played.planner.transfer_cost.seconds(6 << 20) < 0.02
+    assert played.planner.choice.transfer_cost.seconds(6 << 20) < 0.02
 
 
 def test_loads_that_are_slow_together_are_one_accident() -> None:
     played = Played()
-    played.planner.prefill_cost.observe([(0, 1000)], 1.0)
+    played.planner.choice.prefill_cost.observe([(0, 1000)], 1.0)
     names = ("a", "b", "c")
     for name in names:
         played.look_up(name, 100, 6)
@@ -459,13 +461,13 @@ def test_loads_that_are_slow_together_are_one_accident() -> None:
 def test_a_step_of_another_request_makes_no_load_slow() -> None:
     """The engine learns of a load's end after its step; the worker knows how long it took."""
     played = Played()
-    played.planner.prefill_cost.observe([(0, 1000)], 1.0)
+    played.planner.choice.prefill_cost.observe([(0, 1000)], 1.0)
     played.look_up("a", 100, 6)
     assert played.offer("a", 100) == 96
     played.allocate("a", 7, 96)
     played.idle()
     played.planner.on_load_result(LoadResult("a", 6 << 20, True, 0.006), played.now + 2.0)
-    assert played.planner.transfer_cost.seconds(6 << 20) == pytest.approx(0.006)
+    assert played.planner.choice.transfer_cost.seconds(6 << 20) == pytest.approx(0.006)
     assert played.planner.counters["load_s"] == 2.0
 
 
@@ -475,14 +477,14 @@ def test_what_is_saved_first_is_read_back_to_learn_how_long_that_takes() -> None
     assert lookup is not None
     (save,) = played.step("a", 0, 100).saves
     assert played.planner.on_probe_result(ProbeResult(0, 0.001)) is None
-    assert not played.planner.transfer_cost.samples  # nothing came, and nobody waited
+    assert not played.planner.choice.transfer_cost.samples  # nothing came, and nobody waited
     played.saved(save.job)
     probe = played.idle().probe
     assert probe is not None
     assert (probe.blocks[0].group, probe.blocks[0].digests) == (0, tuple(hashes("a", 64)))
     assert played.idle().probe is None
     played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
-    assert played.planner.transfer_cost.samples == 1
+    assert played.planner.choice.transfer_cost.samples == 1
     assert not Played(load="never").idle().probe
 
 
@@ -618,9 +620,9 @@ def test_a_preempted_request_starts_anew() -> None:
     played.planner.on_preempted("a")
     lookup = played.planner.on_restart("a", 70, played.now)
     assert lookup is not None
-    played.planner.on_lookup_result("a", 1, [matched(1)], "")  # an answer to the first lookup
+    played.planner.lookups.on_result("a", 1, [matched(1)], "")  # an answer to the first lookup
     assert played.offer("a", 70) is None
-    played.planner.on_lookup_result("a", lookup.serial, [matched(4)], "")
+    played.planner.lookups.on_result("a", lookup.serial, [matched(4)], "")
     assert played.offer("a", 70) == 64
     assert played.saved(save.job) == [1, 2, 3, 4]
 
@@ -644,7 +646,7 @@ def test_with_several_groups_all_must_have_it() -> None:
     lookup = played.planner.on_new_request("a", chain, 130, RequestHints(), played.now)
     assert lookup is not None
     assert lookup.chains[0] == (chain[1], chain[3], chain[5], chain[7])
-    played.planner.on_lookup_result("a", lookup.serial, [matched(3), matched(5)], "")
+    played.planner.lookups.on_result("a", lookup.serial, [matched(3), matched(5)], "")
     assert played.offer("a", 130) == 64  # 5 fine blocks are 80 tokens, aligned 64
     played.planner.on_blocks_allocated("a", [[1, 2, 3], [0, 0, 13, 14, 15]], 64, played.now)
     (load,) = played.idle().loads
@@ -696,7 +698,7 @@ def _random_life(chance: random.Random) -> None:
     def answer(name: str, lookup: LookupRequest | None) -> None:
         if lookup and chance.random() < 0.7:
             length = chance.randrange(0, len(lookup.chains[0]) + 1)
-            played.planner.on_lookup_result(name, lookup.serial, [matched(length)], "")
+            played.planner.lookups.on_result(name, lookup.serial, [matched(length)], "")
 
     def offer(name: str) -> None:
         offered = played.offer(name, sizes[name])
@@ -726,7 +728,7 @@ def _random_life(chance: random.Random) -> None:
             played.planner.on_reset()
         plan = played.step(name, alive.get(name, 0), alive.get(name, 0) + chance.randrange(64))
         kept += plan.blocks_to_pin
-        for block in played.planner.take_dropped():
+        for block in played.planner.saves.queue.take_dropped():
             kept.remove(block)
         open_jobs += [save.job for save in plan.saves for _ in range(ranks)]
         loads += [load.request_id for load in plan.loads for _ in range(ranks)]

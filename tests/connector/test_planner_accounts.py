@@ -18,8 +18,8 @@ MIB = 1 << 20
 
 def estimating(played: Played, load_s: float, prefill_s: float) -> None:
     """Every load and every prefill is estimated to take so long."""
-    played.planner.transfer_cost.seconds = lambda size: load_s  # type: ignore[method-assign]
-    played.planner.prefill_cost.seconds = lambda first, last: prefill_s  # type: ignore[method-assign]
+    played.planner.choice.transfer_cost.seconds = lambda size: load_s  # type: ignore[method-assign]
+    played.planner.choice.prefill_cost.seconds = lambda first, last: prefill_s  # type: ignore[method-assign]
 
 
 def load(played: Played, name: str, blocks: int = 6, *, computed: int = 0) -> None:
@@ -77,8 +77,8 @@ def test_a_probe_that_waited_for_all_of_its_time_is_a_measurement(
 ) -> None:
     played = Played(load_timeout_s=10.0)
     played.planner.on_probe_result(ProbeResult(0, waited_s))
-    assert (played.planner.transfer_cost.samples == 1) is slow
-    assert (played.planner.transfer_cost.seconds(4 * MIB) > 1.0) is slow
+    assert (played.planner.choice.transfer_cost.samples == 1) is slow
+    assert (played.planner.choice.transfer_cost.seconds(4 * MIB) > 1.0) is slow
 
 
 def test_no_load_may_take_longer_than_the_setting() -> None:
@@ -92,7 +92,7 @@ def test_no_load_may_take_longer_than_the_setting() -> None:
 
 def test_a_probe_reads_one_block_although_that_is_larger_than_a_probe() -> None:
     played = Played()
-    played.planner.block_bytes = (8 * MIB,)
+    played.planner.windows.block_bytes = (8 * MIB,)
     estimating(played, 2.0, 1.0)
     played.look_up("a", 100, 6)
     assert played.offer("a", 100) == 0
@@ -106,8 +106,8 @@ def test_a_probe_reads_one_block_although_that_is_larger_than_a_probe() -> None:
 
 def test_all_loads_on_their_way_make_the_next_one_slower() -> None:
     played = Played()
-    played.planner.prefill_cost.seconds = lambda first, last: 0.015  # type: ignore[method-assign]
-    played.planner.transfer_cost.seconds = lambda size: size / (1000 * MIB)  # type: ignore[method-assign]
+    played.planner.choice.prefill_cost.seconds = lambda first, last: 0.015  # type: ignore[method-assign]
+    played.planner.choice.transfer_cost.seconds = lambda size: size / (1000 * MIB)  # type: ignore[method-assign]
     for name, offered in (("a", 96), ("b", 96), ("c", 0)):  # 6 ms each, if it is alone
         played.look_up(name, 100, 6)
         assert played.offer(name, 100) == offered
@@ -121,8 +121,8 @@ def test_a_load_that_has_ended_slows_no_other(end: str) -> None:
     played = Played()
     sizes: list[int] = []
     load(played, "a")
-    real = played.planner.transfer_cost.seconds
-    played.planner.transfer_cost.seconds = (  # type: ignore[method-assign]
+    real = played.planner.choice.transfer_cost.seconds
+    played.planner.choice.transfer_cost.seconds = (  # type: ignore[method-assign]
         lambda size: sizes.append(size) or real(size)  # type: ignore[func-returns-value]
     )
     played.look_up("b", 100, 6)
@@ -187,7 +187,7 @@ def test_a_late_answer_does_not_take_back_what_was_saved_meanwhile() -> None:
     assert lookup is not None
     (save,) = played.step("a", 0, 100).saves
     played.saved(save.job)
-    played.planner.on_lookup_result("a", lookup.serial, [matched(2)], "")
+    played.planner.lookups.on_result("a", lookup.serial, [matched(2)], "")
     assert not played.step("a", 100, 101).saves
 
 
@@ -209,7 +209,7 @@ def test_of_several_ranks_the_one_that_moved_most_is_measured() -> None:
         load(played, "a")
         for size in order:
             played.planner.on_load_result(LoadResult("a", size, True, 0.5), played.now + 0.5)
-        assert played.planner.transfer_cost.seconds(6 * MIB) == pytest.approx(0.5)
+        assert played.planner.choice.transfer_cost.seconds(6 * MIB) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("complete", [(False, True), (True, False), (False, False)])
@@ -234,7 +234,7 @@ def test_hits_are_counted_where_they_were_read() -> None:
         Run(3, 5, (Replica("b", "nvme"),)),
     )
     match = Match(runs, 6, ReadStatus.HIT)
-    played.planner.on_lookup_result("a", lookup.serial, [match], "")
+    played.planner.lookups.on_result("a", lookup.serial, [match], "")
     assert played.offer("a", 100, 16) == 80
     played.allocate("a", 7, 64)  # the engine takes less than was offered: tokens 16 to 80
     assert played.planner.counters["hit_tokens dram"] == 32
@@ -253,7 +253,7 @@ def test_only_what_is_loaded_is_counted_as_a_hit() -> None:
         Run(5, 5, ()),
     )
     match = Match(runs, 6, ReadStatus.HIT)
-    played.planner.on_lookup_result("a", lookup.serial, [match], "")
+    played.planner.lookups.on_result("a", lookup.serial, [match], "")
     assert played.offer("a", 100, 48) == 48
     played.allocate("a", 7, 48)
     counted = {name: n for name, n in played.planner.counters.items() if name.startswith("hit_")}
@@ -273,8 +273,8 @@ def test_estimates_are_of_the_tokens_that_are_missing() -> None:
         asked.append((first, last))
         return 4.0
 
-    played.planner.transfer_cost.seconds = load_s  # type: ignore[method-assign]
-    played.planner.prefill_cost.seconds = prefill_s  # type: ignore[method-assign]
+    played.planner.choice.transfer_cost.seconds = load_s  # type: ignore[method-assign]
+    played.planner.choice.prefill_cost.seconds = prefill_s  # type: ignore[method-assign]
     played.look_up("a", 100, 6)
     assert played.offer("a", 100, 48) == 48
     played.allocate("a", 7, 48)
@@ -291,7 +291,7 @@ def test_the_shortest_match_has_the_reason_of_a_miss() -> None:
         assert lookup is not None
         first, second = lengths
         matches = [matched(first, ReadStatus.REMOVED), matched(second, ReadStatus.EVICTED)]
-        played.planner.on_lookup_result("a", lookup.serial, matches, "")
+        played.planner.lookups.on_result("a", lookup.serial, matches, "")
         assert played.planner.counters[f"miss {reason}"] == 1
 
 
@@ -348,7 +348,7 @@ def test_what_the_pool_has_of_one_group_is_not_saved_again() -> None:
     played = Played(groups=COARSE_AND_FINE)
     lookup = played.arrive("a", 200)
     assert lookup is not None
-    played.planner.on_lookup_result("a", lookup.serial, [matched(1), matched(7)], "")
+    played.planner.lookups.on_result("a", lookup.serial, [matched(1), matched(7)], "")
     assert saved_blocks(played, 0, 50) == []
     assert saved_blocks(played, 50, 160) == [(2, 3, 4, 5), (108, 109, 110)]
 
@@ -357,7 +357,7 @@ def test_after_a_failed_load_each_group_saves_what_was_to_be_loaded() -> None:
     played = Played(groups=COARSE_AND_FINE)
     lookup = played.arrive("a", 200)
     assert lookup is not None
-    played.planner.on_lookup_result("a", lookup.serial, [matched(4), matched(10)], "")
+    played.planner.lookups.on_result("a", lookup.serial, [matched(4), matched(10)], "")
     assert played.offer("a", 200, 64) == 64
     ids = [[first + number for number in range(20)] for first in (1, 101)]
     played.planner.on_blocks_allocated("a", ids, 64, played.now)

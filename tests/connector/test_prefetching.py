@@ -66,14 +66,14 @@ def looked_up(hints: RequestHints | None = None, **limits: Any) -> Planner:
     hashes = keys("prompt", 6)
     lookup = planner.on_new_request("r", hashes, 6 * BLOCK, hints or RequestHints(), 1.0)
     assert lookup is not None
-    planner.on_lookup_result("r", lookup.serial, [match((5, DISK))], "")
+    planner.lookups.on_result("r", lookup.serial, [match((5, DISK))], "")
     return planner
 
 
 def test_a_prompt_that_waits_is_prefetched_once() -> None:
     planner = looked_up()
-    assert [len(one.digests()) for one in planner.take_prefetches()] == [5]
-    assert planner.take_prefetches() == []
+    assert [len(one.digests()) for one in planner.lookups.take_prefetches()] == [5]
+    assert planner.lookups.take_prefetches() == []
     assert planner.counters["prefetches"] == 1
 
 
@@ -89,11 +89,11 @@ def test_a_prompt_that_waits_no_longer_is_not(end: str) -> None:
             planner.on_restart("r", 6 * BLOCK, 2.0)
         case "reset":
             planner.on_reset()
-    assert planner.take_prefetches() == []
+    assert planner.lookups.take_prefetches() == []
 
 
 def test_a_request_can_switch_it_off() -> None:
-    assert looked_up(RequestHints(skip_prefetch=True)).take_prefetches() == []
+    assert looked_up(RequestHints(skip_prefetch=True)).lookups.take_prefetches() == []
 
 
 @pytest.mark.timeout(60)

@@ -32,7 +32,7 @@ GOOD = PromisedBlocks(96, hashes("p", 96)[-1], NAME, 0.5)
 
 def played(**limits: object) -> Played:
     made = Played(**limits)
-    made.planner.promise_name = NAME
+    made.planner.promises.name = NAME
     return made
 
 
@@ -46,7 +46,7 @@ def given(
     """A request with a promise, of whose blocks the pool has `length`."""
     lookup = engine.arrive(name, tokens, RequestHints(promise=promise), "p")
     assert lookup is not None
-    engine.planner.on_lookup_result(name, lookup.serial, [matched(length)], "")
+    engine.planner.lookups.on_result(name, lookup.serial, [matched(length)], "")
 
 
 def outcomes(engine: Played) -> dict[str, float]:
@@ -63,7 +63,7 @@ def outcomes(engine: Played) -> dict[str, float]:
 def test_an_engine_promises_what_it_has_computed_in_whole_blocks() -> None:
     producer = played()
     producer.arrive("a", 100, prompt="p")
-    producer.planner.prefill_cost.observe([(0, 100)], 1.0)
+    producer.planner.choice.prefill_cost.observe([(0, 100)], 1.0)
     promise = producer.planner.make_promise("a", 100)
     assert promise == (96, hashes("p", 96)[-1], NAME, pytest.approx(0.96))
     half = producer.planner.make_promise("a", 63)
@@ -82,7 +82,7 @@ def test_what_is_not_saved_is_not_promised(unable: str) -> None:
     producer = played(**limits, promise_wait_s=0.0 if unable == "switched off" else 1.0)
     producer.arrive("a", 100, RequestHints(skip_save=unable == "skip_save"))
     if unable == "no name":
-        producer.planner.promise_name = ""
+        producer.planner.promises.name = ""
     if unable == "reset":
         producer.planner.on_reset()
     name = "b" if unable == "unknown" else "a"
@@ -176,7 +176,7 @@ def test_a_promised_prompt_is_loaded_before_it_is_there() -> None:
     assert outcomes(consumer) == {"kept": 1}
     assert consumer.planner.counters["promise_wait_s"] == pytest.approx(0.3)
     assert consumer.planner.counters["promised_tokens"] == 64
-    assert consumer.planner.transfer_cost.seconds(6 * MIB) == pytest.approx(0.1)
+    assert consumer.planner.choice.transfer_cost.seconds(6 * MIB) == pytest.approx(0.1)
     assert not consumer.step("d", 96, 100).saves, "the other engine has saved them"
 
 
@@ -252,7 +252,7 @@ def test_a_broken_promise_is_computed_and_not_waited_for_again() -> None:
     consumer.planner.on_load_result(ended, consumer.now)
     assert consumer.offer("d", 100, computed=32) == 0
     assert outcomes(consumer) == {"broken": 1}
-    assert consumer.planner.transfer_cost.samples == 1, "it was not slow"
+    assert consumer.planner.choice.transfer_cost.samples == 1, "it was not slow"
     assert consumer.step("d", 32, 100).saves, "the other engine has not saved them"
 
 
@@ -284,7 +284,7 @@ def test_a_promise_ends_with_its_request(end: str) -> None:
     if end == "preempted":
         lookup = consumer.planner.on_restart("d", 100, consumer.now)
         assert lookup is not None
-        consumer.planner.on_lookup_result("d", lookup.serial, [matched(0)], "")
+        consumer.planner.lookups.on_result("d", lookup.serial, [matched(0)], "")
         assert consumer.offer("d", 100) == 0
     assert outcomes(consumer) == {"not used": 1}
     assert consumer.planner._running.awaiting == 0 or end == "another connector"
@@ -295,7 +295,7 @@ def test_nothing_is_waited_for_where_no_master_answers() -> None:
     lookup = consumer.arrive("d", 100, RequestHints(promise=GOOD), "p")
     assert lookup is not None
     nothing = Match((), 0, ReadStatus.NO_MASTER)
-    consumer.planner.on_lookup_result("d", lookup.serial, [nothing], "no master")
+    consumer.planner.lookups.on_result("d", lookup.serial, [nothing], "no master")
     assert consumer.offer("d", 100) == 0
     consumer.allocate("d", 7, 0)
     assert outcomes(consumer) == {"not used": 1}
@@ -316,7 +316,7 @@ def test_promises_that_clients_make_up_leave_half_of_the_loads_to_others() -> No
         hints = RequestHints(promise=promise)
         lookup = consumer.arrive(f"f{number}", 100, hints, f"forged {number}")
         assert lookup is not None
-        consumer.planner.on_lookup_result(f"f{number}", lookup.serial, [matched(0)], "")
+        consumer.planner.lookups.on_result(f"f{number}", lookup.serial, [matched(0)], "")
         offered = consumer.offer(f"f{number}", 100)
         consumer.allocate(f"f{number}", 7, offered or 0)
     assert consumer.planner._running.awaiting == 4
@@ -356,14 +356,14 @@ def test_a_promise_that_a_client_made_up_delays_nobody_with_the_same_beginning()
     """Everybody's prompt begins with the same instructions, which the pool has."""
     consumer = played()
     for _ in range(20):
-        consumer.planner.transfer_cost.observe(6 * MIB, 0.1)
-    consumer.planner.prefill_cost.observe([(0, 96)], 1.0)
+        consumer.planner.choice.transfer_cost.observe(6 * MIB, 0.1)
+    consumer.planner.choice.prefill_cost.observe([(0, 96)], 1.0)
     for name, promise in (("forged", True), ("plain", False), ("promised", True)):
         chain = hashes("instructions", 96) + hashes(name, 96)
         hints = RequestHints(promise=PromisedBlocks(192, chain[-1], NAME) if promise else None)
         lookup = consumer.planner.on_new_request(name, chain, 200, hints, consumer.now)
         assert lookup is not None
-        consumer.planner.on_lookup_result(name, lookup.serial, [matched(6)], "")
+        consumer.planner.lookups.on_result(name, lookup.serial, [matched(6)], "")
         expected = 192 if promise else 96
         assert consumer.offer(name, 200) == expected
         consumer.allocate(name, 13, expected)
@@ -374,7 +374,7 @@ def test_a_promise_that_a_client_made_up_delays_nobody_with_the_same_beginning()
 def test_a_proxy_that_asks_both_at_once_promises_the_whole_prompt() -> None:
     consumer = played()
     given(consumer, promise=PromisedBlocks(), length=1)
-    consumer.planner.prefill_cost.observe([(0, 96)], 0.8)
+    consumer.planner.choice.prefill_cost.observe([(0, 96)], 0.8)
     assert consumer.offer("d", 100) == 96
     consumer.allocate("d", 7, 96)
     (load,) = consumer.idle().loads
@@ -385,12 +385,12 @@ def test_blocks_of_groups_are_waited_for_in_whole_units() -> None:
     """A window's blocks, too: of these the last ones only."""
     groups = (CacheGroup(2 * BLOCK, 2), CacheGroup(4 * BLOCK, 4, window_blocks=2))
     consumer = Played(groups=groups)
-    consumer.planner.promise_name = NAME
+    consumer.planner.promises.name = NAME
     chain = hashes("p", 300)
     promise = PromisedBlocks(256, chain[15], NAME)
     lookup = consumer.arrive("d", 300, RequestHints(promise=promise), "p")
     assert lookup is not None
-    consumer.planner.on_lookup_result("d", lookup.serial, [matched(0), matched(0)], "")
+    consumer.planner.lookups.on_result("d", lookup.serial, [matched(0), matched(0)], "")
     assert consumer.offer("d", 300) == 256
     ids = [list(range(1, 11)), [0, 0, 3, 4, 5]]
     consumer.planner.on_blocks_allocated("d", ids, 256, consumer.now)

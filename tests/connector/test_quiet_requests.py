@@ -99,7 +99,7 @@ def test_leaving_out_quiet_requests_changes_no_plan(seed: int) -> None:
                 lookup = planner.on_new_request(name, chain, tokens, RequestHints(), now)
                 if lookup is not None:
                     matches = [matched(tokens // group.block_size // 2) for group in GROUPS]
-                    planner.on_lookup_result(name, lookup.serial, matches, "")
+                    planner.lookups.on_result(name, lookup.serial, matches, "")
             computed[name], prompts[name] = 0, tokens
         name = chance.choice(sorted(computed))
         if chance.random() < 0.05:

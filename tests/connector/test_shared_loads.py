@@ -18,8 +18,8 @@ def knowing(load_s: float, prefill_s: float, **limits: object) -> Played:
     """A planner that has measured: six blocks are loaded in `load_s`, computed in `prefill_s`."""
     played = Played(**limits)
     for _ in range(20):
-        played.planner.transfer_cost.observe(6 * MIB, load_s)
-    played.planner.prefill_cost.observe([(0, 96)], prefill_s)
+        played.planner.choice.transfer_cost.observe(6 * MIB, load_s)
+    played.planner.choice.prefill_cost.observe([(0, 96)], prefill_s)
     return played
 
 
@@ -32,7 +32,7 @@ def loading(played: Played, name: str, tokens: int = 100, prompt: str = "p") -> 
 
 
 def ended(played: Played, name: str, blocks: int, complete: bool = True) -> None:
-    request = played.planner._requests.get(name)
+    request = played.planner.requests.get(name)
     seconds = played.now - request.load.started_at if request and request.load else 0.0
     result = LoadResult(name, blocks * MIB, complete, seconds)
     played.planner.on_load_result(result, played.now)
@@ -60,7 +60,7 @@ def test_what_is_behind_the_shared_prefix_is_loaded_afterwards() -> None:
     chain = hashes("p", 48) + hashes("own", 200)
     lookup = played.planner.on_new_request("b", chain, 200, RequestHints(), played.now)
     assert lookup is not None
-    played.planner.on_lookup_result("b", lookup.serial, [matched(12)], "")
+    played.planner.lookups.on_result("b", lookup.serial, [matched(12)], "")
     assert played.offer("b", 200) is None
     played.now += 0.1
     ended(played, "a", 6)
@@ -77,17 +77,17 @@ def test_another_prompt_is_not_waited_for() -> None:
 def test_the_beginning_of_a_long_load_is_not_waited_for() -> None:
     """The engine learns only of its end; and long and short loads take turns at the link."""
     played = knowing(0.1, 1.0)
-    played.planner.prefill_cost.observe([(96, 6400)], 100.0)
+    played.planner.choice.prefill_cost.observe([(96, 6400)], 100.0)
     loading(played, "long", 6400)
     played.look_up("b", 100, 6, "p")
     assert played.offer("b", 100) == 96
-    assert played.planner._requests["b"].estimates.load_s == pytest.approx(0.2)
+    assert played.planner.requests["b"].estimates.load_s == pytest.approx(0.2)
 
 
 def test_nobody_waits_longer_than_computing_takes() -> None:
     played = knowing(0.1, 1.0)
     loading(played, "a")
-    played.planner.prefill_cost.observe([(0, 96)] * 50, 0.001)  # it has become fast
+    played.planner.choice.prefill_cost.observe([(0, 96)] * 50, 0.001)  # it has become fast
     played.look_up("b", 100, 6, "p")
     assert played.offer("b", 100) == 0
     played.allocate("b", 7, 0)
@@ -134,7 +134,7 @@ def test_blocks_that_came_before_the_loss_are_used() -> None:
     chain = hashes("p", 48) + hashes("own", 200)
     lookup = played.planner.on_new_request("b", chain, 200, RequestHints(), played.now)
     assert lookup is not None
-    played.planner.on_lookup_result("b", lookup.serial, [matched(12)], "")
+    played.planner.lookups.on_result("b", lookup.serial, [matched(12)], "")
     assert played.offer("b", 200) is None
     ended(played, "a", 3, complete=False)
     assert played.offer("b", 200, computed=48) == 144
@@ -175,7 +175,7 @@ def test_a_load_that_was_aborted_for_slowness_is_judged_by_the_estimate() -> Non
     played.now += 0.5
     ended(played, "a", 0, complete=False)
     assert [played.offer(name, 100) for name in "bc"] == [0, 0]
-    assert played.planner._requests["b"].matches, "the pool has them, only slowly"
+    assert played.planner.requests["b"].matches, "the pool has them, only slowly"
 
 
 def test_a_request_that_starts_anew_waits_for_nothing() -> None:
@@ -185,8 +185,8 @@ def test_a_request_that_starts_anew_waits_for_nothing() -> None:
     assert played.offer("b", 100) is None
     lookup = played.planner.on_restart("b", 100, played.now)
     assert lookup is not None
-    assert played.planner._requests["b"].shared is None
-    played.planner.on_lookup_result("b", lookup.serial, [matched(6)], "")
+    assert played.planner.requests["b"].shared is None
+    played.planner.lookups.on_result("b", lookup.serial, [matched(6)], "")
     assert played.offer("b", 100) is None  # and then for that load again, with a new deadline
     played.now += 0.4
     assert played.offer("b", 100) is None
@@ -264,17 +264,17 @@ def test_a_load_that_begins_later_does_not_bring_the_beginning() -> None:
 def test_groups_of_other_block_sizes_share_loads_in_whole_units() -> None:
     groups = (CacheGroup(2 * BLOCK, 2), CacheGroup(4 * BLOCK, 4))
     planner = Planner(groups, PlannerLimits(load="always"))
-    planner.block_bytes = (MIB, MIB)
+    planner.windows.block_bytes = (MIB, MIB)
     for name, tail in (("a", "x"), ("b", "y")):
         chain = hashes("p", 96) + hashes(tail, 200)
         lookup = planner.on_new_request(name, chain, 290, RequestHints(), 0.0)
         assert lookup is not None
-        planner.on_lookup_result(name, lookup.serial, [matched(8), matched(4)], "")
+        planner.lookups.on_result(name, lookup.serial, [matched(8), matched(4)], "")
     assert planner.loadable_tokens("a", 290, 0, 0.0) == 256
     planner.on_blocks_allocated("a", [list(range(1, 11)), list(range(1, 6))], 256, 0.0)
     assert planner.loadable_tokens("b", 290, 0, 0.0) is None
-    assert planner._requests["b"].shared is not None
-    assert planner._requests["b"].shared.last == 64, "96 equal tokens are one and a half units"
+    assert planner.requests["b"].shared is not None
+    assert planner.requests["b"].shared.last == 64, "96 equal tokens are one and a half units"
 
 
 # --- saves ----------------------------------------------------------------------------------------

@@ -527,7 +527,7 @@ def test_a_save_that_goes_on_from_blocks_of_others_blames_nobody_for_its_first(
     blocks = list(range(1, 7))
     reader.make(hashes, blocks)
     reader.scheduler.on_new_request("r", hashes, 6 * BLOCK, RequestHints(skip_load=True))
-    reader.scheduler.planner._requests["r"].blocks_saved = [3]  # the others were there
+    reader.scheduler.planner.requests["r"].blocks_saved = [3]  # the others were there
     reader.step([ScheduledRequest("r", 3 * BLOCK, 6 * BLOCK, [blocks])])
     reader.until(lambda: reader.counters["verification mismatch"] == 1)
     assert not reader.scheduler.planner.verifier.writers.wrong

@@ -26,7 +26,9 @@ def look_up(
     asked = played.planner.on_new_request("a", chain, TOKENS, hints or RequestHints(), played.now)
     assert asked is not None
     assert [len(chain) for chain in asked.chains] == [10, 10]
-    return played.planner.on_lookup_result("a", asked.serial, [matched(window), matched(whole)], "")
+    return played.planner.lookups.on_result(
+        "a", asked.serial, [matched(window), matched(whole)], ""
+    )
 
 
 def test_the_end_of_the_window_is_asked_for_where_its_beginning_is_lost() -> None:
@@ -36,7 +38,7 @@ def test_the_end_of_the_window_is_asked_for_where_its_beginning_is_lost() -> Non
     assert asked.groups == (0,)
     assert asked.chains == (tuple(hashes("a", TOKENS)[5:8]),)
     assert played.offer("a", TOKENS) is None  # the request waits for that as well
-    assert played.planner.on_lookup_result("a", asked.serial, [matched(3)], "") is None
+    assert played.planner.lookups.on_result("a", asked.serial, [matched(3)], "") is None
     assert played.offer("a", TOKENS) == 8 * BLOCK
     ids = [[0, 0, 0, 0, 0, 11, 12, 13], list(range(21, 29))]
     played.planner.on_blocks_allocated("a", ids, 8 * BLOCK, played.now)
@@ -66,7 +68,7 @@ def test_what_is_offered(window: int, whole: int, end: int | None, tokens: int) 
     assert asked is not None
     assert len(asked.chains[0]) == min(3, whole)
     found = () if end is None else (matched(end),)
-    played.planner.on_lookup_result("a", asked.serial, found, "lookup timeout")
+    played.planner.lookups.on_result("a", asked.serial, found, "lookup timeout")
     assert played.offer("a", TOKENS) == tokens * BLOCK
     assert played.planner.counters["miss lookup timeout"] == 0
 
@@ -88,7 +90,7 @@ def test_only_what_was_found_is_compared_with_what_is_computed() -> None:
     played = Played(groups=GROUPS, loads_per_check=1)
     asked = look_up(played, 0, 8)
     assert asked is not None
-    played.planner.on_lookup_result("a", asked.serial, [matched(3)], "")
+    played.planner.lookups.on_result("a", asked.serial, [matched(3)], "")
     loadable = played.offer("a", TOKENS)
     ids = [list(range(10, 21)), list(range(30, 41))]
     played.planner.on_blocks_allocated("a", ids, loadable or 0, played.now)
@@ -105,11 +107,11 @@ def test_only_what_was_found_is_compared_with_what_is_computed() -> None:
 def test_a_speed_is_measured_with_what_was_found() -> None:
     """A load that is estimated to be slow is not made, and the pool's speed is measured."""
     played = Played(groups=GROUPS, probe_every_s=0.0)
-    played.planner.transfer_cost.observe(1 << 20, 1.0)
-    played.planner.prefill_cost.observe([(0, 64 * BLOCK)], 0.001)
+    played.planner.choice.transfer_cost.observe(1 << 20, 1.0)
+    played.planner.choice.prefill_cost.observe([(0, 64 * BLOCK)], 0.001)
     asked = look_up(played, 0, 8)
     assert asked is not None
-    played.planner.on_lookup_result("a", asked.serial, [matched(3)], "")
+    played.planner.lookups.on_result("a", asked.serial, [matched(3)], "")
     assert played.offer("a", TOKENS) == 0
     probe = played.idle().probe
     assert probe is not None
@@ -125,14 +127,14 @@ def test_a_request_that_restarts_forgets_what_it_has_asked() -> None:
     assert asked is not None
     again = played.planner.on_restart("a", TOKENS, played.now)
     assert again is not None
-    assert played.planner.on_lookup_result("a", asked.serial, [matched(3)], "") is None
+    assert played.planner.lookups.on_result("a", asked.serial, [matched(3)], "") is None
     assert played.offer("a", TOKENS) is None
-    assert played.planner.on_lookup_result("a", again.serial, [matched(8), matched(8)], "") is None
+    assert played.planner.lookups.on_result("a", again.serial, [matched(8), matched(8)], "") is None
     assert played.offer("a", TOKENS) == 8 * BLOCK
 
 
 def test_the_estimate_counts_what_a_load_moves() -> None:
-    windows = Windows(GROUPS, BLOCK)
+    windows = Windows(GROUPS)
     assert [windows.blocks(group, 0, 8 * BLOCK) for group in GROUPS] == [3, 8]
     assert [windows.blocks(group, 6 * BLOCK, 8 * BLOCK) for group in GROUPS] == [2, 2]
 
@@ -162,12 +164,12 @@ def test_whatever_the_pool_has_lost_what_is_offered_is_there() -> None:
         asked = planner.on_new_request("a", CHAIN, 12 * BLOCK + 1, RequestHints(), 0.0)
         assert asked is not None
         prefixes = answered(asked, has)
-        again = planner.on_lookup_result("a", asked.serial, prefixes, "")
+        again = planner.lookups.on_result("a", asked.serial, prefixes, "")
         if again is not None:
-            planner.on_lookup_result("a", again.serial, answered(again, has), "")
+            planner.lookups.on_result("a", again.serial, answered(again, has), "")
         tokens = planner.loadable_tokens("a", 12 * BLOCK + 1, 0, 0.0)
         assert tokens is not None
-        by_prefixes = Windows(MIXED, 2 * BLOCK).available(prefixes)
+        by_prefixes = Windows(MIXED).available(prefixes)
         assert tokens % (2 * BLOCK) == 0
         assert tokens >= by_prefixes
         more += tokens > by_prefixes
@@ -179,6 +181,6 @@ def test_whatever_the_pool_has_lost_what_is_offered_is_there() -> None:
 
 def test_windows_alone_need_their_prefix() -> None:
     """Nothing says where such a prefix ends."""
-    windows = Windows((CacheGroup(BLOCK, 1, 3),), BLOCK)
+    windows = Windows((CacheGroup(BLOCK, 1, 3),))
     assert not windows.wanted([matched(2)], hashes("a", TOKENS))
     assert windows.available([matched(2)]) == 2 * BLOCK

@@ -126,7 +126,6 @@ LONG_FILES = {
     "transports/kvpool_transports/streams/server.py": 695,
     "transports/kvpool_transports/ucx.py": 882,
     "tiers/kvpool_tiers/nvme/file_disk.py": 616,
-    "connector/kvpool_connector/planner.py": 713,
     "kvpool/server/announcer.py": 672,
 }
 WIDE_CLASSES = {
@@ -153,7 +152,6 @@ WIDE_CLASSES = {
     "transports/kvpool_transports/streams/server.py:StreamSession": (32, 15),
     "transports/kvpool_transports/streams/stream.py:Stream": (29, 17),
     "tiers/kvpool_tiers/nvme/tier.py:Nvme": (34, 18),
-    "connector/kvpool_connector/planner.py:Planner": (38, 22),
     "connector/kvpool_connector/running_loads.py:RunningLoad": (25, 17),
     "connector/kvpool_connector/scheduler.py:ConnectorScheduler": (27, 23),
     "connector/kvpool_connector/settings.py:Settings": (25, 17),

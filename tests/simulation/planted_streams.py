@@ -116,7 +116,7 @@ BUGS: Sequence[Bug] = (
         "load-of-a-request-that-has-ended",
         _TIME,
         _PLANNER,
-        "        self._end_load(request)\n        self._saves.expedite(",
-        "        self._saves.expedite(",
+        "        self._end_load(request)\n        self.saves.queue.expedite(",
+        "        self.saves.queue.expedite(",
     ),
 )

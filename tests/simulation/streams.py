@@ -310,10 +310,10 @@ class Consumer:
         )
         self.always = limits.load == "always"
         self.planner = Planner([CacheGroup(_BLOCK, 1)], limits)
-        self.planner.block_bytes = (1 << 10,)
-        self.planner.promise_name = _NAME
+        self.planner.windows.block_bytes = (1 << 10,)
+        self.planner.promises.name = _NAME
         if chance.random() < 0.7:
-            self.planner.prefill_cost.observe([(0, 160)], chance.choice([0.05, 0.2, 1.0]))
+            self.planner.choice.prefill_cost.observe([(0, 160)], chance.choice([0.05, 0.2, 1.0]))
         self.given = 0
         self.problem = ""
 
@@ -327,7 +327,7 @@ class Consumer:
         )
         assert lookup is not None
         there = self._matched(producer.stored(now), producer.blocks)
-        self.planner.on_lookup_result(name, lookup.serial, [there], "")
+        self.planner.lookups.on_result(name, lookup.serial, [there], "")
         offered = self.planner.loadable_tokens(name, tokens, 0, now)
         if offered and self.chance.random() < 0.9:
             ids = [list(range(1, producer.blocks + 2))]
