@@ -56,7 +56,7 @@ def serve(engine: Engine, number: int) -> None:
     engine.step([ScheduledRequest(name, computed, tokens, ids)])
     engine.scheduler.on_request_finished(name)
     engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
-    engine.scheduler.take_metrics()
+    engine.scheduler.report.take_metrics()
     engine.workers[0].take_counters()
     engine.forget()
 

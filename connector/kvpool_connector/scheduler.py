@@ -1,26 +1,27 @@
 """The scheduler half: reports the engine's events to the planner, and carries out its plans.
 
 Runs in the engine's scheduling loop: no hook does more than a few microseconds' work for each new
-block, or waits for a lookup longer than `_WAIT_S` in a step. Its own thread asks the masters
+block, or waits for a lookup longer than a millisecond in a step. Its own thread asks the masters
 (`lookups.py`); hints are sent by the pool's thread (`pool_thread.py`). (design: pool-thread)
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvpool import MatchPoller, Namespace
 from kvpool.kv_events import EventForm, KVEvent, StoredEvent
-from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
+from kvpool_connector.adapter_requests import AdapterRequest, AdapterRequests
+from kvpool_connector.adapters import Adapter, KnownAdapters
 from kvpool_connector.cost_model import StepTimer
+from kvpool_connector.engine_report import EngineReport
 from kvpool_connector.event_feed import EventFeed
-from kvpool_connector.lookups import NO_NAMESPACE, Lookups
+from kvpool_connector.lookups import Lookups
 from kvpool_connector.messages import StepWork, WorkerInfo, WorkerReport
+from kvpool_connector.named_lookups import NamedLookups
 from kvpool_connector.naming import EngineInfo, EngineNames
 from kvpool_connector.planner import Planner
 from kvpool_connector.pool_messages import PoolMessages
@@ -32,41 +33,14 @@ from kvpool_connector.scheduler_log import SchedulerLog
 from kvpool_connector.session_names import in_tenant
 from kvpool_connector.settings import Settings
 from kvpool_connector.sharing_watch import SharingWatch
-from kvpool_connector.values import (
-    LookupRequest,
-    PlannerLimits,
-    RequestHints,
-    ScheduledRequest,
-)
+from kvpool_connector.values import PlannerLimits, RequestHints, ScheduledRequest
 from kvpool_connector.worker import IDLE_S
 
-#: Metrics that always have news, such as the hooks' own time, are reported this often.
-_METRICS_EVERY_S: Final = 1.0
-#: The engine's description is sent to its front end this often: one that has missed it gets it.
-_DESCRIBE_EVERY_S: Final = 60.0
-#: A master answers within a millisecond as a rule. Where the engine computes for other requests, a
-#: lookup that is not waited for so long costs its request a whole step. So long in all per step.
-_WAIT_S: Final = 0.001
-#: The estimated speed of computing is reported for a prompt of so many tokens.
-_RATE_TOKENS: Final = 1024
 #: Share of the engine's blocks that unfinished saves may keep from reuse: the rest is for prompts.
 _SAVE_SHARE_MAX: Final = 0.25
 #: For so long generated blocks wait for further ones: a message for each would cost more than they
 #: are worth, and no turn of a conversation comes sooner (design: pool-thread).
 SAVE_GATHER_S: Final = 0.1
-
-
-@dataclass(slots=True)
-class _AdapterRequest:
-    """A request whose LoRA adapter was not loaded by every rank when it arrived, at `step`."""
-
-    hashes: Sequence[bytes]
-    tokens: int
-    hints: RequestHints
-    adapter: Adapter
-    step: int
-    until: float
-    given_up: bool = False  # it is computed; its blocks may still be saved
 
 
 class EngineStep(NamedTuple):
@@ -145,27 +119,24 @@ class ConnectorScheduler:
         self.planner = Planner(engine.groups, limits, ranks=engine.ranks)
         #: Known when every rank has sent its `WorkerInfo`.
         self.names = EngineNames(engine)
-        self.adapters = KnownAdapters(engine.ranks)
+        self.adapter_requests = AdapterRequests(KnownAdapters(engine.ranks))
         self._step_timer = StepTimer(self.planner.choice.prefill_cost)
         self._step = 0
-        self._metrics_at = -_METRICS_EVERY_S
-        self._names_by = math.inf  # held lookups end then, with or without namespaces
-        self._held_lookups: dict[int, LookupRequest] = {}  # until there are namespaces
-        self._adapter_requests: dict[str, _AdapterRequest] = {}
-        self._reported_step = 0
-        self._described: dict[str, str] = {}
-        self._described_at = -math.inf
-        poller = MatchPoller(settings.client(), settings.member())
         self._feed: EventFeed | None = None  # with KV events only
-        self._lookups = Lookups(poller, settings.start_wait_s, clock)
-        self._wait_left_s = _WAIT_S
         self._asked = False  # for a request, since the last step: the engine is not paused
         #: Requests that begin anew when the engine asks for them: preempted, or queued at a reset.
         self._restarting: set[str] = set()
         self._messages = PoolMessages(
             thread, self.planner.counters, log_line, log_warning or log_line
         )
-        self._watch = SharingWatch(log_line)
+        lookups = Lookups(
+            MatchPoller(settings.client(), settings.member()), settings.start_wait_s, clock
+        )
+        self._lookups = NamedLookups(
+            self.planner, self.names, lookups, self._messages, settings.start_wait_s, clock
+        )
+        watch = SharingWatch(log_line)
+        self.report = EngineReport(self.planner, self.names, lookups, watch, self._messages, clock)
         if replaces is not None:
             replaces._lookups.close()
             self._step, self.names.serial = replaces._step, replaces.names.serial
@@ -204,34 +175,26 @@ class ConnectorScheduler:
         hints = hints._replace(session=in_tenant(self._settings.tenant, hints.session))
         if adapter is not None:
             until = now + self._settings.start_wait_s
-            waiting = _AdapterRequest(hashes, tokens, hints, adapter, self._step, until)
-            self._adapter_requests[request_id] = waiting
+            waiting = AdapterRequest(hashes, tokens, hints, adapter, self._step, until)
+            self.adapter_requests.add(request_id, waiting)
             self._start_adapter_requests()
             return
-        self._start_lookup(self.planner.on_new_request(request_id, hashes, tokens, hints, now))
+        self._lookups.start(self.planner.on_new_request(request_id, hashes, tokens, hints, now))
 
     def loadable_tokens(self, request_id: str, tokens: int, computed: int) -> int | None:
         """Tokens beyond `computed` that can be loaded; None: ask again."""
         now = self._clock()
         self._asked = True
-        if waiting := self._adapter_requests.get(request_id):
-            if not waiting.given_up and now < waiting.until and self._reported_step <= waiting.step:
-                return None
-            waiting.given_up = True
+        if self.adapter_requests.must_wait(request_id, now):
+            return None
         if not self.planner.tracks(request_id):
             return 0
         if request_id in self._restarting:
             self._restarting.discard(request_id)
-            self._start_lookup(self.planner.on_restart(request_id, tokens, now))
-        self._take_lookup_results()
-        if self._lookups.waiting and self.planner.lookups.is_running(request_id):
-            self._wait_for_lookups()
-        late = self.planner.lookups.late(request_id, tokens, computed, now)
-        if late is not None:
-            held = self._held_lookups.pop(late, None)
-            reason = self._lookups.give_up(late) if held is None else NO_NAMESPACE
-            self.planner.lookups.on_result(request_id, late, (), reason)
-        if self._waits_for_names(request_id, now):
+            self._lookups.start(self.planner.on_restart(request_id, tokens, now))
+        self._lookups.take_for(request_id)
+        self._lookups.end_late(request_id, tokens, computed, now)
+        if self._lookups.waits_for_names(request_id, now):
             return None
         return self.planner.loadable_tokens(request_id, tokens, computed, now)
 
@@ -253,7 +216,7 @@ class ConnectorScheduler:
     def on_request_finished(self, request_id: str) -> None:
         """It has ended. Sends its hints about the conversation to the pool."""
         self._restarting.discard(request_id)
-        self._adapter_requests.pop(request_id, None)
+        self.adapter_requests.drop(request_id)
         self._messages.request_begins(request_id)
         hints = self.planner.on_request_finished(request_id)
         if hints is not None:
@@ -279,7 +242,7 @@ class ConnectorScheduler:
                 self.planner.on_preempted(request_id)
                 self._restarting.add(request_id)
         self._step += 1
-        self._wait_left_s = _WAIT_S
+        self._lookups.on_step()
         weights_wanted, self._asked = self._asked or not step.idle, False
         self._messages.repeat_arrivals(now)
         self._step_timer.on_start(self._step, step.prefill, now)
@@ -287,7 +250,7 @@ class ConnectorScheduler:
         if self._feed is not None:
             self._feed.step(self.namespaces, now)
         if not self.namespaces:
-            if now >= self._names_by:
+            if self._lookups.names_are_late(now):
                 self._log.no_name(self.names)
             return StepWork(
                 self._step,
@@ -319,7 +282,7 @@ class ConnectorScheduler:
         Such an engine would step without a pause, and take a core from the masters.
         """
         if work.idle and not work.loads and self._lookups.waiting:
-            self._take_lookup_results(IDLE_S)
+            self._lookups.take(IDLE_S)
         elif work.idle and not work.loads and self._feed is not None and self._feed.waiting:
             self._feed.wait(IDLE_S)
 
@@ -327,11 +290,11 @@ class ConnectorScheduler:
         """Take what the workers report after a step."""
         now = self._clock()
         self._step_timer.on_end(report.step, now)
-        self._reported_step = max(self._reported_step, report.step)
+        self.adapter_requests.on_report(report.step)
         changed = [self._on_worker_info(info) for info in report.worker_infos]
         for adapters in report.adapters:
-            self.adapters.on_info(adapters)
-        if report.adapters and self._adapter_requests:
+            self.adapter_requests.known.on_info(adapters)
+        if report.adapters:
             self._start_adapter_requests()
         for loaded in report.loads:
             self.planner.on_load_result(loaded, now)
@@ -363,36 +326,6 @@ class ConnectorScheduler:
         """KV events about the pool's blocks, for the engine's stream."""
         return self._feed.take() if self._feed is not None else []
 
-    def take_metrics(self) -> dict[str, float]:
-        """What happened since the last call, and the estimates; empty when there is little news."""
-        counters = self.planner.counters
-        now = self._clock()
-        if now - self._metrics_at < _METRICS_EVERY_S and not counters.keys() - {"hooks", "hook_s"}:
-            return {}
-        self._metrics_at = now
-        metrics = dict(counters)
-        counters.clear()
-        while self._lookups.durations:
-            label = f"lookup_duration {self._lookups.durations.popleft():.2g}"
-            metrics[label] = metrics.get(label, 0) + 1
-        if self._watch.on_metrics(metrics, now):
-            self._messages.compare_names(self.namespaces)
-        metrics["verified_difference"] = self.planner.verifier.difference
-        metrics["load_bytes_rate"] = self.planner.choice.transfer_cost.bandwidth
-        prefill_s = self.planner.choice.prefill_cost.seconds(0, _RATE_TOKENS)
-        if prefill_s:
-            metrics["prefill_tokens_rate"] = _RATE_TOKENS / prefill_s
-        return metrics
-
-    def take_description(self) -> dict[str, str]:
-        """The engine's name in fields, when it is new and once a minute; else empty."""
-        now = self._clock()
-        description = self.names.description
-        if description == self._described and now - self._described_at < _DESCRIBE_EVERY_S:
-            return {}
-        self._described, self._described_at = description, now
-        return description
-
     def reset(self, serial: int | None = None) -> None:
         """The weights may have changed: share blocks under the name of those that there are now.
 
@@ -401,15 +334,14 @@ class ConnectorScheduler:
         self._restarting.update(self.planner.on_reset())
         if self._feed is not None:
             self._feed.reset()
-        self._held_lookups.clear()
+        self._lookups.reset()
         # With parts by heads the fingerprint is of those weights only that no rank divides.
         alone = self._settings.kv_head_parts > 0
         self.names.writer = BlockWriter.new()
         self.names.forget(secrets.token_hex(6), alone=alone, serial=serial)
         self.planner.promises.name = ""
-        self.adapters.reset()
+        self.adapter_requests.known.reset()
         self.planner.verifier.reset()
-        self._names_by = math.inf
         self._log.reset()
 
     def close(self) -> None:
@@ -436,84 +368,32 @@ class ConnectorScheduler:
         self._log.names(self.names)
         self.planner.windows.block_bytes = self.names.block_bytes
         self.planner.promises.name = promise_name(self.namespaces)
-        self._watch.on_new_names()
-        held, self._held_lookups = self._held_lookups, {}
-        for lookup in held.values():
-            self.planner.lookups.began(lookup.request_id, self._clock())
-            self._start_lookup(lookup)
+        self.report.on_names()
+        self._lookups.on_names()
         return changed
-
-    def _waits_for_names(self, request_id: str, now: float) -> bool:
-        """Whether a request that is not looked up waits until its blocks have a name.
-
-        An engine that only saves would otherwise compute its first prompt before there are names,
-        and a prompt that generates one token ends with that step: it would never be saved.
-        """
-        if self.namespaces or self.names.problem or self.planner.lookups.is_running(request_id):
-            return False
-        self._names_by = min(self._names_by, now + self._settings.start_wait_s)
-        return now < self._names_by and self.planner.wants_names(request_id)
 
     def _start_adapter_requests(self) -> None:
         """Track the requests whose LoRA adapters are known now."""
-        now = self._clock()
-        for request_id, waiting in list(self._adapter_requests.items()):
-            fingerprints = self.adapters.fingerprints(waiting.adapter)
-            refused = self.adapters.refused(waiting.adapter)
-            no_names = bool(self.namespaces) and not self.names.knows_adapters
-            if refused or no_names:  # never tracked: the engine computes it
-                del self._adapter_requests[request_id]
+        no_names = bool(self.namespaces) and not self.names.knows_adapters
+        for request_id, request, refused in self.adapter_requests.take_ready(no_names=no_names):
+            if refused:  # never tracked: the engine computes it
                 self.planner.counters["miss adapter refused"] += 1
-                self._log.refused_adapter(waiting.adapter, replaced=refused)
-            elif fingerprints:
-                del self._adapter_requests[request_id]
-                lookup = self.planner.on_new_request(
-                    request_id,
-                    SaltedHashes(waiting.hashes, fingerprints),
-                    waiting.tokens,
-                    waiting.hints._replace(adapter=(waiting.adapter.number, fingerprints)),
-                    now,
-                )
-                if lookup is not None and waiting.given_up:  # it is being computed: only saves
-                    self.planner.lookups.on_result(
-                        request_id, lookup.serial, (), "adapter not loaded"
-                    )
-                else:
-                    self._start_lookup(lookup)
-
-    def _start_lookup(self, lookup: LookupRequest | None) -> None:
-        if lookup is None:
-            return
-        if not self.namespaces:
-            # The first step brings what is missing, and may be slow: that is no reason to miss.
-            self._names_by = min(self._names_by, self._clock() + self._settings.start_wait_s)
-            if self.names.problem or self._clock() > self._names_by:
-                on_result = self.planner.lookups.on_result
-                on_result(lookup.request_id, lookup.serial, (), NO_NAMESPACE)
+                replaced = self.adapter_requests.known.refused(request.adapter)
+                self._log.refused_adapter(request.adapter, replaced=replaced)
+                continue
+            lookup = self.planner.on_new_request(
+                request_id, request.hashes, request.tokens, request.hints, self._clock()
+            )
+            if lookup is not None and request.given_up:  # it is being computed: only saves
+                reason = "adapter not loaded"
+                self.planner.lookups.on_result(request_id, lookup.serial, (), reason)
             else:
-                self.planner.lookups.began(lookup.request_id, self._names_by)
-                self._held_lookups[lookup.serial] = lookup
-            return
-        if lookup.session:
-            self._messages.request_waits(lookup.request_id, lookup.session, self._clock())
-        if reason := self._lookups.start(lookup, self.namespaces):
-            self.planner.lookups.on_result(lookup.request_id, lookup.serial, (), reason)
-
-    def _take_lookup_results(self, wait_s: float = 0.0) -> None:
-        for result in self._lookups.take(wait_s):
-            self._start_lookup(self.planner.lookups.on_result(*result))
-
-    def _wait_for_lookups(self) -> None:
-        """Wait for the next answer, as long as this step's hooks may wait."""
-        if self._wait_left_s > 0:
-            began = time.perf_counter()
-            self._take_lookup_results(_WAIT_S)
-            self._wait_left_s -= time.perf_counter() - began
+                self._lookups.start(lookup)
 
     def _start_prefetches(self, *, idle: bool) -> None:
         """For the prompts that this step has left in the queue. (design: promotion)"""
         # The engine asks for the first of its queue only. (An idle one waits for answers later.)
         if self._lookups.waiting and not idle:
-            self._take_lookup_results()
+            self._lookups.take()
         for request in self.planner.lookups.take_prefetches():
             self._messages.prefetch(self.namespaces[request.group], request)

@@ -307,10 +307,10 @@ class SchedulerHooks:
 
     @_guarded(lambda *_: {})
     def _take_metrics(self) -> dict[str, Any]:
-        data: dict[str, Any] = self.scheduler.take_metrics()
+        data: dict[str, Any] = self.scheduler.report.take_metrics()
         if data:
             data["pinned_share"] = self._owed.pinned_blocks / self._kv.num_blocks
-        if description := self.scheduler.take_description():
+        if description := self.scheduler.report.take_description():
             data[DESCRIPTION] = description
         return data
 
@@ -365,7 +365,9 @@ class SchedulerHooks:
         if key == named(digest, group):
             return True
         plain = kv_cache_utils.get_block_hash(key)
-        adapters = self.scheduler.adapters.in_use if key == named(plain, group) else ()
+        adapters = (
+            self.scheduler.adapter_requests.known.in_use if key == named(plain, group) else ()
+        )
         return any(salted(plain, one) == digest for one in adapters)
 
     def _count_hook(self, began: float) -> None:

@@ -591,7 +591,7 @@ def test_a_save_of_the_old_weights_is_not_tried_again_under_the_new_name() -> No
     assert queue.add(items, "", None, 1.0) == [1]  # the second one waits for a pin
     [save] = queue.take_saves(1.0)
     queue.reset()
-    refused = ((0, *items[0].digests, WriteStatus.NO_SPACE),)
+    refused = ((0, items[0].digests[0], WriteStatus.NO_SPACE),)
     assert queue.on_result(SaveResult(save.job, 0, refused), 2.0) == ([1], [])
     assert queue.take_due(lambda *block: True, 1e9) == []
     assert counters["dropped reset"] == 2
@@ -672,7 +672,7 @@ def test_durations_are_counted(start: Start) -> None:
     reader.until(lambda: reader.loaded == ["r"])
     reader.step()
     reader.clock.ahead_s += 2
-    asked, moved = reader.scheduler.take_metrics(), writer.workers[0].take_counters()
+    asked, moved = reader.scheduler.report.take_metrics(), writer.workers[0].take_counters()
     read = reader.workers[0].take_counters()
     kinds = {one.rpartition(" ")[0] for one in (*asked, *moved, *read) if "duration" in one}
     assert kinds >= {"load_duration", "lookup_duration", "save_duration"}
@@ -904,21 +904,21 @@ def test_hints_are_sent_when_a_request_has_finished(
 
 def test_the_metrics_of_a_busy_engine_come_once_a_second(start: Start) -> None:
     engine = start()
-    engine.scheduler.take_metrics()
+    engine.scheduler.report.take_metrics()
     counters = engine.scheduler.planner.counters
     counters["hooks"] = 7
-    assert engine.scheduler.take_metrics() == {}  # no news but the hooks' own time
+    assert engine.scheduler.report.take_metrics() == {}  # no news but the hooks' own time
     engine.clock.ahead_s += 1.0
-    assert engine.scheduler.take_metrics()["hooks"] == 7
+    assert engine.scheduler.report.take_metrics()["hooks"] == 7
     assert counters == {}
     counters["saved_blocks"] = 3
-    metrics = engine.scheduler.take_metrics()  # news are not held back
+    metrics = engine.scheduler.report.take_metrics()  # news are not held back
     assert metrics["saved_blocks"] == 3
     assert metrics["load_bytes_rate"] == engine.scheduler.planner.choice.transfer_cost.bandwidth
     assert "prefill_tokens_rate" not in metrics
     engine.scheduler.planner.choice.prefill_cost.observe([(0, 1024)], 2.0)
     counters["saved_blocks"] = 1
-    assert engine.scheduler.take_metrics()["prefill_tokens_rate"] == pytest.approx(512)
+    assert engine.scheduler.report.take_metrics()["prefill_tokens_rate"] == pytest.approx(512)
 
 
 def test_late_answers_are_one_line_a_minute(start: Start) -> None:
@@ -928,7 +928,7 @@ def test_late_answers_are_one_line_a_minute(start: Start) -> None:
     def late(count: int) -> list[str]:
         planner.counters["miss lookup timeout"] += count
         planner.counters["miss no master"] += 1
-        engine.scheduler.take_metrics()
+        engine.scheduler.report.take_metrics()
         return [line for line in engine.lines if "without a lookup" in line]
 
     assert len(late(2)) == 1
@@ -979,7 +979,7 @@ def asked(start: Start) -> tuple[Engine, FakePoller, Callable[[str], float]]:
     """An engine whose masters are the test, and how many requests of a name miss for a reason."""
     engine = start(lookup_timeout_s=0.1)
     poller = FakePoller()
-    engine.scheduler._lookups._poller = poller  # type: ignore[assignment]
+    engine.scheduler._lookups._lookups._poller = poller  # type: ignore[assignment]
     counters = engine.scheduler.planner.counters
 
     def misses(reason: str) -> float:
@@ -1074,7 +1074,7 @@ def test_no_request_waits_for_a_master_that_is_not_connected(asked: Any) -> None
     assert [misses("no master") for _ in range(5)] == [1] * 5
     assert engine.clock.ahead_s - began_s < 0.1  # none has waited
     # But at the start the engine waits for the connection, within the lookup's time.
-    engine.scheduler._lookups._first_at = None
+    engine.scheduler._lookups._lookups._first_at = None
     poller.connected = False
     assert misses("no master") == 1
     assert engine.clock.ahead_s - began_s > 0.1
@@ -1192,7 +1192,7 @@ def test_an_idle_engine_waits_only_while_something_runs(start: Start) -> None:
     engine.until(lambda: engine.loaded == ["r"])
     transfers = worker._transfer_ended = Waits(worker._transfer_ended)  # type: ignore[assignment]
     poller = FakePoller()
-    engine.scheduler._lookups._poller = poller  # type: ignore[assignment]
+    engine.scheduler._lookups._lookups._poller = poller  # type: ignore[assignment]
     for _ in range(3):
         engine.step()
     assert (transfers.count, poller.waited_s) == (0, [])

@@ -179,7 +179,7 @@ def test_engines_of_other_names_promise_each_other_nothing(start: Start) -> None
     consumer.scheduler.on_new_request("d", hashes, tokens, RequestHints(promise=promise))
     consumer.until(lambda: consumer.loadable("d", tokens) is not None)
     assert consumer.loadable("d", tokens) == 0
-    consumer.scheduler.take_metrics()
+    consumer.scheduler.report.take_metrics()
     lines = [line for line in consumer.lines if "share nothing with this one" in line]
     assert lines == [lines[0]]
     assert lines[0].startswith("1 promises came")

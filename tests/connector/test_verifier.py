@@ -405,7 +405,7 @@ def test_engines_that_compute_the_same_go_on_sharing(start: Start, dtype: str) -
     assert reader.counters["decision load"] == 6
     assert "loads_failed" not in reader.counters
     assert reader.workers[0].take_counters()["load_miss not trusted"] == 15
-    assert 0 < reader.scheduler.take_metrics()["verified_difference"] < 0.1
+    assert 0 < reader.scheduler.report.take_metrics()["verified_difference"] < 0.1
     assert sorted(reader.pinned) == sorted(reader.unpinned)
     assert reader.caches_dropped == 0
 

@@ -153,7 +153,6 @@ WIDE_CLASSES = {
     "transports/kvpool_transports/streams/stream.py:Stream": (29, 17),
     "tiers/kvpool_tiers/nvme/tier.py:Nvme": (34, 18),
     "connector/kvpool_connector/running_loads.py:RunningLoad": (25, 17),
-    "connector/kvpool_connector/scheduler.py:ConnectorScheduler": (27, 23),
     "connector/kvpool_connector/settings.py:Settings": (25, 17),
     "connector/kvpool_connector/tracked_request.py:TrackedRequest": (25, 18),
     "connector/kvpool_connector/verifier.py:Verifier": (25, 19),

@@ -12,6 +12,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvpool_connector import hook_guard
+from kvpool_connector.engine_report import EngineReport
 from kvpool_connector.messages import (
     GroupBlocks,
     LoadResult,
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.timeout(120)
 CALLS = [
     *("on_new_request", "loadable_tokens", "on_blocks_allocated", "plan_step", "wait_if_idle"),
     *("on_worker_report", "make_promise", "on_request_finished"),
-    *("take_events", "take_metrics", "take_description"),
+    *("take_events", "report.take_metrics", "report.take_description"),
 ]
 
 
@@ -65,8 +66,12 @@ class Worker:
         raise AssertionError("it does not end")
 
 
+def owner(method: str) -> type:
+    return EngineReport if method.startswith("report.") else ConnectorScheduler
+
+
 def raising_once(method: str, at_call: int = 1) -> Callable[..., Any]:
-    real = getattr(ConnectorScheduler, method)
+    real = getattr(owner(method), method.removeprefix("report."))
     calls = 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +90,8 @@ def test_requests_end_and_no_block_stays_pinned_when_a_call_raises(
     method: str, at_call: int, pool: LocalPool, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmed(pool, played)
-    monkeypatch.setattr(ConnectorScheduler, method, raising_once(method, at_call))
+    name = method.removeprefix("report.")
+    monkeypatch.setattr(owner(method), name, raising_once(method, at_call))
     requests = [played.request(name, 64, first) for name, first in (("a", 0), ("b", 500))]
     requests[1].kv_transfer_params = {"do_remote_decode": True}
     for request in requests:

@@ -605,7 +605,7 @@ def test_no_request_waits_for_masters_that_have_gone(pool: LocalPool, model: Mod
     """Each is a miss at once, and one line of the log counts them."""
     played = Played(model(), transfer(pool.master, lookup_timeout_s=0.05))
     told: list[str] = []
-    played.connector.hooks.scheduler._watch._log_line = told.append  # what stands in the log
+    played.connector.hooks.scheduler.report._watch._log_line = told.append  # what stands in the log
     try:
         played.step()
         played.add("a", 64)
