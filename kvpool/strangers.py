@@ -10,7 +10,8 @@ import resource
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvpool.errors import KvpoolError, Overloaded, Unauthenticated
+from kvpool.errors import KvpoolError, LinkBroken, Overloaded, Unauthenticated
+from kvpool.logs import Logger
 
 #: Connections of one listener before the end of their handshake; fewer where the process may open
 #: fewer than four times as many files.
@@ -20,8 +21,10 @@ WRONG_PROOFS_MAX: Final = 64
 WRONG_PROOFS_PER_S: Final = 8.0
 #: Addresses that are remembered at the same time.
 ADDRESSES_MAX: Final = 1024
-#: One log line in this time for each address, with the number of handshakes that it stands for.
+#: One log line in this time for each address, with the number of refusals that it stands for; and
+#: so many of all addresses: who has a network has many.
 LOG_EVERY_S: Final = 60.0
+LINES_MAX: Final = 64
 
 
 @dataclass(slots=True)
@@ -31,7 +34,7 @@ class _Address:
     #: Wrong proofs at the time `at`; they become fewer with time.
     wrong: float
     at: float
-    #: Refused handshakes that no log line has reported yet.
+    #: Refusals that no log line has reported yet.
     unreported: int = 0
     report_at: float = 0.0
 
@@ -52,12 +55,14 @@ class Unproved(Protocol):
 class Strangers:
     """The peers of one listener before the end of their handshake. `now` is loop time."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Logger, transport: str) -> None:
+        self._log, self._transport = log, transport
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = files == resource.RLIM_INFINITY
         self._limit = HANDSHAKES_MAX if unlimited else max(1, min(HANDSHAKES_MAX, files // 4))
         self._handshakes: dict[Unproved, None] = {}  # oldest first
         self._addresses: dict[str, _Address] = {}
+        self._lines, self._lines_until = 0, 0.0  # that may still be written until then
 
     def __repr__(self) -> str:
         return f"<Strangers {len(self._handshakes)} handshakes, {len(self._addresses)} addresses>"
@@ -88,8 +93,10 @@ class Strangers:
         if known is not None and known.wrong_now(now) > WRONG_PROOFS_MAX - 1:
             raise Overloaded("too many wrong secrets from this address: try again in a moment")
 
-    def refused(self, address: str, error: KvpoolError, now: float, *, costly: bool = False) -> int:
-        """A handshake has failed; for how many of this address a log line is due now, mostly 0.
+    def refused(
+        self, address: str, error: KvpoolError, now: float, *, costly: bool = False
+    ) -> None:
+        """A connection was refused, or ended from here: count that, and log it if a line is due.
 
         It counts as a wrong proof if it was one, or cost as much (`costly`).
         """
@@ -100,11 +107,16 @@ class Strangers:
         wrong = address != "" and (costly or isinstance(error, Unauthenticated))
         known.wrong, known.at = known.wrong_now(now) + wrong, now
         known.unreported += 1
-        if now < known.report_at:
-            return 0
-        due, known.unreported = known.unreported, 0
-        known.report_at = now + LOG_EVERY_S
-        return due
+        if now >= self._lines_until:
+            self._lines, self._lines_until = LINES_MAX, now + LOG_EVERY_S
+        if now < known.report_at or not self._lines:
+            return
+        self._lines -= 1
+        log = self._log
+        report = log.info if isinstance(error, LinkBroken) else log.warning  # it may be a probe
+        fields = {"transport": self._transport, "error": type(error).__name__, "why": str(error)}
+        report("connection closed", **fields, peer=address, count=known.unreported)
+        known.unreported, known.report_at = 0, now + LOG_EVERY_S
 
     def _make_room(self, now: float) -> None:
         """For one more address: those without meaning go, or else the most harmless one."""

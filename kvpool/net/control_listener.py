@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 from kvpool import logs
-from kvpool.addresses import join, listening_socket, numeric
+from kvpool.addresses import join, listening_socket, network_of, numeric
 from kvpool.errors import ConfigError, KvpoolError, Overloaded, PeerError, Unauthenticated
-from kvpool.guard import Guard, Who
+from kvpool.guard import Guard
 from kvpool.net.control_session import MasterSession
 from kvpool.net.masters_certificate import Certificate
 from kvpool.net.requests import answer
@@ -41,8 +41,6 @@ _CALLERS_MAX: Final = 8192
 _IDLE_S: Final = 1.0
 #: After so long in one turn of the loop what else has arrived, of all callers, waits for the next.
 _TURN_S: Final = 0.002
-#: What is said of refusals is written so often.
-_LOG_EVERY_S: Final = 60.0
 #: Bytes of replies that a caller has not read yet; with more its connection is ended.
 _UNREAD_MAX: Final = 8 << 20
 
@@ -64,14 +62,13 @@ class ControlListener:
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
         self._address = ""
-        self._strangers = Strangers()
+        self._strangers = Strangers(log, "control plane")
         self._arrived: set[_MasterEnd] = set()
         self._callers: dict[_MasterEnd, str] = {}  # and who holds it
         files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._shares = Shares(min(_CALLERS_MAX, files_max // 2))
-        self._refusals = _Refusals(guard)
         self.handshakes = _Handshakes()
-        self.answers = _Answers(handler, cluster, guard.secrets_of, self._refusals)
+        self.answers = _Answers(handler, cluster, guard.secrets_of, self._report)
         #: Connections that were refused, as they did not prove that they may ask.
         self.refused = 0
 
@@ -108,7 +105,6 @@ class ControlListener:
         for end in list(self._arrived):
             end.abort()
         self.handshakes.stop()
-        self._refusals.stop()
 
     # --- strangers ----------------------------------------------------------------------------
 
@@ -116,7 +112,7 @@ class ControlListener:
         """A connection begins; None if it is refused."""
         self._arrived.add(end)
         try:
-            self._strangers.check(host, self._loop.time())
+            self._strangers.check(network_of(host), self._loop.time())
         except Overloaded as error:
             self._refuse(host, error)
             return None
@@ -160,15 +156,17 @@ class ControlListener:
         if holder is not None:
             self._shares.give_back(holder)
             if error is not None:
-                self._refusals.report(host, "any", error)
+                self._report(host, error)
         elif error is not None:
             self._refuse(host, error)
 
     def _refuse(self, host: str, error: KvpoolError) -> None:
         self.refused += 1
         costly = self._certificate is not None and isinstance(error, PeerError)
-        self._strangers.refused(host, error, self._loop.time(), costly=costly)
-        self._refusals.report(host, "connect", error)
+        self._report(host, error, costly=costly)
+
+    def _report(self, host: str, error: KvpoolError, *, costly: bool = False) -> None:
+        self._strangers.refused(network_of(host), error, self._loop.time(), costly=costly)
 
 
 class _Handshakes:
@@ -203,31 +201,6 @@ class _Handshakes:
                 self._timer = self._loop.call_later(now - began, self._work)
 
 
-class _Refusals:
-    """One line a minute for each host that was refused."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._guard = guard
-        self._timer: asyncio.TimerHandle | None = None
-
-    def stop(self) -> None:
-        """Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def report(self, host: str, request: str, error: KvpoolError) -> None:
-        who = Who("unknown", "", host)
-        self._guard.refused(self._loop.time(), who, request, str(error))
-        if self._timer is None:
-            self._timer = self._loop.call_later(_LOG_EVERY_S, self._write_rest)
-
-    def _write_rest(self) -> None:
-        self._timer = None
-        if self._guard.flush(self._loop.time()):
-            self._timer = self._loop.call_later(_LOG_EVERY_S, self._write_rest)
-
-
 class _Answers:
     """Answers to requests, one of each caller in turn."""
 
@@ -236,12 +209,12 @@ class _Answers:
         handler: Handler,
         cluster: Cluster,
         secrets_of: Callable[[str], tuple[bytes, ...]],
-        refusals: _Refusals,
+        report: Callable[[str, KvpoolError], None],
     ) -> None:
         self._handler = handler
         self._id = cluster_id(cluster.name)
         self._secrets_of = secrets_of
-        self._refusals = refusals
+        self._report = report
         self._loop = asyncio.get_running_loop()
         #: Those with requests that wait for their answer, the next one first.
         self._asking: deque[_MasterEnd] = deque()
@@ -272,8 +245,7 @@ class _Answers:
     def _answer(self, message: bytes, caller: Caller, secret: bytes) -> bytes | None:
         # Looked up for each request: a connection outlives the secret that opened it.
         if caller.tenant and secret not in self._secrets_of(caller.tenant):
-            refused = Unauthenticated("its secret is not valid any more")
-            self._refusals.report(caller.address, "any", refused)
+            self._report(caller.address, PeerError("its secret is not valid any more"))
             return answer(_revoked, self._id, message, caller)
         return answer(self._handler, self._id, message, caller)
 

@@ -12,12 +12,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from kvpool import ClientConfig, connect, dev
+from kvpool import ClientConfig, connect, dev, logs
 from kvpool import strangers as strangers_module
 from kvpool.errors import LinkBroken, Overloaded, Unauthenticated
 from kvpool.strangers import (
     ADDRESSES_MAX,
     HANDSHAKES_MAX,
+    LINES_MAX,
     LOG_EVERY_S,
     WRONG_PROOFS_MAX,
     WRONG_PROOFS_PER_S,
@@ -32,6 +33,7 @@ from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.net.test_secret import OURS, pool_of
 from tests.support.raw_peers import Raw, frame, raw
 
+LOG = logs.get("test")
 WRONG = Unauthenticated("wrong")
 HERE = "192.0.2.1"
 
@@ -40,7 +42,7 @@ HERE = "192.0.2.1"
 
 
 def test_an_address_may_send_some_wrong_proofs_and_more_later() -> None:
-    strangers = Strangers()
+    strangers = Strangers(LOG, "tcp")
     for _ in range(WRONG_PROOFS_MAX):
         strangers.check(HERE, 10.0)
         strangers.refused(HERE, WRONG, 10.0)
@@ -58,7 +60,7 @@ def test_an_address_may_send_some_wrong_proofs_and_more_later() -> None:
 
 def test_only_wrong_proofs_count_and_only_where_there_are_addresses() -> None:
     """An old client, or a process of the same user over a Unix socket, shuts no other one out."""
-    strangers = Strangers()
+    strangers = Strangers(LOG, "tcp")
     for _ in range(10 * WRONG_PROOFS_MAX):
         strangers.refused(HERE, LinkBroken("gone"), 0.0)
         strangers.refused("", WRONG, 0.0)
@@ -67,7 +69,7 @@ def test_only_wrong_proofs_count_and_only_where_there_are_addresses() -> None:
 
 
 def test_the_table_of_addresses_is_bounded_and_keeps_the_worst() -> None:
-    strangers = Strangers()
+    strangers = Strangers(LOG, "tcp")
     for _ in range(WRONG_PROOFS_MAX):
         strangers.refused(HERE, WRONG, 0.0)
     for number in range(3 * ADDRESSES_MAX):
@@ -79,12 +81,21 @@ def test_the_table_of_addresses_is_bounded_and_keeps_the_worst() -> None:
     assert list(strangers._addresses) == ["203.0.113.1"]
 
 
-def test_one_log_line_stands_for_many_refusals() -> None:
-    strangers = Strangers()
-    assert strangers.refused(HERE, WRONG, 0.0) == 1
-    assert [strangers.refused(HERE, WRONG, 1.0) for _ in range(9)] == [0] * 9
-    assert strangers.refused(HERE, WRONG, LOG_EVERY_S) == 10
-    assert strangers.refused(HERE, WRONG, LOG_EVERY_S) == 0
+def test_one_log_line_stands_for_many_refusals(caplog: pytest.LogCaptureFixture) -> None:
+    strangers = Strangers(LOG, "tcp")
+    for now in (0.0, *[1.0] * 9, LOG_EVERY_S, LOG_EVERY_S):
+        strangers.refused(HERE, WRONG, now)
+    strangers.refused("198.51.100.7", WRONG, LOG_EVERY_S)
+    counts = [(one.peer, one.count) for one in caplog.records]  # type: ignore[attr-defined]
+    assert counts == [(HERE, 1), (HERE, 10), ("198.51.100.7", 1)]
+
+
+def test_who_has_many_addresses_has_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    strangers = Strangers(LOG, "tcp")
+    for minute in range(3):
+        for number in range(2 * ADDRESSES_MAX):
+            strangers.refused(f"198.51.{number >> 8}.{number & 255}", WRONG, minute * LOG_EVERY_S)
+        assert len(caplog.records) == (minute + 1) * LINES_MAX
 
 
 def test_an_address_is_what_one_host_cannot_choose_freely() -> None:
@@ -102,8 +113,7 @@ def test_an_address_is_what_one_host_cannot_choose_freely() -> None:
 def strangers_of(running: dev.Dev, scheme: str = "tcp") -> Strangers:
     (server,) = running.servers
     (listener,) = [one for one in server._listeners if one.address.startswith(scheme)]
-    holder = listener._sessions if scheme == "tcp" else listener  # type: ignore[attr-defined]
-    found = holder.strangers if scheme == "tcp" else holder._strangers  # type: ignore[attr-defined]
+    found = listener._sessions.strangers  # type: ignore[attr-defined]
     assert isinstance(found, Strangers)
     return found
 
@@ -230,7 +240,7 @@ async def test_handshakes_leave_files_for_clients(
     monkeypatch: pytest.MonkeyPatch, files: int, handshakes: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
-    strangers = Strangers()
+    strangers = Strangers(LOG, "tcp")
     streams = [Stream() for _ in range(handshakes + 1)]
     assert [strangers.arrived(stream) for stream in streams] == [False] * handshakes + [True]
 

@@ -412,8 +412,8 @@ async def test_who_was_refused_by_masters_is_on_record(
         with pytest.raises(Unauthenticated, match="the key of this tenant is still valid"):
             await ask(network.connect(pool.master.address), wire.Members(), wire.MembersReply)
         network.close()
-    (line,) = [one for one in caplog.records if one.name == "kvpool.audit"]
-    assert (line.request, line.address) == ("connect", "127.0.0.1")  # type: ignore[attr-defined]
+    (line,) = [one for one in caplog.records if one.message.startswith("connection closed")]
+    assert (line.transport, line.peer) == ("control plane", "127.0.0.1")  # type: ignore[attr-defined]
     assert pool.master.refused_connections >= 1
     page = pages_of_master(pool.master)["/metrics"]()
     (shown,) = [

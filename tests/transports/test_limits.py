@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import WriteStatus, dev, strangers
+from kvpool import WriteStatus, dev, logs, strangers
 from kvpool.config import ClientConfig
-from kvpool.errors import Unauthenticated
 from kvpool.server.state.store import Store
 from kvpool_tiers.dram import Dram
 from kvpool_transports import shm, ucx
@@ -26,7 +25,7 @@ MIB = 1 << 20
 
 async def test_of_too_many_handshakes_the_oldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strangers, "HANDSHAKES_MAX", 2)
-    waiting = strangers.Strangers()
+    waiting = strangers.Strangers(logs.get("test"), "tcp")
     streams = [Stream() for _ in range(6)]
     for stream in streams:
         Wire(stream)
@@ -38,14 +37,6 @@ async def test_of_too_many_handshakes_the_oldest_ends(monkeypatch: pytest.Monkey
     waiting.left(streams[2])
     assert [waiting.arrived(stream) for stream in streams[4:]] == [False, True]
     assert [stream.lost for stream in streams] == [True, True, False, True, False, False]
-
-
-def test_log_lines_of_one_address_are_counted_and_rare() -> None:
-    peers, no = strangers.Strangers(), Unauthenticated("no")
-    lines = [peers.refused("10.0.0.1", no, now) for now in (5.0, 5.1, 5.2)]
-    assert lines == [1, 0, 0]
-    assert peers.refused("10.0.0.2", no, 5.2) == 1
-    assert peers.refused("10.0.0.1", no, 5.0 + strangers.LOG_EVERY_S) == 3
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,6 @@ class _ShmListener:
         self._loop = asyncio.get_running_loop()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._sessions = Sessions(store, mapped=True, scheme="shm")
-        self._strangers = Strangers()
         self._read_only = -1
         self._address = ""
         self._path = ""
@@ -189,7 +188,7 @@ class _ShmListener:
             sock.close()
             raise
         fds = self._read_only, self._memory.fd
-        await _ShmSession(stream, self._store, self._strangers, sock, *fds).run()
+        await _ShmSession(stream, self._store, self._sessions.strangers, sock, *fds).run()
 
     def _refuse(self, sock: socket.socket, pid: int, uid: int) -> None:
         report = log.debug if uid in self._warned else log.warning

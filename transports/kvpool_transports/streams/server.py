@@ -121,7 +121,7 @@ class Sessions:
         self._session = session or StreamSession
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.strangers = Strangers()
+        self.strangers = Strangers(log, scheme)
         self._closed = False
 
     def accept(self, stream: Stream, binding: bytes = b"") -> Stream:
@@ -171,7 +171,7 @@ class Sessions:
         `costly`: it counts like a wrong proof, whatever the error.
         """
         self._store.count("refused_handshakes")
-        _report(self.strangers, self._scheme, address, error, costly=costly)
+        self.strangers.refused(address, error, self._loop.time(), costly=costly)
 
     async def close(self) -> None:
         """End them all. Idempotent."""
@@ -209,7 +209,7 @@ class StreamSession:
     ) -> None:
         self.stream = stream
         self._store = store
-        self._strangers = strangers if strangers is not None else Strangers()
+        self._strangers = strangers if strangers is not None else Strangers(log, scheme)
         self._mapped = mapped
         self._scheme = scheme
         self._loop = asyncio.get_running_loop()
@@ -367,7 +367,7 @@ class StreamSession:
         if not admitted:
             self._store.count("refused_handshakes")
         if not (admitted and isinstance(error, Forbidden)):  # which the store's audit has
-            _report(self._strangers, self._scheme, self.stream.peer_address, error)
+            self._strangers.refused(self.stream.peer_address, error, self._loop.time())
         with contextlib.suppress(KvpoolError):
             self.stream.send_now(refusal(error))
 
@@ -629,18 +629,6 @@ _ANSWERS: Final[
     Holdings: StreamSession._holdings,
     RemoveAll: StreamSession._remove_all,
 }
-
-
-def _report(
-    strangers: Strangers, scheme: str, address: str, error: KvpoolError, *, costly: bool = False
-) -> None:
-    """One line a minute for each address whose connections are ended from here."""
-    now = asyncio.get_running_loop().time()
-    count = strangers.refused(address, error, now, costly=costly)
-    if count:
-        report = log.warning if isinstance(error, Unauthenticated) else log.info
-        fields = {"transport": scheme, "error": type(error).__name__, "why": str(error)}
-        report("connection closed", **fields, peer=address, count=count)
 
 
 def _reserve_request(message: Reserve | Write) -> ReserveRequest:
