@@ -168,11 +168,13 @@ class _Link:
     def address(self) -> str:
         return self._address
 
-    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+    async def request(
+        self, type: int, body: bytes, *, deadline: float, hasty: bool = False
+    ) -> tuple[int, bytes]:
         if self._unanswered_since is None:
             self._unanswered_since = self._loop.time()
         try:
-            return await self._requests.send(type, body, self._send, deadline)
+            return await self._requests.send(type, body, self._send, deadline, hasty)
         except DeadlineExceeded:
             since = self._unanswered_since
             if since is not None and self._loop.time() - since >= RECONNECT_AFTER_S:
@@ -238,7 +240,7 @@ class _Link:
             if before is not None:
                 before.abort()
             self._unanswered_since = self._loop.time() if len(self._requests) else None
-            self._requests.problem = ""
+            self._requests.broken("")
             for message in self._requests.unanswered():
                 end.send(message)
             return
@@ -246,7 +248,8 @@ class _Link:
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, KvpoolError):
             log.exception("a connection to a master failed", master=self._address)
-        self._requests.problem = str(error)
+        if self._end is None:
+            self._requests.broken(str(error))
         pause_s = self._retry.next_delay()
         if isinstance(error, Unauthenticated | VersionMismatch):
             # It is there, and will say the same again: nobody waits for his deadline.

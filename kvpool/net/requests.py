@@ -46,8 +46,9 @@ class PendingRequests:
         # that waited (design: turns).
         self._pending: dict[int, asyncio.Future[Envelope | KvpoolError]] = {}
         self._messages: dict[int, bytes] = {}
+        self._hasty: set[asyncio.Future[Envelope | KvpoolError]] = set()
         self._closed = False
-        #: Why there is no answer, as far as that is known.
+        #: Why there is no connection, as far as that is known.
         self.problem = ""
 
     def __len__(self) -> int:
@@ -58,12 +59,17 @@ class PendingRequests:
         return list(self._messages.values())
 
     async def send(
-        self, type: int, body: bytes, transmit: Callable[[int, bytes], None], deadline: float
+        self,
+        type: int,
+        body: bytes,
+        transmit: Callable[[int, bytes], None],
+        deadline: float,
+        hasty: bool = False,
     ) -> tuple[int, bytes]:
         """Transmit one request, as (id, message), and wait for its reply: (type, body).
 
-        Raises DeadlineExceeded, Overloaded (too many wait already), Closed, and PeerError when
-        the reply is not valid.
+        Raises DeadlineExceeded (a `hasty` one as soon as there is a `problem`), Overloaded (too
+        many wait already), Closed, and PeerError when the reply is not valid.
         """
         if self._closed:
             raise Closed(f"the link to master {self._address} is closed")
@@ -77,9 +83,13 @@ class PendingRequests:
             message = encode_envelope(type, self._cluster, id, body)
             self._messages[id] = message
             transmit(id, message)
+            if hasty:
+                self._hasty.add(future)
+                self.broken(self.problem)
             reply = await future
         finally:
             timer.cancel()
+            self._hasty.discard(future)
             del self._pending[id]
             self._messages.pop(id, None)
         if isinstance(reply, KvpoolError):
@@ -100,6 +110,12 @@ class PendingRequests:
         future = self._pending.get(envelope.id)
         if future is not None and not future.done():  # else: a second reply, or a late one
             future.set_result(envelope)
+
+    def broken(self, problem: str) -> None:
+        """Why there is no connection; "": there is one. Hasty requests do not wait for another."""
+        self.problem = problem
+        for future in self._hasty if problem else ():
+            self._expire(future)
 
     def close(self) -> None:
         """End every pending request with Closed, and refuse new ones."""

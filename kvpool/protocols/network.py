@@ -30,11 +30,14 @@ class Link(Protocol):
     def address(self) -> str:
         """The master's `host:port`, as it was passed to `Network.connect`."""
 
-    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+    async def request(
+        self, type: int, body: bytes, *, deadline: float, hasty: bool = False
+    ) -> tuple[int, bytes]:
         """Send one message and return the answer: its type and body.
 
-        Raises DeadlineExceeded when no answer arrives by `deadline`, Overloaded when too many
-        requests are pending, Closed after `close`.
+        Raises DeadlineExceeded when no answer arrives by `deadline`, and if it is `hasty` as soon
+        as no connection can be made; Overloaded when too many requests are pending, Closed after
+        `close`.
         """
 
     def close(self) -> None:

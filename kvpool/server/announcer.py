@@ -267,7 +267,8 @@ class Announcer:
         self, message: wire.Message, answer: type[wire.M], within_s: float | None = None
     ) -> wire.M:
         deadline = self._loop.time() + (within_s or self._heartbeat_s)
-        type, body = await self._link.request(*wire.encode(message), deadline=deadline)
+        request, hasty = wire.encode(message), self._answers  # then others may wait for it, too
+        type, body = await self._link.request(*request, deadline=deadline, hasty=hasty)
         self._answers = True
         return wire.decode_answer(answer, type, body)
 
@@ -548,22 +549,21 @@ class Announcer:
                 await self._wake.wait()
 
     def _failed(self, error: KvpoolError) -> None:
-        self._log_problem(error)
+        self._has_problem(error)
         self._unregister()
 
     def _not_answered(self, error: DeadlineExceeded) -> None:
         """The master is late. Release the callers that wait for it; the queue is kept."""
-        self._log_problem(error)
-        self._answers = False
+        self._has_problem(error)
         waiting, self._waiting = self._waiting, []
         for _, future in waiting:
             if not future.done():
                 future.set_result(None)
 
-    def _log_problem(self, error: KvpoolError) -> None:
+    def _has_problem(self, error: KvpoolError) -> None:
         if _AGE.sub("", str(error)) != _AGE.sub("", str(self.problem)):
             log.warning("master cannot be told", master=self._link.address, why=str(error))
-        self.problem = error
+        self.problem, self._answers = error, False
 
     def _unregister(self) -> None:
         """An inventory is due. Callers that wait are released: `flushed` covers living masters."""

@@ -42,7 +42,9 @@ class NearMaster:
             where = (server, 1, TOKEN, "host", [f"x://{server}"], ["dram"])
             self.handle(wire.Register(*where, 1 << 40))
 
-    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+    async def request(
+        self, type: int, body: bytes, *, deadline: float, hasty: bool = False
+    ) -> tuple[int, bytes]:
         if self.is_silent:
             raise DeadlineExceeded("silent")
         kind = wire.message_type(type)
@@ -291,7 +293,9 @@ async def test_a_master_that_always_asks_for_more_ends_the_match(answer: wire.Fi
     class Endless(NearMaster):
         lies = False
 
-        async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+        async def request(
+            self, type: int, body: bytes, *, deadline: float, hasty: bool = False
+        ) -> tuple[int, bytes]:
             real = await super().request(type, body, deadline=deadline)
             return wire.encode(answer) if self.lies else real
 

@@ -45,7 +45,9 @@ class ScriptedMaster:
         self.asked: list[wire.Message] = []
         self.is_silent = False
 
-    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+    async def request(
+        self, type: int, body: bytes, *, deadline: float, hasty: bool = False
+    ) -> tuple[int, bytes]:
         kind = wire.message_type(type)
         assert kind is not None
         message = wire.decode(kind, type, body)
@@ -481,7 +483,9 @@ class SlowMaster(ScriptedMaster):
         self.held = self.most_held = 0
         self._turn = asyncio.Lock()
 
-    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+    async def request(
+        self, type: int, body: bytes, *, deadline: float, hasty: bool = False
+    ) -> tuple[int, bytes]:
         self.held += 1
         self.most_held = max(self.most_held, self.held)
         try:

@@ -93,9 +93,11 @@ async def served(
         master.network.close()
 
 
-async def ask(link: Link, body: bytes = b"", within_s: float = 10.0) -> bytes:
+async def ask(
+    link: Link, body: bytes = b"", within_s: float = 10.0, *, hasty: bool = False
+) -> bytes:
     deadline = asyncio.get_running_loop().time() + within_s
-    return (await link.request(1, body, deadline=deadline))[1]
+    return (await link.request(1, body, deadline=deadline, hasty=hasty))[1]
 
 
 def request(body: bytes = b"") -> bytes:
@@ -140,6 +142,27 @@ async def test_a_master_that_restarts_is_found_again() -> None:
         await master.start()
         assert await waiting == b"?"
         callers.close()
+
+
+async def test_who_is_hasty_does_not_wait_for_a_master_that_is_gone() -> None:
+    """But for one whose connection has ended, as it does when nobody uses it."""
+    async with served() as master:
+        link = await master.caller()
+        (end,) = master.listener._callers
+        end.abort()
+        assert await ask(link, b"again", hasty=True) == b"again"
+        link._end.send = lambda message: None  # the master is too busy to answer
+        waiting = [asyncio.create_task(ask(link, b"?", 60, hasty=one)) for one in (True, False)]
+        await asyncio.sleep(0.01)
+        master.listener.stop()
+        hasty, patient = waiting
+        for _ in range(2):  # one that has been asked, and one that is asked now
+            with pytest.raises(DeadlineExceeded, match="refused"):
+                await asyncio.wait_for(hasty, 5)
+            hasty = asyncio.create_task(ask(link, b"now", 60, hasty=True))
+        await master.start()
+        assert await patient == b"?"
+        assert await ask(link, b"back", hasty=True) == b"back"
 
 
 async def test_a_silent_master_is_left_when_another_connection_is_there(

@@ -15,9 +15,10 @@ from kvpool import dev
 from kvpool.config import MasterConfig
 from kvpool.errors import DeadlineExceeded, Unavailable
 from kvpool.master.service import Master
-from kvpool.protocols import ReserveRequest
+from kvpool.net.control_network import TcpNetwork
+from kvpool.protocols import Link, ReserveRequest
 from kvpool.server import announcer as module
-from kvpool.server.announcer import Announcer, Identity
+from kvpool.server.announcer import Announcer, AnnouncerState, Identity
 from kvpool.server.block_server import BlockServer
 from kvpool.server.context import ServerContext
 from kvpool.server.state.store import Store
@@ -43,7 +44,9 @@ class LossyLink:
         self.sent: Counter[str] = Counter()
         self.in_flight = self.most_in_flight = 0
 
-    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+    async def request(
+        self, type: int, body: bytes, *, deadline: float, hasty: bool = False
+    ) -> tuple[int, bytes]:
         message = wire.message_type(type)
         assert message is not None
         self.sent[message.__name__] += 1
@@ -66,7 +69,7 @@ class LossyLink:
 class Setup:
     """A store of one server, its announcer, and the master."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: Link | None = None, heartbeat_s: float | None = None) -> None:
         self.master = Master(MasterConfig(), cast(Any, None))
         self.link = LossyLink(self.master)
         self.store = TieredStore([Store(1 << 20, alignment=64)])
@@ -74,8 +77,8 @@ class Setup:
         self.announcer = Announcer(
             identity,
             self.store,
-            self.link,
-            HEARTBEAT_S,
+            link or self.link,
+            HEARTBEAT_S if heartbeat_s is None else heartbeat_s,
             stats=lambda now: ServerStats(),
         )
 
@@ -233,7 +236,7 @@ async def test_a_master_that_is_gone_is_asked_ten_times_a_heartbeat() -> None:
     """Soon enough to find the next one at once, and no load for its host."""
     setup, tries = Setup(), 0
 
-    async def refused(type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
+    async def refused(*message: object, **how: object) -> tuple[int, bytes]:
         nonlocal tries
         tries += 1
         raise Unavailable("connection refused")
@@ -248,6 +251,36 @@ async def test_a_master_that_is_gone_is_asked_ten_times_a_heartbeat() -> None:
     setup.link.request = request  # type: ignore[method-assign]
     await setup.until_known(blocks)
     await setup.announcer.close()
+
+
+async def test_nobody_waits_for_a_master_whose_connection_is_broken() -> None:
+    """Its system says so when its process is killed: long before an answer would be late."""
+    network = TcpNetwork()
+    asked: list[int] = []
+
+    def handle(type: int, *request: Any) -> tuple[int, bytes]:
+        asked.append(type)
+        return setup.master.handle(type, *request)
+
+    listener = await network.serve("127.0.0.1:0", handle)
+    setup = Setup(network.connect(listener.address), heartbeat_s=20.0)
+    setup.announcer.start()
+    setup.write(blocks := keys("a", 3))
+    await setup.until_known(blocks)
+    await eventually(lambda: setup.announcer._state is AnnouncerState.STREAMING)
+    await listener.close()
+    setup.write(keys("b", 1))
+    async with asyncio.timeout(5):
+        await setup.announcer.flushed()
+    assert not setup.announcer.registered
+
+    # Nobody asks in vain meanwhile, and nothing is sent anew but what was not applied.
+    asked.clear()
+    await network.serve(listener.address, handle)
+    await setup.until_known([*blocks, *keys("b", 1)])
+    assert asked == [wire.TYPES[wire.Announce]]
+    await setup.announcer.close()
+    network.close()
 
 
 async def test_late_answers_are_no_gap() -> None:

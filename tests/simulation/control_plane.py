@@ -43,8 +43,10 @@ class _SimLink:
         self._process = process
         self._requests = PendingRequests(address, cluster)
 
-    async def request(self, type: int, body: bytes, *, deadline: float) -> tuple[int, bytes]:
-        return await self._requests.send(type, body, self._send, deadline)
+    async def request(
+        self, type: int, body: bytes, *, deadline: float, hasty: bool = False
+    ) -> tuple[int, bytes]:
+        return await self._requests.send(type, body, self._send, deadline, hasty)
 
     def close(self) -> None:
         self._requests.close()
