@@ -14,7 +14,7 @@ from typing import Final
 from kvpool.types import Namespace
 
 #: The first word. Change it when any field, or the bytes of a block, get another meaning.
-FORMAT: Final = "vllm/4"
+FORMAT: Final = "vllm/5"
 _VALUE_MAX: Final = 64
 _NAME_MAX: Final = 512
 

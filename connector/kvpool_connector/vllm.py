@@ -45,7 +45,7 @@ from kvpool_connector.vllm_media import mark_client_names
 from kvpool_connector.vllm_memory import reserve_when_started
 from kvpool_connector.vllm_model import LoadedAdapters, loaded_models, model_info
 from kvpool_connector.vllm_resets import drain_before_resets
-from kvpool_connector.vllm_settings import check_when_parsed
+from kvpool_connector.vllm_settings import check_when_parsed, wanted_layout
 from kvpool_connector.vllm_weights import count_loads, count_updates, weight_changes
 from kvpool_connector.worker import ConnectorWorker
 
@@ -217,6 +217,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return ReportMetadata(self._of_worker().take_report())
 
     # --- both ---------------------------------------------------------------------------------
+
+    get_required_kvcache_layout = staticmethod(wanted_layout)
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         worker = self._worker

@@ -230,9 +230,15 @@ def _fields(
         if settings.kv_head_parts
         else parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
-        "layout": kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "default",
+        "layout": _inside(kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "default"),
         "vllm": vllm_interface.version(),
     }
+
+
+def _inside(layout: str) -> str:
+    """How a layer of a block lies in memory: heads before tokens or after them. Where its layers
+    and the other blocks lie changes no byte of it."""
+    return layout.translate({ord("L"): None, ord("B"): None}) if layout.isupper() else layout
 
 
 def _label(config: Any) -> str:

@@ -108,6 +108,7 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     (KVConnectorBase_V1, "get_transfer_results", "reporting loads that have ended"),
     (KVConnectorBase_V1, "build_connector_worker_meta", "what workers report to the scheduler"),
     (KVConnectorBase_V1, "has_pending_block_frees", "waiting for pinned blocks, not preempting"),
+    (KVConnectorBase_V1, "get_required_kvcache_layout", "asking for blocks in one row"),
     (KVConnectorBase_V1, "has_pending_push_work", "steps of an engine that only saves"),
     (BlockPool, "touch", "pinning blocks"),
     (BlockPool, "free_blocks", "unpinning blocks"),

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-from typing import Any
+from typing import Any, Final
 
 from kvpool import ConfigError, KvpoolError
 from kvpool_connector import settings
 from kvpool_connector.settings import given_settings
 from kvpool_connector.vllm_interface import KVTransferConfig, VllmConfig
+
+#: A block's layers beside one another, heads outside of tokens: all that kernels for GPUs take.
+_ONE_ROW: Final = "BLHNC"
 
 
 class RefusedSettings(KvpoolError, argparse.ArgumentTypeError):
@@ -43,6 +46,8 @@ def _then_check(post_init: Any) -> Any:
     def checked(config: Any) -> None:
         post_init(config)
         transfer = getattr(config, "kv_transfer_config", config)
+        if transfer is not config and transfer is not None:  # MultiConnector makes others of it
+            transfer.kvpool_alone = transfer.kv_connector == settings.CONNECTOR
         for given in given_settings(transfer) if transfer is not None else ():
             try:
                 settings.parse(given).member()
@@ -50,3 +55,13 @@ def _then_check(post_init: Any) -> Any:
                 raise RefusedSettings(str(error)) from None
 
     return checked
+
+
+def wanted_layout(vllm_config: Any) -> str | None:
+    """The layout of a KV cache in which each block is one row; None: as vLLM likes.
+
+    vLLM takes another where its attention backend cannot. Beside other connectors nothing is
+    wanted: vLLM refuses to start when two want different layouts. On a CPU it has one only.
+    """
+    alone = getattr(vllm_config.kv_transfer_config, "kvpool_alone", False)
+    return _ONE_ROW if alone and vllm_config.device_config.device_type != "cpu" else None

@@ -118,7 +118,7 @@ def test_namespaces_tell_every_field_apart() -> None:
     base = {"model": "qwen", "weights": "abc", "seed": "1"}
     one = namespace.name(base, parts=1)
     assert one == namespace.name(dict(base), parts=1)
-    assert one.name == "vllm/4 model=qwen weights=abc seed=1"
+    assert one.name == "vllm/5 model=qwen weights=abc seed=1"
     others = [
         namespace.name({**base, "model": value}, parts=1)
         for value in ("qwen weights=abc", "qwen=", "", "q" * 600, "q" * 601, "qw\nen", "qwen~1")

@@ -13,7 +13,7 @@ from kvpool_connector.sharing_watch import (
 
 
 def named(parts: int = 1, **fields: str) -> Namespace:
-    return Namespace("vllm/4 " + " ".join(f"{k}={v}" for k, v in fields.items()), parts)
+    return Namespace("vllm/5 " + " ".join(f"{k}={v}" for k, v in fields.items()), parts)
 
 
 OURS = named(model="qwen3-4x128", memory="m", seed="1", group="0:Full")

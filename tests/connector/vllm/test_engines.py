@@ -47,6 +47,28 @@ def test_a_second_engine_finds_what_the_first_computed(
     assert metrics["vllm:kvpool_load_bytes"] > 0
 
 
+class RowEngine(Engine):
+    module = "tests.connector.vllm.row_engine"
+
+
+def test_engines_share_whether_a_block_is_one_row_or_one_for_each_layer(
+    model: Models, logs: Logs, plain: Engine, reader: Engine, shared_pool: LocalPool
+) -> None:
+    """One loads what the other saved, both ways."""
+    prompts = [prompt(number, shared=0) for number in (20, 21)]
+    expected = plain.generate(prompts)["tokens"]
+    config = transfer(shared_pool.master, transports=["tcp"])
+    with RowEngine(model(), logs("rows"), kv_transfer_config=config) as rows:
+        assert rows.ready().generate(prompts[:1])["tokens"] == expected[:1]
+        assert "Using BLHNC KV cache layout" in rows.said
+        reader.generate(prompts[1:])
+        shared_pool.settled()
+        for engine, here in ((reader, 0), (rows, 1)):
+            found = engine.generate(prompts[here : here + 1])
+            assert found["tokens"] == expected[here : here + 1]
+            assert found["cached"] == [480]
+
+
 def test_what_was_generated_comes_back_too(
     plain: Engine, reader: Engine, shared_pool: LocalPool
 ) -> None:

@@ -7,13 +7,16 @@ another one. So a block that comes back here has met every stride that it meets 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm.config import CacheConfig, DeviceConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -31,6 +34,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvpool_connector.block_memory import BlockMemory, DeviceBlockMemory, DeviceStage, views_of
 from kvpool_connector.vllm_config import memories_of
+from kvpool_connector.vllm_plugin import register
 
 BLOCKS, TOKENS, HEADS, SIZE = 7, 32, 2, 16
 CPU = torch.device("cpu")
@@ -241,3 +245,49 @@ def test_engines_with_different_layouts_inside_a_block_do_not_share() -> None:
     tokens_first = {packings[name] for name in ("LBNHC", "BLNHC")}
     assert len(heads_first) == len(tokens_first) == 1
     assert heads_first != tokens_first
+
+
+def config_with(connector: dict[str, Any], device: str = "cuda") -> VllmConfig:
+    """As vLLM parses it, on a machine with such a device."""
+    config = VllmConfig(
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(kv_role="kv_both", **connector),
+    )
+    config.device_config.device_type = device
+    again: VllmConfig = pickle.loads(pickle.dumps(config))  # the engine is another process
+    return again
+
+
+ALONE = {"kv_connector": "KVPoolConnector"}
+BESIDE = {
+    "kv_connector": "MultiConnector",
+    "kv_connector_extra_config": {
+        "connectors": [
+            {**ALONE, "kv_role": "kv_both"},
+            {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_block_is_one_row_where_the_backend_can(name: str) -> None:
+    """vLLM chooses the layout, among those of the backend, from what the connector asks for."""
+    register()
+    case, config = CASES[name](), config_with(ALONE)
+    possible = [layout.name for layout in case.layouts]
+    chosen = resolve_kv_cache_layout(config, [possible], case.specs.values())
+    assert (chosen is KVCacheLayout.BLHNC) == ("BLHNC" in possible)
+    made, caches = allocated(case, chosen)
+    for memory in memories_of(caches, made):
+        async with memory.source([1], None) as (pieces,):
+            assert (len(pieces) == 1) == ("BLHNC" in possible)
+
+
+@pytest.mark.parametrize(("connector", "device"), [(ALONE, "cpu"), (BESIDE, "cuda")])
+def test_an_engine_starts_that_cannot_have_it(connector: dict[str, Any], device: str) -> None:
+    """vLLM refuses to start where two connectors ask for different layouts, and warns where its
+    backend cannot."""
+    register()
+    wanted = get_kv_connector_cache_layout(config_with(connector, device))
+    assert wanted == (None if connector is ALONE else "LBHNC")

@@ -101,7 +101,7 @@ def test_two_instances_of_vllm_serve_share_conversations(
         assert average_s < 0.005
         urls = [f"127.0.0.1:{instance.port}" for instance in instances]
         *described, compared = asyncio.run(examine_engines(urls))
-        assert all("shares blocks as: vllm/4" in finding.text for finding in described)
+        assert all("shares blocks as: vllm/5" in finding.text for finding in described)
         assert compared.text == "share blocks"
         # A chat, whose two answers are streamed
         question = " ".join(chance.choice(["ab", "cd", "ef", "gh"]) for _ in range(300))
