@@ -489,7 +489,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from None
     except Exception as error:  # besides YAMLError: a date 2020-13-45 is a bare ValueError
-        raise ConfigError(f"config file {path}: {str(error)[:300]}") from None
+        raise ConfigError(f"config file {path}: {' '.join(str(error).split())[:300]}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -16,7 +17,7 @@ from rich.markup import escape
 
 from kvpool import logs, runtime
 from kvpool.config import ClientConfig, Config, cluster_of, load
-from kvpool.errors import ConfigError, KvpoolError, UsageError
+from kvpool.errors import ConfigError, KvpoolError, MasterLost, Unavailable, UsageError
 from kvpool.types import check_digests
 
 if TYPE_CHECKING:
@@ -177,12 +178,21 @@ def run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:
         main.close()
         fail(ConfigError(f"log level {log_level!r}: expected debug, info, warning or error"))
     logs.configure(log_level)
+    client = logging.getLogger("kvpool.client")
+    if log_level == "warning":  # a command that asks once: its error says what its client would log
+        client.setLevel(logging.ERROR)
     try:
         return runtime.run(main)
+    except MasterLost as error:  # it says so itself
+        fail(error)
+    except Unavailable as error:
+        fail(type(error)(f"{error}; `kvpool doctor` says what is wrong there"))
     except KvpoolError as error:
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    finally:
+        client.setLevel(logging.NOTSET)
 
 
 def fail(error: KvpoolError) -> NoReturn:

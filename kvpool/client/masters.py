@@ -167,7 +167,7 @@ class Masters:
             log.warning(
                 "kvpool: the pool is lost, no master answers", masters=self._addresses, why=why
             )
-        return MasterLost(f"no master answers: {why}; is `kvpool master` running?")
+        return MasterLost(f"no master answers: {why}; `kvpool doctor` says what to do")
 
     def _answers_again(self) -> None:
         since, self._failing_since = self._failing_since, None

@@ -152,6 +152,11 @@ def _secret(settings: Config) -> Finding:
         return Finding("secret", "ok", f"of this user: {local_secret_file()}")
     if not settings.secret_file:
         return Finding("secret", "ok", "none: who reaches the pool may use it")
+    try:
+        cluster_of(settings)
+    except ConfigError as error:
+        advice = "`kvpool secret FILE` makes one; all processes of a pool have the same"
+        return Finding("secret", "fail", str(error), advice)
     if problem := secret_problem(settings.secret_file):
         what, _, advice = problem.rpartition(": ")
         return Finding("secret", "warn", what, f"{advice}; make another one if others were there")
@@ -219,6 +224,10 @@ def device_memory(config: ClientConfig) -> Finding:
 _NO_DEVICE = "see nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the driver is new enough for torch"
 
 
+#: Of an error, where this is the doctor.
+_SAID_HERE = "; `kvpool doctor` says what to do"
+
+
 async def _master(
     settings: Config, address: str, known: dict[str, list[Member]] | None = None
 ) -> Finding:
@@ -232,8 +241,9 @@ async def _master(
         why, advice = (
             ("", "see secret_file") if "secret" in str(error) else await unreachable(address)
         )
+        why = why or str(error).removesuffix(_SAID_HERE)
         advice = advice or "it is there: do as it says, or look at its log and its host"
-        return Finding(f"master {address}", "fail", why or str(error), advice)
+        return Finding(f"master {address}", "fail", why, advice)
     if known is not None:
         known[address] = members
     took_ms = (time.perf_counter() - started) * 1e3

@@ -76,6 +76,11 @@ def planned(
                 f"{memory.name} has {human(max(0, memory.free))} left: give --capacity"
             )
         why = f"half of what {memory.name} has left, {human(memory.free)}: engines need some, too"
+    elif capacity > memory.free:
+        raise ConfigError(
+            f"--capacity {_text(capacity)}: expected less than {memory.name} has left, "
+            f"{human(max(0, memory.free))}; --disk DIR holds more"
+        )
     else:
         why = "as --capacity says"
     choices.append(PlannedPart("memory", human(capacity), why))
@@ -115,7 +120,10 @@ def planned(
 
 def _text(size: int) -> str:
     """A size as an option has it, exactly."""
-    return str(size) if size % _STEP else f"{size // _STEP}MiB"
+    for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size and size % (1 << exponent) == 0:
+            return f"{size >> exponent}{unit}"
+    return str(size)
 
 
 def _vllm(address: str, secret_file: str) -> str:

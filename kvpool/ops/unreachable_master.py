@@ -41,11 +41,12 @@ async def unreachable(address: str) -> tuple[str, str]:
         )
     if found := await _connecting(host, port):
         return found
-    if isinstance(await refusal_of(address, Cluster()), BadFrame | Unavailable):
-        return (
-            "what listens there is no master",
-            "give the port of `kvpool master --bind`: not that of --http, nor of a server",
-        )
+    refusal = await refusal_of(address, Cluster())
+    if isinstance(refusal, BadFrame | Unavailable):
+        port_of = "give the port of `kvpool master --bind`: not that of --http, nor of a server"
+        if "says nothing" in str(refusal):
+            return f"{refusal}: no master, or one that is frozen", f"{port_of}; or look at its host"
+        return "what listens there is no master", port_of
     return "", ""
 
 

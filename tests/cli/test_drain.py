@@ -11,12 +11,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvpool import Pool, admin
+from kvpool import Pool, admin, logs
 from kvpool.cli.leave import _print
+from kvpool.errors import ServerLost
 from kvpool.types import DrainReport, DrainState, Left
 from tests.chaos.cluster import Node, ProcessCluster
 from tests.conftest import NAMESPACE, buffers, patient, value
-from tests.support.commands import running_kvpool
+from tests.support.commands import kvpool, running_kvpool
 from tests.support.processes import fill
 
 BLOCK = 256 << 10
@@ -153,3 +154,17 @@ def test_names_are_printed_as_they_are(
     assert says in printed
     assert printed.startswith("moved 3 blocks, 2 KiB; ")
     assert ("[b]model" in printed) is (state is DrainState.INCOMPLETE)
+
+
+def test_a_server_that_is_lost_is_one_line_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def lost(*_: object) -> None:
+        logs.get("kvpool.client").warning("transport failed", server="s")
+        raise ServerLost("server s: the peer did not answer in time")
+
+    monkeypatch.setattr("kvpool.cli.leave.open_pool", lost)
+    said = kvpool("drain", "s", "--masters", "127.0.0.1:9")
+    advice = "`kvpool doctor` says what is wrong there"
+    assert (said.code, said.out) == (1, "")
+    assert said.err == f"error: server s: the peer did not answer in time; {advice}\n"

@@ -41,9 +41,12 @@ def why(chosen: HostPlan, what: str) -> list[str]:
 
 def test_a_host_gives_half_of_the_memory_that_is_left() -> None:
     chosen = plan()
-    assert chosen.server[-2:] == ("--capacity", "5120MiB")
+    assert chosen.server[-2:] == ("--capacity", "5GiB")
     assert why(chosen, "memory")[0].startswith("5 GiB: half of what cgroup /pool has left, 10 GiB")
     assert plan(capacity=5000).server[-2:] == ("--capacity", "5000")
+    assert plan(capacity=FREE.free).server[-1] == str(FREE.free)
+    with pytest.raises(ConfigError, match=r"--capacity 11GiB: .* cgroup /pool has left, 10 GiB"):
+        plan(capacity=11 * GIB)
     assert plan(Limit("x", 32 * MIB, "")).server[-1] == "16MiB"
     for little in (32 * MIB - 1, -7):
         with pytest.raises(ConfigError, match="give --capacity"):
@@ -54,7 +57,7 @@ def test_a_disk_gives_most_of_what_is_free_and_a_file_stays_as_it_is() -> None:
     disks = (DiskSpace(Path("/a"), 10 * GIB, 0), DiskSpace(Path("/b"), GIB, 7 * GIB))
     words = plan(disks=disks).server
     tiers = [word for before, word in pairwise(words) if before == "--tier"]
-    assert tiers == ["dram:5120MiB", "nvme:/a/kvpool:8192MiB", "nvme:/b/kvpool:7168MiB"]
+    assert tiers == ["dram:5GiB", "nvme:/a/kvpool:8GiB", "nvme:/b/kvpool:7GiB"]
     assert why(plan(disks=disks), "disk")[1] == "/b/kvpool, 7 GiB: as its file has"
     load(flags={"server.tiers": tiers})
 

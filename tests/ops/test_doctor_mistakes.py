@@ -23,6 +23,7 @@ from kvpool.config import Config, MasterConfig
 from kvpool.errors import ConfigError
 from kvpool.master.service import Master
 from kvpool.memory_limits import Limit, MemoryLimits
+from kvpool.net import control_network
 from kvpool.net.control_network import TcpNetwork
 from kvpool.ops import doctor, own_host, pool_health, unreachable_master
 from kvpool.ops.engines import examine_engines
@@ -154,6 +155,13 @@ async def the_port_of_a_web_server(place: Place) -> Iterable[Finding]:
 
     served = await place.stack.enter_async_context(await asyncio.start_server(answer, "127.0.0.1"))
     return await place.master(f"127.0.0.1:{served.sockets[0].getsockname()[1]}")
+
+
+@mistake("master", "fail", "says nothing: no master, or one that is frozen", "its host")
+async def a_master_that_is_frozen(place: Place) -> Iterable[Finding]:
+    place.patch.setattr(control_network, "HELLO_S", 0.2)
+    stopped = place.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    return await place.master(f"127.0.0.1:{stopped.getsockname()[1]}")
 
 
 @mistake("master", "fail", "no master", "nor of a server")
@@ -444,6 +452,11 @@ async def a_master_twice(place: Place) -> Iterable[Finding]:
     return own_host.examine_settings(Config(client=client, secret_file="s"))
 
 
+@mistake("secret", "fail", "secret file '/nowhere/secret': No such file", "kvpool secret FILE")
+async def a_secret_that_is_not_there(place: Place) -> Iterable[Finding]:
+    return [doctor._secret(Config(secret_file="/nowhere/secret"))]
+
+
 @mistake("secret", "warn", "may be read by every user", "chmod 600")
 async def a_secret_that_all_may_read(place: Place) -> Iterable[Finding]:
     place.patch.setattr(
@@ -540,6 +553,7 @@ async def test_a_mistake_is_found_and_it_says_what_to_do(name: str, tmp_path: Pa
     assert fitting, found
     matching = [one for one in fitting if planted.text in one.text and planted.advice in one.advice]
     assert matching, fitting
+    assert not [one for one in found if "`kvpool doctor`" in one.text]
     assert {one.verdict for one in matching} == {planted.verdict}
     assert all(one.advice for one in matching)
 
