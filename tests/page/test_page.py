@@ -175,6 +175,25 @@ async def test_names_of_strangers_are_text(pool: RunningPool, browser: Any) -> N
     assert not page.problems
 
 
+async def _infers(page: Any, pool: RunningPool) -> None:
+    """The policies of a large fleet have inferred much."""
+    answer = await (await page.request.get(f"http://{pool.http}/api/v1/pool")).json()
+    kinds = ("returning", "dead")
+    answer["inferred"] = {
+        **{"programs": 98_765, "shared_blocks": 12_345_678},
+        **{f"{kind}_programs": 98_765 for kind in kinds},
+        **{f"{kind}_blocks": 12_345_678 for kind in kinds},
+        **{f"{kind}_came": 3_000_000 for kind in kinds},
+        **{f"{kind}_left": 1_000_000 for kind in kinds},
+        **{f"{kind}_asked": 0 for kind in kinds},
+    }
+
+    async def changed(route: Any) -> None:
+        await route.fulfill(json=answer)
+
+    await page.route("**/api/v1/pool", changed)
+
+
 CUT = """[...document.querySelectorAll("main *")].filter(one => one.clientWidth
     && getComputedStyle(one).display !== "inline" && one.scrollWidth > one.clientWidth + 1
 ).map(one => one.textContent)"""
@@ -195,6 +214,8 @@ async def test_it_fits_a_phone_and_a_desktop(pool: RunningPool, browser: Any, wi
     await until(page, "events", lambda text: "joined" in text and "leaving" in text)
     await until(page, "usage", lambda text: SCRIPT in text)
     await until(page, "misses", lambda text: "never written" in text)
+    await _infers(page, pool)
+    await until(page, "inferred", lambda text: "12,345,678" in text and "75.0 % of" in text)
     assert await page.evaluate("document.documentElement.scrollWidth") <= width
     assert await page.evaluate(CUT) == []
     name = await page.evaluate("document.querySelector('#events td.who').clientWidth")
