@@ -29,6 +29,7 @@ from kvpool.config import Config, cluster_of
 from kvpool.errors import ConfigError
 from kvpool.types import (
     OTHERS,
+    Cluster,
     Demand,
     Explanation,
     Member,
@@ -130,8 +131,8 @@ def explain(
     server_http: Annotated[
         str | None,
         typer.Option(
-            help="Address that a server on this host has for --http: its policy says why a block "
-            "is gone, e.g. 127.0.0.1:7453."
+            help="Address that a server has for --http: its policy says why a block is gone, e.g. "
+            "127.0.0.1:7453; from another host only with the cluster's secret."
         ),
     ] = None,
     session: Annotated[
@@ -158,7 +159,7 @@ def explain(
             gone = [one.key.digest for one in found if one.status in _GONE]
             evicted = any(one.status is ReadStatus.EVICTED for one in found)
             members = await pool.members(timeout=QUERY_S) if evicted and not as_json else []
-            why = await _ask_why(server_http, gone) if server_http else {}
+            why = await _ask_why(server_http, gone, cluster_of(settings)) if server_http else {}
             return found, inferred_line(inferred_sum(members)), why
 
     answers, inferred, why = run(main())
@@ -186,10 +187,10 @@ def _as_json(answer: Explanation, why: dict[bytes, str]) -> dict[str, object]:
     }
 
 
-async def _ask_why(server_http: str, gone: list[bytes]) -> dict[bytes, str]:
+async def _ask_why(server_http: str, gone: list[bytes], cluster: Cluster) -> dict[bytes, str]:
     from kvpool.ops.why import ask_why
 
-    return dict(zip(gone, await ask_why(server_http, gone, QUERY_S), strict=True))
+    return dict(zip(gone, await ask_why(server_http, gone, QUERY_S, cluster), strict=True))
 
 
 def _explain_session(settings: Config, session: str, as_json: bool) -> None:

@@ -305,7 +305,10 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
             tenants.on_change(Tenancy.of(running).tenants_changed)
         runtime.freeze_gc()  # before the start, which adds all blocks of a file
         await running.start()
-        served: Routes = {**metrics.pages_of_server(running), **why_page(running)}
+        served: Routes = {
+            **metrics.pages_of_server(running),
+            **why_page(running, cluster_of(settings)),
+        }
         pages = _pages(served, wanted, settings)
         async with pages, tenants.watched(running.tasks) if tenants else nullcontext():
             registering = asyncio.create_task(_registered(running, settings))

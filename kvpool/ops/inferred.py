@@ -71,17 +71,20 @@ def inferred_table(members: Iterable[Member]) -> Table | None:
     }
     if not rows:
         return None
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("inferred by")
-    for name in (*_COUNTS, "returning, right", "dead, right"):
-        table.add_column(name, justify="right")
-    for server, figures in rows.items():
-        table.add_row(escape(server), *_cells(figures))
+    cells = {escape(server): _cells(figures) for server, figures in rows.items()}
     if len(rows) > 1:
         total: Counter[str] = Counter()
         for figures in rows.values():
             total.update(figures)
-        table.add_row(f"{len(rows)} servers", *_cells(total))
+        cells[f"{len(rows)} servers"] = _cells(total)
+    names = (*_COUNTS, "returning, right", "dead, right")
+    known = [n for n in range(len(names)) if any(row[n] != "-" for row in cells.values())]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("inferred by")
+    for n in known:
+        table.add_column(names[n], justify="right")
+    for server, row in cells.items():
+        table.add_row(server, *(row[n] for n in known))
     return table
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+import time
+from collections.abc import Mapping
 
 import pytest
 
 from kvpool import Namespace, dev
 from kvpool.errors import UsageError
-from kvpool.net.http_server import pages
+from kvpool.net.http_server import Page, PageView, pages
 from kvpool.ops import metrics
 from kvpool.ops.inferred import inferred_line, inferred_of, inferred_sum, inferred_table
 from kvpool.ops.status_page import StatusPage
 from kvpool.ops.top import Top
 from kvpool.ops.why import ask_why, why_page
 from kvpool.server.eviction import verdicts
-from kvpool.types import ServerStats
+from kvpool.types import Cluster, ServerStats
 from kvpool.wire import messages as wire
 from tests.conftest import key
 from tests.ops.test_tables import lines, member
@@ -53,6 +56,10 @@ def test_a_line_for_each_server_that_infers_something_and_their_sum() -> None:
         "b - - - 400 500 - 80% of 1,000 70% of 1,000",
         "2 servers 1 2 3 404 505 6 80% of 1,010 70% of 1,010",
     ]
+    table = inferred_table(servers[:1])
+    assert table is not None
+    _, row = lines(table)
+    assert " ".join(row) == "b 400 500 80% of 1,000 70% of 1,000", "no column of dashes"
     assert inferred_table([member(counters={"evicted_blocks": 3})]) is None
 
 
@@ -115,7 +122,7 @@ async def test_a_server_says_why_a_block_went_on_its_own_host() -> None:
     async with dev.serve("1MiB", listen=("inproc://",)) as served, served.pool() as pool:
         for number in range(20):
             await pool.write(Namespace("n"), [key(f"{number}")], [bytes(65536)])
-        (answer,) = why_page(served.servers[0]).values()
+        (answer,) = why_page(served.servers[0], Cluster()).values()
         page = answer.answer({"key": key("0").hex()}, True)
         assert page.body.decode() == (
             "used once, quiet for 0 s: 0% of such blocks come back after that, and all else was "
@@ -130,6 +137,45 @@ async def test_a_server_says_why_a_block_went_on_its_own_host() -> None:
                 answer.answer(wrong, True)
 
 
+async def test_from_another_host_it_is_for_who_knows_the_clusters_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An operator far away proves it, for one key and a minute; a tenant and a stranger cannot."""
+    secret = b"of the whole cluster"
+    mine = Cluster("c", secret)
+    asked: list[dict[str, str]] = []
+    async with dev.serve("1MiB", listen=("inproc://",)) as served:
+        (view,) = why_page(served.servers[0], mine).values()
+
+        def far(query: Mapping[str, str], _: bool) -> Page:
+            asked.append(dict(query))
+            return view.answer(query, False)
+
+        async with pages({"/why": PageView(far)}, "127.0.0.1:0") as serving:
+            assert serving is not None
+
+            async def said(cluster: Cluster) -> str:
+                return (await ask_why(serving.address, [key("a")], 5.0, cluster))[0]
+
+            assert await said(mine) == "not known: it is here, never was, or left long ago"
+            (proven,) = asked
+            others = (
+                Cluster(),
+                Cluster("c", secret + b"!"),
+                Cluster("other", secret),
+                Cluster("c", secret, "a tenant"),
+            )
+            for one in others:
+                assert "with the cluster's secret and the right time" in await said(one), one
+        for change in ({"key": key("b").hex()}, {"at": "1"}, {"proof": "é"}, {"at": "9" * 99}):
+            assert view.answer({**proven, **change}, False).status == 403, change
+        monkeypatch.setattr(time, "time", lambda: int(proven["at"]) + 61.0)
+        assert view.answer(proven, False).status == 403
+        (view,) = why_page(served.servers[0], Cluster("c")).values()
+        no_secret = hmac.digest(b"", b"x", "sha256").hex()
+        assert view.answer({**proven, "proof": no_secret}, False).status == 403
+
+
 async def test_explain_shows_what_is_inferred_where_a_block_was_evicted() -> None:
     async with dev.serve("1MiB") as served, served.pool() as pool:
         for number in range(20):
@@ -141,7 +187,7 @@ async def test_explain_shows_what_is_inferred_where_a_block_was_evicted() -> Non
         said = await running_kvpool("explain", key("19").hex(), *where)
         assert said.out
         assert "infers" not in said.out
-        async with pages(why_page(served.servers[0]), "127.0.0.1:0") as serving:
+        async with pages(why_page(served.servers[0], Cluster()), "127.0.0.1:0") as serving:
             assert serving is not None
             asked = (*where, "--server-http", serving.address)
             said = await running_kvpool("explain", key("0").hex(), *asked)
@@ -168,7 +214,7 @@ async def test_a_strange_answer_is_bounded_and_cannot_write_on_the_terminal() ->
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as stranger:
         host, port = stranger.sockets[0].getsockname()
-        (text,) = await ask_why(f"{host}:{port}", [key("a")], 5.0)
+        (text,) = await ask_why(f"{host}:{port}", [key("a")], 5.0, Cluster())
         assert text.startswith(" [31mred xxx")
         assert len(text) == 400
 
@@ -178,5 +224,5 @@ async def test_a_strange_answer_is_bounded_and_cannot_write_on_the_terminal() ->
 
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as stranger:
         host, port = stranger.sockets[0].getsockname()
-        found = await ask_why(f"{host}:{port}", [key("a"), key("b")], 0.1)
+        found = await ask_why(f"{host}:{port}", [key("a"), key("b")], 0.1, Cluster())
         assert found == [f"not known: {host}:{port} does not answer"] * 2
