@@ -30,11 +30,17 @@ TOLERANCES: Final[Mapping[str, float]] = {
 
 
 class LayerBytes(NamedTuple):
-    """The bytes of one layer in a block, and the type of the numbers in them."""
+    """The bytes of one layer in a block, and the type of the numbers in them.
+
+    `shape` is how they lie in memory, outermost first, and `tokens` which of these dimensions
+    counts tokens; without it -1.
+    """
 
     layer: str
     size: int
     dtype: str
+    shape: tuple[int, ...] = ()
+    tokens: int = -1
 
 
 def segments(

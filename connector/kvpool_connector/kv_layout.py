@@ -165,7 +165,18 @@ def describe(views: Sequence[LayerView]) -> str:
 
 def layer_bytes(views: Sequence[LayerView]) -> list[LayerBytes]:
     """What each layer has of a block, in the order of `layer_slices`."""
-    return [LayerBytes(v.layer, math.prod(v.shape[1:]) * v.item_size, v.dtype) for v in views]
+    found = []
+    for view in views:
+        order = _order(view)
+        shape = tuple(view.shape[d] for d in order)
+        before_last = len(view.shape) - 2  # tokens, in all caches whose last is one token's content
+        tokens = order.index(before_last) if before_last in order else -1
+        found.append(LayerBytes(view.layer, _size(view), view.dtype, shape, tokens))
+    return found
+
+
+def _size(view: LayerView) -> int:
+    return math.prod(view.shape[1:]) * view.item_size
 
 
 def _of_layer(view: LayerView) -> list[LayerSlice]:
