@@ -67,9 +67,7 @@ class Pair:
 
 def _settings(pool: LocalPool, transport: str, load: str) -> dict[str, Any]:
     """The defaults, but for the path and the decision."""
-    config = transfer(pool.master, transports=[transport], load=load)
-    del config["kv_connector_extra_config"]["lookup_timeout_s"]
-    return config
+    return transfer(pool.master, transports=[transport], load=load)
 
 
 def cpu_s(engine: Engine) -> Counter[str]:

@@ -127,9 +127,9 @@ class LoadOrRecompute:
 
     def lookup_timeout_s(self, first: int, last: int) -> float:
         """How long a request waits for its lookup, which can save computing these tokens."""
-        limit_s = self._limits.lookup_timeout_s
         if self._limits.load != "auto":
-            return limit_s
+            return self._limits.load_timeout_s
+        limit_s = self._limits.lookup_timeout_s
         prefill_s = self.prefill_cost.seconds(first, last)
         if prefill_s is None:
             return min(limit_s, _FIRST_TIMEOUT_S_MIN)

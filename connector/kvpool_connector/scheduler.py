@@ -108,7 +108,6 @@ class ConnectorScheduler:
         limits = PlannerLimits(
             load=settings.load if engine.loads else "never",
             save=engine.saves,
-            lookup_timeout_s=settings.lookup_timeout_s,
             load_timeout_s=settings.load_timeout_s,
             save_decode=settings.save_decode,
             saved_blocks_max=max(1, int(engine.blocks * _SAVE_SHARE_MAX)),

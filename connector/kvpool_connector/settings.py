@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated, Any, Final, Literal
 
@@ -13,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvpool import ClientConfig, Cluster, ConfigError, check_transports, read_cluster
+from kvpool_connector.form_choice import fields_of
 from kvpool_connector.session_names import DEFAULT_TENANT
 
 #: The connector's name in vLLM's configuration.
@@ -31,6 +33,7 @@ _GONE: Final = {
     "consumer_saves": _BOTH,
     "hit_tokens_min": "a hit is loaded when that is faster than computing it",
     "loads_max": "32 prompts load at once",
+    "lookup_timeout_s": "a lookup has half of the time that computing takes, 1 s at most",
     "prefetch": "a request has skip_prefetch in its kv_transfer_params",
     "probe_every_s": "while loads are too slow, the pool is measured every 5 s",
     "producer_loads": _BOTH,
@@ -74,9 +77,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: `auto` loads a prefix if the estimate is that loading is faster than computing it; `always`
     #: and `never` are for experiments (design: load-or-recompute).
     load: Literal["auto", "always", "never"] = "auto"
-    #: Longest time that a request waits for its lookup. As a rule the planner gives a lookup less:
-    #: half of the time that computing the prompt takes.
-    lookup_timeout_s: Seconds = 1.0
     #: Time after which the engine computes a prompt instead of waiting for its load. The planner
     #: often ends a load earlier, when it takes much longer than estimated.
     load_timeout_s: Seconds = 10.0
@@ -87,6 +87,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     save_decode: bool = True
     #: Number of servers to which each block is written.
     copies: Annotated[int, Meta(ge=1, le=16)] = 1
+    #: How blocks are made smaller on their way to the pool; empty: not at all. `lossless`, where it
+    #: saves time, or one that loses something, as in int8?tolerance=0.02 (docs/codecs.md).
+    codec: str = ""
     #: With KV events switched on in the engine: how blocks of the pool are announced to routers.
     #: `shared` says which are on other hosts, as vllm-router wants it; `plain` says that those are
     #: on a disk, for Dynamo and llm-d; `off`: not at all, as for `kvpool events` (docs/events.md).
@@ -132,10 +135,16 @@ def parse(given: Mapping[str, Any]) -> Settings:
     wrong += map(wrong_master, settings.masters)
     for sentence in filter(None, wrong):
         raise _refusal(sentence)
-    try:
-        check_transports(settings.transports)
-    except ConfigError as error:
-        raise _refusal(f"transports: {error}") from None
+    for name, check in (
+        ("transports", partial(check_transports, settings.transports)),
+        ("codec", partial(fields_of, settings.codec)),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            raise _refusal(f"{name}: {error}") from None
+    if settings.codec and settings.device_path == "direct":
+        raise _refusal("codec needs blocks in the host's memory: device_path must be staged")
     return settings
 
 

@@ -19,6 +19,7 @@ _LABELLED: Final = {
     "dropped": ("reason", "Blocks that were not saved, by reason."),
     "kv_hint": ("outcome", "Actions of orchestrators' hint envelopes, by what became of them."),
     "promise": ("outcome", "Promises of blocks between engines, by what became of them."),
+    "coded_blocks": ("outcome", "Blocks that met a codec when they were saved, by outcome."),
     "hook_failed": ("hook", "Exceptions in hooks, after which the pool was left alone."),
     "verification": ("result", "Comparisons of the pool's KV with the engine's own, by result."),
 }
@@ -38,6 +39,8 @@ _PLAIN: Final = {
     "saved_blocks": "Blocks that the pool has acknowledged.",
     "save_bytes": "Bytes saved, without those that the pool had already.",
     "save_s": "Seconds of saving, in the background.",
+    "coded_bytes_before": "Bytes of blocks that met a codec when they were saved.",
+    "coded_bytes_after": "Bytes that those blocks went to the pool with.",
     "save_retries": "Refused blocks that were tried again.",
     "estimated_load_s": "Seconds that loads were estimated to take, where that was compared.",
     "estimated_prefill_s": "Seconds that computing was estimated to take, where that was compared.",

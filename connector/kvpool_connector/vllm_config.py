@@ -14,6 +14,7 @@ from kvpool import ConfigError
 from kvpool.kv_events import KVEvent, RemovedEvent, StoredEvent
 from kvpool_connector import fingerprint, namespace, vllm_interface
 from kvpool_connector.block_memory import BlockMemory, memory_of
+from kvpool_connector.form_choice import fields_of
 from kvpool_connector.head_split import HeadSplit, head_split, specs_of
 from kvpool_connector.kv_layout import UnsupportedLayout
 from kvpool_connector.naming import EngineInfo
@@ -232,6 +233,7 @@ def _fields(
         "pp": parallel.pipeline_parallel_size,
         "layout": _inside(kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "default"),
         "vllm": vllm_interface.version(),
+        **fields_of(settings.codec),
     }
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvpool import KvpoolError, Match, Namespace, Pool, ReadStatus, WriteStatus, tracing
 from kvpool_connector.block_memory import READS_MAX, WRITES_MAX, BlockMemory
+from kvpool_connector.form_choice import form_of
 from kvpool_connector.hook_guard import FailureLog
 from kvpool_connector.messages import (
     AdapterInfo,
@@ -37,7 +38,7 @@ from kvpool_connector.messages import (
 )
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.promises import BlockWait
-from kvpool_connector.provenance import MARK_BYTES, MetWriters, Trust, marked
+from kvpool_connector.provenance import MetWriters, Trust
 from kvpool_connector.settings import Settings
 from kvpool_connector.worker_checks import CANCEL_AFTER_S, TransferContext, WorkerChecks
 
@@ -112,7 +113,8 @@ class ConnectorWorker:
         self._work = StepWork(0)  # of the step that is computed
         self._load_slots = asyncio.Semaphore(READS_MAX)
         slots = asyncio.Semaphore(WRITES_MAX)
-        self._checks = WorkerChecks(rank.number, rank.part, slots, compares=rank.compares)
+        form = form_of(settings.codec)
+        self._checks = WorkerChecks(rank.number, rank.part, slots, form, compares=rank.compares)
         self._trust = Trust(None)
         self._transfer_ended = threading.Event()
         self._lock = threading.Lock()  # guards what follows: both threads use it
@@ -137,7 +139,7 @@ class ConnectorWorker:
         notices a change of a few weights; it is used when they may have been changed in place.
         `weight_changes()` counts the calls that may have done that. (design: namespace)
         """
-        self._memory = memory
+        self._memory = self._checks.form.memories(memory)
         self._whole_model_info = whole_model_info or model_info
         self._loaded_adapters = loaded_adapters
         self._weight_changes, self._changes_seen = weight_changes, weight_changes()
@@ -246,8 +248,7 @@ class ConnectorWorker:
         """What happened since the last call."""
         with self._lock:
             counters, self._counters = self._counters, {}
-        counters.update(self._thread.take_durations())
-        return counters
+        return {**counters, **self._thread.take_durations(), **self._checks.form.take_counters()}
 
     def close(self) -> None:
         """Cancel every transfer and wait for its end, at most `_CLOSE_S`."""
@@ -420,7 +421,7 @@ class ConnectorWorker:
         memory = self._memory[blocks.group]
         ids, after = blocks.block_ids[first:last], context.events[blocks.group]
         async with self._load_slots, memory.target(ids, after, part) as target:
-            rows = await marked(target)
+            rows = await self._checks.form.to_read(memory, target)
             results = await pool.read(
                 context.namespaces[blocks.group],
                 blocks.digests[first:last],
@@ -429,22 +430,20 @@ class ConnectorWorker:
                 match=match,
                 timeout=max(0.0, until - time.monotonic()),
             )
-            found = await rows.writers()
+            found = await rows.found(results, until)
         read_ids, wrong = set(), []
-        size = memory.block_bytes // memory.parts + MARK_BYTES
-        digests = blocks.digests[first:last]
-        for digest, block, result, writer in zip(digests, ids, results, found, strict=True):
-            good = result.status.hit and result.size == size
-            if good and writer.id not in met.compared and self._trust.covers(writer, context.mark):
+        for digest, block, (problem, writer) in zip(
+            blocks.digests[first:last], ids, found, strict=True
+        ):
+            trusted = self._trust.covers(writer, context.mark) and writer.id not in met.compared
+            if trusted and not problem:
                 read_ids.add(block)
                 met.writers.add(writer)
             else:
-                reason = "wrong size" if result.status.hit else result.status.label
-                if good:
-                    reason = "not trusted"
+                if not problem:
                     met.refused.add(writer.id)
                     wrong += [digest] if writer.id in self._trust.removed else []
-                self._count(f"load_miss {reason}", 1)
+                self._count(f"load_miss {problem or 'not trusted'}", 1)
         if wrong:  # otherwise what is computed instead could not be stored
             name = context.namespaces[blocks.group]
             removed = await pool.remove(name, wrong, timeout=_LOOK_TIMEOUT_S)
@@ -536,7 +535,7 @@ class ConnectorWorker:
             ids = blocks.block_ids[first : first + memory.blocks_per_transfer]
             after = context.events[blocks.group]
             async with self._checks.slots, memory.source(ids, after, part) as source:
-                rows = await marked(source, context.mark)
+                rows = await self._checks.form.to_write(memory, source, context.mark)
                 written = await pool.write(
                     context.namespaces[blocks.group],
                     digests,
@@ -548,7 +547,7 @@ class ConnectorWorker:
                     resume_in=save.resume_in_s,
                     timeout=_SAVE_TIMEOUT_S,
                 )
-            statuses += written
+            statuses += rows.written(written)
         return statuses
 
     def _save_ended(

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvpool import ROOT, KvpoolError, Namespace, Pool, WriteStatus
+from kvpool.types import Memory
+from kvpool_connector.block_form import BlockForm
 from kvpool_connector.block_memory import BlockMemory
 from kvpool_connector.comparison import TOLERANCES, difference, segments, spread
 from kvpool_connector.messages import (
@@ -21,7 +23,7 @@ from kvpool_connector.messages import (
     VerifyRequest,
     VerifyResult,
 )
-from kvpool_connector.provenance import MARK_BYTES, UNKNOWN, BlockWriter, writer_of
+from kvpool_connector.provenance import UNKNOWN, BlockWriter, writer_of
 
 #: A transfer that the pool's client did not end by its deadline is cancelled so much later.
 CANCEL_AFTER_S: Final = 1.0
@@ -50,13 +52,20 @@ class WorkerChecks:
     those of saves: loads go first."""
 
     def __init__(
-        self, rank: int, part: int, slots: asyncio.Semaphore, *, compares: bool = False
+        self,
+        rank: int,
+        part: int,
+        slots: asyncio.Semaphore,
+        form: BlockForm,
+        *,
+        compares: bool = False,
     ) -> None:
         self._compares = compares
         self._saves_beside = 0  # that have met blocks which the pool had
         self.rank = rank
         self.part = part
         self.slots = slots
+        self.form = form
 
     async def probe(
         self,
@@ -73,20 +82,20 @@ class WorkerChecks:
                 for blocks in probe.blocks if pool is not None else ():
                     assert pool is not None
                     memory = memories[blocks.group]
-                    scratch = [
-                        bytearray(memory.block_bytes // memory.parts + MARK_BYTES)
-                        for _ in blocks.digests
-                    ]
+                    part_bytes = memory.block_bytes // memory.parts
+                    scratch: list[Memory] = [bytearray(part_bytes) for _ in blocks.digests]
                     for part in range(memory.parts):
+                        rows = await self.form.to_read(memory, scratch)
                         results = await pool.read(
                             context.namespaces[blocks.group],
                             blocks.digests,
-                            scratch,
+                            rows.memory,
                             part=self.part + part,
                             match=blocks.match,
                             timeout=probe.timeout_s,
                         )
-                        size += sum(result.size for result in results if result.status.hit)
+                        found = await rows.found(results, began + probe.timeout_s)
+                        size += sum(part_bytes for one in found if not one.problem)
         except (KvpoolError, TimeoutError):
             pass
         return ProbeResult(size, time.monotonic() - began)
@@ -216,23 +225,26 @@ class _Comparison:
         memory, blocks, checks = self._memory, self._blocks, self._checks
         digest, block = blocks.digests[place], blocks.block_ids[place]
         size = memory.block_bytes // memory.parts
-        stored = bytearray(size + MARK_BYTES)
+        stored = bytearray(size)
         match = blocks.match.of(place, place + 1) if blocks.match is not None else None
         async with checks.slots:
-            [read] = await self._pool.read(
+            until = time.monotonic() + self._timeout_s
+            rows = await checks.form.to_read(memory, [stored])
+            read = await self._pool.read(
                 self._context.namespaces[blocks.group],
                 [digest],
-                [stored],
+                rows.memory,
                 part=checks.part + part,
                 match=match,
                 timeout=self._timeout_s,
             )
-            if not read.status.hit or read.size != len(stored):
+            [(problem, writer)] = await rows.found(read, until)
+            if problem:
                 return None
             pieces = await memory.host_source(block, self._context.events[blocks.group], part)
-        writer = writer_of(bytes(stored[size:]))
-        for layer, pairs in segments(memory.layers, pieces, memoryview(stored)[:size]):
-            found, tolerance = difference(pairs, layer.dtype), TOLERANCES[layer.dtype]
+        for layer, pairs in segments(memory.layers, pieces, stored):
+            found = difference(pairs, layer.dtype)
+            tolerance = TOLERANCES[layer.dtype] + checks.form.tolerance
             known = self.differing.get(place)
             if found > tolerance and (known is None or found > known.difference):
                 self.differing[place] = Mismatch(

@@ -159,8 +159,8 @@ def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
 
 def test_settings_are_checked_by_name() -> None:
     assert settings.parse({}).masters == ["127.0.0.1:7450"]
-    with pytest.raises(ConfigError, match="did you mean 'lookup_timeout_s'"):
-        settings.parse({"lookup_timeout": 1})
+    with pytest.raises(ConfigError, match="did you mean 'load_timeout_s'"):
+        settings.parse({"load_timeout": 1})
     with pytest.raises(ConfigError, match=r"unknown setting 'zzz'; known: masters, cluster"):
         settings.parse({"zzz": 1})
 
@@ -173,7 +173,7 @@ def test_settings_are_checked_by_name() -> None:
         ({"load": "alwys"}, "one of 'always', 'auto', 'never'; did you mean 'always'?"),
         ({"load": 3}, "load is 3, expected one of 'always', 'auto', 'never'"),
         ({"copies": 0}, "copies is 0, expected a whole number from 1 to 16"),
-        ({"lookup_timeout_s": "5"}, "is '5', expected a number from 0.001 to 3600"),
+        ({"load_timeout_s": "5"}, "is '5', expected a number from 0.001 to 3600"),
         ({"save_decode": "no"}, "save_decode is 'no', expected true or false"),
         ({"transports": ["smh"]}, "unknown transport 'smh'; did you mean 'shm'? installed: "),
         ({"transports": ["tcp?x=1"]}, "transport 'tcp' has no setting 'x'"),

@@ -32,7 +32,6 @@ from kvpool_connector.messages import (
 )
 from kvpool_connector.naming import EngineInfo
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.provenance import MARK_BYTES
 from kvpool_connector.request_params import Asked, parse_request
 from kvpool_connector.save_queue import SaveQueue, SaveRun
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
@@ -93,7 +92,6 @@ class Engine:
     ) -> None:
         patient = {
             "load": "always",
-            "lookup_timeout_s": 5.0,
             "transports": ["tcp"],
             "verify_rate": 0,
         }
@@ -430,7 +428,7 @@ def test_a_transfer_that_the_pool_answers_in_time_is_not_cancelled(
     writer.save(hashes, [1, 2])
     writer.until(lambda: any(report.probes for report in writer.reports))
     [probe] = [probe for report in writer.reports for probe in report.probes]
-    assert probe.size == 2 * (BYTES + MARK_BYTES)
+    assert probe.size == 2 * BYTES
     assert reader.ask("r", hashes) == 2 * BLOCK
     reader.scheduler.on_blocks_allocated("r", [[30, 31]], 2 * BLOCK)
     reader.until(lambda: reader.loaded == ["r"])
@@ -977,7 +975,7 @@ class FakePoller:
 @pytest.fixture
 def asked(start: Start) -> tuple[Engine, FakePoller, Callable[[str], float]]:
     """An engine whose masters are the test, and how many requests of a name miss for a reason."""
-    engine = start(lookup_timeout_s=0.1)
+    engine = start(load_timeout_s=0.1)
     poller = FakePoller()
     engine.scheduler._lookups._lookups._poller = poller  # type: ignore[assignment]
     counters = engine.scheduler.planner.counters
@@ -1122,7 +1120,7 @@ def test_the_hooks_of_a_step_wait_a_millisecond_in_all(
 
 
 def test_a_workers_silence_is_its_own_reason(pool: LocalPool) -> None:
-    engine = Engine(pool.master, lookup_timeout_s=0.1, start_wait_s=2.0)
+    engine = Engine(pool.master, load_timeout_s=0.1, start_wait_s=2.0)
     try:
         engine.scheduler.on_new_request("r", keys("early", 2), 2 * BLOCK + 1, RequestHints())
         engine.clock.ahead_s += 2.0
@@ -1212,7 +1210,7 @@ def test_the_pools_speed_is_probed_after_the_first_save(start: Start) -> None:
     assert cost.samples == 0
     engine.until(lambda: cost.samples == 1)
     [probe] = [probe for report in engine.reports for probe in report.probes]
-    assert probe.size == 4 * (BYTES + MARK_BYTES)
+    assert probe.size == 4 * BYTES
     assert 0 < probe.seconds < 20
     assert engine.workers[0].take_counters()["probes"] == 1
     assert ended(engine)

@@ -48,7 +48,6 @@ class PlayedEngine:
                 # vLLM's salts are part of its hashes; a tenant is one of the names.
                 engine={"fields": {"tenant": "b" if variant == "salt" else "a"}},
                 transports=["shm", "tcp"],
-                lookup_timeout_s=1.0,
                 load_timeout_s=1.0,
             )
             self.engine.still_cached = lambda block, _, digest: self.contents.get(block) == digest

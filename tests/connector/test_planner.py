@@ -137,7 +137,7 @@ def test_with_a_volatile_tail_all_of_a_sliding_window_is_looked_up() -> None:
 
 
 def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
-    """Before a prefill was measured, and where the operator allows no more."""
+    """Before a prefill was measured, and where it has no more."""
     played = Played(lookup_timeout_s=0.05)
     lookup = played.arrive("a", 100)
     assert lookup is not None
@@ -162,7 +162,7 @@ def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
         (12.6, 0, {}, 1.0),
         (12.6, 0, {"lookup_timeout_s": 5.0}, 5.0),
         (12.6, 0, {"lookup_timeout_s": 10.0}, 6.3),
-        (0.1, 0, {"load": "always"}, 1.0),
+        (0.1, 0, {"load": "always", "load_timeout_s": 0.7}, 0.7),
     ],
 )
 def test_a_lookup_may_take_a_share_of_what_it_can_save(

@@ -35,7 +35,7 @@ def load(played: Played, name: str, blocks: int = 6, *, computed: int = 0) -> No
 
 
 def test_a_lookup_has_all_of_its_time_and_no_more() -> None:
-    played = Played(lookup_timeout_s=0.5, load="always")
+    played = Played(load_timeout_s=0.5, load="always")
     assert played.arrive("a", 100) is not None
     played.now += 0.25
     assert played.offer("a", 100) is None

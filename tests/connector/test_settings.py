@@ -23,18 +23,17 @@ DEFAULTS = {
     "revision": "",
     "kv_head_parts": 0,
     "load": "auto",
-    "lookup_timeout_s": 1.0,
     "load_timeout_s": 10.0,
     "start_wait_s": 1.0,
     "save_decode": True,
     "kv_events": "shared",
     "copies": 1,
+    "codec": "",
     "verify_rate": 1 / 2000,
 }
 #: The smallest and the largest value; none: any.
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "kv_head_parts": (0, 256),
-    "lookup_timeout_s": (0.001, 3600),
     "load_timeout_s": (0.001, 3600),
     "start_wait_s": (0, 3600),
     "copies": (1, COPIES_MAX),
@@ -55,7 +54,7 @@ def test_defaults_stay() -> None:
 def test_a_planner_without_settings_has_their_defaults() -> None:
     limits = PlannerLimits()._asdict()
     shared = limits.keys() & DEFAULTS.keys()
-    assert len(shared) == 4
+    assert len(shared) == 3
     assert {name: limits[name] for name in shared} == {name: DEFAULTS[name] for name in shared}
 
 

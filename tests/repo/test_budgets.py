@@ -193,6 +193,7 @@ WORDS = {
     "SECURITY.md": 1_000,
     "connector/README.md": 3_500,
     "docs/benchmarks.md": 2_500,
+    "docs/codecs.md": 600,
     "docs/cold-tier.md": 600,
     "docs/deploy-ucx.md": 1_000,
     "docs/design.md": 3_200,

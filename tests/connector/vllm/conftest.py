@@ -106,6 +106,6 @@ def pool() -> Iterator[LocalPool]:
 @pytest.fixture
 def played(pool: LocalPool, model: Models) -> Iterator[Played]:
     """vLLM's scheduler on it."""
-    played = Played(model(), transfer(pool.master, lookup_timeout_s=0.5))
+    played = Played(model(), transfer(pool.master, load_timeout_s=0.5))
     yield played
     played.close()

@@ -36,7 +36,7 @@ def transfer(master: str, **settings: Any) -> dict[str, Any]:
     Unless asked for, loads are neither weighed nor compared, and lookups have time: a busy machine
     changes nothing.
     """
-    patient = {"load": "always", "lookup_timeout_s": 2.0, "verify_rate": 0}
+    patient = {"load": "always", "verify_rate": 0}
     return {
         "kv_connector": "KVPoolConnector",
         "kv_connector_module_path": "kvpool_connector.vllm",

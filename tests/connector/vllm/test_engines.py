@@ -159,7 +159,7 @@ def test_the_pool_may_be_down_die_in_mid_load_and_come_back(
     prompts = [prompt(number) for number in range(30, 33)]
     expected = plain.generate(prompts)["tokens"]
     pool = PoolProcess()
-    config = transfer(pool.master, start_wait_s=0.5, lookup_timeout_s=0.2)
+    config = transfer(pool.master, start_wait_s=0.5, load_timeout_s=0.2)
     try:
         with running(model(), kv_transfer_config=config) as engine:
             assert engine.generate(prompts)["tokens"] == expected

@@ -215,7 +215,7 @@ def test_nothing_of_the_old_weights_is_cached_when_they_were_changed_without_a_r
 def test_what_a_tenant_computes_is_in_no_other_tenants_name(
     pool: LocalPool, played: Played, model: Models
 ) -> None:
-    other = Played(model(), transfer(pool.master, lookup_timeout_s=0.5, tenant="other"))
+    other = Played(model(), transfer(pool.master, load_timeout_s=0.5, tenant="other"))
     try:
         played.step()
         other.step()
@@ -431,7 +431,7 @@ def test_the_first_request_does_not_miss_because_the_first_step_is_slow(
     writer.step()
     store(pool, writer, writer.request("a", 65), 4)
     writer.close()
-    settings = {"lookup_timeout_s": 0.2, "start_wait_s": 5.0}
+    settings = {"load_timeout_s": 0.2, "start_wait_s": 5.0}
     played = Played(model(), transfer(pool.master, **settings))
     try:
         request = played.request("b", 65)
@@ -603,7 +603,7 @@ def test_without_a_pool_requests_are_served(model: Models) -> None:
 
 def test_no_request_waits_for_masters_that_have_gone(pool: LocalPool, model: Models) -> None:
     """Each is a miss at once, and one line of the log counts them."""
-    played = Played(model(), transfer(pool.master, lookup_timeout_s=0.05))
+    played = Played(model(), transfer(pool.master, load_timeout_s=0.05))
     told: list[str] = []
     played.connector.hooks.scheduler.report._watch._log_line = told.append  # what stands in the log
     try:
@@ -662,7 +662,7 @@ WRONG_SETTINGS = [
     ({"masters": ["nowhere"]}, "master 'nowhere': expected host:port"),
     ({"transports": ["smh"]}, "unknown transport 'smh'; did you mean 'shm'?"),
     ({"load": "sometimes"}, "load is 'sometimes', expected one of"),
-    ({"lookup_timeout_s": -1}, "lookup_timeout_s is -1, expected a number"),
+    ({"load_timeout_s": -1}, "load_timeout_s is -1, expected a number"),
     ({"secret_file": "/no/such"}, "secret file '/no/such': No such file"),
 ]
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(500)
 
 
 #: Over tcp, so that a save takes its time.
-PATIENT = {"load": "always", "lookup_timeout_s": 2.0}
+PATIENT = {"load": "always"}
 
 
 def ask(

@@ -54,7 +54,7 @@ def test_sessions_of_real_clients_arrive_in_the_pool(model: Models, tmp_path: Pa
     pool = LocalPool()
     arguments = ("--middleware", "kvpool_connector.sessions.Middleware", "--api-key", KEY)
     arguments += ("--enforce-eager",)
-    config = transfer(pool.master, load="always", lookup_timeout_s=2.0)
+    config = transfer(pool.master, load="always")
     instance = Instance("S", model(), tmp_path / "sessions.log", config, arguments=arguments)
     try:
         instance.ready()

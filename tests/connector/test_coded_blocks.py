@@ -1,0 +1,301 @@
+"""Blocks that pass through a codec, on a real pool: equal, or a miss with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+
+from kvpool import ConfigError, WriteStatus
+from kvpool_connector import settings
+from kvpool_connector.block_memory import DirectBlockMemory, memory_of
+from kvpool_connector.codecs import coded_form
+from kvpool_connector.codecs.checks import Sample, like_kv
+from kvpool_connector.codecs.codec import codec_id
+from kvpool_connector.codecs.coded_form import CodedForm
+from kvpool_connector.codecs.coded_tail import TAIL_BYTES, CodedTail, content_of
+from kvpool_connector.codecs.lossless import Lossless
+from kvpool_connector.codecs.payoff import Payoff
+from kvpool_connector.form_choice import fields_of
+from kvpool_connector.provenance import MARK_BYTES, BlockWriter
+from tests.conftest import keys
+from tests.connector.test_codecs import planes, unpacked
+from tests.connector.test_halves import BLOCK, BYTES, Engine, Start, ended, pool, start
+from tests.support.local_pool import LocalPool
+
+__all__ = ["pool", "start"]  # fixtures
+
+END: Final = TAIL_BYTES + MARK_BYTES
+MARK: Final = BlockWriter(b"w" * 8, "somebody").mark()
+
+
+@pytest.fixture(autouse=True)
+def _with_every_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compressor is not what is tested."""
+    both = (lambda data: zlib.compress(data, 1), unpacked)
+    monkeypatch.setattr("kvpool_connector.codecs.lossless._zstd", lambda: both)
+
+
+def coded(start: Start, codec: str = "lossless", **options: Any) -> Engine:
+    """An engine with a codec, whose memory has numbers that are like KV."""
+    fields = {"model": "tiny", **fields_of(codec)}
+    options = {"dtype": torch.bfloat16, "engine": {"fields": fields}, **options}
+    engine: Engine = start(codec=codec, **options)
+
+    def fill(blocks: Sequence[int], seed: int) -> None:
+        for memory in engine.memory:
+            for block in blocks:
+                [layer] = like_kv(seed + block, 1, 2, BYTES // 64)
+                data = Sample.of("", [layer], "bfloat16").block
+                whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                memory[block] = whole.view(memory.shape[1:])
+
+    engine.fill = fill  # type: ignore[method-assign]
+    return engine
+
+
+def load(engine: Engine, hashes: list[bytes], blocks: list[int]) -> dict[str, float]:
+    """Load these into those, and what was counted."""
+    assert engine.ask("r", hashes) == len(hashes) * BLOCK
+    engine.scheduler.on_blocks_allocated("r", [blocks], len(hashes) * BLOCK)
+    engine.until(lambda: engine.loaded == ["r"])
+    assert ended(engine)
+    return engine.workers[0].take_counters()
+
+
+def stored_bytes(pool: LocalPool, engine: Engine, digest: bytes) -> bytes:
+    """What the pool has of a block."""
+    room = bytearray(2 * BYTES)
+    name = engine.scheduler.namespaces[0]
+    [result] = pool.ask(lambda client: client.read(name, [digest], [room]))
+    assert result.status.hit
+    return bytes(room[: result.size])
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_head_parts": 4, "revision": "one"}])
+def test_what_is_saved_smaller_is_loaded_as_it_was(
+    pool: LocalPool, start: Start, options: dict[str, Any]
+) -> None:
+    writer, reader = coded(start, **options), coded(start, **options)
+    hashes = keys(f"coded {options}", 5)
+    writer.save(hashes, [3, 4, 5, 6, 7])
+    counted = writer.workers[0].take_counters()
+    parts = options.get("kv_head_parts", 1)
+    assert counted["coded_blocks encoded"] == 5 * parts
+    assert counted["coded_bytes_before"] == 5 * BYTES
+    assert counted["save_bytes"] == 5 * BYTES, "what the engine has saved, not what is left of it"
+    stored = stored_bytes(pool, writer, hashes[0])
+    assert len(stored) < 0.9 * BYTES / parts + END
+
+    counters = load(reader, hashes, [10, 9, 12, 11, 13])
+    assert not reader.failed
+    assert torch.equal(reader.memory[0][[10, 9, 12, 11, 13]], writer.memory[0][3:8])
+    assert not reader.memory[0][14:].any()
+    assert counters["load_bytes"] == 5 * BYTES
+
+
+def test_engines_share_only_with_the_same_codec(start: Start) -> None:
+    plain, writer = start(dtype=torch.bfloat16), coded(start)
+    hashes = keys("other form", 2)
+    writer.save(hashes, [1, 2])
+    assert "codec=lossless/1" in writer.scheduler.namespaces[0].name
+    assert plain.ask("r", hashes) == 0
+
+
+def test_what_gets_no_smaller_or_does_not_pay_stays_as_it_is(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = coded(start), coded(start)
+    del writer.fill  # random bytes
+    first, second = keys("random", 2), keys("does not pay", 2)
+    writer.save(first, [1, 2])
+    assert writer.workers[0].take_counters()["coded_blocks no smaller"] == 2
+    monkeypatch.setattr(Payoff, "pays", lambda payoff: False)
+    writer.stored = 0
+    writer.fill([3, 4], 3)
+    writer.compute("again", second, [3, 4])
+    writer.until(lambda: writer.stored == 2)
+    assert writer.workers[0].take_counters()["coded_blocks slower"] == 2
+    load(reader, first, [10, 11])
+    assert torch.equal(reader.memory[0][10:12], writer.memory[0][1:3])
+    reader.loaded.clear()
+    reader.scheduler.on_request_finished("r")
+    load(reader, second, [20, 21])
+    assert torch.equal(reader.memory[0][20:22], writer.memory[0][3:5])
+
+
+def bad_blocks() -> Iterator[tuple[str, bytes]]:
+    """Why it is a miss, and what the pool has."""
+    [numbers] = like_kv(0, 1, 2, BYTES // 64)
+    good = Sample.of("", [numbers], "bfloat16")
+    codec = planes()
+    data, name = codec.encode(good.block, good.layers), codec_id(codec)
+    tail = CodedTail(True, BYTES, name, content_of(good.block))
+    flipped = bytearray(data)
+    flipped[4] ^= 1  # of a plane that is not compressed: it decodes
+    other = codec.encode(good.block[::-1], good.layers)
+    yield "bad encoding", data[:-1] + tail.packed() + MARK
+    yield "bad encoding", data[: len(data) // 2] + tail.packed() + MARK
+    yield "bad encoding", tail.packed() + MARK
+    yield "bad encoding", good.block + tail.packed() + MARK
+    yield "wrong content", bytes(flipped) + tail.packed() + MARK
+    yield "wrong content", other + tail.packed() + MARK
+    yield "wrong size", data + tail._replace(size=1 << 60).packed() + MARK
+    yield "wrong size", data + tail._replace(encoded=False).packed() + MARK
+    yield "wrong size", MARK
+    yield "not coded", good.block + MARK
+    yield "not coded", data
+    yield "not coded", data + tail.packed() + MARK[1:]
+    older = Lossless((zlib.compress, unpacked))
+    older.version = 2
+    yield "other codec", data + tail._replace(codec=codec_id(older)).packed() + MARK
+
+
+@pytest.mark.parametrize(("reason", "stored"), list(bad_blocks()), ids=lambda one: str(one)[:16])
+def test_a_block_that_cannot_be_decoded_is_a_miss_with_a_reason(
+    pool: LocalPool, start: Start, reason: str, stored: bytes
+) -> None:
+    reader = coded(start)
+    hashes = keys(f"bad {hash(stored)}", 2)
+    name = reader.scheduler.namespaces[0]
+    [numbers] = like_kv(0, 1, 2, BYTES // 64)
+    good = Sample.of("", [numbers], "bfloat16").block
+    plain = good + CodedTail(False, BYTES, codec_id(planes())).packed() + MARK
+    written = pool.ask(lambda client: client.write(name, hashes, [plain, stored]))
+    assert written == [WriteStatus.STORED] * 2
+    counters = load(reader, hashes, [30, 31])
+    assert reader.bad_blocks == {31}
+    assert counters[f"load_miss {reason}"] == 1
+    assert counters["load_bytes"] == BYTES
+    assert bytes(reader.memory[0][30].numpy()) == good
+
+
+def test_decoding_ends_by_the_loads_deadline(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is decoded until then counts; and then nobody writes into these blocks any more."""
+    writer = coded(start)
+    hashes = keys("slow", 6)
+    writer.save(hashes, [1, 2, 3, 4, 5, 6])
+    decode, running = Lossless.decode, threading.Semaphore(0)
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.15)
+        decode(*arguments)
+        running.release()
+
+    monkeypatch.setattr(Lossless, "decode", slow)
+    reader = coded(start, load_timeout_s=0.4)
+    counters = load(reader, hashes, [11, 12, 13, 14, 15, 16])
+    loaded = {11, 12, 13, 14, 15, 16} - reader.bad_blocks
+    assert 0 < len(loaded) < 6
+    assert counters["load_miss deadline"] >= 1
+    reader.memory[0].zero_()
+    time.sleep(0.2)
+    assert not reader.memory[0].any()
+
+
+async def test_a_cancelled_load_waits_for_the_block_that_is_decoded() -> None:
+    began, go, ran = threading.Event(), threading.Event(), []
+
+    def work(number: int) -> None:
+        began.set()
+        go.wait(5)
+        ran.append(number)
+
+    jobs = [coded_form.coders().submit(work, number) for number in range(20)]
+    waiting = asyncio.create_task(coded_form._done(jobs))
+    await asyncio.to_thread(began.wait, 5)
+    for _ in range(2):
+        waiting.cancel()
+        await asyncio.sleep(0.01)
+    assert not waiting.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert len(ran) <= coded_form.coders()._max_workers
+    assert all(job.done() for job in jobs)
+
+
+async def test_a_codec_that_is_broken_costs_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> bytes:
+        raise MemoryError
+
+    form = CodedForm("lossless")
+    memory = memory_of({"layer": torch.ones(4, 64, dtype=torch.bfloat16)})
+    monkeypatch.setattr(Lossless, "encode", fails)
+    async with memory.source([1], None) as source:
+        rows = await form.to_write(memory, source, MARK)
+    stored = b"".join(rows.memory[0])  # type: ignore[arg-type]
+    assert stored[:128] == torch.ones(64, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    assert form.take_counters()["coded_blocks not encodable"] == 1
+    assert form.take_counters() == {}
+
+
+def test_what_waits_for_a_write_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_connector.codecs.coded_form.STAGING_BYTES", 1024)
+    memory = memory_of({"layer": torch.ones(4, 64, dtype=torch.bfloat16)})
+    [memory] = CodedForm("lossless").memories([memory])
+    assert memory.blocks_per_transfer == 8
+
+
+def test_what_a_codec_cannot_take_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="codec: no codec 'losless' is installed; installed: "):
+        settings.parse({"codec": "losless"})
+    with pytest.raises(ConfigError, match="device_path must be staged"):
+        settings.parse({"codec": "lossless", "device_path": "direct"})
+    with pytest.raises(ConfigError, match="host"):
+        CodedForm("lossless").memories([DirectBlockMemory.__new__(DirectBlockMemory)])
+    with pytest.raises(ConfigError, match="'lookup_timeout_s' is gone"):
+        settings.parse({"lookup_timeout_s": 1})
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("way", "coding", "share", "pays"),
+    [
+        (0.1e9, 1.0e9, 0.7, True),  # 3 ns for a byte less, 1 ns of coding
+        (1.0e9, 1.0e9, 0.7, False),  # 0.3 ns less
+        (1.0e9, 1.0e9, 1.0, False),
+        (0.1e9, 1.0e9, 0.95, False),
+        (5.0e9, 20.0e9, 0.5, True),
+    ],
+)
+def test_coding_pays_where_its_time_is_less_than_that_of_the_bytes_it_saves(
+    way: float, coding: float, share: float, pays: bool
+) -> None:
+    payoff = Payoff()
+    assert payoff.pays(), "nobody knows yet"
+    for size in (MIB, 4 * MIB, 16 * MIB):
+        payoff.on_encoded(size, int(size * share), size / coding)
+        payoff.on_written(size, 0.001 + size / way)
+    assert payoff.pays() is pays
+    for size in (MIB, 4 * MIB, 16 * MIB):
+        payoff.on_decoded(size, size / coding)
+        payoff.on_read(size, 0.001 + size / way)
+    assert payoff.pays() is pays
+
+
+def test_a_codec_that_does_not_pay_is_tried_again_now_and_then() -> None:
+    payoff = Payoff()
+    payoff.on_encoded(MIB, MIB // 2, 1.0)
+    payoff.on_written(MIB, 0.001)
+    assert sum(payoff.codes() for _ in range(640)) == 10
+    for _ in range(9):  # the link has become slow
+        payoff.on_written(MIB, 30.0)
+    assert payoff.codes()
+
+
+def test_slow_reads_make_it_pay_also_where_writes_are_fast() -> None:
+    payoff = Payoff()
+    payoff.on_encoded(MIB, MIB // 2, 0.01)
+    payoff.on_written(MIB, 0.001)
+    assert not payoff.pays()
+    payoff.on_read(MIB, 1.0)
+    assert payoff.pays()
