@@ -30,9 +30,9 @@ from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import ReserveRequest
 from kvpool.server.announcer import Announcer, Identity
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Stretch
 from kvpool.server.state.store import Store
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import ROOT, Namespace, ReadStatus, ServerStats
 from kvpool.wire import messages as wire
 
@@ -122,7 +122,7 @@ def made_up(server: int, step: int) -> list[bytes]:
 
 
 class MadeUpStore:
-    """The part of `TieredStore` that an announcer uses; its blocks take no memory."""
+    """The part of `Blocks` that an announcer uses; its blocks take no memory."""
 
     def __init__(self, server: int, blocks: int) -> None:
         self._server, self.stored = server, blocks // _STEP * _STEP
@@ -134,7 +134,7 @@ class MadeUpStore:
             yield [Stretch(NAMESPACE, 0, made_up(self._server, step), ReadStatus.HIT)]
 
 
-def indexed_store(server: int, blocks: int) -> TieredStore:
+def indexed_store(server: int, blocks: int) -> Blocks:
     """A store with real entries of 64 bytes each."""
     store = Store(blocks * 64, alignment=64)
     for step in range(blocks // _STEP):
@@ -144,7 +144,7 @@ def indexed_store(server: int, blocks: int) -> TieredStore:
         for answer in store.reserve(1, request, 0.0):
             store.seal(1, answer.id, 0, 0.0)
         store.take_changes()
-    return TieredStore([store])
+    return Blocks([store])
 
 
 class Servers:

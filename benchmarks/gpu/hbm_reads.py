@@ -20,6 +20,7 @@ from benchmarks.gpu import direct
 from benchmarks.gpu.checks import _wait
 from benchmarks.gpu.report import Answer
 from kvpool import Pool, ReadStatus, dev, runtime
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool_tiers.hbm import Hbm
 from kvpool_transports.ucx import UcxTransport
 
@@ -78,6 +79,7 @@ async def _beside_promoted(device: str) -> Answer:
         source = torch.randint(0, 256, (len(keys), direct._SIZE), dtype=torch.uint8)
         await direct._store(writer, keys, [row.numpy().data for row in source])
         stack = running.servers[0].stack
+        assert isinstance(stack, TieredStore)
         in_place = stack.in_place_tiers
         for _ in range(5):  # the first connects, and warms the device
             for way in best:

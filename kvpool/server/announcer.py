@@ -28,9 +28,9 @@ from kvpool.errors import (
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import Link
 from kvpool.runtime import task_group
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Change, Stretch
 from kvpool.server.state.missed import Missed, MissedBlock
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.supervision import Supervisor
 from kvpool.types import ReadStatus, ServerStats
 from kvpool.wire import auth
@@ -120,7 +120,7 @@ class Announcer:
     def __init__(
         self,
         identity: Identity,
-        store: TieredStore,
+        store: Blocks,
         link: Link,
         heartbeat_s: float,
         stats: Callable[[float], ServerStats],
@@ -435,7 +435,7 @@ class Announcer:
         if now < self._missed_due or not self._missed.blocks:
             return []
         self._missed_due = now + _MISSED_GAP_S
-        if self._pending or self._store.has_changes or len(self._missed.blocks) > room:
+        if self._pending or self._store.change_log.changes or len(self._missed.blocks) > room:
             return []
         reason = self._store.change_log.tombstones.reason
         return [

@@ -4,7 +4,7 @@ context.py       what the connections share: the store, its memory, the counters
 connection.py    one client's reservations and pins
 extension.py     what a server can do besides: moves/ between servers, tenancy.py, removal.py
 announcer.py     one master's view of this server
-tier_mover.py    bytes between tiers
+tiers.py         the joint of tiers: tier_mover.py moves bytes between them
 state/, eviction/   pure: which block lies where, and which one is evicted next
 """
 
@@ -16,15 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvpool import logs
-from kvpool.config import WRITE_BACK, ServerConfig, check_bind, parse_transport
+from kvpool.config import ServerConfig, check_bind, parse_transport
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.guard import TenantSecrets, Who, make_guard
 from kvpool.net.announced import announced
 from kvpool.protocols import (
-    Addressable,
     BelongsToOwner,
     Connection,
-    DeviceAddressable,
     Encrypts,
     Listener,
     Network,
@@ -39,11 +37,11 @@ from kvpool.server.announcer import Announcer, Identity
 from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions, ServerParts
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.budget import START, Limits
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.server.state.tier_stores import stores_of
-from kvpool.server.state.tiered_store import TieredStore
+from kvpool.server.tiers import mover_for
 from kvpool.supervision import Supervisor
 from kvpool.tenant_names import qualified
 from kvpool.types import NAME_MAX, Cluster, ServerStats
@@ -51,7 +49,6 @@ from kvpool.wire import auth
 
 log = logs.get("kvpool.server")
 
-_DLPACK_CPU: Final = 1
 #: Clients in one heartbeat: those that hold most.
 _CLIENTS_SHOWN: Final = 16
 
@@ -92,13 +89,10 @@ class BlockServer:
         self._secret = secret or self._rng.randbytes(32)
         self._keeps_secret = keeps_secret
         self.tiers = list(tiers)
-        store = TieredStore(
-            stores or stores_of(tiers, policy),
-            front_tier=_front_tier(tiers),
-            write_back=config.write_mode == WRITE_BACK,
-            in_place_tiers=[n for n, tier in enumerate(tiers) if _is_on_a_device(tier)],
-        )
-        _limit(store)
+        store = mover_for(tiers).blocks_of(tiers, stores, policy, config)
+        memory = store.front.allocator.capacity
+        # What connections may pin and reserve of it.
+        store.front.held.limits = Limits.of(memory // 4, default_reserved_max(memory))
         #: The long-lived tasks of this server.
         self.tasks = tasks = Supervisor(self._rng)
         self._context = ServerContext(
@@ -117,7 +111,7 @@ class BlockServer:
         return f"<BlockServer {self.server} {self._context.store!r}>"
 
     @property
-    def stack(self) -> TieredStore:
+    def stack(self) -> Blocks:
         """The index: which block is in which tier."""
         return self._context.store
 
@@ -287,12 +281,9 @@ class BlockServer:
                 + sum(one.dropped_corrections for one in context.announcers),
                 "unlisted_blocks": sum(one.unlisted for one in context.announcers),
                 "map_differences": sum(one.differences for one in context.announcers),
-                "evicted_blocks": store.evicted,
-                "evicted_bytes": store.evicted_bytes,
                 "moved_blocks": context.compactor.moved_blocks,
                 "moved_bytes": context.compactor.moved_bytes,
-                "dirty_bytes": front.dirty_bytes,
-                **store.spared_writes,
+                **store.figures,
                 "quarantined": front.held.quarantined,
                 "quarantined_bytes": front.held.quarantined_bytes,
                 **base.policy.figures,
@@ -330,25 +321,3 @@ def check_scheme(address: str, transports: Mapping[str, Transport]) -> None:
         raise ConfigError(
             f"address {address!r}: expected one of {', '.join(f'{s}://' for s in transports)}"
         )
-
-
-def _front_tier(tiers: Sequence[Tier]) -> int:
-    """Which tier clients write into and read out of: the first whose memory can be looked at."""
-    return next(n for n, tier in enumerate(tiers) if isinstance(tier, Addressable))
-
-
-def _limit(store: TieredStore) -> None:
-    """What connections may pin and reserve; on a device, a quarter of it may be pinned."""
-    memory = store.front.allocator.capacity
-    store.front.held.limits = Limits.of(memory // 4, default_reserved_max(memory))
-    for tier in store.in_place_tiers:
-        room = store.stores[tier].allocator.capacity
-        store.stores[tier].held.limits = Limits.of(room // 4, room)
-
-
-def _is_on_a_device(tier: Tier) -> bool:
-    """Whether its memory is not the host's, as that of `hbm?device=cpu` is."""
-    return (
-        isinstance(tier, DeviceAddressable)
-        and tier.device_view(0, 1).__dlpack_device__()[0] != _DLPACK_CPU
-    )

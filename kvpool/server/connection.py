@@ -1,6 +1,6 @@
 """What a transport may do with one client's connection: reserve, seal, pin, unpin, remove.
 
-Nothing here decides where a block lies: `state.tiered_store` does. This file waits (for space,
+Nothing here decides where a block lies: `state/store.py` does. This file waits (for space,
 for a slow tier, for the masters) and counts.
 """
 
@@ -18,7 +18,6 @@ from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions
 from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.server.state.entry import Entry
-from kvpool.server.state.store import Store
 from kvpool.types import (
     ClientUsage,
     DrainOrder,
@@ -334,23 +333,21 @@ class ServerConnection:
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[bool]:
-        def store_of(tier: int | None) -> Store:
-            return self._store.front if tier is None else self._store.stores[tier]
-
         half = namespace_seed(namespace, part)
         corrupt = [False] * len(digests)
-        bad: dict[int | None, dict[bytes, Entry | None]] = {}  # by tier
+        bad: dict[int, dict[bytes, Entry | None]] = {}  # by tier
         for position, digest in enumerate(digests):
             # One at a time: a batch could pin more than a connection may.
             pins = self._pin(namespace, part, [digest], [1 << 62], in_place_above=-1)
             try:
                 for pin in pins:
-                    entry = store_of(pin.tier).blocks(namespace, part).get(digest)
+                    tier = self._store.front_tier if pin.tier is None else pin.tier
+                    entry = self._store.stores[tier].blocks(namespace, part).get(digest)
                     if pin.extent is not None and await self._is_corrupt(
                         pin, pin.extent, block_seed(half, digest)
                     ):
                         corrupt[position] = True
-                        bad.setdefault(pin.tier, {})[digest] = entry
+                        bad.setdefault(tier, {})[digest] = entry
             finally:
                 self.unpin(pins)
         if bad:
@@ -358,7 +355,7 @@ class ServerConnection:
             self._context.counters["corrupt_blocks"] += sum(corrupt)
             # Where they were read from only: what another tier has is checked when it is read.
             for tier, found in bad.items():
-                store = store_of(tier)
+                store = self._store.stores[tier]
                 here = store.blocks(namespace, part)
                 # Not what a writer has stored anew meanwhile, under the same name.
                 gone = [digest for digest, entry in found.items() if here.get(digest) is entry]

@@ -12,8 +12,8 @@ from heapq import nlargest
 from itertools import islice
 from typing import Final
 
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.quota import TenantAccount
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.shares import Shares
 from kvpool.tenant_names import tenant_of
 from kvpool.types import NAME_MAX, OTHERS, Consumer, Namespace
@@ -38,7 +38,7 @@ class _Reads:
 class Consumers:
     """Counts reads, and lists the consumers of a server."""
 
-    def __init__(self, store: TieredStore, tier_names: Sequence[str]) -> None:
+    def __init__(self, store: Blocks, tier_names: Sequence[str]) -> None:
         self._store = store
         self._tier_names = tier_names
         self._reads: dict[str, dict[str, _Reads]] = {kind: {} for kind in _SHOWN}

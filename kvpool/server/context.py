@@ -14,11 +14,11 @@ from kvpool.guard import Guard, Who, make_guard
 from kvpool.protocols import Addressable, Peer, ReserveRequest, Tier
 from kvpool.server.announcer import Announcer
 from kvpool.server.compactor import Compactor
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.server.state.connection_shares import ConnectionShares
 from kvpool.server.state.entry import Entry
-from kvpool.server.state.tiered_store import TieredStore
-from kvpool.server.tier_mover import TierMover
+from kvpool.server.tiers import mover_for
 from kvpool.supervision import Supervisor
 from kvpool.tenant_names import marker_of
 from kvpool.types import ClientUsage, Reservation, WriteStatus
@@ -58,7 +58,7 @@ class ServerContext:
     def __init__(
         self,
         server: str,
-        store: TieredStore,
+        store: Blocks,
         tiers: Sequence[Tier],
         connections_max: int,
         tasks: Supervisor,
@@ -75,7 +75,7 @@ class ServerContext:
         self.memory: Addressable = memory
         #: The long-lived tasks of this server.
         self.tasks = tasks
-        self.mover = TierMover(store, tiers, self.on_change, self.tasks)
+        self.mover = mover_for(tiers)(store, tiers, self.on_change, self.tasks)
         self.compactor = Compactor(store.front, memory, self.on_change)
         self.announcers: list[Announcer] = []
         self.counters: Counter[str] = Counter()
@@ -153,7 +153,7 @@ class ServerContext:
         """`publish` after `_PUBLISH_SOON_S`, unless somebody does it before."""
 
         def publish_rest() -> None:
-            if self.store.has_changes:
+            if self.store.change_log.changes:
                 self.publish()
 
         if self.store.change_log.changes:
@@ -172,7 +172,7 @@ class ServerContext:
         *,
         is_open: Callable[[], bool] = lambda: True,
     ) -> list[Reservation]:
-        """As `TieredStore.reserve`, in steps in which room is made; NO_SPACE at `wait_until`, and
+        """As `Blocks.reserve`, in steps in which room is made; NO_SPACE at `wait_until`, and
         when the owner is not open any more: nothing would free what is reserved then."""
         now = asyncio.get_running_loop().time
         answers = self.store.reserve(owner, request, now())
@@ -194,19 +194,6 @@ class ServerContext:
         """Return when every registered master has applied what was published (True), or at
         `deadline`."""
         waits = [announcer.flushed() for announcer in self.announcers if announcer.registered]
-        if not waits:
-            return True
-        timeout = max(0.0, deadline - asyncio.get_running_loop().time())
-        _, late = await asyncio.wait(waits, timeout=timeout)
-        return not late
-
-    def heartbeat_soon(self) -> list[asyncio.Future[None]]:
-        """Send every master the figures of now; one future each, done when it has them."""
-        return [announcer.heartbeat_soon() for announcer in self.announcers]
-
-    async def masters_know(self, deadline: float) -> bool:
-        """Return when every master has the figures of now (True), or at `deadline`."""
-        waits = self.heartbeat_soon()
         if not waits:
             return True
         timeout = max(0.0, deadline - asyncio.get_running_loop().time())

@@ -24,6 +24,7 @@ EXTENSIONS: Final = (
     "kvpool.server.tenancy:Tenancy",
     "kvpool.server.removal:NamespaceRemoval",
     "kvpool.server.moves:Moves",
+    "kvpool.server.moves.prefetcher:Prefetcher",
     "kvpool.server.cold:ColdRing",
 )
 

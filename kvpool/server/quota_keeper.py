@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from kvpool import logs
 from kvpool.server.state import tenants
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.quota import Quota
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.supervision import Supervisor
 from kvpool.tenants import Tenant
 from kvpool.units import human
@@ -22,9 +22,7 @@ class QuotaKeeper:
     `on_change` is called after evictions.
     """
 
-    def __init__(
-        self, store: TieredStore, on_change: Callable[[], None], tasks: Supervisor
-    ) -> None:
+    def __init__(self, store: Blocks, on_change: Callable[[], None], tasks: Supervisor) -> None:
         self._store = store
         self._tasks = tasks
         self._on_change = on_change

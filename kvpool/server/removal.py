@@ -9,8 +9,10 @@ from typing import Final
 from kvpool.protocols import Peer
 from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions, Handlers, ServerExtension, ServerParts
+from kvpool.server.state.blocks import Blocks
+from kvpool.server.state.extent_state import State
 from kvpool.tenant_names import marker_of
-from kvpool.types import HoldingsPage, Namespace, Removal, RemovalCursor
+from kvpool.types import Holding, HoldingsPage, Namespace, Removal, RemovalCursor, RemovalStep
 from kvpool.wire import messages as wire
 
 #: Blocks that are removed in one turn of the loop: a millisecond or two.
@@ -51,15 +53,53 @@ async def holdings(context: ServerContext, tenant: str, after: tuple[str, int]) 
     begin = RemovalCursor(context.epoch, store.front.last_id)
     first: set[tuple[str, int]] = set()
     for tier in store.stores:
-        keys = tier.names()
+        keys = [(one.namespace.name, one.namespace.parts) for one in tier.indexes]
         for start in range(0, len(keys), _NAMES_STEP):
-            names = {(one.name, one.parts) for one, _ in keys[start : start + _NAMES_STEP]}
+            names = set(keys[start : start + _NAMES_STEP])
             first |= {one for one in names if one > after and one[0].startswith(marker)}
             first = set(heapq.nsmallest(_HOLDINGS_MAX + 1, first))
             await asyncio.sleep(0)
     page = sorted(first)[:_HOLDINGS_MAX]
-    held = [store.held(Namespace(*name)) for name in page]
+    held = [holding(store, Namespace(*name)) for name in page]
     return HoldingsPage(begin, tuple(one for one in held if one.blocks), len(first) > len(page))
+
+
+def holding(store: Blocks, namespace: Namespace) -> Holding:
+    """What a server has of a namespace."""
+    blocks = size = 0
+    for part in range(namespace.parts):
+        tiers = [one.held_of(namespace, part) for one in store.online]
+        blocks += max(count for count, _ in tiers)
+        size += sum(used for _, used in tiers)
+    return Holding(namespace, blocks, size)
+
+
+def remove_written(
+    store: Blocks, namespace: Namespace, at: RemovalCursor, blocks_max: int
+) -> RemovalStep:
+    """Remove some blocks of a namespace that were written up to generation `at.upto` of the
+    front tier, at most `blocks_max`; what was written later stays.
+
+    A step looks at one piece of one index. A block that is here from the first step to the last
+    is removed, wherever its copies move meanwhile.
+    """
+    _, upto, tier, part, piece = at
+    if tier >= len(store.stores):
+        return RemovalStep()
+    online = store.stores[tier] in store.online and part < namespace.parts
+    found = store.stores[tier].blocks(namespace, part).piece(piece) if online else None
+    if found is None:
+        end = part + 1 >= namespace.parts or not online
+        place = (tier + 1, 0, 0) if end else (tier, part + 1, 0)
+        return RemovalStep(at=RemovalCursor(at.epoch, upto, *place))
+    old = [e for e in found.values() if e.born <= upto and e.state is State.STORED]
+    more, old = len(old) > blocks_max, old[:blocks_max]
+    digests = [entry.digest for entry in old]
+    before = sum(one.held_of(namespace, part)[1] for one in store.online)
+    store.remove(namespace, digests, part=part)
+    size = before - sum(one.held_of(namespace, part)[1] for one in store.online)
+    following = at if more else at._replace(piece=piece + 1)
+    return RemovalStep(part, tuple(digests), size, following)
 
 
 async def remove_all(
@@ -77,7 +117,7 @@ async def remove_all(
     mine = at.epoch == context.epoch
     following: RemovalCursor | None = at if mine else RemovalCursor(context.epoch)
     while following is not None and loop.time() < until:
-        step = context.store.remove_written(namespace, following, _STEP)
+        step = remove_written(context.store, namespace, following, _STEP)
         following = step.at
         if step.digests:
             blocks, size = blocks + len(step.digests), size + step.bytes

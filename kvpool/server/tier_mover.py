@@ -16,14 +16,21 @@ from typing import Any, Final, TypeVar
 
 from kvpool import logs
 from kvpool.checksum import block_seed, checksum, hasher, namespace_seed
+from kvpool.config import WRITE_BACK, ServerConfig
 from kvpool.errors import Unavailable
 from kvpool.protocols import Addressable, KeepsSome, PersistentTier, ReportsDropped, Tier
+from kvpool.protocols.policy import Policy
 from kvpool.runtime import wait_for_all
 from kvpool.server import tier_traffic
+from kvpool.server.state.blocks import Blocks
+from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import State
+from kvpool.server.state.store import Store
+from kvpool.server.state.tier_stores import front_tier, is_on_a_device, stores_of
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
 from kvpool.server.tier_health import Place, TierHealth
+from kvpool.server.tiers import Mover
 from kvpool.supervision import Supervisor
 from kvpool.types import Extent, Namespace, ReadStatus, Record, TierUsage
 
@@ -57,6 +64,7 @@ _INLINE_MAX: Final = 128 << 10
 #: every alignment.
 _HASH_STEP: Final = 1 << 20
 
+
 _Key = tuple[Namespace, int, bytes]
 _T = TypeVar("_T")
 
@@ -89,19 +97,20 @@ class _PromotionWaiter:
             self.ready.set_result(None)
 
 
-class TierMover:
-    """Carries out the transfers of a `TieredStore`. Calls `on_change` after each change of it."""
+class TierMover(Mover):
+    """Carries out the transfers of a `TieredStore`."""
 
     def __init__(
         self,
-        store: TieredStore,
+        store: Blocks,
         tiers: Sequence[Tier],
         on_change: Callable[[], None],
         supervisor: Supervisor,
     ) -> None:
-        self._store = store
+        assert isinstance(store, TieredStore)
+        super().__init__(store, tiers, on_change, supervisor)
+        self._store: TieredStore = store
         self._supervisor = supervisor
-        self._tiers = tiers
         self._on_change = on_change
         self._durable = {
             n: tier for n, tier in enumerate(tiers) if isinstance(tier, PersistentTier)
@@ -131,6 +140,25 @@ class TierMover:
         self._memory = front
         #: Bytes that are promoted at a time: enough to keep a device busy, no more.
         self._promoting_max = min(64 << 20, max(front.capacity // 4, 1))
+
+    @classmethod
+    def blocks_of(
+        cls,
+        tiers: Sequence[Tier],
+        stores: Sequence[Store],
+        policy: Policy[Entry] | None,
+        config: ServerConfig,
+    ) -> TieredStore:
+        store = TieredStore(
+            stores or stores_of(tiers, policy),
+            front_tier=front_tier(tiers),
+            write_back=config.write_mode == WRITE_BACK,
+            in_place_tiers=[number for number, tier in enumerate(tiers) if is_on_a_device(tier)],
+        )
+        for tier in store.in_place_tiers:  # a quarter of such a tier may be pinned
+            room = store.stores[tier].allocator.capacity
+            store.stores[tier].held.limits = Limits.of(room // 4, room)
+        return store
 
     async def recover(self) -> None:
         """Add what the backing tier still holds from an earlier life (design: nvme-format).
@@ -170,7 +198,6 @@ class TierMover:
         )
 
     def keeps(self, entry: Entry) -> bool:
-        """Whether a block of the backing tier is there again after a restart."""
         tier = self._store.backing_tier
         return tier in self._durable and (
             tier not in self._keeps or self._keeps[tier](entry.offset)
@@ -182,8 +209,8 @@ class TierMover:
                 self._own(self._supervisor.forever("write-back", self._write_back))
 
     async def close(self, flush_s: float) -> None:
-        """Stop when all dirty blocks that are of use are written back, or after `flush_s`; with
-        write-through little is dirty, and half a second is enough.
+        """All dirty blocks that are of use are written back; with write-through little is dirty,
+        and half a second is enough.
 
         Waits for the transfers under way, but not for ever: a stuck device is left behind.
         """
@@ -219,19 +246,16 @@ class TierMover:
             )
 
     def wake(self) -> None:
-        """There may be a dirty block to write back, or a record to erase."""
         self._wake.set()
 
     def usage(self, now: float) -> list[TierUsage]:
-        """How full each tier is and what goes through it, for `kvpool status`."""
         problems = [self.health.problems(number) for number in range(len(self._tiers))]
         return tier_traffic.usage(self._tiers, self._store, self._traffic, problems, now)
 
     # --- promotion -------------------------------------------------------------------------------
 
     def promote(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
-        """Start to promote blocks for a reader, as many as may be under way at a time
-        (design: promotion)."""
+        """As many as may be under way at a time (design: promotion)."""
         size_max = self._promoting_max - self._promoting_bytes
         if size_max > 0:
             self._start_promotions(namespace, part, digests, size_max)
@@ -264,7 +288,7 @@ class TierMover:
                 self._promoting_bytes += copy.entry.size
                 self._no_promotions.clear()
             tasks[copy] = self._spawn(self._promote(copy))
-        if self._store.has_changes:  # their reservations have evicted blocks
+        if self._store.change_log.changes:  # their reservations have evicted blocks
             self._on_change()
         return tasks
 
@@ -277,11 +301,7 @@ class TierMover:
     async def promote_and_wait(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], until: float
     ) -> bool:
-        """`promote`, and wait until a good part of them is in memory, or `until`.
-
-        False, at once, where waiting is of no use: memory has no room for any of them, and nothing
-        is under way that would free some (design: promotion).
-        """
+        """False also where nothing is under way that would free room (design: promotion)."""
         self.promote(namespace, part, digests)
         waiter = _PromotionWaiter(asyncio.get_running_loop().create_future())
         for digest in digests:
@@ -333,7 +353,7 @@ class TierMover:
         """The next batch, or the wait for one."""
         waited = self._store.waiting
         copies = self._store.next_writebacks(_DEMOTE_BYTES, _DEMOTE_BLOCKS, _now())
-        if self._store.has_changes:  # the reservations below have evicted blocks
+        if self._store.change_log.changes:  # the reservations below have evicted blocks
             self._on_change()
         if copies:
             if not await self._demote(copies):
@@ -523,22 +543,14 @@ class TierMover:
         flow.blocks += 1
         if up:
             self.health.read_done(place)
-        if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:
+        if up and await _checksum(entry, memory[: entry.size]) != entry.checksum:
             traffic.corrupt += 1
             log.error("block is corrupt", tier=tier.name, block=entry.digest.hex()[:12])
             store.transfer_failed(copy, ReadStatus.CORRUPT)
             return False
         return True
 
-    async def _checksum(self, entry: Any, data: memoryview) -> int:
-        seed = block_seed(namespace_seed(entry.index.namespace, entry.index.part), entry.digest)
-        if len(data) <= _INLINE_MAX:
-            return checksum(data, seed)
-        return await asyncio.get_running_loop().run_in_executor(None, checksum, data, seed)
-
     async def checksum_in(self, tier: int, extent: Extent, seed: int) -> int | None:
-        """The checksum of the bytes that a tier has in a pinned extent; None if it cannot be
-        read."""
         digest = hasher(seed)
         buffer = memoryview(bytearray(min(extent.size, _HASH_STEP)))
         place = self.health.place(tier, extent.offset)
@@ -567,6 +579,13 @@ class TierMover:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _checksum(entry: Entry, data: memoryview) -> int:
+    seed = block_seed(namespace_seed(entry.index.namespace, entry.index.part), entry.digest)
+    if len(data) <= _INLINE_MAX:
+        return checksum(data, seed)
+    return await asyncio.get_running_loop().run_in_executor(None, checksum, data, seed)
 
 
 def _now() -> float:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from functools import singledispatch
+from importlib import import_module
+from importlib.util import find_spec
 
 from kvpool import spans
 from kvpool.errors import InvariantViolated
@@ -18,18 +20,16 @@ from kvpool.master.state.locations import ServerInventory
 from kvpool.master.state.placement import Placer
 from kvpool.master.state.server_record import ServerRecord
 from kvpool.server.state.allocator import Allocator, _class_of
-from kvpool.server.state.divided_allocator import DividedAllocator
-from kvpool.server.state.entry import MOVER, Account, Entry, Index, TenantHoldings
+from kvpool.server.state.blocks import Blocks
+from kvpool.server.state.entry import Account, Entry, Index, TenantHoldings
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
-from kvpool.server.state.tier_stores import Addresses, cold_store
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import ROOT, Namespace
 
 
 @singledispatch
 def check_invariants(state: object) -> None:
-    """Of a Store, TieredStore, Directory or Allocator: all that must hold between two calls.
+    """Of a Store, Blocks, Directory or Allocator: all that must hold between two calls.
 
     Raises InvariantViolated; takes time in proportion to the blocks.
     """
@@ -74,28 +74,9 @@ def _check_allocator(one: Allocator) -> None:
 
 
 @check_invariants.register
-def _check_addresses(one: Addresses) -> None:
-    if sum(one._sizes.values()) != one.allocated:
-        raise InvariantViolated(f"allocated is {one.allocated}, the extents sum to another size")
-
-
-@check_invariants.register
-def _check_divided_allocator(one: DividedAllocator) -> None:
-    for part in one.parts:
-        check_invariants(part)
-    used = [part for number, part in enumerate(one.parts) if number not in one.retired]
-    if (one.allocated, one.capacity) != (
-        sum(part.allocated for part in used),
-        sum(part.capacity for part in used),
-    ):
-        raise InvariantViolated("the parts sum to another size")
-
-
-@check_invariants.register
-def _check_store(store: Store) -> None:
+def check_store(store: Store) -> None:
     """Also the table of states in `Store`."""
     check_invariants(store.allocator)
-    _check_prefetched(store)
     held: dict[int, Entry] = {}
     blocks = [e for index in store._indexes.values() for e in index.blocks.values()]
     store.policy.check(blocks)
@@ -168,15 +149,6 @@ def _check_accounts(store: Store, held: Iterable[Entry]) -> None:
             raise InvariantViolated(f"{index.namespace} counts for {index.account!r}")
 
 
-def _check_prefetched(store: Store) -> None:
-    blocks = store.prefetched
-    counts = sum(entry.size for entry in blocks), store.held.size_of(blocks)
-    if (blocks.bytes, blocks.held) != counts:
-        raise InvariantViolated("the count of prefetched bytes is wrong")
-    if any(entry.state is not State.STORED for entry in blocks):
-        raise InvariantViolated("a prefetched block has left and is still listed")
-
-
 def _check_owners(store: Store, held: dict[int, Entry]) -> None:
     pins: dict[int, int] = {}
     reserved: set[int] = set()
@@ -199,10 +171,6 @@ def _check_owners(store: Store, held: dict[int, Entry]) -> None:
     stored = [entry for entry in held.values() if entry.state is State.STORED]
     if (len(stored), sum(entry.size for entry in stored)) != (store.stored, store.stored_bytes):
         raise InvariantViolated("the counts of stored blocks and bytes are wrong")
-    dirty = [entry for entry in stored if not entry.clean]
-    size = sum(store.allocator.rounded(entry.size) for entry in dirty)
-    if (len(dirty), size) != (store.dirty, store.dirty_bytes):
-        raise InvariantViolated("the counts of dirty blocks and bytes are wrong")
     _check_budgets(store)
 
 
@@ -239,43 +207,28 @@ def _check_budgets(store: Store) -> None:
 
 
 @check_invariants.register
-def _check_tiered_store(stack: TieredStore) -> None:
-    """Each store, and that each block is in a place of the table in `TieredStore`."""
-    for tier, store in enumerate(stack.stores):
-        if tier not in stack.offline_tiers:
-            check_invariants(store)
-    waiting = set(map(id, stack._writeback_queue))
-    _check_fingerprint(stack)
-    moving = {id(entry) for entry in stack.front.held.pinned_by(MOVER)}
-    for entry in stack.front.inventory():
-        if not entry.clean and id(entry) not in waiting and id(entry) not in moving:
-            raise InvariantViolated(f"{entry!r} is dirty and in no queue: a leak")
-    for entry in stack._unwritten:
-        if entry.state is not State.STORED or not entry.clean:
-            raise InvariantViolated(f"{entry!r} has left or is dirty, but is to be written")
-    lowest = len(stack.stores) - 1 - (cold_store(stack.stores) is not None)
-    arriving = stack.stores[lowest].held.known(MOVER) if lowest > stack.front_tier else None
-    rounded = stack.front.allocator.rounded
-    arriving_bytes = (
-        sum(rounded(one.size) for one in arriving.reservations.values()) if arriving else 0
-    )
-    if arriving and stack._moving_bytes != arriving_bytes:
-        raise InvariantViolated("the bytes on their way to the backing tier are wrong")
-    mover = stack.front.held.known(MOVER)
-    promoted = mover.reservations.values() if mover else ()
-    if not 0 <= stack.front.prefetched.coming <= sum(rounded(one.size) for one in promoted):
-        raise InvariantViolated("more is prefetched than is on its way to the front tier")
+def _check_blocks(blocks: Blocks) -> None:
+    for store in blocks.stores:
+        check_invariants(store)
+    check_fingerprint(blocks)
 
 
-def _check_fingerprint(stack: TieredStore) -> None:
+def check_fingerprint(stack: Blocks) -> None:
+    """It is that of the blocks that readers find, where they find them."""
     expected = MapFingerprint()
-    blocks = {(one.index.namespace, one.index.part, one.digest) for one in stack.inventory()}
+    blocks = {(one.index.namespace, one.index.part, one.digest) for one in inventory(stack)}
     for namespace, part, digest in blocks:
         found = stack.peek(namespace, part, digest)
         assert found is not None
         expected.count(digest, location_seed(namespace, part, found.index.tier), 1)
     if stack.fingerprint is not None and stack.fingerprint != expected:
         raise InvariantViolated(f"counted {stack.fingerprint}, has {expected}")
+
+
+def inventory(blocks: Blocks) -> list[Entry]:
+    """One entry for every sealed block of a server, where readers find it."""
+    entries = (entry for store in blocks.online for entry in store.inventory())
+    return [entry for entry in entries if blocks.is_first(entry)]
 
 
 @check_invariants.register
@@ -341,3 +294,9 @@ def _check_placement(placer: Placer, living: Collection[ServerRecord]) -> None:
         raise InvariantViolated(f"servers {names} live, writers are sent to {placer._names}")
     if any(record not in placer._by_host[record.host] for record in living):
         raise InvariantViolated("a server is chosen on another host than its own")
+
+
+#: The checks of rings; what is not there needs none.
+for _name in ("kvpool.testing.tier_invariants",):
+    if find_spec(_name) is not None:
+        import_module(_name)

@@ -117,7 +117,7 @@ def work(call: Callable[[], object]) -> int:
     return count
 
 
-class Blocks:
+class WrittenBlocks:
     """A policy and some blocks of one page: reserved, sealed and offered, as the store does it."""
 
     def __init__(self, promise: Promise, make: MakePolicy, count: int) -> None:
@@ -189,7 +189,7 @@ class Blocks:
 @PolicyCheck
 def every_candidate_is_a_victim_once(promise: Promise, make: MakePolicy) -> None:
     """All candidates are evicted one after another, each once; then the answer is None."""
-    blocks = Blocks(promise, make, 50)
+    blocks = WrittenBlocks(promise, make, 50)
     victims = blocks.drain()
     missing = len(set(blocks.here) - set(victims))
     promise.expect(not missing, "every candidate to be a victim", f"{missing} never were")
@@ -200,7 +200,7 @@ def every_candidate_is_a_victim_once(promise: Promise, make: MakePolicy) -> None
 @PolicyCheck
 def no_victim_that_may_not_go(promise: Promise, make: MakePolicy) -> None:
     """`evictable` is asked about each victim: a block that it rejects is none (G4)."""
-    blocks = Blocks(promise, make, 50)
+    blocks = WrittenBlocks(promise, make, 50)
     blocks.pinned = set(blocks.here[::3])
     victims = blocks.drain()
     bad = [victim for victim in victims if victim in blocks.pinned]
@@ -211,7 +211,7 @@ def no_victim_that_may_not_go(promise: Promise, make: MakePolicy) -> None:
 @PolicyCheck
 def a_rejected_block_comes_back_when_it_is_offered(promise: Promise, make: MakePolicy) -> None:
     """A rejected candidate is dropped, and is a candidate again after `add_candidate`."""
-    blocks = Blocks(promise, make, 10)
+    blocks = WrittenBlocks(promise, make, 10)
     pinned = set(blocks.here[:4])
     blocks.pinned = set(pinned)
     blocks.drain()
@@ -229,7 +229,7 @@ def a_rejected_block_comes_back_when_it_is_offered(promise: Promise, make: MakeP
 @PolicyCheck
 def offering_twice_is_offering_once(promise: Promise, make: MakePolicy) -> None:
     """A second `add_candidate` of a candidate changes nothing."""
-    blocks = Blocks(promise, make, 10)
+    blocks = WrittenBlocks(promise, make, 10)
     for block in blocks.here:
         blocks.policy.add_candidate(block)
     victims = blocks.drain()
@@ -239,7 +239,7 @@ def offering_twice_is_offering_once(promise: Promise, make: MakePolicy) -> None:
 @PolicyCheck
 def a_victim_has_left_the_queue(promise: Promise, make: MakePolicy) -> None:
     """With the call that chose it: the next one chooses another, also before `remove`."""
-    blocks = Blocks(promise, make, 10)
+    blocks = WrittenBlocks(promise, make, 10)
     victims = [blocks.victim() for _ in range(10)]
     left = set(blocks.here) == set(victims)
     promise.expect(left, "ten victims, each another", f"{len(set(victims))} of them")
@@ -251,7 +251,7 @@ def a_victim_has_left_the_queue(promise: Promise, make: MakePolicy) -> None:
 @PolicyCheck
 def a_policy_changes_its_own_fields_only(promise: Promise, make: MakePolicy) -> None:
     """`last_used`, `is_candidate` and `policy_data`: the rest of a block is the store's."""
-    blocks = Blocks(promise, make, 20)
+    blocks = WrittenBlocks(promise, make, 20)
     blocks.pinned = set(blocks.here[::5])
     for block in blocks.here[::2]:
         blocks.policy.touch(block, blocks.now + 1.0)
@@ -264,7 +264,7 @@ def a_policy_changes_its_own_fields_only(promise: Promise, make: MakePolicy) -> 
 @PolicyCheck
 def what_it_learns_from_arrivals_is_bounded(promise: Promise, make: MakePolicy) -> None:
     """Pauses of any length, many of them: every block is still a victim in the end."""
-    blocks = Blocks(promise, make, 50)
+    blocks = WrittenBlocks(promise, make, 50)
     if not isinstance(blocks.policy, LearnsFromArrivals):
         raise NotDeclared("this policy learns nothing from arrivals")
     most = 0
@@ -279,7 +279,7 @@ def what_it_learns_from_arrivals_is_bounded(promise: Promise, make: MakePolicy) 
 @PolicyCheck
 def a_removed_block_is_no_victim(promise: Promise, make: MakePolicy) -> None:
     """Also when the same key is written again: that is another block."""
-    blocks = Blocks(promise, make, 20)
+    blocks = WrittenBlocks(promise, make, 20)
     removed = set(blocks.here[::2])
     for block in removed:
         blocks.policy.remove(block)
@@ -293,7 +293,7 @@ def a_removed_block_is_no_victim(promise: Promise, make: MakePolicy) -> None:
 @PolicyCheck
 def removing_is_always_allowed(promise: Promise, make: MakePolicy) -> None:
     """A block that is no candidate, one twice, one that was never touched: nothing happens."""
-    blocks = Blocks(promise, make, 10)
+    blocks = WrittenBlocks(promise, make, 10)
     victim = blocks.victim()
     for block in (blocks.here[3], blocks.here[3], victim, blocks.block("unknown")):
         if block is not None:
@@ -306,7 +306,7 @@ def removing_is_always_allowed(promise: Promise, make: MakePolicy) -> None:
 def an_empty_policy_has_no_victim(promise: Promise, make: MakePolicy) -> None:
     """None, not BYPASS and no exception; and the age of the next victim is 0."""
     policy = make(PAGE)
-    blocks = Blocks(promise, make, 0)
+    blocks = WrittenBlocks(promise, make, 0)
     answer = policy.victim(blocks.block("newcomer"), blocks.evictable, 1.0)
     promise.expect(answer is None, "None", repr(answer))
     promise.expect(policy.victim_age(1.0) == 0.0, "an age of 0", str(policy.victim_age(1.0)))
@@ -315,7 +315,7 @@ def an_empty_policy_has_no_victim(promise: Promise, make: MakePolicy) -> None:
 @PolicyCheck
 def the_age_of_the_next_victim_changes_nothing(promise: Promise, make: MakePolicy) -> None:
     """`victim_age` is a number of seconds, never negative, and takes nobody's turn."""
-    blocks, same = Blocks(promise, make, 10), Blocks(promise, make, 10)
+    blocks, same = WrittenBlocks(promise, make, 10), WrittenBlocks(promise, make, 10)
     for now in (0.0, 1.0, LONG_S):
         age = blocks.policy.victim_age(now)
         promise.expect(0.0 <= age <= LONG_S, "seconds, 0 or more", str(age))
@@ -330,7 +330,7 @@ def the_age_of_the_next_victim_changes_nothing(promise: Promise, make: MakePolic
 @PolicyCheck
 def bypass_ends(promise: Promise, make: MakePolicy) -> None:
     """Blocks that were used repeatedly keep new blocks out for a bounded time only (G9)."""
-    blocks = Blocks(promise, make, 10)
+    blocks = WrittenBlocks(promise, make, 10)
     for _ in range(300):
         blocks.now += 5.0
         for block in blocks.here:
@@ -344,7 +344,7 @@ def a_block_that_was_read_outlives_those_that_were_only_written(
     promise: Promise, make: MakePolicy
 ) -> None:
     """Reserving and sealing are one use, so one read more is two, and it is the later one, too."""
-    blocks = Blocks(promise, make, 20)
+    blocks = WrittenBlocks(promise, make, 20)
     read = blocks.here[::2]
     for block in read:
         blocks.now += 0.001
@@ -357,7 +357,7 @@ def a_block_that_was_read_outlives_those_that_were_only_written(
 @PolicyCheck
 def the_time_of_a_use_is_made_unique(promise: Promise, make: MakePolicy) -> None:
     """`last_used` is the time in microseconds; of two uses the later one has the larger number."""
-    blocks = Blocks(promise, make, 8)
+    blocks = WrittenBlocks(promise, make, 8)
     stamps = []
     for block in blocks.here:
         blocks.policy.touch(block, 5.0)
@@ -370,7 +370,7 @@ def the_time_of_a_use_is_made_unique(promise: Promise, make: MakePolicy) -> None
 @PolicyCheck
 def the_age_is_that_of_the_next_victim(promise: Promise, make: MakePolicy) -> None:
     """In seconds, since its last use; of blocks that are alike and used at the same time."""
-    blocks = Blocks(promise, make, 6)
+    blocks = WrittenBlocks(promise, make, 6)
     age = blocks.policy.victim_age(blocks.now + 100.0)
     promise.expect(99.9 <= age <= 100.1, "100 s", f"{age} s")
 

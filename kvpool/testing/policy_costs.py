@@ -13,10 +13,10 @@ from typing import Final
 
 from kvpool.testing.policy_checks import (
     CALL_MAX,
-    Blocks,
     MakePolicy,
     PolicyCheck,
     Promise,
+    WrittenBlocks,
     work,
 )
 
@@ -37,7 +37,7 @@ def a_call_does_as_much_with_many_blocks(promise: Promise, make: MakePolicy) -> 
 
 
 def _turn_work(promise: Promise, make: MakePolicy, count: int) -> int:
-    blocks = Blocks(promise, make, count)
+    blocks = WrittenBlocks(promise, make, count)
     return min(work(functools.partial(_turn, blocks, turn)) for turn in range(3)) // 8
 
 
@@ -46,7 +46,7 @@ def no_call_is_long(promise: Promise, make: MakePolicy) -> None:
     """One that has more to do says NOT_YET: after thousands of blocks were read, are pinned, have
     left, or where those that may not go lie far apart."""
     for case in ("all were read", "all are pinned", "all but one have left", "few are pinned"):
-        blocks = Blocks(promise, make, 6000)
+        blocks = WrittenBlocks(promise, make, 6000)
         for number, block in enumerate(blocks.here[1:]):
             if case == "all but one have left":
                 blocks.policy.remove(block)
@@ -88,7 +88,7 @@ def a_call_takes_as_long_with_many_blocks(promise: Promise, make: MakePolicy) ->
 def _turns(promise: Promise, make: MakePolicy, count: int) -> list[float]:
     """Seconds of a block that comes, one that is read, the age, and a victim that leaves; the mean
     of several, some times."""
-    blocks, took = Blocks(promise, make, count), []
+    blocks, took = WrittenBlocks(promise, make, count), []
     for turn in range(12):
         began = time.perf_counter()
         _turn(blocks, turn)
@@ -96,7 +96,7 @@ def _turns(promise: Promise, make: MakePolicy, count: int) -> list[float]:
     return took
 
 
-def _turn(blocks: Blocks, turn: int) -> None:
+def _turn(blocks: WrittenBlocks, turn: int) -> None:
     for number in range(8):
         blocks.admitted((turn, number))
         blocks.policy.touch(blocks.here[-1 - number], blocks.now)
@@ -109,7 +109,7 @@ def _turn(blocks: Blocks, turn: int) -> None:
 @PolicyCheck
 def the_number_of_questions_is_bounded(promise: Promise, make: MakePolicy) -> None:
     """`evictable` is called a few times for each victim, however many candidates there are."""
-    blocks = Blocks(promise, make, 4000)
+    blocks = WrittenBlocks(promise, make, 4000)
     blocks.asked = 0
     for block in blocks.here[::2]:
         blocks.policy.touch(block, blocks.now + 1.0)

@@ -30,6 +30,7 @@ from kvpool.master.state.hint_log import HintLog
 from kvpool.protocols import ReserveRequest, WriteOptions
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
 from kvpool.server.state.tenants import set_quotas
@@ -415,11 +416,10 @@ class DryPool:
         self.directory.heartbeat(server.name, self._epochs[server.name], stats, now)
 
     def _new_store(self) -> TieredStore:
-        stores = []
-        for number, size in enumerate(self._sizes, 1):
-            # As in a server: the lowest tier follows the policy, those above keep what was used.
-            policy = self._policy(size) if number == len(self._sizes) else None
-            store = FileStore(size, alignment=BLOCK_SIZE, policy=policy)
+        stores: list[Store] = []
+        for size in self._sizes:  # as in a server, the lowest tier follows the policy
+            policy = self._policy(size) if len(stores) + 1 == len(self._sizes) else None
+            store = (FileStore if stores else FrontStore)(size, alignment=BLOCK_SIZE, policy=policy)
             if self._guaranteed:
                 set_quotas(store, {t: Quota(int(s * size)) for t, s in self._guaranteed.items()})
             stores.append(store)

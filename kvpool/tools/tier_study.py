@@ -32,6 +32,7 @@ from rich.table import Table
 
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import Entry
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
 from kvpool.tools import traces, workloads
@@ -110,7 +111,9 @@ class Play:
         self.stack = self._new_stack()
 
     def _new_stack(self) -> TieredStore:
-        stores = [FileStore(blocks * _SIZE, alignment=_SIZE) for blocks in self._blocks if blocks]
+        memory, *disks = (blocks * _SIZE for blocks in self._blocks if blocks)
+        front = FrontStore(memory, alignment=_SIZE)
+        stores = [front, *(FileStore(size, alignment=_SIZE) for size in disks)]
         stack = TieredStore(stores, write_back=self._mode.write_back)
         if self._mode.only_read:
             policy = stack.front.policy

@@ -18,7 +18,7 @@ from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import FetchStatus, ReadStatus, SpreadTo, WriteStatus
 from tests.conftest import NAMESPACE, buffers, key, keys, values
-from tests.support.moves import moves_of
+from tests.support.moves import masters_know, moves_of
 
 CHAIN = keys("shared", 100)
 LISTEN = ("inproc://",)
@@ -131,7 +131,7 @@ async def test_a_server_that_leaves_is_not_chosen() -> None:
         (first,) = holding(running, CHAIN)
         leaving, staying = [one for one in running.servers if one is not first]
         leaving._context.draining = True
-        await asyncio.wait(leaving._context.heartbeat_soon())
+        await masters_know(leaving)
         report = await admin(pool).spread(NAMESPACE, CHAIN, to=3)
         assert [one.server for one in report.servers] == [staying.server]
         report = await admin(pool).spread(NAMESPACE, CHAIN, to=[leaving.server])

@@ -24,11 +24,16 @@ TABLES = (
     "kvpool/guard.py",
     "kvpool/client/extension.py",
     "kvpool/server/extension.py",
+    "kvpool/server/tiers.py",
     "kvpool/server/orders.py",
     "kvpool/master/hints.py",
 )
-#: Known by the kernel still: it needs a joint of its own.
-WOVEN_IN = frozenset(("tiers",))
+#: What stands upon a ring goes with it.
+UPON = {
+    "heaps": ("sessions", "tiers", "prefetch", "cold"),
+    "moves": ("prefetch",),
+    "tiers": ("prefetch", "cold"),
+}
 #: The tests look at a pool by it, so it is deleted alone.
 INSTRUMENT = "admin"
 KERNEL_TESTS = ("tests/client/test_pool.py", "tests/client/test_reader.py")
@@ -89,7 +94,7 @@ def run(folder: Path, environment: dict[str, str], *arguments: str) -> str:
 
 
 def test_the_kernel_s_tests_pass_without_any_ring(tmp_path: Path) -> None:
-    environment = copy_without(RINGS.keys() - WOVEN_IN - {INSTRUMENT}, tmp_path, "tests")
+    environment = copy_without(RINGS.keys() - {INSTRUMENT}, tmp_path, "tests")
     options = ("-n0", "-q", "-p", "no:cacheprovider", "-k", "not inproc and not shm and not ucx")
     assert not run(tmp_path, environment, "-m", "pytest", *options, *KERNEL_TESTS)
 
@@ -107,12 +112,16 @@ def test_a_program_without_tenants_refuses_a_tenants_file(process: str, tmp_path
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    "ring",
-    [
-        pytest.param(one, marks=pytest.mark.xfail(strict=True) if one in WOVEN_IN else ())
-        for one in RINGS
-    ],
-)
+@pytest.mark.parametrize("ring", RINGS)
 def test_a_pool_works_without(ring: str, tmp_path: Path) -> None:
-    assert not run(tmp_path, copy_without([ring], tmp_path), "-c", PLAY)
+    environment = copy_without([ring, *UPON.get(ring, ())], tmp_path)
+    assert not run(tmp_path, environment, "-c", PLAY)
+
+
+def test_a_program_without_tiers_refuses_a_second_one(tmp_path: Path) -> None:
+    """It would keep none of what it is told to keep."""
+    environment = copy_without(["tiers", *UPON["tiers"]], tmp_path)
+    tiers = ("--tier", "dram:1MiB", "--tier", "dram:2MiB")
+    said = run(tmp_path, environment, "-m", "kvpool", "server", *tiers)
+    assert "this program has blocks in memory alone (setting server.tiers)" in said
+    assert "Traceback" not in said

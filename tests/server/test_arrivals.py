@@ -12,6 +12,7 @@ from kvpool.protocols import Link, ReserveRequest
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.session_hints import SESSIONS_MAX, WAIT_S, WAIT_S_MAX
 from kvpool.server.state.entry import MOVER
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
@@ -141,7 +142,7 @@ def test_moving_a_block_between_tiers_is_no_use(books: Books) -> None:
 
 
 def test_a_read_in_one_tier_ends_the_wait_in_all() -> None:
-    stack = TieredStore([Store(16 * PAGE, alignment=PAGE) for _ in range(2)])
+    stack = TieredStore([kind(16 * PAGE, alignment=PAGE) for kind in (FrontStore, Store)])
     request = ReserveRequest(ONE, 0, keys("a", 1), [ROOT], [PAGE], SessionHint("a"))
     for store in stack.stores:
         (answer,) = store.reserve(1, request, 1.0)

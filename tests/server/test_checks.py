@@ -11,6 +11,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import MOVER, Entry, Index
 from kvpool.server.state.extent_state import State
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
@@ -167,7 +168,7 @@ def test_free_neighbours_that_were_not_joined() -> None:
 
 def two_tiers() -> TieredStore:
     """One block is written back, one is on its way down, and one waits."""
-    stack = TieredStore([Store(8 * PAGE), Store(8 * PAGE)])
+    stack = TieredStore([FrontStore(8 * PAGE), Store(8 * PAGE)])
     for name in ("down", "moving", "waiting"):
         request = ReserveRequest(ONE, 0, [key(name)], [ROOT], [PAGE])
         (answer,) = stack.reserve(1, request, 1.0)

@@ -8,18 +8,18 @@ from kvpool import dev
 from kvpool.client.pool import Pool
 from kvpool.server.consumers import NAMES_MAX, Consumers
 from kvpool.server.eviction.session_hints import PROGRAMS_MAX
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
 from kvpool.server.state.tenants import set_quotas
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import OTHERS, Consumer, Namespace, SessionHint, program_of
 from tests.conftest import keys
 from tests.server.test_quotas import ACME, BETA, PAGE, POOL, write
 
 
-def stack_of(pages: int, *, tenants: bool = True) -> TieredStore:
-    stack = TieredStore([Store(pages * PAGE)])
+def stack_of(pages: int, *, tenants: bool = True) -> Blocks:
+    stack = Blocks([Store(pages * PAGE)])
     if tenants:
         set_quotas(stack.front, {"acme": Quota()})
     return stack

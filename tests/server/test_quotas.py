@@ -18,6 +18,7 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.programs import Programs
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.entry import MOVER, Entry
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.tenants import account_of, evict_beyond_limits, set_quotas
 from kvpool.server.state.tier_stores import FileStore
@@ -410,7 +411,7 @@ def test_a_policy_does_not_keep_what_is_above_a_lowered_limit(
 
 
 def two_tiers(memory: int, disk: int, **quotas: tuple[int, int]) -> TieredStore:
-    stack = TieredStore([FileStore(memory * PAGE), FileStore(disk * PAGE)])
+    stack = TieredStore([FrontStore(memory * PAGE), FileStore(disk * PAGE)])
     for one in stack.stores:
         set_quotas(one, pages(**quotas))
     return stack

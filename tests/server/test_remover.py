@@ -11,6 +11,7 @@ from typing import Any
 from kvpool import Namespace, Pool, admin, dev
 from kvpool.client.pool_events import PoolEventKind
 from kvpool.client.removal import HeldNamespace
+from kvpool.server.removal import remove_written
 from kvpool.types import RemovalCursor
 from tests.conftest import eventually, keys
 from tests.support.tenant_pool import OPERATOR, tenant, tenant_pool
@@ -121,7 +122,7 @@ async def test_a_call_is_short_and_says_where_to_go_on() -> None:
         (held,) = (await admin(pool).removals.held(of(OLD), timeout=10)).found
         store, at, steps = running.servers[0].stack, held.begin, []
         while True:
-            step = store.remove_written(OLD, at, 64)
+            step = remove_written(store, OLD, at, 64)
             steps.append(len(step.digests))
             if step.at is None:
                 break

@@ -20,10 +20,10 @@ from hypothesis.stateful import (
 from kvpool.errors import BadMessage
 from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import FileStore
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Extent, Namespace, ReadStatus, Record, WriteStatus
 from tests.conftest import key, keys
@@ -474,7 +474,7 @@ def test_long_random_histories(seed: int) -> None:
 
 def departures(books: Store) -> list[tuple[bytes, ReadStatus]]:
     """The blocks whose departure an inventory of this store announces."""
-    steps = itertools.chain.from_iterable(TieredStore([books]).inventory_steps())
+    steps = itertools.chain.from_iterable(Blocks([books]).inventory_steps())
     return [(d, s.status) for s in steps for d in s.digests if s.status is not ReadStatus.HIT]
 
 

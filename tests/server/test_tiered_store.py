@@ -11,9 +11,11 @@ from kvpool import registry
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import MOVER, Entry
+from kvpool.server.state.front_store import FrontStore
+from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import SPAN, ColdStore, FileStore
 from kvpool.server.state.tiered_store import TieredStore, TierTransfer
-from kvpool.testing.invariants import check_invariants
+from kvpool.testing.invariants import check_invariants, inventory
 from kvpool.types import (
     ROOT,
     Extent,
@@ -44,7 +46,10 @@ class Server:
         in_place: tuple[int, ...] = (),
         cold: bool = False,
     ) -> None:
-        stores = [FileStore(count * PAGE, alignment=PAGE) for count in pages]
+        stores: list[Store] = [
+            (FrontStore if tier == front_tier else FileStore)(count * PAGE, alignment=PAGE)
+            for tier, count in enumerate(pages)
+        ]
         self.stack = TieredStore(
             [*stores, *[ColdStore(1 << 30, PAGE)] * cold],
             front_tier=front_tier,
@@ -160,13 +165,12 @@ class Server:
                 self.map.pop(name, None)
                 self.reasons[name] = change.status
         found = {}
-        for entry in self.stack.inventory():
+        for entry in inventory(self.stack):
             found[entry.index.namespace, entry.index.part, entry.digest] = self.place(entry)
         assert self.map == found
 
     def place(self, entry: Entry) -> int:
-        tier = self.stack.place(entry)
-        assert tier is not None
+        tier = entry.index.tier
         holder = self.stack.stores[tier].peek(entry.index.namespace, entry.index.part, entry.digest)
         assert holder is not None
         assert self.memory[tier][holder.offset] == (
@@ -773,7 +777,7 @@ def test_what_was_found_on_disk_is_served() -> None:
     server.memory[1][9 * PAGE] = (ONE, 0, chain[0])
     list(server.stack.restore(records, 0.0))
     assert sorted(server.stack.take_erasable()) == [9 * PAGE, 64 * PAGE]
-    assert {entry.digest for entry in server.stack.inventory()} == set(chain)
+    assert {entry.digest for entry in inventory(server.stack)} == set(chain)
     server.map = {(ONE, 0, digest): 1 for digest in chain}
     server.stage(ONE, 0, chain)
     server.settle()
@@ -837,7 +841,7 @@ def play(seed: int, write_back: bool, *, cold: bool) -> None:
         server.stack.stores[tier].held.limits = Limits.of(6 * PAGE, PAGE)
     digests = keys("random", 48)
     for _ in range(300):
-        if cold and rng.random() < 0.3 and (there := server.stack.inventory()):
+        if cold and rng.random() < 0.3 and (there := inventory(server.stack)):
             server.keep(rng.choice(there))
         if cold and rng.random() < 0.05 and (there := server.stack.stores[-1].inventory()):
             entry = rng.choice(there)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpool.config import ClientConfig
+from kvpool.server.state.front_store import FrontStore
 from kvpool.types import (
     Match,
     Namespace,
@@ -247,6 +248,7 @@ class Judge:
                     continue
                 if node.name in self._full:
                     return True
+                assert isinstance(stack.front, FrontStore)
                 leaves = [one for one in stack.front.inventory() if stack.front._evictable(one)]
                 parents = [leaf for leaf in leaves if leaf.digest == entry.parent]
                 only_parents = len(parents) == len(leaves)

@@ -23,6 +23,7 @@ from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, Account, ChangeLog, Entry, Index
 from kvpool.server.state.extent_state import Event, State
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.prefetches import HOLD_S
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
@@ -115,7 +116,7 @@ class PrefetchOracle(Protocol):
 
     def came(self, store: WatchedStore, entry: Entry, now: float) -> None: ...
 
-    def check(self, store: WatchedStore) -> None: ...
+    def check(self, store: WatchedFront) -> None: ...
 
 
 class CopyOracle(Protocol):
@@ -316,6 +317,10 @@ class WatchedStore(Store):
                 at = offset + self.allocator.rounded(entry.size)
         return self.memory.capacity - at >= self.allocator.rounded(size)
 
+    def is_kept_below(self, entry: Entry) -> bool:
+        """Another tier has the block, too."""
+        return False
+
     def _leave_parent(self, entry: Entry) -> None:
         super()._leave_parent(entry)
         self.truth.probes.add("a circle of parents was cut")
@@ -379,7 +384,7 @@ class WatchedStore(Store):
         brings_extra = request.copies is not None and not all(request.copies)
         for entry in self._evicted_now:
             is_newer = newest is not None and entry.last_used >= newest
-            if is_newer and (entry.copies or brings_extra) and not self.has_copy(entry):
+            if is_newer and (entry.copies or brings_extra) and not self.is_kept_below(entry):
                 self.truth.fail(f"G9: {entry!r} was evicted for a fetched block that is older")
             self.truth.probes.add("made room by evicting")
             for sibling in range(entry.index.namespace.parts):
@@ -478,21 +483,6 @@ class WatchedStore(Store):
         super().unpin_all(owner, ids)
         self.inspect_now_and_then()
 
-    def drop_lapsed(self, now: float) -> None:
-        before = set(self.prefetched)
-        super().drop_lapsed(now)
-        for entry in before.difference(self.prefetched):
-            if now < self.unread.pop(entry, now):
-                self.truth.fail(f"advice: {entry!r} was prefetched, and is let go too early")
-
-    def _give_up_prefetched(self, account: Account, size: int) -> bool:
-        before = set(self.prefetched)
-        given_up = super()._give_up_prefetched(account, size)
-        for entry in before.difference(self.prefetched):
-            self.unread.pop(entry, None)
-            self.truth.probes.add("a prefetched block made room for a writer or a reader")
-        return given_up
-
     def relocate(self, entry: Entry, target: int) -> None:
         if (entry.offset, entry.generation) in self.corrupted:
             self.corrupted.add((target, entry.generation))  # what a fault has changed was copied
@@ -572,6 +562,28 @@ class WatchedStore(Store):
         self.change_log.true_reason = before
         if self.arrivals is not None:
             self.arrivals.left(entry)
+
+
+class WatchedFront(WatchedStore, FrontStore):
+    """The memory of a server with several tiers."""
+
+    def is_kept_below(self, entry: Entry) -> bool:
+        return self.has_copy(entry)
+
+    def drop_lapsed(self, now: float) -> None:
+        before = set(self.prefetched)
+        super().drop_lapsed(now)
+        for entry in before.difference(self.prefetched):
+            if now < self.unread.pop(entry, now):
+                self.truth.fail(f"advice: {entry!r} was prefetched, and is let go too early")
+
+    def _finds_more(self, account: Account, size: int) -> bool:
+        before = set(self.prefetched)
+        given_up = super()._finds_more(account, size)
+        for entry in before.difference(self.prefetched):
+            self.unread.pop(entry, None)
+            self.truth.probes.add("a prefetched block made room for a writer or a reader")
+        return given_up
 
 
 class WatchedDirectory(Directory):

@@ -47,6 +47,7 @@ _REQUESTS = "kvpool_transports.streams.requests"
 _MAPPED = "kvpool_transports.streams.mapped_channel"
 _CLEARING = "kvpool.server.state.clearing"
 _COMPACTOR = "kvpool.server.compactor"
+_FRONT = "kvpool.server.state.front_store"
 _STACK = "kvpool.server.state.tiered_store"
 _FILES = "kvpool.server.state.tier_stores"
 _HOLDINGS = "kvpool.server.state.holdings"
@@ -149,29 +150,15 @@ BUGS: Sequence[Bug] = (
         "evict-pinned",
         "G4",
         _STORE,
-        """\
-                and not entry.pins
-                and not entry.children
-            )
-        parts =""",
-        """\
-                and not entry.children
-            )
-        parts =""",
+        "return entry.state is State.STORED and not entry.pins and not entry.children\n",
+        "return entry.state is State.STORED and not entry.children\n",
     ),
     Bug(
         "head-before-tail",
         "chains",
         _STORE,
-        """\
-                and not entry.pins
-                and not entry.children
-            )
-        parts =""",
-        """\
-                and not entry.pins
-            )
-        parts =""",
+        "return entry.state is State.STORED and not entry.pins and not entry.children\n",
+        "return entry.state is State.STORED and not entry.pins\n",
     ),
     Bug(
         "part-evicted-alone",
@@ -374,8 +361,8 @@ for reservation, size in sorted(
         "fetched-in-place-of-newer",
         "G9",
         _STORE,
-        "            and self._last_use(victim) >= last_used\n",
-        "            and self._last_use(victim) < 0\n",
+        " and self._last_use(victim) >= last_used\n",
+        " and self._last_use(victim) < 0\n",
     ),
     Bug(
         "tails-are-fetched-without-heads",
@@ -863,7 +850,7 @@ for reservation, size in sorted(
         "staged-without-a-look",
         "G1",
         _MOVER,
-        "if up and await self._checksum(entry, memory[: entry.size]) != entry.checksum:",
+        "if up and await _checksum(entry, memory[: entry.size]) != entry.checksum:",
         "if False:",
     ),
     Bug(
@@ -928,7 +915,7 @@ for reservation, size in sorted(
         "removed-from-one-tier",
         "G5",
         _STACK,
-        "        for store in self._online():\n            of_tier = store.remove(",
+        "        for store in self.online:\n            of_tier = store.remove(",
         "        for store in [self.front]:\n            of_tier = store.remove(",
     ),
     Bug(
@@ -1060,7 +1047,7 @@ for reservation, size in sorted(
     Bug(
         "living-block-is-not-written",
         "G5",
-        _STORE,
+        _FRONT,
         "        return self.drops_useless and self.policy.is_over(entry)\n",
         "        return self.drops_useless\n",
     ),
@@ -1146,9 +1133,9 @@ for reservation, size in sorted(
     Bug(
         "prefetched-in-place-of-what-is-in-use",
         "G9",
-        "kvpool.server.state.front_victims",
-        "            return front._last_use(victim) >= last_used and not useless\n",
-        "            return front._last_use(victim) > JUST_NOW and not useless\n",
+        _FRONT,
+        "            return self._last_use(victim) >= last_used and not useless\n",
+        "            return self._last_use(victim) > JUST_NOW and not useless\n",
     ),
     Bug(
         "prefetched-blocks-that-are-read-stay-unread",

@@ -30,9 +30,9 @@ from kvpool.server import consumers
 from kvpool.server.moves.state.fetches import FetchBudget, Receivers
 from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
 from kvpool.server.moves.turns import Turns
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.missed import Missed
 from kvpool.server.state.store import Store
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.shares import Shares
 from kvpool.tombstones import Tombstones
 from kvpool.types import Cluster, HintStatus, Namespace, ReadStatus, ServerStats
@@ -158,7 +158,7 @@ def play_memory(seed: int) -> str:
 def play_names(seed: int) -> str:
     """Reads of a namespace are counted under its name, however many names another tenant has."""
     chance = random.Random(seed)
-    counted = consumers.Consumers(TieredStore([Store(1 << 20)]), ["dram"])
+    counted = consumers.Consumers(Blocks([Store(1 << 20)]), ["dram"])
     for number in range(chance.choice([10, 3 * consumers.NAMES_MAX])):
         counted.read(_namespace(GREEDY, number), 0, b"", 1, 1, 0)
     for name in MODEST:

@@ -13,11 +13,11 @@ from kvpool.server.eviction.session import Session
 from kvpool.server.state.entry import Entry
 from kvpool.types import PrefetchStatus
 from tests.simulation.moves import WatchedBudget
-from tests.support.moves import moves_of
+from tests.support.moves import prefetcher_of
 
 if TYPE_CHECKING:
     from tests.simulation.nodes import ServerNode
-    from tests.simulation.oracles import Victim, WatchedStore
+    from tests.simulation.oracles import Victim, WatchedFront, WatchedStore
     from tests.simulation.world import World
 
 #: The part of the memory that may be prefetched and unread.
@@ -41,7 +41,7 @@ class Prefetches:
         assert node.server is not None
         budget = WatchedBudget(self._world.plan.prefetch_rate)
         budget.fail = self._world.loop.fail
-        moves_of(node.server).prefetcher.budget = budget
+        prefetcher_of(node.server).budget = budget
         node.store.prefetches = self
 
     # --- what must hold -----------------------------------------------------------------------
@@ -69,7 +69,7 @@ class Prefetches:
         if sum(sizes) - max(sizes) >= share:  # a block more, where little was left
             self._world.truth.fail(f"G9: {sum(sizes)} bytes are prefetched, {share} may be")
 
-    def check(self, store: WatchedStore) -> None:
+    def check(self, store: WatchedFront) -> None:
         """The account of what came up, by a list that is kept independently."""
         blocks = store.prefetched
         if set(blocks) - store.unread.keys():

@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.tiered_store import TieredStore
@@ -31,9 +32,7 @@ _UNLIMITED: Final = 1 << 62
 class TenantOracle:
     """What one store must keep. Names of tenants are read here, not by the pool's own function."""
 
-    def __init__(
-        self, store: WatchedStore, stack: TieredStore, quotas: Mapping[str, Quota]
-    ) -> None:
+    def __init__(self, store: WatchedStore, stack: Blocks, quotas: Mapping[str, Quota]) -> None:
         self._store = store
         self._stack = stack
         self.quotas = quotas
@@ -70,7 +69,7 @@ class TenantOracle:
 
     def removing(self, namespace: Namespace) -> None:
         """A block leaves, perhaps because another tier has evicted it."""
-        if not self._stack._evicting:
+        if not (isinstance(self._stack, TieredStore) and self._stack._evicting):
             return
         tenant = _name(namespace)
         used, quota = self._used(tenant), self._quota(tenant)

@@ -19,13 +19,14 @@ from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import Event
 from kvpool.server.state.tier_stores import FileStore
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slots
 from kvpool_tiers.nvme.tier import Nvme
 from tests.simulation.disk import SimDisk
 from tests.simulation.memory import SimTier
-from tests.simulation.oracles import WatchedStore
+from tests.simulation.oracles import WatchedFront, WatchedStore
 from tests.simulation.platter import PAGE, Damage
 from tests.simulation.truth import BlockPart, GroundTruth
 
@@ -333,7 +334,9 @@ class TierOracle:
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
         """`soon` runs a check after the current step, when both stores are consistent again."""
-        self.server = server
+        stack = server.stack
+        assert isinstance(stack, TieredStore)
+        self.stack = stack
         self.top = top
         self.base = base
         self._truth = truth
@@ -345,7 +348,7 @@ class TierOracle:
         self.handed_over: set[BlockPart] = set()
         top.on_leave = self._left_memory
         base.is_about_to_get = self._goes_to_disk
-        base.is_read_only = lambda: server.stack.read_only
+        base.is_read_only = lambda: stack.read_only
         base.above = top
         top.change_log.leaving = base.change_log.leaving = self._leaving
         top.inspect = base.inspect = self.inspect
@@ -356,7 +359,7 @@ class TierOracle:
     @property
     def in_service(self) -> bool:
         """The disk tier has not been taken out of service."""
-        return not self.server.stack.offline_tiers
+        return not self.stack.offline_tiers
 
     def inspect(self) -> None:
         """Check both stores as soon as both are consistent."""
@@ -365,7 +368,7 @@ class TierOracle:
             self._soon(self.check)
 
     def _left_memory(self, entry: Entry, event: Event) -> bool:
-        stack = self.server.stack
+        stack = self.stack
         key = entry.index.namespace, entry.digest, entry.index.part
         if entry in stack._unwritten:
             self._truth.probes.add("a block left before a read-only disk took it")
@@ -377,7 +380,7 @@ class TierOracle:
 
     def _goes_to_disk(self, namespace: Namespace, part: int, digest: bytes) -> None:
         """Write-back: with its prefix, and only if it may be of use."""
-        stack, index = self.server.stack, self.top.blocks(namespace, part)
+        stack, index = self.stack, self.top.blocks(namespace, part)
         entry = index.get(digest)
         if stack.write_back is None or entry is None:
             return
@@ -395,7 +398,7 @@ class TierOracle:
 
     def _leaving(self, key: BlockPart, reason: ReadStatus, tier: int) -> None:
         """The server loses a block; as evicted only if the disk had no space for it."""
-        evicted_above = reason is ReadStatus.EVICTED and tier == self.server.stack.front_tier
+        evicted_above = reason is ReadStatus.EVICTED and tier == self.stack.front_tier
         excused = key in self.base.refused or key in self._left_unwritten
         excused |= key in self.handed_over
         self._left_unwritten.discard(key)
@@ -408,12 +411,12 @@ class TierOracle:
         self._due = False
         if not self._truth.is_living(self.top.life):  # killed since the check was due
             return
-        stack = self.server.stack
+        stack = self.stack
         try:
             check_invariants(stack)
         except InvariantViolated as error:
             self._truth.fail(f"G3/G4: tiers of {self.top.life}: {error}")
-        if self.top.prefetches is not None:
+        if isinstance(self.top, WatchedFront) and self.top.prefetches is not None:
             self.top.prefetches.check(self.top)
         here = _keys(self.top.inventory())
         below = _keys(self.base.inventory())
@@ -439,7 +442,7 @@ class TierOracle:
 
     def first_problem(self) -> str | None:
         """What is not finished some time after the last fault; None when all is."""
-        stack, platter = self.server.stack, self.base.memory.platter
+        stack, platter = self.stack, self.base.memory.platter
         if self.base.held.pins or self.base.held.reservations:
             return f"{self.base.held!r} on the disk"
         if not self.in_service:
@@ -458,7 +461,7 @@ class TierOracle:
 
     def _unwritten(self) -> int:
         """Blocks that the disk has not, and has not refused, and that will not be written."""
-        stack = self.server.stack
+        stack = self.stack
         if stack.write_back is not None:  # they are written when memory would drop them
             return 0
         if stack.waiting or stack.front.held.pinned_by(MOVER):
@@ -469,7 +472,7 @@ class TierOracle:
     def check_writable(self, after_s: float) -> None:
         """A tier whose disk takes writes again is not read-only for long (G6)."""
         self._truth.probes.add("a disk took writes again")
-        if self.server.stack.read_only:
+        if self.stack.read_only:
             self._truth.fail(
                 f"G6: the disk has taken writes for {after_s:.0f} s and its tier is still read-only"
             )

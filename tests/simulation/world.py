@@ -37,6 +37,7 @@ from kvpool.server.moves import fetcher, prefetcher
 from kvpool.server.moves.state import share_plan
 from kvpool.server.state import tiered_store
 from kvpool.server.state.store import Store
+from kvpool.testing.invariants import inventory
 from kvpool.types import Cluster, Namespace
 from kvpool_tiers.nvme.format import pack_superblock
 from kvpool_tiers.nvme.tier import Nvme
@@ -55,7 +56,7 @@ from tests.simulation.moves import Moves
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.network import Net
 from tests.simulation.nodes import Incident, MasterNode, ServerNode
-from tests.simulation.oracles import WatchedDirectory, WatchedStore, WatchedWays
+from tests.simulation.oracles import WatchedDirectory, WatchedFront, WatchedStore, WatchedWays
 from tests.simulation.plan import WorldPlan
 from tests.simulation.platter import PAGE, Platter
 from tests.simulation.prefetches import Prefetches
@@ -277,7 +278,8 @@ class World:
     async def _serve(self, node: ServerNode, life: str) -> None:
         plan, truth = self.plan, self.truth
         tier = SimTier(plan.capacity, plan.alignment)
-        store = WatchedStore(life, tier, truth, every=plan.check_every)
+        kind = WatchedStore if self.shelf is None and node.platter is None else WatchedFront
+        store = kind(life, tier, truth, every=plan.check_every)
         if plan.sessions:
             assert isinstance(store.policy, SessionAwarePolicy)
             store.arrivals = ArrivalOracle(store.policy, truth.fail)
@@ -472,10 +474,9 @@ class World:
         """How a master's directory differs from the blocks that a server holds."""
         assert master.master is not None
         assert node.server is not None
-        stack = node.server.stack
         here = {
-            (entry.index.namespace, entry.digest, entry.index.part, stack.place(entry))
-            for entry in stack.inventory()
+            (entry.index.namespace, entry.digest, entry.index.part, entry.index.tier)
+            for entry in inventory(node.server.stack)
         }
         ranks = {tier.name: rank for rank, tier in enumerate(node.server.tiers)}
         known = set()

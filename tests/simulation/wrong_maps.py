@@ -12,6 +12,7 @@ import random
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvpool.errors import KvpoolError
+from kvpool.testing.invariants import inventory
 from kvpool.types import Namespace, ReadStatus, ServerStats
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
@@ -131,7 +132,7 @@ class MapFaults:
         assert node.server is not None
         directory, stack = master.master.directory, node.server.stack
         here = sorted(
-            {(one.index.namespace, one.index.part, one.digest) for one in stack.inventory()},
+            {(one.index.namespace, one.index.part, one.digest) for one in inventory(stack)},
             key=repr,
         )
         if kind == "number":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import Moves
+from kvpool.server.moves.prefetcher import Prefetcher
 from kvpool.types import DrainReport
 
 
@@ -11,6 +14,18 @@ def moves_of(server: BlockServer) -> Moves:
     """The moves of this server."""
     (found,) = (one for one in server.extensions.all if isinstance(one, Moves))
     return found
+
+
+def prefetcher_of(server: BlockServer) -> Prefetcher:
+    """What brings blocks of this server up before they are read."""
+    (found,) = (one for one in server.extensions.all if isinstance(one, Prefetcher))
+    return found
+
+
+async def masters_know(*servers: BlockServer) -> None:
+    """Every master has the figures of now."""
+    told = (announcer.heartbeat_soon() for one in servers for announcer in one._context.announcers)
+    await asyncio.wait([*told], timeout=5)
 
 
 async def drain(server: BlockServer, within_s: float, *, back_in_s: float = 0.0) -> DrainReport:

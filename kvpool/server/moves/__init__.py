@@ -1,9 +1,9 @@
-"""Blocks that move: from server to server, and into memory before they are read.
+"""Blocks that move from server to server; and into memory before they are read.
 
 fetcher.py       blocks from and to other servers, which peer_servers.py reaches
 hand_over.py     has others fetch blocks from here, as planners want it
 drainer.py       when the server leaves: until when, and what is left
-prefetcher.py    blocks that come up from a slower tier before they are read
+prefetcher.py    blocks that come up from a slower tier before they are read; it stands alone
 state/           pure: what is under way, and the planners, which decide who gets what:
                  drain_plan.py (all blocks), copy_demand.py (lost copies of what is read),
                  share_plan.py (chains, to servers that have room, while this one is full)
@@ -24,7 +24,6 @@ from kvpool.server.moves.drainer import Drainer
 from kvpool.server.moves.fetcher import Fetcher
 from kvpool.server.moves.hand_over import HandOver
 from kvpool.server.moves.peer_servers import PeerServers
-from kvpool.server.moves.prefetcher import Prefetcher
 from kvpool.server.moves.state.copy_demand import RepairPlanner
 from kvpool.server.moves.state.share_plan import BalancePlanner
 from kvpool.server.moves.state.wants import BlockName
@@ -34,7 +33,6 @@ from kvpool.types import (
     FetchStatus,
     Namespace,
     Offer,
-    PrefetchStatus,
     ServerStats,
 )
 from kvpool.wire import messages as wire
@@ -58,7 +56,6 @@ class Moves(ServerExtension):
             transports=parts.transports,
         )
         self.fetcher = Fetcher(context, self.peers, rate=config.fetch_rate)
-        self.prefetcher = Prefetcher(context.store, context.mover, context.on_change, context.tasks)
         durable = isinstance(context.tiers[context.store.backing_tier], PersistentTier)
         self.repair = RepairPlanner(context.store)
         self.balance = BalancePlanner(context.store)
@@ -69,7 +66,6 @@ class Moves(ServerExtension):
         self._handlers: Handlers = {
             wire.Propose: self._offer,
             wire.Fetch: self._fetch,
-            wire.Prefetch: self._prefetch,
             wire.Drain: self._drain,
         }
 
@@ -82,7 +78,6 @@ class Moves(ServerExtension):
         self._server.on_removed.append(self.fetcher.revoke)
         self._server.pass_on.append(self.fetcher.pass_on)
         self._server.on_room_elsewhere.append(self._others_have_room)
-        self.prefetcher.start()
         self.hand_over.start()
 
     async def leave(self) -> None:
@@ -91,7 +86,6 @@ class Moves(ServerExtension):
 
     async def close(self) -> None:
         await self.peers.close()
-        await self.prefetcher.close()
 
     def completed(self, stats: ServerStats) -> ServerStats:
         drained = self.drainer.report()
@@ -101,7 +95,6 @@ class Moves(ServerExtension):
             "handed_over_bytes": 0,
             "repaired_copies": self.repair.repaired,
             **stats.counters,
-            **self.prefetcher.counters,
         }
         return msgspec.structs.replace(
             stats,
@@ -147,11 +140,6 @@ class Moves(ServerExtension):
                     self.repair.brought_extra(BlockName(namespace, part, digest))
             self.hand_over.wake()
         return statuses
-
-    def _prefetch(
-        self, peer: Peer, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[PrefetchStatus]:
-        return self.prefetcher.prefetch(namespace, part, digests)
 
     async def _drain(self, peer: Peer, order: DrainOrder, *, wait: bool = False) -> DrainReport:
         if order.begin:

@@ -15,7 +15,6 @@ from kvpool.server.moves.peer_servers import REFRESH_S, PeerServers
 from kvpool.server.moves.state.drain_plan import DrainPlanner
 from kvpool.server.moves.state.wants import name_of
 from kvpool.server.state.entry import Entry
-from kvpool.server.state.tier_stores import cold_store
 from kvpool.types import DrainReport, DrainState, ReadStatus
 
 log = logs.get("kvpool.server")
@@ -87,7 +86,7 @@ class Drainer:
             log.warning("drain is cancelled", moved_blocks=self._planner.handed.moved_blocks)
             self._state = DrainState.OFF
             self._context.draining = False
-            self._context.heartbeat_soon()
+            self._tell_masters()
 
     async def wait(self) -> DrainReport:
         """Until it is over; the result."""
@@ -115,6 +114,10 @@ class Drainer:
         return self._planner.report(self._state)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _tell_masters(self) -> list[asyncio.Future[None]]:
+        """Send every master the figures of now; one future each, done when it has them."""
+        return [announcer.heartbeat_soon() for announcer in self._context.announcers]
 
     async def _run(self) -> None:
         complete = False
@@ -145,7 +148,8 @@ class Drainer:
         """Hand over until nothing is left (True), or until the time is over."""
         # First: of two servers that leave at the same time, each must see the other one leave
         # before it counts the other's copy as safe.
-        await self._context.masters_know(min(self._deadline, _now() + _MASTERS_S))
+        if sent := self._tell_masters():
+            await asyncio.wait(sent, timeout=max(0.0, min(self._deadline - _now(), _MASTERS_S)))
         complete = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._deadline) as self._limit:
@@ -217,7 +221,7 @@ class Drainer:
     def _stays(self, entry: Entry) -> bool:
         """Whether its file brings the block back. Not if that had no room for what tells its
         namespace. Others find what is cold."""
-        if self._store.stores[entry.index.tier] is cold_store(self._store.stores):
+        if entry.index.tier == self._store.cold_tier:
             return True
         if not self._keeps_file:
             return False

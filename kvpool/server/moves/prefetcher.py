@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
+import msgspec
+
 from kvpool import logs
+from kvpool.protocols import Peer
+from kvpool.server.extension import Handlers, ServerExtension, ServerParts
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
-from kvpool.server.state.prefetches import HOLD_S
+from kvpool.server.state.prefetches import HOLD_S, PrefetchedBlocks
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import TierMover
-from kvpool.supervision import Supervisor
-from kvpool.types import BATCH_BLOCKS_MAX, Namespace, PrefetchStatus
+from kvpool.types import BATCH_BLOCKS_MAX, Namespace, PrefetchStatus, ServerStats
+from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
 
@@ -38,22 +43,13 @@ _STEP_S: Final = 5.0
 _QUEUE_MAX: Final = 256
 
 
-class Prefetcher:
+class Prefetcher(ServerExtension):
     """Fills one server's memory before readers come, with a quarter of the speed that is measured.
-    Calls `on_change` after each change of the store."""
+    With one memory nothing is below it: a block is there, or gone."""
 
-    def __init__(
-        self,
-        store: TieredStore,
-        mover: TierMover,
-        on_change: Callable[[], None],
-        tasks: Supervisor,
-    ) -> None:
-        self._store = store
-        self._tasks = tasks
-        self._mover = mover
-        self._on_change = on_change
-        self._memory = store.front.allocator.capacity
+    def __init__(self, parts: ServerParts) -> None:
+        self._context = parts.context
+        self._store = self._context.store
         self.budget = FetchBudget()
         self._queue = PrefetchQueue(_QUEUE_MAX)
         self._woken = asyncio.Event()
@@ -61,21 +57,29 @@ class Prefetcher:
         self._refused_blocks = 0
 
     @property
-    def counters(self) -> dict[str, int]:
+    def handlers(self) -> Handlers:
+        return {wire.Prefetch: self._prefetch}
+
+    def completed(self, stats: ServerStats) -> ServerStats:
         """What came up, and what became of it; blocks that wait to come up are in none of them."""
-        prefetched = self._store.front.prefetched
-        return {
-            "prefetched_blocks": prefetched.blocks_came,
-            "prefetched_bytes": prefetched.came,
-            "prefetch_used_bytes": prefetched.used,
-            "prefetch_wasted_bytes": prefetched.wasted,
-            "prefetch_unread_bytes": prefetched.bytes,
+        store = self._store
+        found = store.front.prefetched if isinstance(store, TieredStore) else PrefetchedBlocks()
+        counters = {
+            **stats.counters,
+            "prefetched_blocks": found.blocks_came,
+            "prefetched_bytes": found.came,
+            "prefetch_used_bytes": found.used,
+            "prefetch_wasted_bytes": found.wasted,
+            "prefetch_unread_bytes": found.bytes,
             "prefetch_refused_blocks": self._refused_blocks,
         }
+        return msgspec.structs.replace(stats, counters=counters)
 
     def start(self) -> None:
-        if len(self._store.stores) > 1:
-            self._task = self._tasks.forever("prefetch", self._bring_up)
+        store, mover = self._store, self._context.mover
+        if isinstance(store, TieredStore) and isinstance(mover, TierMover):
+            bring_up = functools.partial(self._bring_up, store, mover)
+            self._task = self._context.tasks.forever("prefetch", bring_up)
 
     async def close(self) -> None:
         """End at once; transfers under way belong to the mover. Idempotent."""
@@ -84,8 +88,8 @@ class Prefetcher:
             task.cancel()
             await asyncio.wait([task])
 
-    def prefetch(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    def _prefetch(
+        self, peer: Peer, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[PrefetchStatus]:
         """As `Connection.prefetch`."""
         store, below = self._store, deque[bytes]()
@@ -93,7 +97,7 @@ class Prefetcher:
         for digest in digests:
             if store.front.peek(namespace, part, digest) is not None:
                 statuses.append(PrefetchStatus.IN_MEMORY)
-            elif store.is_below(namespace, part, digest):
+            elif store.peek(namespace, part, digest) is not None:
                 below.append(digest)
                 statuses.append(PrefetchStatus.COMING)
             else:
@@ -110,34 +114,34 @@ class Prefetcher:
 
     # --- inside --------------------------------------------------------------------------
 
-    async def _bring_up(self) -> None:
+    async def _bring_up(self, store: TieredStore, mover: TierMover) -> None:
         self._woken.clear()
-        self._store.front.drop_lapsed(_now())
-        if not await self._step():
+        store.front.drop_lapsed(_now())
+        if not await self._step(store, mover):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
                     await self._woken.wait()
 
-    async def _step(self) -> int:
+    async def _step(self, store: TieredStore, mover: TierMover) -> int:
         """Bring up the next blocks of the chain whose turn it is; how many have begun."""
         chain = self._queue.next(_now())
         if chain is None:
             return 0
         namespace, part, digests = chain
         for _ in range(min(len(digests), BATCH_BLOCKS_MAX)):
-            if self._store.is_below(namespace, part, digests[0]):
+            if store.is_below(namespace, part, digests[0]):
                 break
             digests.popleft()  # it is in memory, or gone
-        left = self._store.front.prefetched.room(self._memory)
+        left = store.front.prefetched.room(store.front.allocator.capacity)
         if not digests or left <= 0:
             return 0
-        await self._mover.wait_for_readers()
+        await mover.wait_for_readers()
         while (wait_s := self.budget.wait_s(_now())) > 0:
             await asyncio.sleep(max(wait_s, _TURN_MIN_S))  # it may end a moment too early
-            await self._mover.wait_for_readers()
+            await mover.wait_for_readers()
         began = _now()
         following = list(islice(digests, _STEP_BLOCKS))
-        running = self._mover.prefetch(namespace, part, following, min(left, _STEP_BYTES))
+        running = mover.prefetch(namespace, part, following, min(left, _STEP_BYTES))
         if running:
             planned = sum(copy.entry.size for copy in running)
             price_s = self.budget.begin(planned, began)

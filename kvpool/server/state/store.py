@@ -6,7 +6,7 @@ sent (blocks stored, blocks gone) collects in `change_log`, in order.
 
 An *owner* is the id of one connection. Its reservations and pins are freed when it is dropped.
 
-A server with several tiers has a store for each; `tiered_store.py` joins them.
+`Blocks` is the store of a server with one memory; `TieredStore` joins those of several.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
-from kvpool.errors import BadMessage
 from kvpool.fingerprint import MapFingerprint
 from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.protocols.policy import Decision, Policy
@@ -29,7 +28,6 @@ from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
 from kvpool.server.state.entry import MOVER, UNLIMITED, Account, Change, ChangeLog, Entry, Index
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.holdings import ConnectionHoldings
-from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
@@ -76,9 +74,13 @@ class Store:
     | QUARANTINED  | no          | the id of a closed owner | allocated, freed by `writer_exited` |
     | FREE         | no          | nothing                  | back in the allocator               |
 
-    A STORED block without pins and children that is clean *may* be evicted: then it is a candidate
-    of the policy (`testing.invariants`), and `_evictable` is asked again before it goes.
+    A STORED block without pins and children *may* be evicted: then it is a candidate of the policy
+    (`testing.invariants`), and `_evictable` is asked again before it goes.
     """
+
+    #: Blocks sealed here must be copied to another tier before they may go: in a `FrontStore` only.
+    demotes = False
+    dirty = 0  # those that must still be copied
 
     def __init__(
         self,
@@ -101,15 +103,7 @@ class Store:
         self.held = ConnectionHoldings(self.allocator.alignment)
         #: Which tier of its server this is, counted from the top.
         self.tier = 0
-        #: Blocks sealed here must be copied to another tier before they may be evicted.
-        self.demotes = False
-        #: But not those that no session will use again (design: tiers).
-        self.drops_useless = False
-        self.dirty = 0  # blocks that must still be copied
-        self.dirty_bytes = 0  # whole extents
         self.sealed_bytes = 0  # of all blocks that were sealed here
-        self.spared = 0  # blocks that were evicted without it
-        self.spared_bytes = 0
         #: `reserve` does bounded work in a call, and may begin a `clearing`: then it answers
         #: NOT_YET. The caller makes the moves, and asks again (design: allocator).
         self.in_steps = False
@@ -117,14 +111,8 @@ class Store:
         self.clearing: Clearing | None = None
         #: Called when a sealed block leaves; False if another tier has it, so the pool keeps it.
         self.on_leave: Callable[[Entry, Event], bool] | None = None
-        #: Blocks that came up for a reader who has yet to come (design: promotion).
-        self.prefetched = PrefetchedBlocks()
         #: Of the blocks that readers find in this tier (design: announcements).
         self.fingerprint = MapFingerprint()
-        #: Whether another tier has a sealed block, too, so that the server keeps it.
-        self.has_copy: Callable[[Entry], bool] = lambda entry: False
-        #: Whether a victim stays, as the tiers below see it; None: they do not (design: tiers).
-        self.spares: Callable[[int, Entry, Entry, int, float], bool | None] = lambda *_: None
         #: Counts a sealed block that has come (1) or left (-1), if other tiers may have it, too.
         self.count_place: Callable[[Entry, int], None] | None = None
         self.stored = 0  # visible blocks (parts count singly)
@@ -257,8 +245,6 @@ class Store:
         """As `seal` for each block of a write. With a foreign id among them none is sealed."""
         entries = self.held.take_reservations(owner, ids)
         self.held.owner(owner).sealed_bytes += self.held.size_of(entries)
-        # Only a block that no other tier has must be written back before it may be evicted.
-        is_dirty = self.demotes and not from_other_tier
         sealed = after(State.RESERVED, Event.SEAL)
         touch = self.policy.touch
         for entry, checksum in zip(entries, checksums, strict=True):
@@ -266,8 +252,6 @@ class Store:
             entry.checksum = checksum
             if entry.index.namespace.parts > 1:
                 self.raise_copies(entry, max(part.copies for part in self._parts(entry)))
-            if is_dirty:
-                self.mark_dirty(entry)
             touch(entry, now)
             if last_used is not None:  # it was used elsewhere, and is as old as it was there
                 entry.last_used = min(entry.last_used, last_used)
@@ -410,10 +394,6 @@ class Store:
                     self._remove_entry(entry, event, reason)
         return removed
 
-    def names(self) -> list[tuple[Namespace, int]]:
-        """Each part of each namespace that has blocks here, reserved ones too."""
-        return list(self._indexes)
-
     def held_of(self, namespace: Namespace, part: int) -> tuple[int, int]:
         """Its blocks here, and the bytes of their extents. O(1)."""
         index = self._indexes.get((namespace, part))
@@ -452,13 +432,6 @@ class Store:
             self._free(entry)
         return bool(entries)
 
-    # --- with other tiers --------------------------------------------------------------
-
-    def drop_lapsed(self, now: float) -> None:
-        """Prefetched blocks that nobody has read in time: they are evicted next."""
-        for entry in self.prefetched.lapsed(now):
-            self._add_candidate(entry)
-
     def blocks(self, namespace: Namespace, part: int) -> PiecewiseDict[bytes, Entry]:
         """The blocks of one part, reserved or sealed. Live: use it before the next call only."""
         index = self._indexes.get((namespace, part))
@@ -473,27 +446,6 @@ class Store:
         holder.pins[id] = entry
         self.held.charge_pins(holder, [entry], 1)
         return id
-
-    def mark_clean(self, entry: Entry) -> None:
-        """The block was written back, or cannot be: it may be evicted here (design: tiers)."""
-        if not entry.clean:
-            entry.clean = True
-            if entry.state is State.STORED:
-                self._count_dirty(entry, -1)
-                self._add_candidate(entry)
-
-    def mark_dirty(self, entry: Entry) -> None:
-        """No other tier has this sealed block: it must be written before it may be evicted."""
-        if entry.clean:
-            entry.clean = False
-            self._count_dirty(entry, 1)
-
-    def reserved(self, owner: int, id: int) -> Entry:
-        """The entry of a reservation. Raises BadMessage for an id of another owner."""
-        entry = self.held.owner(owner).reservations.get(id)
-        if entry is None:
-            raise BadMessage(f"reservation {id} does not belong to this connection")
-        return entry
 
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
@@ -615,7 +567,7 @@ class Store:
                 enough = self.allocator.available + size // _SEARCHES
             victim = self.policy.victim(newcomer, self._evictable, now, last_used, wanted=wanted)
             if victim is None:
-                if last_used == JUST_NOW and self._give_up_prefetched(account, size):
+                if last_used == JUST_NOW and self._finds_more(account, size):
                     continue
                 return Reservation(WriteStatus.NO_SPACE)
             if isinstance(victim, Decision):
@@ -704,24 +656,17 @@ class Store:
         self, victim: Entry, newcomer: Entry, owner: int, last_used: int, now: float
     ) -> bool:
         """Whether a block that may be evicted stays, and the newcomer is refused."""
-        # A chain that does not fit keeps its head: no block is stored in place of its parent. One
-        # that a slower tier has is not lost. (That tier may have refused it, or take no writes.)
-        namespace = newcomer.index.namespace
-        its_parent = (victim.index.namespace, victim.digest) == (namespace, newcomer.parent)
-        if its_parent and not self.has_copy(victim):
+        # A chain that does not fit keeps its head: no block is stored in place of its parent.
+        if self._is_parent(victim, newcomer):
             return True
-        stays = self.spares(owner, victim, newcomer, last_used, now)
-        if stays is not None:
-            return stays
         # An extra copy is worth less than one that another server hands over (design: movers).
         if newcomer.copies and not victim.copies:
             return False
         # A block that is fetched takes the place of less valuable ones only (design: moves).
-        return (
-            last_used != JUST_NOW
-            and self._last_use(victim) >= last_used
-            and not self.has_copy(victim)
-        )
+        return last_used != JUST_NOW and self._last_use(victim) >= last_used
+
+    def _is_parent(self, one: Entry, of: Entry) -> bool:
+        return (one.index.namespace, one.digest) == (of.index.namespace, of.parent)
 
     def _last_use(self, entry: Entry) -> int:
         """When a block was used last, by any part that is here; of one whose session has announced
@@ -750,40 +695,19 @@ class Store:
         Of parts used at different times the latest use counts; `last_used` is corrected here.
         """
         if entry.index.namespace.parts == 1:
-            return (
-                entry.state is State.STORED
-                and (entry.clean or self._may_drop(entry))
-                and entry not in self.prefetched
-                and not entry.pins
-                and not entry.children
-            )
+            return entry.state is State.STORED and not entry.pins and not entry.children
         parts = self._parts(entry)
         latest = max(part.last_used for part in parts)
         if latest != entry.last_used:
             entry.last_used = latest
             return False
         return all(
-            part.state is State.STORED
-            and (part.clean or self._may_drop(part))
-            and part not in self.prefetched
-            and not part.pins
-            and not part.children
-            for part in parts
+            part.state is State.STORED and not part.pins and not part.children for part in parts
         )
 
-    def _give_up_prefetched(self, account: Account, size: int) -> bool:
-        """Nothing else may be evicted: let some prefetched blocks go; False if none of those that
-        came last may make room for `size` bytes of this tenant."""
-        given_up = self.prefetched.give_up(
-            lambda entry: account.may_take_from(entry.index.account, size)
-        )
-        for entry in given_up:
-            self._add_candidate(entry)
-        return bool(given_up)
-
-    def _may_drop(self, entry: Entry) -> bool:
-        """Whether a dirty block need not be written."""
-        return self.drops_useless and self.policy.is_over(entry)
+    def _finds_more(self, account: Account, size: int) -> bool:
+        """No block may be evicted for so many bytes of this tenant: whether one may be now."""
+        return False
 
     def _add_candidate(self, entry: Entry) -> None:
         """Make a block that may have become evictable a candidate, with all its parts."""
@@ -794,10 +718,6 @@ class Store:
             for part in self._parts(entry):
                 if part.state is State.STORED:
                     self.policy.add_candidate(part)
-
-    def _count_dirty(self, entry: Entry, sign: int) -> None:
-        self.dirty += sign
-        self.dirty_bytes += sign * self.allocator.rounded(entry.size)
 
     def _count(self, entry: Entry, sign: int) -> None:
         """From the state itself, not from the log of changes: one that is missing is noticed."""
@@ -827,14 +747,8 @@ class Store:
         pending. Without `free` the caller puts another block there at once."""
         entry.state = after(entry.state, event)
         self._unlink(entry)
-        self.prefetched.drop(entry)
         self.stored -= 1
         self.stored_bytes -= entry.size
-        if not entry.clean:
-            self._count_dirty(entry, -1)
-            if event is Event.EVICT:
-                self.spared += 1
-                self.spared_bytes += entry.size
         self._count(entry, -1)
         # After `_unlink`: `on_leave` must not find the block here any more (design: tiers).
         if self.on_leave is None or self.on_leave(entry, event):

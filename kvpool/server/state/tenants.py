@@ -12,7 +12,6 @@ from kvpool.server.orders import make_order
 from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.quota import Accounts, Quota, TenantAccount
 from kvpool.server.state.store import STEPS_MAX, STEPS_OF_EVICTION, Store
-from kvpool.server.state.tier_stores import ColdStore
 from kvpool.types import ROOT, Namespace
 
 #: Of a block that nobody writes: room is made for it, and nothing else.
@@ -48,9 +47,7 @@ def account_of(store: Store, tenant: str) -> TenantAccount | None:
 
 def evict_beyond_limits(store: Store, now: float, steps: int = STEPS_MAX) -> bool:
     """Evict blocks of tenants that are above their limit, in a bounded number of steps; False when
-    no more of them may go now."""
-    if isinstance(store, ColdStore):
-        return False  # what is above a lowered limit leaves with its objects
+    no more of them may go now. (In a cold tier none may: they leave with their objects.)"""
     for account in store.policy.accounts:
         while account.used > account.limit:
             if steps <= 0:

@@ -8,13 +8,14 @@ from operator import attrgetter
 from typing import Final
 
 from kvpool.piecewise_dict import PiecewiseDict
-from kvpool.protocols import HasParts, PersistentTier, Tier
+from kvpool.protocols import Addressable, DeviceAddressable, HasParts, PersistentTier, Tier
 from kvpool.protocols.cold_tier import ColdTier
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event, State
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.sorting import sorted_runs
 from kvpool.types import ALIGNMENT, ReadStatus, Record
@@ -23,6 +24,7 @@ from kvpool.types import ALIGNMENT, ReadStatus, Record
 RESTORED_AT_ONCE: Final = 256
 #: The first byte of object n has the address n * SPAN.
 SPAN: Final = 1 << 36
+_DLPACK_CPU: Final = 1
 _GENERATION: Final = attrgetter("generation")
 
 
@@ -187,10 +189,30 @@ def stores_of(
     alignment = max(alignment, *(tier.alignment for tier in tiers))
     cold = [ColdStore(one.capacity, alignment) for one in tiers if isinstance(one, ColdTier)]
     *above, pool = tiers[: len(tiers) - len(cold)]
-    stores = [Store(tier.capacity, alignment=alignment) for tier in above]
-    allocator = _extents_of(pool, alignment)
-    file = FileStore(pool.capacity, alignment=alignment, policy=policy, allocator=allocator)
-    return [*stores, file, *cold]
+    front = front_tier(tiers)
+    stores: list[Store] = [
+        (FrontStore if number == front else Store)(tier.capacity, alignment=alignment)
+        for number, tier in enumerate(above)
+    ]
+    if pool is tiers[front]:
+        lowest: Store = FrontStore(pool.capacity, alignment=alignment, policy=policy)
+    else:
+        allocator = _extents_of(pool, alignment)
+        lowest = FileStore(pool.capacity, alignment=alignment, policy=policy, allocator=allocator)
+    return [*stores, lowest, *cold]
+
+
+def is_on_a_device(tier: Tier) -> bool:
+    """Whether its memory is not the host's, as that of `hbm?device=cpu` is."""
+    return (
+        isinstance(tier, DeviceAddressable)
+        and tier.device_view(0, 1).__dlpack_device__()[0] != _DLPACK_CPU
+    )
+
+
+def front_tier(tiers: Sequence[Tier]) -> int:
+    """Which tier clients write into and read out of: the first whose memory can be looked at."""
+    return next(n for n, tier in enumerate(tiers) if isinstance(tier, Addressable))
 
 
 def _extents_of(tier: Tier, alignment: int) -> Allocator:

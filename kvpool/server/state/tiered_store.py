@@ -28,10 +28,11 @@ from typing import Final
 
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import ReserveRequest
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.divided_allocator import DividedAllocator
-from kvpool.server.state.entry import MOVER, Account, Change, Entry, Owner, Stretch
+from kvpool.server.state.entry import MOVER, Account, Entry, Owner
 from kvpool.server.state.extent_state import Event, State
-from kvpool.server.state.front_victims import FrontVictims
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.prefetches import FRESH_S
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import RESTORED_AT_ONCE, FileStore, cold_store
@@ -40,13 +41,10 @@ from kvpool.sorting import sorted_runs
 from kvpool.types import (
     Extent,
     HintStatus,
-    Holding,
     Namespace,
     Pin,
     ReadStatus,
     Record,
-    RemovalCursor,
-    RemovalStep,
     Reservation,
     WriteStatus,
 )
@@ -57,8 +55,6 @@ _USELESS_MAX: Final = 256
 _ALL: Final = 1 << 62
 #: The blocks of one write are used within this time: none of them is older than its parent.
 _ONE_USE_US: Final = 10_000
-#: Departures in one step of an inventory.
-_DEPARTURES_STEP: Final = 512
 _OFFSET: Final = attrgetter("offset")
 
 
@@ -79,7 +75,7 @@ class TierTransfer:
         return f"<Copy {self.entry!r} tier {self.source} to {self.target}>"
 
 
-class TieredStore:
+class TieredStore(Blocks):
     """A server's stores, the highest tier first; clients see the one of `front_tier`.
 
     Where a block is, with a front and a backing tier (`Entry.clean` is of the entry in front):
@@ -111,17 +107,18 @@ class TieredStore:
         write_back: bool = False,
         in_place_tiers: Collection[int] = (),
     ) -> None:
-        self.stores = list(stores)
+        super().__init__(stores, front_tier)
         #: Tiers below the front tier whose memory transports can send from (design: device-memory).
         self.in_place_tiers = tuple(sorted(set(in_place_tiers) - {front_tier}))
-        self.front_tier = front_tier
-        self.front = self.stores[front_tier]
+        front = self.stores[front_tier]
+        assert isinstance(front, FrontStore)
+        self.front: FrontStore = front
         cold = cold_store(self.stores)  # what leaves the pool is still there (design: cold)
+        self.cold_tier = None if cold is None else len(self.stores) - 1
         self.backing_tier = len(self.stores) - 1 - (cold is not None)
         self.offline_tiers: set[int] = set()
         #: Reads that each tier has served, promoted blocks where they came from.
         self.hits = [0] * len(self.stores)
-        self.change_log = self.front.change_log
         self._cache_tiers = [t for t in range(self.backing_tier) if t != front_tier]
         #: For each part of the backing tier the offsets whose records must go.
         self._erasable: defaultdict[int, list[int]] = defaultdict(list)
@@ -141,16 +138,15 @@ class TieredStore:
         self._unreported = 0  # blocks of offline tiers whose loss is still to be announced
         self._evicting = False  # copies in other tiers leave with their block: announced once
         count = self._count_place if cold is None else cold.count_with(self._count_place)
-        if len(self.stores) > 1:
-            for tier, store in enumerate(self.stores):
-                store.tier = tier
-                store.change_log = self.change_log
-                store.on_leave = self._on_leave
-                store.count_place = count
-            # Sealed blocks of the front tier can be written back, which makes them evictable.
-            self.front.has_copy = lambda entry: self._elsewhere_than_in_front(entry) is not None
-            self.front.spares = FrontVictims(self.front, self._older_waits).stays
-            self.front.demotes = self.backing_tier != self.front_tier
+        for tier, store in enumerate(self.stores):
+            store.tier = tier
+            store.change_log = self.change_log
+            store.on_leave = self._on_leave
+            store.count_place = count
+        # Sealed blocks of the front tier can be written back, which makes them evictable.
+        front.has_copy = lambda entry: self._elsewhere_than_in_front(entry) is not None
+        front.older_waits = self._older_waits
+        front.demotes = self.backing_tier != front_tier
         #: None: write-through. What is in the queue is written as soon as possible.
         self.write_back = (
             WriteBack(self.front, self._writeback_queue)
@@ -158,21 +154,10 @@ class TieredStore:
             else None
         )
 
-    def __repr__(self) -> str:
-        return f"<TieredStore {self.stores!r}>"
-
-    @property
-    def backing(self) -> Store:
-        """The store whose evictions remove a block from the pool."""
-        return self.stores[self.backing_tier]
-
     # --- for connections ------------------------------------------------------------------
 
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
-        """As `Store.reserve`: space in the front tier for blocks that no tier has yet."""
         front = self.front
-        if len(self.stores) == 1:
-            return front.reserve(owner, request, now)
         namespace, part, digests, *_ = request
         below = [self._in_slower_tier(namespace, part, digest) for digest in digests]
         if request.last_used is not None and not self._has_room_below(request, now):
@@ -198,13 +183,6 @@ class TieredStore:
             self._touch_others(namespace, part, known, now)
         return answers
 
-    def seal(
-        self, owner: int, id: int, checksum: int, now: float, *, last_used: int | None = None
-    ) -> WriteStatus:
-        """As `Store.seal`; the block is written back when its turn comes."""
-        (status,) = self.seal_all(owner, [id], [checksum], now, last_used=last_used)
-        return status
-
     def seal_all(
         self,
         owner: int,
@@ -214,15 +192,18 @@ class TieredStore:
         *,
         last_used: int | None = None,
     ) -> list[WriteStatus]:
-        """As `Store.seal_all`; the blocks are written back when their turn comes."""
+        """The blocks are written back when their turn comes."""
         front = self.front
-        entries = [front.reserved(owner, id) for id in ids] if front.demotes else []
+        entries: list[Entry] = []
+        if front.demotes:
+            reserved = front.held.owner(owner).reservations
+            entries = [reserved[id] for id in ids if id in reserved]
         statuses = front.seal_all(owner, ids, checksums, now, last_used=last_used)
-        for entry in entries:
-            if not entry.clean:
-                self._queue(entry)
-                if last_used is not None:
-                    self._fetched.add(entry)
+        for entry in entries:  # no other tier has it
+            front.mark_dirty(entry)
+            self._queue(entry)
+            if last_used is not None:
+                self._fetched.add(entry)
         return statuses
 
     def pin(
@@ -237,15 +218,8 @@ class TieredStore:
         view: bool = False,
         in_place_above: int | None = None,
     ) -> list[Pin]:
-        """As `Store.pin`; NOT_YET also for a block of a slower tier, which `start_promotions`
-        copies (design: promotion).
-
-        With `in_place_above` a block of one of the `in_place_tiers` is pinned there instead, if the
-        hits have more bytes than that together (design: device-memory).
-        """
+        """NOT_YET for a block of a slower tier, which `start_promotions` copies."""
         front = self.front
-        if len(self.stores) == 1:
-            return front.pin(owner, namespace, part, digests, now, buffer_sizes, view=view)
         below = [self._in_slower_tier(namespace, part, digest) for digest in digests]
         if any(below):
             here = [position for position, entry in enumerate(below) if entry is None]
@@ -286,7 +260,7 @@ class TieredStore:
         return pins
 
     def unpin(self, owner: int, pins: Sequence[Pin]) -> None:
-        """Release the hits among these, each where it lies."""
+        """Each where it lies."""
         if self.in_place_tiers:
             for pin in pins:
                 if pin.tier is not None:
@@ -295,12 +269,10 @@ class TieredStore:
         self.front.unpin_all(owner, here)
 
     def holders(self, owner: int) -> list[Owner]:
-        """What one connection holds, in each tier that connections reach; see `Store.holder`."""
         stores = (self.front, *(self.stores[tier] for tier in self.in_place_tiers))
         return [held for store in stores if (held := store.held.known(owner)) is not None]
 
     def drop_owner(self, owner: int, *, writer_may_be_alive: bool = False) -> bool:
-        """As `Store.drop_owner`, in each of those."""
         for tier in self.in_place_tiers:
             self.stores[tier].drop_owner(owner)
         return self.front.drop_owner(owner, writer_may_be_alive=writer_may_be_alive)
@@ -313,66 +285,21 @@ class TieredStore:
         part: int | None = None,
         checksums: Sequence[int] = (),
     ) -> list[bool]:
-        """As `Store.remove`, in every tier."""
         removed = [False] * len(digests)
-        for store in self._online():
+        for store in self.online:
             of_tier = store.remove(namespace, digests, reason, part, checksums)
             for position, was_here in enumerate(of_tier):
                 removed[position] |= was_here
         return removed
 
-    def held(self, namespace: Namespace) -> Holding:
-        """What this server has of a namespace."""
-        blocks = size = 0
-        for part in range(namespace.parts):
-            tiers = [store.held_of(namespace, part) for store in self._online()]
-            blocks += max(count for count, _ in tiers)
-            size += sum(used for _, used in tiers)
-        return Holding(namespace, blocks, size)
-
-    def remove_written(
-        self, namespace: Namespace, at: RemovalCursor, blocks_max: int
-    ) -> RemovalStep:
-        """Remove some blocks of a namespace that were written up to generation `at.upto` of the
-        front tier, at most `blocks_max`; what was written later stays.
-
-        A step looks at one piece of one index. A block that is here from the first step to the last
-        is removed, wherever its copies move meanwhile.
-        """
-        _, upto, tier, part, piece = at
-        if tier >= len(self.stores):
-            return RemovalStep()
-        store = self.stores[tier]
-        online = tier not in self.offline_tiers and part < namespace.parts
-        found = store.blocks(namespace, part).piece(piece) if online else None
-        if found is None:
-            end = part + 1 >= namespace.parts or not online
-            place = (tier + 1, 0, 0) if end else (tier, part + 1, 0)
-            return RemovalStep(at=RemovalCursor(at.epoch, upto, *place))
-        old = [e for e in found.values() if e.born <= upto and e.state is State.STORED]
-        more, old = len(old) > blocks_max, old[:blocks_max]
-        digests = [entry.digest for entry in old]
-        before = sum(store.held_of(namespace, part)[1] for store in self._online())
-        self.remove(namespace, digests, part=part)
-        size = before - sum(store.held_of(namespace, part)[1] for store in self._online())
-        following = at if more else at._replace(piece=piece + 1)
-        return RemovalStep(part, tuple(digests), size, following)
-
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
     ) -> HintStatus:
-        """As `Store.hint`, in every tier: the answer is that of the backing tier, where it counts
-        most; of memory, if only that has blocks."""
+        """The answer is that of the backing tier, where it counts most; of memory, if only that
+        has blocks."""
         answers = [store.hint(name, resume_in, now, age_s=age_s) for store in self.stores]
         below = answers[self.backing_tier]
         return answers[self.front_tier] if below is HintStatus.UNKNOWN else below
-
-    def hinted(
-        self, hints: Sequence[tuple[str, float, float | None]], now: float
-    ) -> list[tuple[str, int]]:
-        """Apply hints (name, age in s, `resume_in`); what came of those about blocks here."""
-        answers = [(name, self.hint(name, due, now, age_s=age_s)) for name, age_s, due in hints]
-        return [(name, int(status)) for name, status in answers if status is not HintStatus.UNKNOWN]
 
     # --- for the mover -----------------------------------------------------------------------
 
@@ -400,16 +327,7 @@ class TieredStore:
             yield from self.write_back.flush()
 
     @property
-    def is_held(self) -> bool:
-        """Something keeps memory from being reused, so it is worth a wait. A full store in which
-        nothing is held has no room later either: the chain is larger than the server."""
-        front = self.front
-        held = not front.held.is_empty or front.is_releasing
-        return bool(held or front.clearing or self.is_writing_back)
-
-    @property
     def is_writing_back(self) -> bool:
-        """Blocks of the front tier wait for the backing tier, or are on their way to it."""
         return bool(self.waiting or (self.front.demotes and self.front.held.pinned_by(MOVER)))
 
     def next_writebacks(self, size_max: int, count_max: int, now: float) -> list[TierTransfer]:
@@ -651,93 +569,19 @@ class TieredStore:
         yield from store.cut_circles(entries)
         yield from store.activate_restored(entries, now)
 
-    def keep(self, namespace: Namespace, part: int, digest: bytes) -> None:
-        """The block is no extra copy any more, in each tier that has it."""
-        for store in self.stores:
-            entry = store.peek(namespace, part, digest)
-            if entry is not None:
-                store.raise_copies(entry, 1)
-
     # --- looking --------------------------------------------------------------------------------
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
-        """The sealed block in the tier where a reader finds it, or None. Not a use (G9)."""
         entry = self.front.peek(namespace, part, digest)
         return entry or self._in_slower_tier(namespace, part, digest)
 
-    def children(self, entry: Entry) -> int:
-        """How many blocks of one tier, that with the most of them, go on from this one."""
-        index = entry.index
-        if len(self.stores) == 1:
-            return entry.children
-        found = (store.peek(index.namespace, index.part, entry.digest) for store in self._online())
-        return max((one.children for one in found if one is not None), default=0)
-
-    def is_over(self, entry: Entry) -> bool:
-        """By the hints no session uses the block again."""
-        return self.stores[entry.index.tier].policy.is_over(entry)
-
-    def place(self, entry: Entry) -> int | None:
-        """The tier where a reader finds the block of this entry now; None if no tier has it."""
-        index = entry.index
-        found = self.peek(index.namespace, index.part, entry.digest)
-        return found.index.tier if found is not None else None
-
-    def inventory(self) -> list[Entry]:
-        """One entry for every sealed block of any tier, in one step, which is for checks.
-
-        Live: ask `place` before using one.
-        """
-        entries = (entry for store in self._online() for entry in store.inventory())
-        return [entry for entry in entries if self._elsewhere(entry) is None]
-
-    @property
-    def blocks_max(self) -> int:
-        """How many blocks fit, if each is as small as an extent can be."""
-        allocators = [store.allocator for store in self.stores]
-        return sum(one.capacity // one.rounded(1) for one in allocators)
-
     @property
     def fingerprint(self) -> MapFingerprint | None:
-        """Of the blocks that readers find here, and where, when all changes are announced.
-
-        None while the blocks of a lost tier are announced step by step (design: announcements).
-        """
+        """None while the blocks of a lost tier are announced step by step."""
         if self._unreported:
             return None
-        found = [store.fingerprint for store in self._online()]
+        found = [store.fingerprint for store in self.online]
         return MapFingerprint(sum(one.blocks for one in found), sum(one.total for one in found))
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether `take_changes` has something to return."""
-        return bool(self.change_log.changes)
-
-    def take_changes(self) -> list[Change]:
-        """As `Store.take_changes`, of all tiers, in order."""
-        return self.front.take_changes()
-
-    def inventory_steps(self) -> Iterator[list[Stretch]]:
-        """What a master has to know, in small steps between which the store may change.
-
-        Every block where readers find it, and the reasons of departures, as far back as the
-        tombstones reach. Whoever starts this must also pass on each change from then on: a block
-        that comes, leaves or moves between two steps may be in none of them.
-        """
-        for store in self._online():
-            for index, entries in store.inventory_steps():
-                here = [
-                    e.digest for e in entries if store is self.front or self._elsewhere(e) is None
-                ]
-                yield [Stretch(index.namespace, index.part, here, ReadStatus.HIT, index.tier)]
-        for departures in self.change_log.tombstones.steps(_DEPARTURES_STEP):
-            yield [
-                Stretch(namespace, 0, [digest], status)
-                for (namespace, digest), status in departures
-                # Blocks that are being written again are in: if that writer dies, they are still
-                # gone (seed 30742).
-                if not any(self.peek(namespace, p, digest) for p in range(namespace.parts))
-            ]
 
     @property
     def stored(self) -> int:
@@ -746,26 +590,18 @@ class TieredStore:
 
     @property
     def used_bytes(self) -> int:
-        """Of the backing tier's capacity: what it has, and what it must still get."""
         backing = self.backing.allocator
         return min(backing.allocated + self.front.dirty_bytes, backing.capacity)
 
     @property
-    def spared_writes(self) -> dict[str, int]:
-        """Blocks and bytes that memory dropped without writing them to the backing tier, because
-        their session had ended or their branch was superseded. Empty with write-through."""
-        if self.write_back is None:
-            return {}
-        return {"spared_writes": self.front.spared, "spared_write_bytes": self.front.spared_bytes}
-
-    @property
-    def evicted(self) -> int:
-        """Blocks that were evicted from the last tier that had them."""
-        return sum(store.evicted for store in self.stores)
-
-    @property
-    def evicted_bytes(self) -> int:
-        return sum(store.evicted_bytes for store in self.stores)
+    def figures(self) -> dict[str, int]:
+        """With write-back also what memory dropped without writing it to the backing tier, because
+        its session had ended or its branch was superseded."""
+        front = self.front
+        found = {**super().figures, "dirty_bytes": front.dirty_bytes}
+        if self.write_back is not None:
+            found |= {"spared_writes": front.spared, "spared_write_bytes": front.spared_bytes}
+        return found
 
     @property
     def is_under_pressure(self) -> bool:
@@ -829,7 +665,8 @@ class TieredStore:
             return self.write_back.least_recently_used()
         return next(iter(self._writeback_queue))
 
-    def _online(self) -> list[Store]:
+    @property
+    def online(self) -> list[Store]:
         return [store for tier, store in enumerate(self.stores) if tier not in self.offline_tiers]
 
     def _in_slower_tier(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
@@ -858,7 +695,7 @@ class TieredStore:
 
     def _elsewhere_than_in_front(self, entry: Entry) -> Entry | None:
         index = entry.index
-        stores = (store for store in self._online() if store is not self.front)
+        stores = (store for store in self.online if store is not self.front)
         found = (store.peek(index.namespace, index.part, entry.digest) for store in stores)
         return next((one for one in found if one is not None), None)
 
@@ -877,7 +714,7 @@ class TieredStore:
         index, rank = entry.index, self._rank(entry.index.tier)
         others = [
             found
-            for store in self._online()
+            for store in self.online
             if store.tier != index.tier
             and (found := store.peek(index.namespace, index.part, entry.digest)) is not None
         ]
@@ -1050,7 +887,7 @@ class TieredStore:
             return False
         if tier == self.backing_tier and event is Event.EVICT and self.write_back is None:
             others = (self.backing, cold_store(self.stores))
-            above = [one for one in self._online() if one not in others]
+            above = [one for one in self.online if one not in others]
             found_in = [(one, one.peek(namespace, part, entry.digest)) for one in above]
             copies = [(store, copy) for store, copy in found_in if copy is not None]
             if any(copy.index.account.owns(0) for _, copy in copies):

@@ -17,7 +17,8 @@ from typing import Final
 from kvpool.errors import InvariantViolated
 from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.state.entry import Entry
-from kvpool.server.state.store import ANCESTORS_MAX, Store
+from kvpool.server.state.front_store import FrontStore
+from kvpool.server.state.store import ANCESTORS_MAX
 
 #: The share of the memory that may be dirty. The rest can be given to writers at once.
 DIRTY_SHARE: Final = 3 / 4
@@ -36,7 +37,7 @@ class WriteBack:
     more than ANCESTORS_MAX blocks are dirty, which go in stretches).
     """
 
-    def __init__(self, front: Store, queue: OrderedDict[Entry, None]) -> None:
+    def __init__(self, front: FrontStore, queue: OrderedDict[Entry, None]) -> None:
         """`queue` has the dirty blocks that are not on their way; it is kept by the caller, who
         calls `queued` for each that enters it."""
         self._front = front

@@ -23,7 +23,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import FULL_SHARE, ROOT, FetchStatus, WriteBlock
 from tests.conftest import NAMESPACE, eventually, keys, value, values
-from tests.support.moves import hand_over_chains, keep_chains, moves_of
+from tests.support.moves import hand_over_chains, keep_chains, masters_know, moves_of
 
 SIZE = 8192
 CHAINS = 24
@@ -50,8 +50,7 @@ async def joining(servers: int = 3, **more: Any) -> AsyncIterator[dev.Dev]:
 
 async def known(running: dev.Dev) -> None:
     """Masters have the figures of now, and have compared the servers."""
-    for server in running.servers:
-        await server._context.masters_know(now() + 5)
+    await masters_know(*running.servers)
     running.master.directory.tick(now())
 
 

@@ -8,9 +8,9 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.moves.state import copy_demand
 from kvpool.server.moves.state.copy_demand import CHECK_S, RepairPlanner
 from kvpool.server.moves.state.wants import BlockName, MoveView
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace
 from tests.conftest import key, keys
@@ -30,7 +30,7 @@ def store_of(blocks: list[bytes], copies: int = 1, pages: int = 10_000) -> Store
 
 
 def planner_of(*blocks: bytes, copies: int = 1) -> RepairPlanner:
-    return RepairPlanner(TieredStore([store_of(list(blocks), copies)]))
+    return RepairPlanner(Blocks([store_of(list(blocks), copies)]))
 
 
 def due(planner: RepairPlanner, now: float) -> list[Entry]:

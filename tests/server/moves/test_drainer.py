@@ -19,7 +19,7 @@ from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.shares import Shares
 from kvpool.types import DrainState, FetchStatus, Left, ReadStatus
 from tests.conftest import NAMESPACE, key, keys, value, values
-from tests.support.moves import drain, moves_of
+from tests.support.moves import drain, masters_know, moves_of
 
 SIZE = 8192
 TWO = Namespace("test/two", parts=2)
@@ -100,14 +100,14 @@ async def test_parts_of_a_block_are_handed_over_each() -> None:
         leaving = running.servers[0]
         for other in running.servers[1:]:  # placement has no choice
             other._context.draining = True
-        await asyncio.gather(*(s._context.masters_know(1e9) for s in running.servers))
+        await masters_know(*running.servers)
         chain = keys("chain", 10)
         for part in range(2):
             await pool.write(TWO, chain, values(chain, SIZE), part=part)
         assert leaving.store.stored == 20
         for other in running.servers[1:]:
             other._context.draining = False
-        await asyncio.gather(*(s._context.masters_know(1e9) for s in running.servers))
+        await masters_know(*running.servers)
         report = await drain(leaving, 30.0)
         assert (report.state, report.moved_blocks) == (DrainState.DONE, 20)
         await leaving.close()
@@ -278,7 +278,7 @@ async def test_a_drain_that_is_cancelled_leaves_an_ordinary_server() -> None:
         assert report.state is DrainState.OFF
         (member,) = [m for m in await pool.members() if m.server == leaving.server]
         assert (await admin(pool).write_to(leaving.server, NAMESPACE, key("new"), b"x")).present
-        await leaving._context.masters_know(asyncio.get_running_loop().time() + 5)
+        await masters_know(leaving)
         (member,) = [m for m in await pool.members() if m.server == leaving.server]
         assert not member.stats.draining
         await assert_readable(pool, blocks)

@@ -9,6 +9,7 @@ import pytest
 from kvpool.errors import InvariantViolated
 from kvpool.protocols import ReserveRequest
 from kvpool.server.moves.state.fetches import FetchBudget, Fetches, Receivers
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
@@ -200,7 +201,7 @@ def demote(stack: TieredStore, now: float) -> None:
 
 
 def test_below_memory_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
-    stack = TieredStore([Store(2 * PAGE, alignment=PAGE), Store(4 * PAGE, alignment=PAGE)])
+    stack = TieredStore([FrontStore(2 * PAGE, alignment=PAGE), Store(4 * PAGE, alignment=PAGE)])
     for number, digest in enumerate(keys("old", 4)):
         write(stack, 1, digest, 10.0 + number)
         demote(stack, 10.0 + number)
@@ -219,7 +220,7 @@ def test_below_memory_a_fetched_block_takes_the_place_of_an_older_one_only() -> 
 
 
 def test_a_block_that_the_disk_has_no_room_for_when_its_turn_comes_evicts_nothing() -> None:
-    stack = TieredStore([Store(4 * PAGE, alignment=PAGE), Store(2 * PAGE, alignment=PAGE)])
+    stack = TieredStore([FrontStore(4 * PAGE, alignment=PAGE), Store(2 * PAGE, alignment=PAGE)])
     assert write(stack, 2, key("fetched"), 50.0, last_used=us(5.0)) == "RESERVED"
     for number, digest in enumerate(keys("new", 2)):  # while it waits, others fill the disk
         request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE])
@@ -231,7 +232,7 @@ def test_a_block_that_the_disk_has_no_room_for_when_its_turn_comes_evicts_nothin
 
 
 def test_while_the_disk_takes_no_writes_memory_keeps_what_is_newer() -> None:
-    stack = TieredStore([Store(2 * PAGE, alignment=PAGE), Store(4 * PAGE, alignment=PAGE)])
+    stack = TieredStore([FrontStore(2 * PAGE, alignment=PAGE), Store(4 * PAGE, alignment=PAGE)])
     for _ in stack.stop_writing():
         pass
     for number, digest in enumerate(keys("only in memory", 2)):

@@ -18,8 +18,8 @@ from kvpool.server.moves import prefetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
 from kvpool.server.state import prefetches, tiered_store
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.prefetches import PrefetchedBlocks
-from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TierTransfer
 from kvpool.server.tier_mover import TierMover
 from kvpool.testing.invariants import check_invariants
@@ -27,7 +27,7 @@ from kvpool.types import ARRIVED, ROOT, Namespace, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 from tests.server.test_tier_stack import spoil
 from tests.server.test_tiered_store import ONE, PAGE, Server
-from tests.support.moves import moves_of
+from tests.support.moves import prefetcher_of
 
 BLOCK = 64 << 10
 IN_MEMORY, COMING = PrefetchStatus.IN_MEMORY, PrefetchStatus.COMING
@@ -262,7 +262,7 @@ def test_giving_up_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     tiers.prefetch(old)
     assert len(tiers.blocks.give_up(lambda entry: True)) == 3
     assert [entry.digest for entry in tiers.blocks] == old[:1], "tails first"
-    assert len(Store(PAGE).prefetched.give_up(lambda entry: True)) == 0
+    assert len(FrontStore(PAGE).prefetched.give_up(lambda entry: True)) == 0
 
 
 # --- a server ----------------------------------------------------------------------------
@@ -275,7 +275,7 @@ async def serving(
     tiers = [f"dram:{memory}", f"nvme:{tmp_path}/tier:32MiB"]
     async with dev.serve(tiers=tiers) as running, running.pool() as pool:
         (server,) = running.servers
-        moves_of(server).prefetcher.budget = FetchBudget(rate)
+        prefetcher_of(server).budget = FetchBudget(rate)
         yield server, pool
         check_invariants(server.stack)
 
@@ -424,7 +424,7 @@ async def test_a_damaged_block_is_no_sign_of_a_fast_disk(tmp_path: Path) -> None
         await put(server, pool, chain)
         await fill(server, pool)
         spoil(tmp_path / "tier", values(chain[5:], BLOCK)[0])
-        budget = moves_of(server).prefetcher.budget = NotedBudget()
+        budget = prefetcher_of(server).budget = NotedBudget()
         await pool.prefetch(NAMESPACE, chain)
         await eventually(lambda: in_memory(server, chain) == 5)
         await eventually(lambda: server.stack.backing.peek(NAMESPACE, 0, chain[5]) is None)

@@ -8,9 +8,9 @@ import pytest
 
 from kvpool.protocols import ReserveRequest
 from kvpool.server.moves.state.share_plan import SHARED_FROM, ChainOwners, SharePlan
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import ROOT, Namespace, SessionHint
 from tests.conftest import key, keys
 
@@ -57,9 +57,7 @@ def test_without_servers_nothing_belongs_anywhere() -> None:
 # --- chains --------------------------------------------------------------------------------
 
 
-def stored(
-    store: TieredStore, chain: list[bytes], parent: bytes, now: float, session: str = ""
-) -> None:
+def stored(store: Blocks, chain: list[bytes], parent: bytes, now: float, session: str = "") -> None:
     hint = SessionHint(session) if session else None
     for above, digest in zip([parent, *chain], chain, strict=False):
         request = ReserveRequest(ONE, 0, [digest], [above], [PAGE], hint)
@@ -68,13 +66,13 @@ def stored(
         store.seal(1, answer.id, 7, now)
 
 
-def a_store() -> TieredStore:
-    return TieredStore([Store(1000 * PAGE, alignment=PAGE)])
+def a_store() -> Blocks:
+    return Blocks([Store(1000 * PAGE, alignment=PAGE)])
 
 
-def planned(store: TieredStore) -> list[list[Entry]]:
+def planned(store: Blocks) -> list[list[Entry]]:
     plan = SharePlan(store, ChainOwners({"other": 1}), {"other"})
-    for entry in store.inventory():
+    for entry in store.front.inventory():
         if plan.is_end(entry):
             plan.add(entry, list(plan.climb(entry))[-1])
     return [list(plan.climb(end))[::-1] for target, end in plan.chains() if target == "other"]
@@ -130,7 +128,7 @@ def test_a_chain_that_goes_on_or_left_after_it_was_planned_is_skipped() -> None:
     stored(store, keys("left", 3), ROOT, 1.0)
     stored(store, keys("grown", 3), ROOT, 1.0)
     plan = SharePlan(store, ChainOwners({"other": 1}), {"other"})
-    for entry in store.inventory():
+    for entry in store.front.inventory():
         if plan.is_end(entry):
             plan.add(entry, entry)
     store.remove(ONE, keys("left", 3))

@@ -15,8 +15,8 @@ from typing import Final
 
 from kvpool.server.moves.state.drain_plan import DrainPlan
 from kvpool.server.moves.state.wants import PAUSE, BlockName, MovePlanner, MoveView, Want, Wants
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import Namespace
 
 #: What was read is looked at so often.
@@ -53,7 +53,7 @@ class RepairPlanner(MovePlanner):
 
     copies, stalled_s = 2, 0.0  # what did not come is wanted again when it is read again
 
-    def __init__(self, store: TieredStore) -> None:
+    def __init__(self, store: Blocks) -> None:
         self._store = store
         self._batches: deque[_Batch] = deque(maxlen=_BATCHES_MAX)
         self._followed: OrderedDict[BlockName, _Followed] = OrderedDict()
@@ -72,7 +72,7 @@ class RepairPlanner(MovePlanner):
         self._extras[name] = None
         self._extras.move_to_end(name)
         if len(self._extras) > _EXTRAS_MAX:
-            self._store.keep(*self._extras.popitem(last=False)[0])
+            self._keep(self._extras.popitem(last=False)[0])
 
     def due_at(self) -> float:
         return self._next_at if self._batches or self._extras else math.inf
@@ -97,13 +97,20 @@ class RepairPlanner(MovePlanner):
             count = len(holders[name])
             if not entry.copies:
                 if holders[name] <= {view.server}:  # the last one is extra no more, in any tier
-                    self._store.keep(*name)
+                    self._keep(name)
                     self._extras.pop(name, None)
             elif view.server in holders[name]:  # else masters do not know of it any more, or yet
                 rank = sorted(holders[name]).index(view.server)
                 if self.may_copy(name, rank, short=count < entry.copies):
                     lost.append(name)
         return lost
+
+    def _keep(self, name: BlockName) -> None:
+        """The block is no extra copy any more, in each tier that has it."""
+        for store in self._store.stores:
+            entry = store.peek(*name)
+            if entry is not None:
+                store.raise_copies(entry, 1)
 
     def came(self, name: BlockName, target: str, *, moved: bool) -> None:
         self._follow(name).short = 0

@@ -18,8 +18,8 @@ from kvpool.server.moves.state.wants import (
     in_stretches,
     name_of,
 )
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
-from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import DrainReport, DrainState, Left, Namespace, ReadStatus
 
 #: How far up its chain a block is followed, so that its head goes first. Beyond, a later block of
@@ -150,7 +150,7 @@ class DrainPlanner(MovePlanner):
 
     together = False
 
-    def __init__(self, store: TieredStore, stays: Callable[[Entry], bool]) -> None:
+    def __init__(self, store: Blocks, stays: Callable[[Entry], bool]) -> None:
         self._store = store
         self._stays = stays
         self.handed = HandedOver()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import xxhash
 
@@ -24,11 +24,10 @@ from kvpool.server.moves.state.wants import (
     Wants,
     in_stretches,
 )
+from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import State
-from kvpool.server.state.tier_stores import cold_store
-from kvpool.server.state.tiered_store import TieredStore
-from kvpool.types import FULL_SHARE, ROOM_SHARE, Namespace
+from kvpool.types import FULL_SHARE, ROOM_SHARE
 
 #: A block from which so many chains go on is part of none of them: it stays where it is, and
 #: clients have it copied to where such chains begin (design: placement).
@@ -52,19 +51,6 @@ _NO_TARGET_S: Final = 0.5
 _STEP: Final = 512
 #: Of a server: a larger chain stays. It would leave and come back with little use between.
 CHAIN_SHARE: Final = 1 / 8
-
-
-class ChainIndex(Protocol):
-    """The blocks of a server, as `TieredStore` has them."""
-
-    def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
-        """The sealed block, or None."""
-
-    def children(self, entry: Entry) -> int:
-        """How many blocks here go on from this one."""
-
-    def is_over(self, entry: Entry) -> bool:
-        """By the hints no session uses the block again."""
 
 
 class ChainOwners:
@@ -105,7 +91,7 @@ class SharePlan:
     returns what was added, in its order. The caller takes these steps, so that none is long.
     """
 
-    def __init__(self, store: ChainIndex, shares: ChainOwners, targets: Collection[str]) -> None:
+    def __init__(self, store: Blocks, shares: ChainOwners, targets: Collection[str]) -> None:
         self._store = store
         self._shares = shares
         self._targets = targets
@@ -117,7 +103,8 @@ class SharePlan:
     def is_end(self, entry: Entry) -> bool:
         """Whether a chain ends here that may be read again: nobody reads the blocks of sessions
         that have ended, and of superseded branches, so these stay."""
-        return not self._store.children(entry) and not self._store.is_over(entry)
+        policy = self._store.stores[entry.index.tier].policy
+        return not _children(self._store, entry) and not policy.is_over(entry)
 
     def add(self, end: Entry, first: Entry) -> None:
         """A chain, whose first block decides where it belongs."""
@@ -145,7 +132,7 @@ class SharePlan:
         """
         above: Entry | None = end
         for _ in range(_ANCESTORS_MAX):
-            if above is None or self._store.children(above) >= SHARED_FROM:
+            if above is None or _children(self._store, above) >= SHARED_FROM:
                 return
             yield above
             above = self._store.peek(above.index.namespace, above.index.part, above.parent)
@@ -166,7 +153,7 @@ class BalancePlanner(MovePlanner):
 
     forgets = True
 
-    def __init__(self, store: TieredStore) -> None:
+    def __init__(self, store: Blocks) -> None:
         self._store = store
         self._plan = SharePlan(store, ChainOwners({}), ())
         self._chains = self._plan.chains()
@@ -237,7 +224,7 @@ class BalancePlanner(MovePlanner):
             return
         for step in self._store.inventory_steps():
             for stretch in step:
-                is_cold = self._store.stores[stretch.tier] is cold_store(self._store.stores)
+                is_cold = stretch.tier == self._store.cold_tier
                 for digest in () if is_cold else stretch.digests:
                     self._steps += 1
                     if self._steps % _STEP == 0:
@@ -279,7 +266,7 @@ class RoomOfOthers:
     def __init__(self) -> None:
         self._sent: dict[str, tuple[int, int, int]] = {}  # epoch and use as known, bytes since
 
-    def fits(self, server: str, info: Staying, size: int, store: TieredStore) -> bool:
+    def fits(self, server: str, info: Staying, size: int, store: Blocks) -> bool:
         """Whether so many bytes are a small share of this server, and make it neither full, nor
         fuller than the `store` that they come from is without them."""
         if size > CHAIN_SHARE * info.capacity:
@@ -299,6 +286,13 @@ class RoomOfOthers:
         self._sent[server] = epoch, used, sent + size
 
 
-def is_full(store: TieredStore) -> bool:
+def is_full(store: Blocks) -> bool:
     """Whether a server is to hand over chains, if others have room."""
     return store.used_bytes >= FULL_SHARE * store.backing.allocator.capacity
+
+
+def _children(store: Blocks, entry: Entry) -> int:
+    """How many blocks of one tier, that with the most of them, go on from this one."""
+    index = entry.index
+    found = (one.peek(index.namespace, index.part, entry.digest) for one in store.online)
+    return max((one.children for one in found if one is not None), default=0)
