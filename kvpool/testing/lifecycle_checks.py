@@ -110,8 +110,10 @@ async def a_cancelled_read_leaves_nothing(stage: Stage) -> None:
     size = 3 << 20  # takes longer to copy than the end of a cancelled call
     data = blocks("read", 3, size)
     await stage.stored(channel, data)
+    hardly_begun: list[bytearray] = []
     for after in STEPS:
         buffers = [blank(size) for _ in data]
+        hardly_begun += buffers if after < 3 else []
         ended, outcome = await cut_off(stage.read(channel, list(data), buffers), after)
         fine = isinstance(outcome, asyncio.CancelledError | list)
         stage.expect(fine, "CancelledError or a result from a cancelled read", describe(outcome))
@@ -124,6 +126,8 @@ async def a_cancelled_read_leaves_nothing(stage: Stage) -> None:
         if ended:
             break
     await stage.holds(channel, data)
+    untouched = all(buffer == blank(size) for buffer in hardly_begun)
+    stage.expect(untouched, "no byte in the buffers long after the call has ended")
 
 
 @TransportCheck
