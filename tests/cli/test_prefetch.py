@@ -9,7 +9,8 @@ import pytest
 
 from kvpool import ClientConfig, PrefetchStatus, ReadStatus, connect
 from kvpool.tools.subprocesses import process_of, servers_up
-from tests.conftest import NAMESPACE, buffers, keys, values
+from tests.conftest import NAMESPACE, buffers, key, keys, values
+from tests.support.commands import running_kvpool
 
 BLOCK = 64 << 10
 
@@ -46,13 +47,19 @@ async def test_a_server_brings_up_what_will_be_read_and_counts_it(tmp_path: Path
                     return {replica.tier for run in runs for replica in run.replicas}
 
                 assert await tier() == {"nvme"}
+                where = ("--namespace", NAMESPACE.name, "--masters", master)
+                absent = key("not there").hex()
+                said = await running_kvpool("prefetch", absent, *where)
+                assert (said.code, said.out) == (
+                    1,
+                    "1 gone, of 1 blocks\ngone: `kvpool explain` says why\n",
+                )
                 statuses = await pool.prefetch(NAMESPACE, chain)
                 assert statuses == [PrefetchStatus.COMING] * 6
                 # What was written last stays for two seconds; then the master knows of each block.
-                for _ in range(200):
-                    if await tier() == {"dram"}:
-                        break
-                    await asyncio.sleep(0.1)
+                hexes = "\n".join(digest.hex() for digest in chain)
+                said = await running_kvpool("prefetch", "-", *where, stdin=hexes)
+                assert (said.code, said.out) == (0, "6 in memory, of 6 blocks\n"), said
                 assert await tier() == {"dram"}
                 into = buffers(6, BLOCK)
                 results = await pool.read(NAMESPACE, chain, into)
