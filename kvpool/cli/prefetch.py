@@ -84,8 +84,8 @@ def prefetch(
     if as_json:
         print(json.dumps({"complete": whole, "blocks": len(chain), **counts}))
     else:
-        told = ", ".join(f"{count:,} {label}" for label, count in counts.items() if count)
-        console.print(f"{told}, of {len(chain):,} blocks", markup=False, highlight=False)
+        line = ", ".join(f"{count:,} {label}" for label, count in counts.items() if count)
+        console.print(f"{line}, of {len(chain):,} blocks", markup=False, highlight=False)
         if found[PrefetchStatus.GONE]:
             console.print("gone: `kvpool explain` says why")
         elif not whole:

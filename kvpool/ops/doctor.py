@@ -225,7 +225,7 @@ _NO_DEVICE = "see nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the driver is ne
 
 
 #: Of an error, where this is the doctor.
-_SAID_HERE = "; `kvpool doctor` says what to do"
+_ADVICE = "; `kvpool doctor` says what to do"
 
 
 async def _master(
@@ -241,7 +241,7 @@ async def _master(
         why, advice = (
             ("", "see secret_file") if "secret" in str(error) else await unreachable(address)
         )
-        why = why or str(error).removesuffix(_SAID_HERE)
+        why = why or str(error).removesuffix(_ADVICE)
         advice = advice or "it is there: do as it says, or look at its log and its host"
         return Finding(f"master {address}", "fail", why, advice)
     if known is not None:

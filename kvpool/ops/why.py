@@ -34,8 +34,8 @@ _WORDS_MAX = 400
 
 def _proof(cluster: Cluster, key: str, at: str) -> str:
     """What only who has the cluster's secret can say, at this second since 1970, of this key."""
-    said = f"kvpool why 1 {cluster.name!r} {key} {at}"
-    return hmac.digest(cluster.secret, said.encode(), "sha256").hex()
+    text = f"kvpool why 1 {cluster.name!r} {key} {at}"
+    return hmac.digest(cluster.secret, text.encode(), "sha256").hex()
 
 
 def _proven(cluster: Cluster, query: Mapping[str, str]) -> bool:
