@@ -67,6 +67,8 @@ class BlockMemory(Protocol):
     layers: list[LayerBytes]
     #: How many blocks one `source` or `target` takes.
     blocks_per_transfer: int
+    #: Reads of one load that are worth having under way at once.
+    reads_at_once: int
 
     def record_event(self) -> Any:
         """The device's work that the engine has submitted so far. Called by the engine's thread."""
@@ -160,6 +162,7 @@ class HostBlockMemory:
         self.packing = describe(divided[0])
         self.layers = layer_bytes(divided[0])
         self.blocks_per_transfer = 1 << 30
+        self.reads_at_once = 1  # a block is where it belongs when it has come
 
     def record_event(self) -> None:
         return None
@@ -285,6 +288,8 @@ class DeviceBlockMemory:
         self.block_bytes = self._part_bytes * parts
         self.packing = describe(divided[0])
         self.blocks_per_transfer = max(1, STAGING_BYTES // self._part_bytes)
+        # On the network, verified, copied. What is left is for another load.
+        self.reads_at_once = READS_MAX - 1
         self._stage.hold(self._part_bytes)
         self._stage.saves.hold(self._part_bytes)
         self.layers = layer_bytes(divided[0])
@@ -402,6 +407,7 @@ class DirectBlockMemory:
         self.packing = describe(divided[0])
         self.layers = layer_bytes(divided[0])
         self.blocks_per_transfer = max(1, STAGING_BYTES // self._part_bytes)
+        self.reads_at_once = READS_MAX - 1
         blocks = views[0].shape[0]
         self._runs = [
             [_rows(buffers[run.buffer], run, blocks) for run in slice_runs(of_part)]

@@ -15,10 +15,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from kvpool import KvpoolError, Match, Namespace, Pool, ReadStatus, WriteStatus, tracing
+from kvpool import KvpoolError, Pool, WriteStatus, tracing
 from kvpool_connector.block_memory import READS_MAX, WRITES_MAX, BlockMemory
 from kvpool_connector.form_choice import form_of
 from kvpool_connector.hook_guard import FailureLog
+from kvpool_connector.load_rounds import LOOK_TIMEOUT_S, LoadRounds, Span
 from kvpool_connector.messages import (
     AdapterInfo,
     AdapterKey,
@@ -42,15 +43,9 @@ from kvpool_connector.provenance import MetWriters, Trust
 from kvpool_connector.settings import Settings
 from kvpool_connector.worker_checks import CANCEL_AFTER_S, TransferContext, WorkerChecks
 
-#: A load is at most so many reads, of at least so many bytes each. When a load is aborted, the
-#: reads that have ended count.
-_READS_PER_LOAD: Final = 8
-_READ_BYTES_MIN: Final = 2 << 20
 _CLOSE_S: Final = 5.0
 #: A save without an acknowledgement releases the engine's blocks after so long.
 _SAVE_TIMEOUT_S: Final = 10.0
-#: A master that takes longer to say whether a promised block is there is as good as none.
-_LOOK_TIMEOUT_S: Final = 1.0
 #: An engine that has nothing to compute steps without a pause until its transfers have ended, and
 #: keeps the GIL from the thread that does them. Such a step waits so long for a transfer to end.
 IDLE_S: Final = 0.001
@@ -66,14 +61,6 @@ class Rank(NamedTuple):
     saves: bool
     parts: int = 1
     compares: bool = False
-
-
-class _Span(NamedTuple):
-    """Blocks `first` to `last` (excluded) of a chain, and where they are, if that is known."""
-
-    first: int
-    last: int
-    match: Match | None
 
 
 _Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
@@ -317,9 +304,14 @@ class ConnectorWorker:
             async with asyncio.timeout(limit_s + CANCEL_AFTER_S):
                 pool = self._thread.pool
                 for blocks in load.blocks if pool is not None else ():
+                    assert pool is not None
+                    name, memory = context.namespaces[blocks.group], self._memory[blocks.group]
                     until = began + load.timeout_s
-                    loaded_ids = await self._read(pool, context, blocks, until, wait, met)
-                    size += len(loaded_ids) * self._memory[blocks.group].block_bytes
+                    rounds = LoadRounds(pool, name, blocks, memory, until, wait)
+                    loaded_ids = await rounds.run(
+                        partial(self._read_part, pool, context, blocks, met)
+                    )
+                    size += len(loaded_ids) * memory.block_bytes
                     missing = [block for block in missing if block not in loaded_ids]
         except (KvpoolError, TimeoutError) as error:
             self._count(f"load_error {type(error).__name__}", 1)
@@ -343,81 +335,20 @@ class ConnectorWorker:
                 )
             self._load_ended(load, size, missing, took_s - waited_s, waited_s, met)
 
-    async def _read(
-        self,
-        pool: Pool | None,
-        context: TransferContext,
-        blocks: GroupBlocks,
-        until: float,
-        wait: BlockWait | None,
-        met: MetWriters,
-    ) -> set[int]:
-        """Read blocks to where they belong, in order, up to a miss. Returns the ids of those read;
-        who has written them is added to `met`.
-
-        In several reads, so that an abort keeps what the earlier ones brought; `until` moves by the
-        time that is waited for promised blocks.
-        """
-        assert pool is not None
-        loaded_ids: set[int] = set()
-        memory = self._memory[blocks.group]
-        size = max(len(blocks.digests) * memory.block_bytes // _READS_PER_LOAD, _READ_BYTES_MIN)
-        step = min(memory.blocks_per_transfer, -(-size // memory.block_bytes))
-        first = 0
-        while first < len(blocks.digests):
-            last = min(first + step, len(blocks.digests))
-            match = blocks.match.of(first, last) if blocks.match is not None else None
-            if wait is not None:
-                namespace = context.namespaces[blocks.group]
-                match = await self._wait_for(pool, namespace, blocks.digests[first:last], wait)
-                if match is None:
-                    break
-                last = first + match.length
-            complete = set(blocks.block_ids[first:last])
-            deadline = until + (wait.waited_s if wait is not None else 0.0)
-            for part in range(memory.parts):
-                if complete:
-                    span = _Span(first, last, match)
-                    complete &= await self._read_part(
-                        pool, context, blocks, span, part, deadline, met
-                    )
-            loaded_ids |= complete
-            if len(loaded_ids) < last:  # attention needs the whole prefix: stop at a miss
-                break
-            first = last
-        return loaded_ids
-
-    async def _wait_for(
-        self, pool: Pool, namespace: Namespace, digests: Sequence[bytes], wait: BlockWait
-    ) -> Match | None:
-        """Where the first of these blocks are, as soon as there is one. None: none comes in time.
-
-        A look is one small message to a master. (design: load-or-recompute)
-        """
-        while True:
-            began = time.monotonic()
-            match = await pool.match(namespace, digests, timeout=_LOOK_TIMEOUT_S)
-            if match.length:
-                wait.came(match.length)
-                return match
-            look_s = wait.next_look_s()
-            if match.stopped is ReadStatus.NO_MASTER or look_s is None:
-                return None
-            await asyncio.sleep(look_s)
-            wait.waited(time.monotonic() - began)
-
     async def _read_part(
         self,
         pool: Pool,
         context: TransferContext,
         blocks: GroupBlocks,
-        span: _Span,
-        part: int,
-        until: float,
         met: MetWriters,
+        span: Span,
+        part: int,
     ) -> set[int]:
-        """Read one part of the blocks of a span; returns the ids of those read."""
-        first, last, match = span
+        """Read one part of the blocks of a span; returns the ids of those read.
+
+        Who has written them is added to `met`.
+        """
+        first, last, match, until = span
         memory = self._memory[blocks.group]
         ids, after = blocks.block_ids[first:last], context.events[blocks.group]
         async with self._load_slots, memory.target(ids, after, part) as target:
@@ -446,7 +377,7 @@ class ConnectorWorker:
                 self._count(f"load_miss {problem or 'not trusted'}", 1)
         if wrong:  # otherwise what is computed instead could not be stored
             name = context.namespaces[blocks.group]
-            removed = await pool.remove(name, wrong, timeout=_LOOK_TIMEOUT_S)
+            removed = await pool.remove(name, wrong, timeout=LOOK_TIMEOUT_S)
             self._count("removed_blocks", sum(removed))
         return read_ids
 

@@ -391,7 +391,7 @@ def test_a_part_of_what_was_offered_is_loaded(start: Start) -> None:
 def test_many_blocks_are_loaded_by_several_reads(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool_connector.worker._READ_BYTES_MIN", BYTES)
+    monkeypatch.setattr("kvpool_connector.load_rounds._READ_BYTES_MIN", BYTES)
     writer, reader = start(), start()
     hashes = keys("several reads", 21)
     writer.save(hashes, list(range(1, 22)))
@@ -401,7 +401,7 @@ def test_many_blocks_are_loaded_by_several_reads(
     read_part = ConnectorWorker._read_part
 
     async def recorded(*arguments: Any) -> set[int]:
-        spans.append(arguments[4][:2])
+        spans.append(arguments[5][:2])
         return await read_part(*arguments)
 
     monkeypatch.setattr(ConnectorWorker, "_read_part", recorded)

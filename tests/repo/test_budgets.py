@@ -167,7 +167,7 @@ WIDE_CLASSES = {
     "connector/kvpool_connector/tracked_request.py:TrackedRequest": (25, 18),
     "connector/kvpool_connector/verifier.py:Verifier": (25, 19),
     "connector/kvpool_connector/vllm.py:KVPoolConnector": (29, 15),
-    "connector/kvpool_connector/worker.py:ConnectorWorker": (30, 23),
+    "connector/kvpool_connector/worker.py:ConnectorWorker": (28, 23),
     "connector/kvpool_transformers/pooled_cache.py:PooledCache": (25, 16),
 }
 KERNEL_TO_RING = {

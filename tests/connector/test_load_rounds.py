@@ -1,0 +1,138 @@
+"""The rounds of a load overlap, and stop at a miss. Time is that of the loop's own clock."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool import Namespace, Unavailable
+from kvpool_connector.block_memory import READS_MAX
+from kvpool_connector.load_rounds import LoadRounds, Span
+from kvpool_connector.messages import GroupBlocks
+from tests.conftest import keys
+
+MIB = 1 << 20
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """It waits for nothing: its clock goes to the next timer."""
+
+    def __init__(self) -> None:
+        super().__init__(Instant(self))
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class Instant(selectors.DefaultSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self.loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.loop.now += timeout or 0.0
+        return super().select(0)
+
+
+@pytest.fixture
+def loop() -> Iterator[VirtualLoop]:
+    loop = VirtualLoop()
+    yield loop
+    loop.close()
+
+
+def rounds(blocks: int, block_bytes: int = MIB, parts: int = 1) -> LoadRounds:
+    pool: Any = None
+    memory: Any = SimpleNamespace(
+        parts=parts,
+        block_bytes=block_bytes,
+        blocks_per_transfer=1 << 30,
+        reads_at_once=READS_MAX - 1,
+    )
+    chain = GroupBlocks(0, tuple(keys("rounds", blocks)), tuple(range(100, 100 + blocks)))
+    return LoadRounds(pool, Namespace("rounds"), chain, memory, until=60.0)
+
+
+class Stages:
+    """What a round passes: each stage takes one at a time, for seconds per block."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = seconds
+        self.turns = [asyncio.Lock() for _ in seconds]
+        self.under_way = self.most = 0
+
+    async def read_part(self, span: Span, part: int) -> set[int]:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        for seconds, turn in zip(self.seconds, self.turns, strict=True):
+            async with turn:
+                await asyncio.sleep(seconds * (span.last - span.first))
+        self.under_way -= 1
+        return set(range(100 + span.first, 100 + span.last))
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [(0.01, 0.01, 0.01), (0.01, 0.004, 0.004), (0.004, 0.01, 0.004), (0.004, 0.004, 0.01)],
+)
+def test_a_load_takes_little_longer_than_its_slowest_part(
+    loop: VirtualLoop, seconds: tuple[float, ...]
+) -> None:
+    """Network, verification and copies of 64 MiB, whichever is the slowest."""
+    stages = Stages(*seconds)
+    assert loop.run_until_complete(rounds(64).run(stages.read_part)) == set(range(100, 164))
+    assert loop.now <= 1.15 * 64 * max(seconds)
+    assert stages.most < READS_MAX  # one is left for another load
+
+
+@pytest.mark.parametrize("missing", [0, 9, 31])
+def test_nothing_is_read_behind_a_miss(loop: VirtualLoop, missing: int) -> None:
+    """But for rounds that were under way; what they brought counts."""
+    spans: list[Span] = []
+
+    async def read_part(span: Span, part: int) -> set[int]:
+        spans.append(span)
+        await asyncio.sleep(1.0)
+        return set(range(100 + span.first, 100 + span.last)) - {100 + missing}
+
+    found = loop.run_until_complete(rounds(32).run(read_part))
+    assert found == set(range(100, 100 + spans[-1].last)) - {100 + missing}
+    assert spans[-1].last <= missing + 2 * READS_MAX
+
+
+def test_a_part_that_lacks_a_block_is_the_last_that_is_read(loop: VirtualLoop) -> None:
+    """Of two parts: without the first one nobody needs the second."""
+    read: list[tuple[int, int]] = []
+
+    async def read_part(span: Span, part: int) -> set[int]:
+        read.append((span.first, part))
+        return set() if span.first == 2 else {100 + span.first, 101 + span.first}
+
+    assert loop.run_until_complete(rounds(4, parts=2).run(read_part)) == {100, 101}
+    assert read == [(0, 0), (0, 1), (2, 0)]
+
+
+def test_an_error_leaves_when_no_round_is_under_way(loop: VirtualLoop) -> None:
+    """And as it is: the load says which one it was. A round that is cancelled may take its time."""
+    ended = []
+
+    async def read_part(span: Span, part: int) -> set[int]:
+        if span.first:
+            await asyncio.sleep(0.5)
+            raise Unavailable("gone")
+        try:
+            await asyncio.sleep(9.0)
+        finally:
+            await asyncio.sleep(2.0)
+            ended.append(loop.time())
+        return set()
+
+    with pytest.raises(Unavailable, match="gone"):
+        loop.run_until_complete(rounds(4).run(read_part))
+    assert ended == [2.5]
