@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
 from kvpool import ConfigError
+from kvpool.device.thread import DeviceThread
 from kvpool.types import DIRECT_PIECES_MAX, DeviceRows, Memory
 from kvpool_connector.comparison import LayerBytes
 from kvpool_connector.kv_layout import (
@@ -139,14 +139,30 @@ def part_bytes(views: Sequence[LayerView], parts: int) -> int:
     return sum(piece.size for piece in layer_slices(head_parts(views, parts)[0]))
 
 
-class HostBlockMemory:
+class _Blocks:
+    """What blocks are, wherever they lie."""
+
+    def __init__(self, views: Sequence[LayerView], parts: int) -> None:
+        divided = head_parts(views, parts)
+        #: The pieces of each part of a block.
+        self._slices = [layer_slices(of_part) for of_part in divided]
+        self._part_bytes = sum(piece.size for piece in self._slices[0])
+        self.parts = parts
+        self.block_bytes = self._part_bytes * parts
+        self.packing = describe(divided[0])
+        self.layers = layer_bytes(divided[0])
+        self.blocks_per_transfer = max(1, STAGING_BYTES // self._part_bytes)
+        # On the network, verified, copied. What is left is for another load.
+        self.reads_at_once = READS_MAX - 1
+
+
+class HostBlockMemory(_Blocks):
     """Blocks in memory of this process."""
 
     def __init__(
         self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
     ) -> None:
-        divided = head_parts(views, parts)
-        slices = [layer_slices(of_part) for of_part in divided]
+        super().__init__(views, parts)
         memory = [buffer.numpy().data for buffer in buffers]
         #: For each part, runs of pieces with one stride and size: for each piece the memory from
         #: that of block 0 on. To cut them is most of what a `source` costs.
@@ -155,12 +171,8 @@ class HostBlockMemory:
                 (stride, size, [memory[piece.buffer][piece.start :] for piece in run])
                 for (stride, size), run in itertools.groupby(of_part, _stride_and_size)
             ]
-            for of_part in slices
+            for of_part in self._slices
         ]
-        self.parts = parts
-        self.block_bytes = sum(piece.size for of_part in slices for piece in of_part)
-        self.packing = describe(divided[0])
-        self.layers = layer_bytes(divided[0])
         self.blocks_per_transfer = 1 << 30
         self.reads_at_once = 1  # a block is where it belongs when it has come
 
@@ -187,15 +199,14 @@ class HostBlockMemory:
 
 
 class _Lane:
-    """A buffer of a device that never grows, a stream that uses it, a thread, and page-locked
+    """A buffer of a device that never grows, a thread with a stream that uses it, and page-locked
     memory of the host for so many `transfers`. No transfer takes more."""
 
-    def __init__(self, device: torch.device, size: int, name: str, transfers: int) -> None:
+    def __init__(self, device: torch.device, size: int, transfers: int) -> None:
         self.device = device
-        self.executor = ThreadPoolExecutor(1, name)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.thread = DeviceThread(device)
         # On the stream that uses them: the allocator may hand out what another one still reads.
-        with torch.cuda.stream(self.stream):
+        with self.thread.on_stream():
             self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
             self.numbers = torch.empty(_ROUND_BLOCKS, dtype=torch.int64, device=device)
         self._transfers = transfers
@@ -210,10 +221,10 @@ class _Lane:
         """
         if size <= self._host_bytes:
             return
-        locked = self.stream is not None
+        locked = self.device.type == "cuda"
         count = self._transfers
         try:
-            with torch.cuda.stream(self.stream):  # of this device, not of another
+            with self.thread.on_stream():  # of this device, not of another
                 whole = torch.empty(count, size, dtype=torch.uint8, pin_memory=locked)
         except RuntimeError as error:
             raise ConfigError(
@@ -249,8 +260,8 @@ class DeviceStage(_Lane):
     """
 
     def __init__(self, device: torch.device, size: int = DEVICE_BYTES) -> None:
-        super().__init__(device, size // 2, "kvpool-load", READS_MAX)
-        self.saves = _Lane(device, size // 2, "kvpool-save", WRITES_MAX)
+        super().__init__(device, size // 2, READS_MAX)
+        self.saves = _Lane(device, size // 2, WRITES_MAX)
 
     @property
     def device_bytes(self) -> int:
@@ -264,7 +275,7 @@ def stage_of(device: torch.device) -> DeviceStage:
     return DeviceStage(device)
 
 
-class DeviceBlockMemory:
+class DeviceBlockMemory(_Blocks):
     """Blocks in memory of a device, which the host cannot address. (design: device-memory)
 
     Threads with CUDA streams of their own gather and scatter, so that neither the engine nor the
@@ -280,34 +291,22 @@ class DeviceBlockMemory:
         parts: int = 1,
         stage: DeviceStage | None = None,
     ) -> None:
-        divided = head_parts(views, parts)
-        slices = [layer_slices(of_part) for of_part in divided]
+        super().__init__(views, parts)
         self._stage = stage or stage_of(buffers[0].device)
-        self.parts = parts
-        self._part_bytes = sum(piece.size for piece in slices[0])
-        self.block_bytes = self._part_bytes * parts
-        self.packing = describe(divided[0])
-        self.blocks_per_transfer = max(1, STAGING_BYTES // self._part_bytes)
-        # On the network, verified, copied. What is left is for another load.
-        self.reads_at_once = READS_MAX - 1
         self._stage.hold(self._part_bytes)
         self._stage.saves.hold(self._part_bytes)
-        self.layers = layer_bytes(divided[0])
         blocks = views[0].shape[0]
         self._windows = [
             [
                 [_rows(buffers[run.buffer], run, blocks) for run in window]
                 for window in windows(slice_runs(of_part), self._stage.buffer.nbytes)
             ]
-            for of_part in slices
+            for of_part in self._slices
         ]
 
     def record_event(self) -> Any:
-        if self._stage.stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._stage.device))
-        return event
+        device = self._stage.device
+        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     @asynccontextmanager
     async def source(
@@ -316,7 +315,7 @@ class DeviceBlockMemory:
         await _reached(after)
         lane = self._stage.saves
         async with lane.host(len(block_ids), self._part_bytes) as staged:
-            await self._do(lane, lambda: self._gather(block_ids, staged, part))
+            await lane.thread.run(lambda: self._gather(block_ids, staged, part), _nothing)
             yield [row.numpy().data for row in staged]
 
     async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
@@ -330,41 +329,20 @@ class DeviceBlockMemory:
         async with self._stage.host(len(block_ids), self._part_bytes) as staged:
             yield [row.numpy().data for row in staged]
             await _reached(after)  # kernels of the blocks' last user may still run
-            await self._do(self._stage, lambda: self._scatter(block_ids, staged, part))
-
-    async def _do(self, lane: _Lane, work: Callable[[], None]) -> None:
-        # A cancelled call must not leave the thread at work on memory that is given back: also when
-        # it is cancelled again, by the load's own timeout and by `close`.
-        job = lane.executor.submit(work)
-        ended = asyncio.wrap_future(job)
-        cancelled = False
-        while not ended.done():
-            try:
-                await asyncio.wait([ended])
-            except asyncio.CancelledError:
-                cancelled = True
-                job.cancel()  # it may not have begun
-        if cancelled:
-            if not ended.cancelled():
-                ended.exception()  # retrieved, or asyncio would log it
-            raise asyncio.CancelledError
-        ended.result()
+            lane = self._stage
+            await lane.thread.run(lambda: self._scatter(block_ids, staged, part), _nothing)
 
     def _gather(self, block_ids: Sequence[int], host: torch.Tensor, part: int) -> None:
-        lane = self._stage.saves
-        with _on_stream(lane):
-            for numbers, pieces, staged, rows in self._rounds(lane, block_ids, part, host):
-                for whole, place in pieces:
-                    torch.index_select(whole, 0, numbers, out=place)
-                rows.copy_(staged, non_blocking=True)
+        for numbers, pieces, staged, rows in self._rounds(self._stage.saves, block_ids, part, host):
+            for whole, place in pieces:
+                torch.index_select(whole, 0, numbers, out=place)
+            rows.copy_(staged, non_blocking=True)
 
     def _scatter(self, block_ids: Sequence[int], host: torch.Tensor, part: int) -> None:
-        lane = self._stage
-        with _on_stream(lane):
-            for numbers, pieces, staged, rows in self._rounds(lane, block_ids, part, host):
-                staged.copy_(rows, non_blocking=True)
-                for whole, place in pieces:
-                    whole.index_copy_(0, numbers, place)
+        for numbers, pieces, staged, rows in self._rounds(self._stage, block_ids, part, host):
+            staged.copy_(rows, non_blocking=True)
+            for whole, place in pieces:
+                whole.index_copy_(0, numbers, place)
 
     def _rounds(
         self, lane: _Lane, block_ids: Sequence[int], part: int, host: torch.Tensor
@@ -388,7 +366,7 @@ class DeviceBlockMemory:
                 begun += width
 
 
-class DirectBlockMemory:
+class DirectBlockMemory(_Blocks):
     """Blocks in memory of a device, which the pool's client takes where they lie.
 
     It gathers, scatters and hashes on the device itself, over 64 MiB that it takes once; nothing is
@@ -398,20 +376,12 @@ class DirectBlockMemory:
     def __init__(
         self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
     ) -> None:
-        divided = head_parts(views, parts)
-        slices = [layer_slices(of_part) for of_part in divided]
+        super().__init__(views, parts)
         self._device = buffers[0].device
-        self.parts = parts
-        self._part_bytes = sum(piece.size for piece in slices[0])
-        self.block_bytes = self._part_bytes * parts
-        self.packing = describe(divided[0])
-        self.layers = layer_bytes(divided[0])
-        self.blocks_per_transfer = max(1, STAGING_BYTES // self._part_bytes)
-        self.reads_at_once = READS_MAX - 1
         blocks = views[0].shape[0]
         self._runs = [
             [_rows(buffers[run.buffer], run, blocks) for run in slice_runs(of_part)]
-            for of_part in slices
+            for of_part in self._slices
         ]
 
     def record_event(self) -> Any:
@@ -451,18 +421,8 @@ async def _reached(after: Any) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-@contextmanager
-def _on_stream(lane: _Lane) -> Iterator[None]:
-    """When it ends, the device has done what is queued in it."""
-    # torch refuses to write into tensors made in inference mode, except in that mode.
-    with torch.inference_mode(), torch.cuda.stream(lane.stream):  # no stream: no effect
-        if lane.stream is None:
-            yield
-            return
-        try:
-            yield
-        finally:
-            lane.stream.synchronize()
+def _nothing(_: None) -> None:
+    pass
 
 
 def _pieces(window: Sequence[torch.Tensor], staged: torch.Tensor) -> list[_Piece]:

@@ -39,14 +39,14 @@ class DeviceThread:
         self._device = device
         # torch refuses to write into tensors made in inference mode, except in that mode.
         self._inference_mode: Callable[[], AbstractContextManager[object]] = torch.inference_mode
-        self._on_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self.on_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self._event: CopyEvent = NullEvent()
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)
-            self._on_stream = lambda: torch.cuda.stream(stream)
+            self.on_stream = lambda: torch.cuda.stream(stream)
             # Blocking: the thread sleeps. By default it would spin, and use up a core.
             self._event = torch.cuda.Event(blocking=True)
-        self._executor = ThreadPoolExecutor(1, "kvpool-verify")
+        self._executor = ThreadPoolExecutor(1, "kvpool-device")
         self._prepare = prepare
         self._preparing: Future[Exception | None] | None = None
         self._closed = False
@@ -117,7 +117,7 @@ class DeviceThread:
         return DeviceFailed(f"device {self._device}: {first_line(error)}")
 
     def _work(self, queue: Callable[[], R], finish: Callable[[R], S]) -> S:
-        with self._inference_mode(), self._on_stream():
+        with self._inference_mode(), self.on_stream():
             try:
                 queued = queue()
             finally:  # whatever was queued before an error runs, too

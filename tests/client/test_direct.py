@@ -752,7 +752,7 @@ async def test_closing_the_pool_ends_direct_reads(
         await asyncio.sleep(0)
     with contextlib.suppress(Closed, Unavailable):
         await reading
-    threads = [t for t in threading.enumerate() if t.name.startswith("kvpool-verify")]
+    threads = [t for t in threading.enumerate() if t.name.startswith("kvpool-device")]
     assert not threads
 
 
@@ -867,7 +867,7 @@ def buffer_reused_before_the_event(patch: pytest.MonkeyPatch) -> None:
     async def queued(self: Any, queue: Any, finish: Any) -> Any:
         if finish is not direct._nothing:
             return await run(self, queue, finish)
-        with self._on_stream():
+        with self.on_stream():
             return finish(queue())
 
     run = DeviceThread.run

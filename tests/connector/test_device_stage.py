@@ -325,7 +325,7 @@ async def test_a_load_is_not_behind_a_save_in_its_thread() -> None:
     memory = staged(caches(LAYOUTS["LBHNC"]), 4096)
     go_on, step = threading.Event(), Step(ended=True)
     saves = memory._stage.saves
-    saves.executor.submit(go_on.wait, 10)
+    saves.thread._executor.submit(go_on.wait, 10)
     saving = asyncio.create_task(saved(memory, [2]))
     async with asyncio.timeout(10):
         await load(memory, 1, step)

@@ -4,13 +4,13 @@ computes comes before a save, and a load after the blocks' last user. Each omiss
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from kvpool.device.thread import DeviceThread
 from kvpool_connector import block_memory
 from kvpool_connector.block_memory import DeviceBlockMemory, DeviceStage, HostBlockMemory, views_of
 from tests.connector.test_connector_parts import LAYOUTS, caches
@@ -96,7 +96,7 @@ def recorded_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     record = FakeEvent.record
     device = torch.device("cuda", 0)
     patch.setattr(
-        FakeEvent, "record", lambda event, _: record(event, FakeStream(event._gpu, device))
+        FakeEvent, "record", lambda event, *_: record(event, FakeStream(event._gpu, device))
     )
 
 
@@ -109,12 +109,17 @@ def not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 def not_synchronized(patch: pytest.MonkeyPatch) -> None:
     """The call ends when its copies are queued."""
-    patch.setattr(FakeStream, "synchronize", lambda stream: None)
+    patch.setattr(FakeEvent, "synchronize", lambda event: None)
 
 
-def queued_on_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """Copies are queued on the engine's stream, and that of the lane is waited for."""
-    patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+def recorded_before_the_copies(patch: pytest.MonkeyPatch) -> None:
+    def work(thread: DeviceThread, queue: Callable[[], None], finish: Callable[[None], Any]) -> Any:
+        with thread.on_stream():
+            thread._event.record()
+            queue()
+            thread._event.synchronize()
+
+    patch.setattr(DeviceThread, "_work", work)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def queued_on_another_stream(patch: pytest.MonkeyPatch) -> None:
         recorded_on_another_stream,
         not_waited_for,
         not_synchronized,
-        queued_on_another_stream,
+        recorded_before_the_copies,
     ],
 )
 @pytest.mark.parametrize("transfer", ["save_what_a_step_computes", "load_over_what_a_step_reads"])

@@ -200,7 +200,7 @@ def test_transports_and_tiers_know_contracts_only() -> None:
 
 def test_connectors_and_examples_use_the_public_api() -> None:
     public = {"sync", "dev", "types", "errors", "protocols", "checksum", "backoff", "testing"}
-    public |= {"kv_events", "tracing"}
+    public |= {"kv_events", "tracing", "device"}
     rooms = {room for layer in LAYERS for room in layer}
     for path in files("connector", "examples"):
         for name in imports(path):
