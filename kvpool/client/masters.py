@@ -79,10 +79,10 @@ class Masters:
         if len(self._links) > 1:
             # Half of a short deadline: the others need time to answer, too.
             first = min(now + self._config.hedge_s, now + (until - now) / 2)
-            got = await self._ask(self._preferred, request, answer, first, problems)
-            if got is not None and _knows_a_server(got):
+            got = await self._ask(self._preferred, request, answer, first, problems, hasty=True)
+            if got is not None and _is_whole(got):
                 return got
-            return await self._ask_all(request, answer, until, problems)
+            return await self._ask_all(request, answer, until, problems, got)
         got = await self._ask(0, request, answer, until, problems)
         if got is None:
             raise self._lost(problems)
@@ -115,14 +115,15 @@ class Masters:
         answer: type[wire.M],
         deadline: float,
         problems: list[Exception],
+        hasty: bool = False,
     ) -> wire.M | None:
         try:
-            got = await self._links[index].request(*request, deadline=deadline)
+            got = await self._links[index].request(*request, deadline=deadline, hasty=hasty)
             decoded = wire.decode_answer(answer, *got)
         except (Unavailable, Overloaded, PeerError) as error:
             problems.append(error)
             return None
-        if _knows_a_server(decoded):
+        if _is_whole(decoded) or isinstance(decoded, wire.FindReply):
             self._preferred = index
         self._answered_at = asyncio.get_running_loop().time()
         if self._failing_since is not None:
@@ -135,25 +136,34 @@ class Masters:
         answer: type[wire.M],
         deadline: float,
         problems: list[Exception],
+        partial: wire.M | None,
     ) -> wire.M:
+        """The first whole answer; a `partial` one, as the preferred master's may be, if no other
+        comes within `hedge_s`."""
         loop = asyncio.get_running_loop()
         order = [*range(self._preferred, len(self._links)), *range(self._preferred)]
+        hasty = isinstance(partial, wire.FindReply)
         tasks = [
-            loop.create_task(self._ask(index, request, answer, deadline, problems))
-            for index in order
+            loop.create_task(self._ask(index, request, answer, deadline, problems, hasty))
+            for index in order[hasty:]
         ]
-        got = None
         try:
-            for done in asyncio.as_completed(tasks):
-                got = await done or got
-                if got is not None and _knows_a_server(got):
-                    return got
+            async with asyncio.timeout(self._config.hedge_s if hasty else None) as limit:
+                for done in asyncio.as_completed(tasks):
+                    got = await done
+                    if got is not None and _is_whole(got):
+                        return got
+                    if partial is None and isinstance(got, wire.FindReply):
+                        limit.reschedule(loop.time() + self._config.hedge_s)
+                    partial = got or partial
+        except TimeoutError:
+            pass  # the others are late
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        if got is not None:
-            return got
+        if partial is not None:
+            return partial
         raise self._lost(problems)
 
     def _lost(self, problems: Sequence[Exception]) -> MasterLost:
@@ -177,6 +187,8 @@ class Masters:
             log.info("kvpool: the pool is back", masters=self._addresses, lost_s=lost_s)
 
 
-def _knows_a_server(answer: wire.Message) -> bool:
-    """False of a master that was just started: another one may know where to write."""
+def _is_whole(answer: wire.Message) -> bool:
+    """False of a master that was just started: another one may know blocks, or where to write."""
+    if isinstance(answer, wire.FindReply):
+        return not answer.partial
     return not isinstance(answer, wire.PlaceReply) or bool(answer.servers)

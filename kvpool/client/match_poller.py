@@ -207,6 +207,13 @@ class MatchPoller:
             self._end_if_refused(id, request, str(error), now)
             return
         self._preferred = link
+        if answer.partial:
+            if request.partial is None:
+                request.partial, request.hedge_at = answer, now + self._config.hedge_s
+            request.refused.add(link)
+            self._send_to_all(id, request, now)
+            self._end_if_refused(id, request, "", now)
+            return
         del self._requests[id]
         self._go_on(request.chain, answer, now)
 
@@ -214,7 +221,7 @@ class MatchPoller:
         """End a question that every master has refused to which it could be sent."""
         if request.refused == request.asked:
             del self._requests[id]
-            self._go_on(request.chain, MasterLost(why), now)
+            self._go_on(request.chain, request.partial or MasterLost(why), now)
 
     def _tick(self) -> None:
         """Send what could not be sent, ask further masters, end what is too old."""
@@ -222,11 +229,20 @@ class MatchPoller:
         if now < self._next_tick:
             return
         self._next_tick = now + _TICK_S
+        for link in self._links.take_ended():  # what they were asked is lost
+            self._unanswered_since.pop(link, None)
+            for request in self._requests.values():
+                request.asked.discard(link)
+                request.refused.discard(link)
         for id, request in list(self._requests.items()):
             if now >= request.chain.deadline:
                 del self._requests[id]
                 self._reconnect(request, now)
-                self._go_on(request.chain, MasterLost("no master answered in time"), now)
+                late = MasterLost("no master answered in time")
+                self._go_on(request.chain, request.partial or late, now)
+            elif request.partial is not None and now >= request.hedge_at:
+                del self._requests[id]
+                self._go_on(request.chain, request.partial, now)
             elif not request.asked or now >= request.hedge_at:
                 # A master that sends nothing for so long may only be slow: it stays asked.
                 self._send_to_all(id, request, now)
@@ -268,7 +284,9 @@ class _Request:
     body: bytes
     hedge_at: float
     asked: set[int] = field(default_factory=set)  # links
-    refused: set[int] = field(default_factory=set)  # links
+    refused: set[int] = field(default_factory=set)  # links, also those that know too little yet
+    #: Of a master that was just started: others have until `hedge_at` to know more.
+    partial: wire.FindReply | None = None
 
 
 class _Question(NamedTuple):

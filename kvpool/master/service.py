@@ -23,7 +23,7 @@ from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import ChainMatch, Directory, MapCursor
 from kvpool.master.state.server_record import SequenceCheck
 from kvpool.net.announced import reachable
-from kvpool.protocols import Caller, CountsConnections, Listener, Network
+from kvpool.protocols import Caller, CountedListener, Network
 from kvpool.spans import MarkedChain
 from kvpool.supervision import Supervisor
 from kvpool.tenant_names import marker_of
@@ -94,8 +94,8 @@ class Master:
         self.found_blocks = 0
         #: Matches that ended at a mark, because the map did not know its span.
         self.unknown_spans = 0
-        self._counted_matches = 0
-        self._listener: Listener | None = None
+        self._partial = True  # servers may be alive whose blocks are not in the map
+        self._listener: CountedListener | None = None
         self._address = ""
         #: The long-lived tasks of this master.
         self.tasks = Supervisor(rng)
@@ -167,14 +167,12 @@ class Master:
     @property
     def refused_connections(self) -> int:
         """Connections that were refused, as they proved nothing."""
-        network = self._network
-        return network.refused_connections if isinstance(network, CountsConnections) else 0
+        return self._listener.refused if self._listener is not None else 0
 
     @property
     def callers(self) -> int:
         """Connections on which callers ask now."""
-        network = self._network
-        return network.callers if isinstance(network, CountsConnections) else 0
+        return self._listener.callers if self._listener is not None else 0
 
     def uptime_s(self, now: float) -> float:
         return max(0.0, now - self._started)
@@ -241,8 +239,10 @@ class Master:
         return asyncio.get_running_loop().time()
 
     async def _tick(self) -> None:
-        self.directory.tick(self._now())
-        self._guard.flush(self._now())
+        now = self._now()
+        syncing = self.directory.tick(now)
+        self._partial &= syncing or self.uptime_s(now) < self._config.timeout_s
+        self._guard.flush(now)
         # A sweep runs in small steps between requests: a lost server may have had millions of
         # blocks.
         sweeping = self.directory.sweep()
@@ -352,7 +352,7 @@ class Master:
         runs, reasons = self.directory.find(namespace, digests)
         if not m.observes:
             self._demand.asked(namespace, digests, self._now())
-        return _found(runs, reasons)
+        return _found(runs, reasons, partial=self._partial)
 
     def _match(self, m: wire.Find | wire.FindChain) -> wire.FindReply:
         namespace, chain = wire.unpack_chain(m)
@@ -364,7 +364,7 @@ class Master:
         if not m.observes:
             self._demand.asked_chain(namespace, chain, self._now(), behind)
             self._count_match(namespace, chain, match)
-        return _found(match.runs, missed, spans.SPAN_BLOCKS)
+        return _found(match.runs, missed, spans.SPAN_BLOCKS, self._partial)
 
     def _count_match(self, namespace: Namespace, chain: MarkedChain, match: ChainMatch) -> None:
         self._demand.matched(match.runs)
@@ -375,8 +375,7 @@ class Master:
             return
         self.asked_blocks += len(chain)
         self.matches[match.stopped] += 1
-        self._counted_matches += 1
-        if self._counted_matches % _HOLES_EVERY == 0:
+        if self.matches[match.stopped] % _HOLES_EVERY == 0:
             first, count = match.length + 1, len(chain)
             step = max(1, -(-(count - first) // _HOLES_MAX))
             behind = chain.digests(first, count, step)
@@ -550,7 +549,9 @@ def _map_change(change: LoggedChange) -> wire.MapChange:
     )
 
 
-def _found(runs: Sequence[Run], reasons: Mapping[int, ReadStatus], step: int = 1) -> wire.FindReply:
+def _found(
+    runs: Sequence[Run], reasons: Mapping[int, ReadStatus], step: int = 1, partial: bool = False
+) -> wire.FindReply:
     """An answer about as many of the blocks as fit into a message; of a chain a multiple of `step`,
     if that is possible."""
     size, more = 0, False
@@ -566,6 +567,7 @@ def _found(runs: Sequence[Run], reasons: Mapping[int, ReadStatus], step: int = 1
         [(run.first, run.last, _replicas(run.replicas)) for run in runs],
         bytes(reasons.values()),
         more,
+        partial and bool(reasons),
     )
 
 

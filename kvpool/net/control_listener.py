@@ -72,8 +72,9 @@ class ControlListener:
         #: Connections that were refused, as they did not prove that they may ask.
         self.refused = 0
 
-    def __len__(self) -> int:
-        """Callers that may ask."""
+    @property
+    def callers(self) -> int:
+        """Connections of callers that may ask."""
         return len(self._callers)
 
     @property

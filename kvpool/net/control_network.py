@@ -34,7 +34,7 @@ from kvpool.net.control_listener import HELLO_S, ControlListener
 from kvpool.net.control_session import CallerSession, caller_context
 from kvpool.net.masters_certificate import masters_certificate
 from kvpool.net.requests import PendingRequests
-from kvpool.protocols import Handler, Link, Listener
+from kvpool.protocols import Handler, Link
 from kvpool.types import Cluster
 from kvpool.wire.frames import cluster_id
 
@@ -77,16 +77,6 @@ class TcpNetwork:
     def authenticated(self) -> bool:
         return bool(self._cluster.secret)
 
-    @property
-    def callers(self) -> int:
-        """As `CountsConnections`."""
-        return sum(map(len, self._listeners))
-
-    @property
-    def refused_connections(self) -> int:
-        """As `CountsConnections`."""
-        return sum(listener.refused for listener in self._listeners)
-
     @cached_property
     def _context(self) -> ssl.SSLContext:
         return caller_context()
@@ -99,7 +89,7 @@ class TcpNetwork:
         self._links.append(link)
         return link
 
-    async def serve(self, address: str, handler: Handler) -> Listener:
+    async def serve(self, address: str, handler: Handler) -> ControlListener:
         """Answer at `host:port`; port 0 takes a free one. Raises ConfigError when it is
         taken."""
         host, port = master_address(address)

@@ -64,6 +64,13 @@ class PolledLinks:
             messages = self._take()
         return messages
 
+    def take_ended(self) -> list[int]:
+        """Links whose connection has ended since the last call, with all requests on it."""
+        ended = [number for number, link in enumerate(self._links) if link.ended]
+        for number in ended:
+            self._links[number].ended = False
+        return ended
+
     def reopen(self, link: int) -> None:
         """Connect anew to a master that is silent.
 
@@ -94,6 +101,7 @@ class _PolledLink:
         self._poll = poll
         self._socket: socket.socket | None = None
         self._session: CallerSession | None = None
+        self.ended = False
         self._unsent = bytearray()
         #: Replies that came while a request was sent.
         self._arrived: list[bytes] = []
@@ -231,6 +239,7 @@ class _PolledLink:
 
     def _use(self, fresh: socket.socket | None) -> None:
         """From now on this socket, if it is one."""
+        self.ended |= self._session is not None and self._session.open
         if self._socket is not None:
             self._poll.unregister(self._socket)
             self._socket.close()

@@ -7,7 +7,7 @@ OSError. `kvpool.testing` checks an implementation against these contracts.
     A transport never retries.   A channel never caches.   A tier never allocates.
 """
 
-from kvpool.protocols.network import Caller, CountsConnections, Handler, Link, Network
+from kvpool.protocols.network import Caller, CountedListener, Handler, Link, Network
 from kvpool.protocols.policy import B, Decision, Evictable, LearnsFromArrivals, Policy
 from kvpool.protocols.tier import (
     Addressable,
@@ -63,7 +63,7 @@ __all__ = [
     "Caller",
     "Channel",
     "Connection",
-    "CountsConnections",
+    "CountedListener",
     "Decision",
     "DeviceAddressable",
     "DeviceArrival",

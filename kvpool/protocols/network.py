@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from kvpool.protocols.transport import Listener
 
@@ -44,17 +44,16 @@ class Link(Protocol):
         """End every pending request with Closed. Idempotent."""
 
 
-@runtime_checkable
-class CountsConnections(Protocol):
-    """A network that counts the connections to what it serves."""
+class CountedListener(Listener, Protocol):
+    """What answers callers at an address, and counts their connections."""
 
     @property
     def callers(self) -> int:
-        """Connections on which callers ask now (design: control-plane)."""
+        """Those on which callers ask now (design: control-plane)."""
 
     @property
-    def refused_connections(self) -> int:
-        """Connections to what it serves that were refused, because they proved nothing."""
+    def refused(self) -> int:
+        """Those that were refused, because they proved nothing."""
 
 
 class Network(Protocol):
@@ -69,7 +68,7 @@ class Network(Protocol):
         """A link to the master at `address` (`host:port`). It connects, and reconnects, by itself;
         an address that does not answer is no error here."""
 
-    async def serve(self, address: str, handler: Handler) -> Listener:
+    async def serve(self, address: str, handler: Handler) -> CountedListener:
         """Answer requests at `address` with `handler`. Raises ConfigError when the address is in
         use."""
 

@@ -567,7 +567,8 @@ class FindReply(Message, frozen=True, omit_defaults=True):
     """Runs of blocks, and a status byte for each position that is in none (with `prefix`, one).
 
     With `more` it is about the first blocks only, as many as fit well into a message: runs and
-    bytes tell how many. Ask again for the others.
+    bytes tell how many. Ask again for the others. A miss is `partial` of a master that was just
+    started and does not have all inventories: another one may know the block.
 
     An answer to `FindChain` that has no such byte, and ends inside of the spans of `before`: the
     master does not know the next one, and has to be asked for the keys of its blocks.
@@ -576,6 +577,7 @@ class FindReply(Message, frozen=True, omit_defaults=True):
     runs: Annotated[list[WireRun], Meta(max_length=DIGESTS_MAX)]
     misses: Annotated[bytes, Meta(max_length=DIGESTS_MAX)]
     more: bool = False
+    partial: bool = False
 
 
 class Place(Keys, frozen=True, omit_defaults=True):

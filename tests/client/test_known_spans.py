@@ -18,7 +18,7 @@ from kvpool.config import MasterConfig
 from kvpool.errors import DeadlineExceeded, PeerError
 from kvpool.master.service import Master
 from kvpool.ops.metrics import pages_of_master
-from kvpool.protocols import Link, Listener
+from kvpool.protocols import CountedListener, Link
 from kvpool.spans import SPAN_BLOCKS, marks_of
 from kvpool.types import ServerStats
 from kvpool.wire import messages as wire
@@ -98,7 +98,7 @@ class NearNetwork:
     def connect(self, address: str) -> Link:
         return self._masters[address]
 
-    async def serve(self, address: str, handler: object) -> Listener:
+    async def serve(self, address: str, handler: object) -> CountedListener:
         raise NotImplementedError
 
     def close(self) -> None:

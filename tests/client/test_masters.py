@@ -25,7 +25,7 @@ from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
 from kvpool.errors import DeadlineExceeded, LinkBroken, MasterLost, ServerLost
-from kvpool.protocols import BlockStore, Channel, Link, Listener, Transport
+from kvpool.protocols import BlockStore, Channel, CountedListener, Link, Listener, Transport
 from kvpool.runtime import Host
 from kvpool.types import Cluster, ServerStats
 from kvpool.wire import messages as wire
@@ -43,7 +43,8 @@ class ScriptedMaster:
         self.address = address
         self.answer = answer
         self.asked: list[wire.Message] = []
-        self.is_silent = False
+        self.is_silent = self.is_broken = False
+        self.late_s = 0.0  # once
 
     async def request(
         self, type: int, body: bytes, *, deadline: float, hasty: bool = False
@@ -52,10 +53,12 @@ class ScriptedMaster:
         assert kind is not None
         message = wire.decode(kind, type, body)
         self.asked.append(message)
-        if self.is_silent:
-            loop = asyncio.get_running_loop()
-            await asyncio.sleep(deadline - loop.time())
+        left_s = deadline - asyncio.get_running_loop().time()
+        late_s, self.late_s = self.late_s, 0.0
+        if self.is_silent or self.is_broken or late_s > left_s:
+            await asyncio.sleep(0.0 if self.is_broken and hasty else left_s)
             raise DeadlineExceeded(f"{self.address} is silent")
+        await asyncio.sleep(late_s)
         return wire.encode(self.answer(message))
 
     def close(self) -> None:
@@ -71,7 +74,7 @@ class ScriptedNetwork:
     def connect(self, address: str) -> Link:
         return self.masters[address]
 
-    async def serve(self, address: str, handler: object) -> Listener:
+    async def serve(self, address: str, handler: object) -> CountedListener:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -315,6 +318,57 @@ async def test_a_master_that_was_just_started_does_not_end_a_write() -> None:
 
     old.answer, new.answer = new.answer, old.answer
     assert (await masters.ask(place, wire.PlaceReply, later(1.0))).servers == ["s"]
+
+
+def young_and_old() -> tuple[ScriptedMaster, ScriptedMaster, Masters]:
+    """The one that is asked first was just started: it does not know yet what the other one has."""
+    network = ScriptedNetwork(
+        young=lambda _: wire.FindReply([], b"\1", partial=True),
+        old=lambda _: wire.FindReply([(0, 0, [("s", "dram", 0)])], b""),
+    )
+    return *network.masters.values(), Masters(network, config(network, hedge_s=0.2, attempt_s=8))
+
+
+async def is_found(masters: Masters) -> bool:
+    find = wire.Find("ns", 1, 32, b"k" * 32, True)
+    return bool((await masters.ask(find, wire.FindReply, later(10))).runs)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.1])
+async def test_a_miss_of_a_master_that_was_just_started_is_not_believed(late_s: float) -> None:
+    young, old, masters = young_and_old()
+    old.late_s = late_s
+    assert await is_found(masters)
+    assert await is_found(masters)
+    assert (len(young.asked), len(old.asked)) == (1, 2)  # who knows more is asked first
+
+    old.late_s = 0.3  # so that the young one is asked, too, and answers at once
+    assert await is_found(masters)
+    assert len(young.asked) == 2
+
+
+async def test_a_master_that_knows_little_is_believed_when_no_other_one_answers_soon() -> None:
+    young, old, masters = young_and_old()
+    old.is_silent = True
+    for _ in range(2):
+        began = later(0)
+        assert not await is_found(masters)
+        assert later(0) - began < 2
+    old.is_silent = False
+    assert await is_found(masters)  # the better one is found again
+
+    old.is_broken = True
+    took = []
+    for _ in range(2):
+        began = later(0)
+        assert not await is_found(masters)
+        took.append(later(0) - began)
+    assert took[1] < 0.15  # it is not waited for: its connection is known to be broken
+    young.is_broken = True
+    began = later(0)
+    with pytest.raises(MasterLost):
+        await masters.ask(wire.Members(), wire.MembersReply, later(0.5))
+    assert later(0) - began > 0.4  # one of them may come back
 
 
 async def test_masters_that_are_silent_cost_one_attempt() -> None:

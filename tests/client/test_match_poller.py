@@ -337,6 +337,51 @@ def test_another_master_is_asked_when_one_sends_nothing_or_refuses(
     assert until(poller)[0].stopped is ReadStatus.NO_MASTER
 
 
+def test_a_miss_of_a_master_that_was_just_started_is_not_believed(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    """Unless no other one answers soon, or knows more."""
+    masters = fakes(2)
+    clock = Clock()
+    addresses = [master.address for master in masters]
+    poller = open_poller(*addresses, clock=clock, attempt_s=20.0, hedge_s=2.0)
+    until_s = time.monotonic() + 0.2
+    while time.monotonic() < until_s:  # both are connected
+        poller._links.receive(0.01)
+    hit = FindReply([(0, 0, [("s", "dram", 0)])], b"")
+    little = FindReply([], bytes([ReadStatus.NEVER_WRITTEN]), partial=True)
+    for then in (hit, little, Error("Overloaded", "busy"), None):
+        poller.start(str(then), [(SPACE, keys("x", 1))])
+        asked = masters[poller._preferred]
+        other = masters[1 - poller._preferred]
+        asked.answer(little)
+        while not other.poll(1):
+            assert poller.poll(0.001) == []
+        if then is None:  # late
+            clock.ahead_s += 2.1
+        else:
+            other.answer(then)
+        assert until(poller)[0].length == (then is hit)
+        while other.poll(0):
+            other.take()
+
+
+def test_what_was_asked_on_a_connection_that_ends_is_asked_again(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    (master,) = fakes(1)
+    poller = open_poller(master.address, attempt_s=20.0, hedge_s=15.0)
+    poller.start("a", [(SPACE, keys("x", 1))])
+    while not master.poll(1):
+        poller.poll(0.005)
+    master.take()
+    master.hang_up()
+    while not master.poll(1):
+        poller.poll(0.005)
+    master.answer(miss())
+    until(poller)
+
+
 def test_a_request_that_has_ended_is_not_ended_again(
     fakes: Callable[[int], list[FakeMaster]], open_poller: Open
 ) -> None:

@@ -115,7 +115,7 @@ async def test_every_question_has_its_answer(cluster: Cluster) -> None:
         bodies = [b"%d" % number * number for number in range(200)] + [bytes(1 << 20)]
         assert await asyncio.gather(*(ask(link, body) for body in bodies)) == bodies
         assert set(master.callers) == {Caller("127.0.0.1")}
-        assert master.network.callers == 1
+        assert master.listener.callers == 1
 
 
 @CLUSTERS
@@ -187,7 +187,7 @@ async def test_a_connection_that_gave_way_is_opened_again_by_the_next_question()
         end.abort()
         await eventually(lambda: link._end is None)
         await asyncio.sleep(0.05)
-        assert master.network.callers == 0  # nobody asks, so nobody connects
+        assert master.listener.callers == 0  # nobody asks, so nobody connects
         assert await ask(link, b"again", within_s=1) == b"again"
 
 
@@ -630,7 +630,7 @@ async def test_a_port_full_of_silent_connections_still_takes_an_honest_caller(
     async with served(cluster) as master:
         master.listener._strangers._limit = 20
         writers = await silent(master, 60)
-        await eventually(lambda: master.network.refused_connections == 40)
+        await eventually(lambda: master.listener.refused == 40)
         assert len(master.listener._arrived) == 20
         await ask(master.connect())
         await eventually(lambda: len(master.listener._arrived) == 1)  # they are ended, too
@@ -650,7 +650,7 @@ async def test_an_address_that_breaks_handshakes_is_soon_heard_no_more_and_calle
         with pytest.raises(EOFError):
             async with control_peer(master.address, SECRET) as peer:
                 await peer.shake()  # not even a greeting
-        assert master.network.refused_connections > WRONG_PROOFS_MAX
+        assert master.listener.refused > WRONG_PROOFS_MAX
 
 
 async def test_handshakes_leave_half_of_the_time_to_callers(
@@ -727,7 +727,7 @@ async def test_a_message_that_is_too_long_ends_the_connection_before_it_is_here(
                 peer.writer.write(long if tls is None else tls.seal(long))
                 with pytest.raises(EOFError):
                     await peer.receive()
-        assert master.network.callers == 0
+        assert master.listener.callers == 0
         assert len(closed(caplog)) == 1
 
 
@@ -739,7 +739,7 @@ async def test_a_caller_that_reads_no_replies_is_cut_off(monkeypatch: pytest.Mon
             await deaf.shake()
             deaf.writer.transport.pause_reading()  # type: ignore[attr-defined]
             deaf.send(*[request(bytes(1 << 20))] * 12)
-            await eventually(lambda: master.network.callers == 1)
+            await eventually(lambda: master.listener.callers == 1)
             assert await ask(other, b"others go on") == b"others go on"
 
 
@@ -785,7 +785,7 @@ async def test_a_thousand_idle_links_give_way_and_ask_again(
         links = [master.connect() for _ in range(100)]
         for link in [*links, *links]:
             assert await ask(link, b"?", within_s=5) == b"?"
-        assert master.network.callers <= 20
+        assert master.listener.callers <= 20
 
 
 # --- whose turn it is --------------------------------------------------------------------------

@@ -283,6 +283,32 @@ async def test_nobody_waits_for_a_master_whose_connection_is_broken() -> None:
     network.close()
 
 
+async def test_a_master_says_that_its_misses_are_partial_until_it_has_all_inventories(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of servers that it can know of; then a server that sends it anew is no reason."""
+    setup = Setup()
+    master, find = setup.master, wire.encode(wire.Find("one", 1, 32, key("never"), True))
+    passed = 0.0
+    monkeypatch.setattr(master, "uptime_s", lambda now: passed)
+
+    async def is_partial() -> bool:
+        await master._tick()
+        return wire.decode_answer(wire.FindReply, *master.handle(*find)).partial
+
+    assert await is_partial()
+    identity = ("s", 1, bytes(16))
+    register = wire.Register(*identity, "host", ["x://s"], ["dram"], 1 << 20, 0, False, 1000)
+    master.handle(*wire.encode(register))
+    master.handle(*wire.encode(wire.Inventory(*identity, 1, 0, False, [])))
+    passed = 2 * master._config.timeout_s
+    assert await is_partial()
+    master.handle(*wire.encode(wire.Inventory(*identity, 1, 1, True, [])))
+    assert not await is_partial()
+    master.handle(*wire.encode(wire.Inventory(*identity, 2, 0, False, [])))
+    assert not await is_partial()
+
+
 async def test_late_answers_are_no_gap() -> None:
     """Neither lost answers nor lost requests, for many heartbeats, cost an inventory."""
     chain = keys("c", 60)

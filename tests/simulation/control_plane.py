@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpool.net.requests import PendingRequests
-from kvpool.protocols import Handler, Link, Listener
+from kvpool.protocols import CountedListener, Handler, Link
 from kvpool.wire.frames import cluster_id
 from tests.simulation.loop import PROCESS, Process
 
@@ -25,7 +25,7 @@ class SimNetwork:
     def connect(self, address: str) -> Link:
         return _SimLink(self._net, self._process, address, self._cluster)
 
-    async def serve(self, address: str, handler: Handler) -> Listener:
+    async def serve(self, address: str, handler: Handler) -> CountedListener:
         self._net.serve(address, handler, self._cluster)
         return _SimListener(self._net, self._process, address)
 
@@ -56,6 +56,8 @@ class _SimLink:
 
 
 class _SimListener:
+    callers = refused = 0
+
     def __init__(self, net: Net, process: Process, address: str) -> None:
         self.address = address
         self._net = net

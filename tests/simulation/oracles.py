@@ -751,7 +751,7 @@ class WatchedDirectory(Directory):
         super().removed(server, namespace, part, digests, reason)
         self.inspect_now_and_then()
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> bool:
         late = self._last_tick is not None and now - self._last_tick > self.timeout_s
         before = [known for known in self._servers.values() if known.alive]
         # Servers with a heartbeat shortly before the pause; others may rightly count as lost.
@@ -761,7 +761,7 @@ class WatchedDirectory(Directory):
             if self._last_tick is not None
             and self._last_tick - known.last_seen < self.timeout_s / 2
         }
-        super().tick(now)
+        syncing = super().tick(now)
         given_up = [known.server for known in before if not known.alive]
         if given_up:
             self.truth.probes.add("a silent server was noticed")
@@ -775,6 +775,7 @@ class WatchedDirectory(Directory):
                     self.truth.fail(
                         f"G7: after a pause of its own a master counted {server} as lost"
                     )
+        return syncing
 
     def sweep(self, limit: int = 512) -> bool:
         goes_on = super().sweep(limit)

@@ -783,7 +783,7 @@ for reservation, size in sorted(
         "one-master-only",
         "G7",
         _MASTERS,
-        "            return await self._ask_all(request, answer, until, problems)",
+        "            return await self._ask_all(request, answer, until, problems, got)",
         "            raise self._lost(problems)",
     ),
     Bug(

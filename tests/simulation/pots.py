@@ -259,8 +259,8 @@ async def _callers(seed: int) -> str:
         held = len(open_.get(name, ()))
         if held < _LITTLE and not connect(name):
             return f"callers: {name} has {held} connections, and gets no more"
-        if not len(listener) == listener._shares.used <= size:
-            return f"callers: {len(listener)} have {listener._shares.used} places, of {size}"
+        if not listener.callers == listener._shares.used <= size:
+            return f"callers: {listener.callers} have {listener._shares.used} places, of {size}"
         if chance.random() < 0.4:
             await asyncio.sleep(chance.choice([0.1, 2.0]))
             for ends in open_.values():

@@ -261,11 +261,11 @@ class Directory:
         self._set_alive(record, False, left=True)
         return True
 
-    def tick(self, now: float) -> None:
-        """Mark servers as lost that sent no heartbeat. Call it several times per `timeout_s`.
+    def tick(self, now: float) -> bool:
+        """Mark servers as lost that sent no heartbeat; whether a living one sends its inventory.
 
-        If a tick is late, this master did not run, so it could not receive heartbeats either. The
-        missing time does not count against any server.
+        Call it several times per `timeout_s`. If a tick is late, this master did not run, so it
+        could not receive heartbeats either. The missing time does not count against any server.
         """
         if self._last_tick is not None:
             stalled_s = now - self._last_tick - self.timeout_s / 2
@@ -279,10 +279,10 @@ class Directory:
                 self._forget(record)
             elif silent_s >= self.timeout_s:
                 self._set_alive(record, False)
-        if self._walk is None and self._locations.has_grown:
-            self._walk_again = True
-        fills = [one.fill for one in self._servers.values() if one.alive and not one.draining]
-        self._least_fill = min(fills, default=1.0)
+        self._walk_again |= self._walk is None and self._locations.has_grown
+        living = [one for one in self._servers.values() if one.alive]
+        self._least_fill = min((one.fill for one in living if not one.draining), default=1.0)
+        return any(one.syncing for one in living)
 
     def members(self, now: float) -> list[Member]:
         """Every server that has a record, the lost ones included."""
