@@ -6,6 +6,7 @@ need `helm-python-sdk`, which is large and so has a suite of its own: `make test
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import re
@@ -547,6 +548,17 @@ def test_the_schema_knows_each_value_and_no_other() -> None:
             assert not validator.is_valid(wrong), why
     sections = set(schema["properties"]["config"]["properties"])
     assert sections == set(Config.__struct_fields__)
+
+
+def test_a_pod_is_made_anew_when_its_configuration_is_another() -> None:
+    """Also without Helm: who changes config.yaml by hand forgets this."""
+    (config,) = yaml.safe_load_all((PLAIN / "config.yaml").read_text())
+    settings = yaml.safe_load(config["data"]["pool.yaml"])
+    for part, other in (("master", "server"), ("server", "master")):
+        own = {name: value for name, value in settings.items() if name not in (other, "client")}
+        text = json.dumps(own, sort_keys=True, separators=(",", ":"))
+        checksum = hashlib.sha256(text.encode()).hexdigest()
+        assert f"checksum/config: {checksum}\n" in (PLAIN / f"{part}.yaml").read_text(), part
 
 
 # --- with Helm -----------------------------------------------------------------------------
