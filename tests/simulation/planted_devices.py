@@ -38,7 +38,7 @@ DEVICE_BUGS: Sequence[Bug] = (
         "G1",
         _THREAD,
         """\
-        with self._inference_mode(), self._on_stream():
+        with self._inference_mode(), self.on_stream():
             try:
                 queued = queue()
             finally:  # whatever was queued before an error runs, too
@@ -47,12 +47,12 @@ DEVICE_BUGS: Sequence[Bug] = (
             return finish(queued)""",
         """\
         try:
-            with self._inference_mode(), self._on_stream():
+            with self._inference_mode(), self.on_stream():
                 queued = queue()
         finally:  # whatever was queued before an error runs, too
             self._event.record()
             self._event.synchronize()
-        with self._inference_mode(), self._on_stream():
+        with self._inference_mode(), self.on_stream():
             return finish(queued)""",
     ),
     Bug(
