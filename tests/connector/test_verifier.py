@@ -578,14 +578,14 @@ def test_a_load_that_is_under_way_when_its_writer_is_found_to_differ_is_computed
     assert work.trust is not None
     assert work.trust.covers(writer.scheduler.names.writer)
     [worker] = reader.workers
-    read = worker._read
+    read = worker._read_part
 
     async def then_untrusted(*arguments: Any) -> set[int]:
         found = await read(*arguments)
         worker._trust = Trust(frozenset())
         return found
 
-    worker._read = then_untrusted  # type: ignore[method-assign]
+    worker._read_part = then_untrusted  # type: ignore[method-assign]
     worker.start_loads(work)
     reader.until(lambda: "c" in reader.loaded)
     assert "c" in reader.failed
