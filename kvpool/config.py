@@ -484,7 +484,7 @@ def read_file(path: Path) -> dict[str, Any]:
         text = path.read_text()
         # Each may stand for many of those before it: a short file could have no end.
         if sum(isinstance(one, yaml.AliasEvent) for one in yaml.parse(text)) > 16:
-            raise ValueError("more than 16 aliases")
+            raise ValueError("more than 16 aliases: write out what they stand for")
         loaded = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from None

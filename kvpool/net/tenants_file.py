@@ -166,7 +166,9 @@ def _read_yaml(path: Path) -> object:
             raise ConfigError(f"tenants file {path}: larger than {_FILE_SIZE_MAX} bytes")
         # Each may stand for many of those before it: a message about them had no end.
         if sum(isinstance(one, yaml.AliasEvent) for one in yaml.parse(text)) > 16:
-            raise ConfigError(f"tenants file {path}: more than 16 aliases")
+            raise ConfigError(
+                f"tenants file {path}: more than 16 aliases: write out what they stand for"
+            )
         return yaml.load(text, Loader)
     except OSError as error:
         raise ConfigError(f"tenants file {path}: {error.strerror}") from None

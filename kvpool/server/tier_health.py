@@ -34,6 +34,8 @@ _FAILURES_MAX: Final = 8
 #: What takes no writes is tried again after this time, then after twice as long, up to the second.
 _RETRY_S: Final = 1.0
 _RETRY_MAX_S: Final = 30.0
+#: One line in this time says how many blocks of a place were damaged.
+_CORRUPT_LOG_S: Final = 60.0
 #: One read or write that takes longer means that the device is stuck.
 _STUCK_S: Final = 30.0
 #: A process that was stopped (SIGSTOP) sees its timers expire before it sees what has ended
@@ -54,6 +56,8 @@ class _PlaceHealth:
         self.is_closed = False  # from the first batch that closed it to the next that arrives
         self.write_error = ""  # the last one
         self.retry = Backoff(_RETRY_S, _RETRY_MAX_S)
+        self.corrupt = 0  # blocks that no line of the log has reported
+        self.corrupt_due = 0.0  # when one may
 
 
 class TierHealth:
@@ -177,6 +181,15 @@ class TierHealth:
 
     def read_done(self, place: Place) -> None:
         self._places[place].reads_failed = 0
+
+    def read_corrupt(self, place: Place, digest: bytes) -> None:
+        """What was read there is not what was written. A damaged file has many such blocks."""
+        one, now = self._places[place], _now()
+        one.corrupt += 1
+        if now >= one.corrupt_due:
+            found = {"file": self._name(place), "block": digest, "count": one.corrupt}
+            log.error("block is corrupt", tier=self._tiers[place[0]].name, **found)
+            one.corrupt, one.corrupt_due = 0, now + _CORRUPT_LOG_S
 
     def read_failed(self, place: Place, error: Unavailable) -> None:
         self._traffic[place[0]].failures += 1

@@ -545,7 +545,7 @@ class TierMover(Mover):
             self.health.read_done(place)
         if up and await _checksum(entry, memory[: entry.size]) != entry.checksum:
             traffic.corrupt += 1
-            log.error("block is corrupt", tier=tier.name, block=entry.digest.hex()[:12])
+            self.health.read_corrupt(place, entry.digest)
             store.transfer_failed(copy, ReadStatus.CORRUPT)
             return False
         return True

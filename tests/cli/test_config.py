@@ -213,7 +213,10 @@ def test_a_wrong_duration() -> None:
         ("[" * 5000, "config file"),
         ("cluster: 2020-13-45", "month"),
         ("cluster: !!timestamp x", "config file"),
-        (f"cluster: [&a x, {', '.join(['*a'] * 17)}]", "more than 16 aliases"),
+        (
+            f"cluster: [&a x, {', '.join(['*a'] * 17)}]",
+            "more than 16 aliases: write out what they stand for",
+        ),
         ("cluster: !!python/object:os.system x", "config file"),
     ],
 )

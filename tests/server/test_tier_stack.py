@@ -227,6 +227,19 @@ async def test_flipped_bits_on_disk_are_a_miss(tiered: dev.Dev, file: Path) -> N
         assert set(await read(pool, chain)) == {ReadStatus.HIT}
 
 
+async def test_a_file_full_of_damaged_blocks_fills_no_log(
+    tiered: dev.Dev, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health = tiered.servers[0]._context.mover.health
+    for pause_s in (60.0, 0.0):
+        monkeypatch.setattr("kvpool.server.tier_health._CORRUPT_LOG_S", pause_s)
+        for _ in range(100):
+            health.read_corrupt((1, 0), b"digest")
+        health._places[1, 0].corrupt_due = 0.0
+    counts = [one.count for one in caplog.records if one.message.startswith("block is corrupt")]  # type: ignore[attr-defined]
+    assert counts == [1, 100, *[1] * 99]
+
+
 def test_memory_keeps_its_bytes_while_it_is_put_together() -> None:
     dram = Dram(8 << 20)
     bytes_ = os.urandom(8 << 20)

@@ -397,7 +397,6 @@ class Fetcher:
         if await self._checksum(extent, seed) == call.offers[position].checksum:
             return True
         call.statuses[position] = FetchStatus.CORRUPT
-        log.error("a fetched block is corrupt", source=call.source, block=digest.hex()[:12])
         return False
 
     async def _checksum(self, extent: Extent, seed: int) -> int:
@@ -409,6 +408,12 @@ class Fetcher:
 
     def _count(self, call: FetchCall) -> None:
         counters = self._context.counters
+        corrupt = [i for i, one in enumerate(call.statuses) if one is FetchStatus.CORRUPT]
+        if corrupt:
+            first = call.digests[corrupt[0]]
+            log.error(
+                "fetched blocks are corrupt", source=call.source, first=first, count=len(corrupt)
+            )
         for position, status in enumerate(call.statuses):
             counters[f"fetch_{status.name.lower()}"] += 1
             if status is FetchStatus.FETCHED:

@@ -87,15 +87,16 @@ class HandOver:
         return self.view
 
     async def carry_out(self, planner: MovePlanner, wants: Wants) -> None:
-        """All of these; several calls may share them."""
+        """All of these, or those until a master fails; several calls may share them."""
         for want in wants:
             try:
                 await self._give(planner, want)
-            except FAILURES as error:  # a master: the planner wants it again
+            except FAILURES as error:  # a master: the planner wants it, and the rest, again
                 for entry in want.entries:
                     planner.left(name_of(entry), "no master answered")
                 log.info("blocks wait for a master", why=str(error))
                 await asyncio.sleep(PAUSE_S)
+                return
 
     # --- inside ----------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.server.moves.state.wants import BlockName, MovePlanner
+from kvpool.errors import MasterLost
+from kvpool.server.moves.state.wants import BlockName, MovePlanner, Want
 from kvpool.types import FetchStatus
 from tests.conftest import NAMESPACE, keys
 from tests.server.moves.test_drainer import put, trio
@@ -46,3 +47,24 @@ async def test_blocks_for_which_there_is_no_time_yet_are_asked_for_again(
         refused = await moves_of(here).hand_over._offer(told, other.server, names)
         assert (refused, told.has, told.lacks) == ([], names, [])
         assert asked == [4, 3, 2, 1]
+
+
+async def test_while_no_master_answers_one_want_waits_and_not_each_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with trio(servers=2) as running, running.pool() as pool:
+        here, _ = running.servers
+        await put(pool, here, keys("later", 4))
+        hand_over, tried = moves_of(here).hand_over, []
+
+        async def lost(planner: MovePlanner, want: Want) -> None:
+            tried.append(want)
+            raise MasterLost("no master answers")
+
+        monkeypatch.setattr(hand_over, "_give", lost)
+        found = [here._context.store.peek(NAMESPACE, 0, one) for one in keys("later", 4)]
+        wants = iter([Want([entry]) for entry in found if entry is not None])
+        told = Told()
+        await hand_over.carry_out(told, wants)
+        assert [name.digest for name in told.lacks] == keys("later", 1)
+        assert (len(tried), len(list(wants))) == (1, 3)  # the next pass has the rest
