@@ -166,12 +166,14 @@ class DirectReads:
             await wait_for_stream(blocks.values(), deadline)
         except DeadlineExceeded:
             return results
-        if whole := {i: block.rows[0] for i, block in blocks.items() if len(block.rows) == 1}:
+        whole = {i: block.rows[0] for i, block in blocks.items() if len(block.rows) == 1}
+        if whole:
             results.update(await fetch(whole))
-        for device, numbers in _rounds(blocks):
+        for one in rounds({i: block for i, block in blocks.items() if i not in whole}):
+            device = one.device
             try:
                 async with self._devices.scratch(device, deadline) as memory:
-                    places = places_in(memory, {i: blocks[i].size for i in numbers})
+                    places = places_in(memory, one.in_rows)
                     found = await fetch(places)
                     await self._scatter(device, blocks, places, found, deadline)
                     results.update(found)
@@ -264,23 +266,31 @@ def fits(block: DeviceBlock) -> bool:
     return len(block.rows) == 1 or block.size <= SCRATCH
 
 
-def _rounds(
-    blocks: Mapping[int, DeviceBlock],
-) -> Iterator[tuple[torch.device, list[int]]]:
-    """Blocks in rows of one device that fit into its scratch memory together."""
-    numbers: list[int] = []
+class Round(NamedTuple):
+    """Consecutive blocks on one device; those in rows fit into its scratch memory together."""
+
+    device: torch.device
+    numbers: list[int]
+    in_rows: dict[int, int]  # their sizes
+
+
+def rounds(blocks: Mapping[int, DeviceBlock]) -> Iterator[Round]:
+    """All blocks, in their order: parents before children."""
+    current: Round | None = None
     held = 0
     for number, block in blocks.items():
-        if len(block.rows) == 1:
-            continue
-        other = bool(numbers) and blocks[numbers[0]].device != block.device
-        if numbers and (other or held + block.size > SCRATCH):
-            yield blocks[numbers[0]].device, numbers
-            numbers, held = [], 0
-        numbers.append(number)
-        held += room(block.size)
-    if numbers:
-        yield blocks[numbers[0]].device, numbers
+        size = room(block.size) if len(block.rows) > 1 else 0
+        if current is not None and (current.device != block.device or held + size > SCRATCH):
+            yield current
+            current = None
+        if current is None:
+            current, held = Round(block.device, [], {}), 0
+        current.numbers.append(number)
+        if size:
+            current.in_rows[number] = block.size
+            held += size
+    if current is not None:
+        yield current
 
 
 def room(size: int) -> int:

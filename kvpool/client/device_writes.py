@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvpool import logs
 from kvpool.checksum import block_seeds
 from kvpool.client import device_direct as direct
 from kvpool.client.buffers import DeviceBlock, HostRows
-from kvpool.client.device_direct import Devices, DeviceTargets
+from kvpool.client.device_direct import Devices, DeviceTargets, Round
 from kvpool.client.device_staging import until, wait_for_stream
 from kvpool.client.servers import Servers
 from kvpool.config import AUTO, DIRECT
@@ -58,14 +58,6 @@ _CHECKED: Final = 8
 WriteBlocks: TypeAlias = Callable[[Sequence[DeviceWriteBlock]], Awaitable[list[WriteStatus]]]
 #: Write blocks to one server, from memory of the host.
 ThroughHost: TypeAlias = Callable[[Sequence[WriteBlock]], Awaitable[list[WriteStatus]]]
-
-
-class _Round(NamedTuple):
-    """Consecutive blocks on one device; those in rows fit into its scratch memory together."""
-
-    device: torch.device
-    numbers: list[int]
-    in_rows: dict[int, int]  # their sizes
 
 
 class DirectWrites:
@@ -125,7 +117,7 @@ class DirectWrites:
         try:
             # Before the first byte: its owner's work may still fill that memory.
             await wait_for_stream(blocks.values(), deadline)
-            for one in _rounds(blocks):
+            for one in direct.rounds(blocks):
                 async with AsyncExitStack() as stack:
                     places: DeviceTargets = {}
                     try:
@@ -188,7 +180,7 @@ class DirectWrites:
         options: WriteOptions,
         names: Mapping[int, tuple[bytes, bytes]],
         blocks: Mapping[int, DeviceBlock],
-        one: _Round,
+        one: Round,
         places: DeviceTargets,
         deadline: float,
     ) -> list[DeviceWriteBlock]:
@@ -318,25 +310,6 @@ class DirectWrites:
 
 #: Reasons that are written down; a server chooses some of these words.
 _REASONS_MAX: Final = 64
-
-
-def _rounds(blocks: Mapping[int, DeviceBlock]) -> Iterator[_Round]:
-    """All blocks, in their order: parents before children."""
-    current: _Round | None = None
-    held = 0
-    for number, block in blocks.items():
-        size = direct.room(block.size) if len(block.rows) > 1 else 0
-        if current is not None and (current.device != block.device or held + size > direct.SCRATCH):
-            yield current
-            current = None
-        if current is None:
-            current, held = _Round(block.device, [], {}), 0
-        current.numbers.append(number)
-        if size:
-            current.in_rows[number] = block.size
-            held += size
-    if current is not None:
-        yield current
 
 
 async def _send(
