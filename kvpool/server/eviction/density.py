@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Final, Generic, NamedTuple
+from typing import ClassVar, Final, Generic
 
 from kvpool.protocols.policy import B, Decision, Inferred
 from kvpool.server.eviction.lru import LRU
@@ -90,7 +90,7 @@ class Density(Generic[B]):
         elif policy_data < 0:
             block.policy_data = -policy_data
         else:
-            uses = self._arrive(block, now)
+            uses = 1 if block.digest[-1] % _SAMPLE else self._arrive(block, now)
             block.policy_data = -uses
             self._held[uses - 1] += 1
         self._last_stamp = block.last_used = max(self._last_stamp + 1, int(now * 1e6))
@@ -110,13 +110,14 @@ class Density(Generic[B]):
 
     def remove(self, block: B) -> None:
         policy_data = abs(block.policy_data)
-        self._queues[policy_data // (_USES + 1)].remove(block)
+        if block.is_candidate:
+            self._queues[policy_data // (_USES + 1)].remove(block)
         block.policy_data = 0
         if policy_data:
             self._held[(policy_data & _USES) - 1] -= 1
-        if policy_data and block.digest[-1] % _SAMPLE == 0:
-            self._sampled -= 1
-            self._remember(block.digest, policy_data & _USES, block.last_used)
+            if block.digest[-1] % _SAMPLE == 0:
+                self._sampled -= 1
+                self._remember(block.digest, policy_data & _USES, block.last_used)
 
     def victim(
         self, newcomer: B, evictable: Callable[[B], bool], now: float
@@ -124,20 +125,28 @@ class Density(Generic[B]):
         while (poorest := self._poorest(now)) is not None:
             if isinstance(poorest, Decision):
                 return poorest
-            age_s = now - poorest.last_used / 1e6
-            kept = self._lives[poorest.number].density(age_s)
+            number, oldest = poorest
+            last_used = oldest.last_used
+            age_s = now - last_used / 1e6
             is_short = self._late > self._used * _LATE_MIN
-            if kept and is_short and age_s < _BYPASS_S_MAX:  # else nothing is refused for it
+            if is_short and age_s < _BYPASS_S_MAX:  # else nothing is refused for it
+                kept = self._lives[number].density(age_s)
                 known = self._ghosts.get(_name(newcomer.digest), 0)
                 offered = self._lives[min(known & _USES, _CLASSES - 1)].density(0.0)
                 if offered < kept * _BYPASS_MARGIN:
                     self._refuse(newcomer, now)
                     self._departures.add(newcomer.digest, _REFUSED, 0.0)
                     return Decision.BYPASS
-            block = self._queues[poorest.number].victim(newcomer, evictable, now)
+            queue = self._queues[number]
+            queue.take()
+            block: B | Decision | None = oldest
+            if not evictable(oldest):
+                if oldest.last_used != last_used:  # as in `LRU.victim`
+                    queue.add_candidate(oldest)
+                block = queue.victim(newcomer, evictable, now)
             if block is not None:
                 if not isinstance(block, Decision):
-                    self._departures.add(block.digest, poorest.number, age_s)
+                    self._departures.add(block.digest, number, age_s)
                 return block
         return None
 
@@ -145,7 +154,7 @@ class Density(Generic[B]):
         poorest = self._poorest(now)
         if isinstance(poorest, Decision):  # near enough: a look must not take long
             return max(queue.victim_age(now) for queue in self._queues)
-        return max(0.0, now - poorest.last_used / 1e6) if poorest is not None else 0.0
+        return max(0.0, now - poorest[1].last_used / 1e6) if poorest is not None else 0.0
 
     def inferred(self) -> Inferred:
         expected = [returning(lives) for lives in self._lives]
@@ -162,35 +171,34 @@ class Density(Generic[B]):
         """Number of evicted and refused blocks that are kept."""
         return len(self._ghosts)
 
-    def _poorest(self, now: float) -> _Candidate | Decision | None:
-        """The leaf of lowest rank among the oldest of each class; of equal ranks the oldest.
+    def _poorest(self, now: float) -> tuple[int, B] | Decision | None:
+        """The leaf of lowest rank among the oldest of each class, behind the number of its class;
+        of equal ranks the oldest.
 
         NOT_YET when that takes more steps: call again.
         """
-        found: B | None = None
-        lowest = 0
+        found: list[tuple[int, B]] = []
         moved = 0
         for number, queue in enumerate(self._queues):
-            while True:
-                block = queue.oldest()
+            while (block := queue.oldest()) is not None:
                 if isinstance(block, Decision) or moved == _MOVED_MAX:
                     return Decision.NOT_YET
-                if block is None or block.policy_data & _USES == number + 1:
+                if block.policy_data & _USES == number + 1:
+                    found.append((number, block))
                     break
                 queue.take()  # used again since it was queued: it belongs to another class now
                 self.add_candidate(block)
                 moved += 1
-            if block is None:
-                continue
-            rank = self._lives[number].rank(now - block.last_used / 1e6)
-            if found is None or (rank, block.last_used) < (lowest, found.last_used):
-                found, lowest, chosen = block, rank, number
-        return _Candidate(found.last_used, chosen) if found is not None else None
+        if len(found) < 2:  # their ranks do not matter
+            return found[0] if found else None
+        lives = self._lives
+        return min(
+            found,
+            key=lambda one: (lives[one[0]].rank(now - one[1].last_used / 1e6), one[1].last_used),
+        )
 
     def _arrive(self, block: B, now: float) -> int:
-        """The number of uses of a new block, this one included."""
-        if block.digest[-1] % _SAMPLE:
-            return 1
+        """The number of uses of a new block of the sample, this one included."""
         self._sampled += 1
         return self._ask(block.digest, now)
 
@@ -230,13 +238,6 @@ class Density(Generic[B]):
             return REFUSED
         used = f"used {('once', 'twice', 'three times', 'more often')[number]}"
         return f"{used}, {worth(self._lives[number].share(age_s), age_s, 'blocks')}"
-
-
-class _Candidate(NamedTuple):
-    """A leaf that may be evicted next."""
-
-    last_used: int
-    number: int  # of its class
 
 
 def _name(digest: bytes) -> int:

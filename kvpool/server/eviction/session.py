@@ -45,35 +45,32 @@ class Session:
         self.ended = 0  # when it ended: blocks last used up to then (µs) are evicted first
 
 
-class Timeline:
-    """Sessions ordered by one time each; a heap with lazy updates, so a change costs O(log n)."""
+class Timeline(dict["Session", float]):
+    """Sessions ordered by one time each; a heap with lazy updates, so a change costs O(log n).
+
+    A dict: to ask whether it is empty, for each victim, calls no Python.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[Session, float] = {}
+        super().__init__()
         self._heap: LazyHeap[tuple[float, int, Session]] = LazyHeap(
-            lambda entry: self._times.get(entry[2]) == entry[0]
+            lambda entry: self.get(entry[2]) == entry[0]
         )
         self._pushed = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._times)
-
-    def __contains__(self, session: Session) -> bool:
-        return session in self._times
-
     def set(self, session: Session, time: float) -> None:
-        self._times[session] = time
+        self[session] = time
         self._pushed += 1
-        self._heap.push((time, self._pushed, session), len(self._times))
+        self._heap.push((time, self._pushed, session), len(self))
 
     def drop(self, session: Session) -> None:
-        self._times.pop(session, None)
-        self._heap.tidy(len(self._times))
+        self.pop(session, None)
+        self._heap.tidy(len(self))
 
     def first(self) -> tuple[float, Session] | None:
         while (entry := self._heap.first()) is not None:
             time, _, session = entry
-            if self._times.get(session) == time:
+            if self.get(session) == time:
                 return time, session
             self._heap.pop()
         return None

@@ -328,7 +328,8 @@ class SessionAwarePolicy(Order):
             self._extra.add_candidate(entry)
 
     def remove(self, entry: Entry) -> None:
-        self._unlist_extra(entry)
+        if entry in self._extra_listed:
+            self._unlist_extra(entry)
         self.policy.remove(entry)
         if entry.superseded_at:
             self._superseded.pop(entry, None)
@@ -380,7 +381,8 @@ class SessionAwarePolicy(Order):
         than every evictable block. Of a `foreign` one, another tenant's, nothing is expected: the
         hints order what is here, and refuse nothing.
         """
-        self._expire(now)
+        if self._expiries:
+            self._expire(now)
         asked_at = now + LONG_S if wanted or (owed and foreign) else now
         if self._superseded or self._ended:
             useless = self.next_useless(evictable)

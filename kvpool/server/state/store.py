@@ -666,7 +666,7 @@ class Store:
         return last_used != JUST_NOW and self._last_use(victim) >= last_used
 
     def _is_parent(self, one: Entry, of: Entry) -> bool:
-        return (one.index.namespace, one.digest) == (of.index.namespace, of.parent)
+        return one.digest == of.parent and one.index.namespace == of.index.namespace
 
     def _last_use(self, entry: Entry) -> int:
         """When a block was used last, by any part that is here; of one whose session has announced
