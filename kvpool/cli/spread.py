@@ -111,6 +111,9 @@ def _print(report: SpreadReport, length: int) -> None:
     if report.length < length:
         line = f"the pool has {report.length:,} of {length:,} blocks: {report.stopped.label}"
         console.print(line, markup=False)
+    if not report.servers and report.complete:
+        console.print("nothing is to be copied: so many servers have it")
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("server")
     for name in ("blocks", "fetched"):

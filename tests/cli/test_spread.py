@@ -198,5 +198,7 @@ def test_what_each_server_has_is_a_row_under_its_names(capsys: pytest.CaptureFix
         ["[red]one", "5", "3"],
         ["two", "2", "0", "no room"],
     ]
+    _print(SpreadReport(7, ReadStatus.HIT, ()), 7)
+    assert capsys.readouterr().out == "nothing is to be copied: so many servers have it\n"
     _print(SpreadReport(7, ReadStatus.HIT, rows), 7)
     assert "of 7 blocks" not in capsys.readouterr().out
