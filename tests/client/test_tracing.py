@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 import kvpool
-from kvpool import config, tracing
+from kvpool import config, dev, tracing
 from kvpool.client.opening import _pool_class
 from kvpool.client.pool import Pool
-from tests.chaos.cluster import ProcessCluster
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install 'kvpool[otel]'")
 from opentelemetry import trace
@@ -35,17 +34,11 @@ def exporter() -> InMemorySpanExporter:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[ProcessCluster]:
-    async with ProcessCluster() as running:
-        yield running
-
-
-@pytest.fixture
 async def pool(
-    cluster: ProcessCluster, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+    pool_dev: dev.Dev, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Pool]:
     monkeypatch.setenv("KVPOOL_OTEL", "1")
-    async with await kvpool.connect(*cluster.masters_of("clients")) as opened:
+    async with await kvpool.connect(pool_dev.address) as opened:
         exporter.clear()
         yield opened
 
@@ -95,10 +88,9 @@ async def test_a_wrong_argument_is_an_error_of_the_span(
 
 
 async def test_a_pool_without_masters_is_a_miss_with_its_reason(
-    pool: Pool, cluster: ProcessCluster, exporter: InMemorySpanExporter
+    pool: Pool, pool_dev: dev.Dev, exporter: InMemorySpanExporter
 ) -> None:
-    for master in cluster.masters.values():
-        await master.kill()
+    await pool_dev.master.close()
     await pool.match(NAMESPACE, CHAIN, timeout=0.5)
     (span,) = exporter.get_finished_spans()
     assert attributes(span)["stopped"] == "no_master"
