@@ -164,12 +164,13 @@ async def test_nothing_is_added_to_bytes_that_cannot_be_read(two_servers: dev.De
 
 @pytest.mark.parametrize("copies", [1, 2])
 async def test_of_two_writers_at_once_one_version_stays(far_apart: dev.Dev, copies: int) -> None:
+    """Who has no time left to look leaves both: here they have."""
     chain = keys("race", 30)
     async with client_on(far_apart, "a") as a, client_on(far_apart, "b") as b:
         outcomes = [
             await asyncio.gather(
-                a.write(NAMESPACE, [digest], [b"a" * 5000], copies=copies),
-                b.write(NAMESPACE, [digest], [b"b" * 5000], copies=copies),
+                a.write(NAMESPACE, [digest], [b"a" * 5000], copies=copies, timeout=20),
+                b.write(NAMESPACE, [digest], [b"b" * 5000], copies=copies, timeout=20),
             )
             for digest in chain
         ]
