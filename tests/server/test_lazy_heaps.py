@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvpool.server.eviction.density import Density
 from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.write_back import WriteBack
@@ -143,3 +144,22 @@ def test_dirty_blocks_are_in_order_whatever_comes_back_and_goes() -> None:
         first = cast(Block, waiting.least_recently_used())
         assert first is min(queue, key=lambda one: one.last_used)
         del queue[first]
+
+
+def test_density_asks_again_for_a_block_of_which_a_later_use_is_found() -> None:
+    policy: Density[Any] = Density(1)
+    blocks = [Block(number) for number in (1, 2)]
+    for block in blocks:
+        policy.touch(block, 1.0)
+        policy.touch(block, 1.0)
+        policy.add_candidate(block)
+    found = []
+
+    def evictable(block: Any) -> bool:
+        if block is blocks[0] and not found:
+            found.append(block)
+            block.last_used += 1_000_000  # another part of it was used then
+            return False
+        return True
+
+    assert [policy.victim(Block(3), evictable, 9.0) for _ in range(3)] == [*blocks[::-1], None]
