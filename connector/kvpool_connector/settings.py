@@ -88,7 +88,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: Number of servers to which each block is written.
     copies: Annotated[int, Meta(ge=1, le=16)] = 1
     #: How blocks are made smaller on their way to the pool; empty: not at all. `lossless`, where it
-    #: saves time, or one that loses something, as in int8?tolerance=0.02 (docs/codecs.md).
+    #: saves time (docs/codecs.md).
     codec: str = ""
     #: With KV events switched on in the engine: how blocks of the pool are announced to routers.
     #: `shared` says which are on other hosts, as vllm-router wants it; `plain` says that those are
