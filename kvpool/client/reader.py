@@ -521,7 +521,7 @@ class Reader:
 
     def _timer(self, state: ReadState, attempt: Attempt, hedged: bool) -> InactivityTimer:
         """A server that has the only copy is worth a longer wait (design: hedging). If only the
-        cache says so, a master is asked meanwhile: there may be others by now (seed 914037)."""
+        cache says so, a master is asked meanwhile: there may be others by now."""
         silence_s = self._config.hedge_s if hedged else self._config.attempt_s
         if hedged or state.source is not LocationSource.CACHE:
             # Blocks that come up from a slow tier show nothing about the way.

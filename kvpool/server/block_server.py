@@ -308,8 +308,8 @@ def default_reserved_max(memory: int) -> int:
     """A quarter of the memory; three quarters of it where one quarter is less than 1 MiB.
 
     Steps of one or two blocks would leave the end of a chain without a child between two steps, and
-    in a small memory that is full of other chains' middles it would be evicted (seed 93089). Not
-    all of it: writers that stop may keep what they reserved in quarantine (seed 97283).
+    in a small memory that is full of other chains' middles it would be evicted. Not
+    all of it: writers that stop may keep what they reserved in quarantine.
     """
     return memory // 4 if memory // 4 >= START else memory * 3 // 4
 

@@ -126,7 +126,7 @@ class ServerConnection:
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
             if full and any(answer.extent for answer in answers):
                 # Nobody waits for memory while it holds some: two of such writers would wait for
-                # each other, and one that never sends would not be cut off (seed 104530).
+                # each other, and one that never sends would not be cut off.
                 for position in full:
                     answers[position] = Reservation(WriteStatus.NOT_YET)
                 break

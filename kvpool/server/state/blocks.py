@@ -168,7 +168,7 @@ class Blocks:
                 Stretch(namespace, 0, [digest], status)
                 for (namespace, digest), status in departures
                 # Blocks that are being written again are in: if that writer dies, they are still
-                # gone (seed 30742).
+                # gone.
                 if not any(self.peek(namespace, p, digest) for p in range(namespace.parts))
             ]
 

@@ -88,7 +88,7 @@ class FileStore(Store):
         ordered: list[Entry] = []
         for number, entry in enumerate(merge(*runs, key=_GENERATION), 1):
             self.policy.touch(entry, now)
-            # Twice, as for a new block, which is reserved and sealed: policies rely on it (seed 53)
+            # Twice, as for a new block, which is reserved and sealed: policies rely on it
             self.policy.touch(entry, now)
             ordered.append(entry)
             if number % RESTORED_AT_ONCE == 0:
