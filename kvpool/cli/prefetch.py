@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections import Counter
@@ -57,6 +56,8 @@ def prefetch(
 
     Exit code 0 only if all of it is in memory.
     """
+    import asyncio
+
     settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
     try:
         chain = digests_of(sys.stdin.read().split() if keys == ["-"] else keys)

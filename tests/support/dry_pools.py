@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.testing.invariants import check_invariants
+from kvpool.testing.invariants import check_invariants, inventory
 from kvpool.tools.dry_pool import DryPool
 
 
@@ -11,4 +11,4 @@ def check_pool(pool: DryPool) -> None:
     check_invariants(pool.directory)
     for server in pool.servers.values():
         check_invariants(server.store)
-        assert pool.directory.listed(server.name) == len(server.store.inventory())
+        assert pool.directory.listed(server.name) == len(inventory(server.store))
