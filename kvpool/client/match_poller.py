@@ -134,9 +134,7 @@ class MatchPoller:
         if self._requests:
             self._tick()
             # No event tells that a link is connected, or that a deadline has come.
-            wait_s = 0.0 if self._ended else min(wait_s, _TICK_S)
-            for link, message in self._links.receive(wait_s):
-                self._receive(link, message)
+            self._take(0.0 if self._ended else min(wait_s, _TICK_S))
         ended, self._ended = self._ended, []
         return ended
 
@@ -191,6 +189,10 @@ class MatchPoller:
             if link not in request.asked:
                 self._send(id, request, link, now)
 
+    def _take(self, wait_s: float) -> None:
+        for link, message in self._links.receive(wait_s):
+            self._receive(link, message)
+
     def _receive(self, link: int, message: bytes) -> None:
         self._unanswered_since.pop(link, None)
         id = envelope_id(message)
@@ -229,6 +231,7 @@ class MatchPoller:
         if now < self._next_tick:
             return
         self._next_tick = now + _TICK_S
+        self._take(0.0)  # what came while nobody looked is in time
         for link in self._links.take_ended():  # what they were asked is lost
             self._unanswered_since.pop(link, None)
             for request in self._requests.values():

@@ -142,12 +142,12 @@ class _PolledLink:
         self._use(None)
 
     def _go_on(self) -> None:
-        if self._socket is not None and (self._session is not None or self._is_connected()):
-            self._receive()
         now = time.monotonic()
         opened = self._session is not None and self._session.open
         if self._socket is not None and not opened and now >= self._late_at:
-            self._failed()
+            self._failed()  # nobody has looked for so long: what it has received is of no use
+        if self._socket is not None and (self._session is not None or self._is_connected()):
+            self._receive()
         if self._found is None or not (self._anew or self._socket is None):
             return
         if self._anew or now >= self._retry_at:
@@ -179,7 +179,7 @@ class _PolledLink:
         fresh.setblocking(False)
         fresh.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._use(fresh)
-        self._late_at = time.monotonic() + HELLO_S
+        self._late_at = time.monotonic() + HELLO_S / 2  # the master gives up after all of it
         if fresh.connect_ex((host, self._port)) not in (0, errno.EINPROGRESS):
             self._failed()
 

@@ -443,6 +443,20 @@ def test_a_link_that_was_never_answered_is_opened_again(
     assert len(peers) > 1
 
 
+def test_a_reply_that_came_in_time_counts_when_nobody_has_looked(
+    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+) -> None:
+    """The engine has computed a step meanwhile."""
+    (master,) = fakes(1)
+    poller = open_poller(master.address, attempt_s=0.5)
+    poller.start("a", [(SPACE, keys("x", 1))])
+    while not master.poll(1):
+        poller.poll(0.005)
+    master.answer(miss())
+    time.sleep(0.6)
+    assert until(poller)[0].stopped is ReadStatus.NEVER_WRITTEN
+
+
 def test_a_connection_that_nobody_used_is_opened_again_at_once(
     fakes: Callable[[int], list[FakeMaster]], open_poller: Open
 ) -> None:
