@@ -1135,6 +1135,21 @@ def test_a_workers_silence_is_its_own_reason(pool: LocalPool) -> None:
         engine.close()
 
 
+def test_a_lookup_that_began_with_the_names_is_late_as_any_other(pool: LocalPool) -> None:
+    engine = Engine(pool.master, load_timeout_s=0.1, start_wait_s=2.0)
+    engine.scheduler._lookups._lookups._poller = FakePoller()  # type: ignore[assignment]
+    try:
+        engine.scheduler.on_new_request("r", keys("held", 2), 2 * BLOCK + 1, RequestHints())
+        engine.until(lambda: bool(engine.scheduler.namespaces))
+        assert engine.scheduler._lookups.waiting
+        engine.clock.ahead_s += 0.2
+        assert engine.loadable("r", 2 * BLOCK + 1) == 0
+        assert engine.scheduler.planner.counters["miss lookup timeout"] == 1
+        assert not engine.scheduler._lookups.waiting
+    finally:
+        engine.close()
+
+
 def test_transfers_end_when_the_pool_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool_connector.worker._SAVE_TIMEOUT_S", 0.3)
     local = LocalPool()
