@@ -89,6 +89,8 @@ def prefetch(
         console.print(f"{line}, of {len(chain):,} blocks", markup=False, highlight=False)
         if found[PrefetchStatus.GONE]:
             console.print("gone: `kvpool explain` says why")
-        elif not whole:
+        if found[PrefetchStatus.LOST]:
+            console.print("lost: a server does not answer, `kvpool doctor` says which")
+        if found[PrefetchStatus.COMING] + found[PrefetchStatus.REFUSED]:
             console.print("run it again, with a longer --deadline, to go on")
     raise typer.Exit(0 if whole else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,9 @@ async def test_a_server_brings_up_what_will_be_read_and_counts_it(tmp_path: Path
                 found = await counters()
                 assert found["prefetched_bytes"] == found["prefetch_used_bytes"] == 6 * BLOCK
                 assert found["prefetch_wasted_bytes"] == 0
+                child.signal(signal.SIGKILL)
+                below = [digest.hex() for digest in keys("filler 0", 30)]
+                said = await running_kvpool("prefetch", *below, *where)
+                lines = said.out.splitlines()
+                assert said.code == 1
+                assert lines[-1] == "lost: a server does not answer, `kvpool doctor` says which"
