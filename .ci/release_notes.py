@@ -24,7 +24,7 @@ def notes(tag: str, changelog: str, package: str) -> str:
         found = newest[1] if newest else "nothing"
         raise ValueError(f"CHANGELOG.md begins with {found!r}, expected '{version} - YYYY-MM-DD'")
     section = changelog[newest.end() :].partition("\n## ")[0]
-    page = section.partition("\n### ")[0].strip().removesuffix("All changes:").strip()
+    page = section.partition("\n### ")[0].strip()
     # What a link is relative to, a page of releases does not have.
     page = re.sub(r"\[([^]]+)\]\((?!https?://)[^)]+\)", r"\1", page)
     return f"{page or section.strip()}\n\nAll changes: CHANGELOG.md.\n"

@@ -20,8 +20,6 @@ CHANGELOG = """# Changelog
 
 Faster: see [design](docs/design.md) and [a paper](https://a.example/b).
 
-All changes:
-
 ### Added
 
 - One.
