@@ -12,6 +12,8 @@ import json
 import os
 import signal
 import struct
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import NamedTuple
@@ -41,6 +43,41 @@ SIZE = 2 << 20
 def installed() -> None:
     """Skips where UCX is not there."""
     pytest.importorskip("ucxx", reason="the UCX transport needs ucxx: pip install kvpool[ucx]")
+
+
+_TALKATIVE = """
+import logging, os
+from kvpool_transports import ucx
+ucx._load()
+context = ucx.make_context(local=True, settings={})
+logging.getLogger("ucx").warning("a warning of UCXX")
+print("levels", os.environ["UCXX_LOG_LEVEL"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, ["levels fatal\n"]),
+        ({"UCXX_LOG_LEVEL": "info", "UCXPY_LOG_LEVEL": "WARNING"}, [" UCXX ", " UCXPY ", "info"]),
+    ],
+    ids=["nothing set", "set by the operator"],
+)
+def test_ucxx_prints_only_what_the_operator_asks_for(
+    installed: None, given: dict[str, str], said: list[str]
+) -> None:
+    """Its C++ writes to stdout, where a command's answer is; its Python to stderr."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("UCX")}
+    done = subprocess.run(
+        [sys.executable, "-c", _TALKATIVE],
+        env={**kept, **given},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    text = done.stdout + done.stderr
+    assert all(words in text for words in said)
+    assert given or [text] == said
 
 
 class Running(NamedTuple):

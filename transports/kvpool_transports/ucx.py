@@ -748,8 +748,9 @@ class UcxStream(Stream):
 
 
 def _load() -> None:
-    """Import ucxx, which is slow, and keep UCX from printing errors that kvpool raises and logs."""
-    for name, value in (("UCX_WARN_UNUSED_ENV_VARS", "n"), ("UCX_LOG_LEVEL", "fatal")):
+    """Import ucxx, which is slow, and keep it and UCX from printing what kvpool raises and logs."""
+    quiet = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal"}
+    for name, value in {**quiet, "UCXPY_LOG_LEVEL": "CRITICAL"}.items():
         os.environ.setdefault(name, value)
     try:
         importlib.import_module("ucxx")
