@@ -21,17 +21,18 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.errors import Closed, Unavailable
+from kvpool.errors import Closed, ConfigError, Unavailable
 
 if TYPE_CHECKING:
     import torch
 
 Bytes: TypeAlias = NDArray[np.uint8]
+R = TypeVar("R")
 
 #: Bytes that device and host copy at a time. Large enough that starting a copy costs little beside
 #: it, small enough that both are at work on one block of 2 MiB.
@@ -49,11 +50,11 @@ class DeviceCopier:
 
     def __init__(self, device: torch.device, streams: int) -> None:
         self.device = device
+        self._executor = threads_of(device, streams)
         staged = pinned(streams * 2 * STEP, device)
         self._streams: queue.SimpleQueue[CopyStream] = queue.SimpleQueue()
         for part in staged.view(streams, 2 * STEP):
             self._streams.put(CopyStream(device, part))
-        self._executor = ThreadPoolExecutor(streams, "kvpool-device")
         self._calls: dict[_Copy, None] = {}  # all that have not ended
         self._not_started: dict[_Copy, None] = {}  # those that no thread has started
         self._unassigned: list[_Copy] = []  # those that no thread was given
@@ -73,18 +74,7 @@ class DeviceCopier:
         if len(self._unassigned) == 1:
             loop.call_soon(self._distribute, loop)
         try:
-            await asyncio.shield(call.done)
-        except asyncio.CancelledError:
-            call.stopped = True
-            if self._try_start(call):
-                call.done.cancel()  # no thread will start it now
-            while not call.done.done():
-                # Also when it is cancelled again: until then a thread uses the caller's memory.
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([call.done])
-            if not call.done.cancelled():
-                call.done.exception()  # retrieved, or asyncio would log it
-            raise
+            await ended(call.done, functools.partial(self._give_up, call))
         finally:
             del self._calls[call]
         if call.stopped:
@@ -122,6 +112,11 @@ class DeviceCopier:
         finally:
             self._streams.put(stream)
 
+    def _give_up(self, call: _Copy) -> None:
+        call.stopped = True
+        if self._try_start(call):
+            call.done.cancel()  # no thread will start it now
+
     def _try_start(self, call: _Copy) -> bool:
         """True once: for the thread that starts it, or for its caller, if it gave up before."""
         # `pop` is atomic under the GIL, so that not both can win.
@@ -139,6 +134,45 @@ class DeviceCopier:
                 call.done.set_exception(Unavailable(why))
             else:
                 call.done.set_exception(error)
+
+
+async def ended(work: asyncio.Future[R], give_up: Callable[[], object]) -> R:
+    """The result of work on the caller's memory, once a thread has ended it or never begins it.
+
+    Also when the caller is cancelled, and cancelled again (its own time, then `close`): `give_up`
+    is called each time, and what ends then is not looked at.
+    """
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+            give_up()
+    if cancelled:
+        if not work.cancelled():
+            work.exception()  # retrieved, or asyncio would log it
+        raise asyncio.CancelledError
+    return work.result()
+
+
+def threads_of(device: torch.device, count: int) -> ThreadPoolExecutor:
+    """Threads that work with this device alone. Raises ConfigError for one of another kind.
+
+    The current device of a new thread is the first. Whoever leaves a stream of another one makes it
+    current again, and CUDA takes half a GB there: of each rank of an engine.
+    """
+    import torch
+
+    if device.type == "cpu":
+        return ThreadPoolExecutor(count, "kvpool-device")
+    if device.type != "cuda" or torch.version.hip is not None:
+        kind = "of ROCm" if device.type == "cuda" else f"of the kind {device.type!r}"
+        raise ConfigError(
+            f"device {device} is {kind}: kvpool takes memory of hosts and of CUDA devices; nobody "
+            "has run it on others, where a copy that ends late would be wrong bytes"
+        )
+    return ThreadPoolExecutor(count, "kvpool-device", torch.cuda.set_device, (device,))
 
 
 def pinned(size: int, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -412,6 +412,17 @@ class DirectBlockMemory(_Blocks):
             if number % _BLOCKS_PER_TURN == _BLOCKS_PER_TURN - 1:
                 await asyncio.sleep(0)  # up to a microsecond for each piece
         return found
+
+
+def device_of_this_thread() -> Callable[[], object]:
+    """To be called by a new thread, which gets the CUDA context of this one.
+
+    Asking an event of CUDA, or UCX, takes half a GB of the first device in a thread without one,
+    and each rank of an engine would do that.
+    """
+    if not torch.cuda.is_initialized():
+        return tuple
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 async def _reached(after: Any) -> None:

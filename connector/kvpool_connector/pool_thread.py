@@ -40,7 +40,7 @@ class PoolThread:
 
     With `warn_line` it also looks whether the pool is there all the time, and says once when it is
     lost, why, when the reason is another one, and when it is back; and when a master answers and no
-    server is left.
+    server is left. `on_start` comes first in the thread: it makes an engine's device its own, say.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class PoolThread:
         cluster: Cluster,
         log_line: Callable[[str], None],
         warn_line: Callable[[str], None] | None = None,
+        on_start: Callable[[], object] = tuple,
     ) -> None:
+        self._on_start = on_start
         self._config = config
         self._cluster = cluster
         self._log_line = log_line
@@ -108,6 +110,7 @@ class PoolThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
+            self._on_start()
             self._begin(self._connect)
             self._loop.run_forever()
             self._loop.run_until_complete(self._finish())

@@ -20,6 +20,7 @@ from typing import (
 )
 
 from kvpool_connector import engine_log, settings, vllm_interface
+from kvpool_connector.block_memory import device_of_this_thread
 from kvpool_connector.head_split import head_split
 from kvpool_connector.messages import StepWork, WorkerReport
 from kvpool_connector.pool_thread import PoolThread
@@ -107,7 +108,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             def log_line(line: str) -> None:  # the scheduler's half says the same of its own
                 engine_log.info(f"rank {rank.number}: {line}")
 
-            thread = PoolThread(chosen.client(), chosen.member(), log_line)
+            thread = PoolThread(
+                chosen.client(), chosen.member(), log_line, on_start=device_of_this_thread()
+            )
             count_updates()
             self._worker = ConnectorWorker(chosen, thread, rank, engine_log.error)
         thread.wait(chosen.start_wait_s)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
-from kvpool.device_copy import CopyEvent, NullEvent, first_line
+from kvpool.device_copy import CopyEvent, NullEvent, ended, first_line, threads_of
 from kvpool.errors import Closed, Unavailable
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class DeviceThread:
         import torch
 
         self._device = device
+        self._executor = threads_of(device, 1)
         # torch refuses to write into tensors made in inference mode, except in that mode.
         self._inference_mode: Callable[[], AbstractContextManager[object]] = torch.inference_mode
         self.on_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
@@ -46,7 +47,6 @@ class DeviceThread:
             self.on_stream = lambda: torch.cuda.stream(stream)
             # Blocking: the thread sleeps. By default it would spin, and use up a core.
             self._event = torch.cuda.Event(blocking=True)
-        self._executor = ThreadPoolExecutor(1, "kvpool-device")
         self._prepare = prepare
         self._preparing: Future[Exception | None] | None = None
         self._closed = False
@@ -60,21 +60,8 @@ class DeviceThread:
         """
         await self._prepared()
         job = self._executor.submit(self._work, queue, finish)
-        ended = asyncio.wrap_future(job)
-        cancelled = False
-        while not ended.done():
-            try:
-                await asyncio.wait([ended])
-            except asyncio.CancelledError:
-                # Once it runs it has the caller's memory: also when it is cancelled again.
-                cancelled = True
-                job.cancel()
-        if cancelled or ended.cancelled():
-            if not ended.cancelled():
-                ended.exception()  # retrieved, or asyncio would log it
-            raise asyncio.CancelledError
         try:
-            return ended.result()
+            return await ended(asyncio.wrap_future(job), job.cancel)
         except Exception as error:
             raise self._failed(error) from None
 

@@ -202,6 +202,8 @@ def test_memory_of_the_host_is_used_in_place_whatever_is_set() -> None:
 def test_blocks_that_are_too_large_for_the_client_are_staged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    stage = block_memory.DeviceStage(torch.device("cpu"), 4096)
+    monkeypatch.setattr(block_memory, "stage_of", lambda device: stage)
     layers = {name: one.to("meta") for name, one in caches(LAYOUTS["LBHNC"]).items()}
     assert isinstance(memory_of(layers, direct=True), DirectBlockMemory)
     assert isinstance(memory_of(layers), DeviceBlockMemory)

@@ -46,6 +46,20 @@ def lines() -> list[str]:
     return []
 
 
+def test_what_is_first_in_the_thread(lines: list[str]) -> None:
+    """Before it connects: UCX takes the context of its thread."""
+    seen: list[str] = []
+    thread = PoolThread(
+        SETTINGS.client(),
+        Cluster(),
+        lambda line: seen.append("connecting"),
+        on_start=lambda: seen.append(threading.current_thread().name),
+    )
+    thread.wait(0.1)
+    thread.close(10)
+    assert seen[0] == "kvpool"
+
+
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> PoolThread:
     async def connect(**options: Any) -> NoPool:

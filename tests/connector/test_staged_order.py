@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from kvpool import ConfigError
 from kvpool.device.thread import DeviceThread
 from kvpool_connector import block_memory
-from kvpool_connector.block_memory import DeviceBlockMemory, DeviceStage, HostBlockMemory, views_of
+from kvpool_connector.block_memory import (
+    DeviceBlockMemory,
+    DeviceStage,
+    HostBlockMemory,
+    device_of_this_thread,
+    views_of,
+)
 from tests.connector.test_connector_parts import LAYOUTS, caches
 from tests.connector.test_device_stage import saved
 from tests.support.fake_device import FakeEvent, FakeGpu, FakeStream
@@ -28,13 +35,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 class Engine:
     """A KV cache on a fake device, and a twin of it on the host, where all is done at once."""
 
-    def __init__(self, gpu: FakeGpu, layout: str, stage_bytes: int) -> None:
+    def __init__(self, gpu: FakeGpu, layout: str, stage_bytes: int, device: int = 0) -> None:
         buffers: list[torch.Tensor] = []
         views = views_of(caches(LAYOUTS[layout]), buffers)
         (self.host,) = buffers
         self.gpu = gpu
-        self.device = gpu.tensor(bytes(self.host.numpy()))
-        stage = DeviceStage(torch.device("cuda", 0), stage_bytes)
+        self.device = gpu.tensor(bytes(self.host.numpy()), device)
+        stage = DeviceStage(torch.device("cuda", device), stage_bytes)
         self.memory = DeviceBlockMemory(views, [self.device], stage=stage)
         self.twin = HostBlockMemory(views, [self.host])
 
@@ -48,7 +55,7 @@ class Engine:
     async def load_over_what_a_step_reads(self) -> None:
         """The step before still reads and writes the blocks when their new bytes have come."""
         wanted = await saved(self.twin, IDS)
-        read = self.gpu.tensor(bytes(len(self.host)))
+        read = self.gpu.tensor(bytes(len(self.host)), self.device.device.index)
         before = bytes(self.host.numpy())
         read.copy_(self.device)
         self.device.mul_(0)
@@ -84,6 +91,31 @@ async def test_a_load_follows_the_blocks_last_user_and_is_there_at_its_end(
     engine = Engine(gpu, layout, stage_bytes)
     await engine.load_over_what_a_step_reads()
     await engine.save_twice()
+
+
+async def test_a_rank_has_a_context_on_its_own_device_only(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the threads that copy and in the one that asks events: half a GB for each rank."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    device_of_this_thread()()  # as the pool's thread does
+    engine = Engine(gpu, "BLHNC", 9000, device=1)
+    await engine.load_over_what_a_step_reads()
+    await engine.save_twice()
+    assert gpu.contexts == {torch.device("cuda", 1)}
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu", "rocm"])
+def test_another_accelerator_is_refused_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind == "rocm":  # torch calls its devices cuda
+        monkeypatch.setattr(torch.version, "hip", "7.1")
+    with pytest.raises(
+        ConfigError, match=f"(?i)is of .*{kind}.*: kvpool takes memory of hosts and of"
+    ):
+        DeviceStage(torch.device("cuda" if kind == "rocm" else kind, 0))
 
 
 def nothing_recorded(patch: pytest.MonkeyPatch) -> None:

@@ -286,7 +286,7 @@ def _play(seed: int, kind: type[World] | type[TierWorld]) -> History:
     failure = ""
     with pytest.MonkeyPatch.context() as patch:
         gpu = FakeGpu(patch)
-        patch.setattr(thread, "ThreadPoolExecutor", lambda *_: _Thread(loop, rng))
+        patch.setattr(thread, "threads_of", lambda *_: _Thread(loop, rng))
         patch.setattr(device_direct, "SCRATCH", _SCRATCH)
 
         patch.setattr(ucx, "SMALL", device_tiers.SMALL)

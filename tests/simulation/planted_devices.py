@@ -13,6 +13,7 @@ from tests.simulation.planted import Bug
 _DIRECT = "kvpool.client.device_direct"
 _WRITES = "kvpool.client.device_writes"
 _THREAD = "kvpool.device.thread"
+_COPY = "kvpool.device_copy"
 _TIERED = "kvpool.server.state.tiered_store"
 _MOVER = "kvpool.server.tier_mover"
 _SERVING = "kvpool_transports.streams.server"
@@ -104,13 +105,13 @@ DEVICE_BUGS: Sequence[Bug] = (
     Bug(
         "a-cancelled-call-leaves-its-kernels",
         "G1",
-        _THREAD,
+        _COPY,
         """\
-                cancelled = True
-                job.cancel()""",
+            cancelled = True
+            give_up()""",
         """\
-                job.cancel()
-                raise""",
+            give_up()
+            raise""",
     ),
     Bug(
         "sent-when-the-pins-are-gone",

@@ -89,6 +89,7 @@ class FakeEvent:
 
     def query(self) -> bool:
         """A device goes on while it is asked: one piece of work each time."""
+        self._gpu.touch()
         stream = self._stream
         if stream is None or stream.done >= self._position:
             return True
@@ -155,6 +156,8 @@ class FakeGpu:
         self.fails = ""
         #: Memory that a network card was given.
         self.registered: list[FakeTensor] = []
+        #: Devices on which a thread has made a context, as CUDA does for its current one.
+        self.contexts: set[Any] = set()
         self._idle = threading.Event()
         self._idle.set()
         self._threads = threading.local()
@@ -167,6 +170,7 @@ class FakeGpu:
         )
         patch.setattr(torch.cuda, "stream", self.on_stream)
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "set_device", self.set_device)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -212,6 +216,14 @@ class FakeGpu:
                 yield
         finally:
             stack.pop()
+            self.touch()  # torch makes the device before current again
+
+    def set_device(self, device: Any) -> None:
+        self._threads.device = _cuda(f"cuda:{device}" if isinstance(device, int) else device)
+        self.touch()
+
+    def touch(self) -> None:
+        self.contexts.add(getattr(self._threads, "device", torch.device("cuda", 0)))
 
     def current_stream(self, device: Any = None) -> FakeStream:
         stack = self._streams()

@@ -292,9 +292,10 @@ def test_a_version_that_no_test_has_run_with_is_named_in_the_log(
     ],
 )
 def test_device_memory_is_taken_before_vllm_measures_what_is_left(
-    connector: dict[str, Any] | None, device: str, reserved: bool
+    connector: dict[str, Any] | None, device: str, reserved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM measures after `init_device`, from a snapshot that it has made in it."""
+    monkeypatch.setattr(block_memory, "DeviceStage", lambda device: object())
     block_memory.stage_of.cache_clear()
     taken: list[int] = []
 
