@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvpool_connector import fingerprint
+from tests.support.poisoned_memory import PoisonedMemory
 
 KIB = 1 << 10
 CONFIG = {"layers": 2, "dtype": "bf16"}
@@ -193,3 +197,61 @@ def test_a_single_file_and_a_folder_without_weights(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(OSError, match="no weights in"):
         fingerprint.files(str(tmp_path / "empty"))
+
+
+# --- tensors in memory: only what a kernel reads counts -------------------------------------------
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float32).view(shape).to(dtype)
+
+
+def padded_rows(dtype: torch.dtype, *shape: int, room: int) -> torch.Tensor:
+    """Rows that begin `room` elements after each other, as kernels of FP8 want them."""
+    weight = torch.empty(*shape[:-1], room, dtype=dtype)[..., : shape[-1]]
+    return weight.copy_(values(*shape, dtype=dtype))
+
+
+def aligned_scales(experts: int, rows: int, columns: int, room: int) -> torch.Tensor:
+    """Column by column, each with room behind it, as TMA reads them."""
+    strides = (columns * room, 1, room)
+    return torch.empty_strided((experts, rows, columns), strides).copy_(
+        values(experts, rows, columns)
+    )
+
+
+PADDED = {
+    "fp8, rows": lambda: padded_rows(torch.float8_e4m3fn, 40, 72, room=256),
+    "fp8, rows that are no words": lambda: padded_rows(torch.float8_e4m3fn, 40, 70, room=75),
+    "bf16, experts": lambda: padded_rows(torch.bfloat16, 4, 6, 64, room=72),
+    "packed fp4, transposed": lambda: padded_rows(torch.uint8, 40, 64, room=96).t(),
+    "scales": lambda: aligned_scales(3, 10, 7, room=12),
+    "one row": lambda: padded_rows(torch.int32, 1, 9, room=16)[0],
+    "every other": lambda: padded_rows(torch.int64, 30, 3, room=4)[::2],
+}
+
+
+@pytest.mark.parametrize("kind", PADDED)
+@pytest.mark.parametrize("summed", [None, 64])
+def test_what_lies_between_rows_does_not_count(kind: str, summed: int | None) -> None:
+    """Nobody has written it: equal weights on two GPUs have other bytes there."""
+    found = set()
+    for poison in (0x00, 0x5A, 0xFF):
+        with PoisonedMemory(poison):
+            weight = PADDED[kind]()
+        storage = torch.empty(0, dtype=torch.uint8).set_(weight.untyped_storage())
+        assert (storage == poison).sum() > 0  # there is such memory
+        found.add(fingerprint.memory([("weight", weight)], summed_bytes=summed).digest)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_every_value_between_paddings_counts(kind: str) -> None:
+    weight = PADDED[kind]()
+    same = fingerprint.memory([("weight", weight)]).digest
+    whole = weight.view(fingerprint._INTEGERS[weight.element_size()])
+    for position in itertools.product(*(sorted({0, size // 2, size - 1}) for size in whole.shape)):
+        whole[position] ^= 1
+        assert fingerprint.memory([("weight", weight)]).digest != same
+        whole[position] ^= 1
+    assert fingerprint.memory([("weight", weight)]).digest == same
