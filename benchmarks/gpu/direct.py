@@ -142,7 +142,8 @@ async def _beside_staged(device: str) -> Answer:
         if not pools["direct"].counters["direct_read_bytes"]:
             raise RuntimeError("no block was read directly: nothing was measured")
     figures = ", ".join(f"{path} {rate:.1f} GB/s" for path, rate in best.items())
-    return Answer(best["direct"] >= best["staged"], f"{figures}; lanes {_lanes()}")
+    text = f"{figures}; lanes {_lanes()}"
+    return Answer(best["direct"] >= best["staged"], text, best["direct"], best["staged"])
 
 
 async def _read_until(stopped: threading.Event, device: str) -> None:

@@ -114,7 +114,8 @@ async def _beside_staged(device: str) -> Answer:
         if not pools["direct"].counters["direct_write_bytes"]:
             raise RuntimeError("no block was written directly: nothing was measured")
     figures = ", ".join(f"{path} {rate:.1f} GB/s" for path, rate in best.items())
-    return Answer(best["direct"] >= best["staged"], f"{figures}; lanes {direct._lanes()}")
+    text = f"{figures}; lanes {direct._lanes()}"
+    return Answer(best["direct"] >= best["staged"], text, best["direct"], best["staged"])
 
 
 def _fill(rows: list[torch.Tensor], block: bytes, device: str) -> None:

@@ -30,6 +30,9 @@ def present(device: str) -> dict[str, str | None]:
         "gpu": no_gpu,
         "cuda": no_gpu or _unless(device != "cpu", "no memory apart from the host's"),
         "triton": no_gpu or _unless(importlib.util.find_spec("triton") is not None, "no triton"),
+        "connector": _unless(
+            importlib.util.find_spec("kvpool_connector") is not None, "no kvpool_connector"
+        ),
         "ucx": _unless(ucx, "no UCX"),
         "ucx-cuda": no_gpu
         or _unless(device == "cpu" or bool(_libraries("uct_cuda")), "no UCX for CUDA"),

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 
 class Result(enum.Enum):
-    MET = "met"
-    NOT_MET = "NOT MET"
+    MET = "true"
+    NOT_MET = "FALSE"
     FOUND = "found"  # a fact, about which nothing is claimed
     FAILED = "FAILED"  # it could not be answered, although all that it needs is there
-    NOT_RUN = "not run"
+    NOT_RUN = "not possible here"
 
 
 class Answer(NamedTuple):
-    """What was measured, and whether that is what was claimed; None where nothing is."""
+    """What was measured, and whether that is what was claimed; None where nothing is.
+
+    `figure` stands beside its `limit`, which no way over this device can exceed, or may not.
+    """
 
     met: bool | None
     figures: str
+    figure: float | None = None
+    limit: float | None = None
+
+
+class NoTime(Exception):
+    """All claims together may take so long, and there is no time left for this one."""
 
 
 class Claim(NamedTuple):
@@ -35,29 +45,41 @@ class Line(NamedTuple):
     text: str
     result: Result
     figures: str
+    figure: float | None = None
+    limit: float | None = None
+    seconds: float = 0.0
 
 
 #: What a claim may need; None if it is there, else the words for a line that was not run.
 Present = Mapping[str, str | None]
 
 
-def lines(claims: Iterable[Claim], present: Present, ask: Callable[[Claim], Answer]) -> list[Line]:
-    """One line for each claim. A claim whose needs are not there, or that fails, ends nothing."""
-    found = []
+def lines(
+    claims: Iterable[Claim],
+    present: Present,
+    ask: Callable[[Claim], Answer],
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Iterator[Line]:
+    """One line for each claim, as soon as there is one. A claim whose needs are not there, or that
+    fails, ends nothing."""
     for claim in claims:
         lacking = next((why for need in claim.needs if (why := present[need]) is not None), None)
         if lacking is not None:
-            found.append(Line(claim.part, claim.text, Result.NOT_RUN, f"{lacking}: not run"))
+            yield Line(claim.part, claim.text, Result.NOT_RUN, lacking)
             continue
+        began = clock()
         try:
-            met, figures = ask(claim)
+            answer = ask(claim)
+        except NoTime as error:
+            yield Line(claim.part, claim.text, Result.NOT_RUN, str(error))
+            continue
         except Exception as error:  # a claim may fail in any way: that is its answer
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-            found.append(Line(claim.part, claim.text, Result.FAILED, text))
+            yield Line(claim.part, claim.text, Result.FAILED, text, seconds=clock() - began)
             continue
+        met = answer.met
         result = Result.FOUND if met is None else Result.MET if met else Result.NOT_MET
-        found.append(Line(claim.part, claim.text, result, figures))
-    return found
+        yield Line(claim.part, claim.text, result, *answer[1:], seconds=clock() - began)
 
 
 def is_accepted(found: Sequence[Line]) -> bool:
@@ -79,6 +101,25 @@ def page(title: str, found: Sequence[Line]) -> str:
         ]
         text.append("")
     return "\n".join(text)
+
+
+def as_json(title: str, found: Sequence[Line]) -> str:
+    """The same for programs: true, false or null, and why."""
+    words = {Result.MET: True, Result.NOT_MET: False, Result.FAILED: False}
+    rows = [
+        {
+            "part": line.part,
+            "claim": line.text,
+            "true": words.get(line.result),
+            "result": line.result.value,
+            "figures": line.figures,
+            "figure": line.figure,
+            "limit": line.limit,
+            "seconds": round(line.seconds, 1),
+        }
+        for line in found
+    ]
+    return json.dumps({"title": title, "lines": rows}, indent=1) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,8 +18,18 @@ import pytest
 
 from benchmarks import device as plain
 from benchmarks.gpu import __main__ as kit
-from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine
-from benchmarks.gpu.report import Answer, Claim, Line, Result, is_accepted, lines, page
+from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine, stage
+from benchmarks.gpu.report import (
+    Answer,
+    Claim,
+    Line,
+    NoTime,
+    Result,
+    as_json,
+    is_accepted,
+    lines,
+    page,
+)
 from kvpool.client.device_direct import DirectReads
 from tests.support.fake_device import FakeGpu, FakeTensor
 
@@ -35,28 +47,36 @@ def claim(name: str, *needs: str, part: str = "part") -> Claim:
 def test_every_claim_has_a_line_whatever_happens_to_it() -> None:
     answers = {
         "yes": Answer(True, "2 GB/s"),
-        "no": Answer(False, "1 | 2"),
+        "no": Answer(False, "1 | 2", 1.0, 2.0),
         "fact": Answer(None, "two\nlines"),
     }
 
     def ask(one: Claim) -> Answer:
+        if one.name == "late":
+            raise NoTime("the 12 minutes of all claims are over")
         if one.name == "breaks":
             raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might")
         return answers[one.name]
 
     claims = [claim(name) for name in ("yes", "no", "fact", "breaks")]
-    found = lines([*claims, claim("away", "there", "gpu", "ucx")], PRESENT, ask)
+    claims += [claim("away", "there", "gpu", "ucx"), claim("late")]
+    clock = itertools.count(0.0, 2.0)
+    found = list(lines(claims, PRESENT, ask, lambda: next(clock)))
     assert [(line.result, line.figures) for line in found] == [
         (Result.MET, "2 GB/s"),
         (Result.NOT_MET, "1 | 2"),
         (Result.FOUND, "two\nlines"),
         (Result.FAILED, "RuntimeError: CUDA error: unspecified launch failure"),
-        (Result.NOT_RUN, "no GPU: not run"),
+        (Result.NOT_RUN, "no GPU"),
+        (Result.NOT_RUN, "the 12 minutes of all claims are over"),
     ]
     text = page("title", found)
-    assert "1 met, 1 NOT MET, 1 found, 1 FAILED, 1 not run." in text
-    assert "| claim no | NOT MET | 1 \\| 2 |" in text
+    assert "1 true, 1 FALSE, 1 found, 1 FAILED, 2 not possible here." in text
+    assert "| claim no | FALSE | 1 \\| 2 |" in text
     assert "| claim fact | found | two<br>lines |" in text
+    rows = json.loads(as_json("title", found))["lines"]
+    assert [row["true"] for row in rows] == [True, False, None, False, None, None]
+    assert (rows[1]["figure"], rows[1]["limit"], rows[1]["seconds"]) == (1.0, 2.0, 2.0)
 
 
 PRESENT = {"there": None, "gpu": "no GPU", "ucx": "no UCX"}
@@ -81,15 +101,38 @@ def test_it_runs_to_its_end_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(kit, "ask_apart", lambda one, _: Answer(True, f"asked {one.name}"))
+    monkeypatch.setattr(kit, "ask_apart", lambda one, *_: Answer(True, f"asked {one.name}"))
     monkeypatch.setattr(sys, "argv", ["gpu", "--page", str(tmp_path / "page.md")])
     kit.main()  # and no SystemExit
     said = capsys.readouterr().out
     for one in kit.CLAIMS:
         if "gpu" in one.needs:
-            assert f"not run  {one.text}: no GPU: not run" in said
-    assert said.count("no GPU: not run") == sum("gpu" in one.needs for one in kit.CLAIMS)
+            assert f"not possible here {one.text}: no GPU" in said
+    assert said.count(": no GPU") == sum("gpu" in one.needs for one in kit.CLAIMS)
     assert "| GPU | found | none: torch" in (tmp_path / "page.md").read_text()
+    assert json.loads((tmp_path / "page.json").read_text())["lines"][0]["claim"] == "GPU"
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the claims that are left when the time of all is over are named, not asked."""
+    asked: list[str] = []
+
+    def ask(one: Claim, device: str, left_s: float) -> Answer:
+        asked.append(one.name)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return Answer(True, "fine")
+
+    monkeypatch.setattr(kit, "ask_apart", ask)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--page", str(tmp_path / "p.md")])
+    with pytest.raises(KeyboardInterrupt):
+        kit.main()
+    assert (tmp_path / "p.md").read_text().count("| true | fine |") == 2
+    monkeypatch.undo()
+    with pytest.raises(NoTime, match="the 12 minutes of all claims are over"):
+        kit.ask_apart(claim("left"), "cpu", -1.0)
 
 
 def test_a_claim_that_is_not_met_is_its_exit_status(
@@ -101,7 +144,7 @@ def test_a_claim_that_is_not_met_is_its_exit_status(
     with pytest.raises(SystemExit) as ended:
         kit.main()
     assert ended.value.code == 1
-    assert "| NOT MET | slow |" in (tmp_path / "page.md").read_text()
+    assert "| FALSE | slow |" in (tmp_path / "page.md").read_text()
 
 
 def test_names_are_unique_and_needs_are_known() -> None:
@@ -111,10 +154,21 @@ def test_names_are_unique_and_needs_are_known() -> None:
 
 def test_a_process_that_asks_answers_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     (flush,) = (one for one in kit.CLAIMS if one.name == "flush")
-    assert kit.ask_apart(flush, "cpu") == (None, "the device cpu: writes are seen at once")
+    answer = kit.ask_apart(flush, "cpu", 100.0)
+    assert answer[:2] == (None, "the device cpu: writes are seen at once")
     monkeypatch.setattr(kit, "_CLAIM_S", 0.01)
     with pytest.raises(RuntimeError, match="no answer within"):
-        kit.ask_apart(flush, "cpu")
+        kit.ask_apart(flush, "cpu", 100.0)
+    with pytest.raises(NoTime, match="stopped: the 12 minutes"):
+        kit.ask_apart(flush, "cpu", 0.001)
+
+
+def test_the_order_of_a_staged_step_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_ROUNDS", 2)
+    monkeypatch.setattr(stage, "_WORK", 1 << 10)
+    assert stage.keeps_the_order("cpu").met
+    monkeypatch.setattr("kvpool_connector.block_memory.DeviceBlockMemory._scatter", lambda *_: None)
+    assert stage.keeps_the_order("cpu").met is False
 
 
 class Driver:
