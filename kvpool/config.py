@@ -50,6 +50,8 @@ _SECRET_SIZE_MIN: Final = 16
 _SECRET_SIZE_MAX: Final = 4096
 #: Also of a tenant's key, which has a secret in base 64.
 _SECRET_FILE_MAX: Final = 16_384
+#: Bytes of a configuration, which has some 40 settings.
+_FILE_SIZE_MAX: Final = 1 << 16
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -478,18 +480,9 @@ def check_bind(address: str, insecure: bool) -> None:
 
 def read_file(path: Path) -> dict[str, Any]:
     """The settings in a file as they are written, unchecked. Raises ConfigError."""
-    import yaml  # not at the top (design: layout)
+    from kvpool.yaml_file import read_yaml  # for files alone
 
-    try:
-        text = path.read_text()
-        # Each may stand for many of those before it: a short file could have no end.
-        if sum(isinstance(one, yaml.AliasEvent) for one in yaml.parse(text)) > 16:
-            raise ValueError("more than 16 aliases: write out what they stand for")
-        loaded = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}") from None
-    except Exception as error:  # besides YAMLError: a date 2020-13-45 is a bare ValueError
-        raise ConfigError(f"config file {path}: {' '.join(str(error).split())[:300]}") from None
+    loaded = read_yaml(path, f"config file {path}", size_max=_FILE_SIZE_MAX)
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

@@ -20,6 +20,7 @@ from kvpool.file_stamp import Stamp, stamp
 from kvpool.supervision import Supervisor
 from kvpool.tenants import Tenant, TenantKeys, parse_tenants
 from kvpool.types import Cluster
+from kvpool.yaml_file import read_yaml
 
 log = logs.get("kvpool.tenants")
 
@@ -117,7 +118,8 @@ class TenantsFile:
     def _read(self, stamps: dict[Path, Stamp]) -> _Loaded:
         """Read every file, in a thread, and write down in `stamps` what it was before."""
         stamps[self._path] = stamp(self._path)
-        tenants = parse_tenants(_read_yaml(self._path), str(self._path))
+        raw = read_yaml(self._path, f"tenants file {self._path}", size_max=_FILE_SIZE_MAX)
+        tenants = parse_tenants(raw, str(self._path))
         secrets: dict[str, tuple[bytes, ...]] = {}
         owners = {self._cluster.secret: "the cluster"}
         for name, tenant in tenants.items():
@@ -139,49 +141,3 @@ class TenantsFile:
                 read.append(secret)
             secrets[name] = tuple(read)
         return _Loaded(tenants, secrets)
-
-
-def _read_yaml(path: Path) -> object:
-    import yaml  # not at the top (design: layout)
-
-    class Loader(yaml.SafeLoader):
-        """Refuses a setting that is written twice, of which YAML would take the last."""
-
-    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[object, object]:
-        pairs = [
-            (loader.construct_object(key, deep=True), loader.construct_object(value, deep=True))
-            for key, value in node.value
-        ]
-        names = [key for key, _ in pairs]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"tenants file {path}: {name!r} stands twice in one place")
-        return dict(pairs)
-
-    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_FILE_SIZE_MAX + 1)
-        if len(text) > _FILE_SIZE_MAX:
-            raise ConfigError(f"tenants file {path}: larger than {_FILE_SIZE_MAX} bytes")
-        # Each may stand for many of those before it: a message about them had no end.
-        if sum(isinstance(one, yaml.AliasEvent) for one in yaml.parse(text)) > 16:
-            raise ConfigError(
-                f"tenants file {path}: more than 16 aliases: write out what they stand for"
-            )
-        return yaml.load(text, Loader)
-    except OSError as error:
-        raise ConfigError(f"tenants file {path}: {error.strerror}") from None
-    except ConfigError:
-        raise
-    except Exception as error:  # besides YAMLError: a date 2020-13-45 is a bare ValueError
-        raise ConfigError(f"tenants file {path}: {_why_no_yaml(error)}") from None
-
-
-def _why_no_yaml(error: Exception) -> str:
-    """Without the text that YAML quotes: whoever took a file of secrets for this one must not find
-    them in a log."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return "no YAML that can be read"
-    return f"no YAML that can be read: line {mark.line + 1}, column {mark.column + 1}"

@@ -29,6 +29,9 @@ CONFIGS = {
     + "".join(f"  - {one.partition(': ')[2]}\n" for one in LAUGHS.splitlines()),
     "a section that holds itself": "server: &s {id: *s, listen: [*s]}\n",
     "a long key": "k" * 1_000_000 + ": 1\n",
+    "a long list": "a: [" + "a: b," * 12_000 + "]\n",
+    "a number to the base of 60": "a: " + "59:" * 20_000 + "1\n",
+    "brackets that stay open": "[" * 60_000,
     "deep": "{a: " * 5_000 + "}" * 5_000,
 }
 
@@ -79,7 +82,9 @@ def check(seconds: float, memory: int, said: str) -> None:
     assert memory < MEMORY
 
 
-@pytest.mark.parametrize("name", CONFIGS if ATTACK_S > 1 else ["aliases as a value"])
+@pytest.mark.parametrize(
+    "name", CONFIGS if ATTACK_S > 1 else ["aliases as a value", "brackets that stay open"]
+)
 def test_a_configuration_that_says_too_much_is_a_sentence(tmp_path: Path, name: str) -> None:
     path = tmp_path / "kvpool.yaml"
     path.write_text(CONFIGS[name])

@@ -144,8 +144,13 @@ async def test_a_proof_of_a_server_is_none_of_a_client(pool: TenantPool) -> None
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("tenants: [", "no YAML that can be read: line 1, column 11$"),
-        ("tenants: []\nsecret: {of: [sesame", "line 2, column 21$"),
+        ("tenants: [", "no YAML that can be read: line 2, column 1$"),
+        ("tenants: []\nsecret: {of: [sesame", "line 3, column 1$"),
+        ("tenants: " + "[" * 5000, "no YAML that can be read: line 1, column "),
+        ("tenants: " + "[" * 40 + "]" * 40, "deeper or longer than any settings are"),
+        ("tenants: [" + "a: b," * 9000 + "]", "deeper or longer than any settings are"),
+        ("tenants: " + "9:" * 3000 + "9", "a value of more than 4096 characters"),
+        ("tenants: [&a 1" + ", *a" * 17 + "]", "more than 16 aliases"),
         ("since: 2020-13-45", "no YAML that can be read$"),
         ("", "got nothing, expected one list"),
         ("root:x:secret", "tenants.yaml: got str, expected one list"),
