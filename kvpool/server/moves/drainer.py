@@ -26,6 +26,8 @@ _MASTERS_S: Final = 5.0
 #: Of what others have taken over, removed at once, and in all before the process ends.
 _FORGET_STEP: Final = 256
 _FORGET_S: Final = 30.0
+#: Of what was moved, asked for at once whether it is still there.
+_CHECK_STEP: Final = 1024
 
 
 class Drainer:
@@ -37,8 +39,8 @@ class Drainer:
     | RUNNING    | no           | others fetch its blocks                   | DONE, INCOMPLETE;    |
     |            |              |                                           | OFF: `cancel`        |
     | DONE       | no           | a living server has each of its blocks    | OFF: `cancel`        |
-    | INCOMPLETE | no           | the time was over, and some are left      | RUNNING: `begin`;    |
-    |            |              |                                           | OFF: `cancel`        |
+    | INCOMPLETE | no           | the time was over, or a receiver has      | RUNNING: `begin`;    |
+    |            |              | evicted some again: these are left        | OFF: `cancel`        |
 
     In each of them blocks are served and removed as ever. With `durable`, the lowest tier keeps its
     blocks when this process ends.
@@ -126,7 +128,8 @@ class Drainer:
             try:
                 complete = await self._until_deadline()
                 self._limit = None
-                if not complete:
+                complete = await self._still_there() and complete
+                if not complete or self._planner.handed.problems():  # of what has left since, too
                     await self._count_left()
             except Exception:
                 log.exception("drain failed")
@@ -160,6 +163,27 @@ class Drainer:
                         log.info("drain waits for a master", why=str(error))
                     await asyncio.sleep(0 if complete else PAUSE_S)
         return complete
+
+    async def _still_there(self) -> bool:
+        """Whether others have all that was moved. A receiver that is nearly full evicts for what
+        comes later; that is not moved once more, as something else would have to go for it."""
+        handed, evicted = self._planner.handed, []
+        try:
+            view = await self._hand_over.look()
+            for names in handed.moved_batches(_CHECK_STEP):
+                held = await self._peers.holders(names, view.others, _now() + REQUEST_S)
+                evicted += [name for name in names if not held[name]]
+        except FAILURES as error:
+            log.warning("nobody says whether what was moved is still there", why=str(error))
+            return False
+        here = 0
+        for number, name in enumerate(evicted):
+            if (entry := self._store.peek(*name)) is not None:
+                handed.evicted(name, entry.size)
+                here += 1
+            if number % _CHECK_STEP == 0:
+                await asyncio.sleep(0)
+        return not here
 
     async def _count_left(self) -> None:
         for _ in self._planner.count_left(self._hand_over.view):

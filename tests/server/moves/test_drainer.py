@@ -137,6 +137,35 @@ async def test_what_no_server_takes_is_left_with_its_reason_and_the_best_is_save
         assert (stats.draining, stats.drain_left_blocks) == (True, report.left_blocks)
 
 
+async def test_what_a_receiver_has_evicted_again_is_left() -> None:
+    """And is no block that was moved; a second drain asks anew."""
+    async with trio(servers=2) as running, running.pool() as pool:
+        leaving, other = running.servers
+        blocks = keys("block", 20)
+        await put(pool, leaving, blocks)
+        moves, gone = moves_of(leaving), blocks[:3]
+        carry_out = moves.hand_over.carry_out
+
+        async def carry_out_and_evict(*all: Any) -> None:
+            await carry_out(*all)
+            other.stack.remove(NAMESPACE, gone, ReadStatus.EVICTED, 0)
+            other._context.on_change()
+            await masters_know(other)
+
+        moves.hand_over.carry_out = carry_out_and_evict  # type: ignore[method-assign]
+        leaving.stack.remove(NAMESPACE, gone[2:], ReadStatus.REMOVED, 0)  # nobody misses it
+        report = await drain(leaving, 30.0)
+        assert report.state is DrainState.INCOMPLETE
+        assert (report.moved_blocks, report.moved_bytes) == (17, 17 * SIZE)
+        assert (report.left_blocks, report.total_blocks) == (2, 19)
+        assert report.left == (Left(NAMESPACE.name, "evicted there", 2, 2 * SIZE),)
+        moves.hand_over.carry_out = carry_out  # type: ignore[method-assign]
+        report = await drain(leaving, 30.0)
+        assert (report.state, report.left_blocks, report.moved_blocks) == (DrainState.DONE, 0, 2)
+        await leaving.close()
+        await assert_readable(pool, [one for one in blocks if one != gone[2]])
+
+
 async def test_without_another_server_everything_is_left() -> None:
     async with trio(servers=1) as running, running.pool() as pool:
         await put(pool, running.servers[0], keys("block", 5))

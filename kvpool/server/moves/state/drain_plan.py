@@ -40,9 +40,8 @@ def _kind(name: BlockName) -> tuple[Namespace, int, int]:
 class HandedOver:
     """Where the blocks of this server are safe, and why the others are not.
 
-    A block is safe while the server that has taken it lives: if that one evicts it later, the block
-    has had room and lost it, as any other. When that server is lost, the block is to be handed over
-    again.
+    A block is safe while the server that has taken it lives. When that server is lost, the block is
+    to be handed over again. If it evicts the block meanwhile, the block is `evicted`, and is left.
     """
 
     def __init__(self) -> None:
@@ -65,6 +64,13 @@ class HandedOver:
             self.moved[name] = None
             self.moved_blocks += 1
             self.moved_bytes += size
+
+    def evicted(self, name: BlockName, size: int) -> None:
+        """It was moved, and no server has it any more."""
+        del self.moved[name], self.holders[name]
+        self.moved_blocks -= 1
+        self.moved_bytes -= size
+        self.left(name, "evicted there", size)
 
     def gone(self, name: BlockName) -> None:
         """Nothing of this block is to be handed over any more."""
