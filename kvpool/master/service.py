@@ -490,8 +490,11 @@ class Master:
     def _explain(self, m: wire.Explain) -> wire.Explained:
         namespace, digests = wire.unpack_question(m)
         answers: list[tuple[int, str, list[tuple[str, str, int]]]] = []
-        size = 0
+        size, began_s = 0, self.uptime_s(self._now())
         for one in self.directory.explain(namespace, digests[:BATCH_BLOCKS_MAX]):
+            if self._partial and one.status is ReadStatus.NEVER_WRITTEN:
+                why = f"which began {began_s:.0f} s ago, and has not heard from all servers yet"
+                one = one._replace(text=f"as far as this master knows, {why}: ask again")
             size += 64 + size_of(one.text) + _size_of(one.replicas)
             if answers and size > PAGE_SIZE:
                 break

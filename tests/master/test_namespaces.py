@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import pytest
 
+from kvpool.config import MasterConfig
+from kvpool.master.service import Master
 from kvpool.master.state.block_map import BlockMap, NamespaceMap
 from kvpool.master.state.directory import Directory
 from kvpool.types import TEXT_MAX, Namespace
+from kvpool.wire import messages as wire
 from tests.conftest import key, keys
 
 
@@ -110,3 +115,24 @@ def test_an_explanation_fits_into_a_message() -> None:
     (lost,) = directory.explain(wide, [key("x")])
     assert lost.text.startswith("held by ")
     assert len(lost.text) == TEXT_MAX
+
+
+async def test_a_master_that_has_just_begun_says_so() -> None:
+    """And not that a block was never written, which it cannot know."""
+    now = asyncio.get_running_loop().time()
+    master = Master(MasterConfig(timeout_s=0.3), cast(Any, None))
+    master._started = now - 0.2
+
+    def explained() -> str:
+        asked = wire.Explain("one", 1, 16, b"x" * 16)
+        answer = wire.decode_answer(wire.Explained, *master.handle(*wire.encode(asked)))
+        return answer.blocks[0][1]
+
+    await master._tick()
+    assert explained() == (
+        "as far as this master knows, which began 0 s ago, and has not heard from all servers yet: "
+        "ask again"
+    )
+    master._started = now - 1
+    await master._tick()
+    assert explained() == "the pool holds no blocks"
