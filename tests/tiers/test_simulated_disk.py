@@ -38,6 +38,8 @@ class Bench:
 
 
 Test = Callable[[Bench], Coroutine[Any, Any, None]]
+#: What one process does with its handle.
+Work = Callable[[Bench, SimDisk], Awaitable[object]]
 
 
 def play(test: Test, seed: int = 1) -> Bench:
@@ -49,6 +51,27 @@ def play(test: Test, seed: int = 1) -> Bench:
 
 def seeds(test: Test, count: int = 30) -> list[Bench]:
     return [play(test, seed) for seed in range(count)]
+
+
+def alone(work: Work) -> Test:
+    """The history of one process."""
+
+    async def test(bench: Bench) -> None:
+        await bench.spawn(lambda disk: work(bench, disk))
+
+    return test
+
+
+def in_a_process(count: int = 30) -> Callable[[Work], Callable[[], None]]:
+    """The test is what one process does, in so many histories."""
+
+    def test_of(work: Work) -> Callable[[], None]:
+        def test() -> None:
+            seeds(alone(work), count)
+
+        return test
+
+    return test_of
 
 
 async def read(disk: SimDisk, offset: int, size: int) -> bytearray:
@@ -76,72 +99,55 @@ def test_what_was_written_is_read_also_by_the_next_process() -> None:
 
 
 def test_a_seed_is_one_history() -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            calls = [disk.write(n % 7 * 900, memoryview(bytes([n]) * 5000)) for n in range(20)]
-            calls += [disk.read(n * 700, memoryview(bytearray(3000))) for n in range(20)]
-            await asyncio.gather(*calls, return_exceptions=True)
-
+    async def work(bench: Bench, disk: SimDisk) -> None:
         bench.platter.fail(0.1)
         bench.platter.misdirect(0.2)
-        await bench.spawn(work)
+        calls = [disk.write(n % 7 * 900, memoryview(bytes([n]) * 5000)) for n in range(20)]
+        calls += [disk.read(n * 700, memoryview(bytearray(3000))) for n in range(20)]
+        await asyncio.gather(*calls, return_exceptions=True)
 
     def outcome(seed: int) -> tuple[object, ...]:
-        bench = play(test, seed)
+        bench = play(alone(work), seed)
         return bytes(bench.platter.memory), bench.loop.now, bench.loop.steps, bench.platter.counts
 
     assert [outcome(seed) for seed in range(5)] == [outcome(seed) for seed in range(5)]
     assert outcome(1) != outcome(2)
 
 
-def test_calls_take_time_by_their_size_and_a_slow_disk_more() -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            took = []
-            for _ in range(2):
-                before = bench.loop.now
-                for _ in range(20):
-                    await read(disk, 0, SIZE)
-                took.append(bench.loop.now - before)
-                bench.platter.slow(100)
-            assert took[0] >= 20 * SIZE / bench.platter.bytes_per_s
-            assert took[1] > 20 * took[0]
-
-        await bench.spawn(work)
-
-    seeds(test)
+@in_a_process()
+async def test_calls_take_time_by_their_size_and_a_slow_disk_more(
+    bench: Bench, disk: SimDisk
+) -> None:
+    took = []
+    for _ in range(2):
+        before = bench.loop.now
+        for _ in range(20):
+            await read(disk, 0, SIZE)
+        took.append(bench.loop.now - before)
+        bench.platter.slow(100)
+    assert took[0] >= 20 * SIZE / bench.platter.bytes_per_s
+    assert took[1] > 20 * took[0]
 
 
-def test_no_more_calls_at_once_than_its_queue_is_deep() -> None:
-    async def test(bench: Bench) -> None:
-        bench.platter.queue_depth = 4
-
-        async def work(disk: SimDisk) -> None:
-            calls = [asyncio.ensure_future(read(disk, 0, PAGE)) for _ in range(10)]
-            await asyncio.sleep(0)
-            assert (len(disk._running), len(disk._queue)) == (4, 6)
-            await asyncio.gather(*calls)
-
-        await bench.spawn(work)
-
-    play(test)
+@in_a_process(1)
+async def test_no_more_calls_at_once_than_its_queue_is_deep(bench: Bench, disk: SimDisk) -> None:
+    bench.platter.queue_depth = 4
+    calls = [asyncio.ensure_future(read(disk, 0, PAGE)) for _ in range(10)]
+    await asyncio.sleep(0)
+    assert (len(disk._running), len(disk._queue)) == (4, 6)
+    await asyncio.gather(*calls)
 
 
 def test_who_reuses_a_buffer_too_early_has_written_something_else() -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            buffer = bytearray(b"\1" * 8 * PAGE)
-            call = asyncio.ensure_future(disk.write(0, memoryview(buffer)))
-            await asyncio.sleep(bench.platter.latency_s / 2)
-            buffer[:] = bytes(len(buffer))
-            await call
+    async def work(bench: Bench, disk: SimDisk) -> None:
+        buffer = bytearray(b"\1" * 8 * PAGE)
+        call = asyncio.ensure_future(disk.write(0, memoryview(buffer)))
+        await asyncio.sleep(bench.platter.latency_s / 2)
+        buffer[:] = bytes(len(buffer))
+        await call
 
-        await bench.spawn(work)
-
-    found = [set(bench.platter.memory[: 8 * PAGE]) for bench in seeds(test)]
-    assert {0} in found
-    assert {1} in found
-    assert {0, 1} in found  # some of it before, some after
+    found = [set(bench.platter.memory[: 8 * PAGE]) for bench in seeds(alone(work))]
+    assert all(one in found for one in ({0}, {1}, {0, 1})), "some of it before, some after"
 
 
 def test_one_handle_at_a_time() -> None:
@@ -160,68 +166,55 @@ def test_one_handle_at_a_time() -> None:
     play(test)
 
 
-def test_a_closed_handle_gives_the_platter_free_when_its_calls_have_ended() -> None:
-    async def test(bench: Bench) -> None:
-        bench.platter.queue_depth = 1
-
-        async def work(disk: SimDisk) -> None:
-            calls = [asyncio.ensure_future(read(disk, 0, PAGE)) for _ in range(2)]
-            await asyncio.sleep(0)
-            disk.close()
-            disk.close()
-            assert bench.platter.owner is disk
-            ended = await asyncio.gather(*calls, return_exceptions=True)
-            assert isinstance(ended[0], bytearray)
-            assert isinstance(ended[1], Closed)
-            assert bench.platter.owner is None
-            with pytest.raises(Closed):
-                await read(disk, 0, 1)
-
-        await bench.spawn(work)
-
-    play(test)
+@in_a_process(1)
+async def test_a_closed_handle_gives_the_platter_free_when_its_calls_have_ended(
+    bench: Bench, disk: SimDisk
+) -> None:
+    bench.platter.queue_depth = 1
+    calls = [asyncio.ensure_future(read(disk, 0, PAGE)) for _ in range(2)]
+    await asyncio.sleep(0)
+    disk.close()
+    disk.close()
+    assert bench.platter.owner is disk
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(ended[0], bytearray)
+    assert isinstance(ended[1], Closed)
+    assert bench.platter.owner is None
+    with pytest.raises(Closed):
+        await read(disk, 0, 1)
 
 
-def test_calls_outside_of_it_are_refused() -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            for offset, size in ((SIZE, 1), (-1, 1), (0, SIZE + 1)):
-                with pytest.raises(UsageError):
-                    await read(disk, offset, size)
-
-        await bench.spawn(work)
-
-    play(test)
+@in_a_process(1)
+async def test_calls_outside_of_it_are_refused(bench: Bench, disk: SimDisk) -> None:
+    for offset, size in ((SIZE, 1), (-1, 1), (0, SIZE + 1)):
+        with pytest.raises(UsageError):
+            await read(disk, offset, size)
 
 
 def test_a_page_that_is_written_both_ways_at_once_is_a_violation() -> None:
     """The kernel promises nothing then: what was written through the cache may win, or not."""
 
-    async def test(bench: Bench) -> None:
+    async def work(bench: Bench, disk: SimDisk) -> None:
         bench.platter.mode = "O_DIRECT"
         bench.platter.queue_depth = 4
-
-        async def work(disk: SimDisk) -> None:
-            whole, part = memoryview(bytes(PAGE)), memoryview(bytes(128))
-            await asyncio.gather(disk.write(PAGE, whole), disk.write(PAGE + 256, part))
-
-        await bench.spawn(work)
+        whole, part = memoryview(bytes(PAGE)), memoryview(bytes(128))
+        await asyncio.gather(disk.write(PAGE, whole), disk.write(PAGE + 256, part))
 
     with pytest.raises(Violation, match="directly and through the page cache"):
-        play(test)
+        play(alone(work))
 
 
 # --- kills -----------------------------------------------------------------------------------
 
 
-def torn(bench: Bench, moment_s: float) -> Coroutine[Any, Any, None]:
-    """Kill a process while it writes over ones that it has been told are written."""
+def test_a_kill_tears_what_was_being_written_at_sectors() -> None:
+    """And nothing of what its process has been told is written."""
 
-    async def test() -> None:
+    async def test(bench: Bench) -> None:
         async def work(disk: SimDisk) -> None:
             await disk.write(0, memoryview(b"\1" * 8 * PAGE))
             call = asyncio.ensure_future(disk.write(0, memoryview(b"\2" * 8 * PAGE)))
-            await asyncio.sleep(moment_s * bench.platter.latency_s)
+            await asyncio.sleep(0.5 * bench.platter.latency_s)
             bench.process.kill()
             await call
 
@@ -229,21 +222,15 @@ def torn(bench: Bench, moment_s: float) -> Coroutine[Any, Any, None]:
         await asyncio.sleep(1)
         assert bench.platter.owner is None
 
-    return test()
-
-
-def test_a_kill_tears_what_was_being_written_at_sectors() -> None:
     found = []
-    for bench in seeds(lambda bench: torn(bench, 0.5), 60):
+    for bench in seeds(test, 60):
         sector = bench.platter.sector
         memory = bytes(bench.platter.memory[: 8 * PAGE])
         sectors = [memory[at : at + sector] for at in range(0, len(memory), sector)]
         assert all(len(set(one)) == 1 for one in sectors)
         found.append({one[0] for one in sectors})
         assert not any(bench.platter.memory[8 * PAGE :])
-    assert {1} in found
-    assert {2} in found
-    assert {1, 2} in found
+    assert all(one in found for one in ({1}, {2}, {1, 2}))
 
 
 def test_after_a_kill_nothing_lands_any_more() -> None:
@@ -281,153 +268,123 @@ def test_a_power_cut_takes_only_what_was_written_last() -> None:
         assert wrong is (set(memory[PAGE : 3 * PAGE]) != {3})
 
     found = [set(bench.platter.memory[PAGE : 3 * PAGE]) for bench in seeds(test, 60)]
-    assert {1} in found
-    assert {2} in found
-    assert {3} in found
+    assert all({one} in found for one in (1, 2, 3))
     assert any(len(one) > 1 for one in found)
 
 
 # --- faults that end ----------------------------------------------------------------------------
 
 
-def test_a_stuck_disk_holds_calls_until_it_is_healed_cancelled_ones_too() -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            buffer = bytearray(PAGE)
-            bench.platter.memory[:PAGE] = b"\1" * PAGE
-            bench.platter.stick()
-            call = asyncio.ensure_future(disk.read(0, memoryview(buffer)))
-            for _ in range(3):
-                await asyncio.sleep(1000)
-                call.cancel()
-            assert not call.done()
-            bench.platter.heal()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            left = bytes(buffer)
-            await asyncio.sleep(1000)
-            assert bytes(buffer) == left
-
-        await bench.spawn(work)
-
-    seeds(test)
+@in_a_process()
+async def test_a_stuck_disk_holds_calls_until_it_is_healed_cancelled_ones_too(
+    bench: Bench, disk: SimDisk
+) -> None:
+    buffer = bytearray(PAGE)
+    bench.platter.memory[:PAGE] = b"\1" * PAGE
+    bench.platter.stick()
+    call = asyncio.ensure_future(disk.read(0, memoryview(buffer)))
+    for _ in range(3):
+        await asyncio.sleep(1000)
+        call.cancel()
+    assert not call.done()
+    bench.platter.heal()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    left = bytes(buffer)
+    await asyncio.sleep(1000)
+    assert bytes(buffer) == left
 
 
-def test_a_call_that_has_not_begun_is_cancelled_at_once_on_a_stuck_disk_too() -> None:
-    async def test(bench: Bench) -> None:
-        bench.platter.queue_depth = 1
-        bench.platter.stick()
-
-        async def work(disk: SimDisk) -> None:
-            first = asyncio.ensure_future(disk.write(0, memoryview(b"\1" * PAGE)))
-            second = asyncio.ensure_future(disk.write(0, memoryview(b"\2" * PAGE)))
-            await asyncio.sleep(1)
-            second.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await second
-            bench.platter.heal()
-            await first
-            assert await read(disk, 0, PAGE) == b"\1" * PAGE
-
-        await bench.spawn(work)
-
-    play(test)
+@in_a_process(1)
+async def test_a_call_that_has_not_begun_is_cancelled_at_once_on_a_stuck_disk_too(
+    bench: Bench, disk: SimDisk
+) -> None:
+    bench.platter.queue_depth = 1
+    bench.platter.stick()
+    first = asyncio.ensure_future(disk.write(0, memoryview(b"\1" * PAGE)))
+    second = asyncio.ensure_future(disk.write(0, memoryview(b"\2" * PAGE)))
+    await asyncio.sleep(1)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    bench.platter.heal()
+    await first
+    assert await read(disk, 0, PAGE) == b"\1" * PAGE
 
 
-def test_a_full_disk_says_so_and_can_still_be_read() -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            await disk.write(0, memoryview(b"\1" * PAGE))
-            bench.platter.fill()
-            with pytest.raises(Unavailable, match="disk: ENOSPC: No space left on device"):
-                await disk.write(PAGE, memoryview(b"\2" * PAGE))
-            assert await read(disk, 0, PAGE) == b"\1" * PAGE
-            bench.platter.heal()
-            await disk.write(PAGE, memoryview(b"\2" * PAGE))
-
-        await bench.spawn(work)
-
-    seeds(test)
+@in_a_process()
+async def test_a_full_disk_says_so_and_can_still_be_read(bench: Bench, disk: SimDisk) -> None:
+    await disk.write(0, memoryview(b"\1" * PAGE))
+    bench.platter.fill()
+    with pytest.raises(Unavailable, match="disk: ENOSPC: No space left on device"):
+        await disk.write(PAGE, memoryview(b"\2" * PAGE))
+    assert await read(disk, 0, PAGE) == b"\1" * PAGE
+    bench.platter.heal()
+    await disk.write(PAGE, memoryview(b"\2" * PAGE))
 
 
-def test_spoilt_sectors_cannot_be_read_until_they_are_written_to() -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            bench.platter.make_unreadable(PAGE, PAGE + 1)
-            with pytest.raises(Unavailable, match="EIO"):
-                await read(disk, 0, 3 * PAGE)
-            await read(disk, 2 * PAGE, PAGE)
-            bench.platter.heal()
-            with pytest.raises(Unavailable, match="EIO"):
-                await read(disk, PAGE, 1)
-            await disk.write(PAGE, memoryview(bytes(PAGE)))
-            await read(disk, 0, 3 * PAGE)
-
-        await bench.spawn(work)
-
-    seeds(test)
+@in_a_process()
+async def test_spoilt_sectors_cannot_be_read_until_they_are_written_to(
+    bench: Bench, disk: SimDisk
+) -> None:
+    bench.platter.make_unreadable(PAGE, PAGE + 1)
+    with pytest.raises(Unavailable, match="EIO"):
+        await read(disk, 0, 3 * PAGE)
+    await read(disk, 2 * PAGE, PAGE)
+    bench.platter.heal()
+    with pytest.raises(Unavailable, match="EIO"):
+        await read(disk, PAGE, 1)
+    await disk.write(PAGE, memoryview(bytes(PAGE)))
+    await read(disk, 0, 3 * PAGE)
 
 
-def test_a_failing_disk_fails_now_and_then() -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            bench.platter.fail(0.3)
-            calls = [read(disk, 0, PAGE) for _ in range(100)]
-            calls += [disk.write(0, memoryview(bytes(PAGE))) for _ in range(100)]  # type: ignore[misc]
-            ended = await asyncio.gather(*calls, return_exceptions=True)
-            failed = [isinstance(one, Unavailable) for one in ended]
-            assert 10 < sum(failed[:100]) < 60
-            assert 10 < sum(failed[100:]) < 60
-
-        await bench.spawn(work)
-
-    play(test)
+@in_a_process(1)
+async def test_a_failing_disk_fails_now_and_then(bench: Bench, disk: SimDisk) -> None:
+    bench.platter.fail(0.3)
+    calls = [read(disk, 0, PAGE) for _ in range(100)]
+    calls += [disk.write(0, memoryview(bytes(PAGE))) for _ in range(100)]  # type: ignore[misc]
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    failed = [isinstance(one, Unavailable) for one in ended]
+    assert 10 < sum(failed[:100]) < 60
+    assert 10 < sum(failed[100:]) < 60
 
 
 # --- silent ones ----------------------------------------------------------------------------------
 
 
-def test_rot_flips_bits_where_it_says() -> None:
-    async def test(bench: Bench) -> None:
-        bench.platter.rot(100, 200, bits=3)
-        assert any(bench.platter.memory[100:200])
-        assert not any(bench.platter.memory[:100] + bench.platter.memory[200:])
-
-    play(test)
+@in_a_process(1)
+async def test_rot_flips_bits_where_it_says(bench: Bench, disk: SimDisk) -> None:
+    bench.platter.rot(100, 200, bits=3)
+    assert any(bench.platter.memory[100:200])
+    assert not any(bench.platter.memory[:100] + bench.platter.memory[200:])
 
 
-def test_a_lost_write_went_nowhere_and_a_misdirected_one_elsewhere() -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            bench.platter.lose(1.0)
-            await disk.write(0, memoryview(b"\1" * PAGE))
-            assert not any(bench.platter.memory)
-            bench.platter.heal()
-            bench.platter.misdirect(1.0)
-            await disk.write(0, memoryview(b"\2" * PAGE))
-            assert bench.platter.memory.count(b"\2") == PAGE
-            *_, elsewhere = bench.platter.damaged
-            assert set(bench.platter.memory[elsewhere.start : elsewhere.stop]) == {2}
-
-        await bench.spawn(work)
-
-    seeds(test)
+@in_a_process()
+async def test_a_lost_write_went_nowhere_and_a_misdirected_one_elsewhere(
+    bench: Bench, disk: SimDisk
+) -> None:
+    bench.platter.lose(1.0)
+    await disk.write(0, memoryview(b"\1" * PAGE))
+    assert not any(bench.platter.memory)
+    bench.platter.heal()
+    bench.platter.misdirect(1.0)
+    await disk.write(0, memoryview(b"\2" * PAGE))
+    assert bench.platter.memory.count(b"\2") == PAGE
+    *_, elsewhere = bench.platter.damaged
+    assert set(bench.platter.memory[elsewhere.start : elsewhere.stop]) == {2}
 
 
 @pytest.mark.parametrize("fault", DISK_FAULTS, ids=lambda fault: fault.name)
 def test_what_the_nemesis_begins_can_be_healed(fault: Any) -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            fault.begin(bench.platter)
-            calls = [disk.write(n * PAGE, memoryview(b"\1" * PAGE)) for n in range(64)]
-            running = asyncio.gather(*calls, return_exceptions=True)
-            await asyncio.sleep(1)
-            bench.platter.heal()
-            await running
-            for n in range(64):
-                await disk.write(n * PAGE, memoryview(b"\1" * PAGE))
-            assert set(await read(disk, 0, SIZE)) == {1}
+    async def work(bench: Bench, disk: SimDisk) -> None:
+        fault.begin(bench.platter)
+        calls = [disk.write(n * PAGE, memoryview(b"\1" * PAGE)) for n in range(64)]
+        running = asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(1)
+        bench.platter.heal()
+        await running
+        for n in range(64):
+            await disk.write(n * PAGE, memoryview(b"\1" * PAGE))
+        assert set(await read(disk, 0, SIZE)) == {1}
 
-        await bench.spawn(work)
-
-    play(test)
+    play(alone(work))
