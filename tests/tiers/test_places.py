@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpool.types import ROOT, Namespace, Record
+from kvpool_tiers.nvme.format import OverlapResolver
 from kvpool_tiers.nvme.free_places import FreePlaces
 from kvpool_tiers.nvme.namespaces import UnnamedExtents
 
@@ -77,3 +79,35 @@ def test_extents_without_a_name_are_found_by_each_of_their_bytes(
         for offset, length in extents.items()
         if offset < inside.stop and offset + length > inside.start
     ]
+
+
+@FUZZ
+@given(
+    drawn=st.lists(st.tuples(st.integers(0, UNITS), st.integers(1, 9 * UNIT)), max_size=12),
+    ages=st.permutations(range(12)),
+)
+def test_what_a_newer_extent_lies_over_is_gone(
+    drawn: list[tuple[int, int]], ages: list[int]
+) -> None:
+    """Also if that one is gone, too: it has overwritten what lay there before."""
+    extents = sorted(
+        Record(Namespace("n"), 0, b"", ROOT, first * UNIT, size, 0, age)
+        for (first, size), age in zip(dict(drawn).items(), ages, strict=False)
+    )
+    resolver = OverlapResolver()
+    for one in sorted(extents, key=lambda one: one.offset):
+        resolver.add(one)
+    resolver.finish()
+    kept = [
+        one
+        for one in extents
+        if not any(
+            other.generation > one.generation
+            and other.offset < one.offset + one.size
+            and one.offset < other.offset + other.size
+            for other in extents
+        )
+    ]
+    assert sorted(resolver.kept) == sorted(kept)
+    gone = {one.offset for one in resolver.superseded}
+    assert gone == {one.offset for one in extents} - {one.offset for one in kept}
