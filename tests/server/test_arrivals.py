@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from kvpool import HintStatus, Pool, UsageError, dev
-from kvpool.errors import BadMessage, PeerError
-from kvpool.protocols import Link, ReserveRequest
+from kvpool import HintStatus, Pool, dev
+from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.session_hints import SESSIONS_MAX, WAIT_S, WAIT_S_MAX
 from kvpool.server.state.entry import MOVER
@@ -17,10 +16,8 @@ from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ARRIVED, ROOT, ReadStatus, SessionHint, WriteStatus
-from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.server.test_session_hints import ONE, PAGE, TWO, Books
-from tests.support.raw_peers import ask
 
 
 @pytest.fixture
@@ -303,18 +300,3 @@ async def test_a_match_with_a_session_reaches_the_servers(pool: Pool, pool_dev: 
     await asyncio.sleep(0.15)
     assert await pool.session("agent").arrived() is HintStatus.ACCEPTED
     await eventually(lambda: server.store.policy.figures["waiting_sessions"] == 1)
-
-
-@pytest.mark.parametrize("session", ["x" * 129, "new\nline"])
-async def test_what_is_no_session(pool_dev: dev.Dev, session: str) -> None:
-    async with pool_dev.pool() as pool:
-        with pytest.raises(UsageError):
-            await pool.match(NAMESPACE, keys("a", 1), session=session)
-        with pytest.raises(UsageError):
-            await pool.session(session).arrived()
-
-
-async def test_a_master_refuses_a_name_that_is_not_printable(link: Link) -> None:
-    find = wire.Find("n", 1, 16, bytes(16), True, "new\nline")
-    with pytest.raises((BadMessage, PeerError), match="printable"):
-        await ask(link, find, wire.FindReply)

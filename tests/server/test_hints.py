@@ -12,8 +12,8 @@ from kvpool import (
     UsageError,
     WriteStatus,
     dev,
-    sync,
 )
+from kvpool.errors import BadMessage, PeerError
 from kvpool.master import hints
 from kvpool.protocols import Link
 from kvpool.server import orders
@@ -75,32 +75,6 @@ async def test_without_a_master_a_hint_is_refused_and_nothing_raised(pool_dev: d
         assert pool.counters["hint_refused"] == 1
 
 
-def test_threads_have_sessions_too() -> None:
-    import asyncio
-    import threading
-
-    ready, done = threading.Event(), threading.Event()
-    address: list[str] = []
-
-    async def serve() -> None:
-        async with dev.serve("16MiB") as running:
-            address.append(running.address)
-            ready.set()
-            await asyncio.to_thread(done.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert ready.wait(10)
-        with sync.connect(address[0]) as pool:
-            pool.write(NAMESPACE, keys("s", 2), [b"x"] * 2, session="s", resume_in=1.0)
-            assert pool.session("s").hint(resume_in=2.0) is HintStatus.ACCEPTED
-            assert pool.session("s").end() is HintStatus.ACCEPTED
-    finally:
-        done.set()
-        thread.join()
-
-
 # --- bad input ---------------------------------------------------------------------------
 
 NO_SESSIONS = {"none": "", "long": "s" * 129, "NUL": "a\0", "a line": "a\nb", "r-t-l": "a\u202e"}
@@ -108,13 +82,15 @@ NO_SESSIONS = {"none": "", "long": "s" * 129, "NUL": "a\0", "a line": "a\nb", "r
 
 @pytest.mark.parametrize("name", NO_SESSIONS)
 async def test_what_is_no_name_of_a_session(pool_dev: dev.Dev, name: str) -> None:
+    session = NO_SESSIONS[name]
     async with pool_dev.pool() as pool:
         with pytest.raises(UsageError, match="1 to 128 printable"):
-            pool.session(NO_SESSIONS[name])
+            pool.session(session)
         with pytest.raises(UsageError):
-            await pool.write(
-                NAMESPACE, keys("a", 1), [b"x"], session=NO_SESSIONS[name], resume_in=1.0
-            )
+            await pool.write(NAMESPACE, keys("a", 1), [b"x"], session=session, resume_in=1.0)
+        if session:
+            with pytest.raises(UsageError):
+                await pool.match(NAMESPACE, keys("a", 1), session=session)
 
 
 @pytest.mark.parametrize("resume_in", [-1.0, float("nan"), float("inf")])
@@ -126,12 +102,13 @@ async def test_what_is_no_time_to_resume(pool_dev: dev.Dev, resume_in: float) ->
             await pool.write(NAMESPACE, keys("a", 1), [b"x"], session="s", resume_in=resume_in)
 
 
-@pytest.mark.parametrize("session", ["", "a\0b", "s" * 129])
+@pytest.mark.parametrize("session", ["", "a\0b", "new\nline", "s" * 129])
 async def test_a_master_refuses_what_is_no_session(link: Link, session: str) -> None:
-    number, body = wire.encode(wire.Hint(session, None))
-    loop_time = __import__("asyncio").get_running_loop().time()
-    answer, _ = await link.request(number, body, deadline=loop_time + 5)
-    assert answer == wire.TYPES[wire.Error]
+    """Of hints and of questions."""
+    find = wire.Find("n", 1, 16, bytes(16), True, session)
+    for message in (wire.Hint(session, None), *([find] if session else [])):
+        with pytest.raises((BadMessage, PeerError)):
+            await ask(link, message, wire.Error)
 
 
 async def test_a_flood_of_hints_costs_only_hints(link: Link) -> None:

@@ -150,8 +150,8 @@ def test_a_writer_waits_for_dirty_blocks_where_only_announced_ones_are_clean() -
 
 
 def test_a_session_that_ends_gives_up_all_parts_of_its_block() -> None:
-    """Also one that another wrote, and that was no victim before: the first part was dirty (seed
-    903763)."""
+    """Also one that another wrote, and that was no victim before: the first part was
+    dirty."""
     server = Server(4, 64, write_back=True)
     stack = server.stack
     server.write(1, TWO, 1, keys("chain", 1))
@@ -239,7 +239,7 @@ def test_what_the_disk_evicts_stays_in_memory() -> None:
 
 
 def test_two_blocks_that_evict_each_other_from_a_full_disk_do_not_go_on_for_ever() -> None:
-    """Nothing else was written, and so nothing in memory could make room (seed 201654)."""
+    """Nothing else was written, and so nothing in memory could make room."""
     server = Server(4, 1, write_back=True)
     chain = keys("chain", 4)
     for digest_count in range(1, 5):  # the head is the least recently used
@@ -284,7 +284,7 @@ def test_what_the_disk_evicts_is_written_again_once_for_each_use(
 
 
 def test_a_parent_that_comes_back_goes_to_the_disk_before_its_children() -> None:
-    """What is left of the chain that is being written was chosen without it (seed 300004)."""
+    """What is left of the chain that is being written was chosen without it."""
     server = Server(16, 64, write_back=True)
     chain = keys("chain", 15)
     server.write(1, ONE, 0, chain)
@@ -298,7 +298,7 @@ def test_a_parent_that_comes_back_goes_to_the_disk_before_its_children() -> None
 
 
 def test_a_head_that_only_memory_has_makes_no_room_for_its_tail() -> None:
-    """The disk refused it: the tail alone would be of no use (seed 200524)."""
+    """The disk refused it: the tail alone would be of no use."""
     server = Server(3, 8)
     chain = keys("chain", 5)
     list(server.stack.stop_writing())
@@ -467,7 +467,9 @@ async def test_a_stop_keeps_what_memory_has_and_a_kill_does_not(
                 await write(pool, living, "living")
                 await write(pool, over, "over")
                 await pool.session("over").end()
-                await asyncio.sleep(2.5)  # a heartbeat brings the hint
+                async with asyncio.timeout(20):  # a heartbeat brings the hint, the next its answer
+                    while not (await pool.session("over").explain()).servers:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
                 server.signal(number)
                 await server.ended()
             async with server_of(master, tmp_path / "tier"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.write_rates import WriteRates
+from kvpool.errors import InvariantViolated
+from kvpool.write_rates import BURST_S, WriteRates
 
 MB, NOW = 1_000_000, 1000.0
 
@@ -32,6 +33,21 @@ def test_what_is_owed_is_paid_at_the_new_rate(after_s: float, rate: int, wait_s:
     limits.replace({"acme": rate}, NOW + after_s)
     assert limits.wait_s("acme", NOW + after_s) == pytest.approx(wait_s)
     assert limits.wait_s("other", NOW) == 0
+
+
+def test_a_rate_holds_over_any_time_with_one_burst() -> None:
+    limits, now, written = rates(1000), 100.0, 0
+    limits.replace({"acme": 1000, "blue": 0})
+    while now < 200.0:
+        if wait := limits.wait_s("acme", now):
+            now += wait
+            continue
+        limits.begin("acme", 300, now)
+        written += 300
+    assert 100 * 1000 <= written <= (100 + BURST_S) * 1000 + 300
+    assert limits.wait_s("blue", now) == limits.wait_s("nobody", now) == 0.0
+    with pytest.raises(InvariantViolated):
+        limits.begin("acme", 10_000, now) or limits.begin("acme", 1, now)
 
 
 def test_what_is_not_written_is_given_back_after_a_change() -> None:

@@ -10,10 +10,9 @@ import pytest
 
 from kvpool import ReadStatus, WriteStatus
 from kvpool.audit import CALLERS_MAX, LOG_EVERY_S, AuditLog
-from kvpool.errors import Forbidden, InvariantViolated
+from kvpool.errors import Forbidden
 from kvpool.net.control_network import TcpNetwork
 from kvpool.wire import messages as wire
-from kvpool.write_rates import BURST_S, WriteRates
 from tests.conftest import keys, values
 from tests.support.raw_peers import ask, frame
 from tests.support.tenant_pool import MODEL, OF_ACME, OPERATOR, tenant, tenant_pool
@@ -120,37 +119,6 @@ async def test_a_hostile_tenant_fills_no_log(
 
 
 # --- rates ----------------------------------------------------------------------------------
-
-
-def test_a_rate_holds_over_any_time_with_one_burst() -> None:
-    rates = WriteRates()
-    rates.replace({"acme": 1000, "blue": 0})
-    now, written = 100.0, 0
-    while now < 200.0:
-        wait = rates.wait_s("acme", now)
-        if wait:
-            now += wait
-            continue
-        rates.begin("acme", 300, now)
-        written += 300
-    assert 100 * 1000 <= written <= (100 + BURST_S) * 1000 + 300
-    assert rates.wait_s("blue", now) == rates.wait_s("nobody", now) == 0.0
-    with pytest.raises(InvariantViolated):
-        rates.begin("acme", 10_000, now) or rates.begin("acme", 1, now)
-
-
-def test_what_is_not_written_is_given_back() -> None:
-    rates = WriteRates()
-    rates.replace({"acme": 1000})
-    rates.begin("acme", 5000, 100.0)
-    rates.give_back("acme", 5000)
-    assert rates.wait_s("acme", 100.0) == 0.0
-    rates.begin("acme", 5000, 100.0)
-    rates.replace({"acme": 1000})  # the file was read again: no way to a fresh burst
-    assert rates.wait_s("acme", 100.0) == 4.0
-    rates.replace({})
-    assert rates.wait_s("acme", 100.0) == 0.0
-    rates.give_back("acme", 10)
 
 
 async def test_a_tenant_writes_at_its_rate_and_others_as_fast_as_they_can(
