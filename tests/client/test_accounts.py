@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvpool import ClientConfig, ReadResult, ReadStatus, WriteStatus, dev
+from kvpool import ClientConfig, ReadResult, ReadStatus, WriteStatus
 from kvpool.client import buffers as memory
 from kvpool.client.buffers import Buffers
 from kvpool.client.device_direct import DirectReads
@@ -30,7 +30,8 @@ from kvpool.client.writer import Writer
 from kvpool.errors import BadMessage, DeadlineExceeded, KvpoolError, LinkBroken, Overloaded
 from kvpool.protocols import WriteOptions
 from kvpool.wire import messages as wire
-from tests.conftest import NAMESPACE, buffers, keys, values
+from tests.conftest import NAMESPACE, keys
+from tests.support.virtual_time import virtual_time
 
 HIT, NOT_YET = ReadResult(ReadStatus.HIT, 100), ReadResult(ReadStatus.NOT_YET)
 OPTIONS = WriteOptions(NAMESPACE, 0, visible=True)
@@ -66,14 +67,6 @@ def test_a_batch_is_filled_exactly(
 def test_a_batch_has_as_many_blocks_as_a_message() -> None:
     found = memory.batches(range(2049), [1] * 2049)
     assert [len(batch) for batch in found] == [1024, 1024, 1]
-
-
-def test_the_cache_of_locations_never_has_more_than_its_limit() -> None:
-    locations = LocationCache(limit=100)
-    here = CachedLocation(NAMESPACE, "here", sole_replica=True)
-    for digest in keys("chain", 260):
-        locations.put(here, [digest])
-        assert len(locations) <= 100
 
 
 @pytest.mark.parametrize(
@@ -159,6 +152,7 @@ async def read(reading: Reader, count: int) -> list[ReadStatus]:
     return [result.status for result in results]
 
 
+@virtual_time
 async def test_a_server_that_makes_progress_is_not_left() -> None:
     """Each answer has one block more: the time of silence begins anew with each."""
     servers = ScriptedServers(seconds=0.12)
@@ -168,6 +162,7 @@ async def test_a_server_that_makes_progress_is_not_left() -> None:
     assert servers.asked == ["a"] * 4
 
 
+@virtual_time
 async def test_a_server_that_makes_no_progress_is_left_for_another() -> None:
     servers = ScriptedServers(seconds=0.12)
     servers.answers["a"] = [[HIT, NOT_YET], *[[NOT_YET]] * 9]
@@ -179,6 +174,7 @@ async def test_a_server_that_makes_no_progress_is_left_for_another() -> None:
 
 
 @pytest.mark.parametrize("sole", [(True, False), (True, True)])
+@virtual_time
 async def test_one_block_with_another_replica_is_enough_to_leave_a_silent_server(
     sole: tuple[bool, bool],
 ) -> None:
@@ -195,6 +191,7 @@ async def test_one_block_with_another_replica_is_enough_to_leave_a_silent_server
 
 
 @pytest.mark.parametrize("alone", [False, True])
+@virtual_time
 async def test_a_slow_server_is_left_early_only_if_another_may_have_the_block(alone: bool) -> None:
     """By what is remembered. Masters name no other one here, so it is asked once more."""
     servers = ScriptedServers("a")
@@ -216,6 +213,7 @@ async def remembered(servers: ScriptedServers, lookup: ScriptedLookup) -> tuple[
     return reading, later(0) - began
 
 
+@virtual_time
 async def test_a_copy_made_since_saves_the_wait_for_a_server_that_was_alone() -> None:
     servers = ScriptedServers("a")
     servers.answers["b"] = [[HIT]]
@@ -227,6 +225,7 @@ async def test_a_copy_made_since_saves_the_wait_for_a_server_that_was_alone() ->
     assert (location.server, location.sole_replica) == ("b", False)
 
 
+@virtual_time
 async def test_a_server_that_is_still_alone_is_asked_once_and_given_up_once() -> None:
     servers = ScriptedServers("a")
     lookup = ScriptedLookup("a")
@@ -237,6 +236,7 @@ async def test_a_server_that_is_still_alone_is_asked_once_and_given_up_once() ->
     assert lookup.asked == 2  # while it is silent, and when it is given up
 
 
+@virtual_time
 async def test_silent_masters_make_no_read_longer() -> None:
     servers = ScriptedServers(seconds=0.3)
     servers.answers["a"] = [[HIT]]
@@ -248,22 +248,13 @@ async def test_silent_masters_make_no_read_longer() -> None:
     assert lookup.asked == 1
 
 
+@virtual_time
 async def test_a_remembered_server_that_answers_costs_no_question_to_a_master() -> None:
     servers = ScriptedServers(seconds=0.01)
     servers.answers["a"] = [[HIT]]
     lookup = ScriptedLookup("a", "b")
     await remembered(servers, lookup)
     assert (servers.asked, lookup.asked) == (["a"], 0)
-
-
-async def test_the_bytes_of_all_hits_are_counted(pool_dev: dev.Dev) -> None:
-    chain = keys("bytes", 3)
-    async with pool_dev.pool() as pool:
-        await pool.write(NAMESPACE, chain, values(chain))
-        await pool.read(NAMESPACE, [*chain, *keys("none", 2)], buffers(5))
-        assert pool.counters["read_bytes"] == 3 * 8192
-        assert pool.counters["read_hit"] == 3
-        assert pool.counters["read_never_written"] == 2
 
 
 # --- writes ----------------------------------------------------------------------------------
@@ -313,6 +304,7 @@ async def write(
         (DeadlineExceeded("late"), WriteStatus.DEADLINE),
     ],
 )
+@virtual_time
 async def test_what_was_stored_before_a_later_step_failed_stays_stored(
     failure: KvpoolError, meaning: WriteStatus
 ) -> None:
@@ -324,6 +316,7 @@ async def test_what_was_stored_before_a_later_step_failed_stays_stored(
     assert len(locations) == 2
 
 
+@virtual_time
 async def test_after_a_batch_that_is_late_nothing_is_placed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -335,6 +328,7 @@ async def test_after_a_batch_that_is_late_nothing_is_placed(
     assert master.asked == 1
 
 
+@virtual_time
 async def test_a_write_that_ran_out_of_time_before_any_server_was_asked_is_late() -> None:
     servers, master = ScriptedServers(), PlacingMaster("s")
     master.seconds = 0.1

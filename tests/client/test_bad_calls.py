@@ -80,6 +80,9 @@ async def test_every_call_checks_its_digests(watched: dev.Dev) -> None:
             lambda: pool.match(NAMESPACE, wrong),
             lambda: pool.contains(NAMESPACE, wrong),
             lambda: pool.contains(NAMESPACE, []),
+            lambda: pool.contains(NAMESPACE, [bytes(24), bytes(23), bytes(25)]),  # 3 times 24
+            lambda: pool.where(NAMESPACE, []),
+            lambda: pool.where(NAMESPACE, [bytes(24), bytes(23), bytes(25)]),
             lambda: admin(pool).explain(NAMESPACE, wrong),
             lambda: pool.remove(NAMESPACE, wrong),
             lambda: pool.remove(NAMESPACE, []),
@@ -304,12 +307,12 @@ async def test_a_pool_from_before_a_fork(watched: dev.Dev) -> None:
 # --- the command line --------------------------------------------------------------------
 
 COMMANDS = {
-    "capacity 0": ("server --capacity 0", "capacity"),
+    "capacity 0": ("server --capacity 0", "is 0 B, expected at least 4 KiB"),
     "capacity 1e3": ("server --capacity 1e3", "1e3"),
     "a negative capacity": ("server --capacity -1GiB", "-1GiB"),
     "a capacity of GB": ("server --capacity 64GB", "did you mean 64GiB"),
     "a capacity with 400 digits": (f"server --capacity {'1' * 400}", "1111"),
-    "a capacity beyond the machine": ("server --capacity 900000TiB", "capacity"),
+    "a capacity beyond the machine": ("server --capacity 900TiB", "capacity is 900 TiB, "),
     "markup for a capacity": ("server --capacity [/red]", "[/red]"),
     "escapes in an id": ("server --id \x1b[2J", "printable"),
     "a long id": (f"server --id {'x' * 257}", "256"),
@@ -323,7 +326,8 @@ COMMANDS = {
     "no master": ("status --masters ,", "masters"),
     "bind to port 70000": ("master --bind 127.0.0.1:70000", "host:port"),
     "bind to half a bracket": ("master --bind [::1", "host:port"),
-    "bind to everybody": ("master --bind 0.0.0.0:0", "insecure"),
+    "bind to everybody": ("master --bind 0.0.0.0:0", "--insecure"),
+    "listen to everybody": ("server --listen tcp://0.0.0.0:0", "--insecure"),
     "bind to a name that is none": ("master --insecure --bind a..b:1", "a..b"),
     "a file that is not there": ("status --config nowhere.yaml", "nowhere.yaml"),
     "no hex": ("explain --namespace n xyz", "hex"),

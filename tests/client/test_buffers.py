@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool import BadBuffer, Match, Pool, ReadStatus, Run, WriteStatus
+from kvpool import BadBuffer, Match, Pool, ReadStatus, Run
 from kvpool.client.buffers import normalize_buffers
 from kvpool.types import Replica
 from tests.conftest import NAMESPACE, keys, value, values
-
-#: Awkward on purpose: no cut of one side is a cut of the other, some lie beyond one step of a copy.
-CUTS = [(5000, 1, 3191), (1, 8191), (8192,), (4096, 4096)]
 
 
 def pieces(data: bytes | bytearray, cuts: tuple[int, ...]) -> list[memoryview]:
@@ -24,18 +21,6 @@ def pieces(data: bytes | bytearray, cuts: tuple[int, ...]) -> list[memoryview]:
         parts.append(view[start : start + size])
         start += size
     return parts
-
-
-async def test_a_block_in_pieces_is_their_concatenation(pool: Pool) -> None:
-    chain = keys("pieces", 8)
-    data = values(chain)
-    gathered = [pieces(block, CUTS[i % 4]) for i, block in enumerate(data)]
-    assert set(await pool.write(NAMESPACE, chain, gathered)) == {WriteStatus.STORED}
-    got = [bytearray(8192) for _ in chain]
-    scattered = [pieces(block, CUTS[(i + i // 4) % 4]) for i, block in enumerate(got)]
-    results = await pool.read(NAMESPACE, chain, scattered)
-    assert all(result.status.hit and result.size == 8192 for result in results)
-    assert got == data
 
 
 async def test_large_pieces_are_copied_by_threads(pool: Pool) -> None:
@@ -48,32 +33,23 @@ async def test_large_pieces_are_copied_by_threads(pool: Pool) -> None:
     assert got == data
 
 
-async def test_a_block_smaller_than_its_pieces_leaves_the_rest_alone(pool: Pool) -> None:
-    (name,) = keys("small", 1)
-    await pool.write(NAMESPACE, [name], [value(name, 100)])
-    got = bytearray(200)
-    (result,) = await pool.read(NAMESPACE, [name], [pieces(got, (60, 60, 80))])
-    assert result.size == 100
-    assert got == value(name, 100) + bytes(100)
-
-
-async def test_pieces_that_are_none_are_refused_by_name(pool: Pool) -> None:
+async def test_pieces_that_are_none_are_refused_by_name(tcp: Pool) -> None:
     (name,) = keys("bad", 1)
     with pytest.raises(BadBuffer, match="no pieces"):
-        await pool.write(NAMESPACE, [name], [[]])
+        await tcp.write(NAMESPACE, [name], [[]])
     with pytest.raises(BadBuffer, match="read-only"):
-        await pool.read(NAMESPACE, [name], [[bytearray(4), b"abc"]])
-    await pool.write(NAMESPACE, [name], [b"12345"])
+        await tcp.read(NAMESPACE, [name], [[bytearray(4), b"abc"]])
+    await tcp.write(NAMESPACE, [name], [b"12345"])
     with pytest.raises(BadBuffer, match="bytes, block"):
-        await pool.read(NAMESPACE, [name], [[bytearray(2), bytearray(2)]])
+        await tcp.read(NAMESPACE, [name], [[bytearray(2), bytearray(2)]])
 
 
-async def test_a_reader_that_has_the_beginning_asks_for_the_rest(pool: Pool) -> None:
+async def test_a_reader_that_has_the_beginning_asks_for_the_rest(tcp: Pool) -> None:
     chain = keys("rest", 10)
-    await pool.write(NAMESPACE, chain, values(chain))
-    match = await pool.match(NAMESPACE, chain)
+    await tcp.write(NAMESPACE, chain, values(chain))
+    match = await tcp.match(NAMESPACE, chain)
     got = [bytearray(8192) for _ in range(4)]
-    results = await pool.read(NAMESPACE, chain[3:7], got, match=match.of(3, 7))
+    results = await tcp.read(NAMESPACE, chain[3:7], got, match=match.of(3, 7))
     assert all(result.status.hit for result in results)
     assert got == values(chain[3:7])
 
@@ -89,24 +65,24 @@ def test_a_part_of_a_match_is_a_match() -> None:
 
 
 async def test_views_of_other_shapes_are_bytes_too_and_bad_ones_are_found_behind_good_ones(
-    pool: Pool,
+    tcp: Pool,
 ) -> None:
     """Views of bytes are taken as they are; one that is not must not be taken for one."""
     (name,) = keys("shapes", 1)
     data = value(name, 96)
     plain, words = memoryview(data[:16]), memoryview(data[16:32]).cast("H")
     square = memoryview(data[32:]).cast("B", (8, 8))
-    await pool.write(NAMESPACE, [name], [[plain, words, square]])
+    await tcp.write(NAMESPACE, [name], [[plain, words, square]])
     got = bytearray(96)
-    (result,) = await pool.read(NAMESPACE, [name], [[memoryview(got).cast("I")]])
+    (result,) = await tcp.read(NAMESPACE, [name], [[memoryview(got).cast("I")]])
     assert result.size == 96
     assert got == data
     with pytest.raises(BadBuffer, match="not contiguous"):
-        await pool.write(NAMESPACE, [name], [[plain, memoryview(data)[::2]]])
+        await tcp.write(NAMESPACE, [name], [[plain, memoryview(data)[::2]]])
     with pytest.raises(BadBuffer, match="empty"):
-        await pool.write(NAMESPACE, [name], [[plain, plain[:0]]])
+        await tcp.write(NAMESPACE, [name], [[plain, plain[:0]]])
     with pytest.raises(BadBuffer, match="read-only"):
-        await pool.read(NAMESPACE, [name], [[memoryview(got), memoryview(b"abc")]])
+        await tcp.read(NAMESPACE, [name], [[memoryview(got), memoryview(b"abc")]])
 
 
 _CLOSED = mmap.mmap(-1, 4096)
@@ -136,13 +112,13 @@ def test_memory_whose_bytes_are_not_the_contents(memory: Any, says: str, writabl
         normalize_buffers([memory], writable=writable)
 
 
-async def test_numbers_of_every_kind_are_bytes(pool: Pool) -> None:
+async def test_numbers_of_every_kind_are_bytes(tcp: Pool) -> None:
     numbers = np.arange(6, dtype=np.int64)
     kinds = [np.float16, np.complex64, np.dtype(">i4"), np.longdouble, np.bool_, np.dtype("S3")]
     arrays = [*[numbers.astype(kind) for kind in kinds], np.ones(3, _FIELDS), np.array(7.5)]
     chain = keys("kinds", len(arrays))
-    await pool.write(NAMESPACE, chain, arrays)
+    await tcp.write(NAMESPACE, chain, arrays)
     got = [np.zeros_like(array) for array in arrays]
-    results = await pool.read(NAMESPACE, chain, got)
+    results = await tcp.read(NAMESPACE, chain, got)
     assert all(result.status.hit for result in results)
     assert [array.tobytes() for array in got] == [array.tobytes() for array in arrays]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
 
-import kvpool.sync
-from kvpool import BadKey, MasterLost, Namespace, Pool, ReadStatus, dev
+from kvpool import MasterLost, Namespace, Pool, ReadStatus, dev
 from kvpool.client import lookup as lookup_module
 from kvpool.wire import messages as wire
 from tests.client.test_masters import ScriptedNetwork, client, later
-from tests.conftest import NAMESPACE, buffers, key, keys, value, values
+from tests.conftest import NAMESPACE, key, keys, value, values
 
 
 async def test_one_answer_for_each_key_in_its_place(pool_dev: dev.Dev) -> None:
@@ -28,15 +25,10 @@ async def test_one_answer_for_each_key_in_its_place(pool_dev: dev.Dev) -> None:
         assert await pool.contains(Namespace("another"), flat) == [False] * 6
         await pool.remove(NAMESPACE, [flat[2]])
         assert (await pool.contains(NAMESPACE, flat))[1:3] == [True, False]
-
-
-async def test_a_block_whose_parts_are_not_all_there_is_not_there(pool_dev: dev.Dev) -> None:
-    halves = Namespace("test/halves", parts=2)
-    async with pool_dev.pool() as pool:
-        await pool.write(halves, [key("a")], [bytes(64)], part=0)
-        assert await pool.contains(halves, [key("a")]) == [False]
-        await pool.write(halves, [key("a")], [bytes(64)], part=1)
-        assert await pool.contains(halves, [key("a")]) == [True]
+        halves = Namespace("test/halves", parts=2)
+        for part, whole in ((0, False), (1, True)):  # a block whose parts are not all there is not
+            await pool.write(halves, [key("a")], [bytes(64)], part=part)
+            assert await pool.contains(halves, [key("a")]) == [whole]
 
 
 async def test_it_is_no_use_of_the_blocks_and_pins_nothing(pool_dev: dev.Dev) -> None:
@@ -71,19 +63,6 @@ async def test_it_takes_one_message(pool_dev: dev.Dev, monkeypatch: pytest.Monke
         assert len(asked) == 1 + 7
 
 
-@pytest.mark.parametrize(
-    "wrong", [[], [b"short"], [bytes(33)], [bytes(24), bytes(23), bytes(25)]], ids=len
-)
-async def test_keys_that_are_wrong_or_differ_in_length(
-    pool_dev: dev.Dev, wrong: list[bytes]
-) -> None:
-    """Also those whose lengths differ and add up: their bytes would be cut in other places."""
-    async with pool_dev.pool() as pool:
-        for call in (pool.contains, pool.where):
-            with pytest.raises(BadKey, match=r"bytes|empty"):
-                await call(NAMESPACE, wrong)
-
-
 def _found(replies: wire.FindReply) -> Callable[[wire.Message], wire.Message]:
     return lambda question: replies
 
@@ -112,24 +91,3 @@ async def test_no_master_is_an_error_that_says_so(pool_dev: dev.Dev) -> None:
         pool._context.masters.ask = Mock(side_effect=MasterLost("no master answers: it is gone"))  # type: ignore[method-assign]
         with pytest.raises(MasterLost, match="no master answers"):
             await pool.contains(NAMESPACE, keys("k", 2))
-
-
-def test_in_processes_of_their_own() -> None:
-    command = [sys.executable, "-m", "kvpool", "dev", "--capacity", "16MiB"]
-    flat = keys("flat", 3)
-    with subprocess.Popen(
-        [*command, "--bind", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
-    ) as pool_process:
-        try:
-            assert pool_process.stdout is not None
-            address = pool_process.stdout.readline().rpartition(" ")[2].strip()
-            with kvpool.sync.connect(address) as pool:
-                pool.write(NAMESPACE, [flat[1]], [value(flat[1])])
-                assert pool.contains(NAMESPACE, flat) == [False, True, False]
-                pool_process.kill()
-                pool_process.wait()
-                with pytest.raises(MasterLost):
-                    pool.contains(NAMESPACE, flat, timeout=0.5)
-                assert not pool.read(NAMESPACE, flat, buffers(3), timeout=0.5)[1].status.hit
-        finally:
-            pool_process.kill()

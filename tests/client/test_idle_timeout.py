@@ -3,188 +3,134 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
 from kvpool.client.idle_timeout import InactivityTimer, ServerUnresponsive
+from tests.support.virtual_time import virtual_time
+from tests.wire.offline import Loop
+
+SILENT, LATE = "nothing was received for", "another server would have brought it by now"
+#: What happens to a call, and when. It takes a minute if nothing ends it before.
+Script = list[tuple[float, str]]
+END = (2.0, "end")
 
 
-async def test_a_call_that_receives_nothing_ends() -> None:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    with pytest.raises(ServerUnresponsive, match=r"nothing was received for 0\.1 s"):
-        async with InactivityTimer(0.1):
-            await asyncio.sleep(30)
-    assert 0.09 < loop.time() - began < 5
+async def ends(script: Script, silence_s: float = 0.4, **options: Any) -> tuple[float, str, bool]:
+    """When a call of this script ends, why, and whether it was left early."""
+    loop, others = asyncio.get_running_loop(), asyncio.all_tasks()
+    began, why, early = loop.time(), "", False
+    try:
+        async with InactivityTimer(silence_s, **options) as timer:
+            for at, what in [*script, (60.0, "end")]:
+                await asyncio.sleep(began + at - loop.time())
+                if what == "end":
+                    break
+                getattr(timer, what)()
+    except ServerUnresponsive as error:
+        why, early = str(error), error.left_early
+    took = loop.time() - began
+    assert asyncio.all_tasks() == others
+    await asyncio.sleep(5.0)  # what has ended is not interrupted later
+    return round(took, 6), why.partition(" for ")[0] + " for" if SILENT in why else why, early
 
 
-async def test_a_call_goes_on_as_long_as_something_arrives() -> None:
-    """Far longer than the time of silence; then it ends one such time after the last byte."""
-    loop = asyncio.get_running_loop()
-    last = 0.0
-
-    async def receive() -> None:
-        nonlocal last
-        async with InactivityTimer(0.4) as timer:
-            for _ in range(8):
-                await asyncio.sleep(0.1)
-                timer.touch()
-                last = loop.time()
-            await asyncio.sleep(30)
-
-    with pytest.raises(ServerUnresponsive):
-        await receive()
-    assert last
-    assert 0.39 < loop.time() - last < 5
+@pytest.mark.parametrize(
+    ("script", "at"),
+    [
+        ([], 0.4),
+        ([(0.1 * n - 0.01, "touch") for n in range(1, 9)], 0.79 + 0.4),
+        ([(0.1, "rest"), (0.65, "touch")], 0.65 + 0.4),  # it waited for this client's other calls
+    ],
+)
+@virtual_time
+async def test_a_call_ends_when_nothing_was_received_for_so_long(script: Script, at: float) -> None:
+    assert await ends(script) == (at, SILENT, False)
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        [(0.1, "end")],
+        [(0.1, "disarm"), END],  # what follows the answer is local work
+        [(0.25, "touch"), (0.45, "disarm"), END],  # it has fired, and is set to the touch's time
+        [(0.1, "rest"), END],
+    ],
+)
+@virtual_time
+async def test_a_call_that_has_its_answer_or_waits_for_others_goes_on(script: Script) -> None:
+    assert await ends(script) == (script[-1][0], "", False)
+
+
+@virtual_time
 async def test_a_call_that_is_overdue_ends_although_something_arrives() -> None:
     """Another server would have been faster; but not while this client makes it wait."""
-    loop = asyncio.get_running_loop()
-    began, overdue = loop.time(), False
-
-    async def receive() -> None:
-        nonlocal overdue
-        async with InactivityTimer(0.2, lambda _: overdue) as timer:
-            timer.rest()
-            overdue = True
-            await asyncio.sleep(0.2)
-            for _ in range(3000):
-                timer.touch()
-                await asyncio.sleep(0.01)
-
-    with pytest.raises(ServerUnresponsive, match="another server") as ended:
-        await receive()
-    assert ended.value.left_early
-    assert 0.19 < loop.time() - began < 5
+    script = [(0.0, "rest"), *[(0.25 + n / 100, "touch") for n in range(300)]]
+    assert await ends(script, overdue=lambda _: True) == (0.3, LATE, True)
 
 
-async def test_local_work_after_the_answer_is_not_timed() -> None:
-    async with InactivityTimer(0.1) as timer:
-        timer.disarm()
-        await asyncio.sleep(0.3)
+class Asked:
+    """Whether the call may be left, said after a while."""
+
+    def __init__(self, yes: bool, after_s: float = 0.0) -> None:
+        self.yes, self.after_s, self.times = yes, after_s, 0
+
+    async def __call__(self) -> bool:
+        self.times += 1
+        await asyncio.sleep(self.after_s)
+        return self.yes
 
 
-async def test_the_answer_may_be_complete_after_the_timer_was_set_again() -> None:
-    async with InactivityTimer(0.2) as timer:
-        await asyncio.sleep(0.1)
-        timer.touch()
-        await asyncio.sleep(0.15)  # it has fired once, and is set to the time of the touch
-        timer.disarm()
-        await asyncio.sleep(0.3)
+@pytest.mark.parametrize(
+    ("answer", "script", "at", "why", "asked"),
+    [
+        (Asked(True), [], 0.1, SILENT, 1),
+        (Asked(False), [], 0.8, SILENT, 1),
+        (Asked(True, 30.0), [], 0.8, SILENT, 1),  # nobody can say so in time
+        (Asked(True, 0.1), [(0.15, "touch"), (0.9, "end")], 0.9, "", 1),
+        (Asked(True, 0.1), [(0.15, "touch"), (0.9, "touch")], 1.7, SILENT, 1),  # asked once
+        (Asked(True, 0.1), [(0.15, "disarm"), END], 2.0, "", 1),
+        (Asked(True, 0.1), [(0.15, "rest"), END], 2.0, "", 1),
+        (Asked(True), [*[(0.08 * n, "touch") for n in range(9)], (0.65, "end")], 0.65, "", 0),
+    ],
+)
+@virtual_time
+async def test_a_call_ends_early_if_it_may_be_left(
+    answer: Asked, script: Script, at: float, why: str, asked: int
+) -> None:
+    early = at == 0.1
+    assert await ends(script, 0.8, ask_s=0.1, may_leave=answer) == (at, why, early)
+    assert answer.times == asked
 
 
-async def test_a_call_that_has_ended_is_not_interrupted() -> None:
-    async with InactivityTimer(0.05):
-        pass
-    await asyncio.sleep(0.15)
+def busy(seconds: float) -> Callable[[], None]:
+    """Something keeps the loop for so long."""
+    clock = cast(Loop, asyncio.get_running_loop()).clock
+
+    def pass_by() -> None:
+        clock.now += seconds
+
+    return pass_by
 
 
+@virtual_time
 async def test_the_silence_of_this_process_is_not_the_servers() -> None:
     """A loop that was busy has read nothing: what came meanwhile counts."""
-    async with InactivityTimer(0.4) as timer:
-        asyncio.get_running_loop().call_later(0.05, time.sleep, 0.7)
-        asyncio.get_running_loop().call_later(0.9, timer.touch)
-        await asyncio.sleep(1.0)
+    asyncio.get_running_loop().call_later(0.05, busy(0.7))
+    assert await ends([(0.9, "touch"), (1.0, "end")]) == (1.0, "", False)
 
 
+@virtual_time
 async def test_a_busy_loop_does_not_keep_a_silent_server_for_ever() -> None:
-    loop = asyncio.get_running_loop()
-    began, busy = loop.time(), True
-
     async def work() -> None:
-        while busy:
-            time.sleep(0.08)  # noqa: ASYNC251
+        turn = busy(0.08)
+        while True:
+            turn()
             await asyncio.sleep(0)
 
     working = asyncio.create_task(work())
-    with pytest.raises(ServerUnresponsive):
-        async with InactivityTimer(0.2):
-            await asyncio.sleep(30)
-    busy = False
-    await working
-    assert loop.time() - began < 5
-
-
-async def test_a_call_that_waits_for_others_is_not_timed() -> None:
-    loop = asyncio.get_running_loop()
-    began, touched = loop.time(), 0.0
-
-    async def wait() -> None:
-        nonlocal touched
-        async with InactivityTimer(0.2) as timer:
-            await asyncio.sleep(0.1)
-            timer.rest()
-            await asyncio.sleep(0.5)
-            timer.touch()
-            touched = loop.time()
-            await asyncio.sleep(30)
-
-    with pytest.raises(ServerUnresponsive):
-        await wait()
-    assert touched - began > 0.59
-    assert 0.19 < loop.time() - touched < 5
-
-
-async def answer(yes: bool, after_s: float = 0.0) -> bool:
-    await asyncio.sleep(after_s)
-    return yes
-
-
-async def test_a_call_ends_early_if_it_may_be_left() -> None:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    with pytest.raises(ServerUnresponsive, match=r"nothing was received for 0\.1 s") as caught:
-        async with InactivityTimer(5.0, ask_s=0.1, may_leave=lambda: answer(True)):
-            await asyncio.sleep(30)
-    assert caught.value.left_early
-    assert 0.09 < loop.time() - began < 4
-
-
-@pytest.mark.parametrize(("yes", "after_s"), [(False, 0.0), (True, 30.0)])
-async def test_a_call_that_may_not_be_left_has_all_of_its_time(yes: bool, after_s: float) -> None:
-    """Nor one of which nobody can say so in time; the question ends with the call."""
-    loop = asyncio.get_running_loop()
-    began, others = loop.time(), asyncio.all_tasks()
-    with pytest.raises(ServerUnresponsive, match=r"nothing was received for 0\.4 s") as caught:
-        async with InactivityTimer(0.4, ask_s=0.1, may_leave=lambda: answer(yes, after_s)):
-            await asyncio.sleep(30)
-    assert not caught.value.left_early
-    assert 0.39 < loop.time() - began < 5
-    assert asyncio.all_tasks() == others
-
-
-async def test_a_call_that_receives_something_meanwhile_is_not_left() -> None:
-    """It is asked once; after the first byte only the longer time counts."""
-    asked = 0
-
-    def ask() -> Awaitable[bool]:
-        nonlocal asked
-        asked += 1
-        return answer(True, 0.1)
-
-    async with InactivityTimer(0.8, ask_s=0.5, may_leave=ask) as timer:
-        await asyncio.sleep(0.55)
-        timer.touch()
-        await asyncio.sleep(0.5)
-        timer.touch()
-        await asyncio.sleep(0.5)
-    assert asked == 1
-
-
-@pytest.mark.parametrize("how", ["disarm", "rest"])
-async def test_an_answer_that_comes_too_late_to_leave_ends_nothing(how: str) -> None:
-    """The call is complete, or waits for other calls of this client, when the answer is there."""
-    async with InactivityTimer(0.4, ask_s=0.1, may_leave=lambda: answer(True, 0.1)) as timer:
-        await asyncio.sleep(0.15)
-        getattr(timer, how)()
-        await asyncio.sleep(0.8)
-
-
-async def test_nothing_is_asked_of_a_call_that_keeps_receiving() -> None:
-    async with InactivityTimer(0.8, ask_s=0.4, may_leave=lambda: answer(True)) as timer:
-        for _ in range(8):
-            await asyncio.sleep(0.08)
-            timer.touch()
+    at, why, _ = await asyncio.wait_for(ends([], 0.2), 30)
+    working.cancel()
+    assert (0.2 < at < 1.0, why) == (True, SILENT)

@@ -71,18 +71,6 @@ async def test_a_server_that_is_gone_is_forgotten(two_servers: dev.Dev) -> None:
         assert ReadStatus.HIT not in await read(pool, chain)
 
 
-async def test_a_part_is_no_block(pool_dev: dev.Dev) -> None:
-    namespace, digest = Namespace("test/model", parts=2), key("a")
-    got = buffers(1)
-    async with pool_dev.pool() as pool:
-        await pool.write(namespace, [digest], [value(digest)], part=0)
-        (result,) = await pool.read(namespace, [digest], got, part=0)
-        assert result.status is ReadStatus.PART_MISSING
-        await pool.write(namespace, [digest], [value(digest)], part=1)
-        (result,) = await pool.read(namespace, [digest], got, part=0)
-        assert result.status.hit
-
-
 def fall_silent(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     """The server of this name answers no reads any more; how often it was asked."""
     asked: list[str] = []
@@ -104,38 +92,12 @@ def impatient(running: dev.Dev) -> ClientConfig:
     )
 
 
-async def test_a_silent_server_that_is_alone_is_asked_once(
-    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chain = keys("chain", 4)
-    async with pool_dev.pool(impatient(pool_dev)) as pool:
-        await pool.write(NAMESPACE, chain, values(chain))
-        asked = fall_silent(monkeypatch, pool_dev.servers[0].server)
-        assert set(await read(pool, chain)) == {ReadStatus.DEADLINE}
-        assert len(asked) == 1
-
-
 async def test_a_silent_server_that_is_not_alone_is_left_for_another(
     two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain = keys("chain", 4)
     async with two_servers.pool(impatient(two_servers)) as pool:
         await pool.write(NAMESPACE, chain, values(chain), copies=2)
-        seen = {s.server for s in pool._reader._locations.get(NAMESPACE, chain)}
-        asked = fall_silent(monkeypatch, *seen)
-        assert set(await read(pool, chain)) == {ReadStatus.HIT}
-        assert len(asked) == 1
-        assert pool.counters["hedged"] == 1  # after hedge_s, not given up after attempt_s
-
-
-async def test_a_silent_server_that_is_not_alone_any_more_is_left_for_another(
-    two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Somebody has made a second copy since this client wrote the block (seed 914037)."""
-    chain = keys("chain", 4)
-    async with two_servers.pool(impatient(two_servers)) as pool, two_servers.pool() as other:
-        await pool.write(NAMESPACE, chain, values(chain))
-        await other.write(NAMESPACE, chain, values(chain), copies=2)
         seen = {s.server for s in pool._reader._locations.get(NAMESPACE, chain)}
         asked = fall_silent(monkeypatch, *seen)
         assert set(await read(pool, chain)) == {ReadStatus.HIT}

@@ -124,26 +124,3 @@ async def test_what_lies_on_the_own_host_is_read_there(pool: Pool, links: Links)
     assert links.moved["dev-0"] == len(near) * SIZE
     assert links.moved["dev-1"] + links.moved["dev-2"] == len(far) * SIZE
     assert min(links.moved["dev-1"], links.moved["dev-2"]) > 0
-
-
-async def test_copies_that_are_wrong_are_read_elsewhere(
-    pool: Pool, links: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of the servers has other bytes than it has checksums for."""
-    await write(pool, CHAIN, 1, 2, 3)
-    await load(pool, links)
-    calls = []
-
-    async def lying(
-        self: Servers, server: str, operation: Any, deadline: float, counted_as: str = ""
-    ) -> Any:
-        results = await before(self, server, operation, deadline, counted_as)
-        if counted_as == "read" and server == "dev-3":
-            calls.append(server)
-            return [result._replace(status=ReadStatus.CORRUPT, size=0) for result in results]
-        return results
-
-    before = Servers.call
-    monkeypatch.setattr(Servers, "call", lying)
-    await load(pool, links)
-    assert calls == ["dev-3"]  # and no other piece

@@ -31,6 +31,7 @@ from kvpool.types import Cluster, ServerStats
 from kvpool.wire import messages as wire
 from kvpool_transports.streams import StreamChannel
 from tests.conftest import NAMESPACE, buffers, keys, value, values
+from tests.support.virtual_time import virtual_time
 
 HERE = Host("here", "here", "here", lambda: 0)
 Answer = Callable[[Any], wire.Message]
@@ -138,6 +139,7 @@ def client(
 # --- several pages, several messages -----------------------------------------------------------
 
 
+@virtual_time
 async def test_every_page_of_the_members_is_asked_for() -> None:
     names = [f"server-{number:02}" for number in range(7)]
 
@@ -150,6 +152,7 @@ async def test_every_page_of_the_members_is_asked_for() -> None:
     assert [one.server for one in await servers.refresh(later(5))] == names
 
 
+@virtual_time
 async def test_namespaces_with_one_name_are_on_several_pages() -> None:
     """They differ in their parts: the next page begins behind both."""
     found = [("a", 1), ("a", 2), ("a", 8), ("b", 1)]
@@ -166,6 +169,7 @@ async def test_namespaces_with_one_name_are_on_several_pages() -> None:
 
 
 @pytest.mark.parametrize("page", [[], ["a"], ["b", "a"]], ids=str)
+@virtual_time
 async def test_pages_that_do_not_go_on_come_to_an_end(page: list[str]) -> None:
     """A master that always has one more page would be asked for ever."""
 
@@ -182,6 +186,7 @@ async def test_pages_that_do_not_go_on_come_to_an_end(page: list[str]) -> None:
 
 
 @pytest.mark.parametrize("blocks", [0, 2, 4])
+@virtual_time
 async def test_an_answer_for_another_number_of_blocks_is_none(blocks: int) -> None:
     """Three blocks were asked for. What a master answered for two may be of any two of them."""
 
@@ -207,6 +212,7 @@ async def test_an_answer_for_another_number_of_blocks_is_none(blocks: int) -> No
     await pool.close()
 
 
+@virtual_time
 async def test_a_namespace_that_cannot_be_is_no_answer() -> None:
     """What a master lists must be usable as it is, in the next question, too."""
     network = ScriptedNetwork(m=lambda _: wire.NamespacesReply([("a\nb", 1, 5)], False))
@@ -278,6 +284,7 @@ async def ask(masters: Masters, timeout_s: float) -> str:
     return reply.master
 
 
+@virtual_time
 async def test_the_master_that_answered_last_is_asked_first() -> None:
     network = ScriptedNetwork(a=tells("a"), b=tells("b"))
     masters = Masters(network, config(network, hedge_s=0.05, attempt_s=1.0))
@@ -290,6 +297,7 @@ async def test_the_master_that_answered_last_is_asked_first() -> None:
     assert len(network.masters["a"].asked) == asked
 
 
+@virtual_time
 async def test_a_short_deadline_leaves_time_for_the_other_masters() -> None:
     network = ScriptedNetwork(a=tells("a"), b=tells("b"))
     network.masters["a"].is_silent = True
@@ -299,6 +307,7 @@ async def test_a_short_deadline_leaves_time_for_the_other_masters() -> None:
     assert later(0) - began < 0.95
 
 
+@virtual_time
 async def test_a_master_that_was_just_started_does_not_end_a_write() -> None:
     """It knows no server yet: it is believed if no other one answers, and is not asked first."""
     place = wire.Place("ns", 1, 32, b"k" * 32, b"", 64, "here", 1)
@@ -335,6 +344,7 @@ async def is_found(masters: Masters) -> bool:
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.1])
+@virtual_time
 async def test_a_miss_of_a_master_that_was_just_started_is_not_believed(late_s: float) -> None:
     young, old, masters = young_and_old()
     old.late_s = late_s
@@ -347,6 +357,7 @@ async def test_a_miss_of_a_master_that_was_just_started_is_not_believed(late_s: 
     assert len(young.asked) == 2
 
 
+@virtual_time
 async def test_a_master_that_knows_little_is_believed_when_no_other_one_answers_soon() -> None:
     young, old, masters = young_and_old()
     old.is_silent = True
@@ -371,6 +382,7 @@ async def test_a_master_that_knows_little_is_believed_when_no_other_one_answers_
     assert later(0) - began > 0.4  # one of them may come back
 
 
+@virtual_time
 async def test_masters_that_are_silent_cost_one_attempt() -> None:
     network = ScriptedNetwork(a=tells("a"))
     network.masters["a"].is_silent = True
@@ -392,6 +404,7 @@ def listing(*members: wire.MemberInfo) -> Answer:
     return lambda _: wire.MembersReply("m", 1.0, 0, list(members), False)
 
 
+@virtual_time
 async def test_servers_of_this_host_come_first_and_silent_ones_last() -> None:
     network = ScriptedNetwork(m=listing(member("far"), member("near", host="here")))
     _, servers = client(network)
@@ -409,6 +422,7 @@ async def ping(channel: object) -> str:
     return "pong"
 
 
+@virtual_time
 async def test_a_lost_server_is_not_asked_for_a_moment() -> None:
     """At most 0.4 s at first; meanwhile a call ends at once, and masters are seldom asked."""
     network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
@@ -429,6 +443,7 @@ async def test_a_lost_server_is_not_asked_for_a_moment() -> None:
     await servers.close()
 
 
+@virtual_time
 async def test_while_a_server_is_lost_masters_are_asked_for_a_new_one() -> None:
     """It may have restarted elsewhere: that is noticed before the delay is over."""
     network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
@@ -445,6 +460,7 @@ async def test_while_a_server_is_lost_masters_are_asked_for_a_new_one() -> None:
     await servers.close()
 
 
+@virtual_time
 async def test_a_server_that_has_restarted_is_connected_anew() -> None:
     """The old connections end at the process that is gone."""
     network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
@@ -471,6 +487,7 @@ async def test_a_server_that_has_restarted_is_connected_anew() -> None:
     await servers.close()
 
 
+@virtual_time
 async def test_a_call_that_succeeds_ends_the_memory_of_failures() -> None:
     network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
     _, servers = client(network, transport)
@@ -485,6 +502,7 @@ async def test_a_call_that_succeeds_ends_the_memory_of_failures() -> None:
     await servers.close()
 
 
+@virtual_time
 async def test_another_path_is_taken_when_a_server_was_given_up() -> None:
     """The network of that path may be at fault. Memory of this host cannot be."""
     addresses = ["local://s", "x://s", "y://s"]
@@ -514,6 +532,7 @@ async def test_another_path_is_taken_when_a_server_was_given_up() -> None:
     await servers.close()
 
 
+@virtual_time
 async def test_a_pool_closes_while_a_master_is_silent() -> None:
     network = ScriptedNetwork(a=tells("a"), b=tells("b"))
     for master in network.masters.values():
@@ -552,6 +571,7 @@ class SlowMaster(ScriptedMaster):
             self.held -= 1
 
 
+@virtual_time
 async def test_a_client_with_many_questions_waits_for_its_own_and_not_in_vain() -> None:
     """All of them take longer than an attempt may: what is late is this client's queue."""
     network = ScriptedNetwork()
@@ -564,6 +584,7 @@ async def test_a_client_with_many_questions_waits_for_its_own_and_not_in_vain() 
     assert master.most_held <= 64
 
 
+@virtual_time
 async def test_questions_that_wait_for_a_silent_master_end_after_an_attempt() -> None:
     network = ScriptedNetwork(a=tells("a"))
     masters = Masters(network, config(network, attempt_s=0.2))
@@ -579,6 +600,7 @@ async def test_questions_that_wait_for_a_silent_master_end_after_an_attempt() ->
     assert await ask(masters, 5) == "a"  # none is held back
 
 
+@virtual_time
 async def test_a_question_that_is_given_up_leaves_its_place() -> None:
     network = ScriptedNetwork(a=tells("a"))
     masters = Masters(network, config(network, attempt_s=30))
@@ -626,6 +648,7 @@ async def test_a_thousand_reads_at_once_are_no_silence_of_a_server(
     assert not [one for one in caplog.records if one.name.startswith("kvpool.client")]
 
 
+@virtual_time
 async def test_one_line_says_that_a_server_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     info = msgspec.structs.replace(member("s", host="here"), addresses=["x://s"])
     network = ScriptedNetwork(m=listing(info))
@@ -655,6 +678,7 @@ async def test_one_line_says_that_a_server_is_silent(caplog: pytest.LogCaptureFi
 # --- what the log has of a lost pool -----------------------------------------------------------
 
 
+@virtual_time
 async def test_the_log_has_once_that_the_pool_is_lost_and_once_that_it_is_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

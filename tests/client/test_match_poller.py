@@ -133,16 +133,16 @@ class FakeMaster:
 
 
 @pytest.fixture
-def fakes() -> Iterator[Callable[[int], list[FakeMaster]]]:
-    made: list[FakeMaster] = []
-
-    def make(count: int) -> list[FakeMaster]:
-        made.extend(FakeMaster() for _ in range(count))
-        return made[-count:]
-
-    yield make
+def masters() -> Iterator[list[FakeMaster]]:
+    made = [FakeMaster(), FakeMaster()]
+    yield made
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def master(masters: list[FakeMaster]) -> FakeMaster:
+    return masters[0]
 
 
 @pytest.fixture
@@ -170,6 +170,18 @@ def until(poller: MatchPoller, within_s: float = 10.0) -> tuple[Match, ...]:
             (one,) = ended
             return one.matches
     raise AssertionError("the lookup did not end")
+
+
+def until_sent(poller: MatchPoller, name: str) -> None:
+    end = time.monotonic() + 10
+    while not poller.is_sent(name):
+        poller.poll(0.005)
+        assert time.monotonic() < end
+
+
+def until_asked(poller: MatchPoller, master: FakeMaster) -> None:
+    while not master.poll(1):
+        poller.poll(0.005)
 
 
 def small_pages(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
@@ -211,26 +223,21 @@ def test_no_thread_of_python_takes_part(dev_in_thread: dev.Dev, open_poller: Ope
     assert threading.active_count() == before
 
 
-def test_a_poll_without_an_answer_returns_at_once(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
-) -> None:
-    (master,) = fakes(1)
+def test_a_poll_without_an_answer_returns_at_once(master: FakeMaster, open_poller: Open) -> None:
     poller = open_poller(master.address)
     poller.start("a", [(SPACE, keys("x", 2))])
     began = time.monotonic()
     for _ in range(100):
         assert poller.poll() == []
     assert time.monotonic() - began < 1.0
-    while not poller.is_sent("a"):
-        poller.poll(0.005)
+    until_sent(poller, "a")
     master.answer(miss())
     assert until(poller) == (Match((), 0, ReadStatus.NEVER_WRITTEN),)
 
 
 def test_a_wait_ends_with_the_reply_and_releases_the_interpreter(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+    master: FakeMaster, open_poller: Open
 ) -> None:
-    (master,) = fakes(1)
     poller = open_poller(master.address)
     poller.start("a", [(SPACE, keys("x", 2))])
     thread = threading.Thread(target=master.answer, args=(miss(),))
@@ -246,15 +253,11 @@ def test_a_wait_ends_with_the_reply_and_releases_the_interpreter(
     assert polls < 50 + (time.monotonic() - began) / 0.002
 
 
-def test_a_lookup_ends_when_no_master_answers(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
-) -> None:
-    (master,) = fakes(1)
+def test_a_lookup_ends_when_no_master_answers(master: FakeMaster, open_poller: Open) -> None:
     clock = Clock()
     poller = open_poller(master.address, "127.0.0.1:9", clock=clock, attempt_s=3.0)
     poller.start("a", [(SPACE, keys("x", 2))])
-    while not poller.is_sent("a"):
-        poller.poll(0.005)
+    until_sent(poller, "a")
     peer, id = master.take()
     clock.ahead_s += 2.5
     assert poller.poll() == []
@@ -284,10 +287,7 @@ def test_a_lookup_is_sent_when_the_master_comes(refusing: str, open_poller: Open
     assert not poller.connected
     master = FakeMaster(refusing)
     try:
-        until_s = time.monotonic() + 10  # it connects within a second
-        while not poller.is_sent("a"):
-            poller.poll(0.005)
-            assert time.monotonic() < until_s
+        until_sent(poller, "a")
         assert poller.connected
         master.answer(miss())
         until(poller)
@@ -296,15 +296,14 @@ def test_a_lookup_is_sent_when_the_master_comes(refusing: str, open_poller: Open
 
 
 def test_another_master_is_asked_when_one_sends_nothing_or_refuses(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+    masters: list[FakeMaster], open_poller: Open
 ) -> None:
-    first, second = fakes(2)
+    first, second = masters
     clock = Clock()
     settings = {"attempt_s": 20.0, "hedge_s": 2.0}
     poller = open_poller(first.address, second.address, clock=clock, **settings)
     poller.start("warm", [(SPACE, keys("x", 1))])
-    while not poller.is_sent("warm"):
-        poller.poll(0.005)
+    until_sent(poller, "warm")
     (first if first.poll(1000) else second).answer(miss())
     until(poller)
     until_s = time.monotonic() + 0.2
@@ -338,10 +337,9 @@ def test_another_master_is_asked_when_one_sends_nothing_or_refuses(
 
 
 def test_a_miss_of_a_master_that_was_just_started_is_not_believed(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+    masters: list[FakeMaster], open_poller: Open
 ) -> None:
     """Unless no other one answers soon, or knows more."""
-    masters = fakes(2)
     clock = Clock()
     addresses = [master.address for master in masters]
     poller = open_poller(*addresses, clock=clock, attempt_s=20.0, hedge_s=2.0)
@@ -367,26 +365,22 @@ def test_a_miss_of_a_master_that_was_just_started_is_not_believed(
 
 
 def test_what_was_asked_on_a_connection_that_ends_is_asked_again(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+    master: FakeMaster, open_poller: Open
 ) -> None:
-    (master,) = fakes(1)
     poller = open_poller(master.address, attempt_s=20.0, hedge_s=15.0)
     poller.start("a", [(SPACE, keys("x", 1))])
-    while not master.poll(1):
-        poller.poll(0.005)
+    until_asked(poller, master)
     master.take()
     master.hang_up()
-    while not master.poll(1):
-        poller.poll(0.005)
+    until_asked(poller, master)
     master.answer(miss())
     until(poller)
 
 
 def test_a_request_that_has_ended_is_not_ended_again(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+    masters: list[FakeMaster], open_poller: Open
 ) -> None:
     """By the second master's answer, or by the deadline."""
-    masters = fakes(2)
     clock = Clock()
     addresses = [master.address for master in masters]
     poller = open_poller(*addresses, clock=clock, attempt_s=20.0, hedge_s=0.1)
@@ -408,15 +402,13 @@ def test_a_request_that_has_ended_is_not_ended_again(
 
 
 def test_all_pages_of_a_lookup_have_one_deadline(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open, monkeypatch: pytest.MonkeyPatch
+    master: FakeMaster, open_poller: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_pages(monkeypatch, 2)
-    (master,) = fakes(1)
     clock = Clock()
     poller = open_poller(master.address, clock=clock, attempt_s=20.0, hedge_s=20.0)
     poller.start("a", [(SPACE, keys("x", 4))])
-    while not master.poll(1):
-        poller.poll(0.005)
+    until_asked(poller, master)
     clock.ahead_s += 12.0
     master.answer(FindReply([(0, 1, [("s", "dram", 0)])], b""))
     while not master.poll(1):
@@ -427,16 +419,14 @@ def test_all_pages_of_a_lookup_have_one_deadline(
 
 
 def test_a_link_that_was_never_answered_is_opened_again(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+    master: FakeMaster, open_poller: Open
 ) -> None:
-    (master,) = fakes(1)
     clock = Clock()
     poller = open_poller(master.address, clock=clock)
     peers = set()
     for _ in range(3):
         poller.start("a", [(SPACE, keys("x", 1))])
-        while not poller.is_sent("a"):
-            poller.poll(0.005)
+        until_sent(poller, "a")
         peers.add(master.take()[0])
         clock.ahead_s += 2.1
         until(poller)
@@ -444,28 +434,24 @@ def test_a_link_that_was_never_answered_is_opened_again(
 
 
 def test_a_reply_that_came_in_time_counts_when_nobody_has_looked(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+    master: FakeMaster, open_poller: Open
 ) -> None:
     """The engine has computed a step meanwhile."""
-    (master,) = fakes(1)
     poller = open_poller(master.address, attempt_s=0.5)
     poller.start("a", [(SPACE, keys("x", 1))])
-    while not master.poll(1):
-        poller.poll(0.005)
+    until_asked(poller, master)
     master.answer(miss())
     time.sleep(0.6)
     assert until(poller)[0].stopped is ReadStatus.NEVER_WRITTEN
 
 
 def test_a_connection_that_nobody_used_is_opened_again_at_once(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open
+    master: FakeMaster, open_poller: Open
 ) -> None:
-    (master,) = fakes(1)
     poller = open_poller(master.address)
     for _ in range(2):
         poller.start("a", [(SPACE, keys("x", 1))])
-        while not master.poll(1):
-            poller.poll(0.005)
+        until_asked(poller, master)
         master.answer(miss())
         assert until(poller)[0].stopped is ReadStatus.NEVER_WRITTEN
         master.hang_up()
@@ -506,9 +492,8 @@ def test_a_poller_finds_a_master_by_name_and_with_a_secret() -> None:
 
 
 def test_wrong_calls(
-    fakes: Callable[[int], list[FakeMaster]], open_poller: Open, monkeypatch: pytest.MonkeyPatch
+    master: FakeMaster, open_poller: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (master,) = fakes(1)
     poller = open_poller(master.address)
     with pytest.raises(BadKey):
         poller.start("a", [(SPACE, keys("x", 1)), (SPACE, [])])
@@ -544,8 +529,7 @@ def test_a_poller_that_can_open_no_socket_keeps_the_one_it_has(
 
     try:
         poller.start("silent", [(SPACE, keys("chain", 2))])
-        while not poller.is_sent("silent"):
-            poller.poll(0.005)
+        until_sent(poller, "silent")
         master.take()
         clock.ahead_s += 60.0
         with monkeypatch.context() as patch:
@@ -553,8 +537,7 @@ def test_a_poller_that_can_open_no_socket_keeps_the_one_it_has(
             (ended,) = poller.poll()
         assert ended.matches[0].stopped is ReadStatus.NO_MASTER
         poller.start("again", [(SPACE, keys("chain", 2))])
-        while not poller.is_sent("again"):
-            poller.poll(0.005)
+        until_sent(poller, "again")
         master.take()
     finally:
         poller.close()

@@ -15,7 +15,7 @@ from kvpool.protocols import BlockStore, Channel, Listener, Transport
 from kvpool.types import Cluster
 from kvpool_transports.inproc import InprocTransport
 from kvpool_transports.tcp import TcpTransport
-from tests.conftest import NAMESPACE, buffers, key, keys, values
+from tests.conftest import NAMESPACE, buffers, keys, values
 
 
 class Paced:
@@ -169,84 +169,6 @@ async def test_a_call_that_was_given_up_while_it_connected_is_a_lesson_for_the_n
         await asyncio.wait([late])
         await reads(pool, chain, 1)
         assert pool.counters["failed_mute"] == 0
-
-
-async def test_a_server_that_is_silent_is_called_over_another_network() -> None:
-    """It may be the network's fault. Within a host there is none."""
-    near, one, other = Paced("near", 0.0), Paced("one", 0.0), Paced("other", 0.0)
-    async with client({"one": one, "other": other}) as (pool, chain):
-        await reads(pool, chain, 1)
-        assert (one.calls, other.calls) == (1, 0)
-        (record,) = pool._servers._records.values()
-        pool._servers.mark_unresponsive(record.server, "silent", given_up=True)
-        assert not record.channels
-        await reads(pool, chain, 1)
-        assert (one.calls, other.calls) == (1, 1)
-    near.same_host = True
-    async with client({"near": near, "one": one, "other": other}) as (pool, chain):
-        (record,) = pool._servers._records.values()
-        pool._servers.mark_unresponsive(record.server, "silent", given_up=True)
-        await reads(pool, chain, 1)
-        assert near.calls == 1
-
-
-class Deaf(Paced):
-    """Servers at some addresses do not answer reads."""
-
-    def __init__(self, scheme: str) -> None:
-        super().__init__(scheme, 0.0)
-        self.deaf: set[str] = set()
-        self.asked: list[str] = []
-
-    async def connect(
-        self, address: str, *, cluster: Cluster, client: str, deadline: float
-    ) -> Channel:
-        channel = await super().connect(address, cluster=cluster, client=client, deadline=deadline)
-        read = channel.read
-
-        async def unless_deaf(*args: object, **options: object) -> object:
-            self.asked.append(address)
-            if address in self.deaf:
-                await asyncio.sleep(60)
-            return await read(*args, **options)  # type: ignore[arg-type]
-
-        channel.read = unless_deaf  # type: ignore[method-assign, assignment]
-        return channel
-
-
-async def test_a_server_that_does_not_answer_is_asked_last_for_a_while() -> None:
-    transports = {"one": (transport := Deaf("one"))}
-    listen, chain = ("one://127.0.0.1:0",), keys("copies", 2)
-    async with dev.serve(servers=2, listen=listen, transports=transports) as running:
-        config = ClientConfig(masters=[running.address], transports=["one"], attempt_s=0.5)
-        async with Pool(
-            config,
-            cluster=Cluster(),
-            network=TcpNetwork(),
-            transports=transports,
-            owns_network=True,
-        ) as pool:
-            servers = pool._servers
-            await pool.write(NAMESPACE, chain, values(chain), copies=2)
-            await pool.read(NAMESPACE, chain, buffers(2))
-            transport.deaf = set(transport.asked)
-            (record,) = [
-                r for r in servers._records.values() if r.paths[0].address in transport.deaf
-            ]
-            for _ in range(2):
-                results = await pool.read(NAMESPACE, chain, buffers(2))
-                assert all(result.status.hit for result in results)
-                assert pool.counters["hedged"] == 1
-                assert servers.rank(sorted(servers._records))[1] == record.server
-            assert len(transport.asked) == 4
-            # Of a block that no other server has, the connection is given up.
-            status = await admin(pool).write_to(record.server, NAMESPACE, key("alone"), bytes(100))
-            assert status is WriteStatus.STORED
-            assert record.channels
-            (result,) = await pool.read(NAMESPACE, [key("alone")], buffers(1))
-            assert not result.status.hit
-            assert not record.channels
-            assert pool.counters["hedged"] == 1
 
 
 async def test_what_the_system_refuses_a_transport_is_a_path_that_fails(

@@ -50,31 +50,31 @@ async def test_blocks_of_many_sizes_share_a_segment(pool: Pool) -> None:
     assert got == data
 
 
-async def test_a_larger_buffer_is_filled_only_so_far(pool: Pool) -> None:
-    await pool.write(NAMESPACE, [key("a")], [value(key("a"), 100)])
+async def test_a_larger_buffer_is_filled_only_so_far(tcp: Pool) -> None:
+    await tcp.write(NAMESPACE, [key("a")], [value(key("a"), 100)])
     (buffer,) = buffers(1, 200)
-    (result,) = await pool.read(NAMESPACE, [key("a")], [buffer])
+    (result,) = await tcp.read(NAMESPACE, [key("a")], [buffer])
     assert result.size == 100
     assert buffer == value(key("a"), 100) + bytes(100)
 
 
-async def test_a_match_ends_at_the_first_gap(pool: Pool) -> None:
+async def test_a_match_ends_at_the_first_gap(tcp: Pool) -> None:
     chain = keys("gap", 10)
-    await pool.write(NAMESPACE, chain[:4], values(chain[:4]))
-    await pool.write(NAMESPACE, chain[6:], values(chain[6:]), parent=chain[5])
-    match = await pool.match(NAMESPACE, chain)
+    await tcp.write(NAMESPACE, chain[:4], values(chain[:4]))
+    await tcp.write(NAMESPACE, chain[6:], values(chain[6:]), parent=chain[5])
+    match = await tcp.match(NAMESPACE, chain)
     assert (match.length, match.stopped) == (4, ReadStatus.NEVER_WRITTEN)
-    results = await pool.read(NAMESPACE, chain, buffers(10))
+    results = await tcp.read(NAMESPACE, chain, buffers(10))
     assert [result.status.hit for result in results] == [True] * 4 + [False] * 2 + [True] * 4
 
 
-async def test_a_block_is_immutable(pool: Pool) -> None:
+async def test_a_block_is_immutable(tcp: Pool) -> None:
     """G2: the second writer is told, and the first one's bytes stay."""
-    (first,) = await pool.write(NAMESPACE, [key("x")], [b"first" * 100])
-    (second,) = await pool.write(NAMESPACE, [key("x")], [b"other" * 100])
+    (first,) = await tcp.write(NAMESPACE, [key("x")], [b"first" * 100])
+    (second,) = await tcp.write(NAMESPACE, [key("x")], [b"other" * 100])
     assert (first, second) == (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
     (buffer,) = buffers(1, 500)
-    await pool.read(NAMESPACE, [key("x")], [buffer])
+    await tcp.read(NAMESPACE, [key("x")], [buffer])
     assert buffer == b"first" * 100
 
 
@@ -96,69 +96,69 @@ async def test_of_many_writers_one_wins(pool: Pool) -> None:
     assert buffer[0] == statuses.index(WriteStatus.STORED)
 
 
-async def test_namespaces_do_not_meet(pool: Pool) -> None:
+async def test_namespaces_do_not_meet(tcp: Pool) -> None:
     """G1, G12: the same key under another name is another block."""
     other = Namespace("test/other-model")
-    await pool.write(NAMESPACE, [key("n")], [b"a" * 64])
-    await pool.write(other, [key("n")], [b"b" * 64])
-    assert (await pool.match(Namespace("test/third"), [key("n")])).length == 0
+    await tcp.write(NAMESPACE, [key("n")], [b"a" * 64])
+    await tcp.write(other, [key("n")], [b"b" * 64])
+    assert (await tcp.match(Namespace("test/third"), [key("n")])).length == 0
     first, second = buffers(2, 64)
-    await pool.read(NAMESPACE, [key("n")], [first])
-    await pool.read(other, [key("n")], [second])
+    await tcp.read(NAMESPACE, [key("n")], [first])
+    await tcp.read(other, [key("n")], [second])
     assert (first, second) == (b"a" * 64, b"b" * 64)
 
 
-async def test_a_block_is_present_when_all_its_parts_are(pool: Pool) -> None:
+async def test_a_block_is_present_when_all_its_parts_are(tcp: Pool) -> None:
     sharded = Namespace("test/tp2", parts=2)
     chain = keys("parts", 3)
-    await pool.write(sharded, chain, values(chain), part=0)
-    match = await pool.match(sharded, chain)
+    await tcp.write(sharded, chain, values(chain), part=0)
+    match = await tcp.match(sharded, chain)
     assert (match.length, match.stopped) == (0, ReadStatus.PART_MISSING)
-    await pool.write(sharded, chain, [value(key(d)) for d in chain], part=1)
-    assert (await pool.match(sharded, chain)).length == 3
+    await tcp.write(sharded, chain, [value(key(d)) for d in chain], part=1)
+    assert (await tcp.match(sharded, chain)).length == 3
     for part, expected in ((0, values(chain)), (1, [value(key(d)) for d in chain])):
         got = buffers(3)
-        await pool.read(sharded, chain, got, part=part)
+        await tcp.read(sharded, chain, got, part=part)
         assert got == expected
 
 
-async def test_every_miss_has_a_reason(pool: Pool) -> None:
+async def test_every_miss_has_a_reason(tcp: Pool) -> None:
     """G5: never written, removed and evicted are told apart, and `explain` says it in words."""
-    await pool.write(NAMESPACE, [key("gone")], [b"x" * 64])
-    assert await pool.remove(NAMESPACE, [key("gone"), key("never")]) == [True, False]
-    await pool.write(NAMESPACE, [key("old")], [b"x" * 64])
+    await tcp.write(NAMESPACE, [key("gone")], [b"x" * 64])
+    assert await tcp.remove(NAMESPACE, [key("gone"), key("never")]) == [True, False]
+    await tcp.write(NAMESPACE, [key("old")], [b"x" * 64])
     filler = keys("filler", 16)
-    await pool.write(NAMESPACE, filler, values(filler, 1 << 20))
-    results = await pool.read(NAMESPACE, [key("gone"), key("never"), key("old")], buffers(3))
+    await tcp.write(NAMESPACE, filler, values(filler, 1 << 20))
+    results = await tcp.read(NAMESPACE, [key("gone"), key("never"), key("old")], buffers(3))
     reasons = [ReadStatus.REMOVED, ReadStatus.NEVER_WRITTEN, ReadStatus.EVICTED]
     assert [result.status for result in results] == reasons
-    answers = await admin(pool).explain(NAMESPACE, [key("gone"), key("never"), key("old")])
+    answers = await admin(tcp).explain(NAMESPACE, [key("gone"), key("never"), key("old")])
     assert [answer.status for answer in answers] == reasons
     assert all(answer.text for answer in answers)
 
 
-async def test_a_full_pool_makes_room_while_every_key_is_probed(pool: Pool) -> None:
+async def test_a_full_pool_makes_room_while_every_key_is_probed(tcp: Pool) -> None:
     """G9: matches in a loop renew nothing; three times the capacity goes in."""
     chain = keys("storm", 48)
     for first in range(0, 48, 4):
         batch = chain[first : first + 4]
-        statuses = await pool.write(NAMESPACE, batch, values(batch, 1 << 20))
+        statuses = await tcp.write(NAMESPACE, batch, values(batch, 1 << 20))
         assert set(statuses) == {WriteStatus.STORED}
         for digest in chain[: first + 4]:
-            await pool.match(NAMESPACE, [digest])
-    results = await pool.read(NAMESPACE, chain[-8:], buffers(8, 1 << 20))
+            await tcp.match(NAMESPACE, [digest])
+    results = await tcp.read(NAMESPACE, chain[-8:], buffers(8, 1 << 20))
     assert all(result.status.hit for result in results)
 
 
-async def test_a_chain_loses_its_tail_first(pool: Pool) -> None:
+async def test_a_chain_loses_its_tail_first(tcp: Pool) -> None:
     chain = keys("long", 12)
-    await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
+    await tcp.write(NAMESPACE, chain, values(chain, 1 << 20))
     newer = keys("newer", 8)
-    await pool.write(NAMESPACE, newer, values(newer, 1 << 20))
-    match = await pool.match(NAMESPACE, chain)
+    await tcp.write(NAMESPACE, newer, values(newer, 1 << 20))
+    match = await tcp.match(NAMESPACE, chain)
     assert 0 < match.length < 12
     assert match.stopped is ReadStatus.EVICTED
-    results = await pool.read(NAMESPACE, chain, buffers(12, 1 << 20))
+    results = await tcp.read(NAMESPACE, chain, buffers(12, 1 << 20))
     assert [r.status.hit for r in results] == [i < match.length for i in range(12)]
 
 
@@ -260,13 +260,13 @@ async def test_intact_bytes_of_another_key_are_not_handed_out(
     assert [r.status for r in results] == [ReadStatus.CORRUPT] * 2
 
 
-async def test_a_batch_larger_than_a_message_is_split(pool: Pool) -> None:
+async def test_a_batch_larger_than_a_message_is_split(tcp: Pool) -> None:
     chain = keys("many", 2500)
     data = [digest * 4 for digest in chain]
-    assert set(await pool.write(NAMESPACE, chain, data)) == {WriteStatus.STORED}
-    assert (await pool.match(NAMESPACE, chain)).length == 2500
+    assert set(await tcp.write(NAMESPACE, chain, data)) == {WriteStatus.STORED}
+    assert (await tcp.match(NAMESPACE, chain)).length == 2500
     got = buffers(2500, 128)
-    await pool.read(NAMESPACE, chain, got)
+    await tcp.read(NAMESPACE, chain, got)
     assert got == data
 
 
@@ -275,12 +275,12 @@ async def test_a_cancelled_call_leaves_nothing_behind(pool: Pool, pool_dev: dev.
     (server,) = pool_dev.servers
     chain = keys("cancel", 6)
     await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
-    for step in range(40):
+    for step in range(12):
         got = buffers(6, 1 << 20)
         reading = asyncio.create_task(pool.read(NAMESPACE, chain, got))
         fresh = key(f"cancelled/{step}")
         writing = asyncio.create_task(pool.write(NAMESPACE, [fresh], [value(fresh, 1 << 20)]))
-        await asyncio.sleep(step * 0.0002)
+        await asyncio.sleep(step * 0.0006)
         reading.cancel()
         writing.cancel()
         await asyncio.gather(reading, writing, return_exceptions=True)
@@ -313,11 +313,11 @@ async def test_a_cancelled_call_leaves_nothing_behind(pool: Pool, pool_dev: dev.
     ],
 )
 async def test_a_wrong_write_names_what_is_wrong(
-    pool: Pool, digests: list[bytes], data: list[bytes], error: type[Exception], says: str
+    tcp: Pool, digests: list[bytes], data: list[bytes], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        await pool.write(NAMESPACE, digests, data)
-    assert await pool.write(NAMESPACE, [key("fine")], [b"fine"]) == [WriteStatus.STORED]
+        await tcp.write(NAMESPACE, digests, data)
+    assert await tcp.write(NAMESPACE, [key("fine")], [b"fine"]) == [WriteStatus.STORED]
 
 
 @pytest.mark.parametrize(
@@ -329,21 +329,21 @@ async def test_a_wrong_write_names_what_is_wrong(
         (bytearray(), "empty"),
     ],
 )
-async def test_a_wrong_read_buffer_is_named(pool: Pool, buffer: bytearray, says: str) -> None:
-    await pool.write(NAMESPACE, [key("r")], [value(key("r"))])
+async def test_a_wrong_read_buffer_is_named(tcp: Pool, buffer: bytearray, says: str) -> None:
+    await tcp.write(NAMESPACE, [key("r")], [value(key("r"))])
     with pytest.raises(BadBuffer, match=says):
-        await pool.read(NAMESPACE, [key("r")], [buffer])
+        await tcp.read(NAMESPACE, [key("r")], [buffer])
 
 
-async def test_parents_must_make_sense(pool: Pool) -> None:
+async def test_parents_must_make_sense(tcp: Pool) -> None:
     with pytest.raises(BadKey, match="its parent"):
-        await pool.write(NAMESPACE, [key("p")], [b"x"], parent=key("p"))
+        await tcp.write(NAMESPACE, [key("p")], [b"x"], parent=key("p"))
     with pytest.raises(BadKey, match="parent 0 has 3 bytes"):
-        await pool.write(NAMESPACE, [key("p")], [b"x"], parent=b"abc")
+        await tcp.write(NAMESPACE, [key("p")], [b"x"], parent=b"abc")
     with pytest.raises(BadKey, match="2 parents for 1 keys"):
-        await pool.write(NAMESPACE, [key("p")], [b"x"], parents=[ROOT, ROOT])
+        await tcp.write(NAMESPACE, [key("p")], [b"x"], parents=[ROOT, ROOT])
     with pytest.raises(BadKey, match="part 1"):
-        await pool.write(NAMESPACE, [key("p")], [b"x"], part=1)
+        await tcp.write(NAMESPACE, [key("p")], [b"x"], part=1)
 
 
 async def test_a_closed_pool_says_so(pool_dev: dev.Dev) -> None:
@@ -363,31 +363,20 @@ async def test_a_closed_pool_says_so(pool_dev: dev.Dev) -> None:
             await pool.session("agent").end(timeout=float("nan"))
 
 
-async def test_a_pool_closed_during_a_read_ends_the_read(pool_dev: dev.Dev) -> None:
-    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
-    chain = keys("closing", 12)
-    async with pool_dev.pool(config) as pool:
-        await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
-        reading = asyncio.create_task(pool.read(NAMESPACE, chain, buffers(12, 1 << 20)))
-        await asyncio.sleep(0.003)
-    (outcome,) = await asyncio.gather(reading, return_exceptions=True)
-    assert isinstance(outcome, list | Closed)
-
-
-async def test_another_thread_is_sent_to_the_sync_pool(pool: Pool) -> None:
+async def test_another_thread_is_sent_to_the_sync_pool(tcp: Pool) -> None:
     def elsewhere() -> None:
-        asyncio.run(pool.match(NAMESPACE, [key("a")]))
+        asyncio.run(tcp.match(NAMESPACE, [key("a")]))
 
     with pytest.raises(Closed, match=r"kvpool\.sync"):
         await asyncio.to_thread(elsewhere)
 
 
-async def test_a_block_beyond_the_match_is_never_a_hit(pool: Pool) -> None:
+async def test_a_block_beyond_the_match_is_never_a_hit(tcp: Pool) -> None:
     chain = keys("beyond", 4)
-    await pool.write(NAMESPACE, chain[:2], values(chain[:2]))
-    match = await pool.match(NAMESPACE, chain[:2])
+    await tcp.write(NAMESPACE, chain[:2], values(chain[:2]))
+    match = await tcp.match(NAMESPACE, chain[:2])
     assert match.stopped is ReadStatus.HIT
-    results = await pool.read(NAMESPACE, chain, buffers(4), match=match)
+    results = await tcp.read(NAMESPACE, chain, buffers(4), match=match)
     assert [result.status.hit for result in results] == [True, True, False, False]
 
 
@@ -416,17 +405,6 @@ async def test_a_block_with_fewer_copies_gets_the_rest(two_servers: dev.Dev) -> 
         assert pool.counters["copies_missing"] == len(chain)
         with pytest.raises(UsageError, match="copies is 0"):
             await pool.write(NAMESPACE, chain, values(chain), copies=0)
-
-
-async def test_a_lost_copy_is_read_from_the_other_server(two_servers: dev.Dev) -> None:
-    async with two_servers.pool() as pool:
-        chain = keys("lost", 20)
-        await pool.write(NAMESPACE, chain, values(chain), copies=2)
-        await two_servers.servers[0].close()
-        got = buffers(len(chain))
-        results = await pool.read(NAMESPACE, chain, got)
-        assert [result.status for result in results] == [ReadStatus.HIT] * len(chain)
-        assert got == values(chain)
 
 
 @pytest.mark.parametrize("taken", [0, 1])

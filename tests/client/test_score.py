@@ -18,7 +18,6 @@ from kvpool import (
     UsageError,
     admin,
     dev,
-    sync,
 )
 from kvpool.client.load_estimate import LoadEstimate
 from kvpool.client.read_rates import PRIOR_FAR_RATE, PRIOR_NEAR_RATE, ReadRates
@@ -212,10 +211,3 @@ async def test_wrong_calls(pool_dev: dev.Dev) -> None:
             await pool.score(NAMESPACE, CHAIN, ["a"], timeout=0.5)
     with pytest.raises(Closed):
         await pool.score(NAMESPACE, CHAIN, ["a"])
-
-
-def test_the_facade_for_threads(dev_in_thread: dev.Dev) -> None:
-    with sync.connect(dev_in_thread.address) as pool:
-        pool.write(NAMESPACE, CHAIN, values(CHAIN))
-        (score,) = pool.score(NAMESPACE, CHAIN, [this_host().id])
-        assert (score.near, score.far) == (8, 0)

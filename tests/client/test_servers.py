@@ -165,19 +165,3 @@ async def test_memory_is_shown_over_the_next_path_when_the_first_is_broken(
         channel = await pool._servers.zero_copy_channel(record.server, deadline)
         assert isinstance(channel, SupportsZeroCopyView)
         assert pool.counters["failed_tcp"] == 1
-
-
-async def test_connections_to_the_process_before_a_restart_are_closed(pool_dev: dev.Dev) -> None:
-    """Its ports are others: nothing would ever use or close them."""
-    async with pool_dev.pool() as pool:
-        await pool.write(NAMESPACE, keys("before", 1), [b"a" * 100])
-        (record,) = pool._servers._records.values()
-        assert record.channels
-        record.epoch = 0
-        record.backoff.next_delay()
-        record.retry_at = record.slow_until = asyncio.get_running_loop().time() + 60
-        await pool.members()
-        assert not record.channels
-        assert not record.retry_at
-        assert not record.slow_until
-        assert not record.backoff.failures

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import MasterLost, Namespace, Pool, UsageError, admin, dev, sync
+from kvpool import MasterLost, Namespace, Pool, UsageError, admin, dev
 from kvpool.client import spread as spread_module
 from kvpool.errors import BadMessage
 from kvpool.server.block_server import BlockServer
@@ -17,7 +17,7 @@ from kvpool.server.moves.fetcher import Fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import FetchStatus, ReadStatus, SpreadTo, WriteStatus
-from tests.conftest import NAMESPACE, buffers, key, keys, values
+from tests.conftest import NAMESPACE, buffers, keys, values
 from tests.support.moves import masters_know, moves_of
 
 CHAIN = keys("shared", 100)
@@ -218,11 +218,3 @@ async def test_a_cancelled_spread_leaves_nothing(monkeypatch: pytest.MonkeyPatch
             await asyncio.sleep(0.1)
             check(running)
             assert asyncio.all_tasks().isdisjoint({task})
-
-
-def test_the_facade_for_threads(dev_in_thread: dev.Dev) -> None:
-    with sync.connect(dev_in_thread.address) as pool:
-        chain = [key("one"), key("two")]
-        pool.write(NAMESPACE, chain, values(chain))
-        report = sync.admin(pool).spread(NAMESPACE, chain, to=1)
-        assert (report.length, report.servers) == (2, ())
