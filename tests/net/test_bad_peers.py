@@ -236,14 +236,6 @@ async def test_a_master_that_lies(name: str) -> None:
     network.close()
 
 
-async def test_what_was_not_matched_is_no_hit(watched: dev.Dev) -> None:
-    """A match of two blocks says nothing of the third, however well it ended."""
-    async with watched.pool() as pool:
-        match = await pool.match(NAMESPACE, CHAIN[:2])
-        results = await pool.read(NAMESPACE, CHAIN, buffers(3), match=match)
-    assert [result.status.hit for result in results] == [True, True, False]
-
-
 # --- shared memory -----------------------------------------------------------------------
 
 

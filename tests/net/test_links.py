@@ -6,27 +6,13 @@ import asyncio
 
 import pytest
 
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.errors import Unavailable
 from kvpool.net.control_network import TcpNetwork
 from kvpool.types import Cluster
 
 
 def later(seconds: float) -> float:
     return asyncio.get_running_loop().time() + seconds
-
-
-async def test_what_waits_for_an_answer_ends_when_the_network_is_closed() -> None:
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    port = silent.sockets[0].getsockname()[1]
-    network = TcpNetwork(Cluster())
-    links = [network.connect(f"127.0.0.1:{port}") for _ in range(2)]
-    waiting = [asyncio.create_task(link.request(1, b"", deadline=later(60))) for link in links]
-    await asyncio.sleep(0.02)
-    network.close()
-    done, left = await asyncio.wait(waiting, timeout=5)
-    assert not left
-    assert all(isinstance(task.exception(), KvpoolError) for task in done)
-    silent.close()
 
 
 async def test_a_master_is_found_where_another_program_has_been() -> None:

@@ -27,7 +27,7 @@ from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.raw_peers import HELLO, frame, payload, raw, reserve
 
-CONNECTIONS = 100
+CONNECTIONS = 40
 CHAIN = keys("memory", 64)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import json
 import os
 import signal
@@ -238,17 +237,6 @@ async def test_a_mute_server_costs_nothing_but_time(installed: None) -> None:
     assert len(os.listdir("/proc/self/fd")) < before + 5
 
 
-async def test_without_a_fabric_tcp_comes_first(running: Running) -> None:
-    async with running.client("ucx", "tcp", timeout_s=20, attempt_s=10) as pool:
-        chain = await stored(pool, "chosen", 8)
-        got = buffers(8, SIZE)
-        results = await pool.read(NAMESPACE, chain, got)
-        assert all(result.status.hit for result in results)
-        assert got == values(chain, SIZE)
-        (known,) = pool._servers._records.values()
-        assert {path.scheme for path in known.channels} == {"tcp"}
-
-
 # --- dead and frozen -----------------------------------------------------------------------
 
 
@@ -259,15 +247,14 @@ async def stored(pool: Pool, name: str, count: int) -> list[bytes]:
     return chain
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.01])
-async def test_a_killed_server_is_a_miss_at_once(running: Running, after_s: float) -> None:
+async def test_a_killed_server_is_a_miss_at_once(running: Running) -> None:
     """Kill -9 in the middle of a read: no wait for a deadline, no byte after the answer."""
     async with running.client("ucx", timeout_s=20, attempt_s=10, hedge_s=10) as pool:
         chain = await stored(pool, "killed", 32)
         match = await pool.match(NAMESPACE, chain)
         got = buffers(32, SIZE)
         loop = asyncio.get_running_loop()
-        loop.call_later(after_s, os.kill, running.server.pid, signal.SIGKILL)
+        loop.call_later(0.01, os.kill, running.server.pid, signal.SIGKILL)
         began = loop.time()
         results = await pool.read(NAMESPACE, chain, got, match=match)
         assert loop.time() - began < 5.0
@@ -289,8 +276,7 @@ async def frozen(running: Running, call: asyncio.Task[object], after_s: float) -
         running.server.signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.01])
-async def test_nothing_arrives_after_a_read_was_given_up(running: Running, after_s: float) -> None:
+async def test_nothing_arrives_after_a_read_was_given_up(running: Running) -> None:
     """A server that was frozen goes on sending when it wakes: into nobody's memory."""
     async with running.client("ucx", timeout_s=20, attempt_s=10) as pool:
         chain = await stored(pool, "frozen", 32)
@@ -300,7 +286,7 @@ async def test_nothing_arrives_after_a_read_was_given_up(running: Running, after
         got = buffers(32, SIZE)
         reading = pool.read(NAMESPACE, chain, got, match=match, timeout=0.5)
         call = asyncio.ensure_future(reading)
-        await frozen(running, call, after_s)
+        await frozen(running, call, 0.01)
         for buffer in got:
             buffer[:] = b"\xa5" * SIZE
         await asyncio.sleep(0.3)
@@ -727,7 +713,7 @@ async def test_a_killed_client_leaves_nothing(running: Running) -> None:
     async with running.client("tcp") as pool:
         chain = await stored(pool, "there", 16)
         read: dict[str, object] = {"do": "read", "name": "there", "timeout": 10}
-        for doing, after_s in itertools.product(("write", "read"), (0.05, 0.2)):
+        for doing, after_s in (("write", 0.05), ("read", 0.2)):
             write: dict[str, object] = {"do": "write", "server": "one", "name": f"half {after_s}"}
             order = write if doing == "write" else read
             async with process_of("tests.support.remote_client", running.master, "ucx") as client:

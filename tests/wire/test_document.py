@@ -21,7 +21,7 @@ from kvpool.types import (
 )
 from kvpool.wire import frames, messages
 from tests.wire import tables
-from tests.wire.samples import CLIENT, CONSUMER, KEYS, MEMBER, SAMPLES, STATS, USAGE
+from tests.wire.samples import CLIENT, CONSUMER, KEYS, MEMBER, STATS, USAGE
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "wire.md").read_text()
@@ -79,15 +79,6 @@ def test_figures_that_are_left_out_are_zero(kind: type[msgspec.Struct]) -> None:
             assert field.default == (1 if field.name == "connections" else type(field.default)())
         elif not field.required:
             assert not field.default_factory()
-
-
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
-def test_a_message_travels_under_its_number(sample: messages.Message) -> None:
-    number, body = messages.encode(sample)
-    assert f"| {number} | `{type(sample).__name__}` |" in tables.page()
-    head = frames.encode_frame(number, body)
-    assert frames.decode_header(head)[0] == number
-    assert messages.message_type(number) is type(sample)
 
 
 def test_the_version_and_the_limits_are_those_of_the_code() -> None:
