@@ -22,25 +22,7 @@ def estimating(played: Played, load_s: float, prefill_s: float) -> None:
     played.planner.choice.prefill_cost.seconds = lambda first, last: prefill_s  # type: ignore[method-assign]
 
 
-def load(played: Played, name: str, blocks: int = 6, *, computed: int = 0) -> None:
-    """A request whose load has begun."""
-    played.look_up(name, 100, blocks)
-    offered = played.offer(name, 100, computed)
-    assert offered
-    played.allocate(name, 7, offered)
-    played.idle()
-
-
 # --- bounds that are met exactly -------------------------------------------------------------
-
-
-def test_a_lookup_has_all_of_its_time_and_no_more() -> None:
-    played = Played(load_timeout_s=0.5, load="always")
-    assert played.arrive("a", 100) is not None
-    played.now += 0.25
-    assert played.offer("a", 100) is None
-    played.now += 0.25
-    assert played.offer("a", 100) == 0
 
 
 def test_the_last_token_is_computed_when_the_prompt_ends_with_a_block() -> None:
@@ -81,15 +63,6 @@ def test_a_probe_that_waited_for_all_of_its_time_is_a_measurement(
     assert (played.planner.choice.transfer_cost.seconds(4 * MIB) > 1.0) is slow
 
 
-def test_no_load_may_take_longer_than_the_setting() -> None:
-    played = Played(load_timeout_s=2.0)
-    estimating(played, 1.5, 100.0)
-    played.look_up("a", 100, 6)
-    played.allocate("a", 7, played.offer("a", 100) or 0)
-    (request,) = played.idle().loads
-    assert request.timeout_s == 2.0
-
-
 def test_a_probe_reads_one_block_although_that_is_larger_than_a_probe() -> None:
     played = Played()
     played.planner.windows.block_bytes = (8 * MIB,)
@@ -120,7 +93,7 @@ def test_all_loads_on_their_way_make_the_next_one_slower() -> None:
 def test_a_load_that_has_ended_slows_no_other(end: str) -> None:
     played = Played()
     sizes: list[int] = []
-    load(played, "a")
+    played.load("a")
     real = played.planner.choice.transfer_cost.seconds
     played.planner.choice.transfer_cost.seconds = (  # type: ignore[method-assign]
         lambda size: sizes.append(size) or real(size)  # type: ignore[func-returns-value]
@@ -197,7 +170,7 @@ def test_a_late_answer_does_not_take_back_what_was_saved_meanwhile() -> None:
 def test_seconds_and_loads_add_up() -> None:
     played = Played()
     for name in ("a", "b"):
-        load(played, name)
+        played.load(name)
         played.planner.on_load_result(LoadResult(name, 6 * MIB, True, 0.5), played.now + 0.5)
     assert played.planner.counters["load_s"] == pytest.approx(1.0)
     assert played.planner.counters["loads"] == 2
@@ -206,7 +179,7 @@ def test_seconds_and_loads_add_up() -> None:
 def test_of_several_ranks_the_one_that_moved_most_is_measured() -> None:
     for order in ((6 * MIB, 1 * MIB), (1 * MIB, 6 * MIB)):
         played = Played(ranks=2)
-        load(played, "a")
+        played.load("a")
         for size in order:
             played.planner.on_load_result(LoadResult("a", size, True, 0.5), played.now + 0.5)
         assert played.planner.choice.transfer_cost.seconds(6 * MIB) == pytest.approx(0.5)
@@ -216,7 +189,7 @@ def test_of_several_ranks_the_one_that_moved_most_is_measured() -> None:
 def test_a_load_that_failed_on_one_rank_has_failed(complete: tuple[bool, bool]) -> None:
     """The tokens are computed on every rank, and saved again."""
     played = Played(ranks=2)
-    load(played, "a")
+    played.load("a")
     for one in complete:
         assert played.planner.counters["loads_failed"] == 0
         played.planner.on_load_result(LoadResult("a", 6 * MIB, one, 0.1), played.now + 0.1)
@@ -227,14 +200,12 @@ def test_a_load_that_failed_on_one_rank_has_failed(complete: tuple[bool, bool]) 
 
 def test_hits_are_counted_where_they_were_read() -> None:
     played = Played()
-    lookup = played.arrive("a", 100)
-    assert lookup is not None
     runs = (
         Run(0, 2, (Replica("a", "dram"), Replica("b", "nvme"))),
         Run(3, 5, (Replica("b", "nvme"),)),
     )
     match = Match(runs, 6, ReadStatus.HIT)
-    played.planner.lookups.on_result("a", lookup.serial, [match], "")
+    played.look_up("a", 100, [match])
     assert played.offer("a", 100, 16) == 80
     played.allocate("a", 7, 64)  # the engine takes less than was offered: tokens 16 to 80
     assert played.planner.counters["hit_tokens dram"] == 32
@@ -244,8 +215,6 @@ def test_hits_are_counted_where_they_were_read() -> None:
 def test_only_what_is_loaded_is_counted_as_a_hit() -> None:
     """Neither what the engine had itself, nor what no server has any more."""
     played = Played()
-    lookup = played.arrive("a", 100)
-    assert lookup is not None
     runs = (
         Run(0, 0, (Replica("a", "hbm"),)),
         Run(1, 2, (Replica("a", "dram"),)),
@@ -253,7 +222,7 @@ def test_only_what_is_loaded_is_counted_as_a_hit() -> None:
         Run(5, 5, ()),
     )
     match = Match(runs, 6, ReadStatus.HIT)
-    played.planner.lookups.on_result("a", lookup.serial, [match], "")
+    played.look_up("a", 100, [match])
     assert played.offer("a", 100, 48) == 48
     played.allocate("a", 7, 48)
     counted = {name: n for name, n in played.planner.counters.items() if name.startswith("hit_")}
@@ -287,11 +256,9 @@ def test_the_shortest_match_has_the_reason_of_a_miss() -> None:
     groups = (CacheGroup(16, 1), CacheGroup(16, 1))
     for lengths, reason in (((5, 2), "evicted"), ((2, 5), "removed")):
         played = Played(groups=groups)
-        lookup = played.arrive("a", 100)
-        assert lookup is not None
         first, second = lengths
         matches = [matched(first, ReadStatus.REMOVED), matched(second, ReadStatus.EVICTED)]
-        played.planner.lookups.on_result("a", lookup.serial, matches, "")
+        played.look_up("a", 100, matches)
         assert played.planner.counters[f"miss {reason}"] == 1
 
 
@@ -346,18 +313,14 @@ def test_each_group_saves_its_own_blocks_once() -> None:
 
 def test_what_the_pool_has_of_one_group_is_not_saved_again() -> None:
     played = Played(groups=COARSE_AND_FINE)
-    lookup = played.arrive("a", 200)
-    assert lookup is not None
-    played.planner.lookups.on_result("a", lookup.serial, [matched(1), matched(7)], "")
+    played.look_up("a", 200, [1, 7])
     assert saved_blocks(played, 0, 50) == []
     assert saved_blocks(played, 50, 160) == [(2, 3, 4, 5), (108, 109, 110)]
 
 
 def test_after_a_failed_load_each_group_saves_what_was_to_be_loaded() -> None:
     played = Played(groups=COARSE_AND_FINE)
-    lookup = played.arrive("a", 200)
-    assert lookup is not None
-    played.planner.lookups.on_result("a", lookup.serial, [matched(4), matched(10)], "")
+    played.look_up("a", 200, [4, 10])
     assert played.offer("a", 200, 64) == 64
     ids = [[first + number for number in range(20)] for first in (1, 101)]
     played.planner.on_blocks_allocated("a", ids, 64, played.now)
@@ -383,6 +346,7 @@ def test_a_retry_belongs_to_no_session() -> None:
     played = Played()
     played.arrive("a", 64, RequestHints("one", 5.0))
     (save,) = played.step("a", 0, 64).saves
+    assert (save.session, save.resume_in_s) == ("one", 5.0)
     chain = hashes("a", 64)
     played.saved(save.job, (chain[3], WriteStatus.NO_SPACE))
     played.now += 50
@@ -390,17 +354,6 @@ def test_a_retry_belongs_to_no_session() -> None:
     saves = played.step("b", 0, 64, first=11).saves
     found = {save.session: save.blocks[0].block_ids for save in saves}
     assert found == {"two": (11, 12, 13, 14), "": (4,)}
-
-
-def test_a_block_of_an_ended_save_can_be_saved_again() -> None:
-    """The pool may have evicted it; another request with the same prefix saves it once more."""
-    played = Played()
-    for name in ("a", "b"):
-        played.planner.on_new_request(name, hashes("x", 64), 64, RequestHints(), played.now)
-        scheduled = ScheduledRequest(name, 0, 64, [[1, 2, 3, 4]])
-        (save,) = played.idle(scheduled).saves
-        assert save.blocks[0].block_ids == (1, 2, 3, 4)
-        played.saved(save.job)
 
 
 # --- the queue of saves --------------------------------------------------------------------------

@@ -44,9 +44,7 @@ def given(
     length: int = 0,
 ) -> None:
     """A request with a promise, of whose blocks the pool has `length`."""
-    lookup = engine.arrive(name, tokens, RequestHints(promise=promise), "p")
-    assert lookup is not None
-    engine.planner.lookups.on_result(name, lookup.serial, [matched(length)], "")
+    engine.look_up(name, tokens, length, hints=RequestHints(promise=promise), prompt="p")
 
 
 def outcomes(engine: Played) -> dict[str, float]:
@@ -183,9 +181,7 @@ def test_a_promised_prompt_is_loaded_before_it_is_there() -> None:
 def test_a_load_that_is_refused_uses_no_promise_and_compares_what_was_there() -> None:
     consumer = played(loads_per_check=1)
     given(consumer, "promised", length=2)
-    assert consumer.offer("promised", 100) == 96
-    consumer.allocate("promised", 7, 96)
-    consumer.idle()
+    consumer.begin("promised")
     ended = LoadResult("promised", 0, False, 0.1, refused=frozenset([b"somebody"]))
     consumer.planner.on_load_result(ended, consumer.now)
     assert outcomes(consumer) == {"not used": 1}
@@ -197,9 +193,7 @@ def test_a_load_that_is_refused_uses_no_promise_and_compares_what_was_there() ->
 def test_what_is_there_at_once_is_an_ordinary_load() -> None:
     consumer = played()
     given(consumer, length=6)
-    assert consumer.offer("d", 100) == 96
-    consumer.allocate("d", 7, 96)
-    (load,) = consumer.idle().loads
+    load = consumer.begin("d")
     assert load.wait_limits is None
     assert load.blocks[0].match is not None
     assert outcomes(consumer) == {"found": 1}
@@ -235,9 +229,7 @@ def test_a_promise_about_something_else_costs_nothing(
 ) -> None:
     consumer = played()
     given(consumer, promise=promise, length=2)
-    assert consumer.offer("d", 100) == 32
-    consumer.allocate("d", 7, 32)
-    (load,) = consumer.idle().loads
+    load = consumer.begin("d", 32)
     assert load.wait_limits is None
     assert outcomes(consumer) == {outcome: 1}
 
@@ -245,9 +237,7 @@ def test_a_promise_about_something_else_costs_nothing(
 def test_a_broken_promise_is_computed_and_not_waited_for_again() -> None:
     consumer = played()
     given(consumer, length=2)
-    assert consumer.offer("d", 100) == 96
-    consumer.allocate("d", 7, 96)
-    consumer.idle()
+    consumer.begin("d")
     ended = LoadResult("d", 2 * MIB, False, 0.1, 0.5)
     consumer.planner.on_load_result(ended, consumer.now)
     assert consumer.offer("d", 100, computed=32) == 0
@@ -311,12 +301,8 @@ def test_an_engine_that_may_not_wait_does_not() -> None:
 def test_promises_that_clients_make_up_leave_half_of_the_loads_to_others() -> None:
     consumer = played(loads_max=8)
     for number in range(8):
-        chain = hashes(f"forged {number}", 100)
-        promise = GOOD._replace(tail=chain[-1])
-        hints = RequestHints(promise=promise)
-        lookup = consumer.arrive(f"f{number}", 100, hints, f"forged {number}")
-        assert lookup is not None
-        consumer.planner.lookups.on_result(f"f{number}", lookup.serial, [matched(0)], "")
+        promise = GOOD._replace(tail=hashes(f"f{number}", 100)[-1])
+        consumer.look_up(f"f{number}", 100, 0, hints=RequestHints(promise=promise))
         offered = consumer.offer(f"f{number}", 100)
         consumer.allocate(f"f{number}", 7, offered or 0)
     assert consumer.planner._running.awaiting == 4
@@ -361,9 +347,7 @@ def test_a_promise_that_a_client_made_up_delays_nobody_with_the_same_beginning()
     for name, promise in (("forged", True), ("plain", False), ("promised", True)):
         chain = hashes("instructions", 96) + hashes(name, 96)
         hints = RequestHints(promise=PromisedBlocks(192, chain[-1], NAME) if promise else None)
-        lookup = consumer.planner.on_new_request(name, chain, 200, hints, consumer.now)
-        assert lookup is not None
-        consumer.planner.lookups.on_result(name, lookup.serial, [matched(6)], "")
+        consumer.look_up(name, 200, 6, hints=hints, chain=chain)
         expected = 192 if promise else 96
         assert consumer.offer(name, 200) == expected
         consumer.allocate(name, 13, expected)
@@ -375,9 +359,7 @@ def test_a_proxy_that_asks_both_at_once_promises_the_whole_prompt() -> None:
     consumer = played()
     given(consumer, promise=PromisedBlocks(), length=1)
     consumer.planner.choice.prefill_cost.observe([(0, 96)], 0.8)
-    assert consumer.offer("d", 100) == 96
-    consumer.allocate("d", 7, 96)
-    (load,) = consumer.idle().loads
+    load = consumer.begin("d")
     assert load.wait_limits == (pytest.approx(0.8), 10.0)
 
 
@@ -388,9 +370,7 @@ def test_blocks_of_groups_are_waited_for_in_whole_units() -> None:
     consumer.planner.promises.name = NAME
     chain = hashes("p", 300)
     promise = PromisedBlocks(256, chain[15], NAME)
-    lookup = consumer.arrive("d", 300, RequestHints(promise=promise), "p")
-    assert lookup is not None
-    consumer.planner.lookups.on_result("d", lookup.serial, [matched(0), matched(0)], "")
+    consumer.look_up("d", 300, [0, 0], hints=RequestHints(promise=promise), prompt="p")
     assert consumer.offer("d", 300) == 256
     ids = [list(range(1, 11)), [0, 0, 3, 4, 5]]
     consumer.planner.on_blocks_allocated("d", ids, 256, consumer.now)

@@ -6,9 +6,8 @@ import pytest
 
 from kvpool import WriteStatus
 from kvpool_connector.messages import LoadResult
-from kvpool_connector.planner import Planner
 from kvpool_connector.running_loads import RunningLoad, RunningLoads
-from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints, ScheduledRequest
+from kvpool_connector.values import CacheGroup, ScheduledRequest
 from tests.connector.test_planner import BLOCK, Played, hashes, matched
 
 MIB = 1 << 20  # of a block
@@ -58,9 +57,7 @@ def test_what_is_behind_the_shared_prefix_is_loaded_afterwards() -> None:
     played = knowing(0.1, 10.0)
     loading(played, "a")
     chain = hashes("p", 48) + hashes("own", 200)
-    lookup = played.planner.on_new_request("b", chain, 200, RequestHints(), played.now)
-    assert lookup is not None
-    played.planner.lookups.on_result("b", lookup.serial, [matched(12)], "")
+    played.look_up("b", 200, 12, chain=chain)
     assert played.offer("b", 200) is None
     played.now += 0.1
     ended(played, "a", 6)
@@ -132,9 +129,7 @@ def test_blocks_that_came_before_the_loss_are_used() -> None:
     played = knowing(0.1, 10.0)
     loading(played, "a")
     chain = hashes("p", 48) + hashes("own", 200)
-    lookup = played.planner.on_new_request("b", chain, 200, RequestHints(), played.now)
-    assert lookup is not None
-    played.planner.lookups.on_result("b", lookup.serial, [matched(12)], "")
+    played.look_up("b", 200, 12, chain=chain)
     assert played.offer("b", 200) is None
     ended(played, "a", 3, complete=False)
     assert played.offer("b", 200, computed=48) == 144
@@ -263,18 +258,16 @@ def test_a_load_that_begins_later_does_not_bring_the_beginning() -> None:
 
 def test_groups_of_other_block_sizes_share_loads_in_whole_units() -> None:
     groups = (CacheGroup(2 * BLOCK, 2), CacheGroup(4 * BLOCK, 4))
-    planner = Planner(groups, PlannerLimits(load="always"))
-    planner.windows.block_bytes = (MIB, MIB)
+    played = Played(groups=groups, load="always")
     for name, tail in (("a", "x"), ("b", "y")):
-        chain = hashes("p", 96) + hashes(tail, 200)
-        lookup = planner.on_new_request(name, chain, 290, RequestHints(), 0.0)
-        assert lookup is not None
-        planner.lookups.on_result(name, lookup.serial, [matched(8), matched(4)], "")
-    assert planner.loadable_tokens("a", 290, 0, 0.0) == 256
-    planner.on_blocks_allocated("a", [list(range(1, 11)), list(range(1, 6))], 256, 0.0)
-    assert planner.loadable_tokens("b", 290, 0, 0.0) is None
-    assert planner.requests["b"].shared is not None
-    assert planner.requests["b"].shared.last == 64, "96 equal tokens are one and a half units"
+        played.look_up(name, 290, [8, 4], chain=hashes("p", 96) + hashes(tail, 200))
+    assert played.offer("a", 290) == 256
+    ids = [list(range(1, 11)), list(range(1, 6))]
+    played.planner.on_blocks_allocated("a", ids, 256, played.now)
+    assert played.offer("b", 290) is None
+    shared = played.planner.requests["b"].shared
+    assert shared is not None
+    assert shared.last == 64, "96 equal tokens are one and a half units"
 
 
 # --- saves ----------------------------------------------------------------------------------------
@@ -304,9 +297,7 @@ def test_who_asks_after_a_save_and_finds_nothing_saves_again() -> None:
     played = Played()
     played.look_up("a", 100, 0, "p")
     (save,) = played.idle(scheduled("a")).saves
-    played.now += 1
     played.saved(save.job)
-    played.now += 1
     played.look_up("b", 100, 0, "p")
     (save,) = played.idle(scheduled("b")).saves
     assert len(save.blocks[0].digests) == 6

@@ -22,13 +22,7 @@ def look_up(
     played: Played, window: int, whole: int, hints: RequestHints | None = None
 ) -> LookupRequest | None:
     """The pool has so many blocks of the prefix, by group. Returns what is asked next."""
-    chain = hashes("a", TOKENS)
-    asked = played.planner.on_new_request("a", chain, TOKENS, hints or RequestHints(), played.now)
-    assert asked is not None
-    assert [len(chain) for chain in asked.chains] == [10, 10]
-    return played.planner.lookups.on_result(
-        "a", asked.serial, [matched(window), matched(whole)], ""
-    )
+    return played.look_up("a", TOKENS, [window, whole], hints=hints or RequestHints())
 
 
 def test_the_end_of_the_window_is_asked_for_where_its_beginning_is_lost() -> None:
