@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from kvpool import ConfigError, Pool
-from kvpool_connector import fingerprint, namespace, settings
 from kvpool_connector import kv_layout as layout
+from kvpool_connector import namespace, settings
 from kvpool_connector.block_memory import DeviceBlockMemory, HostBlockMemory, memory_of, views_of
 from kvpool_connector.kv_layout import LayerSlice, LayerView, UnsupportedLayout
 from kvpool_connector.request_params import OTHERS, Asked, Mistakes, parse_request
@@ -132,31 +128,6 @@ def test_namespaces_tell_every_field_apart() -> None:
     assert first != second
 
 
-def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
-    def model(name: str, fill: int) -> str:
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"layers": 2, "dtype": "bf16"}))
-        header = json.dumps(
-            {"a": {"data_offsets": [0, 50_000]}, "b": {"data_offsets": [50_000, 60_000]}}
-        ).encode()
-        data = bytes(50_000) + bytes([fill]) * 10_000
-        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
-        return str(folder)
-
-    one = fingerprint.files(model("one", 1))
-    assert one == fingerprint.files(model("copy", 1))
-    assert one != fingerprint.files(model("other", 2))
-    (tmp_path / "one" / "config.json").write_text(
-        json.dumps({"dtype": "bf16", "layers": 2}, indent=4)
-    )
-    assert one == fingerprint.files(str(tmp_path / "one"))
-    (tmp_path / "one" / "model.safetensors").write_bytes(b"\xff" * 100)
-    assert one != fingerprint.files(str(tmp_path / "one"))
-    with pytest.raises(OSError, match="no--such"):
-        fingerprint.files("no/such", "main")
-
-
 def test_settings_are_checked_by_name() -> None:
     assert settings.parse({}).masters == ["127.0.0.1:7450"]
     with pytest.raises(ConfigError, match="did you mean 'load_timeout_s'"):
@@ -175,6 +146,8 @@ def test_settings_are_checked_by_name() -> None:
         ({"copies": 0}, "copies is 0, expected a whole number from 1 to 16"),
         ({"load_timeout_s": "5"}, "is '5', expected a number from 0.001 to 3600"),
         ({"save_decode": "no"}, "save_decode is 'no', expected true or false"),
+        ({"verify_rate": "1:10"}, "verify_rate is '1:10', expected a number from 0 to 1"),
+        ({"verify_rate": float("nan")}, "verify_rate is nan, expected a number from 0 to 1"),
         ({"transports": ["smh"]}, "unknown transport 'smh'; did you mean 'shm'? installed: "),
         ({"transports": ["tcp?x=1"]}, "transport 'tcp' has no setting 'x'"),
         ({"transports": ["tcp", "?"]}, "transport '?': expected a name"),
@@ -189,39 +162,6 @@ def test_a_value_that_is_not_valid_is_answered_with_the_valid_ones(
     assert text.startswith("kv_connector_extra_config: ")
     assert sentence in text
     assert "\n" not in text
-
-
-@pytest.mark.parametrize(
-    ("params", "own", "session", "mistakes"),
-    [
-        (None, "header", "header", 0),
-        ({}, "header", "header", 0),
-        ({"resume_in_s": 3}, "header", "header", 0),
-        ({"session_id": "named"}, "header", "named", 0),
-        ({"session_id": "named"}, None, "named", 0),
-        (None, "a" * 16_385, "", 0),
-        (None, "", "", 0),
-        ("nonsense", "header", "header", 0),
-    ],
-)
-def test_an_engines_own_session_is_that_of_the_request(
-    params: Any, own: str | None, session: str, mistakes: int
-) -> None:
-    hints, found, _ = parse_request(Asked(params, own))
-    assert (hints.session, len(found)) == (session, mistakes)
-    assert hints.resume_in_s == (3 if params == {"resume_in_s": 3} else None)
-
-
-def test_hints_that_make_no_sense_are_left_out() -> None:
-    hints, mistakes, _ = parse_request(
-        Asked({"session_id": "chat", "resume_in_s": 3, "end_session": None})
-    )
-    assert (hints.session, hints.resume_in_s, mistakes) == ("chat", 3, [])
-    hints, mistakes, _ = parse_request(Asked({"session_id": "a" * 16_385, "resume_in_s": True}))
-    assert (hints.session, hints.resume_in_s, hints.ends) == ("", None, False)
-    assert mistakes[1] == "resume_in_s is True, expected seconds, from 0 to 1e9"
-    assert len(mistakes[0]) < 150
-    assert parse_request(Asked(None)) == parse_request(Asked([1])) == parse_request(Asked({}))
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,19 @@ class Engine:
         self.until(lambda: self.loadable(request, tokens) is not None)
         return self.loadable(request, tokens) or 0
 
+    def begin_load(self, name: str, hashes: list[bytes], blocks: list[int]) -> None:
+        """A request whose whole prompt the pool has, into these blocks."""
+        assert self.ask(name, hashes) == len(hashes) * BLOCK
+        self.scheduler.on_blocks_allocated(name, [blocks], len(hashes) * BLOCK)
+
+    def load(self, name: str, hashes: list[bytes], blocks: list[int]) -> None:
+        self.begin_load(name, hashes, blocks)
+        self.until(lambda: name in self.loaded)
+
+    def settle(self) -> None:
+        """Until no transfer runs, and nothing waits for one."""
+        self.until(lambda: ended(self) and not self.scheduler.planner.has_pending_work)
+
     def save(self, hashes: list[bytes], blocks: list[int], seed: int = 1) -> None:
         self.fill(blocks, seed)
         self.compute("save", hashes, blocks)
@@ -312,9 +325,7 @@ def test_what_one_engine_saved_another_one_loads(start: Start) -> None:
     assert sorted(writer.pinned) == sorted(writer.unpinned) == [3, 4, 5, 6, 7]
     assert writer.stored == 5
 
-    assert reader.ask("r", hashes) == 5 * BLOCK
-    reader.scheduler.on_blocks_allocated("r", [[10, 9, 12, 11, 13]], 5 * BLOCK)
-    reader.until(lambda: reader.loaded == ["r"])
+    reader.load("r", hashes, [10, 9, 12, 11, 13])
     assert not reader.failed
     assert not reader.bad_blocks
     assert torch.equal(reader.memory[0][[10, 9, 12, 11, 13]], writer.memory[0][3:8])
@@ -340,8 +351,7 @@ def test_ranks_of_another_number_load_their_heads(
     hashes = keys(f"heads-{writers}-{readers}-{parts}", 3)
     writer.save(hashes, [3, 4, 5])
     assert writer.scheduler.namespaces == reader.scheduler.namespaces
-    assert reader.ask("r", hashes) == 3 * BLOCK
-    reader.scheduler.on_blocks_allocated("r", [[10, 9, 11]], 3 * BLOCK)
+    reader.begin_load("r", hashes, [10, 9, 11])
     reader.step()
     reader.until(lambda: ended(reader))  # ranks end in different steps
     assert not reader.failed
@@ -361,8 +371,7 @@ def test_a_block_is_loaded_only_with_all_of_its_parts(start: Start) -> None:
         hashes = keys("all-parts", 3)
         writer.save(hashes, [3, 4, 5])
         assert own.corrupt(every=5) == 2  # of six
-        assert reader.ask("r", hashes) == 3 * BLOCK
-        reader.scheduler.on_blocks_allocated("r", [[10, 9, 11]], 3 * BLOCK)
+        reader.begin_load("r", hashes, [10, 9, 11])
         reader.until(lambda: reader.failed == ["r"])
         assert reader.bad_blocks == {10, 11}
         assert reader.workers[0].take_counters()["load_bytes"] == BYTES
@@ -372,22 +381,6 @@ def test_a_block_is_loaded_only_with_all_of_its_parts(start: Start) -> None:
         own.close()
 
 
-def test_a_part_of_what_was_offered_is_loaded(start: Start) -> None:
-    writer, reader = start(), start()
-    hashes = keys("part of it", 6)
-    writer.save(hashes, [1, 2, 3, 4, 5, 6])
-    tokens = 6 * BLOCK + 1
-    reader.scheduler.on_new_request("r", hashes, tokens, RequestHints())
-    reader.until(lambda: reader.loadable("r", tokens) is not None)
-    # The engine has the first two blocks itself, and has room for the next three only.
-    assert reader.loadable("r", tokens, computed=2 * BLOCK) == 4 * BLOCK
-    reader.scheduler.on_blocks_allocated("r", [[20, 21, 22, 23, 24, 25]], 3 * BLOCK)
-    reader.until(lambda: reader.loaded == ["r"])
-    assert torch.equal(reader.memory[0][22:25], writer.memory[0][3:6])
-    assert not reader.memory[0][20:22].any()
-    assert not reader.memory[0][25].any()
-
-
 def test_many_blocks_are_loaded_by_several_reads(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,8 +388,7 @@ def test_many_blocks_are_loaded_by_several_reads(
     writer, reader = start(), start()
     hashes = keys("several reads", 21)
     writer.save(hashes, list(range(1, 22)))
-    assert reader.ask("r", hashes) == 21 * BLOCK
-    reader.scheduler.on_blocks_allocated("r", [list(range(40, 61))], 21 * BLOCK)
+    reader.begin_load("r", hashes, list(range(40, 61)))
     spans: list[tuple[int, int]] = []
     read_part = ConnectorWorker._read_part
 
@@ -429,9 +421,7 @@ def test_a_transfer_that_the_pool_answers_in_time_is_not_cancelled(
     writer.until(lambda: any(report.probes for report in writer.reports))
     [probe] = [probe for report in writer.reports for probe in report.probes]
     assert probe.size == 2 * BYTES
-    assert reader.ask("r", hashes) == 2 * BLOCK
-    reader.scheduler.on_blocks_allocated("r", [[30, 31]], 2 * BLOCK)
-    reader.until(lambda: reader.loaded == ["r"])
+    reader.load("r", hashes, [30, 31])
     assert not reader.failed
 
 
@@ -457,22 +447,6 @@ def test_blocks_that_were_lost_after_the_lookup_are_named(pool: LocalPool, start
     assert pool.ask(lambda client: client.match(name, hashes)).length == 4
 
 
-def test_two_ranks_each_load_and_save_their_part(start: Start) -> None:
-    writer, reader = start(ranks=2), start(ranks=2)
-    hashes = keys("two ranks", 3)
-    writer.save(hashes, [1, 2, 3])
-    assert not torch.equal(writer.memory[0], writer.memory[1])
-    assert writer.stored == 3
-    assert reader.ask("r", hashes) == 3 * BLOCK
-    reader.scheduler.on_blocks_allocated("r", [[7, 8, 9]], 3 * BLOCK)
-    reader.until(lambda: all(memory[9].any() for memory in reader.memory) and ended(reader))
-    reader.step()
-    for rank in (0, 1):
-        assert torch.equal(reader.memory[rank][7:10], writer.memory[rank][1:4])
-    assert not reader.failed
-    assert reader.scheduler.planner.loading == 0
-
-
 def test_a_rank_that_does_not_save_acknowledges_and_writes_nothing(
     pool: LocalPool, start: Start
 ) -> None:
@@ -482,16 +456,6 @@ def test_a_rank_that_does_not_save_acknowledges_and_writes_nothing(
     assert sorted(engine.unpinned) == [1, 2]
     name = engine.scheduler.namespaces[0]
     assert pool.ask(lambda client: client.match(name, hashes)).length == 0
-
-
-def test_engines_whose_kernels_differ_share_nothing(start: Start) -> None:
-    one, same, other = start(), start(), start(kernel="another")
-    assert one.scheduler.namespaces == same.scheduler.namespaces
-    assert one.scheduler.namespaces != other.scheduler.namespaces
-    hashes = keys("other kernels", 2)
-    one.save(hashes, [1, 2])
-    assert other.ask("r", hashes) == 0
-    assert same.ask("r", hashes) == 2 * BLOCK
 
 
 def updated(engine: Engine, weights: str) -> Engine:
@@ -532,7 +496,7 @@ def test_a_prompt_whose_adapter_may_have_been_replaced_is_not_looked_up_again(st
     engine.step(preempted=["r"])
     assert engine.loadable("r", 3 * BLOCK) == 0
     engine.step([ScheduledRequest("r", 0, 2 * BLOCK, [[3, 4]])])
-    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    engine.settle()
     assert engine.stored == 2
 
 
@@ -547,8 +511,7 @@ def test_engines_share_again_after_each_update_of_their_weights(start: Start) ->
         assert two.ask(f"before {update}", hashes) == 0
         one.stored = 0
         one.save(hashes, [1, 2], seed=number)
-        assert two.ask(f"after {update}", hashes) == 2 * BLOCK
-        two.scheduler.on_blocks_allocated(f"after {update}", [[10, 11]], 2 * BLOCK)
+        two.begin_load(f"after {update}", hashes, [10, 11])
         two.until(lambda: bool(two.loaded))
         assert torch.equal(two.memory[0][10:12], one.memory[0][1:3])
     late = updated(start(), "second")
@@ -665,9 +628,7 @@ def test_durations_are_counted(start: Start) -> None:
     writer, reader = start(), start()
     hashes = keys("durations", 2)
     writer.save(hashes, [1, 2])
-    assert reader.ask("r", hashes) == 2 * BLOCK
-    reader.scheduler.on_blocks_allocated("r", [[10, 11]], 2 * BLOCK)
-    reader.until(lambda: reader.loaded == ["r"])
+    reader.load("r", hashes, [10, 11])
     reader.step()
     reader.clock.ahead_s += 2
     asked, moved = reader.scheduler.report.take_metrics(), writer.workers[0].take_counters()
@@ -690,7 +651,7 @@ def test_weights_that_were_changed_in_place_have_another_name(start: Start) -> N
     assert engine.scheduler.namespaces != names
     engine.look_up("r", after)
     engine.step([ScheduledRequest("r", 0, 2 * BLOCK, [[5, 6]])])
-    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    engine.settle()
     assert engine.stored == 4
     assert engine.ask("new weights", before) == 0
     assert engine.ask("saved anew", after) == 2 * BLOCK
@@ -719,7 +680,7 @@ def test_nothing_that_the_old_weights_computed_gets_the_name_of_the_new_ones(sta
     assert engine.caches_dropped == 1, "the engine's own cache has KV of the old weights"
     engine.step([ScheduledRequest("r", 3 * BLOCK, 4 * BLOCK, [[1, 2, 3, 4]])])
     engine.scheduler.on_request_finished("r")
-    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    engine.settle()
     assert engine.stored == 1
     assert engine.ask("other", hashes) == 0
     assert Counter(engine.pinned) == Counter(engine.unpinned)
@@ -729,8 +690,7 @@ def test_a_load_that_runs_while_the_weights_change_fails(pool: LocalPool, start:
     writer, reader = start(), start()
     hashes = keys("loaded meanwhile", 2)
     writer.save(hashes, [1, 2])
-    assert reader.ask("r", hashes) == 2 * BLOCK
-    reader.scheduler.on_blocks_allocated("r", [[1, 2]], 2 * BLOCK)
+    reader.begin_load("r", hashes, [1, 2])
     pool.conditions.rate = 20_000.0
     try:
         reader.step()
@@ -770,7 +730,7 @@ def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is loaded or saved meanwhile, and no request waits for it."""
-    engine = start(ranks=2)
+    engine = start(ranks=2, load_timeout_s=0.3, start_wait_s=0.3)
     monkeypatch.setattr(engine.workers[0], "_describe_again", lambda serial_min: None)
     engine.change_weights("new")
     engine.loadable("any", 0)
@@ -795,7 +755,7 @@ def test_a_block_whose_adapter_was_reloaded_is_not_saved(start: Start) -> None:
     engine.until(lambda: engine.loadable("r", tokens) is not None)
     engine.adapters = {1: "v2"}
     engine.step([ScheduledRequest("r", 0, tokens, [[3, 4]])])
-    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    engine.settle()
     assert engine.stored == 2
     assert engine.workers[0].take_counters()["save_error ModelChanged"] == 1
     engine.compute("replaced", keys("a third", 2), [5, 6], adapter)
@@ -1200,9 +1160,7 @@ def test_an_idle_engine_waits_only_while_something_runs(start: Start) -> None:
     worker = engine.workers[0]
     hashes = keys("idle", 2)
     engine.save(hashes, [1, 2])
-    assert engine.ask("r", hashes) == 2 * BLOCK
-    engine.scheduler.on_blocks_allocated("r", [[3, 4]], 2 * BLOCK)
-    engine.until(lambda: engine.loaded == ["r"])
+    engine.load("r", hashes, [3, 4])
     transfers = worker._transfer_ended = Waits(worker._transfer_ended)  # type: ignore[assignment]
     poller = FakePoller()
     engine.scheduler._lookups._lookups._poller = poller  # type: ignore[assignment]
@@ -1256,30 +1214,6 @@ def test_a_worker_without_a_pool_answers_all_that_a_step_asks(
     assert report.probes == [ProbeResult(0, 0.0)]
     assert report.verified == [VerifyResult(8, 0)]
     assert ended(engine)
-
-
-@pytest.mark.parametrize(
-    ("given", "hints", "wrong"),
-    [
-        ({"session_id": "s", "resume_in_s": 0}, RequestHints("s", 0), ""),
-        ({"session_id": "s", "resume_in_s": 0.5}, RequestHints("s", 0.5), ""),
-        ({"session_id": "s", "resume_in_s": 1e9}, RequestHints("s", 1e9), ""),
-        ({"session_id": "s", "resume_in_s": 1e9 + 1}, RequestHints("s"), "resume_in_s"),
-        ({"session_id": "s", "resume_in_s": -0.1}, RequestHints("s"), "resume_in_s"),
-        ({"session_id": "s", "resume_in_s": float("nan")}, RequestHints("s"), "resume_in_s"),
-        ({"session_id": "s" * 128}, RequestHints("s" * 128), ""),
-        ({"session_id": "s" * 16_385}, RequestHints(), "session_id"),
-        ({"session_id": 7}, RequestHints(), "session_id"),
-        ({"resume_in_s": 3}, RequestHints(), ""),  # of no session
-        ({"session_id": "s", "end_session": True}, RequestHints("s", None, True), ""),
-        ({"session_id": "s", "end_session": "yes"}, RequestHints("s"), "end_session"),
-        ({"session_id": 7, "end_session": 1}, RequestHints(), "session_id, end_session"),
-    ],
-)
-def test_hints_of_a_request(given: dict[str, Any], hints: RequestHints, wrong: str) -> None:
-    found, mistakes, _ = parse_request(Asked(given))
-    assert found == hints
-    assert ", ".join(one.partition(" is ")[0] for one in mistakes) == wrong
 
 
 def test_a_client_ends_no_session_of_another_tenant(start: Start, pool: LocalPool) -> None:
@@ -1344,9 +1278,7 @@ def test_loads_and_saves_are_spans_with_their_reads_and_writes_inside(
     writer, reader = start(), start()
     hashes = keys("traced", 3)
     writer.save(hashes, [1, 2, 3])
-    assert reader.ask("r", hashes) == 3 * BLOCK
-    reader.scheduler.on_blocks_allocated("r", [[10, 11, 12]], 3 * BLOCK)
-    reader.until(lambda: reader.loaded == ["r"])
+    reader.load("r", hashes, [10, 11, 12])
     spans: dict[str, Any] = {}
     for one in exporter.get_finished_spans():
         spans.setdefault(one.name, one)

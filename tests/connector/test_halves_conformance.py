@@ -1,4 +1,4 @@
-"""The checks for connectors over both halves of vLLM's, on each number of ranks: no vLLM here.
+"""The checks for connectors over both halves of vLLM's, of two ranks: no vLLM here.
 
 The test is the engine between the halves: it asks, loads, computes the rest, and saves it.
 """
@@ -96,7 +96,7 @@ class PlayedEngine:
     def settle(self) -> None:
         engine = self.engine
         assert engine is not None
-        engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+        engine.settle()
         engine.until(lambda: not self._pinned())
 
     def close(self) -> None:
@@ -155,5 +155,5 @@ class PlayedEngine:
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-test_conformance = conformance(PlayedEngine)
-test_conformance_of_two_ranks = conformance(partial(PlayedEngine, ranks=2))
+#: Of two ranks: what one rank does, each of them does.
+test_conformance = conformance(partial(PlayedEngine, ranks=2))

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool_connector.values import ScheduledRequest
 from tests.conftest import keys
-from tests.connector.test_halves import BLOCK, Engine, ended
+from tests.connector.test_halves import BLOCK, Engine
 from tests.support.local_pool import LocalPool
 
 WARM, MORE = 300, 600
@@ -45,7 +45,7 @@ def serve(engine: Engine, number: int) -> None:
     if number % 4 != 3:
         engine.step([ScheduledRequest(name, computed, tokens, [ids])])
     engine.scheduler.on_request_finished(name)
-    engine.until(lambda: ended(engine) and not engine.scheduler.planner.has_pending_work)
+    engine.settle()
     engine.scheduler.report.take_metrics()
     engine.workers[0].take_counters()
     engine.forget()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool import Pool
 from kvpool_connector.promises import PromisedBlocks
 from kvpool_connector.values import RequestHints, ScheduledRequest
 from tests.conftest import keys
@@ -133,44 +132,6 @@ def test_blocks_of_a_producer_that_is_killed_are_computed(start: Start) -> None:
     assert ended(consumer)
 
 
-def test_blocks_that_are_evicted_before_they_are_read_are_computed(
-    pool: LocalPool, start: Start
-) -> None:
-    producer, consumer = start(), start(promise_wait_s=0.3)
-    hashes = keys("evicted", 8)
-    blocks = list(range(1, 9))
-    producer.fill(blocks, 4)
-    promise = promised(producer, "p", hashes)
-    compute(producer, "p", 0, 8, blocks)
-    producer.until(lambda: producer.stored == 8)
-    (namespace,) = producer.scheduler.namespaces
-
-    async def remove(client: Pool) -> None:
-        await client.remove(namespace, hashes[3:])
-
-    pool.ask(remove)
-    awaiting(consumer, promise, hashes, 30)
-    consumer.until(lambda: consumer.loaded == ["d"])
-    assert consumer.bad_blocks == set(range(33, 38))
-    assert counted(consumer, "broken") == 1
-
-
-def test_two_consumers_have_one_promise(start: Start) -> None:
-    producer, one, other = start(), start(), start()
-    hashes = keys("two", 9)
-    blocks = list(range(1, 10))
-    producer.fill(blocks, 5)
-    promise = promised(producer, "p", hashes)
-    for consumer in (one, other):
-        awaiting(consumer, promise, hashes, 20)
-    compute(producer, "p", 0, 9, blocks)
-    producer.until(lambda: producer.stored == 9)
-    for consumer in (one, other):
-        consumer.until(lambda consumer=consumer: consumer.loaded == ["d"])
-        assert torch.equal(consumer.memory[0][20:29], producer.memory[0][1:10])
-        assert counted(consumer, "kept") == 1
-
-
 def test_engines_of_other_names_promise_each_other_nothing(start: Start) -> None:
     producer, consumer = start(), start(kernel="another kernel")
     hashes = keys("names", 5)
@@ -200,14 +161,3 @@ def test_a_pool_that_dies_ends_the_wait() -> None:
     finally:
         producer.close()
         consumer.close()
-
-
-def test_a_request_that_is_aborted_while_it_waits_ends_in_time(start: Start) -> None:
-    """The engine keeps its blocks until the worker has reported."""
-    producer, consumer = start(), start(promise_wait_s=0.3)
-    hashes = keys("aborted", 6)
-    awaiting(consumer, promised(producer, "p", hashes), hashes, 20)
-    consumer.scheduler.on_request_finished("d")
-    consumer.until(lambda: consumer.loaded == ["d"])
-    assert counted(consumer, "not used") == 1
-    assert ended(consumer)

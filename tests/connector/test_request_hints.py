@@ -12,6 +12,7 @@ from kvpool.types import check_session
 from kvpool_connector.kv_hints import ACTIONS_MAX, RETAIN_S, read_envelope
 from kvpool_connector.request_params import Asked, parse_request
 from kvpool_connector.session_names import GIVEN_MAX, child_name, in_tenant, session_name
+from kvpool_connector.values import RequestHints
 
 KEY = {"prompt_cache_key": "key"}
 CONTEXT = {"agentic_context": json.dumps({"session_id": "agent", "kv_retention_ttl_seconds": 60})}
@@ -44,10 +45,44 @@ def envelope(*actions: tuple[str, Any], version: str = "0.1") -> dict[str, Any]:
         (Asked(None, None, {"prompt_cache_key": 7}), ""),
         (Asked(None, None, "nonsense"), ""),
         (Asked({"kvpool": {"session_id": 7}}, "engine"), "engine"),
+        (Asked("nonsense", "engine"), "engine"),
+        (Asked([1]), ""),
+        (Asked(None, "a" * 16_385), ""),
     ],
 )
 def test_the_first_field_that_names_a_session_counts(asked: Asked, session: str) -> None:
     assert parse_request(asked).hints.session == session
+
+
+@pytest.mark.parametrize(
+    ("given", "hints", "wrong"),
+    [
+        ({"session_id": "s", "resume_in_s": 0}, RequestHints("s", 0), ""),
+        ({"session_id": "s", "resume_in_s": 0.5}, RequestHints("s", 0.5), ""),
+        ({"session_id": "s", "resume_in_s": 1e9}, RequestHints("s", 1e9), ""),
+        ({"session_id": "s", "resume_in_s": 1e9 + 1}, RequestHints("s"), "resume_in_s"),
+        ({"session_id": "s", "resume_in_s": -0.1}, RequestHints("s"), "resume_in_s"),
+        ({"session_id": "s", "resume_in_s": float("nan")}, RequestHints("s"), "resume_in_s"),
+        ({"session_id": "s" * 128}, RequestHints("s" * 128), ""),
+        (
+            {"session_id": "s" * 16_385, "resume_in_s": True},
+            RequestHints(),
+            "session_id, resume_in_s",
+        ),
+        ({"resume_in_s": 3}, RequestHints(), ""),  # of no session
+        ({"session_id": "s", "end_session": True}, RequestHints("s", None, True), ""),
+        ({"session_id": "s", "end_session": None}, RequestHints("s"), ""),
+        ({"session_id": "s", "end_session": "yes"}, RequestHints("s"), "end_session"),
+        ({"session_id": 7, "end_session": 1}, RequestHints(), "session_id, end_session"),
+    ],
+)
+def test_values_that_make_no_sense_are_left_out(
+    given: dict[str, Any], hints: RequestHints, wrong: str
+) -> None:
+    found, mistakes, _ = parse_request(Asked(given))
+    assert found == hints
+    assert ", ".join(one.partition(" is ")[0] for one in mistakes) == wrong
+    assert all(len(one) < 150 for one in mistakes)
 
 
 def test_own_keys_may_be_apart_from_those_of_other_connectors() -> None:

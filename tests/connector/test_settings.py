@@ -95,7 +95,7 @@ def test_every_number_has_bounds() -> None:
 
 @pytest.mark.parametrize(
     ("rate", "loads"),
-    [(0.0, 0), (1.0, 1), (0.5, 2), (0.3, 4), (1 / 2000, 2000), (5e-324, 1_000_000_000)],
+    [(0, 0), (1, 1), (0.5, 2), (0.3, 4), (1 / 2000, 2000), (5e-324, 1_000_000_000)],
 )
 def test_one_of_so_many_loads_is_verified(rate: float, loads: int) -> None:
     assert parse({"verify_rate": rate}).loads_per_check == loads

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool import ConfigError
 from kvpool.types import Match, ReadStatus, Replica, Run
-from kvpool_connector import settings as settings_module
 from kvpool_connector.known_writers import WRITERS_MAX, KnownWriters
 from kvpool_connector.messages import Mismatch, VerifyRequest, VerifyResult
 from kvpool_connector.provenance import BlockWriter, Trust
@@ -309,20 +307,6 @@ def test_the_servers_of_the_block_are_named() -> None:
     assert one.stored_at(WRONG) == "a server that is not known"
 
 
-@pytest.mark.parametrize(
-    ("rate", "loads"), [(0, 0), (1, 1), (0.1, 10), (1 / 2000, 2000), (0.3, 4), (1e-6, 10**6)]
-)
-def test_the_setting(rate: float, loads: int) -> None:
-    assert settings_module.parse({"verify_rate": rate}).loads_per_check == loads
-    assert settings_module.parse({}).loads_per_check == 2000
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.1, "1:10", float("nan")])
-def test_a_setting_that_is_no_share_is_refused(rate: Any) -> None:
-    with pytest.raises(ConfigError, match="verify_rate"):
-        settings_module.parse({"verify_rate": rate})
-
-
 # --- both halves on a real pool -------------------------------------------------------------------
 
 
@@ -556,9 +540,7 @@ def test_one_rank_that_differs_is_enough(start: Start) -> None:
 def refused(reader: ComputingEngine, name: str, hashes: list[bytes]) -> None:
     """A request whose load is refused, and that computes now."""
     blocks = list(range(1, len(hashes) + 1))
-    assert reader.ask(name, hashes) == len(hashes) * BLOCK
-    reader.scheduler.on_blocks_allocated(name, [blocks], len(hashes) * BLOCK)
-    reader.until(lambda: name in reader.loaded)
+    reader.load(name, hashes, blocks)
     assert name in reader.failed
     assert reader.bad_blocks >= set(blocks)
     assert reader.loadable(name, len(hashes) * BLOCK + 1) == 0
@@ -572,8 +554,7 @@ def test_a_load_that_is_under_way_when_its_writer_is_found_to_differ_is_computed
     hashes = keys("under way", 3)
     writer.serve("w", hashes)
     reader.serve("a", hashes)
-    assert reader.ask("c", hashes) == 3 * BLOCK
-    reader.scheduler.on_blocks_allocated("c", [[11, 12, 13]], 3 * BLOCK)
+    reader.begin_load("c", hashes, [11, 12, 13])
     work, _ = reader.scheduler.plan_step(_step(), lambda *block: True)
     assert work.trust is not None
     assert work.trust.covers(writer.scheduler.names.writer)
