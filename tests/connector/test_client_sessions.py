@@ -18,7 +18,6 @@ import pytest
 from kvpool_connector import sessions
 from kvpool_connector import settings as settings_module
 from kvpool_connector.client_requests import (
-    PATHS,
     AnswerReader,
     Spoken,
     from_body,
@@ -77,13 +76,6 @@ def test_captured_requests_name_their_conversation(client: str, spoken: list[Spo
     for one in requests:
         found = from_body(one["path"].partition("?")[0], dump(one["body"]), has_session=True)
         assert (found.session, found.splice, found.retention_s) == ("", b"", None)
-
-
-def test_the_sub_agents_of_codex_share_its_cache_key() -> None:
-    """So neither the key nor `session-id` names a conversation: `thread-id` does."""
-    *_, agent, after = captured("codex")
-    assert agent["body"]["prompt_cache_key"] == after["body"]["prompt_cache_key"] == CODEX_2
-    assert ["session-id", CODEX_2] in agent["headers"]
 
 
 @pytest.mark.parametrize("client", ["codex", "claude_code"])
@@ -683,7 +675,3 @@ async def test_other_kinds_of_connections_pass(monkeypatch: pytest.MonkeyPatch) 
         receive: Any = object()
         await Middleware(server)(scope, receive, receive)
         assert seen.pop() == (scope, receive, receive)
-
-
-def test_every_path_is_one_of_the_four() -> None:
-    assert set(PATHS) == {CHAT, COMPLETIONS, RESPONSES, MESSAGES}

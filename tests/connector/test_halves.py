@@ -18,16 +18,9 @@ from kvpool_connector.adapters import Adapter
 from kvpool_connector.block_memory import memory_of
 from kvpool_connector.head_split import HeadSplit, LayerHeads, divide
 from kvpool_connector.messages import (
-    GroupBlocks,
-    LoadRequest,
     LoadResult,
     ModelInfo,
-    ProbeRequest,
-    ProbeResult,
-    SaveRequest,
     SaveResult,
-    VerifyRequest,
-    VerifyResult,
     WorkerReport,
 )
 from kvpool_connector.naming import EngineInfo
@@ -36,7 +29,7 @@ from kvpool_connector.request_params import Asked, parse_request
 from kvpool_connector.save_queue import SaveQueue, SaveRun
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints, ScheduledRequest
-from kvpool_connector.worker import ConnectorWorker, FinishedTransfers, Rank
+from kvpool_connector.worker import ConnectorWorker, Rank
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool
 
@@ -1190,30 +1183,6 @@ def test_the_pools_speed_is_probed_after_the_first_save(start: Start) -> None:
     for _ in range(5):
         engine.step()
     assert cost.samples == 1
-
-
-def test_a_worker_without_a_pool_answers_all_that_a_step_asks(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start()
-    (worker,) = engine.workers
-    work, _ = engine.scheduler.plan_step(EngineStep((), (), [], idle=True), lambda *block: True)
-    (digest,) = keys("nowhere to go", 1)
-    blocks = (GroupBlocks(0, (digest,), (3,), (ROOT,)),)
-    work.loads = [LoadRequest("r", blocks, 1.0)]
-    work.saves = [SaveRequest(7, blocks)]
-    work.probe, work.verify = ProbeRequest(blocks, 1.0), VerifyRequest(8, blocks, 1.0)
-    worker.take_report()
-    monkeypatch.setattr(worker._thread, "start", lambda *_: False)
-    worker.start_loads(work)
-    worker.start_saves(work)
-    finished, report = worker.take_finished(), worker.take_report()
-    assert finished == FinishedTransfers({"r"}, {"r"}, {3})
-    assert report.loads == [LoadResult("r", 0, False, 0.0)]
-    assert report.saves == [SaveResult(7, 0, ((0, digest, WriteStatus.NO_MASTER),))]
-    assert report.probes == [ProbeResult(0, 0.0)]
-    assert report.verified == [VerifyResult(8, 0)]
-    assert ended(engine)
 
 
 def test_a_client_ends_no_session_of_another_tenant(start: Start, pool: LocalPool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import hypothesis
@@ -47,12 +46,10 @@ def empty(shape: tuple[int, ...], order: tuple[int, ...]) -> list[torch.Tensor]:
 
 def filled(shape: tuple[int, ...], order: tuple[int, ...], first_head: int) -> list[torch.Tensor]:
     """A rank's caches; each value tells its layer, block, head of the model, token and place."""
-    layers = empty(shape, order)
-    for place in itertools.product(*(range(size) for size in shape)):
-        layer, block, head, token, content = place
-        number = (((layer * 8 + block) * 64 + first_head + head) * 16 + token) * 16 + content
-        layers[layer][block, head, token, content] = number
-    return layers
+    axes = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
+    layer, block, head, token, content = axes
+    numbers = (((layer * 8 + block) * 64 + first_head + head) * 16 + token) * 16 + content
+    return [cache.copy_(of) for cache, of in zip(empty(shape, order), numbers, strict=True)]
 
 
 def memory_of_rank(kind: type, layers: list[torch.Tensor], parts: int) -> Any:

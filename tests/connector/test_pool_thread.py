@@ -24,6 +24,7 @@ from kvpool_connector.messages import (
     SaveRequest,
     StepWork,
     VerifyRequest,
+    VerifyResult,
 )
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.worker import ConnectorWorker, Rank
@@ -252,7 +253,9 @@ def test_without_a_thread_every_transfer_ends_at_once(closed: PoolThread) -> Non
     probe = ProbeRequest((GroupBlocks(0, CHAIN, ()),), 1.0)
     namespaces = (Namespace("n"),)
     worker.start_loads(StepWork(1, namespaces, loads=[load], serials=(1,)))
-    worker.start_saves(StepWork(1, namespaces, saves=[save], probe=probe, serials=(1,)))
+    asked = StepWork(1, namespaces, saves=[save], probe=probe, serials=(1,))
+    asked.verify = VerifyRequest(8, load.blocks, 1.0)
+    worker.start_saves(asked)
     finished = worker.take_finished()
     assert (finished.loaded | finished.failed, finished.bad_blocks) == ({"r"}, {1, 2})
     report = worker.take_report()
@@ -262,6 +265,7 @@ def test_without_a_thread_every_transfer_ends_at_once(closed: PoolThread) -> Non
     assert (saved.job, saved.size) == (7, 0)
     assert set(saved.refused) == {(0, digest, WriteStatus.NO_MASTER) for digest in CHAIN}
     assert [(one.size, one.seconds) for one in report.probes] == [(0, 0.0)]
+    assert report.verified == [VerifyResult(8, 0)]
 
 
 def raising(*_: object) -> Any:

@@ -199,17 +199,10 @@ def test_sglangs_own_fault_injector(
     assert pool.settled() == stored
 
 
-@pytest.mark.parametrize(
-    ("storage", "problem"),
-    [
-        ({"master": ["127.0.0.1:1"]}, "did you mean masters"),
-        ({"load_timeout_s": "long"}, "load_timeout_s is 'long'"),
-    ],
-)
 def test_a_wrong_setting_ends_the_start_with_one_sentence(
-    start: Callable[..., SglangEngine], storage: dict[str, Any], problem: str
+    start: Callable[..., SglangEngine],
 ) -> None:
-    engine = start("127.0.0.1:1", storage=storage)
+    engine = start("127.0.0.1:1", storage={"master": ["127.0.0.1:1"]})
     with pytest.raises(AssertionError, match="the engine ended"):
         engine.ready()
-    assert problem in engine.log.read_text()
+    assert "did you mean masters" in engine.log.read_text()
