@@ -1,10 +1,10 @@
 """Copies between memory of the host and memory of a device, outside the loop's thread.
 
-A device copies from and to *pinned* host memory: pages that the kernel does not move. Memory that
-is pinned already (registered with CUDA) is copied from and to directly. Any other memory goes in
-steps of 1 MiB through two pinned halves that take turns: while the device copies one, a thread
-copies the other. The thread works on a CUDA stream of its own, so it waits for its own copies and
-not for what the device computes; the event loop waits for nothing (design: device-memory).
+A device copies from and to *pinned* host memory: pages that the kernel does not move. Other memory
+goes in steps of 1 MiB through two pinned halves that take turns: while the device copies one, a
+thread copies the other. The thread works on a CUDA stream of its own, so it waits for its own
+copies and not for what the device computes; the event loop waits for nothing (design:
+device-memory).
 
 On the device `cpu` the same code runs, with copies that are done when they return. torch is
 imported when a copier is made, not before: it takes seconds.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import itertools
 import queue
@@ -37,8 +36,6 @@ R = TypeVar("R")
 #: Bytes that device and host copy at a time. Large enough that starting a copy costs little beside
 #: it, small enough that both are at work on one block of 2 MiB.
 STEP: Final = 1 << 20
-#: The same where nothing is staged. A cancelled call waits for two of them at most.
-DIRECT_STEP: Final = 16 << 20
 
 
 class DeviceCopier:
@@ -60,8 +57,8 @@ class DeviceCopier:
         self._unassigned: list[_Copy] = []  # those that no thread was given
         self._closed = False
 
-    async def copy(self, memory: Sequence[torch.Tensor], array: Bytes, *, to_host: bool) -> None:
-        """Copy between rows of bytes on the device, one after the other, and as many of the host.
+    async def copy(self, memory: torch.Tensor, array: Bytes, *, to_host: bool) -> None:
+        """Copy between bytes on the device and as many of the host.
 
         When it returns, the bytes are in place: on the device for all of its streams. However it
         ends, neither thread nor device use any of the memory any more. Raises Unavailable when
@@ -193,11 +190,7 @@ class _Copy:
     __slots__ = ("array", "done", "memory", "stopped", "to_host")
 
     def __init__(
-        self,
-        memory: Sequence[torch.Tensor],
-        array: Bytes,
-        to_host: bool,
-        done: asyncio.Future[None],
+        self, memory: torch.Tensor, array: Bytes, to_host: bool, done: asyncio.Future[None]
     ) -> None:
         self.memory = memory
         self.array = array  # the host's
@@ -205,22 +198,13 @@ class _Copy:
         self.done = done  # set when neither thread nor device use the memory any more
         self.stopped = False  # cancelled, or closed: no further step is started
 
-    def steps(self, size: int) -> Iterator[tuple[list[torch.Tensor], Bytes]]:
-        """Its rows and its part of the array, up to `size` bytes at a time, until it is stopped."""
-        rows: list[torch.Tensor] = []
-        begun = held = 0
-        for row in self.memory:
-            taken = 0
-            while taken < len(row):
-                count = min(len(row) - taken, size - held)
-                rows.append(row[taken : taken + count])
-                taken += count
-                held += count
-                if held == size or begun + held == len(self.array):
-                    if self.stopped:
-                        return
-                    yield rows, self.array[begun : begun + held]
-                    rows, begun, held = [], begun + held, 0
+    def steps(self) -> Iterator[tuple[torch.Tensor, Bytes]]:
+        """Its parts on both sides, up to `STEP` bytes at a time, until it is stopped."""
+        for first in range(0, len(self.array), STEP):
+            if self.stopped:
+                return
+            part = slice(first, first + STEP)
+            yield self.memory[part], self.array[part]
 
 
 def _shares(calls: Sequence[_Copy]) -> list[list[_Copy]]:
@@ -290,44 +274,27 @@ class CopyStream:
         """However this ends, the device uses none of their memory any more."""
         with self._inference_mode(), self._on_stream():
             try:
-                staged = [call for call in calls if not self._direct(call)]
-                self._stage_in([call for call in staged if not call.to_host])
-                self._stage_out([call for call in staged if call.to_host])
+                self._stage_in([call for call in calls if not call.to_host])
+                self._stage_out([call for call in calls if call.to_host])
             finally:
                 for half in self.halves:
                     half.event.synchronize()
 
-    def _direct(self, call: _Copy) -> bool:
-        """Have the device copy from or to the host's memory directly. False if it cannot."""
-        host = _pinned(call.array)
-        if host is None:
-            return False
-        taken = 0
-        for rows, array in call.steps(DIRECT_STEP):
-            half = next(self._turns)
-            half.event.synchronize()  # two steps run, so that the device never idles
-            if call.stopped:
-                break
-            _copy(rows, host[taken : taken + len(array)], to_host=call.to_host)
-            taken += len(array)
-            half.event.record()
-        return True
-
     def _stage_in(self, calls: Sequence[_Copy]) -> None:
         """The host fills a half while the device empties the other."""
-        for rows, array in itertools.chain.from_iterable(call.steps(STEP) for call in calls):
+        for memory, array in itertools.chain.from_iterable(call.steps() for call in calls):
             half = next(self._turns)
             half.event.synchronize()
             np.copyto(half.array[: len(array)], array)  # without the GIL
-            _copy(rows, half.tensor[: len(array)], to_host=False)
+            memory.copy_(half.tensor[: len(array)], non_blocking=True)
             half.event.record()
 
     def _stage_out(self, calls: Sequence[_Copy]) -> None:
         """The device fills a half while the host empties the other: it is one step ahead."""
         ahead: tuple[PinnedHalf, Bytes] | None = None
-        for rows, array in itertools.chain.from_iterable(call.steps(STEP) for call in calls):
+        for memory, array in itertools.chain.from_iterable(call.steps() for call in calls):
             half = next(self._turns)
-            _copy(rows, half.tensor[: len(array)], to_host=True)
+            half.tensor[: len(array)].copy_(memory, non_blocking=True)
             half.event.record()
             if ahead is not None:
                 _drain(*ahead)
@@ -336,38 +303,6 @@ class CopyStream:
             _drain(*ahead)
 
 
-def _copy(rows: Sequence[torch.Tensor], host: torch.Tensor, *, to_host: bool) -> None:
-    """Start the copies of rows, one after the other, from or to the host."""
-    taken = 0
-    for row in rows:
-        part = host[taken : taken + len(row)]
-        taken += len(row)
-        if to_host:
-            part.copy_(row, non_blocking=True)
-        else:
-            row.copy_(part, non_blocking=True)
-
-
 def _drain(half: PinnedHalf, target: Bytes) -> None:
     half.event.synchronize()
     np.copyto(target, half.array[: len(target)])
-
-
-def _pinned(array: Bytes) -> torch.Tensor | None:
-    """The host's memory itself, if the device can reach all of it; None if it must be staged."""
-    address, size = array.ctypes.data, len(array)
-    # torch checks the first byte only: memory may begin in a registered range and end outside.
-    if _is_pinned(address) and _is_pinned(address + size - 1):
-        return _tensor_at(address, size)
-    return None
-
-
-def _is_pinned(address: int) -> bool:
-    return _tensor_at(address, 1).is_pinned()
-
-
-def _tensor_at(address: int, size: int) -> torch.Tensor:
-    """By its address: torch makes no tensors over read-only buffers. Keeps nothing alive."""
-    import torch
-
-    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)

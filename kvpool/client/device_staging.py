@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
@@ -26,7 +27,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvpool.client.buffers import DeviceBlock, HostRows
-from kvpool.device_copy import Bytes, DeviceCopier, first_line, pinned
+from kvpool.device.thread import DeviceThread
+from kvpool.device_copy import first_line, pinned
 from kvpool.errors import (
     Closed,
     ConfigError,
@@ -58,8 +60,16 @@ class StagingSlot(NamedTuple):
     start: int
 
 
+class _Threads(NamedTuple):
+    """Of one device. A request waits for a read, and nobody for a write: neither is behind the
+    other."""
+
+    to_host: DeviceThread
+    to_device: DeviceThread
+
+
 class Staging:
-    """The pinned memory of one client, `capacity` bytes, and the copiers from and to it.
+    """The pinned memory of one client, `capacity` bytes, and the threads that copy from and to it.
 
     A round first allocates its slots, then fills them, then empties them, and frees them however
     it ends. Two rounds of a call run at a time.
@@ -68,12 +78,12 @@ class Staging:
     def __init__(self, capacity: int, counters: Counter[str]) -> None:
         self._capacity = capacity
         self._counters = counters
-        self._array: Bytes | None = None
+        self._pinned: torch.Tensor | None = None
         self._used: dict[int, int] = {}  # sizes of what is allocated, by where it starts
         self._allocating = asyncio.Lock()
         self._space_freed = asyncio.Event()
-        self._making: asyncio.Future[tuple[Bytes, DeviceCopier]] | None = None
-        self._copiers: dict[torch.device, DeviceCopier] = {}
+        self._making: asyncio.Future[tuple[torch.Tensor, _Threads]] | None = None
+        self._threads: dict[torch.device, _Threads] = {}
         self._closed = False
 
     async def read(
@@ -145,11 +155,11 @@ class Staging:
         return statuses
 
     def close(self) -> None:
-        """Running calls end with Closed. Waits for the copies that have begun."""
+        """Calls that have more to copy end with Closed. Waits for the copies that have begun."""
         self._closed = True
-        for copier in self._copiers.values():
-            copier.close()
-        self._array = None
+        self._pinned = None
+        for thread in itertools.chain(*self._threads.values()):
+            thread.close()
 
     def _rounds(self, blocks: Mapping[int, DeviceBlock]) -> list[list[int]]:
         """Consecutive blocks, up to ROUND bytes together, or one larger one."""
@@ -204,22 +214,22 @@ class Staging:
         return start if start + size <= self._capacity else None
 
     def _rows(self, slots: Iterable[StagingSlot]) -> HostRows:
-        memory = self._memory()
+        memory = self._memory().numpy()
         return {s.number: (memory[s.start : s.start + s.block.size].data,) for s in slots}
 
-    def _memory(self) -> Bytes:
-        if self._array is None:
+    def _memory(self) -> torch.Tensor:
+        if self._pinned is None:
             raise Closed("the pool is closed")
-        return self._array
+        return self._pinned
 
     async def _prepare(self, devices: Iterable[torch.device]) -> None:
-        """Allocate the memory, and a copier for each device. Raises ConfigError when that fails.
+        """Allocate the memory, and threads for each device. Raises ConfigError when that fails.
 
         A call that ends meanwhile leaves it to those that follow: with deadlines shorter than it
         takes, each would begin anew.
         """
         for device in devices:
-            while device not in self._copiers:
+            while device not in self._threads:
                 if self._closed:
                     raise Closed("the pool is closed")
                 making = self._making
@@ -233,24 +243,25 @@ class Staging:
                 making.result()
 
     def _made(
-        self, device: torch.device, making: asyncio.Future[tuple[Bytes, DeviceCopier]]
+        self, device: torch.device, making: asyncio.Future[tuple[torch.Tensor, _Threads]]
     ) -> None:
         self._making = None
         if making.cancelled() or making.exception() is not None:
             return
-        array, copier = making.result()
+        memory, threads = making.result()
         if self._closed:
-            copier.close()
+            for thread in threads:
+                thread.close()
         else:
-            self._array, self._copiers[device] = array, copier
+            self._pinned, self._threads[device] = memory, threads
 
-    def _create(self, device: torch.device) -> tuple[Bytes, DeviceCopier]:
+    def _create(self, device: torch.device) -> tuple[torch.Tensor, _Threads]:
         """In a thread: pinning takes as long as touching every page."""
         try:
-            array = self._array
-            if array is None:
-                array = pinned(self._capacity, device).numpy()
-            return array, DeviceCopier(device, _ROUNDS_AT_ONCE)
+            memory = self._pinned
+            if memory is None:
+                memory = pinned(self._capacity, device)
+            return memory, _Threads(DeviceThread(device), DeviceThread(device))
         except RuntimeError as error:
             raise ConfigError(
                 f"{human(self._capacity)} of pinned host memory for {device} cannot be had: "
@@ -262,11 +273,28 @@ class Staging:
     ) -> None:
         """Copy so many bytes of each slot. Raises DeadlineExceeded, and Unavailable for CUDA."""
         memory = self._memory()
+        by_device: dict[torch.device, list[tuple[StagingSlot, int]]] = {}
+        for move in moves:
+            by_device.setdefault(move[0].block.device, []).append(move)
         async with until(deadline):
-            for device, rows, start, size in _contiguous(moves):
-                copier = self._copiers[device]
-                await copier.copy(rows, memory[start : start + size], to_host=to_host)
-                self._counters[f"staged_{'write' if to_host else 'read'}_bytes"] += size
+            for device, of_device in by_device.items():
+                threads = self._threads[device]
+                thread = threads.to_host if to_host else threads.to_device
+                work = functools.partial(_copy, memory, of_device, to_host=to_host)
+                await thread.run(work, lambda _: None)
+                count = sum(size for _, size in of_device)
+                self._counters[f"staged_{'write' if to_host else 'read'}_bytes"] += count
+
+
+def _copy(memory: torch.Tensor, moves: Iterable[tuple[StagingSlot, int]], *, to_host: bool) -> None:
+    """Queue the copies of so many bytes of each slot, on the current stream."""
+    for slot, size in moves:
+        start = slot.start
+        for row in first_bytes(slot.block, size):
+            place = memory[start : start + len(row)]
+            start += len(row)
+            target, source = (place, row) if to_host else (row, place)
+            target.copy_(source, non_blocking=True)
 
 
 async def wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> None:
@@ -283,24 +311,6 @@ async def wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> Non
                     await asyncio.sleep(_POLL_S)
     except RuntimeError as error:
         raise Unavailable(f"device: {first_line(error)}") from None
-
-
-def _contiguous(
-    moves: Iterable[tuple[StagingSlot, int]],
-) -> Iterator[tuple[torch.device, list[torch.Tensor], int, int]]:
-    """Moves that lie side by side in pinned memory, joined: one copy instead of several."""
-    rows: list[torch.Tensor] = []
-    start = held = 0
-    for slot, size in moves:
-        if rows and (slot.block.device != rows[0].device or slot.start != start + held):
-            yield rows[0].device, rows, start, held
-            rows = []
-        if not rows:
-            start, held = slot.start, 0
-        rows += first_bytes(slot.block, size)
-        held += size
-    if rows:
-        yield rows[0].device, rows, start, held
 
 
 def first_bytes(block: DeviceBlock, size: int) -> Iterator[torch.Tensor]:

@@ -25,13 +25,12 @@ from kvpool import (
     dev,
     sync,
 )
-from kvpool import device_copy as device
 from kvpool.client import device_staging as staging
 from kvpool.client.buffers import HostRows, with_device_blocks
-from kvpool.device_copy import DeviceCopier
+from kvpool.device.thread import DeviceThread
 from kvpool.errors import Closed
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, value, values
-from tests.support.late_device import Gate, LateTensor, copy_streams, make_late, stream
+from tests.support.late_device import Gate, LateEvent, LateTensor, stream
 
 torch = pytest.importorskip("torch", reason="devices need torch")
 
@@ -55,18 +54,21 @@ class Past:
 
 
 @pytest.fixture(autouse=True)
-def copiers(monkeypatch: pytest.MonkeyPatch) -> list[DeviceCopier]:
-    """Those that clients make, for the device that there is."""
-    made: list[DeviceCopier] = []
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[DeviceThread]:
+    """Those that clients make, for the device that there is: to the host, and to the device."""
+    made: list[DeviceThread] = []
 
-    def late(_: Any, count: int) -> DeviceCopier:
-        copier = DeviceCopier(torch.device("cpu"), count)
-        make_late(copier)
-        made.append(copier)
-        return copier
+    def late(_: Any) -> DeviceThread:
+        thread = DeviceThread(torch.device("cpu"))
+        thread._event = LateEvent()
+        made.append(thread)
+        return thread
 
-    monkeypatch.setattr(staging, "DeviceCopier", late)
-    monkeypatch.setattr(staging, "pinned", lambda size, _: torch.empty(size, dtype=torch.uint8))
+    def pinned(size: int, _: Any) -> Any:
+        return torch.empty(size, dtype=torch.uint8).as_subclass(LateTensor)
+
+    monkeypatch.setattr(staging, "DeviceThread", late)
+    monkeypatch.setattr(staging, "pinned", pinned)
     monkeypatch.setattr("kvpool.client.buffers.record_event", lambda *_: Past())
     return made
 
@@ -112,12 +114,8 @@ def hits(results: Sequence[Any]) -> list[bool]:
 # --- the same bytes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["staged twice", "pinned"])
-async def test_blocks_go_from_device_to_device(
-    client: Pool, direct: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More of them than staging memory, which is not pinned memory on this machine."""
-    monkeypatch.setattr(device, "_is_pinned", lambda address: direct)
+async def test_blocks_go_from_device_to_device(client: Pool) -> None:
+    """More of them than staging memory."""
     chain = keys("gpu", 11)
     data = values(chain, SIZE)
     sources = [on_gpu(block) for block in data]
@@ -190,7 +188,7 @@ async def test_many_calls_share_the_staging_memory(tcp: Pool) -> None:
 
 
 async def test_blocks_are_sent_in_order_while_others_cross(
-    copiers: list[DeviceCopier], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Parents first: a child is placed where its parent is. And neither side waits idly."""
     monkeypatch.setattr(staging, "ROUND", SIZE)
@@ -223,9 +221,7 @@ async def test_blocks_are_sent_in_order_while_others_cross(
     both.close()
 
 
-async def test_a_large_block_is_not_passed_for_ever_by_small_ones(
-    copiers: list[DeviceCopier],
-) -> None:
+async def test_a_large_block_is_not_passed_for_ever_by_small_ones() -> None:
     both = staging.Staging(4 * SIZE, Counter())
     deadline = asyncio.get_running_loop().time() + 5
     order: list[int] = []
@@ -324,50 +320,49 @@ async def test_a_copy_waits_for_what_its_caller_asked_the_device_for(
     assert got == value(name, SIZE)
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
 @pytest.mark.parametrize("reads", [True, False])
 async def test_a_call_that_is_cancelled_or_late_waits_for_the_device(
-    tcp: Pool, copiers: list[DeviceCopier], reads: bool
+    tcp: Pool, threads: list[DeviceThread], reads: bool, cancelled: bool
 ) -> None:
     """A copy has begun and may touch the memory at any time, so the call has not ended."""
     (name,) = chain = keys("gate", 1)
     await tcp.write(NAMESPACE, chain, [on_gpu(value(name, SIZE))])
+    await tcp.read(NAMESPACE, chain, [empty()])  # both threads have begun
     gate = Gate()
-    for copy_stream in copy_streams(copiers[0]):
-        for half in copy_stream.halves:
-            half.event = gate
+    for thread in threads:
+        thread._event = gate
 
-    def begun(timeout: float) -> asyncio.Future[Any]:
-        call: Any = (
-            tcp.read(NAMESPACE, chain, [empty()], timeout=timeout)
-            if reads
-            else tcp.write(NAMESPACE, [key("new")], [empty()], timeout=timeout)
-        )
-        return asyncio.ensure_future(call)
-
-    late = begun(0.1)
-    cancelled = begun(5)
-    await eventually(lambda: gate.waiting)
-    await asyncio.sleep(0.2)
-    cancelled.cancel()
-    await asyncio.sleep(0.05)
-    assert not late.done()
-    assert not cancelled.done()
-    gate.open = lambda: True
-    (ended,) = await late
-    assert (ended.status if reads else ended).name == "DEADLINE"
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
+    timeout = 5.0 if cancelled else 0.1
+    call = asyncio.ensure_future(
+        tcp.read(NAMESPACE, chain, [empty()], timeout=timeout)
+        if reads
+        else tcp.write(NAMESPACE, [key("new")], [empty()], timeout=timeout)
+    )
+    try:
+        await eventually(lambda: gate.waiting)
+        await asyncio.sleep(0.2)
+        if cancelled:
+            call.cancel()
+            await asyncio.sleep(0.05)
+        assert not call.done()
+    finally:
+        gate.open = lambda: True
+    if cancelled:
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    else:
+        (ended,) = await call
+        assert (ended.status if reads else ended).name == "DEADLINE"
     assert not tcp._device_staging._used
 
 
-async def test_closing_the_pool_ends_its_calls(tcp: Pool, copiers: list[DeviceCopier]) -> None:
+async def test_closing_the_pool_ends_its_calls(tcp: Pool, threads: list[DeviceThread]) -> None:
     chain = keys("closing", 1)
     await tcp.write(NAMESPACE, chain, [empty()])
     gate = Gate()
-    gate.open = lambda: all(call.stopped for call in tuple(copiers[0]._calls))
-    for copy_stream in copy_streams(copiers[0]):
-        for half in copy_stream.halves:
-            half.event = gate
+    gate.open = lambda: threads[1]._closed
+    threads[1]._event = gate
     reading = asyncio.ensure_future(tcp.read(NAMESPACE, chain, [empty()]))
     await eventually(lambda: gate.waiting)
     await tcp.close()
@@ -376,7 +371,7 @@ async def test_closing_the_pool_ends_its_calls(tcp: Pool, copiers: list[DeviceCo
 
 
 async def test_an_error_of_the_device_is_told(
-    tcp: Pool, copiers: list[DeviceCopier], monkeypatch: pytest.MonkeyPatch
+    tcp: Pool, threads: list[DeviceThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is no miss: no other copy of the block would help. The pool itself is well."""
     (name,) = chain = keys("broken", 1)
@@ -386,9 +381,8 @@ async def test_an_error_of_the_device_is_told(
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
 
     with monkeypatch.context() as patch:
-        for copy_stream in copy_streams(copiers[0]):
-            patch.setattr(copy_stream.halves[1], "event", Gate())
-            patch.setattr(copy_stream.halves[1].event, "synchronize", fails)
+        patch.setattr(threads[1], "_event", Gate())
+        patch.setattr(threads[1]._event, "synchronize", fails)
         with pytest.raises(Unavailable, match=r"illegal memory access was encountered$"):
             await tcp.read(NAMESPACE, chain, [empty()])
     stream().clear()
@@ -478,9 +472,7 @@ async def test_memory_that_is_too_small(tcp: Pool) -> None:
         await tcp.read(NAMESPACE, [name], [empty(10)])
 
 
-async def test_short_deadlines_pin_memory_once(
-    tcp: Pool, copiers: list[DeviceCopier], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_short_deadlines_pin_memory_once(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer than a call may take: the call ends in time, and a later one has it."""
     pinned = threading.Event()
     sizes: list[int] = []
@@ -488,7 +480,7 @@ async def test_short_deadlines_pin_memory_once(
     def slowly(size: int, _: Any) -> Any:
         sizes.append(size)
         assert pinned.wait(20)
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8).as_subclass(LateTensor)
 
     monkeypatch.setattr(staging, "pinned", slowly)
     (name,) = chain = keys("pinned", 1)
@@ -506,14 +498,14 @@ async def test_short_deadlines_pin_memory_once(
 
 
 async def test_memory_that_is_pinned_too_late_is_given_back(
-    pool_dev: dev.Dev, copiers: list[DeviceCopier], monkeypatch: pytest.MonkeyPatch
+    pool_dev: dev.Dev, threads: list[DeviceThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool was closed meanwhile."""
     pinned = threading.Event()
 
     def slowly(size: int, _: Any) -> Any:
         assert pinned.wait(20)
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8).as_subclass(LateTensor)
 
     monkeypatch.setattr(staging, "pinned", slowly)
     async with pool_dev.pool(configured(pool_dev, "tcp")) as pool:
@@ -522,10 +514,9 @@ async def test_memory_that_is_pinned_too_late_is_given_back(
     pinned.set()
     with pytest.raises(Closed):
         await writing
-    (copier,) = copiers
-    assert copier._closed
+    assert [thread._closed for thread in threads] == [True, True]
     assert pool._device_staging is not None
-    assert pool._device_staging._array is None
+    assert pool._device_staging._pinned is None
 
 
 async def test_pinned_memory_that_cannot_be_had(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kvpool import device_copy as device
 from kvpool.device_copy import STEP
 from kvpool.errors import BadBuffer, Closed, ConfigError, Unavailable, UsageError
 from kvpool.protocols import Addressable, DeviceAddressable
@@ -62,41 +61,13 @@ def late() -> Iterator[Hbm]:
     tier.close()
 
 
-@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_device_may_copy_as_late_as_it_likes(
-    late: Hbm, size: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "_is_pinned", lambda address: pinned)
+async def test_a_device_may_copy_as_late_as_it_likes(late: Hbm, size: int) -> None:
     data = content(size, size)
     source = bytearray(data)
     await late.write_from(256, memoryview(source))
     source[:] = bytes(size)  # the call has ended: the memory is the caller's again
     assert await read(late, 256, size) == data
-
-
-async def test_memory_that_is_pinned_is_not_staged(
-    tier: Hbm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "_is_pinned", lambda address: True)
-    for copy_stream in copy_streams(tier._copier):
-        del copy_stream.halves[0].array, copy_stream.halves[1].array
-    data = content("pinned", 3 * STEP + 1)
-    await tier.write_from(0, memoryview(data))
-    assert await read(tier, 0, len(data)) == data
-
-
-async def test_memory_that_is_pinned_in_part_is_staged(
-    tier: Hbm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A registered range may end in the middle of a buffer: CUDA refuses to copy across its end."""
-    data = content("in part", 2 * STEP)
-    first = np.frombuffer(data, np.uint8).ctypes.data
-    monkeypatch.setattr(device, "_is_pinned", lambda address: address == first)
-    for copy_stream in copy_streams(tier._copier):
-        del copy_stream.halves[0].array
-    with pytest.raises(AttributeError):  # it wanted a half
-        await tier.write_from(0, memoryview(data))
 
 
 # --- many calls, cancelled calls, and the end ----------------------------------------------
@@ -187,16 +158,12 @@ async def test_an_error_of_the_device_is_unavailable(
 # --- a device with streams, events and an address space of its own --------------------------
 
 
-@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("check", TIER_CHECKS)
 async def test_the_tier_keeps_its_promises_on_a_fake_device(
-    monkeypatch: pytest.MonkeyPatch, check: str, pinned: bool
+    monkeypatch: pytest.MonkeyPatch, check: str
 ) -> None:
     """The code for CUDA itself: only the driver is missing."""
     gpu = FakeGpu(monkeypatch)
-    if pinned:  # every buffer of the host is
-        monkeypatch.setattr(gpu, "is_pinned", lambda address: True)
-        monkeypatch.setattr(device, "_is_pinned", gpu.is_pinned)
     with gpu.on_stream(torch.cuda.Stream(torch.device("cuda", 0))), suppress(NotDeclared):
         await TIER_CHECKS[check](lambda capacity: Hbm(capacity, device="cuda"))
 

@@ -104,7 +104,7 @@ class Hbm:
         if not buffer.c_contiguous or buffer.nbytes != len(buffer):
             raise BadBuffer("the buffer is not a contiguous row of bytes")
         if len(buffer):
-            await self._copier.copy([memory], np.frombuffer(buffer, np.uint8), to_host=to_host)
+            await self._copier.copy(memory, np.frombuffer(buffer, np.uint8), to_host=to_host)
 
 
 def _usable(device: str) -> torch.device:
