@@ -108,6 +108,7 @@ def _on_device(mark: bytes, device: Any) -> Any:
     """A copy of the mark, which has ended."""
     import torch
 
+    torch.cuda.set_device(device)  # or leaving the stream makes a context on the first one
     with torch.cuda.stream(torch.cuda.current_stream(device)):
         return _room_on(device).copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
 

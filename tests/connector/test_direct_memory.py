@@ -54,13 +54,15 @@ def caches(order: Sequence[int]) -> dict[str, Any]:
 class Engine:
     """A KV cache on a fake device, and a twin of it on the host, which shows its blocks."""
 
-    def __init__(self, gpu: FakeGpu, served: dev.Dev, layout: str, parts: int = 1) -> None:
+    def __init__(
+        self, gpu: FakeGpu, served: dev.Dev, layout: str, parts: int = 1, device: int = 0
+    ) -> None:
         self.layers = caches(LAYOUTS[layout])
         buffers: list[Any] = []
         self.views = views_of(self.layers, buffers)
         (self.host,) = buffers
         self.gpu = gpu
-        self.device = gpu.tensor(bytes(self.host.numpy()))
+        self.device = gpu.tensor(bytes(self.host.numpy()), device)
         self.memory = DirectBlockMemory(self.views, [self.device], parts)
         chosen = settings.parse(
             {
@@ -70,7 +72,9 @@ class Engine:
                 "verify_rate": 1.0,
             }
         )
-        self.thread = PoolThread(chosen.client(), Cluster(), str)
+        self.thread = PoolThread(
+            chosen.client(), Cluster(), str, on_start=block_memory.device_of_this_thread()
+        )
         self.worker = ConnectorWorker(chosen, self.thread, Rank(0, 0, True, parts))
         self.worker.register([self.memory], partial(ModelInfo, packing="kernel"))
         self.step = 0
@@ -170,6 +174,27 @@ async def test_what_the_engine_still_computes_is_waited_for(gpu: FakeGpu, served
             engine.expect({2: 1, 0: 4})
         finally:
             await engine.close()
+
+
+async def test_a_rank_has_a_context_on_its_own_device_only(
+    gpu: FakeGpu, served: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a GB of the first device for each rank, else."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    torch.cuda.set_device(1)
+    engine = Engine(gpu, served, "BLHNC", device=1)
+    chain = keys("second device", 2)
+    with torch.cuda.stream(torch.cuda.Stream(torch.device("cuda", 1))):
+        try:
+            await engine.connected()
+            assert not (await engine.save(chain, [1, 4])).refused
+            assert (await engine.load(chain, [2, 0])).loaded
+            engine.expect({2: 1, 0: 4})
+            await engine.memory.host_source(2, engine.memory.record_event())
+        finally:
+            await engine.close()
+    assert gpu.contexts == {torch.device("cuda", 1)}
 
 
 async def test_computed_blocks_are_compared_on_the_host(gpu: FakeGpu, served: dev.Dev) -> None:
