@@ -28,6 +28,7 @@ from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.request_params import Asked, parse_request
 from kvpool_connector.save_queue import SaveQueue, SaveRun
 from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
+from kvpool_connector.sharing_watch import LOOKUPS_BEFORE_COMPARED
 from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints, ScheduledRequest
 from kvpool_connector.worker import ConnectorWorker, Rank
 from tests.conftest import keys
@@ -298,10 +299,10 @@ def pool() -> Iterator[LocalPool]:
 def start(pool: LocalPool) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
 
-        def engine(**options: Any) -> Engine:
+        def engine(connected: bool = True, **options: Any) -> Engine:
             made = Engine(options.pop("address", pool.master), **options)
             stack.callback(made.close)
-            return made.connected()
+            return made.connected() if connected else made
 
         yield engine
 
@@ -551,32 +552,26 @@ def test_a_save_of_the_old_weights_is_not_tried_again_under_the_new_name() -> No
     assert counters["dropped reset"] == 2
 
 
-def test_the_first_prompt_of_an_engine_that_only_saves_is_saved(pool: LocalPool) -> None:
+def test_the_first_prompt_of_an_engine_that_only_saves_is_saved(start: Start) -> None:
     """It ends with the step that computes it: before that, its blocks have a name."""
-    engine = Engine(pool.master, engine={"loads": False})
-    try:
-        for thread in engine.threads:
-            assert thread.wait(10)
-        hashes = keys("a producer's first", 2)
-        engine.scheduler.on_new_request("r", hashes, 2 * BLOCK, RequestHints())
-        engine.until(lambda: engine.loadable("r", 2 * BLOCK) is not None)
-        assert engine.loadable("r", 2 * BLOCK) == 0
-        engine.step([ScheduledRequest("r", 0, 2 * BLOCK, [[1, 2]])])
-        engine.scheduler.on_request_finished("r")
-        engine.until(lambda: engine.stored == 2)
-    finally:
-        engine.close()
+    engine = start(connected=False, engine={"loads": False})
+    for thread in engine.threads:
+        assert thread.wait(10)
+    hashes = keys("a producer's first", 2)
+    engine.scheduler.on_new_request("r", hashes, 2 * BLOCK, RequestHints())
+    engine.until(lambda: engine.loadable("r", 2 * BLOCK) is not None)
+    assert engine.loadable("r", 2 * BLOCK) == 0
+    engine.step([ScheduledRequest("r", 0, 2 * BLOCK, [[1, 2]])])
+    engine.scheduler.on_request_finished("r")
+    engine.until(lambda: engine.stored == 2)
 
 
-def test_a_request_waits_no_longer_for_names_than_the_setting_says(pool: LocalPool) -> None:
-    engine = Engine(pool.master, engine={"loads": False})
-    try:
-        engine.scheduler.on_new_request("r", keys("no names", 2), 2 * BLOCK, RequestHints())
-        assert engine.loadable("r", 2 * BLOCK) is None
-        engine.clock.ahead_s += engine.settings.start_wait_s
-        assert engine.loadable("r", 2 * BLOCK) == 0
-    finally:
-        engine.close()
+def test_a_request_waits_no_longer_for_names_than_the_setting_says(start: Start) -> None:
+    engine = start(connected=False, engine={"loads": False})
+    engine.scheduler.on_new_request("r", keys("no names", 2), 2 * BLOCK, RequestHints())
+    assert engine.loadable("r", 2 * BLOCK) is None
+    engine.clock.ahead_s += engine.settings.start_wait_s
+    assert engine.loadable("r", 2 * BLOCK) == 0
 
 
 def test_a_consumer_saves_nothing(start: Start) -> None:
@@ -756,31 +751,25 @@ def test_a_block_whose_adapter_was_reloaded_is_not_saved(start: Start) -> None:
     assert any("was replaced under its name" in line for line in engine.lines)
 
 
-def test_workers_introduce_themselves_until_there_are_names(pool: LocalPool, start: Start) -> None:
-    engine = Engine(pool.master)
-    try:
-        assert len(engine.step().worker_infos) == 1
-        assert engine.scheduler.namespaces
-        engine.step()
-        assert engine.step().worker_infos == []
-    finally:
-        engine.close()
+def test_workers_introduce_themselves_until_there_are_names(start: Start) -> None:
+    engine = start(connected=False)
+    assert len(engine.step().worker_infos) == 1
+    assert engine.scheduler.namespaces
+    engine.step()
+    assert engine.step().worker_infos == []
 
 
-def test_a_lookup_waits_for_the_workers_first_message(pool: LocalPool, start: Start) -> None:
+def test_a_lookup_waits_for_the_workers_first_message(start: Start) -> None:
     writer = start()
     hashes = keys("before the names", 2)
     writer.save(hashes, [1, 2])
-    engine = Engine(pool.master)
-    try:
-        for thread in engine.threads:
-            assert thread.wait(10)
-        engine.scheduler.on_new_request("r", hashes, 2 * BLOCK + 1, RequestHints())
-        assert engine.loadable("r", 2 * BLOCK + 1) is None
-        engine.until(lambda: engine.loadable("r", 2 * BLOCK + 1) is not None)
-        assert engine.loadable("r", 2 * BLOCK + 1) == 2 * BLOCK
-    finally:
-        engine.close()
+    engine = start(connected=False)
+    for thread in engine.threads:
+        assert thread.wait(10)
+    engine.scheduler.on_new_request("r", hashes, 2 * BLOCK + 1, RequestHints())
+    assert engine.loadable("r", 2 * BLOCK + 1) is None
+    engine.until(lambda: engine.loadable("r", 2 * BLOCK + 1) is not None)
+    assert engine.loadable("r", 2 * BLOCK + 1) == 2 * BLOCK
 
 
 def test_a_preempted_request_is_looked_up_again(start: Start) -> None:
@@ -888,6 +877,17 @@ def test_late_answers_are_one_line_a_minute(start: Start) -> None:
     assert len(late(4)) == 1
     engine.clock.ahead_s += 1.1
     assert late(1)[1].startswith("8 prompts were computed without a lookup: 5 lookup timeout, 3")
+
+
+def test_an_engine_says_which_others_of_its_model_share_nothing_with_it(start: Start) -> None:
+    """After some lookups: it looks healthy, and costs hits."""
+    other, engine = start(kernel="of another CPU"), start()
+    other.save(keys("others of this model", 2), [1, 2])
+    engine.scheduler.planner.counters["lookups"] = LOOKUPS_BEFORE_COMPARED
+    engine.scheduler.report.take_metrics()
+    said = "other engines of this model share nothing with this one: "
+    engine.until(lambda: any(line.startswith(said) for line in engine.lines))
+    assert any("blocks differ in packing" in line for line in engine.lines)
 
 
 class FakePoller:
@@ -1072,35 +1072,29 @@ def test_the_hooks_of_a_step_wait_a_millisecond_in_all(
     assert waits() == 0
 
 
-def test_a_workers_silence_is_its_own_reason(pool: LocalPool) -> None:
-    engine = Engine(pool.master, load_timeout_s=0.1, start_wait_s=2.0)
-    try:
-        engine.scheduler.on_new_request("r", keys("early", 2), 2 * BLOCK + 1, RequestHints())
-        engine.clock.ahead_s += 2.0
-        assert engine.loadable("r", 2 * BLOCK + 1) is None
-        engine.clock.ahead_s += 0.2
-        assert engine.loadable("r", 2 * BLOCK + 1) == 0
-        assert engine.scheduler.planner.counters["miss no namespace"] == 1
-        engine.step()  # the lookup does not start any more
-        assert engine.scheduler.namespaces
-        assert not engine.scheduler._lookups.waiting
-    finally:
-        engine.close()
+def test_a_workers_silence_is_its_own_reason(start: Start) -> None:
+    engine = start(connected=False, load_timeout_s=0.1, start_wait_s=2.0)
+    engine.scheduler.on_new_request("r", keys("early", 2), 2 * BLOCK + 1, RequestHints())
+    engine.clock.ahead_s += 2.0
+    assert engine.loadable("r", 2 * BLOCK + 1) is None
+    engine.clock.ahead_s += 0.2
+    assert engine.loadable("r", 2 * BLOCK + 1) == 0
+    assert engine.scheduler.planner.counters["miss no namespace"] == 1
+    engine.step()  # the lookup does not start any more
+    assert engine.scheduler.namespaces
+    assert not engine.scheduler._lookups.waiting
 
 
-def test_a_lookup_that_began_with_the_names_is_late_as_any_other(pool: LocalPool) -> None:
-    engine = Engine(pool.master, load_timeout_s=0.1, start_wait_s=2.0)
+def test_a_lookup_that_began_with_the_names_is_late_as_any_other(start: Start) -> None:
+    engine = start(connected=False, load_timeout_s=0.1, start_wait_s=2.0)
     engine.scheduler._lookups._lookups._poller = FakePoller()  # type: ignore[assignment]
-    try:
-        engine.scheduler.on_new_request("r", keys("held", 2), 2 * BLOCK + 1, RequestHints())
-        engine.until(lambda: bool(engine.scheduler.namespaces))
-        assert engine.scheduler._lookups.waiting
-        engine.clock.ahead_s += 0.2
-        assert engine.loadable("r", 2 * BLOCK + 1) == 0
-        assert engine.scheduler.planner.counters["miss lookup timeout"] == 1
-        assert not engine.scheduler._lookups.waiting
-    finally:
-        engine.close()
+    engine.scheduler.on_new_request("r", keys("held", 2), 2 * BLOCK + 1, RequestHints())
+    engine.until(lambda: bool(engine.scheduler.namespaces))
+    assert engine.scheduler._lookups.waiting
+    engine.clock.ahead_s += 0.2
+    assert engine.loadable("r", 2 * BLOCK + 1) == 0
+    assert engine.scheduler.planner.counters["miss lookup timeout"] == 1
+    assert not engine.scheduler._lookups.waiting
 
 
 def test_transfers_end_when_the_pool_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
