@@ -8,7 +8,7 @@ serve sessions of the same pool, because each serves its own part. As long as fe
 their first tokens, misses cost nobody anything: one session after the other is let in.
 
 A wrong figure costs time and no session: who has a place keeps it while prompts run, and who has
-waited `wait_s` gets one, full or not. As long as nothing is known, all have one.
+waited `WAIT_S` gets one, full or not. As long as nothing is known, all have one.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class Admission:
     """Gives places to sessions: first to those of the tenant that has the fewest, and of these to
     the one that came first."""
 
-    def __init__(self, *, wait_s: float = WAIT_S, idle_s: float = IDLE_S) -> None:
-        self._wait_s, self._idle_s = wait_s, idle_s
+    def __init__(self) -> None:
         self._seats: dict[str, dict[str, Seat]] = {}  # by tenant; used longest ago first
         self._count = 0
         self._placed: dict[Seat, None] = {}
@@ -107,7 +106,7 @@ class Admission:
             seat = Seat(tenant, session, now, now, now)
             self._count += 1
         sessions[session] = seat
-        if not seat.placed and not seat.prompts and now - seat.used_at >= self._idle_s:
+        if not seat.placed and not seat.prompts and now - seat.used_at >= IDLE_S:
             seat.waits_since = now
         seat.prompts += 1
         seat.used_at = now
@@ -139,7 +138,7 @@ class Admission:
             seat = min(self._line, key=lambda one: (held[one.tenant], one.came))
             if len(self._placed) >= places and not self._steps(now):
                 seat = min(self._line, key=lambda one: one.waits_since)
-                if now - seat.waits_since < self._wait_s:
+                if now - seat.waits_since < WAIT_S:
                     break
             del self._line[seat]
             seat.placed = True
@@ -159,9 +158,9 @@ class Admission:
     def _sweep(self, now: float) -> None:
         """Take places from those that are idle; who waits long enough is forgotten."""
         for seat in [one for of in self._seats.values() for one in of.values() if not one.prompts]:
-            if now - seat.used_at >= self._wait_s:
+            if now - seat.used_at >= WAIT_S:
                 self._forget(seat, now)
-            elif seat.placed and now - seat.used_at >= self._idle_s:
+            elif seat.placed and now - seat.used_at >= IDLE_S:
                 self._give_back(seat, now)
 
     def _forget_one(self, now: float) -> None:

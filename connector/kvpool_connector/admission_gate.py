@@ -57,10 +57,10 @@ class AdmissionGate:
     """`ask` has the pool asked for its room, and calls `measured` on this loop: once in 10 s, while
     prompts come. Without an answer what was known stays, for ten times as long."""
 
-    def __init__(self, ask: Callable[[], None], *, hold_s: float = HOLD_S) -> None:
+    def __init__(self, ask: Callable[[], None]) -> None:
         self.admission = Admission()
         self.now = asyncio.get_running_loop().time
-        self._ask, self._hold_s = ask, hold_s
+        self._ask = ask
         self._asked_at = self._answered_at = -math.inf
         self._share: float | None = None
         self._waiting: dict[Seat, asyncio.Event] = {}
@@ -73,7 +73,7 @@ class AdmissionGate:
         self.admission.measured(share, engines)
 
     async def enter(self, tenant: str, session: str) -> Ticket:
-        """Wait for the place of this session. Raises TimeoutError after `hold_s`, and LineFull."""
+        """Wait for the place of this session. Raises TimeoutError after `HOLD_S`, and LineFull."""
         began = self.now()
         self._ask_again(began)
         seat = self.admission.asks(tenant, session, began)
@@ -85,7 +85,7 @@ class AdmissionGate:
                 if self._looking is None or self._looking.done():
                     logger.warning("sessions wait: %s", self.why())
                     self._looking = asyncio.create_task(self._keep_looking())
-                async with asyncio.timeout(self._hold_s):
+                async with asyncio.timeout(HOLD_S):
                     await event.wait()
         except BaseException:
             self.left(seat)

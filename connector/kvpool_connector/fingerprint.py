@@ -129,7 +129,7 @@ def _wide(rows: torch.Tensor) -> bool:
     return all(part % words == 0 for part in parts)
 
 
-def files(model: str, revision: str = "", *, digits: int = 12) -> str:
+def files(model: str, revision: str = "") -> str:
     """A hash of the weights in a model's directory, whatever its files are called.
 
     `model` is a directory, or the name of a model in the Hugging Face cache. Tensors of safetensors
@@ -154,7 +154,7 @@ def files(model: str, revision: str = "", *, digits: int = 12) -> str:
     # Sorted: files that list no tensors have no name that counts.
     for sample in sorted(_sample(*one) for one in zip(chosen, shares, strict=True)):
         hasher.update(sample)
-    return hasher.hexdigest()[:digits]
+    return hasher.hexdigest()[:12]
 
 
 def settings(model: str, revision: str = "") -> bytes:

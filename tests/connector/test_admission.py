@@ -167,7 +167,8 @@ async def gate(monkeypatch: pytest.MonkeyPatch) -> AdmissionGate:
     """One place, which session `a` has; its engine is busy."""
     monkeypatch.setattr(admission_module, "_KNOWN_S", -1.0)
     monkeypatch.setattr(admission_gate, "_LOOK_S", 0.01)
-    made = AdmissionGate(lambda: None, hold_s=5.0)
+    monkeypatch.setattr(admission_gate, "HOLD_S", 5.0)
+    made = AdmissionGate(lambda: None)
     made.measured(1e-9)
     made.admission.computes(1000, made.now())
     made.admission._busy = 1000.0
@@ -199,13 +200,13 @@ async def test_a_session_waits_until_another_one_ends(gate: AdmissionGate) -> No
 
 
 async def test_a_prompt_that_waits_too_long_or_is_given_up_leaves_no_trace(
-    gate: AdmissionGate,
+    gate: AdmissionGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await gate.enter("t", "a")
-    gate._hold_s = 0.01
+    monkeypatch.setattr(admission_gate, "HOLD_S", 0.01)
     with pytest.raises(TimeoutError):
         await gate.enter("t", "b")
-    gate._hold_s = 5.0
+    monkeypatch.setattr(admission_gate, "HOLD_S", 5.0)
     left = asyncio.create_task(gate.enter("t", "c"))
     await waiting(gate, 1)
     left.cancel()

@@ -111,7 +111,7 @@ async def test_a_wait_that_is_over_and_a_fault_let_the_prompt_pass(
     await ask(middleware, "one")
     assert middleware._gate is not None
     middleware._gate.measured(0.01)
-    middleware._gate._hold_s = 0.02
+    monkeypatch.setattr(admission_gate, "HOLD_S", 0.02)
     assert await ask(middleware, "two") == b""
     assert await ask(middleware, "one") == b"0.0s"
     monkeypatch.setattr(middleware._gate, "enter", None)

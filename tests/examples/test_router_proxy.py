@@ -491,7 +491,7 @@ async def test_sessions_wait_until_there_is_room(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_who_has_waited_too_long_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_gate.AdmissionGate.__init__, "__kwdefaults__", {"hold_s": 0.05})
+    monkeypatch.setattr(admission_gate, "HOLD_S", 0.05)
     async with scarce_router(monkeypatch) as (_, asked):
         assert await waited(asked, "one") == 0.0
         await seen(asked, "places", 1.0)
