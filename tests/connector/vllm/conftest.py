@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ else:
         closing,
         transfer,
     )
-    from tests.connector.vllm.played import Played
+    from tests.connector.vllm.played import Play, Played
     from tests.support.local_pool import LocalPool
 
 
@@ -104,8 +105,19 @@ def pool() -> Iterator[LocalPool]:
 
 
 @pytest.fixture
-def played(pool: LocalPool, model: Models) -> Iterator[Played]:
+def play(pool: LocalPool, model: Models) -> Iterator[Play]:
+    """Makes schedulers of vLLM's on it."""
+    with contextlib.ExitStack() as stack:
+
+        def make(config: dict[str, Any] | None = None, **options: Any) -> Played:
+            made = Played(model(), config or transfer(pool.master), **options)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def played(pool: LocalPool, play: Play) -> Played:
     """vLLM's scheduler on it."""
-    played = Played(model(), transfer(pool.master, load_timeout_s=0.5))
-    yield played
-    played.close()
+    return play(transfer(pool.master, load_timeout_s=0.5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,10 @@ class Played:
 
     def close(self) -> None:
         self.connector.shutdown()
+
+
+#: The fixture that makes them: with the transfer configuration and options of `Played`.
+Play = Callable[..., Played]
 
 
 def store(pool: LocalPool, played: Played, request: Any, blocks: int, part: int = 0) -> None:
