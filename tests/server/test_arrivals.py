@@ -17,7 +17,8 @@ from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ARRIVED, ROOT, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import NAMESPACE, eventually, keys, values
-from tests.server.test_session_hints import ONE, PAGE, TWO, Books
+from tests.server.test_session_hints import Books
+from tests.support.stores import ONE, PAGE, TWO
 
 
 @pytest.fixture

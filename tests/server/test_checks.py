@@ -15,21 +15,13 @@ from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Namespace, SessionHint
+from kvpool.types import ROOT, Namespace
 from tests.conftest import key, keys
+from tests.support.stores import ONE, PAGE, write
 
-PAGE = 4096
-ONE, TWO = Namespace("one"), Namespace("two")
+OTHER = Namespace("other")
 CHAIN = keys("chain", 3)
 READER, WRITER, LOST = 2, 3, 4
-
-
-def write(store: Store, chain: list[bytes], parent: bytes = ROOT, session: str = "") -> None:
-    hint = SessionHint(session) if session else None
-    parents = [parent, *chain[:-1]]
-    request = ReserveRequest(ONE, 0, chain, parents, [PAGE] * len(chain), hint)
-    for answer in store.reserve(1, request, 1.0):
-        store.seal(1, answer.id, 7, 1.0)
 
 
 def begin(store: Store, owner: int, name: str) -> None:
@@ -40,9 +32,9 @@ def in_every_state() -> Store:
     """A store with blocks in each state of its table, and free memory between them."""
     store = Store(16 * PAGE)
     store.held.limits = Limits.of(16 * PAGE, 16 * PAGE)
-    write(store, CHAIN, session="talk")
-    write(store, [key("child")], parent=key("absent"))
-    write(store, [key("removed"), key("gap")])
+    write(store, CHAIN, 1.0, session="talk")
+    write(store, [key("child")], 1.0, parent=key("absent"))
+    write(store, [key("removed"), key("gap")], 1.0)
     store.remove(ONE, [key("gap")])
     store.pin(READER, ONE, 0, [CHAIN[0], key("removed")], 2.0)
     store.remove(ONE, [key("removed")])
@@ -85,7 +77,7 @@ def misfile_pending(store: Store) -> None:
 
 def forget_a_leaf(store: Store) -> None:
     """Of a session that has ended: nothing else would evict it."""
-    write(store, [key("leaf")], session="ended")
+    write(store, [key("leaf")], 1.0, session="ended")
     leaf = block(store, key("leaf"))
     assert leaf.session is not None
     store.policy.end("ended", 2.0)
@@ -102,7 +94,7 @@ def share_an_extent(store: Store) -> None:
 
 BROKEN_STORES: dict[str, Callable[[Store], object]] = {
     "part 0 is misfiled": lambda s: setattr(index(s), "part", 1),
-    "empty index": lambda s: s._indexes.update({(TWO, 0): Index(TWO, 0, 0)}),
+    "empty index": lambda s: s._indexes.update({(OTHER, 0): Index(OTHER, 0, 0)}),
     "Entry .* is misfiled": lambda s: setattr(block(s, CHAIN[1]), "digest", key("x")),
     "Entry .* is misfiled$": lambda s: setattr(block(s, CHAIN[1]), "index", Index(ONE, 0, 0)),
     "is in the index": lambda s: setattr(block(s, CHAIN[2]), "state", State.QUARANTINED),
@@ -170,9 +162,7 @@ def two_tiers() -> TieredStore:
     """One block is written back, one is on its way down, and one waits."""
     stack = TieredStore([FrontStore(8 * PAGE), Store(8 * PAGE)])
     for name in ("down", "moving", "waiting"):
-        request = ReserveRequest(ONE, 0, [key(name)], [ROOT], [PAGE])
-        (answer,) = stack.reserve(1, request, 1.0)
-        stack.seal(1, answer.id, 7, 1.0)
+        write(stack, [key(name)], 1.0)
     down, moving = stack.next_writebacks(2 * PAGE, 2, 2.0)
     stack.transfer_done(down, good=True, now=3.0)
     assert moving.entry.pins == 1

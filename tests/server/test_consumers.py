@@ -16,6 +16,7 @@ from kvpool.testing.invariants import check_invariants
 from kvpool.types import OTHERS, Consumer, Namespace, SessionHint, program_of
 from tests.conftest import keys
 from tests.server.test_quotas import ACME, BETA, PAGE, POOL, write
+from tests.support import stores
 
 
 def stack_of(pages: int, *, tenants: bool = True) -> Blocks:
@@ -110,8 +111,8 @@ def test_made_up_names_fill_one_line() -> None:
 def test_programs_are_bounded() -> None:
     stack = stack_of(PROGRAMS_MAX + 64)
     for n in range(PROGRAMS_MAX + 10):
-        session = SessionHint(f"program=p{n};1")
-        write_quickly(stack.front, keys(n, 1), session)
+        session = f"program=p{n};1"
+        stores.write(stack.front, keys(n, 1), 1.0, namespace=POOL, session=session, check=False)
     assert len(stack.front.policy.bytes_of_programs()) == PROGRAMS_MAX + 1
     assert stack.front.policy.bytes_of_programs()[OTHERS] == 10 * PAGE
     check_invariants(stack)
@@ -120,21 +121,12 @@ def test_programs_are_bounded() -> None:
 def test_reads_of_no_program_count_beside_those_of_programs() -> None:
     stack = stack_of(8)
     consumers = Consumers(stack, ["dram"])
-    write_quickly(stack.front, keys(1, 1), SessionHint("program=agent;1"))
-    write_quickly(stack.front, keys(2, 1), SessionHint("alone"))
+    write(stack.front, POOL, keys(1, 1), 1.0, session=SessionHint("program=agent;1"))
+    write(stack.front, POOL, keys(2, 1), 1.0, session=SessionHint("alone"))
     for last in (2, 1, 2, 2):
         consumers.read(POOL, 0, keys(last, 1)[0], 1, PAGE, 0)
     report = named(consumers.report(), "program")
     assert {name: one.hit_blocks for name, one in report.items()} == {"agent": 1, "": 2}
-
-
-def write_quickly(books: Store, digests: list[bytes], session: SessionHint) -> None:
-    from kvpool.protocols import ReserveRequest
-    from kvpool.types import ROOT
-
-    request = ReserveRequest(POOL, 0, digests, [ROOT], [PAGE], session)
-    for answer in books.reserve(1, request, 1.0):
-        books.seal(1, answer.id, 0, 1.0)
 
 
 async def test_reads_count_once_for_each_answer(pool_dev: dev.Dev, pool: Pool) -> None:

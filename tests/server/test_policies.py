@@ -23,12 +23,10 @@ from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
 from kvpool.testing import POLICY_CHECKS, ConformanceError, NotDeclared, check_policy
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
+from kvpool.types import ROOT, SessionHint, WriteStatus
 from tests.conftest import keys
+from tests.support.stores import ONE, PAGE, here, read, write
 
-PAGE = 4096
-ONE = Namespace("one")
-TWO = Namespace("two", parts=2)
 POLICIES: dict[str, Callable[[int], Policy[Entry]]] = {
     "lru": LRU,
     "arc": ARC,
@@ -40,31 +38,6 @@ POLICIES: dict[str, Callable[[int], Policy[Entry]]] = {
 
 def books(policy: str, pages: int) -> Store:
     return Store(pages * PAGE, policy=POLICIES[policy](pages * PAGE))
-
-
-def write(store: Store, chain: list[bytes], now: float, parent: bytes = ROOT) -> list[WriteStatus]:
-    answers = store.reserve(
-        1, ReserveRequest(ONE, 0, chain, [parent, *chain[:-1]], [PAGE] * len(chain)), now
-    )
-    for answer in answers:
-        if answer.status is WriteStatus.RESERVED:
-            store.seal(1, answer.id, 0, now)
-    check_invariants(store)
-    return [answer.status for answer in answers]
-
-
-def read(store: Store, chain: list[bytes], now: float) -> int:
-    """How many leading blocks were there."""
-    pins = store.pin(1, ONE, 0, chain, now)
-    for pin in pins:
-        if pin.status is ReadStatus.HIT:
-            store.unpin(1, pin.id)
-    check_invariants(store)
-    return next((i for i, pin in enumerate(pins) if pin.status is not ReadStatus.HIT), len(pins))
-
-
-def here(store: Store, chain: list[bytes]) -> int:
-    return sum(store.peek(ONE, 0, digest) is not None for digest in chain)
 
 
 # --- arc ---------------------------------------------------------------------------------

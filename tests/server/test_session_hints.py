@@ -21,16 +21,12 @@ from kvpool.types import (
     ROOT,
     HintStatus,
     Namespace,
-    ReadStatus,
     SessionHint,
     SessionReport,
     WriteStatus,
 )
 from tests.conftest import keys
-
-PAGE = 4096
-ONE = Namespace("one")
-TWO = Namespace("two", parts=2)
+from tests.support.stores import ONE, PAGE, TWO, here, read, write
 
 
 class Books:
@@ -50,26 +46,23 @@ class Books:
         part: int = 0,
     ) -> list[WriteStatus]:
         self.now += 1.0
-        session_hint = SessionHint(session, resume_in) if session else None
-        parents = [parent, *chain[:-1]]
-        sizes = [PAGE] * len(chain)
-        answers = self.store.reserve(
-            1, ReserveRequest(namespace, part, chain, parents, sizes, session_hint), self.now
+        return write(
+            self.store,
+            chain,
+            self.now,
+            parent=parent,
+            session=session,
+            resume_in=resume_in,
+            namespace=namespace,
+            part=part,
         )
-        for answer in answers:
-            if answer.status is WriteStatus.RESERVED:
-                self.store.seal(1, answer.id, 0, self.now)
-        check_invariants(self.store)
-        return [answer.status for answer in answers]
 
     def read(self, chain: list[bytes]) -> None:
         self.now += 1.0
-        for pin in self.store.pin(1, ONE, 0, chain, self.now):
-            if pin.status is ReadStatus.HIT:
-                self.store.unpin(1, pin.id)
+        read(self.store, chain, self.now)
 
     def here(self, chain: list[bytes], namespace: Namespace = ONE) -> int:
-        return sum(self.store.peek(namespace, 0, digest) is not None for digest in chain)
+        return here(self.store, chain, namespace)
 
     def fill(self, count: int, name: str = "filler") -> None:
         """Blocks of nobody, each a chain of its own."""

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction import density as density_module
 from kvpool.server.eviction import verdicts
 from kvpool.server.eviction.density import Density
@@ -18,13 +17,12 @@ from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.types import ROOT, Namespace, WriteStatus
+from kvpool.types import Namespace, WriteStatus
 from tests.conftest import key
-from tests.server.test_programs import PAGE, Server, chain
+from tests.server.test_programs import Server, chain
 from tests.server.test_quotas import store as tenants_store
 from tests.server.test_quotas import write as tenants_write
-
-ONE = Namespace("one")
+from tests.support.stores import ONE, PAGE, write
 
 
 @pytest.fixture(autouse=True)
@@ -143,13 +141,7 @@ def test_programs_say_why_a_block_went() -> None:
 
 
 def written(store: Store, name: str, now: float, length: int = 1) -> list[WriteStatus]:
-    digests = [key(one) for one in chain(name, length)]
-    request = ReserveRequest(ONE, 0, digests, [ROOT, *digests[:-1]], [PAGE] * length)
-    answers = store.reserve(1, request, now)
-    for answer in answers:
-        if answer.status is WriteStatus.RESERVED:
-            store.seal(1, answer.id, 0, now)
-    return [answer.status for answer in answers]
+    return write(store, [key(one) for one in chain(name, length)], now)
 
 
 def read(store: Store, name: str, now: float) -> None:

@@ -12,20 +12,16 @@ from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Namespace
+from kvpool.types import ROOT, WriteStatus
 from tests.conftest import key, keys
+from tests.support.stores import ONE, PAGE, TWO, write
 
-ONE = Namespace("one")
-PAGE = 4096
 HOT = key("hot")
 
 
 def store_of(blocks: list[bytes], copies: int = 1, pages: int = 10_000) -> Store:
     store = Store(pages * PAGE)
-    for digest in blocks:
-        request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE], copies=[copies])
-        (answer,) = store.reserve(1, request, 0.0)
-        store.seal(1, answer.id, 0, 0.0)
+    write(store, blocks, 0.0, apart=True, copies=copies)
     return store
 
 
@@ -113,38 +109,30 @@ def test_extra_copies_are_looked_at_in_turns_and_bounded(monkeypatch: pytest.Mon
     assert looked_at() == [extras[3], extras[1]]
 
 
-def fetch(store: Store, digest: bytes, last_used: int, copies: int) -> bool:
-    request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE], None, [last_used], [copies])
-    (answer,) = store.reserve(2, request, 100.0)
-    if answer.extent is None:
-        return False
-    store.seal(2, answer.id, 0, 100.0, last_used=last_used)
-    check_invariants(store)
-    return True
+def fetch(store: Store, digest: bytes, last_used: float, copies: int) -> bool:
+    statuses = write(store, [digest], 100.0, owner=2, last_used=last_used, copies=copies)
+    return statuses == [WriteStatus.RESERVED]
 
 
 def test_extra_copies_go_first_oldest_first() -> None:
     a, b, c, d = keys("x", 4)
     store = store_of([a, b], pages=4)
-    assert fetch(store, c, 50_000_000, 0)
-    assert fetch(store, d, 40_000_000, 0)
+    assert fetch(store, c, 50.0, 0)
+    assert fetch(store, d, 40.0, 0)
     for new, evicted in ((key("1"), d), (key("2"), c), (key("3"), a)):
-        store_request = ReserveRequest(ONE, 0, [new], [ROOT], [PAGE])
-        (answer,) = store.reserve(1, store_request, 200.0)
-        store.seal(1, answer.id, 0, 200.0)
+        write(store, [new], 200.0)
         assert store.peek(ONE, 0, evicted) is None
-        check_invariants(store)
 
 
 def test_an_extra_copy_takes_the_place_of_older_ones_only_and_a_last_one_of_any_extra() -> None:
     a, b = keys("x", 2)
     store = store_of([], pages=2)
-    assert fetch(store, a, 50_000_000, 0)
-    assert fetch(store, b, 60_000_000, 0)
-    assert not fetch(store, key("older"), 10_000_000, 0)
-    assert fetch(store, key("newer"), 55_000_000, 0)
+    assert fetch(store, a, 50.0, 0)
+    assert fetch(store, b, 60.0, 0)
+    assert not fetch(store, key("older"), 10.0, 0)
+    assert fetch(store, key("newer"), 55.0, 0)
     assert store.peek(ONE, 0, a) is None
-    assert fetch(store, key("last one"), 1_000_000, 1)
+    assert fetch(store, key("last one"), 1.0, 1)
     assert store.peek(ONE, 0, key("newer")) is None
 
 
@@ -152,16 +140,13 @@ def test_the_last_copy_and_one_that_a_writer_relies_on_are_extra_no_more() -> No
     a, b, c = keys("x", 3)
     store = store_of([], pages=3)
     for digest in (a, b, c):
-        assert fetch(store, digest, 50_000_000, 0)
+        assert fetch(store, digest, 50.0, 0)
     entry = store.peek(ONE, 0, a)
     assert entry is not None
     entry.copies = 1
     store.reserve(1, ReserveRequest(ONE, 0, [b], [ROOT], [PAGE], copies=[2]), 100.0)
     for number in range(2):
-        request = ReserveRequest(ONE, 0, [key(number)], [ROOT], [PAGE])
-        (answer,) = store.reserve(1, request, 200.0)
-        store.seal(1, answer.id, 0, 200.0)
-        check_invariants(store)
+        write(store, [key(number)], 200.0)
         # First the one that is still extra, then in the order of uses.
         assert [store.peek(ONE, 0, one) is not None for one in (a, b, c)] == (
             [True, True, False] if number == 0 else [False, True, False]
@@ -173,33 +158,30 @@ def test_a_block_that_is_extra_no_more_does_not_go_for_one_that_is_read() -> Non
     read, last, extra = keys("x", 3)
     store = store_of([], pages=3)
     for digest, used in ((read, 50), (last, 51), (extra, 52)):
-        assert fetch(store, digest, used * 1_000_000, 0)
+        assert fetch(store, digest, used, 0)
     oldest, entry = store.peek(ONE, 0, read), store.peek(ONE, 0, last)
     assert oldest is not None
     assert entry is not None
     entry.copies = 1
     pin = store.pin_internal(1, oldest)
-    assert fetch(store, key("new"), 200_000_000, 1)
+    assert fetch(store, key("new"), 200.0, 1)
     assert [store.peek(ONE, 0, one) is not None for one in (read, last, extra)] == [1, 1, 0]
     store.unpin(1, pin)
-    assert fetch(store, key("newer"), 201_000_000, 1)
+    assert fetch(store, key("newer"), 201.0, 1)
     assert [store.peek(ONE, 0, one) is not None for one in (read, last)] == [0, 1]
     check_invariants(store)
 
 
 def test_the_parts_of_a_block_are_of_one_kind() -> None:
     """They leave together: an extra part would take one that is the last copy with it."""
-    two = Namespace("two", 2)
     store = store_of([], pages=4)
     digest = key("parts")
     for part, copies in ((0, 0), (1, 2)):
-        request = ReserveRequest(two, part, [digest], [ROOT], [PAGE], None, [50_000_000], [copies])
-        (answer,) = store.reserve(2, request, 100.0)
-        store.seal(2, answer.id, 0, 100.0, last_used=50_000_000)
-    assert [store.peek(two, part, digest).copies for part in (0, 1)] == [2, 2]  # type: ignore[union-attr]
-    assert fetch(store, key("extra"), 60_000_000, 0)
-    assert fetch(store, key("other"), 40_000_000, 1)
-    assert not fetch(store, key("older"), 1_000_000, 0)
-    assert fetch(store, key("last one"), 1_000_000, 1)
+        write(store, [digest], 100.0, namespace=TWO, part=part, last_used=50.0, copies=copies)
+    assert [store.peek(TWO, part, digest).copies for part in (0, 1)] == [2, 2]  # type: ignore[union-attr]
+    assert fetch(store, key("extra"), 60.0, 0)
+    assert fetch(store, key("other"), 40.0, 1)
+    assert not fetch(store, key("older"), 1.0, 0)
+    assert fetch(store, key("last one"), 1.0, 1)
     assert store.peek(ONE, 0, key("extra")) is None
-    assert store.peek(two, 0, digest) is not None
+    assert store.peek(TWO, 0, digest) is not None

@@ -5,23 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 
-from kvpool.protocols import ReserveRequest
 from kvpool.server.moves.state.drain_plan import DrainPlan, HandedOver
 from kvpool.server.moves.state.wants import STRETCH_BLOCKS, name_of
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.types import ROOT, Namespace
+from kvpool.types import ROOT
 from tests.conftest import key, keys
-
-PAGE = 4096
-ONE = Namespace("one")
-
-
-def stored(store: Store, chain: list[bytes], parent: bytes, now: float) -> None:
-    for above, digest in zip([parent, *chain], chain, strict=False):
-        (answer,) = store.reserve(1, ReserveRequest(ONE, 0, [digest], [above], [PAGE]), now)
-        if answer.extent is not None:
-            store.seal(1, answer.id, 7, now)
+from tests.support.stores import ONE, PAGE, write
 
 
 def planned(store: Store, *, step: int = 7) -> list[list[Entry]]:
@@ -37,9 +27,9 @@ def planned(store: Store, *, step: int = 7) -> list[list[Entry]]:
 def test_heads_go_before_tails_and_the_last_used_chain_first() -> None:
     store = Store(1000 * PAGE, alignment=PAGE)
     head, old, new = keys("head", 5), keys("old", 90), keys("new", 90)
-    stored(store, head, ROOT, 1.0)
-    stored(store, old, head[-1], 2.0)
-    stored(store, new, head[-1], 3.0)
+    write(store, head, 1.0)
+    write(store, old, 2.0, parent=head[-1])
+    write(store, new, 3.0, parent=head[-1])
     stretches = planned(store)
     order = [entry.digest for stretch in stretches for entry in stretch]
     assert order == [*head, *new, *old]
@@ -55,7 +45,7 @@ def test_any_forest_is_handed_over_once_and_heads_first() -> None:
         store = Store(400 * PAGE, alignment=PAGE)
         known = [ROOT]
         for number in range(200):
-            stored(store, [key(number)], rng.choice(known), float(number))
+            write(store, [key(number)], float(number), parent=rng.choice(known))
             known.append(key(number))
         for digest in rng.sample(known[1:], 100):
             entry = store.peek(ONE, 0, digest)
@@ -72,7 +62,7 @@ def test_any_forest_is_handed_over_once_and_heads_first() -> None:
 def test_a_block_that_left_after_it_was_planned_is_skipped() -> None:
     store = Store(100 * PAGE, alignment=PAGE)
     chain = keys("chain", 5)
-    stored(store, chain, ROOT, 1.0)
+    write(store, chain, 1.0)
     plan = DrainPlan(store.peek)
     plan.add(store.inventory())
     store.remove(ONE, chain[3:])
@@ -97,6 +87,6 @@ def test_a_block_is_safe_while_its_holder_lives() -> None:
 
 def an_entry() -> Entry:
     store = Store(4 * PAGE, alignment=PAGE)
-    stored(store, [key("a")], ROOT, 1.0)
+    write(store, [key("a")], 1.0)
     (entry,) = store.inventory()
     return entry

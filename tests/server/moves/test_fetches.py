@@ -13,12 +13,9 @@ from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint
+from kvpool.types import ROOT, Namespace, ReadStatus, WriteStatus
 from tests.conftest import key, keys
-
-PAGE = 4096
-ONE = Namespace("one")
-TWO = Namespace("two", parts=2)
+from tests.support.stores import ONE, PAGE, TWO, write
 
 
 @pytest.mark.parametrize("rate", [1e6, 0.0])
@@ -132,32 +129,26 @@ def test_a_tenant_that_asks_for_many_takes_no_record_of_others() -> None:
 # --- room -----------------------------------------------------------------------------------------
 
 
-def write(store: Store | TieredStore, owner: int, digest: bytes, now: float, **more: object) -> str:
-    request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE], **more)  # type: ignore[arg-type]
-    (answer,) = store.reserve(owner, request, now)
-    if answer.extent is not None:
-        last_used = request.last_used[0] if request.last_used else None
-        store.seal(owner, answer.id, 7, now, last_used=last_used)
-    return answer.status.name
-
-
-def us(seconds: float) -> list[int]:
-    return [int(seconds * 1e6)]
+def fetch(
+    store: Store | TieredStore, name: str, last_used: float, now: float = 50.0
+) -> WriteStatus:
+    (status,) = write(store, [key(name)], now, owner=2, last_used=last_used)
+    return status
 
 
 def test_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
     store = Store(4 * PAGE, alignment=PAGE)
     old = keys("old", 4)
     for number, digest in enumerate(old):
-        write(store, 1, digest, 10.0 + number)
-    assert write(store, 2, key("colder"), 100.0, last_used=us(9.0)) == "NO_SPACE"
+        write(store, [digest], 10.0 + number)
+    assert fetch(store, "colder", 9.0, 100.0) is WriteStatus.NO_SPACE
     check_invariants(store)
     assert store.evicted == 0
-    assert write(store, 2, key("as cold"), 100.0, last_used=us(10.0)) == "NO_SPACE"
-    assert write(store, 2, key("warmer"), 100.0, last_used=us(10.5)) == "RESERVED"
+    assert fetch(store, "as cold", 10.0, 100.0) is WriteStatus.NO_SPACE
+    assert fetch(store, "warmer", 10.5, 100.0) is WriteStatus.RESERVED
     assert store.peek(ONE, 0, old[0]) is None
     # It is as old as it was elsewhere, so it is the next victim.
-    write(store, 1, key("new"), 101.0)
+    write(store, [key("new")], 101.0)
     assert store.peek(ONE, 0, key("warmer")) is None
     assert store.peek(ONE, 0, old[1]) is not None
     check_invariants(store)
@@ -165,10 +156,9 @@ def test_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
 
 def test_a_fetched_block_does_not_take_the_place_of_an_announced_session() -> None:
     store = Store(2 * PAGE, alignment=PAGE, hint_budget=1.0)
-    hint = SessionHint("agent", 60.0)
-    write(store, 1, key("a"), 10.0, session_hint=hint)
-    write(store, 1, key("b"), 11.0, session_hint=hint)
-    assert write(store, 2, key("fetched"), 20.0, last_used=us(19.0)) in ("NO_SPACE", "BYPASSED")
+    write(store, [key("a")], 10.0, session="agent", resume_in=60.0)
+    write(store, [key("b")], 11.0, session="agent", resume_in=60.0)
+    assert fetch(store, "fetched", 19.0, 20.0) in (WriteStatus.NO_SPACE, WriteStatus.BYPASSED)
     assert store.evicted == 0
     check_invariants(store)
 
@@ -176,21 +166,17 @@ def test_a_fetched_block_does_not_take_the_place_of_an_announced_session() -> No
 def test_parts_leave_together_so_the_latest_use_of_them_counts() -> None:
     store = Store(2 * PAGE, alignment=PAGE)
     for part, now in ((0, 10.0), (1, 30.0)):
-        request = ReserveRequest(TWO, part, [key("a")], [ROOT], [PAGE])
-        (answer,) = store.reserve(1, request, now)
-        store.seal(1, answer.id, 7, now)
-    assert write(store, 2, key("fetched"), 50.0, last_used=us(20.0)) == "NO_SPACE"
+        write(store, [key("a")], now, namespace=TWO, part=part)
+    assert fetch(store, "fetched", 20.0, 50.0) is WriteStatus.NO_SPACE
     assert store.stored == 2
 
 
 def test_parts_leave_together_so_a_hint_about_one_of_them_counts() -> None:
     """Another session wrote one part, too: hints are about the other parts only."""
     store = Store(2 * PAGE, alignment=PAGE)
-    for part, now, hint in ((0, 10.0, None), (1, 11.0, SessionHint("agent", 60.0))):
-        request = ReserveRequest(TWO, part, [key("a")], [ROOT], [PAGE], hint)
-        (answer,) = store.reserve(1, request, now)
-        store.seal(1, answer.id, 7, now)
-    assert write(store, 2, key("fetched"), 50.0, last_used=us(20.0)) in ("NO_SPACE", "BYPASSED")
+    for part, now, session in ((0, 10.0, ""), (1, 11.0, "agent")):
+        write(store, [key("a")], now, namespace=TWO, part=part, session=session, resume_in=60.0)
+    assert fetch(store, "fetched", 20.0, 50.0) in (WriteStatus.NO_SPACE, WriteStatus.BYPASSED)
     assert store.stored == 2
 
 
@@ -203,17 +189,17 @@ def demote(stack: TieredStore, now: float) -> None:
 def test_below_memory_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
     stack = TieredStore([FrontStore(2 * PAGE, alignment=PAGE), Store(4 * PAGE, alignment=PAGE)])
     for number, digest in enumerate(keys("old", 4)):
-        write(stack, 1, digest, 10.0 + number)
+        write(stack, [digest], 10.0 + number)
         demote(stack, 10.0 + number)
     # Memory has only copies of what is on the disk, so it may drop newer ones.
-    assert write(stack, 2, key("colder"), 100.0, last_used=us(9.0)) == "NO_SPACE"
-    assert write(stack, 2, key("warmer"), 100.0, last_used=us(10.5)) == "RESERVED"
+    assert fetch(stack, "colder", 9.0, 100.0) is WriteStatus.NO_SPACE
+    assert fetch(stack, "warmer", 10.5, 100.0) is WriteStatus.RESERVED
     demote(stack, 100.0)
     assert stack.peek(ONE, 0, keys("old", 1)[0]) is None
     assert stack.backing.peek(ONE, 0, key("warmer")) is not None
     check_invariants(stack)
     # On the disk, too, it is as old as it was.
-    write(stack, 1, key("new"), 101.0)
+    write(stack, [key("new")], 101.0)
     demote(stack, 101.0)
     assert stack.peek(ONE, 0, key("warmer")) is None
     check_invariants(stack)
@@ -221,7 +207,7 @@ def test_below_memory_a_fetched_block_takes_the_place_of_an_older_one_only() -> 
 
 def test_a_block_that_the_disk_has_no_room_for_when_its_turn_comes_evicts_nothing() -> None:
     stack = TieredStore([FrontStore(4 * PAGE, alignment=PAGE), Store(2 * PAGE, alignment=PAGE)])
-    assert write(stack, 2, key("fetched"), 50.0, last_used=us(5.0)) == "RESERVED"
+    assert fetch(stack, "fetched", 5.0, 50.0) is WriteStatus.RESERVED
     for number, digest in enumerate(keys("new", 2)):  # while it waits, others fill the disk
         request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE])
         (answer,) = stack.backing.reserve(9, request, 60.0 + number)
@@ -236,8 +222,8 @@ def test_while_the_disk_takes_no_writes_memory_keeps_what_is_newer() -> None:
     for _ in stack.stop_writing():
         pass
     for number, digest in enumerate(keys("only in memory", 2)):
-        write(stack, 1, digest, 10.0 + number)
-    assert write(stack, 2, key("colder"), 100.0, last_used=us(9.0)) == "NO_SPACE"
-    assert write(stack, 2, key("warmer"), 100.0, last_used=us(10.5)) == "RESERVED"
+        write(stack, [digest], 10.0 + number)
+    assert fetch(stack, "colder", 9.0, 100.0) is WriteStatus.NO_SPACE
+    assert fetch(stack, "warmer", 10.5, 100.0) is WriteStatus.RESERVED
     assert stack.front.tombstones.reason(ONE, keys("only in memory", 1)[0]) is ReadStatus.EVICTED
     check_invariants(stack)

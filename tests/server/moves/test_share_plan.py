@@ -6,16 +6,13 @@ from collections import Counter
 
 import pytest
 
-from kvpool.protocols import ReserveRequest
 from kvpool.server.moves.state.share_plan import SHARED_FROM, ChainOwners, SharePlan
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
-from kvpool.types import ROOT, Namespace, SessionHint
 from tests.conftest import key, keys
+from tests.support.stores import ONE, PAGE, write
 
-PAGE = 4096
-ONE = Namespace("one")
 KEYS = [key(number) for number in range(4000)]
 
 
@@ -57,15 +54,6 @@ def test_without_servers_nothing_belongs_anywhere() -> None:
 # --- chains --------------------------------------------------------------------------------
 
 
-def stored(store: Blocks, chain: list[bytes], parent: bytes, now: float, session: str = "") -> None:
-    hint = SessionHint(session) if session else None
-    for above, digest in zip([parent, *chain], chain, strict=False):
-        request = ReserveRequest(ONE, 0, [digest], [above], [PAGE], hint)
-        (answer,) = store.reserve(1, request, now)
-        assert answer.extent is not None
-        store.seal(1, answer.id, 7, now)
-
-
 def a_store() -> Blocks:
     return Blocks([Store(1000 * PAGE, alignment=PAGE)])
 
@@ -85,30 +73,30 @@ def digests(chains: list[list[Entry]]) -> list[list[bytes]]:
 def test_chains_come_whole_and_those_used_last_first() -> None:
     store = a_store()
     old, new = keys("old", 90), keys("new", 90)
-    stored(store, old, ROOT, 1.0)
-    stored(store, new, ROOT, 2.0)
+    write(store, old, 1.0)
+    write(store, new, 2.0)
     assert digests(planned(store)) == [new, old]
 
 
 def test_what_many_chains_share_stays() -> None:
     store = a_store()
     prompt = keys("prompt", 5)
-    stored(store, prompt, ROOT, 1.0)
+    write(store, prompt, 1.0)
     chains = [keys(f"chain {number}", 3) for number in range(SHARED_FROM)]
     for chain in chains[:-1]:
-        stored(store, chain, prompt[-1], 2.0)
+        write(store, chain, 2.0, parent=prompt[-1])
     assert {len(chain) for chain in planned(store)} == {8}
-    stored(store, chains[-1], prompt[-1], 2.0)
+    write(store, chains[-1], 2.0, parent=prompt[-1])
     assert sorted(digests(planned(store))) == sorted(chains)
 
 
 def test_branches_of_one_chain_belong_together() -> None:
     store = a_store()
     head = keys("head", 5)
-    stored(store, head, ROOT, 1.0)
+    write(store, head, 1.0)
     tails = [keys(f"tail {number}", 3) for number in range(SHARED_FROM - 1)]
     for tail in tails:
-        stored(store, tail, head[-1], 2.0)
+        write(store, tail, 2.0, parent=head[-1])
     shares = ChainOwners({"a": 1, "b": 1, "c": 1})
     found = {shares.owner(chain[0].digest, {"a", "b", "c"}) for chain in planned(store)}
     assert len(planned(store)) == len(tails)
@@ -117,20 +105,20 @@ def test_branches_of_one_chain_belong_together() -> None:
 
 def test_what_no_session_reads_again_stays() -> None:
     store = a_store()
-    stored(store, keys("over", 3), ROOT, 1.0, "over")
-    stored(store, keys("goes on", 3), ROOT, 1.0, "goes on")
+    write(store, keys("over", 3), 1.0, session="over")
+    write(store, keys("goes on", 3), 1.0, session="goes on")
     store.hint("over", None, 2.0)
     assert digests(planned(store)) == [keys("goes on", 3)]
 
 
 def test_a_chain_that_goes_on_or_left_after_it_was_planned_is_skipped() -> None:
     store = a_store()
-    stored(store, keys("left", 3), ROOT, 1.0)
-    stored(store, keys("grown", 3), ROOT, 1.0)
+    write(store, keys("left", 3), 1.0)
+    write(store, keys("grown", 3), 1.0)
     plan = SharePlan(store, ChainOwners({"other": 1}), {"other"})
     for entry in store.front.inventory():
         if plan.is_end(entry):
             plan.add(entry, entry)
     store.remove(ONE, keys("left", 3))
-    stored(store, [key("more")], keys("grown", 3)[-1], 2.0)
+    write(store, [key("more")], 2.0, parent=keys("grown", 3)[-1])
     assert (len(plan), list(plan.chains())) == (2, [])
