@@ -23,6 +23,7 @@ from kvpool.server.state.tenants import set_quotas
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Pin, Reservation
 from kvpool.wire import messages as wire
+from kvpool_transports.copy_pool import CopyPool
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 from tests.support.raw_peers import frame, payload, raw, read, reserve
 from tests.support.tenant_pool import tenant, tenant_pool
@@ -404,6 +405,14 @@ BLOCK = 64 << 10
 SIZE = 16 << 20  # of `pool_dev`
 
 
+def blocks_of(
+    name: str, count: int, namespace: str = NAMESPACE.name, wait_s: float = 60.0
+) -> wire.Reserve:
+    """A request to reserve so many blocks."""
+    packed, parents = b"".join(keys(name, count)), bytes(32 * count)
+    return wire.Reserve(namespace, 1, 32, packed, 0, parents, [BLOCK] * count, wait_s)
+
+
 def large(each: int = SIZE // 2) -> Limits:
     """Half of the pool for a connection: more than the buffers of a socket hold."""
     return Limits.none()._replace(copies=Budget(each, SIZE - BLOCK))
@@ -486,12 +495,7 @@ async def test_silent_reservers_stop_nobody(
     async with raw(pool_dev) as one, raw(pool_dev) as two:
         for peer in (one, two):
             await peer.ask(wire.Hello("default", "silent"), wire.Welcome)
-            strange = [key(f"{peer}/{number}") for number in range(64)]
-            packed, parents = b"".join(strange), bytes(32 * 64)
-            await peer.ask(
-                wire.Reserve(NAMESPACE.name, 1, 32, packed, 0, parents, [BLOCK] * 64, 60.0),
-                wire.Reserved,
-            )
+            await peer.ask(blocks_of(str(peer), 64), wire.Reserved)
         assert server.store.held.limits.writes.used == 2 * START
         assert server.store.evicted == 2 * START // BLOCK
         (status,) = await pool.write(NAMESPACE, [key("new")], [bytes(BLOCK)])
@@ -509,9 +513,7 @@ async def test_a_writer_that_asks_for_more_than_there_is_does_not_wait_with_what
     async with pool_dev.pool(config) as pool, raw(pool_dev) as stranger:
         await stranger.ask(wire.Hello("default", "greedy"), wire.Welcome)
         count = SIZE // BLOCK + 8
-        packed, parents = b"".join(keys("strange", count)), bytes(32 * count)
-        reserve = wire.Reserve(NAMESPACE.name, 1, 32, packed, 0, parents, [BLOCK] * count, 60.0)
-        reserved = await stranger.ask(reserve, wire.Reserved)
+        reserved = await stranger.ask(blocks_of("strange", count), wire.Reserved)
         late = WriteStatus.NOT_YET
         assert [status is late for status in map(WriteStatus, reserved.statuses)][-8:] == [True] * 8
         (status,) = await pool.write(NAMESPACE, [key("new")], [bytes(BLOCK)])
@@ -543,14 +545,7 @@ async def test_stopped_writers_over_shm_leave_memory_and_the_way_to_it(
         for number in range(8):  # of which each may reserve an eighth of the memory
             peer = await strangers.enter_async_context(raw(pool_dev, "shm"))
             await peer.ask(wire.Hello("default", "stopped"), wire.Welcome)
-            count = SIZE // BLOCK
-            strange = b"".join(keys(f"{number}", count))
-            await peer.ask(
-                wire.Reserve(
-                    NAMESPACE.name, 1, 32, strange, 0, bytes(32 * count), [BLOCK] * count, 60.0
-                ),
-                wire.Reserved,
-            )
+            await peer.ask(blocks_of(f"{number}", SIZE // BLOCK), wire.Reserved)
             chain = keys(f"honest {number}", 8)
             written = await pool.write(NAMESPACE, chain, values(chain, BLOCK))
             assert set(written) == {WriteStatus.STORED}
@@ -657,8 +652,6 @@ async def test_a_reader_that_was_cut_reads_again(
     async with pool_dev.pool(config) as pool:
         await pool.write(NAMESPACE, chain, values(chain, BLOCK))
         await pool.read(NAMESPACE, chain, buffers(4, BLOCK))
-        from kvpool_transports.copy_pool import CopyPool
-
         copy, cuts = CopyPool.run, []
 
         async def interrupted(self: CopyPool, jobs: object, **options: object) -> object:
@@ -734,17 +727,12 @@ async def test_connections_of_a_tenant_are_counted_together(tmp_path: Path) -> N
     """With a real server: streams of acme that reserve and do not send leave blue its room."""
     async with tenant_pool(tmp_path, capacity=16 << 20) as pool, AsyncExitStack() as peers:
         total = pool.server.store.held.limits.writes.total
-        packed = b"".join(keys("greedy", 64))
         held = 0
         for number in range(4):
             stream = await peers.enter_async_context(pool.raw(tenant("acme")))
-            digests = b"".join(keys(f"greedy {number}", 64))
-            ask = wire.Reserve(
-                "@acme/llama", 1, 32, digests, 0, bytes(len(packed)), [64 << 10] * 64, 1.0
-            )
-            answer = await stream.ask(ask, wire.Reserved)
-            held += len(answer.ids) * (64 << 10)
-        assert total // 4 <= held <= total // 2 + (64 << 10)
+            ask = blocks_of(f"greedy {number}", 64, "@acme/llama", wait_s=1.0)
+            held += len((await stream.ask(ask, wire.Reserved)).ids) * BLOCK
+        assert total // 4 <= held <= total // 2 + BLOCK
         async with await pool.client(tenant("blue")) as blue:
             chain = keys("blue", 2)
             written = await blue.write(Namespace("llama"), chain, values(chain), timeout=1.0)

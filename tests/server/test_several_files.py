@@ -24,37 +24,12 @@ from kvpool.server import tier_health
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.testing.invariants import check_invariants
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.support.failing_disk import FailingDisk
 
+READ, WRITE = "EIO: Input/output error", "EROFS: Read-only file system"
 BLOCK = (64 << 10) - 100  # its extent is larger
 FILE = 16 << 20
 IN_A_FILE = FILE // BLOCK
-
-
-class FailingDisk:
-    """One file's disk, which fails or hangs when it is told to."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.size, self.mode, self.close = inner.size, inner.mode, inner.close
-        self.reads_fail = self.writes_fail = False
-        self.runs = asyncio.Event()
-        self.runs.set()
-        self.written = self.calls = 0
-
-    async def read(self, offset: int, buffer: memoryview) -> None:
-        self.calls += 1
-        await self.runs.wait()
-        if self.reads_fail:
-            raise Unavailable("EIO: Input/output error")
-        await self._inner.read(offset, buffer)
-
-    async def write(self, offset: int, buffer: memoryview) -> None:
-        self.calls += 1
-        await self.runs.wait()
-        if self.writes_fail:
-            raise Unavailable("EROFS: Read-only file system")
-        self.written += 1
-        await self._inner.write(offset, buffer)
 
 
 class Scene:
@@ -62,10 +37,8 @@ class Scene:
         self.running, self.pool = running, pool
         (self.server,) = running.servers
         self.stack = self.server.stack
-        self.disks = []
-        for file in self.server.tiers[1].files:  # type: ignore[attr-defined]
-            file._disk = FailingDisk(file._disk)
-            self.disks.append(file._disk)
+        files: Any = self.server.tiers[1]
+        self.disks = [FailingDisk.under(file) for file in files.files]
 
     async def write(self, chain: Sequence[bytes]) -> None:
         for first in range(0, len(chain), 16):
@@ -154,7 +127,7 @@ async def test_a_disk_that_takes_no_writes_is_left_out_and_read(
         await one.write(old)
         await one.written_back()
         _, bad = one.disks
-        bad.writes_fail = True
+        bad.write_error = WRITE
         await one.write(new)
         await one.written_back()
         assert not one.stack.read_only
@@ -163,7 +136,7 @@ async def test_a_disk_that_takes_no_writes_is_left_out_and_read(
         gone = one.in_file(1)[:3]
         assert await one.pool.remove(NAMESPACE, gone) == [True] * 3
         assert not await one.server._context.mover.erase(), "their records are still there"
-        bad.writes_fail, before = False, bad.written
+        bad.write_error, before = "", bad.written
         await eventually(lambda: bad.written > before or bool(one.stack.parts_of(1).closed), 1)
         more = keys("more", 100)
         for digest in more:  # it is tried again after a second, or two
@@ -196,7 +169,7 @@ async def test_on_a_full_level_nothing_is_written_to_a_disk_that_takes_no_writes
         await one.write(keys("old", 2 * IN_A_FILE))
         await one.written_back()
         bad = one.disks[1]
-        bad.writes_fail = True
+        bad.write_error = WRITE
         await one.write(keys("until it is closed", 60))
         await one.written_back()
         assert "b takes no writes" in one.status_text
@@ -218,13 +191,13 @@ async def test_when_no_disk_takes_writes_the_level_is_read_only(tmp_path: Path) 
         await one.write(old)
         await one.written_back()
         for disk in one.disks:
-            disk.writes_fail = True
+            disk.write_error = WRITE
         for digest in new:
             await one.write([digest])
         await eventually(lambda: one.stack.read_only, within_s=20)
         assert set(await one.read(old)) == {ReadStatus.HIT}
         for disk in one.disks:
-            disk.writes_fail = False
+            disk.write_error = ""
         await eventually(lambda: not one.stack.read_only, within_s=20)
         await one.written_back()
         for _ in range(100):
@@ -246,10 +219,10 @@ async def test_of_a_dead_disk_its_blocks_only_are_lost(
         await one.write(chain)
         await one.written_back()
         good, dead = one.in_file(0), one.in_file(1)
-        one.disks[1].writes_fail = True
+        one.disks[1].write_error = WRITE
         await one.pool.remove(NAMESPACE, dead[-3:])
         await eventually(lambda: one.stack.erasable == 3)
-        one.disks[1].reads_fail = True
+        one.disks[1].read_error = READ
         assert set(await one.read(dead[:10])) == {ReadStatus.TIER_LOST}
         await eventually(lambda: "b is out of service" in one.status_text)
         assert not one.stack.offline_tiers
@@ -269,7 +242,7 @@ async def test_of_a_dead_disk_its_blocks_only_are_lost(
         usage = one.server.stats(0.0).usage[1]
         assert (usage.capacity, usage.files_out, usage.lost) == (FILE, 1, False)
         assert problem_of(usage) == "does without 1 of its files"
-        one.disks[0].reads_fail = True
+        one.disks[0].read_error = READ
         await one.read(one.in_file(0)[:10])
         await eventually(lambda: one.stack.offline_tiers == {1})
     assert sum("a file is out of service" in line for line in caplog.messages) == 1
@@ -356,11 +329,11 @@ async def test_histories_of_faults_lose_no_more_than_the_faults(
                         await one.pool.remove(NAMESPACE, chains[number])
                         removed.add(number)
                     case "fault":
-                        bad.writes_fail, bad.reads_fail = True, rng.random() < 0.2
+                        bad.write_error, bad.read_error = WRITE, READ * (rng.random() < 0.2)
                     case "heal":
-                        bad.writes_fail = bad.reads_fail = False
+                        bad.write_error = bad.read_error = ""
                 check_invariants(one.stack)
-            bad.writes_fail = bad.reads_fail = False
+            bad.write_error = bad.read_error = ""
             await one.write(keys(f"{seed} last", 1))
             await one.written_back()
             erase = one.server._context.mover.erase

@@ -12,13 +12,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvpool import Cluster, Pool, ReadStatus, WriteStatus, connect, dev
 from kvpool.config import ClientConfig, parse_tier
-from kvpool.errors import ConfigError, Unavailable
+from kvpool.errors import ConfigError
 from kvpool.registry import tier
 from kvpool.server.state.tiered_store import TierTransfer
 from kvpool.testing.invariants import check_invariants
@@ -27,6 +26,7 @@ from kvpool.types import Record, Reservation
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.nvme.tier import Nvme
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, listening, values
+from tests.support.failing_disk import FailingDisk
 from tests.support.moves import masters_know
 
 BLOCK = 64 << 10
@@ -246,24 +246,6 @@ def test_memory_keeps_its_bytes_while_it_is_put_together() -> None:
     dram.close()
 
 
-class BadDisk:
-    """A disk on which everything fails."""
-
-    def __init__(self, inner: object) -> None:
-        self._inner = inner
-        self.size: int = inner.size  # type: ignore[attr-defined]
-        self.mode: str = inner.mode  # type: ignore[attr-defined]
-
-    async def read(self, offset: int, buffer: memoryview) -> None:
-        raise Unavailable("EIO: the disk is gone")
-
-    async def write(self, offset: int, buffer: memoryview) -> None:
-        raise Unavailable("EIO: the disk is gone")
-
-    def close(self) -> None:
-        self._inner.close()  # type: ignore[attr-defined]
-
-
 async def test_a_dead_disk_is_taken_out_of_service(tiered: dev.Dev) -> None:
     """Its blocks are misses with that reason, and the server is one with memory only."""
     old, new = keys("old", 100), keys("new", 30)
@@ -271,8 +253,8 @@ async def test_a_dead_disk_is_taken_out_of_service(tiered: dev.Dev) -> None:
     async with tiered.pool() as pool:
         await write(pool, old)
         await saved(tiered)
-        disk = server.tiers[1]._disk  # type: ignore[attr-defined]
-        server.tiers[1]._disk = BadDisk(disk)  # type: ignore[attr-defined]
+        disk = FailingDisk.under(server.tiers[1])
+        disk.read_error = disk.write_error = "EIO: the disk is gone"
         assert set(await read(pool, old[:20])) == {ReadStatus.TIER_LOST}
         await eventually(lambda: server.stack.offline_tiers == {1})
         for _ in range(3):
@@ -287,23 +269,6 @@ async def test_a_dead_disk_is_taken_out_of_service(tiered: dev.Dev) -> None:
         assert match.stopped is ReadStatus.TIER_LOST
 
 
-class DiskWithoutWrites:
-    """A disk whose writes fail while `error` is set."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.size, self.mode = inner.size, inner.mode
-        self.read, self.close = inner.read, inner.close
-        self.error = ""
-        self.writes = 0
-
-    async def write(self, offset: int, buffer: memoryview) -> None:
-        self.writes += 1
-        if self.error:
-            raise Unavailable(self.error)
-        await self._inner.write(offset, buffer)
-
-
 async def test_a_disk_that_takes_no_writes_is_read_and_comes_back(
     tiered: dev.Dev, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -315,8 +280,8 @@ async def test_a_disk_that_takes_no_writes_is_read_and_comes_back(
         await write(pool, old)
         await write(pool, gone)
         await saved(tiered)
-        disk = nvme._disk = DiskWithoutWrites(nvme._disk)  # type: ignore[attr-defined]
-        disk.error = error
+        disk = FailingDisk.under(nvme)
+        disk.write_error = error
         await write(pool, new[:1])
         await eventually(lambda: stack.read_only)
         for first in range(1, 60):  # more than memory holds: the first of them leave it
@@ -335,7 +300,7 @@ async def test_a_disk_that_takes_no_writes_is_read_and_comes_back(
         used = stack.backing.allocator.allocated
         assert used == 100 * BLOCK, "what was reserved for writes that failed is given back"
         assert not stack.backing.held.reservations
-        disk.error = ""
+        disk.write_error = ""
         await eventually(lambda: not stack.read_only, within_s=10)
         await saved(tiered)
         kept = [digest for digest in new if stack.front.peek(NAMESPACE, 0, digest)]
@@ -357,21 +322,21 @@ async def test_a_second_outage_begins_anew(tiered: dev.Dev) -> None:
     (server,) = tiered.servers
     stack, nvme, mover = server.stack, server.tiers[1], server._context.mover
     async with tiered.pool() as pool:
-        disk = nvme._disk = DiskWithoutWrites(nvme._disk)  # type: ignore[attr-defined]
+        disk = FailingDisk.under(nvme)
         for outage in range(2):
-            disk.error = f"ENOSPC: No space left on device, outage {outage}"
+            disk.write_error = f"ENOSPC: No space left on device, outage {outage}"
             await write(pool, keys(f"outage {outage}", 4))
             await eventually(lambda: stack.read_only)
-            assert disk.error in mover.usage(0.0)[1].status_text
+            assert disk.write_error in mover.usage(0.0)[1].status_text
             await eventually(lambda: mover.health.retry.failures >= 2, within_s=10)
-            disk.error = ""
+            disk.write_error = ""
             await eventually(lambda: not stack.read_only, within_s=10)
             await saved(tiered)
             assert mover.health.retry.failures == 0
-            disk.error = "EIO: Input/output error"
+            disk.write_error = "EIO: Input/output error"
             await write(pool, keys(f"one {outage}", 1))
             await asyncio.sleep(0.15)
-            disk.error = ""
+            disk.write_error = ""
             await saved(tiered)
             assert not stack.read_only
 
@@ -380,12 +345,12 @@ async def test_writes_that_fail_now_and_then_are_no_outage(tiered: dev.Dev) -> N
     (server,) = tiered.servers
     stack, nvme, mover = server.stack, server.tiers[1], server._context.mover
     async with tiered.pool() as pool:
-        disk = nvme._disk = DiskWithoutWrites(nvme._disk)  # type: ignore[attr-defined]
+        disk = FailingDisk.under(nvme)
         for number in range(12):
-            disk.error, before = "EIO: Input/output error", mover.usage(0.0)[1].failures
+            disk.write_error, before = "EIO: Input/output error", mover.usage(0.0)[1].failures
             await write(pool, keys(f"one {number}", 1))
             await eventually(lambda before=before: mover.usage(0.0)[1].failures > before)
-            disk.error = ""
+            disk.write_error = ""
             await saved(tiered)
             assert not stack.read_only
 
@@ -397,11 +362,11 @@ async def test_a_read_only_tier_that_cannot_be_read_either_is_lost(tiered: dev.D
     async with tiered.pool() as pool:
         await write(pool, old)
         await saved(tiered)
-        disk = nvme._disk = DiskWithoutWrites(nvme._disk)  # type: ignore[attr-defined]
-        disk.error = "EIO: Input/output error"
+        disk = FailingDisk.under(nvme)
+        disk.write_error = "EIO: Input/output error"
         await write(pool, keys("new", 4))
         await eventually(lambda: stack.read_only)
-        nvme._disk = BadDisk(disk)  # type: ignore[attr-defined]
+        disk.read_error = disk.write_error
         assert set(await read(pool, old[:20])) == {ReadStatus.TIER_LOST}
         await eventually(lambda: stack.offline_tiers == {1})
         assert not stack.read_only
