@@ -3,11 +3,66 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
+from kvpool import Namespace, Pool, dev
+from kvpool.protocols import WriteOptions
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import Moves
 from kvpool.server.moves.prefetcher import Prefetcher
-from kvpool.types import DrainReport
+from kvpool.server.moves.state.fetches import FetchBudget
+from kvpool.types import ROOT, DrainReport, SessionHint, WriteBlock
+from tests.conftest import NAMESPACE, value, values
+
+SIZE = 8192
+LISTEN = ("inproc://", "tcp://127.0.0.1:0")
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@asynccontextmanager
+async def movers(capacity: str = "8MiB", servers: int = 3, **more: Any) -> AsyncIterator[dev.Dev]:
+    """Servers that fetch from each other as fast as they can."""
+    async with dev.serve(capacity, servers=servers, listen=LISTEN, **more) as running:
+        for server in running.servers:
+            moves_of(server).fetcher.budget = FetchBudget(1e9)
+        yield running
+
+
+async def put(
+    pool: Pool,
+    server: BlockServer,
+    chain: Sequence[bytes],
+    *,
+    namespace: Namespace = NAMESPACE,
+    session_hint: SessionHint | None = None,
+    apart: bool = False,
+) -> None:
+    """Store a chain on this server, or blocks that are none."""
+    options = WriteOptions(namespace, 0, visible=True, session_hint=session_hint)
+    parents = [ROOT] * len(chain) if apart else [ROOT, *chain[:-1]]
+    blocks = [
+        WriteBlock(digest, parent, (memoryview(value(digest, SIZE)),), SIZE)
+        for parent, digest in zip(parents, chain, strict=True)
+    ]
+    for first in range(0, len(blocks), 100):
+        some = blocks[first : first + 100]
+        statuses = await pool._writer._write_on(server.server, options, some, now() + 10)
+        assert all(status.present for status in statuses), statuses
+
+
+async def assert_readable(pool: Pool, digests: Sequence[bytes]) -> None:
+    """All are hits, with the right bytes."""
+    into = [bytearray(SIZE) for _ in digests]
+    for first in range(0, len(digests), 100):
+        part = slice(first, first + 100)
+        results = await pool.read(NAMESPACE, digests[part], into[part], timeout=20)
+        assert all(result.status.hit for result in results), results
+    assert list(map(bytes, into)) == values(digests)
 
 
 def moves_of(server: BlockServer) -> Moves:

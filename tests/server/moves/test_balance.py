@@ -16,30 +16,32 @@ from kvpool import Pool, dev
 from kvpool.config import ServerConfig
 from kvpool.protocols import WriteOptions
 from kvpool.server.block_server import BlockServer
-from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.server.moves.state.share_plan import ChainOwners, RoomOfOthers
 from kvpool.server.moves.state.wants import PAUSE, BlockName, MoveView, Wants
 from kvpool.server.state.entry import Entry
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import FULL_SHARE, ROOT, FetchStatus, WriteBlock
-from tests.conftest import NAMESPACE, eventually, keys, value, values
-from tests.support.moves import hand_over_chains, keep_chains, masters_know, moves_of
+from kvpool.types import FULL_SHARE, FetchStatus, WriteBlock
+from tests.conftest import NAMESPACE, eventually, keys, values
+from tests.support.moves import (
+    SIZE,
+    assert_readable,
+    hand_over_chains,
+    keep_chains,
+    masters_know,
+    movers,
+    moves_of,
+    now,
+    put,
+)
 
-SIZE = 8192
 CHAINS = 24
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 @asynccontextmanager
 async def joining(servers: int = 3, **more: Any) -> AsyncIterator[dev.Dev]:
     """Servers of which the last one has not joined yet: nobody knows that it has room."""
-    listen = ("inproc://", "tcp://127.0.0.1:0")
-    async with dev.serve("1MiB", servers=servers, listen=listen, **more) as running:
+    async with movers("1MiB", servers, **more) as running:
         for server in running.servers:
-            moves_of(server).fetcher.budget = FetchBudget(1e9)
             keep_chains(server)  # until one joins
         running.servers[-1]._context.draining = True
         await known(running)
@@ -52,16 +54,6 @@ async def known(running: dev.Dev) -> None:
     """Masters have the figures of now, and have compared the servers."""
     await masters_know(*running.servers)
     running.master.directory.tick(now())
-
-
-async def put(pool: Pool, server: BlockServer, chain: Sequence[bytes]) -> None:
-    options = WriteOptions(NAMESPACE, 0, visible=True)
-    blocks = [
-        WriteBlock(digest, parent, (memoryview(value(digest, SIZE)),), SIZE)
-        for parent, digest in zip([ROOT, *chain], chain, strict=False)
-    ]
-    statuses = await pool._writer._write_on(server.server, options, blocks, now() + 10)
-    assert all(status.present for status in statuses), statuses
 
 
 async def fill(pool: Pool, *servers: BlockServer) -> list[list[bytes]]:
@@ -82,26 +74,12 @@ async def join(running: dev.Dev) -> BlockServer:
     return running.servers[-1]
 
 
-async def until(condition: Any, within_s: float = 10.0) -> None:
-    end = now() + within_s
-    while not condition():
-        assert now() < end, "not in time"
-        await asyncio.sleep(0.02)
-
-
 def fill_of(server: BlockServer) -> float:
     return server.stack.used_bytes / server.stack.backing.allocator.capacity
 
 
 def handed_over(server: BlockServer) -> int:
     return server.stats(now()).counters["handed_over_blocks"]
-
-
-async def assert_readable(pool: Pool, digests: Sequence[bytes]) -> None:
-    into = [bytearray(SIZE) for _ in digests]
-    results = await pool.read(NAMESPACE, digests, into, timeout=20)
-    assert all(result.status.hit for result in results), results
-    assert list(map(bytes, into)) == values(digests)
 
 
 async def test_full_servers_hand_over_chains_until_they_have_room(
@@ -115,7 +93,7 @@ async def test_full_servers_hand_over_chains_until_they_have_room(
         matches = [await pool.match(NAMESPACE, chain) for chain in chains]
         assert fill_of(first) >= FULL_SHARE
         await join(running)
-        await until(lambda: max(fill_of(first), fill_of(second)) < FULL_SHARE)
+        await eventually(lambda: max(fill_of(first), fill_of(second)) < FULL_SHARE, within_s=10)
         assert newcomer.store.stored == handed_over(first) + handed_over(second) > 0
         assert sum(sent) == newcomer.store.stored * SIZE, "each of them counts what it has sent"
         assert min(fill_of(first), fill_of(second)) > FULL_SHARE - 0.1, "no more than it must"
@@ -159,7 +137,10 @@ async def test_as_much_moves_as_is_written_and_then_they_are_alike() -> None:
                 moves_of(server).balance._plan_not_before = 0.0
             await known(running)
             # A writer is no faster than the moves that it causes.
-            await until(lambda: max(fill_of(first), fill_of(second)) + 5 * SIZE / (1 << 20) <= 1)
+            await eventually(
+                lambda: max(fill_of(first), fill_of(second)) + 5 * SIZE / (1 << 20) <= 1,
+                within_s=10,
+            )
         evicted = sum(server.store.evicted for server in running.servers)
         assert evicted == 0, "nothing is lost while one has room"
 
@@ -360,12 +341,12 @@ async def test_blocks_of_the_disk_move_too_and_stay_away(tmp_path: Path) -> None
         chains = [keys(f"chain {number}", 5) for number in range(60)]
         for chain in chains:
             await put(pool, first, chain)
-        await until(lambda: not first.stack.is_writing_back)
+        await eventually(lambda: not first.stack.is_writing_back, within_s=10)
         stored = sum(1 for c in chains for d in c if first.stack.peek(NAMESPACE, 0, d))
         if fill_of(first) < FULL_SHARE:
             pytest.fail(f"{fill_of(first)} is not full")
         await join(running)
-        await until(lambda: fill_of(first) < FULL_SHARE)
+        await eventually(lambda: fill_of(first) < FULL_SHARE, within_s=10)
         moved = handed_over(first)
         assert newcomer.stack.stored >= moved > 0
         left = sum(1 for c in chains for d in c if first.stack.peek(NAMESPACE, 0, d))

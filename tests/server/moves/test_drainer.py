@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool import Namespace, Pool, WriteStatus, admin, dev
+from kvpool import Namespace, Pool, WriteStatus, admin
 from kvpool.cli import run
 from kvpool.cli.progress import Show
 from kvpool.config import ServerConfig
@@ -19,42 +19,17 @@ from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.shares import Shares
 from kvpool.types import DrainState, FetchStatus, Left, ReadStatus
 from tests.conftest import NAMESPACE, key, keys, value, values
-from tests.support.moves import drain, masters_know, moves_of
+from tests.support.moves import SIZE, assert_readable, drain, masters_know, movers, moves_of, put
 
-SIZE = 8192
 TWO = Namespace("test/two", parts=2)
 
 
-@asynccontextmanager
-async def trio(capacity: str = "8MiB", servers: int = 3, **more: Any) -> AsyncIterator[dev.Dev]:
-    listen = ("inproc://", "tcp://127.0.0.1:0")
-    async with dev.serve(capacity, servers=servers, listen=listen, **more) as running:
-        for server in running.servers:
-            moves_of(server).fetcher.budget = FetchBudget(1e9)
-        yield running
-
-
-async def put(pool: Pool, server: BlockServer, digests: Sequence[bytes]) -> None:
-    for digest in digests:
-        status = await admin(pool).write_to(server.server, NAMESPACE, digest, value(digest, SIZE))
-        assert status.present
-
-
-async def assert_readable(pool: Pool, digests: Sequence[bytes]) -> None:
-    into = [bytearray(SIZE) for _ in digests]
-    for first in range(0, len(digests), 100):
-        part = slice(first, first + 100)
-        results = await pool.read(NAMESPACE, digests[part], into[part], timeout=20)
-        assert all(result.status.hit for result in results), results
-    assert list(map(bytes, into)) == values(digests)
-
-
 async def test_what_a_server_had_is_read_from_the_others_when_it_has_left() -> None:
-    async with trio() as running, running.pool() as pool:
+    async with movers() as running, running.pool() as pool:
         leaving, *others = running.servers
         blocks = keys("block", 200)
-        await put(pool, leaving, blocks)
-        await put(pool, others[0], blocks[:20])  # has copies already
+        await put(pool, leaving, blocks, apart=True)
+        await put(pool, others[0], blocks[:20], apart=True)  # has copies already
         report = await drain(leaving, 30.0)
         assert report.state is DrainState.DONE
         assert (report.left_blocks, report.left) == (0, ())
@@ -65,10 +40,10 @@ async def test_what_a_server_had_is_read_from_the_others_when_it_has_left() -> N
 
 
 async def test_a_server_that_leaves_is_read_and_gets_no_writes() -> None:
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         leaving, other = running.servers
         blocks = keys("block", 50)
-        await put(pool, leaving, blocks)
+        await put(pool, leaving, blocks, apart=True)
         await drain(leaving, 30.0)
         (member,) = [m for m in await pool.members() if m.server == leaving.server]
         assert member.stats.draining
@@ -96,7 +71,7 @@ async def fetch_into(
 
 
 async def test_parts_of_a_block_are_handed_over_each() -> None:
-    async with trio() as running, running.pool() as pool:
+    async with movers() as running, running.pool() as pool:
         leaving = running.servers[0]
         for other in running.servers[1:]:  # placement has no choice
             other._context.draining = True
@@ -115,12 +90,12 @@ async def test_parts_of_a_block_are_handed_over_each() -> None:
 
 
 async def test_what_no_server_takes_is_left_with_its_reason_and_the_best_is_saved() -> None:
-    async with trio("1MiB", servers=2) as running, running.pool() as pool:
+    async with movers("1MiB", servers=2) as running, running.pool() as pool:
         leaving, other = running.servers
         blocks, theirs = keys("block", 100), keys("theirs", 98)
-        await put(pool, leaving, blocks)
+        await put(pool, leaving, blocks, apart=True)
         await asyncio.sleep(0.05)
-        await put(pool, other, theirs)
+        await put(pool, other, theirs, apart=True)
         room = other.store.allocator.available // SIZE
         await asyncio.sleep(0.05)
         into = [bytearray(SIZE) for _ in range(10)]
@@ -167,16 +142,16 @@ async def test_what_a_receiver_has_evicted_again_is_left() -> None:
 
 
 async def test_without_another_server_everything_is_left() -> None:
-    async with trio(servers=1) as running, running.pool() as pool:
-        await put(pool, running.servers[0], keys("block", 5))
+    async with movers(servers=1) as running, running.pool() as pool:
+        await put(pool, running.servers[0], keys("block", 5), apart=True)
         report = await drain(running.servers[0], 0.6)
         assert report.state is DrainState.INCOMPLETE
         assert report.left == (Left(NAMESPACE.name, "no other server", 5, 5 * SIZE),)
 
 
 async def test_blocks_that_the_drain_had_no_time_to_look_at_are_left() -> None:
-    async with trio(servers=2) as running, running.pool() as pool:
-        await put(pool, running.servers[0], keys("block", 600))
+    async with movers(servers=2) as running, running.pool() as pool:
+        await put(pool, running.servers[0], keys("block", 600), apart=True)
         report = await drain(running.servers[0], 1e-6)
         assert report.state is DrainState.INCOMPLETE
         assert report.left == (Left(NAMESPACE.name, "not looked at", 600, 600 * SIZE),)
@@ -184,9 +159,9 @@ async def test_blocks_that_the_drain_had_no_time_to_look_at_are_left() -> None:
 
 
 async def test_a_reason_stays_when_the_time_ends_in_the_next_look() -> None:
-    async with trio(servers=1) as running, running.pool() as pool:
+    async with movers(servers=1) as running, running.pool() as pool:
         (server,) = running.servers
-        await put(pool, server, keys("block", 5))
+        await put(pool, server, keys("block", 5), apart=True)
         drainer, looked = moves_of(server).drainer, asyncio.Event()
         look = drainer._pass
 
@@ -205,10 +180,10 @@ async def test_a_reason_stays_when_the_time_ends_in_the_next_look() -> None:
 
 
 async def test_a_new_deadline_while_the_rest_is_counted_is_kept() -> None:
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         leaving, other = running.servers
         blocks = keys("block", 20)
-        await put(pool, leaving, blocks)
+        await put(pool, leaving, blocks, apart=True)
         count = moves_of(leaving).drainer._count_left
 
         async def more_time() -> None:
@@ -222,9 +197,9 @@ async def test_a_new_deadline_while_the_rest_is_counted_is_kept() -> None:
 
 
 async def test_a_new_deadline_while_the_old_one_ends_is_kept() -> None:
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         leaving, other = running.servers
-        await put(pool, leaving, keys("block", 20))
+        await put(pool, leaving, keys("block", 20), apart=True)
         drainer = moves_of(leaving).drainer
         real_pass, deadlines = drainer._pass, [30.0]
 
@@ -241,11 +216,11 @@ async def test_a_new_deadline_while_the_old_one_ends_is_kept() -> None:
 
 
 async def test_two_servers_that_leave_do_not_count_on_each_other() -> None:
-    async with trio() as running, running.pool() as pool:
+    async with movers() as running, running.pool() as pool:
         first, second, stays = running.servers
         blocks = keys("block", 60)
-        await put(pool, first, blocks)
-        await put(pool, second, blocks)
+        await put(pool, first, blocks, apart=True)
+        await put(pool, second, blocks, apart=True)
         reports = await asyncio.gather(drain(first, 30.0), drain(second, 30.0))
         assert {report.state for report in reports} == {DrainState.DONE}
         await first.close()
@@ -255,10 +230,10 @@ async def test_two_servers_that_leave_do_not_count_on_each_other() -> None:
 
 
 async def test_a_copy_on_a_server_that_is_lost_meanwhile_is_made_again() -> None:
-    async with trio() as running, running.pool() as pool:
+    async with movers() as running, running.pool() as pool:
         leaving, *others = running.servers
         blocks = keys("block", 100)
-        await put(pool, leaving, blocks)
+        await put(pool, leaving, blocks, apart=True)
         hand_over, give = moves_of(leaving).hand_over, moves_of(leaving).hand_over._give
         closed: list[BlockServer] = []
 
@@ -279,9 +254,9 @@ async def test_a_copy_on_a_server_that_is_lost_meanwhile_is_made_again() -> None
 async def test_over_a_transport_that_fetches_nothing_everything_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         leaving = running.servers[0]
-        await put(pool, leaving, keys("block", 5))
+        await put(pool, leaving, keys("block", 5), apart=True)
 
         async def channel(server: str, deadline: float) -> object:
             return object()  # of another package: without `fetch`
@@ -292,11 +267,11 @@ async def test_over_a_transport_that_fetches_nothing_everything_is_left(
 
 
 async def test_a_drain_that_is_cancelled_leaves_an_ordinary_server() -> None:
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         leaving, other = running.servers
         moves_of(other).fetcher.budget = FetchBudget(1e5)  # slow: 100 blocks take 8 s
         blocks = keys("block", 200)
-        await put(pool, leaving, blocks)
+        await put(pool, leaving, blocks, apart=True)
         report = await admin(pool).drain(leaving.server, within_s=60.0)
         assert report.state is DrainState.RUNNING
         while (report := await admin(pool).drain_report(leaving.server)).moved_blocks == 0:
@@ -318,10 +293,10 @@ async def test_a_server_that_comes_back_with_its_file_keeps_what_is_in_it(
     tmp_path: Path, how: str
 ) -> None:
     tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
-    async with trio(servers=2, tiers=tiers) as running, running.pool() as pool:
+    async with movers(servers=2, tiers=tiers) as running, running.pool() as pool:
         leaving, _ = running.servers
         blocks = keys("block", 300)
-        await put(pool, leaving, blocks)
+        await put(pool, leaving, blocks, apart=True)
         if how == "a stop":  # where a setting says so
             await run._drain(leaving, ServerConfig(drain_s=30.0, back_in_s=60.0))
         else:
@@ -339,11 +314,11 @@ async def test_a_server_that_comes_back_with_its_file_keeps_what_is_in_it(
 async def test_what_others_took_over_does_not_come_back_from_the_file(tmp_path: Path) -> None:
     """Else each upgrade of a server doubles what the pool holds of its blocks."""
     tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
-    async with trio(servers=2, tiers=tiers) as running, running.pool() as pool:
+    async with movers(servers=2, tiers=tiers) as running, running.pool() as pool:
         leaving, other = running.servers
         blocks, copied = keys("block", 300), keys("copied", 20)
-        await put(pool, leaving, [*blocks, *copied])
-        await put(pool, other, copied)
+        await put(pool, leaving, [*blocks, *copied], apart=True)
+        await put(pool, other, copied, apart=True)
         assert (await drain(leaving, 30.0)).moved_blocks == 300
         other.stack.remove(NAMESPACE, blocks[:7], ReadStatus.EVICTED)
         other._context.on_change()
@@ -360,10 +335,10 @@ async def test_what_others_took_over_does_not_come_back_from_the_file(tmp_path: 
 )
 async def test_a_file_keeps_what_may_have_no_other_copy(tmp_path: Path, why: str) -> None:
     tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
-    async with trio(servers=2, tiers=tiers) as running, running.pool() as pool:
+    async with movers(servers=2, tiers=tiers) as running, running.pool() as pool:
         leaving, other = running.servers
         blocks = keys("block", 60)
-        await put(pool, leaving, blocks)
+        await put(pool, leaving, blocks, apart=True)
         if why == "the time was over":
             moves_of(other).fetcher.budget = FetchBudget(4 * SIZE)
             assert (await drain(leaving, 0.5)).state is DrainState.INCOMPLETE
@@ -392,7 +367,7 @@ async def test_what_the_file_could_not_keep_is_handed_over_although_the_server_c
     """Its table of namespaces has room for two of this tenant."""
     monkeypatch.setattr("kvpool_tiers.nvme.namespaces.Shares", lambda total: Shares(4))
     tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
-    async with trio(servers=2, tiers=tiers) as running, running.pool() as pool:
+    async with movers(servers=2, tiers=tiers) as running, running.pool() as pool:
         leaving, other = running.servers
         blocks = {Namespace(f"@acme/{n}"): keys(f"b{n}", 5) for n in range(6)}
         for namespace, digests in blocks.items():
@@ -407,10 +382,10 @@ async def test_what_the_file_could_not_keep_is_handed_over_although_the_server_c
 
 
 async def test_a_block_that_is_written_when_the_drain_begins_is_handed_over() -> None:
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         leaving, _ = running.servers
         blocks = keys("block", 1)
-        writing = asyncio.create_task(put(pool, leaving, blocks))
+        writing = asyncio.create_task(put(pool, leaving, blocks, apart=True))
         await asyncio.sleep(0)
         draining = asyncio.create_task(drain(leaving, 20.0))
         await asyncio.wait([writing])
@@ -432,9 +407,9 @@ async def test_a_server_that_is_stopped_shows_how_far_its_drain_is(
 
     monkeypatch.setattr(run, "progress", recorded)
     monkeypatch.setattr(run, "_SHOW_S", 0.001)
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         leaving, _ = running.servers
-        await put(pool, leaving, keys("block", 60))
+        await put(pool, leaving, keys("block", 60), apart=True)
         await run._drain(leaving, ServerConfig(drain_s=30.0))
     assert shown[-1] == (60 * SIZE, 60 * SIZE)
     assert [done for done, _ in shown] == sorted(done for done, _ in shown)
@@ -442,19 +417,19 @@ async def test_a_server_that_is_stopped_shows_how_far_its_drain_is(
 
 
 async def test_without_a_file_nothing_stays_here_although_the_server_comes_back() -> None:
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         leaving, _ = running.servers
-        await put(pool, leaving, keys("block", 20))
+        await put(pool, leaving, keys("block", 20), apart=True)
         assert (await drain(leaving, 30.0, back_in_s=60.0)).moved_blocks == 20
 
 
 async def test_servers_that_placement_does_not_draw_are_asked_when_others_are_full() -> None:
-    async with trio("1MiB") as running, running.pool() as pool:
+    async with movers("1MiB") as running, running.pool() as pool:
         leaving, full, roomy = running.servers
         blocks = keys("block", 50)
-        await put(pool, leaving, blocks)
+        await put(pool, leaving, blocks, apart=True)
         theirs = keys("theirs", full.store.allocator.capacity // SIZE)
-        await put(pool, full, theirs)
+        await put(pool, full, theirs, apart=True)
         full.store.pin(7, NAMESPACE, 0, theirs, asyncio.get_running_loop().time())
 
         async def draw(entries: Sequence[Any], copies: int) -> list[str]:

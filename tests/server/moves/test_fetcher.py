@@ -12,24 +12,19 @@ import pytest
 
 from kvpool import Namespace, Pool, dev
 from kvpool.errors import LinkBroken
-from kvpool.protocols import Channel, Peer, ReserveRequest, SupportsFetch, WriteOptions
+from kvpool.protocols import Channel, Peer, ReserveRequest, SupportsFetch
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import fetcher as fetcher_module
 from kvpool.server.moves.fetcher import FetchCall, Fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.server.tenancy import Tenancy
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Cluster, FetchStatus, ReadStatus, SessionHint, WriteBlock
+from kvpool.types import Cluster, FetchStatus, ReadStatus, SessionHint
 from kvpool.wire.messages import SESSION_RUNS_MAX, pack_sessions, unpack_sessions
-from tests.conftest import NAMESPACE, key, keys, value, values
-from tests.support.moves import moves_of
+from tests.conftest import NAMESPACE, key, keys, values
+from tests.support.moves import SIZE, moves_of, now, put
 
-SIZE = 8192
 FETCHED, NOT_YET, NO_ROOM = FetchStatus.FETCHED, FetchStatus.NOT_YET, FetchStatus.NO_ROOM
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class Pair:
@@ -40,22 +35,10 @@ class Pair:
         self.source, self.target, *self.others = running.servers
 
     async def put(
-        self,
-        chain: Sequence[bytes],
-        server: BlockServer | None = None,
-        namespace: Namespace = NAMESPACE,
-        size: int = SIZE,
-        session_hint: SessionHint | None = None,
+        self, chain: Sequence[bytes], server: BlockServer | None = None, **more: Any
     ) -> None:
         """Store a chain on one server, at the source if no other is named."""
-        name = (server or self.source).server
-        options = WriteOptions(namespace, 0, visible=True, session_hint=session_hint)
-        blocks = [
-            WriteBlock(digest, parent, (memoryview(value(digest, size)),), size)
-            for parent, digest in zip([ROOT, *chain], chain, strict=False)
-        ]
-        statuses = await self.pool._writer._write_on(name, options, blocks, now() + 10)
-        assert all(status.present for status in statuses), statuses
+        await put(self.pool, server or self.source, chain, **more)
 
     async def fetch(
         self, digests: Sequence[bytes], source: str | None = None, within_s: float = 5.0

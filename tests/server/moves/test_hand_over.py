@@ -10,8 +10,7 @@ from kvpool.errors import MasterLost
 from kvpool.server.moves.state.wants import BlockName, MovePlanner, Want
 from kvpool.types import FetchStatus
 from tests.conftest import NAMESPACE, keys
-from tests.server.moves.test_drainer import put, trio
-from tests.support.moves import moves_of
+from tests.support.moves import movers, moves_of, put
 
 
 class Told(MovePlanner):
@@ -31,9 +30,9 @@ class Told(MovePlanner):
 async def test_blocks_for_which_there_is_no_time_yet_are_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         here, other = running.servers
-        await put(pool, here, keys("again", 4))
+        await put(pool, here, keys("again", 4), apart=True)
         fetcher = moves_of(other).fetcher
         fetch, asked = fetcher.fetch, []
 
@@ -52,9 +51,9 @@ async def test_blocks_for_which_there_is_no_time_yet_are_asked_for_again(
 async def test_while_no_master_answers_one_want_waits_and_not_each_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         here, _ = running.servers
-        await put(pool, here, keys("later", 4))
+        await put(pool, here, keys("later", 4), apart=True)
         hand_over, tried = moves_of(here).hand_over, []
 
         async def lost(planner: MovePlanner, want: Want) -> None:
