@@ -13,6 +13,7 @@ from kvpool import runtime as process
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
 from kvpool.master.state.directory import Directory
+from kvpool.master.state.server_record import Registration
 from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.store import Store
@@ -40,7 +41,9 @@ def announced(digests: list[bytes]) -> Row:
     directory = Directory()
     master = Master(MasterConfig(), network)
     master.directory = directory
-    directory.register("s", 1, "h", ["tcp://s:1"], ["dram"], 1 << 40, 0.0, token=bytes(16))
+    directory.servers.register(
+        "s", Registration(1, "h", ("tcp://s:1",), ("dram",), 1 << 40, token=bytes(16)), 0.0
+    )
     step = messages.ANNOUNCED_BLOCKS_MAX
     encoded = [
         messages.encode(
@@ -70,7 +73,7 @@ def announced(digests: list[bytes]) -> Row:
 def matched(digests: list[bytes]) -> list[Row]:
     """Chains of 640, all there; and with a gap in the middle."""
     directory = Directory()
-    directory.register("s", 1, "h", ["tcp://s:1"], ["dram"], 1 << 40, 0.0)
+    directory.servers.register("s", Registration(1, "h", ("tcp://s:1",), ("dram",), 1 << 40), 0.0)
     directory.stored("s", NAMESPACE, 0, 0, digests)
     rows = []
     for name, gap in (("all there", False), ("a gap in the middle", True)):
@@ -127,7 +130,7 @@ def directory_memory(count: int = 1_000_000) -> Row:
     """Bytes of memory per block of a directory that holds a million."""
     tracemalloc.start()
     directory = Directory()
-    directory.register("s", 1, "h", ["tcp://s:1"], ["dram"], 1 << 40, 0.0)
+    directory.servers.register("s", Registration(1, "h", ("tcp://s:1",), ("dram",), 1 << 40), 0.0)
     for _ in range(0, count, 1000):
         directory.stored("s", NAMESPACE, 0, 0, [os.urandom(32) for _ in range(1000)])
     used = tracemalloc.get_traced_memory()[0] / count

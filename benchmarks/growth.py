@@ -26,6 +26,7 @@ from rich.table import Table
 from kvpool import ServerConfig
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
+from kvpool.master.state.server_record import Registration
 from kvpool.ops.metrics import pages_of_master, pages_of_server
 from kvpool.protocols import Caller, Connection, Peer, ReserveRequest
 from kvpool.server.block_server import BlockServer
@@ -139,9 +140,11 @@ def master_with(
 
 
 def register(master: Master, name: str) -> None:
-    address = [f"tcp://{name}:1"]
-    master.directory.register(
-        name, 1, f"h-{name}", address, ["dram"], 1 << 45, now(), token=TOKEN, blocks_max=1 << 40
+    address = (f"tcp://{name}:1",)
+    master.directory.servers.register(
+        name,
+        Registration(1, f"h-{name}", address, ("dram",), 1 << 45, token=TOKEN, blocks_max=1 << 40),
+        now(),
     )
 
 
@@ -155,6 +158,9 @@ def questions(master: Master, space: Namespace, found: list[bytes]) -> dict[str,
     missing = (space.name, 1, 32, b"".join(new))
     nowhere = ("@t0/typo", 1, 32, b"".join(new))
     changes = master.directory.changes
+    stream = wire.decode(
+        wire.ChangesReply, wire.TYPES[wire.ChangesReply], ask(master, wire.Changes(1, 0))
+    ).stream
     asked: dict[str, wire.Message] = {
         "Find": wire.Find(*here, False),
         "Find, missing": wire.Find(*missing, False),
@@ -169,7 +175,7 @@ def questions(master: Master, space: Namespace, found: list[bytes]) -> dict[str,
         "Demands": wire.Demands(),
         "Hint": wire.Hint("session 1", 5.0),
         "ExplainSession": wire.ExplainSession("session 1"),
-        "Changes": wire.Changes(master._stream, max(0, changes.last - len(changes) // 2)),
+        "Changes": wire.Changes(stream, max(0, changes.last - len(changes) // 2)),
         "Snapshot": wire.Snapshot(),
         "Snapshot, later": wire.Snapshot(space.name, 1, 0),
     }
@@ -193,7 +199,7 @@ def announcements(master: Master, space: Namespace, server: str) -> dict[str, Wo
         change = wire.BlockChanges(
             *(space.name, 1, 32, b"".join(changed)), part=0, tier=0, status=int(status)
         )
-        number = directory.sequence(server) + 1
+        number = directory.servers.records[server].inventories.sequence + 1
         ask(master, wire.Announce(server, 1, TOKEN, number, [change] if changed else []))
 
     def in_new_namespaces() -> None:
@@ -201,19 +207,19 @@ def announcements(master: Master, space: Namespace, server: str) -> dict[str, Wo
             wire.BlockChanges(f"new {next(NUMBERS)}", 1, 32, digest, part=0, tier=0, status=0)
             for digest in digests(192)  # as many as a server sends at once
         ]
-        number = directory.sequence(server) + 1
+        number = directory.servers.records[server].inventories.sequence + 1
         ask(master, wire.Announce(server, 1, TOKEN, number, changes))
 
     def lose() -> None:
         name = f"lost {next(NUMBERS)}"
         register(master, name)
         directory.stored(name, space, 0, 0, digests(BATCH))
-        directory.leave(name, 1)
+        directory.servers.leave(name, 1)
         register(master, name)
 
     def sweep() -> Iterator[object]:
         lose()
-        while directory.sweep():
+        while master.sweeper.step():
             yield True
 
     pages = pages_of_master(master)
@@ -224,7 +230,7 @@ def announcements(master: Master, space: Namespace, server: str) -> dict[str, Wo
         "Announce, evicted": lambda: announce(ReadStatus.EVICTED),
         "Announce, new namespaces": in_new_namespaces,
         "a server comes, and is lost": lose,
-        "tick": lambda: directory.tick(now()),
+        "tick": lambda: directory.servers.tick(now()),
         "longest step of a sweep": lambda: longest_step(sweep()),
         "longest step of /metrics": lambda: longest_step(cast(Any, pages["/metrics"]).steps()),
     }

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from benchmarks.started import at_least
 from kvpool.master.state import directory as state
+from kvpool.master.state.server_record import Registration
 from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.types import DIGEST_SIZE_MIN, Namespace
 
@@ -62,7 +63,9 @@ def main() -> None:
     options = parser.parse_args()
     size = options.key_size
     held = state.Directory()
-    held.register("server", 1, "host", ["tcp://127.0.0.1:1"], ["dram"], 1 << 50, 0.0)
+    held.servers.register(
+        "server", Registration(1, "host", ("tcp://127.0.0.1:1",), ("dram",), 1 << 50), 0.0
+    )
     rng = random.Random(1)
     before, free_before = resident(), free_in_malloc()
     for _ in range(options.blocks // _CHAIN):
@@ -72,7 +75,7 @@ def main() -> None:
         held.match(_NAMESPACE, digests)
     count = len(held)
     all_in_all = resident() - before
-    blocks = held._blocks[_NAMESPACE]
+    blocks = held.blocks[_NAMESPACE]
     key = allocated(digests[0])
     mark = allocated(1 << 63) + allocated(1 << 100)  # and the tag of its blocks
     parts = {

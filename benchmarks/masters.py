@@ -82,7 +82,7 @@ def run_master(bind: str, pipe: Connection) -> None:
         def report() -> None:
             pipe.recv()
             directory, longest_ms = master.directory, loop.take_longest_ms()
-            sweeping = directory._walk is not None or directory._walk_again
+            sweeping = master.sweeper.due
             resident = runtime.resident_bytes()
             pipe.send(MasterState(master.address, len(directory), longest_ms, resident, sweeping))
 

@@ -135,25 +135,25 @@ def pages_of_master(master: Master) -> dict[str, Callable[[], Page]]:
         matches = CounterMetricFamily(
             "kvpool_master_matches", "of clients, by what ended them", labels=["stopped"]
         )
-        for status, count in sorted(master.matches.items()):
+        for status, count in sorted(master.clients.matches.items()):
             matches.add_metric([status.name.lower()], count)
         yield matches
         asked = "blocks that clients asked for in matches"
-        yield CounterMetricFamily("kvpool_master_asked_blocks", asked, master.asked_blocks)
+        yield CounterMetricFamily("kvpool_master_asked_blocks", asked, master.clients.asked_blocks)
         found = "of these, in the pool from the first on without a gap"
-        yield CounterMetricFamily("kvpool_master_found_blocks", found, master.found_blocks)
+        yield CounterMetricFamily("kvpool_master_found_blocks", found, master.clients.found_blocks)
         yield CounterMetricFamily(
             "kvpool_master_unknown_spans",
             "matches that clients had to ask a second time, with keys (design: match)",
-            master.unknown_spans,
+            master.clients.unknown_spans,
         )
         yield CounterMetricFamily(
             "kvpool_master_map_differences",
             "heartbeats after which the map was not what the server held",
-            value=master.differences,
+            value=master.servers.differences,
         )
-        members = master.directory.members(now())
-        yield from _of_demand(master.demand(now()), members)
+        members = master.directory.servers.members(now())
+        yield from _of_demand(master.clients.demand(now()), members)
         yield from _of_members(members)
 
     return _pages(collect, lambda: None, master.tasks)

@@ -129,14 +129,17 @@ class StatusPage:
 
     def _sample(self) -> None:
         master = self._master
-        stopped = {status.label: count for status, count in master.matches.items()}
+        stopped = {status.label: count for status, count in master.clients.matches.items()}
         asked = AskedTotals(
-            master.asked_blocks, master.found_blocks, master.refusals.total(), stopped
+            master.clients.asked_blocks,
+            master.clients.found_blocks,
+            master.refusals.total(),
+            stopped,
         )
         self._watch.sample(self._loop.time(), self._members(), asked)
 
     def _members(self) -> list[Member]:
-        return self._master.directory.members(self._loop.time())
+        return self._master.directory.servers.members(self._loop.time())
 
     def _answer(self, key: str, make: Any) -> Page:
         """As JSON; the same bytes for all who ask at about the same time."""
@@ -197,7 +200,7 @@ class StatusPage:
                 "blocks": len(master.directory),
                 "requests": dict(master.requests),
                 "refusals": dict(master.refusals),
-                "map_differences": master.differences,
+                "map_differences": master.servers.differences,
             },
             "servers": {state.value: counts[state] for state in ServerState},
             "connections": sum(one.stats.counters.get("connections", 0) for one in alive),
@@ -208,15 +211,17 @@ class StatusPage:
             },
             "traffic": _rates((sum(read for read, _ in rates), sum(w for _, w in rates))),
             "matches": {
-                "asked_blocks": master.asked_blocks,
-                "found_blocks": master.found_blocks,
-                "stopped": {status.label: count for status, count in master.matches.items()},
+                "asked_blocks": master.clients.asked_blocks,
+                "found_blocks": master.clients.found_blocks,
+                "stopped": {
+                    status.label: count for status, count in master.clients.matches.items()
+                },
             },
             "last_hour": _last_hour(self._watch),
             "moves": [one._asdict() for one in self._watch.under_way()[:_LISTED_MAX]],
             "tiers": self._tiers,
             "inferred": self._inferred,
-            "demand": _demand(master.demand(now), named),
+            "demand": _demand(master.clients.demand(now), named),
             "usage": self._usage if named else {},
             "sessions": [_session(*one) for one in sessions],
             "attention": _attention(members, states),

@@ -235,7 +235,7 @@ def inventory(blocks: Blocks) -> list[Entry]:
 def _check_directory(directory: Directory) -> None:
     listed: dict[ServerInventory, MapFingerprint] = {}
     total = 0
-    for namespace, blocks in directory._blocks.items():
+    for namespace, blocks in directory.blocks.items():
         if not len(blocks):
             raise InvariantViolated(f"empty namespace {namespace} was kept")
         if sum(1 for _ in blocks) != len(blocks):
@@ -247,32 +247,32 @@ def _check_directory(directory: Directory) -> None:
                 raise InvariantViolated(f"span {mark:x} has {sizes[tag]} blocks")
         for digest, tag in blocks.items():
             _check_block(directory, namespace, digest, tag >> MARK_BITS)
-            for one in directory._locations.by_id[tag >> MARK_BITS].locations:
+            for one in directory.locations.by_id[tag >> MARK_BITS].locations:
                 seed = location_seed(namespace, one.part, one.tier)
                 listed.setdefault(one.inventory, MapFingerprint()).count(digest, seed, 1)
     if total != directory._count:
         raise InvariantViolated(f"counted {directory._count} blocks, has {total}")
     _check_placement(
-        directory._placer,
-        [record for record in directory._servers.values() if record.alive and not record.draining],
+        directory.servers.placer,
+        [one for one in directory.servers.records.values() if one.alive and not one.draining],
     )
-    for record in directory._servers.values():
-        for inventory in (record.inventory, *record.earlier):
+    for record in directory.servers.records.values():
+        for inventory in record.inventories:
             found = listed.get(inventory, MapFingerprint())
             if inventory.listed != found:
                 raise InvariantViolated(f"{record.server}: counted {inventory.listed}, has {found}")
             if inventory.retired:
                 raise InvariantViolated(f"{record.server} has a retired inventory")
-        if record.earlier and not record.syncing:
+        if record.inventories.earlier and not record.inventories.syncing:
             raise InvariantViolated(f"{record.server} is not syncing, but has two inventories")
 
 
 def _check_block(directory: Directory, namespace: Namespace, digest: bytes, id: int) -> None:
     name = digest.hex()[:12]
-    held = directory._locations.by_id.get(id)
+    held = directory.locations.by_id.get(id)
     if held is None or not held.locations:
         raise InvariantViolated(f"{name} has no location, but is in the directory")
-    if directory._locations.get(namespace.parts, held.locations) is not held:
+    if directory.locations.get(namespace.parts, held.locations) is not held:
         raise InvariantViolated(f"{name}: its locations are not shared")
     if len({(one.inventory.server, one.part) for one in held.locations}) < len(held.locations):
         raise InvariantViolated(f"{name} is twice on one server")
@@ -280,8 +280,8 @@ def _check_block(directory: Directory, namespace: Namespace, digest: bytes, id: 
         if not 0 <= one.part < namespace.parts:
             raise InvariantViolated(f"{name} has part {one.part}")
         if not one.inventory.retired:
-            record = directory._servers.get(one.inventory.server)
-            if record is None or one.inventory not in (record.inventory, *record.earlier):
+            record = directory.servers.records.get(one.inventory.server)
+            if record is None or one.inventory not in record.inventories:
                 raise InvariantViolated(f"{name} is in an inventory that no server has")
 
 
@@ -292,7 +292,7 @@ def _check_placement(placer: Placer, living: Collection[ServerRecord]) -> None:
     near = sorted(record.server for records in placer._by_host.values() for record in records)
     if not names == placer._names == here == near:
         raise InvariantViolated(f"servers {names} live, writers are sent to {placer._names}")
-    if any(record not in placer._by_host[record.host] for record in living):
+    if any(record not in placer._by_host[record.registration.host] for record in living):
         raise InvariantViolated("a server is chosen on another host than its own")
 
 

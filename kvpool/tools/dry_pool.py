@@ -27,6 +27,8 @@ from kvpool.client.writer import BatchState
 from kvpool.errors import ConfigError, InvariantViolated
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
+from kvpool.master.state.server_record import Registration
+from kvpool.master.state.server_table import ServerTable
 from kvpool.protocols import ReserveRequest, WriteOptions
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
@@ -58,8 +60,7 @@ Foresight = Callable[[Request], float | None]
 #: Makes the eviction policy of one server, whose memory has so many bytes.
 PolicyOf = Callable[[int], Policy[Entry]]
 
-#: Every block has this size; the store sees bytes, the result depends on how many blocks fit.
-BLOCK_SIZE: Final = 4096
+BLOCK_SIZE: Final = 4096  # of every block: the result depends on how many of them fit
 _HINTS_MAX: Final = 1024
 _NAMESPACE: Final = Namespace("dry")
 _OWNER: Final = 1
@@ -162,10 +163,9 @@ class DryPool:
         self._heartbeat_s = heartbeat_s
         self._copies_max = SHARED_COPIES_MAX
         self.played = Played()
-        #: Blocks that servers have received from writers.
-        self.written = Counter[str]()
+        self.written = Counter[str]()  # blocks that servers have received from writers
         self._hosts = hosts or count
-        self.directory = Directory(servers_max=count, servers_per_host_max=count)
+        self.directory = Directory(ServerTable(servers_max=count))
         self._hints = HintLog()
         self._turns = itertools.count()
         self._policy = policy
@@ -317,7 +317,7 @@ class DryPool:
     def lose(self, name: str) -> None:
         """This server is gone with its blocks, and does not come back."""
         del self.servers[name]
-        self.directory.leave(name, self._epochs[name])
+        self.directory.servers.leave(name, self._epochs[name])
 
     def drain(self, name: str, now: float) -> None:
         """This server will leave: from now on nothing new is placed there."""
@@ -349,7 +349,7 @@ class DryPool:
         server = self.servers[name]
         records = _records(server.store)
         server.store = self._new_store()
-        self.directory.leave(name, self._epochs[name])
+        self.directory.servers.leave(name, self._epochs[name])
         self._epochs[name] += 1
         self._register(server)
         if records:
@@ -413,7 +413,7 @@ class DryPool:
             victim_age_s=store.backing.policy.victim_age(now),
             draining=server.draining,
         )
-        self.directory.heartbeat(server.name, self._epochs[server.name], stats, now)
+        self.directory.servers.heartbeat(server.name, self._epochs[server.name], stats, now)
 
     def _new_store(self) -> TieredStore:
         stores: list[Store] = []
@@ -426,11 +426,11 @@ class DryPool:
         return TieredStore(stores, write_back=self._write_back)
 
     def _register(self, server: DryServer) -> None:
-        name, epoch, size = server.name, self._epochs[server.name], self._sizes[-1]
-        tiers = ["dram", "nvme"][: len(self._sizes)]
-        refusal = self.directory.register(name, epoch, server.host, [], tiers, size, 0.0)
+        tiers = ("dram", "nvme")[: len(self._sizes)]
+        said = (self._epochs[server.name], server.host, (), tiers, self._sizes[-1])
+        refusal = self.directory.servers.register(server.name, Registration(*said), 0.0)
         if refusal is not None:
-            raise InvariantViolated(f"{name} is refused: {refusal}")
+            raise InvariantViolated(f"{server.name} is refused: {refusal}")
 
     def _write(
         self, options: WriteOptions, digests: list[bytes], parent: bytes, host: str, now: float

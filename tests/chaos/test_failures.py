@@ -193,7 +193,7 @@ async def test_a_silent_server_that_comes_back_is_simply_back(pool_dev: dev.Dev)
     async with pool_dev.pool() as pool:
         await pool.write(NAMESPACE, chain, values(chain))
         directory = pool_dev.master.directory
-        directory.leave("dev-0", pool_dev.servers[0].epoch)
+        directory.servers.leave("dev-0", pool_dev.servers[0].epoch)
         gone = await pool.match(NAMESPACE, chain)
         assert (gone.length, gone.stopped) == (0, ReadStatus.SERVER_LOST)
         await asyncio.sleep(1.2)  # its next heartbeat

@@ -128,7 +128,7 @@ async def test_who_observes_asks_for_nothing(pool_dev: dev.Dev) -> None:
     """Otherwise blocks that routers are told of would count as the working set."""
     chain = keys("chain", 3)
     asked: list[int] = []
-    meter = pool_dev.master._demand
+    meter = pool_dev.master.clients._demand
     before = meter.asked_chain
     meter.asked_chain = lambda *of: asked.append(len(of[1]))  # type: ignore[method-assign]
     async with pool_dev.pool() as pool:

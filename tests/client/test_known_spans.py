@@ -249,18 +249,18 @@ async def test_a_prompt_counts_once_and_all_of_it_is_asked_for() -> None:
     for _ in range(3):
         assert await found(lookup, chain) == (0, ReadStatus.NEVER_WRITTEN)
     assert master.taken() == [("FindChain", 0, 512)] * 3
-    assert master.master.matches[ReadStatus.NEVER_WRITTEN] == 3
+    assert master.master.clients.matches[ReadStatus.NEVER_WRITTEN] == 3
     # The rest of it by its marks.
-    assert len(master.master._demand._samples[""].asked) == 4000 // SPAN_BLOCKS
+    assert len(master.master.clients._demand._samples[""].asked) == 4000 // SPAN_BLOCKS
     master.announce(CHAIN)
     await found(lookup)
     master.announce([CHAIN[40]], ReadStatus.EVICTED)
-    asked, hits = master.master.asked_blocks, master.master.found_blocks
+    asked, hits = master.master.clients.asked_blocks, master.master.clients.found_blocks
     await found(lookup)
-    assert master.master.found_blocks - hits == 40
-    assert master.master.asked_blocks - asked == 32 + 512
-    assert master.master.matches[ReadStatus.EVICTED] == 1
-    assert master.master.unknown_spans == 1
+    assert master.master.clients.found_blocks - hits == 40
+    assert master.master.clients.asked_blocks - asked == 32 + 512
+    assert master.master.clients.matches[ReadStatus.EVICTED] == 1
+    assert master.master.clients.unknown_spans == 1
     page = pages_of_master(master.master)["/metrics"]().body.decode()
     assert "kvpool_master_unknown_spans_total 1.0" in page
 

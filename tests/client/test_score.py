@@ -96,7 +96,9 @@ async def test_one_question_for_all_hosts_and_no_demand(
             return await ask(message, *rest, **others)
 
         monkeypatch.setattr(pool._context.masters, "ask", counted)
-        monkeypatch.setattr(hosts.master._demand, "asked_chain", lambda *of: demand.append(of))
+        monkeypatch.setattr(
+            hosts.master.clients._demand, "asked_chain", lambda *of: demand.append(of)
+        )
         for _ in range(3):
             await pool.score(NAMESPACE, CHAIN, [f"host-{number}" for number in range(1000)])
     assert asked.count("Find") == 3

@@ -48,8 +48,8 @@ def target(data: bytes) -> None:
     for number, body in split(data):
         if number == 0:
             loop.clock.now += len(body)
-            master.directory.tick(loop.time())
-            master.directory.sweep(1 + len(body))
+            master.directory.servers.tick(loop.time())
+            master.sweeper.step(1 + len(body))
         else:
             ask(master, frames.encode_envelope(number, CLUSTER, 1, body))
     check_invariants(master.directory)

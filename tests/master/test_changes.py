@@ -15,11 +15,15 @@ from kvpool.config import MasterConfig
 from kvpool.errors import MasterLost
 from kvpool.master.service import Master
 from kvpool.master.state.block_map import MARK_BITS
-from kvpool.master.state.change_ring import ChangeKind, ChangeRing, LoggedChange
-from kvpool.master.state.directory import Directory, MapCursor
+from kvpool.master.state.change_ring import CHANGES_MAX, ChangeKind, ChangeRing, LoggedChange
+from kvpool.master.state.directory import Directory
+from kvpool.master.state.server_record import Registration
+from kvpool.master.state.server_table import ServerTable
+from kvpool.master.state.snapshot import MapCursor, snapshot
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, ServerStats
 from kvpool.wire import messages as wire
+from tests.support.sweeping import sweep_all
 
 NAMESPACES = [Namespace("a", 1), Namespace("a", 2), Namespace("b", 1)]
 TIERS = ("dram", "nvme")
@@ -32,9 +36,12 @@ def digest(number: int, size: int = 16) -> bytes:
 class Fleet:
     """Servers that do what servers do, and what the map must be about them."""
 
-    def __init__(self, seed: int) -> None:
-        self.master = Master(MasterConfig(), cast(Any, None), rng=random.Random(seed))
-        self.directory: Directory = self.master.directory
+    def __init__(self, seed: int, changes_max: int = CHANGES_MAX) -> None:
+        self.directory = Directory(ServerTable(changes=ChangeRing(changes_max)))
+        self.master = Master(
+            MasterConfig(), cast(Any, None), directory=self.directory, rng=random.Random(seed)
+        )
+        self.sweeper = self.master.sweeper
         self.random = random.Random(seed)
         self.epochs: dict[str, int] = {}
         self.numbers: dict[str, int] = {}
@@ -51,19 +58,19 @@ class Fleet:
                 server, *self.some(), self.digests(), self.random.choice(list(ReadStatus)[1:])
             )
         elif do == "leave":
-            self.directory.leave(server, self.epochs[server])
+            self.directory.servers.leave(server, self.epochs[server])
         else:
-            self.directory.heartbeat(server, self.epochs[server], ServerStats(), 0.0)
+            self.directory.servers.heartbeat(server, self.epochs[server], ServerStats(), 0.0)
         if self.random.random() < 0.2:
             self.inventory(server)
         if self.random.random() < 0.5:
-            self.directory.sweep(8)
+            self.sweeper.step(8)
 
     def register(self, server: str) -> None:
         self.epochs[server] = self.random.getrandbits(32)
         self.numbers[server] = 0
-        problem = self.directory.register(
-            server, self.epochs[server], "here", ["tcp://h:1"], TIERS, 1 << 30, 0.0
+        problem = self.directory.servers.register(
+            server, Registration(self.epochs[server], "here", ("tcp://h:1",), TIERS, 1 << 30), 0.0
         )
         assert problem is None
 
@@ -74,11 +81,11 @@ class Fleet:
 
     def inventory(self, server: str) -> None:
         """It lists a few blocks only: the others it has no more."""
-        number = self.directory.sequence(server) + 1
-        self.directory.check_piece(server, self.epochs[server], number, 0)
+        number = self.directory.servers.records[server].inventories.sequence + 1
+        self.directory.servers.check_piece(server, self.epochs[server], number, 0)
         self.store(server)
-        self.directory.check_piece(server, self.epochs[server], number, 1, last=True)
-        self.directory.end_inventory(server)
+        self.directory.servers.check_piece(server, self.epochs[server], number, 1, last=True)
+        self.directory.servers.end_inventory(server)
 
     def some(self) -> tuple[Namespace, int]:
         namespace = self.random.choice(NAMESPACES)
@@ -89,22 +96,21 @@ class Fleet:
         return [digest(self.random.randrange(3000), size) for _ in range(self.random.randrange(40))]
 
     def rest(self) -> None:
-        while self.directory.sweep():
-            pass
+        sweep_all(self.directory)
 
     def truth(self) -> dict[tuple[str, Namespace, int, bytes], str]:
         """The tier of each part of a block at each server, of what the map has."""
         found = {}
-        for namespace, blocks in self.directory._blocks.items():
+        for namespace, blocks in self.directory.blocks.items():
             for one, tag in blocks.items():
-                for where in self.directory._locations.by_id[tag >> MARK_BITS].locations:
+                for where in self.directory.locations.by_id[tag >> MARK_BITS].locations:
                     if not where.inventory.retired:
                         name = (where.inventory.server, namespace, where.part, one)
                         found[name] = TIERS[where.tier]
         return found
 
     def alive(self) -> dict[str, bool]:
-        return {one.server: one.alive for one in self.directory.members(0.0)}
+        return {one.server: one.alive for one in self.directory.servers.members(0.0)}
 
 
 class View:
@@ -167,8 +173,8 @@ async def test_a_reader_is_right_about_a_map_that_never_rests(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of a snapshot are of different moments, and everything changes in between."""
-    monkeypatch.setattr("kvpool.master.service._SNAPSHOT_BLOCKS", 64)
-    monkeypatch.setattr("kvpool.master.service._CHANGES_BLOCKS", 50)
+    monkeypatch.setattr("kvpool.master.follower_requests._SNAPSHOT_BLOCKS", 64)
+    monkeypatch.setattr("kvpool.master.follower_requests._CHANGES_BLOCKS", 50)
     fleet = Fleet(number)
     for _ in range(150):
         fleet.act()
@@ -251,11 +257,10 @@ async def test_a_position_that_is_not_known_is_a_reset(wrong: str) -> None:
 
 async def test_a_snapshot_that_is_overtaken_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log is shorter than what happens between two questions: nothing wrong is believed."""
-    monkeypatch.setattr("kvpool.master.service._SNAPSHOT_BLOCKS", 16)
-    fleet = Fleet(3)
+    monkeypatch.setattr("kvpool.master.follower_requests._SNAPSHOT_BLOCKS", 16)
+    fleet = Fleet(3, changes_max=2)
     for _ in range(50):
         fleet.act()
-    fleet.directory.changes = ChangeRing(changes_max=2)
     busy = 40
 
     def act() -> None:
@@ -328,7 +333,7 @@ def test_a_snapshot_comes_in_small_parts_and_has_every_block() -> None:
     cursor: MapCursor | None = MapCursor()
     seen: set[bytes] = set()
     while cursor is not None:
-        changes, cursor = fleet.directory.snapshot(cursor, 1024)
+        changes, cursor = snapshot(fleet.directory, cursor, 1024)
         assert sum(one.blocks for one in changes) < 1024 + 1300
         for one in changes:
             seen.update(wire.unpack_digests(one.digests, 32))
@@ -342,7 +347,7 @@ def test_a_snapshot_leaves_out_what_a_server_has_lost_already() -> None:
     fleet.directory.stored("s0", NAMESPACES[0], 0, 0, [digest(1), digest(2)])
     fleet.register("s0")  # restarted, and not swept yet
     assert len(fleet.directory) == 2
-    assert fleet.directory.snapshot(MapCursor(), 1024) == ([], None)
+    assert snapshot(fleet.directory, MapCursor(), 1024) == ([], None)
 
 
 def test_a_block_that_moves_to_another_tier_is_stored_there() -> None:

@@ -26,7 +26,7 @@ def with_blocks() -> Directory:
     directory = directory_of("a", "b")
     directory.stored("a", ONE, 0, 0, CHAIN)
     directory.stored("b", ONE, 0, 0, CHAIN[:2])
-    assert directory.check_piece("b", 1, 1, 0) is SequenceCheck.NEXT
+    assert directory.servers.check_piece("b", 1, 1, 0) is SequenceCheck.NEXT
     directory.stored("b", ONE, 0, 0, CHAIN[:1])
     check_invariants(directory)
     return directory
@@ -34,28 +34,30 @@ def with_blocks() -> Directory:
 
 def place(directory: Directory, *locations: Location) -> None:
     """The last block has these locations, whatever the records of the servers say."""
-    held = directory._locations.get(1, locations)
-    directory._blocks[ONE][CHAIN[2]] = held.tag
+    held = directory.locations.get(1, locations)
+    directory.blocks[ONE][CHAIN[2]] = held.tag
 
 
 def latest(directory: Directory, server: str) -> ServerInventory:
-    return directory._servers[server].inventory
+    return directory.servers.records[server].inventories.latest
 
 
 def split(directory: Directory) -> None:
-    held = directory._locations.by_id[directory._blocks[ONE][CHAIN[2]] >> MARK_BITS]
-    directory._locations._sets = PiecewiseDict()
+    held = directory.locations.by_id[directory.blocks[ONE][CHAIN[2]] >> MARK_BITS]
+    directory.locations._sets = PiecewiseDict()
     assert held.locations
 
 
 BROKEN: dict[str, Callable[[Directory], object]] = {
-    "empty namespace": lambda d: d._blocks.__setitem__(TWO, BlockMap()),
-    "counts 4 blocks": lambda d: setattr(d._blocks[ONE], "_count", 4),
-    "span 7 has 0 blocks": lambda d: d._blocks[ONE].spans.__setitem__(7, 7),
+    "empty namespace": lambda d: d.blocks.__setitem__(TWO, BlockMap()),
+    "counts 4 blocks": lambda d: setattr(d.blocks[ONE], "_count", 4),
+    "span 7 has 0 blocks": lambda d: d.blocks[ONE].spans.__setitem__(7, 7),
     "counted 4 blocks, has 3": lambda d: setattr(d, "_count", 4),
     "a: counted": lambda d: latest(d, "a").listed.count(CHAIN[0], 7, 1),
-    "has a retired inventory": lambda d: setattr(d._servers["b"].earlier[0], "retired", True),
-    "is not syncing": lambda d: setattr(d._servers["b"], "syncing", False),
+    "has a retired inventory": lambda d: setattr(
+        d.servers.records["b"].inventories.earlier[0], "retired", True
+    ),
+    "is not syncing": lambda d: setattr(d.servers.records["b"].inventories, "syncing", False),
     "has no location": place,
     "its locations are not shared": split,
     "is twice on one server": lambda d: place(

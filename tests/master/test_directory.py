@@ -16,12 +16,15 @@ from kvpool.config import MasterConfig
 from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.master.state.change_ring import ChangeKind
 from kvpool.master.state.directory import Directory
-from kvpool.master.state.server_record import Refusal, SequenceCheck
+from kvpool.master.state.server_record import Refusal, Registration, SequenceCheck
+from kvpool.master.state.server_table import ServerTable
+from kvpool.master.state.sweeper import Sweeper
 from kvpool.piecewise_dict import PIECE_KEYS
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, ServerStats
 from tests.conftest import key, keys
+from tests.support.sweeping import sweep_all
 
 ONE = Namespace("one")
 TWO = Namespace("two", parts=2)
@@ -33,7 +36,12 @@ def directory_of(*servers: str, now: float = 0.0) -> Directory:
     """A map that knows these servers, at epoch 1, with 1000 bytes each."""
     made = Directory()
     for server in servers:
-        assert made.register(server, 1, HOST, [f"tcp://{server}:1"], ["dram"], 1000, now) is None
+        assert (
+            made.servers.register(
+                server, Registration(1, HOST, (f"tcp://{server}:1",), ("dram",), 1000), now
+            )
+            is None
+        )
     return made
 
 
@@ -48,8 +56,11 @@ def registered(
     now: float = 0.0,
 ) -> Refusal | None:
     where = [f"tcp://{server}:1"]
-    return directory.register(
-        server, epoch, HOST, where, ["dram"], 1000, now, token=token, kept=kept, sequence=sequence
+    return directory.servers.register(
+        server,
+        Registration(epoch, HOST, where, ("dram",), 1000, token=token, kept=kept),
+        now,
+        sequence=sequence,
     )
 
 
@@ -73,7 +84,8 @@ def test_chosen_histories_against_a_model(rng: random.Random) -> None:
 
 def history(rng: random.Random, steps: int) -> None:
     """Announcements with gaps and doubles, inventories in pieces, silence, restarts, sweeps."""
-    directory = Directory(timeout_s=3.0, forget_s=60.0)
+    directory = Directory(ServerTable(timeout_s=3.0, forget_s=60.0))
+    sweeper = Sweeper(directory)
     digests = keys("d", 12)
     truth: dict[str, set[tuple[Namespace, int, bytes]]] = {}  # what each server really has
     told: dict[str, set[tuple[Namespace, int, bytes]]] = {}  # what the master has heard of it
@@ -86,7 +98,8 @@ def history(rng: random.Random, steps: int) -> None:
         register(server)
         sequence[server] += 1
         assert (
-            directory.check_piece(server, epoch[server], sequence[server], 0) is SequenceCheck.NEXT
+            directory.servers.check_piece(server, epoch[server], sequence[server], 0)
+            is SequenceCheck.NEXT
         )
         for namespace, part, digest in sorted(truth[server], key=repr):
             directory.stored(server, namespace, part, 0, [digest])
@@ -95,13 +108,13 @@ def history(rng: random.Random, steps: int) -> None:
                 compare()  # what was known stays in force until the inventory is complete
             if attempts and rng.random() < 0.05:
                 return resync(server, attempts - 1)  # it fails halfway and begins again
-        assert directory.end_inventory(server) == len(told[server] - truth[server])
+        assert directory.servers.end_inventory(server) == len(told[server] - truth[server])
         told[server] = set(truth[server])
 
     def register(server: str) -> None:
         number = sequence[server]
-        assert not directory.register(
-            server, epoch[server], HOST, [], ["dram"], 1000, now, sequence=number
+        assert not directory.servers.register(
+            server, Registration(epoch[server], HOST, (), ("dram",), 1000), now, sequence=number
         )
 
     def start(server: str) -> None:
@@ -143,14 +156,17 @@ def history(rng: random.Random, steps: int) -> None:
             lost = rng.random() < 0.1
             if not lost:
                 number = sequence[server]
-                if directory.check_sequence(server, epoch[server], number) is SequenceCheck.NEXT:
+                if (
+                    directory.servers.check_sequence(server, epoch[server], number)
+                    is SequenceCheck.NEXT
+                ):
                     if gone:
                         directory.removed(server, namespace, part, some, ReadStatus.EVICTED)
                     else:
                         directory.stored(server, namespace, part, 0, some)
                     told[server] = set(truth[server])
                     assert (
-                        directory.check_sequence(server, epoch[server], number)
+                        directory.servers.check_sequence(server, epoch[server], number)
                         is SequenceCheck.DUPLICATE
                     )  # a double
                 else:
@@ -158,20 +174,20 @@ def history(rng: random.Random, steps: int) -> None:
         elif step < 0.78:
             start(server)
         elif step < 0.86:
-            directory.leave(server, epoch[server])
+            directory.servers.leave(server, epoch[server])
             alive[server] = False
         elif step < 0.94:
-            assert directory.heartbeat(server, epoch[server], ServerStats(), now)
+            assert directory.servers.heartbeat(server, epoch[server], ServerStats(), now)
             alive[server] = True
         else:
-            directory.sweep(rng.randint(1, 20))
+            sweeper.step(rng.randint(1, 20))
         if rng.random() < 0.5:
             compare()
     for server in sorted(truth):
         if alive[server]:
             resync(server)
     compare()
-    while directory.sweep(5):
+    while sweeper.step(5):
         compare()
     assert len(directory) == len(
         {(name, held) for known in told.values() for name, _, held in known}
@@ -181,11 +197,11 @@ def history(rng: random.Random, steps: int) -> None:
 def test_inventories_replace_and_do_not_merge() -> None:
     directory = directory_of("s")
     directory.stored("s", ONE, 0, 0, keys("old", 3))
-    directory.check_piece("s", 1, 1, 0)
+    directory.servers.check_piece("s", 1, 1, 0)
     directory.stored("s", ONE, 0, 0, keys("new", 2))
     assert prefix(directory, keys("old", 3)) == 3
     assert prefix(directory, keys("new", 2)) == 2
-    assert directory.end_inventory("s") == 3
+    assert directory.servers.end_inventory("s") == 3
     assert prefix(directory, keys("old", 3)) == 0
     assert prefix(directory, keys("new", 2)) == 2
     check_invariants(directory)
@@ -193,12 +209,12 @@ def test_inventories_replace_and_do_not_merge() -> None:
 
 def test_a_gap_is_noticed() -> None:
     directory = directory_of("s")
-    assert directory.check_sequence("s", 1, 1) is SequenceCheck.NEXT
-    assert directory.check_sequence("s", 1, 3) is SequenceCheck.GAP
-    assert directory.check_sequence("s", 1, 2) is SequenceCheck.NEXT
-    assert directory.check_sequence("s", 1, 2) is SequenceCheck.DUPLICATE
-    assert directory.check_sequence("s", 2, 3) is SequenceCheck.GAP
-    assert directory.check_sequence("stranger", 1, 1) is SequenceCheck.GAP
+    assert directory.servers.check_sequence("s", 1, 1) is SequenceCheck.NEXT
+    assert directory.servers.check_sequence("s", 1, 3) is SequenceCheck.GAP
+    assert directory.servers.check_sequence("s", 1, 2) is SequenceCheck.NEXT
+    assert directory.servers.check_sequence("s", 1, 2) is SequenceCheck.DUPLICATE
+    assert directory.servers.check_sequence("s", 2, 3) is SequenceCheck.GAP
+    assert directory.servers.check_sequence("stranger", 1, 1) is SequenceCheck.GAP
 
 
 def test_a_server_goes_through_the_states_of_its_table() -> None:
@@ -212,76 +228,77 @@ def test_a_server_goes_through_the_states_of_its_table() -> None:
         return directory.match(ONE, chain).stopped
 
     assert reason() is ReadStatus.NEVER_WRITTEN
-    assert directory.check_sequence("s", 1, 1) is SequenceCheck.NEXT
+    assert directory.servers.check_sequence("s", 1, 1) is SequenceCheck.NEXT
     directory.stored("s", ONE, 0, 0, chain)  # registered -> live
     assert reason() is ReadStatus.HIT
-    assert directory.check_sequence("s", 1, 3) is SequenceCheck.GAP
-    assert directory.check_piece("s", 1, 4, 0) is SequenceCheck.GAP  # it has to register first
+    assert directory.servers.check_sequence("s", 1, 3) is SequenceCheck.GAP
+    assert (
+        directory.servers.check_piece("s", 1, 4, 0) is SequenceCheck.GAP
+    )  # it has to register first
     assert register("s", sequence=3) is None
-    assert directory.check_piece("s", 1, 4, 0) is SequenceCheck.NEXT  # live -> syncing
+    assert directory.servers.check_piece("s", 1, 4, 0) is SequenceCheck.NEXT  # live -> syncing
     assert reason() is ReadStatus.HIT
     directory.stored("s", ONE, 0, 0, chain[:1])
-    assert directory.check_piece("s", 1, 4, 1) is SequenceCheck.NEXT
-    directory.end_inventory("s")  # syncing -> live
+    assert directory.servers.check_piece("s", 1, 4, 1) is SequenceCheck.NEXT
+    directory.servers.end_inventory("s")  # syncing -> live
     assert directory.match(ONE, chain).length == 1
     assert register("s", 2, token=OTHER) is not None  # its id is taken
-    directory.leave("s", 1)  # live -> lost
+    directory.servers.leave("s", 1)  # live -> lost
     assert reason() is ReadStatus.SERVER_LOST
-    assert directory.heartbeat("s", 1, ServerStats(), 1.0, 4)  # lost -> live
+    assert directory.servers.heartbeat("s", 1, ServerStats(), 1.0, 4)  # lost -> live
     assert directory.match(ONE, chain).length == 1
-    directory.leave("s", 1)
+    directory.servers.leave("s", 1)
     assert register("s", 2, now=2.0) is None  # lost -> registered
     assert reason() is ReadStatus.SERVER_LOST
     for second in range(2, 700):
-        directory.tick(float(second))  # registered -> lost -> unknown
-    assert not directory.members(700.0)
-    assert directory.check_sequence("s", 2, 1) is SequenceCheck.GAP
+        directory.servers.tick(float(second))  # registered -> lost -> unknown
+    assert not directory.servers.members(700.0)
+    assert directory.servers.check_sequence("s", 2, 1) is SequenceCheck.GAP
 
 
 def test_a_silent_server_comes_back_with_all_it_had() -> None:
     directory = directory_of("s")
     directory.stored("s", ONE, 0, 0, keys("c", 3))
     for second in range(1, 6):
-        directory.tick(float(second))
+        directory.servers.tick(float(second))
     assert directory.match(ONE, keys("c", 3)).stopped is ReadStatus.SERVER_LOST
-    assert directory.heartbeat("s", 1, ServerStats(), 6.0)
+    assert directory.servers.heartbeat("s", 1, ServerStats(), 6.0)
     assert prefix(directory, keys("c", 3)) == 3
 
 
 def test_a_belated_greeting_is_not_all_there_is_to_know() -> None:
     """Our predecessor had heard everything; of that, only the greeting came to us, too."""
     directory = directory_of("s")
-    assert not directory.heartbeat("s", 1, ServerStats(), 1.0, sequence=7)
-    assert directory.members(1.0)[0].alive
+    assert not directory.servers.heartbeat("s", 1, ServerStats(), 1.0, sequence=7)
+    assert directory.servers.members(1.0)[0].alive
     assert registered(directory, "s", sequence=7) is None
-    assert directory.check_piece("s", 1, 8, 0) is SequenceCheck.NEXT
-    directory.end_inventory("s")
-    assert directory.heartbeat("s", 1, ServerStats(), 1.0, sequence=8)
-    assert directory.heartbeat("s", 1, ServerStats(), 1.0, sequence=7)  # a late one
+    assert directory.servers.check_piece("s", 1, 8, 0) is SequenceCheck.NEXT
+    directory.servers.end_inventory("s")
+    assert directory.servers.heartbeat("s", 1, ServerStats(), 1.0, sequence=8)
+    assert directory.servers.heartbeat("s", 1, ServerStats(), 1.0, sequence=7)  # a late one
 
 
 def test_a_master_that_slept_does_not_bury_everybody() -> None:
     """No mass expiry: the time that the master itself missed counts against nobody."""
     directory = directory_of("a", "b")
     for tenth in range(10):
-        directory.tick(tenth / 10)
-    directory.tick(500.0)
-    assert all(member.alive for member in directory.members(500.0))
+        directory.servers.tick(tenth / 10)
+    directory.servers.tick(500.0)
+    assert all(member.alive for member in directory.servers.members(500.0))
     for second in range(501, 506):
-        directory.tick(float(second))
-    assert not any(member.alive for member in directory.members(506.0))
+        directory.servers.tick(float(second))
+    assert not any(member.alive for member in directory.servers.members(506.0))
 
 
 def test_a_forgotten_server_is_the_reason_of_its_misses() -> None:
     directory = directory_of("s")
     directory.stored("s", ONE, 0, 0, keys("c", 3))
     for second in range(1, 700):
-        directory.tick(float(second))
-    while directory.sweep():
-        pass
+        directory.servers.tick(float(second))
+    sweep_all(directory)
     assert len(directory) == 0
     assert directory.match(ONE, keys("c", 3)).stopped is ReadStatus.SERVER_LOST
-    assert directory.members(700.0) == []
+    assert directory.servers.members(700.0) == []
 
 
 def test_an_id_belongs_to_the_living() -> None:
@@ -290,12 +307,12 @@ def test_an_id_belongs_to_the_living() -> None:
     assert refusal is not None
     assert "tcp://s:1, and its last message came 1.0 s ago" in refusal.problem
     assert "free in 2.0 s" in refusal.problem
-    assert not directory.belongs_to("s", OTHER)
-    assert directory.belongs_to("s", b"")
+    assert not directory.servers.records["s"].registration.shows(OTHER)
+    assert directory.servers.records["s"].registration.shows(b"")
     assert registered(directory, "s", 2, token=OTHER, now=3.0) is None
-    assert directory.belongs_to("s", OTHER)
-    assert not directory.belongs_to("s", b"")
-    assert not directory.heartbeat("s", 1, ServerStats(), 10.0)
+    assert directory.servers.records["s"].registration.shows(OTHER)
+    assert not directory.servers.records["s"].registration.shows(b"")
+    assert not directory.servers.heartbeat("s", 1, ServerStats(), 10.0)
 
 
 def test_a_restarted_server_has_its_id_at_once_and_its_past_is_over() -> None:
@@ -306,7 +323,7 @@ def test_a_restarted_server_has_its_id_at_once_and_its_past_is_over() -> None:
         refusal = registered(directory, "s", former, now=0.2)
         assert refusal is not None
         assert refusal.lasting
-    assert directory.heartbeat("s", 3, ServerStats(), 0.3)
+    assert directory.servers.heartbeat("s", 3, ServerStats(), 0.3)
     assert registered(directory, "s", 2, now=3.4) is None  # the later one is lost
     assert registered(directory, "s", 2, now=3.5) is None  # again: it lost an announcement
 
@@ -325,9 +342,9 @@ def test_a_server_whose_id_was_taken_and_is_free_again_keeps_it() -> None:
 
 def test_an_identity_that_is_kept_reserves_its_id() -> None:
     """Longer than it takes to restart: nobody takes the id of a server that is away."""
-    directory = Directory(timeout_s=3.0, forget_s=60.0)
+    directory = Directory(ServerTable(timeout_s=3.0, forget_s=60.0))
     registered(directory, "s", kept=True)
-    directory.leave("s", 1)
+    directory.servers.leave("s", 1)
     refusal = registered(directory, "s", 2, token=OTHER, now=59.0)
     assert refusal is not None
     assert refusal.lasting
@@ -337,23 +354,23 @@ def test_an_identity_that_is_kept_reserves_its_id() -> None:
 
 def test_a_registration_takes_no_number_back() -> None:
     directory = directory_of("s")
-    assert directory.check_sequence("s", 1, 1) is SequenceCheck.NEXT
+    assert directory.servers.check_sequence("s", 1, 1) is SequenceCheck.NEXT
     assert registered(directory, "s", sequence=0) is None  # a second copy that came late
-    assert directory.sequence("s") == 1
-    assert directory.check_sequence("s", 1, 1) is SequenceCheck.DUPLICATE
+    assert directory.servers.records["s"].inventories.sequence == 1
+    assert directory.servers.check_sequence("s", 1, 1) is SequenceCheck.DUPLICATE
     assert registered(directory, "s", sequence=5) is None  # four announcements were lost
-    assert directory.check_sequence("s", 1, 5) is SequenceCheck.DUPLICATE
-    assert directory.check_piece("s", 1, 6, 0) is SequenceCheck.NEXT
+    assert directory.servers.check_sequence("s", 1, 5) is SequenceCheck.DUPLICATE
+    assert directory.servers.check_piece("s", 1, 6, 0) is SequenceCheck.NEXT
 
 
 @pytest.mark.parametrize("number", [3, 2**32, 2**62, 2**63 - 1])
 def test_a_number_that_is_made_up_is_a_gap(number: int) -> None:
     """Otherwise every later message would count as a repeated one, and be ignored."""
     directory = directory_of("s")
-    assert directory.check_sequence("s", 1, 1) is SequenceCheck.NEXT
-    assert directory.check_piece("s", 1, number, 0) is SequenceCheck.GAP
-    assert directory.check_sequence("s", 1, number) is SequenceCheck.GAP
-    assert directory.check_sequence("s", 1, 2) is SequenceCheck.NEXT
+    assert directory.servers.check_sequence("s", 1, 1) is SequenceCheck.NEXT
+    assert directory.servers.check_piece("s", 1, number, 0) is SequenceCheck.GAP
+    assert directory.servers.check_sequence("s", 1, number) is SequenceCheck.GAP
+    assert directory.servers.check_sequence("s", 1, 2) is SequenceCheck.NEXT
 
 
 def test_a_run_ends_where_the_place_changes() -> None:
@@ -383,71 +400,75 @@ def test_each_miss_is_explained() -> None:
     assert (
         "namespaces with blocks: 'one'" in directory.explain(Namespace("typo"), [key("x")])[0].text
     )
-    directory.leave("s", 1)
+    directory.servers.leave("s", 1)
     assert "held by s, which is lost" in directory.explain(ONE, [keys("k", 3)[1]])[0].text
 
 
 def test_a_piece_of_an_inventory_that_comes_again_changes_nothing() -> None:
     directory = directory_of("s")
     registered(directory, "s", sequence=4)
-    assert directory.check_piece("s", 1, 5, 0) is SequenceCheck.NEXT
+    assert directory.servers.check_piece("s", 1, 5, 0) is SequenceCheck.NEXT
     directory.stored("s", ONE, 0, 0, keys("first", 2))
-    assert directory.check_piece("s", 1, 5, 1) is SequenceCheck.NEXT
+    assert directory.servers.check_piece("s", 1, 5, 1) is SequenceCheck.NEXT
     directory.stored("s", ONE, 0, 0, keys("second", 2))
     assert (
-        directory.check_piece("s", 1, 5, 0) is SequenceCheck.DUPLICATE
+        directory.servers.check_piece("s", 1, 5, 0) is SequenceCheck.DUPLICATE
     )  # doubled on the way, and late
-    assert directory.check_piece("s", 1, 5, 3) is SequenceCheck.NEXT  # it overtook piece 2
-    assert directory.check_piece("s", 1, 5, 3) is SequenceCheck.DUPLICATE
-    assert directory.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.GAP  # piece 2 is missing
-    assert directory.check_sequence("s", 1, 6) is SequenceCheck.GAP
-    assert directory.check_piece("s", 1, 5, 2) is SequenceCheck.NEXT
-    assert directory.check_piece("s", 1, 5, 68) is SequenceCheck.GAP  # so far ahead is no server
-    assert directory.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.NEXT
-    directory.end_inventory("s")
-    assert directory.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.DUPLICATE
-    assert directory.check_piece("s", 1, 5, 5) is SequenceCheck.GAP
+    assert directory.servers.check_piece("s", 1, 5, 3) is SequenceCheck.NEXT  # it overtook piece 2
+    assert directory.servers.check_piece("s", 1, 5, 3) is SequenceCheck.DUPLICATE
+    assert (
+        directory.servers.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.GAP
+    )  # piece 2 is missing
+    assert directory.servers.check_sequence("s", 1, 6) is SequenceCheck.GAP
+    assert directory.servers.check_piece("s", 1, 5, 2) is SequenceCheck.NEXT
+    assert (
+        directory.servers.check_piece("s", 1, 5, 68) is SequenceCheck.GAP
+    )  # so far ahead is no server
+    assert directory.servers.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.NEXT
+    directory.servers.end_inventory("s")
+    assert directory.servers.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.DUPLICATE
+    assert directory.servers.check_piece("s", 1, 5, 5) is SequenceCheck.GAP
     assert prefix(directory, keys("first", 2)) == 2
-    assert directory.check_sequence("s", 1, 6) is SequenceCheck.NEXT
-    assert directory.check_piece("s", 1, 5, 0) is SequenceCheck.DUPLICATE
-    assert directory.check_sequence("s", 1, 7) is SequenceCheck.NEXT
+    assert directory.servers.check_sequence("s", 1, 6) is SequenceCheck.NEXT
+    assert directory.servers.check_piece("s", 1, 5, 0) is SequenceCheck.DUPLICATE
+    assert directory.servers.check_sequence("s", 1, 7) is SequenceCheck.NEXT
     assert prefix(directory, keys("second", 2)) == 2
     check_invariants(directory)
 
 
 def test_who_has_said_that_it_ends_has_left_and_is_not_lost() -> None:
     directory = directory_of("s")
-    directory.heartbeat("s", 1, ServerStats(), 0.0)
+    directory.servers.heartbeat("s", 1, ServerStats(), 0.0)
 
     def told() -> tuple[bool, bool, ChangeKind]:
-        (member,) = directory.members(0.0)
-        return member.alive, member.left, directory.servers()[0][-1].kind
+        (member,) = directory.servers.members(0.0)
+        return member.alive, member.left, directory.servers.page()[0][-1].kind
 
-    assert not directory.leave("s", 2), "another process of it"
+    assert not directory.servers.leave("s", 2), "another process of it"
     assert told() == (True, False, ChangeKind.BACK)
-    assert directory.leave("s", 1)
+    assert directory.servers.leave("s", 1)
     at = directory.changes.last
-    directory.tick(5.0)
+    directory.servers.tick(5.0)
     assert told() == (False, True, ChangeKind.LEFT)
     assert directory.changes.last == at, "its silence is no news"
-    directory.heartbeat("s", 1, ServerStats(), 6.0)  # the message was late, or it stays
+    directory.servers.heartbeat("s", 1, ServerStats(), 6.0)  # the message was late, or it stays
     assert told() == (True, False, ChangeKind.BACK)
     for now in (6.0, 7.0, 8.0, 9.0):
-        directory.tick(now)
+        directory.servers.tick(now)
     assert told() == (False, False, ChangeKind.LOST)
-    directory.leave("s", 1)
+    directory.servers.leave("s", 1)
     assert told() == (False, True, ChangeKind.LEFT)
-    directory.register("s", 2, "h", [], ["dram"], 1 << 20, 10.0)
+    directory.servers.register("s", Registration(2, "h", (), ("dram",), 1 << 20), 10.0)
     assert told() == (True, False, ChangeKind.BACK)
 
 
 def test_a_master_that_slept_gives_no_credit_from_the_future() -> None:
     directory = directory_of("s")
-    directory.tick(0.0)
-    directory.heartbeat("s", 1, ServerStats(), 20.0)  # the first thing after it woke up
+    directory.servers.tick(0.0)
+    directory.servers.heartbeat("s", 1, ServerStats(), 20.0)  # the first thing after it woke up
     for halves in range(7):
-        directory.tick(20.0 + halves / 2)
-    (member,) = directory.members(20.0 + directory.timeout_s)
+        directory.servers.tick(20.0 + halves / 2)
+    (member,) = directory.servers.members(20.0 + directory.servers.timeout_s)
     assert not member.alive
 
 
@@ -458,29 +479,28 @@ def test_an_inventory_says_why_blocks_are_gone() -> None:
     directory.stored("t", ONE, 0, 0, keys("x", 1))
     for server in ("t", "s"):  # both were out of touch when they threw it out
         registered(directory, server, sequence=4)
-        assert directory.check_piece(server, 1, 5, 0) is SequenceCheck.NEXT
+        assert directory.servers.check_piece(server, 1, 5, 0) is SequenceCheck.NEXT
         directory.removed(server, ONE, 0, keys("x", 1), ReadStatus.EVICTED)
-        directory.end_inventory(server)
+        directory.servers.end_inventory(server)
     assert directory.match(ONE, keys("x", 1)).stopped is ReadStatus.EVICTED
     assert directory.match(ONE, keys("x", 2)[1:]).stopped is ReadStatus.NEVER_WRITTEN  # no reason
-    while directory.sweep():
-        pass
+    sweep_all(directory)
     assert directory.match(ONE, keys("x", 1)).stopped is ReadStatus.EVICTED
     new = directory_of("s")
     registered(new, "s", sequence=5)
-    assert new.check_piece("s", 1, 6, 0) is SequenceCheck.NEXT
+    assert new.servers.check_piece("s", 1, 6, 0) is SequenceCheck.NEXT
     new.removed("s", ONE, 0, keys("x", 1), ReadStatus.REMOVED)
-    new.end_inventory("s")
+    new.servers.end_inventory("s")
     assert new.match(ONE, keys("x", 1)).stopped is ReadStatus.REMOVED
     check_invariants(new)
 
 
 def listed_again(directory: Directory, server: str, digests: Sequence[bytes], part: int) -> None:
     """The whole inventory of a server: one namespace, one part."""
-    sequence = directory.sequence(server) + 1
-    assert directory.check_piece(server, 1, sequence, 0, last=True) is SequenceCheck.NEXT
+    sequence = directory.servers.records[server].inventories.sequence + 1
+    assert directory.servers.check_piece(server, 1, sequence, 0, last=True) is SequenceCheck.NEXT
     directory.stored(server, TWO, part, 0, digests)
-    directory.end_inventory(server)
+    directory.servers.end_inventory(server)
 
 
 def test_what_a_living_server_lists_no_more_is_not_lost() -> None:
@@ -501,16 +521,14 @@ def test_what_a_living_server_lists_no_more_is_not_lost() -> None:
         assert "parts [1] of 2" in missing[1]  # `s` lives, and part 0 is nowhere
         assert unknown[0] is ReadStatus.NEVER_WRITTEN
         assert "no record" in unknown[1]  # before the sweep and after it: it may have been written
-        while directory.sweep():
-            pass
+        sweep_all(directory)
     listed_again(directory, "s", [goes], part=0)
     assert explained()[1][0] is ReadStatus.PART_MISSING
-    directory.leave("s", 1)
+    directory.servers.leave("s", 1)
     assert explained()[1][0] is ReadStatus.SERVER_LOST
     assert registered(directory, "s", 2, now=2.0) is None  # without what it had
     assert explained()[1][0] is ReadStatus.SERVER_LOST
-    while directory.sweep():
-        pass
+    sweep_all(directory)
     assert explained()[1][0] is ReadStatus.SERVER_LOST
 
 
@@ -520,7 +538,7 @@ def test_a_block_that_came_back_was_not_evicted_when_its_server_is_lost() -> Non
     directory.removed("s", ONE, 0, chain, ReadStatus.EVICTED)
     assert directory.match(ONE, chain).stopped is ReadStatus.EVICTED
     directory.stored("s", ONE, 0, 0, chain[:1])
-    directory.leave("s", 1)
+    directory.servers.leave("s", 1)
     found = [one.status for one in directory.explain(ONE, chain)]
     assert found == [ReadStatus.SERVER_LOST, ReadStatus.EVICTED]
 
@@ -530,7 +548,7 @@ def test_a_lost_copy_is_named_and_no_replaced_one() -> None:
     for server in ("s", "t"):
         directory.stored(server, TWO, 0, 0, chain)
     listed_again(directory, "s", [], part=0)
-    directory.leave("t", 1)
+    directory.servers.leave("t", 1)
     (answer,) = directory.explain(TWO, chain)
     assert answer.status is ReadStatus.SERVER_LOST
     assert answer.text == "held by t, which is lost or was restarted"
@@ -539,45 +557,46 @@ def test_a_lost_copy_is_named_and_no_replaced_one() -> None:
 def test_an_inventory_equal_to_what_is_known_leaves_nothing_to_sweep() -> None:
     """A master that lost touch with all its servers would otherwise walk its whole map for each."""
     directory = directory_of("s", "t")
+    sweeper = Sweeper(directory)
     chain = keys("c", 50)
     for server in ("s", "t"):
         directory.stored(server, ONE, 0, 0, chain)
-        assert directory.check_piece(server, 1, 1, 0) is SequenceCheck.NEXT
+        assert directory.servers.check_piece(server, 1, 1, 0) is SequenceCheck.NEXT
         directory.stored(server, ONE, 0, 0, chain)
-        assert directory.end_inventory(server) == 0
-        assert not directory.sweep()
-    assert directory.check_piece("s", 1, 2, 0) is SequenceCheck.NEXT
+        assert directory.servers.end_inventory(server) == 0
+        assert not sweeper.step()
+    assert directory.servers.check_piece("s", 1, 2, 0) is SequenceCheck.NEXT
     directory.stored("s", ONE, 0, 0, chain[1:])
-    assert directory.end_inventory("s") == 1
+    assert directory.servers.end_inventory("s") == 1
     assert len(directory.match(ONE, chain).runs) == 2
-    while directory.sweep(1):
+    while sweeper.step(1):
         check_invariants(directory)
     check_invariants(directory)
 
 
 def test_an_inventory_that_lost_nothing_starts_no_walk_of_a_large_map() -> None:
     directory, chain = directory_of("s"), keys("c", 4 * PIECE_KEYS)
+    sweeper = Sweeper(directory)
     for sequence in (1, 2):
-        assert directory.check_piece("s", 1, sequence, 0) is SequenceCheck.NEXT
+        assert directory.servers.check_piece("s", 1, sequence, 0) is SequenceCheck.NEXT
         directory.stored("s", ONE, 0, 0, chain)
-        assert directory.end_inventory("s") == 0
-        assert not directory.sweep(limit=1)
-    assert directory.check_piece("s", 1, 3, 0) is SequenceCheck.NEXT
+        assert directory.servers.end_inventory("s") == 0
+        assert not sweeper.step(limit=1)
+    assert directory.servers.check_piece("s", 1, 3, 0) is SequenceCheck.NEXT
     directory.stored("s", ONE, 0, 0, chain[1:])
-    assert directory.end_inventory("s") == 1
-    assert directory.sweep(limit=1)
+    assert directory.servers.end_inventory("s") == 1
+    assert sweeper.step(limit=1)
 
 
 def test_useless_sets_of_locations_are_forgotten() -> None:
     """Resyncs that lose nothing are not swept, but each leaves sets that nobody uses."""
     directory = directory_of("s")
     for sequence in range(1, 3000):
-        assert directory.check_piece("s", 1, sequence, 0) is SequenceCheck.NEXT
+        assert directory.servers.check_piece("s", 1, sequence, 0) is SequenceCheck.NEXT
         directory.stored("s", ONE, 0, 0, keys("c", 2))
-        assert directory.end_inventory("s") == 0
-        while directory.sweep():
-            pass
-    assert len(directory._locations.by_id) < 1100
+        assert directory.servers.end_inventory("s") == 0
+        sweep_all(directory)
+    assert len(directory.locations.by_id) < 1100
     assert prefix(directory, keys("c", 2)) == 2
 
 
@@ -588,10 +607,9 @@ def test_servers_that_come_and_go_leave_nothing_behind() -> None:
     for number in range(1000):
         assert at(directory, "elsewhere", f"s{number}") is None
         directory.stored(f"s{number}", ONE, 0, 0, chain[number : number + 1])
-        directory.leave(f"s{number}", 1)
-        while directory.sweep():
-            pass
-    kept = directory._locations.by_id.values()
+        directory.servers.leave(f"s{number}", 1)
+        sweep_all(directory)
+    kept = directory.locations.by_id.values()
     assert len(kept) + sum(len(one.after_add) + len(one.after_remove) for one in kept) < 600
     assert prefix(directory, chain) == 1000
     check_invariants(directory)
@@ -599,15 +617,16 @@ def test_servers_that_come_and_go_leave_nothing_behind() -> None:
 
 def test_attempts_at_an_inventory_leave_a_bounded_number_behind() -> None:
     directory = directory_of("s")
+    sweeper = Sweeper(directory)
     directory.stored("s", ONE, 0, 0, keys("c", 100))
     for attempt in range(20):
-        assert directory.check_piece("s", 1, attempt + 1, 0) is SequenceCheck.NEXT
+        assert directory.servers.check_piece("s", 1, attempt + 1, 0) is SequenceCheck.NEXT
         directory.stored("s", ONE, 0, 0, keys("c", 20 - attempt))
         check_invariants(directory)
-    assert len(directory._servers["s"].earlier) <= 4
+    assert len(directory.servers.records["s"].inventories.earlier) <= 4
     assert prefix(directory, keys("c", 100)[20:]) == 80, "the largest of them stay readable"
-    directory.end_inventory("s")
-    while directory.sweep():
+    directory.servers.end_inventory("s")
+    while sweeper.step():
         check_invariants(directory)
     assert (len(directory), prefix(directory, keys("c", 1))) == (1, 1)
 
@@ -624,17 +643,18 @@ def test_only_bytes_are_digests(wrong: object) -> None:
 def test_no_step_of_a_large_map_is_long() -> None:
     """Counted, not timed: a sweep visits its limit and at most one piece, and pieces are small."""
     directory = directory_of("s", "t")
+    sweeper = Sweeper(directory)
     chain = keys("c", 30_000)
     for first in range(0, len(chain), 1000):
         directory.stored("st"[first // 1000 % 2], ONE, 0, 0, chain[first : first + 1000])
-    (blocks,) = directory._blocks.values()
+    (blocks,) = directory.blocks.values()
     largest = max(map(len, blocks.pieces()))
     assert largest < 3 * PIECE_KEYS
     assert not any(map(gc.is_tracked, blocks.pieces())), "the collector would visit every block"
-    directory.leave("t", 1)
-    assert not directory.register("t", 2, HOST, [], ["dram"], 1000, 0.0)
+    directory.servers.leave("t", 1)
+    assert not directory.servers.register("t", Registration(2, HOST, (), ("dram",), 1000), 0.0)
     left = [len(directory)]
-    while directory.sweep(limit=100):
+    while sweeper.step(limit=100):
         left.append(len(directory))
     assert max(before - after for before, after in itertools.pairwise(left)) <= 100 + largest
     assert len(directory) == 15_000
@@ -644,16 +664,17 @@ def test_no_step_of_a_large_map_is_long() -> None:
 def test_what_is_empty_is_a_step_of_a_sweep_too() -> None:
     """A map that has become small has as many pieces as before."""
     directory, chain = directory_of("s", "t"), keys("c", 30_000)
+    sweeper = Sweeper(directory)
     directory.stored("s", ONE, 0, 0, chain)
     directory.removed("s", ONE, 0, chain[1:], ReadStatus.EVICTED)
     directory.stored("t", ONE, 0, 0, chain[:1])
-    directory.leave("t", 1)
+    directory.servers.leave("t", 1)
     assert registered(directory, "t", 2) is None
-    (blocks,) = directory._blocks.values()
+    (blocks,) = directory.blocks.values()
     pieces = len(list(blocks.pieces()))
     assert pieces > 5
     steps = 0
-    while directory.sweep(limit=1):
+    while sweeper.step(limit=1):
         steps += 1
     assert steps >= pieces
 
@@ -680,16 +701,21 @@ def test_a_map_that_is_right_does_not_differ() -> None:
     held = fingerprint(
         (ONE, 0, 0, [chain[2], chain[0]]), (ONE, 0, 1, chain[3:]), (TWO, 1, 0, chain[:1])
     )
-    assert not directory.differs("s", 1, 0, *held)
-    assert directory.check_piece("s", 1, 1, 0) is SequenceCheck.NEXT
+    assert not directory.servers.records["s"].inventories.differs(0, *held)
+    assert directory.servers.check_piece("s", 1, 1, 0) is SequenceCheck.NEXT
     directory.stored("s", ONE, 0, 0, chain[:2])
-    assert directory.differs("s", 1, 1, *held)  # the server believes that the inventory is complete
-    directory.end_inventory("s")
-    assert directory.differs("s", 1, 1, *held)
-    assert not directory.differs("s", 1, 1, *fingerprint((ONE, 0, 0, chain[:2])))
-    while directory.sweep():
-        pass
-    assert not directory.differs("s", 1, 1, *fingerprint((ONE, 0, 0, chain[:2])))
+    assert directory.servers.records["s"].inventories.differs(
+        1, *held
+    )  # the server believes that the inventory is complete
+    directory.servers.end_inventory("s")
+    assert directory.servers.records["s"].inventories.differs(1, *held)
+    assert not directory.servers.records["s"].inventories.differs(
+        1, *fingerprint((ONE, 0, 0, chain[:2]))
+    )
+    sweep_all(directory)
+    assert not directory.servers.records["s"].inventories.differs(
+        1, *fingerprint((ONE, 0, 0, chain[:2]))
+    )
     check_invariants(directory)
 
 
@@ -718,9 +744,9 @@ def test_a_map_that_is_wrong_differs(name: str) -> None:
     directory.stored("s", ONE, 0, 0, chain)
     directory.stored("s", TWO, 0, 0, chain)
     held = fingerprint((ONE, 0, 0, chain), (TWO, 0, 0, chain))
-    assert not directory.differs("s", 1, 0, *held)
+    assert not directory.servers.records["s"].inventories.differs(0, *held)
     WRONG[name](directory, chain)
-    assert directory.differs("s", 1, 0, *held)
+    assert directory.servers.records["s"].inventories.differs(0, *held)
     check_invariants(directory)
 
 
@@ -728,31 +754,31 @@ def test_only_maps_of_the_same_moment_are_compared() -> None:
     directory = directory_of("s")
     directory.stored("s", ONE, 0, 0, keys("c", 3))
     nothing = fingerprint()
-    assert directory.differs("s", 1, 0, *nothing)
-    assert not directory.differs("s", 1, 1, *nothing)
-    assert not directory.differs("s", 2, 0, *nothing)
-    assert not directory.differs("nobody", 1, 0, *nothing)
+    assert directory.servers.records["s"].inventories.differs(0, *nothing)
+    assert not directory.servers.records["s"].inventories.differs(1, *nothing)
 
 
 def at(directory: Directory, caller: str, server: str, now: float = 0.0) -> Refusal | None:
-    return directory.register(server, 1, HOST, [], ["dram"], 1 << 40, now, caller=caller)
+    return directory.servers.register(
+        server, Registration(1, HOST, (), ("dram",), 1 << 40, caller=caller), now
+    )
 
 
 def test_the_servers_of_one_address_are_limited_and_lost_ones_make_room() -> None:
-    directory = Directory(servers_max=5, servers_per_host_max=3)
+    directory = Directory(ServerTable(servers_max=5, per_host_max=3))
     for number in range(3):
         assert at(directory, "10.0.0.1", f"s{number}", now=number) is None
     refusal = at(directory, "10.0.0.1", "s3")
     assert refusal is not None
     assert refusal.full
     assert "3 servers are registered from 10.0.0.1" in refusal.problem
-    assert "master.servers_per_host_max" in refusal.problem
+    assert "3 servers are registered from" in refusal.problem
     assert at(directory, "10.0.0.1", "s1") is None  # it is registered already
     assert at(directory, "10.0.0.2", "t0") is None
-    directory.leave("s2", 1)
-    directory.leave("s0", 1)
+    directory.servers.leave("s2", 1)
+    directory.servers.leave("s0", 1)
     assert at(directory, "10.0.0.1", "s3") is None  # in the place of s0, which was lost for longer
-    assert {member.server for member in directory.members(3.0)} == {"s1", "s2", "s3", "t0"}
+    assert {member.server for member in directory.servers.members(3.0)} == {"s1", "s2", "s3", "t0"}
     assert at(directory, "10.0.0.3", "u0") is None  # five in all
     assert at(directory, "10.0.0.4", "v0") is None  # in the place of s2
     refusal = at(directory, "10.0.0.5", "w0")
@@ -770,22 +796,29 @@ def listed(directory: Directory, server: str, digests: list[bytes]) -> int:
 
 def test_a_server_lists_as_many_blocks_as_it_can_hold() -> None:
     directory, chain = Directory(), keys("c", 9)
-    assert directory.register("s", 1, HOST, [], ["dram"], 1, 0.0, blocks_max=5) is None
+    assert (
+        directory.servers.register("s", Registration(1, HOST, (), ("dram",), 1, blocks_max=5), 0.0)
+        is None
+    )
     assert listed(directory, "s", chain[:4]) == 4
     assert listed(directory, "s", chain[:4] + chain[5:8]) == 5  # the same ones, and one more
     assert listed(directory, "s", chain[8:]) == 0
     assert "'s' has 5 blocks" in directory.limit_reached("s")
     directory.removed("s", ONE, 0, chain[:2], ReadStatus.EVICTED)
     assert listed(directory, "s", chain[:1]) == 1
-    assert directory.register("t", 1, HOST, [], ["dram"], 3 * 4096 + 1, 0.0) is None
+    assert (
+        directory.servers.register("t", Registration(1, HOST, (), ("dram",), 3 * 4096 + 1), 0.0)
+        is None
+    )
     assert listed(directory, "t", chain) == 3
     check_invariants(directory)
 
 
 def test_a_map_without_arguments_has_the_limits_of_a_master_without_settings() -> None:
     directory, config = Directory(), MasterConfig()
-    for name in ("timeout_s", "forget_s", "servers_per_host_max", "blocks_max"):
-        assert getattr(directory, name) == getattr(config, name)
+    assert directory.blocks_max == config.blocks_max
+    assert directory.servers.timeout_s == config.timeout_s
+    assert directory.servers.forget_s == config.forget_s
     assert directory.tombstones.limit == Store(1 << 20).tombstones.limit == 65_536
 
 
@@ -800,10 +833,9 @@ def test_a_full_map_and_the_share_of_one_address() -> None:
     assert listed(directory, "b0", digests[9:12]) == 3
     assert listed(directory, "c0", digests[12:]) == 0
     assert directory.limit_reached("c0") == "this map has 10 blocks, the limit (master.blocks_max)"
-    directory.leave("a0", 1)
+    directory.servers.leave("a0", 1)
     listed(directory, "c0", digests[12:])  # this forgets the server that has left
-    while directory.sweep():
-        pass
+    sweep_all(directory)
     assert listed(directory, "c0", digests[12:]) == 4
     check_invariants(directory)
 
@@ -814,9 +846,9 @@ def test_an_inventory_at_the_limit_lists_again_what_was_listed() -> None:
     assert at(directory, "b", "t") is None
     assert listed(directory, "s", chain[:3]) == 3
     assert listed(directory, "t", chain[3:]) == 3
-    assert directory.check_piece("s", 1, 1, 0) is SequenceCheck.NEXT
+    assert directory.servers.check_piece("s", 1, 1, 0) is SequenceCheck.NEXT
     assert listed(directory, "s", chain[:3]) == 3
-    directory.end_inventory("s")
+    directory.servers.end_inventory("s")
     assert prefix(directory, chain) == 6
     check_invariants(directory)
 
@@ -833,17 +865,17 @@ def test_a_server_that_will_leave_is_read_and_not_chosen() -> None:
 
     assert places() == {"a", "b"}
     for steps in range(2):
-        directory.heartbeat("a", 1, ServerStats(draining=True), 1.0 + steps)
+        directory.servers.heartbeat("a", 1, ServerStats(draining=True), 1.0 + steps)
         assert places() == {"b"}
     assert prefix(directory, chain) == 2
-    directory.leave("a", 1)
-    directory.heartbeat("a", 1, ServerStats(draining=True), 3.0)
+    directory.servers.leave("a", 1)
+    directory.servers.heartbeat("a", 1, ServerStats(draining=True), 3.0)
     assert places() == {"b"}
-    directory.heartbeat("a", 1, ServerStats(), 4.0)
+    directory.servers.heartbeat("a", 1, ServerStats(), 4.0)
     assert places() == {"a", "b"}
-    directory.heartbeat("a", 1, ServerStats(draining=True), 5.0)
-    directory.leave("a", 1)
-    directory.heartbeat("a", 1, ServerStats(), 6.0)
+    directory.servers.heartbeat("a", 1, ServerStats(draining=True), 5.0)
+    directory.servers.leave("a", 1)
+    directory.servers.heartbeat("a", 1, ServerStats(), 6.0)
     assert places() == {"a", "b"}
-    assert len(directory._placer) == 2
+    assert len(directory.servers.placer) == 2
     check_invariants(directory)

@@ -9,9 +9,12 @@ import pytest
 
 from kvpool.master.state import locations
 from kvpool.master.state.directory import Directory
+from kvpool.master.state.server_record import Registration
+from kvpool.master.state.sweeper import Sweeper
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus
 from tests.conftest import keys
+from tests.support.sweeping import sweep_all
 
 ONE, TWO = Namespace("one"), Namespace("two", 2)
 BLOCKS = keys("locations", 60)
@@ -21,7 +24,9 @@ SERVERS = [f"s{number}" for number in range(24)]
 def fleet() -> Directory:
     directory = Directory()
     for server in SERVERS:
-        directory.register(server, 1, "h", ["tcp://1"], ["dram", "nvme"], 1 << 40, 0.0)
+        directory.servers.register(
+            server, Registration(1, "h", ("tcp://1",), ("dram", "nvme"), 1 << 40), 0.0
+        )
     return directory
 
 
@@ -34,6 +39,7 @@ def test_a_map_in_which_nothing_restarts_keeps_what_it_uses(
     monkeypatch.setattr(locations, "_SLACK", 30)
     rng = random.Random(seed)
     directory = fleet()
+    sweeper = Sweeper(directory)
     held: dict[tuple[Namespace, bytes], dict[tuple[str, int], int]] = {}
     largest = 0
     for number in range(6000):
@@ -49,10 +55,10 @@ def test_a_map_in_which_nothing_restarts_keeps_what_it_uses(
             places[server, part] = tier
             directory.stored(server, namespace, part, tier, [digest])
         if rng.random() < 0.1:
-            directory.tick(0.0)
+            directory.servers.tick(0.0)
         if rng.random() < 0.5:
-            directory.sweep(rng.choice((1, 8, 64)))
-        largest = max(largest, len(directory._locations))
+            sweeper.step(rng.choice((1, 8, 64)))
+        largest = max(largest, len(directory.locations))
         if number % 1000 == 0:
             check_invariants(directory)
     check_invariants(directory)
@@ -65,6 +71,7 @@ def test_a_map_in_which_nothing_restarts_keeps_what_it_uses(
 
 def test_all_sets_go_that_no_block_has() -> None:
     directory = fleet()
+    sweeper = Sweeper(directory)
     directory.stored("s0", ONE, 0, 0, BLOCKS)
     for first in SERVERS[1:]:
         for second in SERVERS[1:]:
@@ -73,38 +80,42 @@ def test_all_sets_go_that_no_block_has() -> None:
                     directory.stored(server, ONE, 0, 0, BLOCKS[:1])
                 for server in {first, second, third}:
                     directory.removed(server, ONE, 0, BLOCKS[:1], ReadStatus.EVICTED)
-    before = len(directory._locations)
-    directory.tick(0.0)
+    before = len(directory.locations)
+    directory.servers.tick(0.0)
     steps = 0
-    while directory.sweep(64):
+    while sweeper.step(64):
         steps += 1
     assert before > 1024
-    assert len(directory._locations) == 1
+    assert len(directory.locations) == 1
     assert steps > before / 2000, "in small steps"
-    assert not directory.sweep(1), "nothing has grown since"
-    directory.tick(0.0)
-    assert not directory.sweep(1)
+    assert not sweeper.step(1), "nothing has grown since"
+    directory.servers.tick(0.0)
+    assert not sweeper.step(1)
 
 
 def test_what_is_used_is_no_reason_to_walk_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locations, "_SLACK", 8)
     directory = fleet()
+    sweeper = Sweeper(directory)
     for server, digest in zip(SERVERS, BLOCKS, strict=False):
         directory.stored(server, ONE, 0, 0, [digest])
-    directory.tick(0.0)
-    while directory.sweep():
-        pass
-    assert len(directory._locations) == len(SERVERS)
-    directory.tick(0.0)
-    assert not directory.sweep(1)
+    directory.servers.tick(0.0)
+    sweep_all(directory)
+    assert len(directory.locations) == len(SERVERS)
+    directory.servers.tick(0.0)
+    assert not sweeper.step(1)
 
 
 def test_a_lost_server_is_forgotten_with_its_sets() -> None:
     directory = fleet()
     directory.stored("s0", ONE, 0, 0, BLOCKS)
     directory.stored("s1", ONE, 0, 0, BLOCKS[:30])
-    assert directory.register("s1", 2, "h", ["tcp://1"], ["dram"], 1 << 40, 1.0) is None
-    while directory.sweep():
-        pass
+    assert (
+        directory.servers.register(
+            "s1", Registration(2, "h", ("tcp://1",), ("dram",), 1 << 40), 1.0
+        )
+        is None
+    )
+    sweep_all(directory)
     check_invariants(directory)
-    assert len(directory._locations) == 1
+    assert len(directory.locations) == 1

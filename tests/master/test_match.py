@@ -9,11 +9,14 @@ import pytest
 
 from kvpool.master.state.block_map import BlockMap
 from kvpool.master.state.directory import ChainMatch, Directory
+from kvpool.master.state.server_table import ServerTable
+from kvpool.master.state.sweeper import Sweeper
 from kvpool.spans import SPAN_BLOCKS, MarkedChain, marks_of, pack_marks, unpack_marks
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Match, Namespace, ReadStatus, Run, ServerStats
 from tests.conftest import key, keys
 from tests.master.test_directory import directory_of, registered
+from tests.support.sweeping import sweep_all
 
 ONE = Namespace("one")
 TWO = Namespace("two", parts=2)
@@ -22,7 +25,7 @@ CHAIN = keys("chain", SPANS * SPAN_BLOCKS + 5)
 
 
 def spans_of(directory: Directory, namespace: Namespace = ONE) -> int:
-    blocks = directory._blocks.get(namespace)
+    blocks = directory.blocks.get(namespace)
     return len(blocks.spans) if blocks is not None else 0
 
 
@@ -58,7 +61,8 @@ def learned(*servers: str, chain: Sequence[bytes] = CHAIN) -> Directory:
 def test_spans_and_single_blocks_give_one_answer(seed: int) -> None:
     """Chains that share heads, on three servers that evict, lose, move and list again."""
     rng = random.Random(seed)
-    directory = Directory(timeout_s=3.0, forget_s=60.0)
+    directory = Directory(ServerTable(timeout_s=3.0, forget_s=60.0))
+    sweeper = Sweeper(directory)
     epochs = dict.fromkeys(("s0", "s1", "s2"), 0)
     has: dict[str, set[tuple[Namespace, int, bytes]]] = {server: set() for server in epochs}
 
@@ -92,17 +96,17 @@ def test_spans_and_single_blocks_give_one_answer(seed: int) -> None:
         elif step < 0.75:
             start(server)
         elif step < 0.8:
-            directory.leave(server, epochs[server])
+            directory.servers.leave(server, epochs[server])
         elif step < 0.88:
-            assert directory.heartbeat(server, epochs[server], ServerStats(), 0.0)
+            assert directory.servers.heartbeat(server, epochs[server], ServerStats(), 0.0)
         elif step < 0.94:
-            sequence = directory.sequence(server) + 1
-            directory.check_piece(server, epochs[server], sequence, 0, last=True)
+            sequence = directory.servers.records[server].inventories.sequence + 1
+            directory.servers.check_piece(server, epochs[server], sequence, 0, last=True)
             for name, number, digest in sorted(has[server], key=repr):
                 directory.stored(server, name, number, 0, [digest])
-            directory.end_inventory(server)
+            directory.servers.end_inventory(server)
         else:
-            directory.sweep(rng.randint(1, 200))
+            sweeper.step(rng.randint(1, 200))
         for name in (ONE, TWO):
             asked = rng.choice(chains)
             asked = asked[: rng.randint(1, len(asked))]
@@ -160,17 +164,16 @@ def test_a_server_that_is_lost_in_the_middle_of_a_chain_ends_the_match_there() -
     directory.stored("s", ONE, 0, 0, CHAIN[: 2 * SPAN_BLOCKS])
     directory.stored("t", ONE, 0, 0, CHAIN[2 * SPAN_BLOCKS :])
     assert len(directory.match(ONE, CHAIN).runs) == 2
-    directory.leave("t", 1)
+    directory.servers.leave("t", 1)
     match = directory.match(ONE, CHAIN)
     assert (match.length, match.stopped) == (2 * SPAN_BLOCKS, ReadStatus.SERVER_LOST)
     # A reason belongs to a block, and its key is not here.
     assert by_marks(directory, CHAIN, SPANS)[1:] == (2 * SPAN_BLOCKS, None)
-    assert directory.heartbeat("t", 1, ServerStats(), 1.0)
+    assert directory.servers.heartbeat("t", 1, ServerStats(), 1.0)
     assert by_marks(directory, CHAIN, SPANS)[1:] == (len(CHAIN), ReadStatus.HIT)
-    directory.leave("t", 1)
+    directory.servers.leave("t", 1)
     assert registered(directory, "t", 2) is None  # it has lost them
-    while directory.sweep():
-        pass
+    sweep_all(directory)
     check_invariants(directory)
     assert spans_of(directory) == 2
 
@@ -237,16 +240,15 @@ def test_what_servers_say_again_or_otherwise_leaves_spans_right(change: str) -> 
         "tier": lambda: directory.stored("s", ONE, 0, 1, CHAIN[:3]),
         "copy": lambda: registered(directory, "t") or directory.stored("t", ONE, 0, 0, CHAIN),
         "inventory": lambda: (
-            directory.check_piece("s", 1, 1, 0, last=True),
+            directory.servers.check_piece("s", 1, 1, 0, last=True),
             directory.stored("s", ONE, 0, 0, CHAIN[:50]),
-            directory.end_inventory("s"),
+            directory.servers.end_inventory("s"),
         ),
     }
     changes[change]()
     check_invariants(directory)
     assert directory.match(ONE, CHAIN) == block_by_block(directory, ONE, CHAIN)
-    while directory.sweep():
-        pass
+    sweep_all(directory)
     check_invariants(directory)
     exact = block_by_block(directory, ONE, CHAIN)
     assert directory.match(ONE, CHAIN) == exact
@@ -286,5 +288,5 @@ def test_the_map_of_a_namespace_forgets_spans_block_by_block() -> None:
 
 
 def test_an_empty_chain_matches() -> None:
-    match = Directory(timeout_s=3.0, forget_s=60.0).match(ONE, [])
+    match = Directory(ServerTable(timeout_s=3.0, forget_s=60.0)).match(ONE, [])
     assert (match.runs, match.length) == ((), 0)

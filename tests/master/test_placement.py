@@ -10,7 +10,8 @@ import pytest
 
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.placement import DRAWN, SHARED_FROM
-from kvpool.master.state.server_record import Claims
+from kvpool.master.state.server_record import Claims, Registration
+from kvpool.master.state.server_table import ServerTable
 from kvpool.types import ROOT, Namespace, ReadStatus, ServerStats
 
 ONE = Namespace("one")
@@ -25,17 +26,17 @@ def key(name: str) -> bytes:
 
 def pool(*servers: str, **elsewhere: str) -> Directory:
     """Servers on HOST, and others as `name="host"`. All are empty."""
-    made = Directory(servers_max=4096, servers_per_host_max=4096)
+    made = Directory(ServerTable(per_host_max=4096))
     for server in servers:
-        made.register(server, 1, HOST, [], ["dram"], CAPACITY, 0.0)
+        made.servers.register(server, Registration(1, HOST, (), ("dram",), CAPACITY), 0.0)
     for server, host in elsewhere.items():
-        made.register(server, 1, host, [], ["dram"], CAPACITY, 0.0)
+        made.servers.register(server, Registration(1, host, (), ("dram",), CAPACITY), 0.0)
     return made
 
 
 def beat(directory: Directory, now: float, **stats: ServerStats) -> None:
     for server, figures in stats.items():
-        assert directory.heartbeat(server, 1, figures, now)
+        assert directory.servers.heartbeat(server, 1, figures, now)
 
 
 def place(
@@ -78,7 +79,7 @@ def test_a_chain_stays_where_it_is(host: str) -> None:
 def test_a_chain_whose_server_is_lost_begins_anew_and_goes_on_there() -> None:
     directory = pool("a", "b", "c")
     directory.stored("a", ONE, 0, 0, [key("parent")])
-    directory.leave("a", 1)
+    directory.servers.leave("a", 1)
     first = place(directory, "x", key("parent"))
     assert "a" not in first
     directory.stored(first[0], ONE, 0, 0, [key("x")])
@@ -140,7 +141,7 @@ def test_a_session_begins_anew_where_it_was() -> None:
             chosen = place(directory, f"{session}{chain}", session=session)[0]
             assert chosen == before.setdefault(session, chosen)
     assert set(before.values()) == {"a", "b", "c"}
-    directory.leave(before["s"], 1)
+    directory.servers.leave(before["s"], 1)
     assert place(directory, "s4", session="s")[0] != before["s"]
 
 
@@ -154,7 +155,7 @@ def test_one_name_for_everything_fills_no_server() -> None:
 
 def test_a_larger_server_gets_more() -> None:
     directory = pool("a")
-    directory.register("b", 1, HOST, [], ["dram"], 3 * CAPACITY, 0.0)
+    directory.servers.register("b", Registration(1, HOST, (), ("dram",), 3 * CAPACITY), 0.0)
     beat(directory, 1.0, a=FULL, b=ServerStats(used=3 * CAPACITY))
     sent = Counter(place(directory, f"w{n}")[0] for n in range(40))
     assert sent["b"] == pytest.approx(30, abs=1)
@@ -230,7 +231,7 @@ def test_a_server_that_claims_strange_figures_is_one_among_others(
     age: float, used: int, capacity: int
 ) -> None:
     directory = pool("a", "b", "c", "d")
-    directory.register("liar", 1, HOST, [], ["dram"], capacity, 0.0)
+    directory.servers.register("liar", Registration(1, HOST, (), ("dram",), capacity), 0.0)
     sent: Counter[str] = Counter()
     for second in range(20):
         beat(directory, float(second), **dict.fromkeys("abcd", FULL))
@@ -269,15 +270,15 @@ def test_of_many_servers_a_few_are_compared_and_all_are_used() -> None:
 
 
 def test_a_restarted_server_is_chosen_and_a_forgotten_one_is_not() -> None:
-    directory = Directory(timeout_s=3.0, forget_s=600.0)
-    directory.register("a", 1, HOST, [], ["dram"], CAPACITY, 0.0)
-    directory.register("a", 2, "host-b", [], ["dram"], CAPACITY, 1.0)
+    directory = Directory(ServerTable(timeout_s=3.0, forget_s=600.0))
+    directory.servers.register("a", Registration(1, HOST, (), ("dram",), CAPACITY), 0.0)
+    directory.servers.register("a", Registration(2, "host-b", (), ("dram",), CAPACITY), 1.0)
     assert place(directory, "x") == ("a",)
-    directory.tick(1.0)
-    directory.heartbeat("a", 2, ServerStats(), 2.0)
+    directory.servers.tick(1.0)
+    directory.servers.heartbeat("a", 2, ServerStats(), 2.0)
     for second in range(3, 700):
-        directory.tick(float(second))
-    assert directory.members(700.0) == []
+        directory.servers.tick(float(second))
+    assert directory.servers.members(700.0) == []
     assert place(directory, "y") == ()
     assert directory.explain(ONE, [key("y")])[0].status is ReadStatus.NEVER_WRITTEN
 
@@ -301,12 +302,12 @@ def test_a_full_server_is_sent_that_another_one_has_room() -> None:
 
     def told(now: float, **stats: ServerStats) -> str:
         beat(directory, now, **stats)
-        directory.tick(now)
-        return "".join(name for name in "abc" if directory.others_have_room(name))
+        directory.servers.tick(now)
+        return "".join(name for name in "abc" if directory.servers.others_have_room(name))
 
-    directory.tick(0.5)
+    directory.servers.tick(0.5)
     beat(directory, 0.6, a=full)
-    assert not directory.others_have_room("a"), "what has sent no heartbeat may be full"
+    assert not directory.servers.others_have_room("a"), "what has sent no heartbeat may be full"
     assert told(1.0, a=full, b=full, c=full) == ""
     assert told(1.5, a=full, b=ServerStats(used=9_300), c=ServerStats(used=8_200)) == ""
     assert told(2.0, a=full, b=full, c=room) == "ab"
@@ -314,7 +315,6 @@ def test_a_full_server_is_sent_that_another_one_has_room() -> None:
     assert told(3.0, a=full, b=full, c=room) == "ab"
     for now in (4.0, 5.0, 6.0, 7.0):
         assert told(now, a=full, b=full) == ("ab" if now < 6 else ""), "a lost server has no room"
-    assert not directory.others_have_room("nobody")
 
 
 def test_the_order_in_which_servers_got_a_block_decides_nothing() -> None:

@@ -104,7 +104,7 @@ async def test_a_pool_says_it_and_an_operator_reads_why_sessions_wait(
     room = await admin(pool).room()
     assert (room.memory, room.prompt, room.share) == (16 << 20, 6 * 4096, None)
     assert "kvpool_master_room_sessions{" not in _page(pool_dev)  # nothing is known yet
-    for _, figures in pool_dev.master._demand._figures.values():
+    for _, figures in pool_dev.master.clients._demand._figures.values():
         figures.began -= 2 * OBSERVED_S
     later = await admin(pool).room()
     assert later.more == (later.memory - later.working_set) // later.prompt

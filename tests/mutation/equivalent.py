@@ -66,7 +66,7 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "continue",
     ): "Nothing more is taken either way.",
     (
-        "kvpool/master/state/directory.py",
+        "kvpool/master/state/sweeper.py",
         "if len(piece) < before // 2:",
         "if len(piece) < before // 1:",
     ): "A piece is compacted more often, which costs one copy of it.",
@@ -77,8 +77,8 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
     ): "The rest of the extent is taken out of its class and put back, which costs a moment.",
     (
         "kvpool/master/state/placement.py",
-        "load = offered / min(max(1, record.capacity), believed_max)",
-        "load = offered / min(max(2, record.capacity), believed_max)",
+        "load = offered / min(max(1, own.capacity), believed_max)",
+        "load = offered / min(max(2, own.capacity), believed_max)",
     ): "No block fits into one byte, nor into two.",
     (
         "connector/kvpool_connector/probing.py",

@@ -16,6 +16,7 @@ import kvpool
 from kvpool import dev
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
+from kvpool.master.state.server_record import Registration
 from kvpool.net import http_server
 from kvpool.net.control_network import TcpNetwork
 from kvpool.net.http_server import Page, PageView, pages
@@ -57,7 +58,7 @@ async def test_its_figures_are_those_of_status(pool_dev: dev.Dev, address: str) 
         await pool.session("someone/with/a/long/name").hint(resume_in=30.0)
 
         def listed() -> bool:
-            return pool_dev.master.directory.members(0.0)[0].stats.blocks == 3
+            return pool_dev.master.directory.servers.members(0.0)[0].stats.blocks == 3
 
         await eventually(listed)
         await asyncio.sleep(status_page_module._FRESH_S)
@@ -155,8 +156,10 @@ async def test_a_pool_with_many_servers_is_read_in_pages(tmp_path: Any) -> None:
     names = sorted(f"server-{number:04}" for number in range(1000))
     for name in names:
         stats = ServerStats(counters=dict.fromkeys(_COUNTERS, 2**40), usage=[TierUsage("dram")])
-        master.directory.register(name, 1, "h", ("tcp://x:1",), ("dram",), 1, 0.0, token=b"t" * 16)
-        master.directory.heartbeat(name, 1, stats, 0.0, 0)
+        master.directory.servers.register(
+            name, Registration(1, "h", ("tcp://x:1",), ("dram",), 1, token=b"t" * 16), 0.0
+        )
+        master.directory.servers.heartbeat(name, 1, stats, 0.0, 0)
     page = StatusPage(master, 1e9)
     found: list[str] = []
     after: str | None = ""
@@ -194,7 +197,7 @@ async def test_the_longest_names_make_no_endless_answer(
     sets = tuple(WorkingSet(kvpool.Namespace(one + one), 2**47, 2**47) for one in long)
     page = StatusPage(pool_dev.master, 1.5)
     monkeypatch.setattr(page, "_members", lambda: members)
-    monkeypatch.setattr(pool_dev.master, "demand", lambda _: Demand(1.0, sets, 1.0, 1.0))
+    monkeypatch.setattr(pool_dev.master.clients, "demand", lambda _: Demand(1.0, sets, 1.0, 1.0))
     for second in range(3700):
         some = [one._replace(alive=second % 2 == 0, epoch=second) for one in members[:3]]
         page._watch.sample(float(second), some, AskedTotals(second * 10**9, second * 10**8))

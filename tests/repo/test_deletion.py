@@ -27,6 +27,7 @@ TABLES = (
     "kvpool/server/tiers.py",
     "kvpool/server/orders.py",
     "kvpool/master/hints.py",
+    "kvpool/master/service.py",
 )
 #: What stands upon a ring goes with it.
 UPON = {

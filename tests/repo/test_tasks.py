@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvpool import dev, supervision
-from kvpool.master.state.directory import Directory
+from kvpool.master.state.server_table import ServerTable
 from kvpool.net import tenants_file
 from kvpool.net.event_publisher import EventPublisher
 from kvpool.net.tenants_file import TenantsFile
@@ -271,7 +271,7 @@ STEPS = {
     "drop what a file had": Step(Store, "remove", lose_a_file),
     "cold search": Step(Searcher, "beat"),
     "cold write": Step(Waiting, "due_in", write),
-    "tick": Step(Directory, "tick"),
+    "tick": Step(ServerTable, "tick"),
     "status page": Step(PoolWatch, "sample", show_a_page),
     "tenants file": Step(TenantsFile, "look", watch_a_file),
     "replays": Step(EventPublisher, "_send_some", ask_for_a_replay),

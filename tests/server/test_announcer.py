@@ -15,6 +15,7 @@ from kvpool import dev
 from kvpool.config import MasterConfig
 from kvpool.errors import DeadlineExceeded, Unavailable
 from kvpool.master.service import Master
+from kvpool.master.state.server_record import Inventories
 from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Link, ReserveRequest
 from kvpool.server import announcer as module
@@ -188,22 +189,24 @@ async def test_a_block_that_was_missed_and_is_here_by_then_is_not_corrected() ->
         assert now["Inventory"] == 1
 
 
-async def test_keys_that_never_were_cost_a_master_little_and_others_nothing() -> None:
+async def test_keys_that_never_were_cost_a_master_little_and_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also while the master pauses: neither a queue overflows nor is an inventory sent."""
     evil, mine = Namespace("@acme/none"), Namespace("@globex/m")
     async with running(keys("here", 1)) as setup:
         await eventually(lambda: setup.announcer.registered)
         directory, wrong = setup.master.directory, keys("wrong", 1)
-        directory.differs = lambda *heartbeat: False  # type: ignore[method-assign]
+        monkeypatch.setattr(Inventories, "differs", lambda *heartbeat: False)
         directory.stored("s", mine, 0, 0, wrong)
         announced: list[int] = []
-        apply = setup.master._apply
+        apply = setup.master.servers._apply
 
         def watched(server: str, changes: Any) -> int:
             announced.append(sum(len(digests) for _, _, digests, _ in changes))
             return apply(server, changes)
 
-        setup.master._apply = watched  # type: ignore[method-assign]
+        setup.master.servers._apply = watched  # type: ignore[method-assign]
         setup.link.lost = "requests"
         for number in range(200):
             setup.read(evil, keys(f"e{number}", 1024))
@@ -339,7 +342,7 @@ async def test_pieces_are_sent_side_by_side_and_again_when_answers_are_late() ->
     await setup.until_known(chain)
     assert setup.link.most_in_flight == module._PIECES_IN_FLIGHT
     await eventually(lambda: setup.announcer.registered)
-    assert setup.master.directory._servers["s"].earlier == []
+    assert setup.master.directory.servers.records["s"].inventories.earlier == []
     check_invariants(setup.master.directory)
     await setup.announcer.close()
 
@@ -475,16 +478,18 @@ async def test_blocks_for_which_a_map_has_no_room_are_sent_again_after_a_while(
         assert setup.announcer.unlisted == 0
 
 
-async def test_a_map_that_stays_wrong_is_sent_again_with_growing_delays() -> None:
+async def test_a_map_that_stays_wrong_is_sent_again_with_growing_delays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running(keys("block", 3)) as setup:
         before = setup.link.sent["Inventory"]
-        setup.master.directory.differs = lambda *heartbeat: True  # type: ignore[method-assign]
+        monkeypatch.setattr(Inventories, "differs", lambda *heartbeat: True)
         # After 0, 1 and 2 heartbeats more or less: the unit of the first delay is a heartbeat.
         await eventually(lambda: setup.link.sent["Inventory"] >= before + 3, within_s=5)
         await eventually(lambda: setup.announcer.differences >= 30, within_s=20)
         sent = setup.link.sent["Inventory"] - before
         assert sent < setup.announcer.differences / 2, "an inventory for each heartbeat is a storm"
-        del setup.master.directory.differs
+        monkeypatch.undo()
         await setup.until_known(keys("block", 3))
 
 
@@ -525,7 +530,7 @@ async def test_a_server_that_starts_waits_for_a_master_to_know_it(
 async def test_the_loser_of_an_id_says_each_reason_once(caplog: pytest.LogCaptureFixture) -> None:
     """A master says how many seconds ago it heard the winner: no other reason each time."""
     setup, seconds = Setup(), itertools.count(0.0, 0.1)
-    setup.master._now = lambda: next(seconds)  # type: ignore[method-assign]
+    setup.master.servers._now = lambda: next(seconds)  # type: ignore[method-assign]
     token = b"o" * 16
     setup.master.handle(*wire.encode(wire.Register("s", 7, token, "host", [], ["dram"], 1 << 20)))
 

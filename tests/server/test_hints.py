@@ -53,7 +53,7 @@ async def test_a_write_tells_when_its_session_resumes(pool: Pool, pool_dev: dev.
     assert await pool.session("agent").hint(resume_in=5.0) is HintStatus.ACCEPTED
     await eventually(lambda: server.store.policy.figures.get("hints_accepted", 0) == 2)
     await eventually(
-        lambda: pool_dev.master.directory.members(0.0)[0].stats.counters["sessions"] == 1
+        lambda: pool_dev.master.directory.servers.members(0.0)[0].stats.counters["sessions"] == 1
     )
 
 

@@ -15,7 +15,14 @@ from kvpool.client.ways import Attempt, Ways
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.placement import SHARED_FROM, Placement
-from kvpool.master.state.server_record import EARLIER_MAX, Refusal, SequenceCheck
+from kvpool.master.state.server_record import (
+    EARLIER_MAX,
+    Refusal,
+    Registration,
+    SequenceCheck,
+)
+from kvpool.master.state.server_table import ServerTable
+from kvpool.master.state.sweeper import Sweeper
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.eviction.session import Session
@@ -586,8 +593,114 @@ class WatchedFront(WatchedStore, FrontStore):
         return given_up
 
 
+class WatchedServers(ServerTable):
+    """What a master knows of its servers, checked after each change."""
+
+    truth: GroundTruth
+
+    def register(
+        self, server: str, registration: Registration, now: float, *, sequence: int = 0
+    ) -> Refusal | None:
+        known = self.records.get(server)
+        before = known.registration if known is not None else None
+        refusal = super().register(server, registration, now, sequence=sequence)
+        process = (registration.token, registration.epoch)
+        own = before is not None and process == (before.token, before.epoch)
+        if refusal is not None and own:
+            self.truth.fail(f"G11: {server} was refused the id that it has: {refusal.problem}")
+        if (
+            refusal is None
+            and known is not None
+            and before is not None
+            and process[0] != before.token
+        ):
+            silent_s = now - known.last_seen
+            if before.kept and silent_s < self.forget_s:
+                self.truth.fail(f"an impostor got {server}, which is reserved for its identity")
+            if known.alive and silent_s < self.timeout_s:
+                self.truth.fail(f"an impostor got {server} {silent_s:.3f} s after its last message")
+            self.truth.probes.add("the id of a lost server was taken")
+        return refusal
+
+    def holds(self, server: str, token: bytes) -> bool:
+        """Whether the id is registered with this token."""
+        known = self.records.get(server)
+        return known is not None and known.registration.token == token
+
+    def check_piece(
+        self, server: str, epoch: int, sequence: int, piece: int, *, last: bool = False
+    ) -> SequenceCheck:
+        known = self.records.get(server)
+        before = known.inventories.sequence if known is not None else 0
+        readable = self._readable(server)
+        check = super().check_piece(server, epoch, sequence, piece, last=last)
+        if known is not None and known.inventories.sequence < before:
+            self.truth.fail(
+                f"G7: the directory went back from {before} to {known.inventories.sequence}"
+            )
+        if known is not None and known.inventories.sequence > before + 1:
+            self.truth.fail(
+                f"G7: the directory jumped from {before} to {known.inventories.sequence}"
+            )
+        few = known is None or len(known.inventories.earlier) < EARLIER_MAX
+        if few and self._readable(server) != readable:
+            self.truth.fail("G7: an inventory that has only begun took blocks away")
+        if check is SequenceCheck.DUPLICATE:
+            self.truth.probes.add("a piece of an inventory came twice")
+        elif check is SequenceCheck.GAP:
+            self.truth.probes.add("a piece of an inventory came out of order")
+        elif piece == 0 and self.records[server].inventories.earlier:
+            self.truth.probes.add("an inventory replaced another")
+        return check
+
+    def _readable(self, server: str) -> int:
+        """How many blocks of this server are in inventories that are in force."""
+        record = self.records.get(server)
+        if record is None:
+            return 0
+        return sum(one.blocks for one in record.inventories if not one.retired)
+
+    def check_sequence(self, server: str, epoch: int, sequence: int) -> SequenceCheck:
+        known = self.records.get(server)
+        before = known.inventories.sequence if known is not None else 0
+        check = super().check_sequence(server, epoch, sequence)
+        if check is SequenceCheck.NEXT and sequence != before + 1:
+            self.truth.fail(f"G7: announcement {sequence} was applied after {before}")
+        if check is SequenceCheck.DUPLICATE:
+            self.truth.probes.add("an announcement came twice")
+        elif check is SequenceCheck.GAP:
+            self.truth.probes.add("an announcement came out of order")
+        return check
+
+    def tick(self, now: float) -> bool:
+        late = self._last_tick is not None and now - self._last_tick > self.timeout_s
+        before = [known for known in self.records.values() if known.alive]
+        # Servers with a heartbeat shortly before the pause; others may rightly count as lost.
+        fresh = {
+            known.server
+            for known in before
+            if self._last_tick is not None
+            and self._last_tick - known.last_seen < self.timeout_s / 2
+        }
+        syncing = super().tick(now)
+        given_up = [known.server for known in before if not known.alive]
+        if given_up:
+            self.truth.probes.add("a silent server was noticed")
+        for known in self.records.values():
+            if known.last_seen > now:
+                self.truth.fail(f"G7: the last heartbeat of {known.server} is in the future")
+        if late:
+            self.truth.probes.add("a master noticed that it had slept")
+            for server in given_up:
+                if server in fresh and self.truth.lives_now(server):
+                    self.truth.fail(
+                        f"G7: after a pause of its own a master counted {server} as lost"
+                    )
+        return syncing
+
+
 class WatchedDirectory(Directory):
-    """The real directory of a master, checked after each change."""
+    """The real map of a master, checked after each change."""
 
     truth: GroundTruth
     every = 1
@@ -606,49 +719,6 @@ class WatchedDirectory(Directory):
             except InvariantViolated as error:
                 self.truth.fail(f"G7: directory: {error}")
 
-    def register(
-        self,
-        server: str,
-        epoch: int,
-        host: str,
-        addresses: Sequence[str],
-        tiers: Sequence[str],
-        capacity: int,
-        now: float,
-        *,
-        token: bytes = b"",
-        kept: bool = False,
-        sequence: int = 0,
-        blocks_max: int = 0,
-        caller: str = "",
-    ) -> Refusal | None:
-        before = self._servers.get(server)
-        refusal = super().register(
-            server,
-            epoch,
-            host,
-            addresses,
-            tiers,
-            capacity,
-            now,
-            token=token,
-            kept=kept,
-            sequence=sequence,
-            blocks_max=blocks_max,
-            caller=caller,
-        )
-        own = before is not None and (token, epoch) == (before.token, before.epoch)
-        if refusal is not None and own:
-            self.truth.fail(f"G11: {server} was refused the id that it has: {refusal.problem}")
-        if refusal is None and before is not None and token != before.token:
-            silent_s = now - before.last_seen
-            if before.kept and silent_s < self.forget_s:
-                self.truth.fail(f"an impostor got {server}, which is reserved for its identity")
-            if before.alive and silent_s < self.timeout_s:
-                self.truth.fail(f"an impostor got {server} {silent_s:.3f} s after its last message")
-            self.truth.probes.add("the id of a lost server was taken")
-        return refusal
-
     def place(
         self,
         namespace: Namespace,
@@ -661,12 +731,12 @@ class WatchedDirectory(Directory):
     ) -> Placement:
         placement = super().place(namespace, digests, parent, size, host, copies, session)
         for server in placement.servers:
-            if self._servers[server].stats.draining:
+            if self.servers.records[server].stats.draining:
                 self.truth.fail(f"G15: {server}, which will leave, is chosen for a write")
-        living = {name for name, record in self._servers.items() if record.alive}
+        living = {name for name, record in self.servers.records.items() if record.alive}
         if not set(placement.servers) <= living:
             self.truth.fail("a writer is sent to a server that is lost")
-        stay = {name for name in living if not self._servers[name].stats.draining}
+        stay = {name for name in living if not self.servers.records[name].stats.draining}
         if stay and not placement.servers:
             self.truth.fail("a writer is sent nowhere, although servers live")
         if parent == ROOT or not digests:
@@ -675,64 +745,12 @@ class WatchedDirectory(Directory):
         branches.add(digests[0])
         (explained,) = self.explain(namespace, [parent])
         having = {replica.server for replica in explained.replicas}
-        having = {name for name in having if not self._servers[name].draining}
+        having = {name for name in having if not self.servers.records[name].draining}
         if having and placement.servers[0] not in having:
             if len(branches) < SHARED_FROM:
                 self.truth.fail(f"a chain is cut: {having} have its parent, {placement.servers[0]}")
             self.truth.probes.add("a chain began away from what it shares")
         return placement
-
-    def holds(self, server: str, token: bytes) -> bool:
-        """Whether the id is registered with this token."""
-        known = self._servers.get(server)
-        return known is not None and known.token == token
-
-    def check_piece(
-        self, server: str, epoch: int, sequence: int, piece: int, *, last: bool = False
-    ) -> SequenceCheck:
-        known = self._servers.get(server)
-        before = known.sequence if known is not None else 0
-        readable = self._readable(server)
-        check = super().check_piece(server, epoch, sequence, piece, last=last)
-        if known is not None and known.sequence < before:
-            self.truth.fail(f"G7: the directory went back from {before} to {known.sequence}")
-        if known is not None and known.sequence > before + 1:
-            self.truth.fail(f"G7: the directory jumped from {before} to {known.sequence}")
-        few = known is None or len(known.earlier) < EARLIER_MAX
-        if few and self._readable(server) != readable:
-            self.truth.fail("G7: an inventory that has only begun took blocks away")
-        if check is SequenceCheck.DUPLICATE:
-            self.truth.probes.add("a piece of an inventory came twice")
-        elif check is SequenceCheck.GAP:
-            self.truth.probes.add("a piece of an inventory came out of order")
-        elif piece == 0 and self._servers[server].earlier:
-            self.truth.probes.add("an inventory replaced another")
-        return check
-
-    def _readable(self, server: str) -> int:
-        """How many blocks of this server are in inventories that are in force."""
-        record = self._servers.get(server)
-        if record is None:
-            return 0
-        inventories = (record.inventory, *record.earlier)
-        return sum(one.blocks for one in inventories if not one.retired)
-
-    def end_inventory(self, server: str) -> int:
-        gone = super().end_inventory(server)
-        self.inspect_now_and_then()
-        return gone
-
-    def check_sequence(self, server: str, epoch: int, sequence: int) -> SequenceCheck:
-        known = self._servers.get(server)
-        before = known.sequence if known is not None else 0
-        check = super().check_sequence(server, epoch, sequence)
-        if check is SequenceCheck.NEXT and sequence != before + 1:
-            self.truth.fail(f"G7: announcement {sequence} was applied after {before}")
-        if check is SequenceCheck.DUPLICATE:
-            self.truth.probes.add("an announcement came twice")
-        elif check is SequenceCheck.GAP:
-            self.truth.probes.add("an announcement came out of order")
-        return check
 
     def stored(
         self, server: str, namespace: Namespace, part: int, tier: int, digests: Sequence[bytes]
@@ -751,33 +769,12 @@ class WatchedDirectory(Directory):
         super().removed(server, namespace, part, digests, reason)
         self.inspect_now_and_then()
 
-    def tick(self, now: float) -> bool:
-        late = self._last_tick is not None and now - self._last_tick > self.timeout_s
-        before = [known for known in self._servers.values() if known.alive]
-        # Servers with a heartbeat shortly before the pause; others may rightly count as lost.
-        fresh = {
-            known.server
-            for known in before
-            if self._last_tick is not None
-            and self._last_tick - known.last_seen < self.timeout_s / 2
-        }
-        syncing = super().tick(now)
-        given_up = [known.server for known in before if not known.alive]
-        if given_up:
-            self.truth.probes.add("a silent server was noticed")
-        for known in self._servers.values():
-            if known.last_seen > now:
-                self.truth.fail(f"G7: the last heartbeat of {known.server} is in the future")
-        if late:
-            self.truth.probes.add("a master noticed that it had slept")
-            for server in given_up:
-                if server in fresh and self.truth.lives_now(server):
-                    self.truth.fail(
-                        f"G7: after a pause of its own a master counted {server} as lost"
-                    )
-        return syncing
 
-    def sweep(self, limit: int = 512) -> bool:
-        goes_on = super().sweep(limit)
-        self.inspect_now_and_then()
+class WatchedSweeper(Sweeper):
+    """The same after each of its steps."""
+
+    def step(self, limit: int = 512) -> bool:
+        goes_on = super().step(limit)
+        assert isinstance(self._directory, WatchedDirectory)
+        self._directory.inspect_now_and_then()
         return goes_on

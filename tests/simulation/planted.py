@@ -25,7 +25,7 @@ class Bug(NamedTuple):
 
 _SUPERVISION = "kvpool.supervision"
 _STORE = "kvpool.server.state.store"
-_DIRECTORY = "kvpool.master.state.directory"
+_SERVER_TABLE = "kvpool.master.state.server_table"
 _PLACEMENT = "kvpool.master.state.placement"
 _LOCATIONS = "kvpool.master.state.locations"
 _BLOCK_MAP = "kvpool.master.state.block_map"
@@ -379,8 +379,8 @@ for reservation, size in sorted(
     Bug(
         "leaving-server-is-chosen",
         "G15",
-        _DIRECTORY,
-        "            if draining:\n                self._placer.remove(record)\n            elif",
+        _SERVER_TABLE,
+        "            if draining:\n                self.placer.remove(record)\n            elif",
         "            if draining:\n                pass\n            elif",
     ),
     Bug(
@@ -708,8 +708,8 @@ for reservation, size in sorted(
         "inventory-merged-not-replaced",
         "G7",
         _SERVER_RECORD,
-        "            self.earlier.append(self.inventory)\n"
-        "            self.inventory = ServerInventory(self.server)\n",
+        "            self.earlier.append(self.latest)\n"
+        "            self.latest = ServerInventory(self.server)\n",
         "",
     ),
     Bug(
@@ -731,9 +731,9 @@ for reservation, size in sorted(
     Bug(
         "inventory-retires-what-it-replaces",
         "G7",
-        _DIRECTORY,
-        "            for inventory in record.surplus():\n",
-        "            for inventory in record.earlier:\n",
+        _SERVER_TABLE,
+        "            for inventory in record.inventories.surplus():\n",
+        "            for inventory in record.inventories.earlier:\n",
     ),
     Bug(
         "lost-news-is-not-repeated",
@@ -753,21 +753,21 @@ for reservation, size in sorted(
     Bug(
         "new-life-taken-for-the-old",
         "G8",
-        _DIRECTORY,
-        "        if record is not None and record.shows(token) and record.epoch == epoch:\n",
-        "        if record is not None and record.shows(token):\n",
+        _SERVER_TABLE,
+        "if record is not None and same and record.registration.epoch == registration.epoch:",
+        "if record is not None and same:",
     ),
     Bug(
         "replaced-is-lost",
         "G5",
-        _DIRECTORY,
+        _SERVER_TABLE,
         "            elif inventory.lost or not inventory.retired:",
         "            else:",
     ),
     Bug(
         "dead-servers-stay",
         "G7",
-        _DIRECTORY,
+        _SERVER_TABLE,
         "            elif silent_s >= self.timeout_s:\n"
         "                self._set_alive(record, False)\n",
         "",
@@ -775,7 +775,7 @@ for reservation, size in sorted(
     Bug(
         "stall-credits-the-future",
         "G7",
-        _DIRECTORY,
+        _SERVER_TABLE,
         "record.last_seen = min(now, record.last_seen + stalled_s)",
         "record.last_seen = record.last_seen + stalled_s",
     ),
@@ -797,16 +797,16 @@ for reservation, size in sorted(
     Bug(
         "hash-ignores-removals",
         "G7",
-        _DIRECTORY,
-        "        inventory.listed.count(digest, seed, -1)\n",
-        "        inventory.listed.blocks -= 1\n",
+        _LOCATIONS,
+        "            self.listed.count(digest, seed, -1)\n",
+        "            self.listed.blocks -= 1\n",
     ),
     Bug(
         "maps-compared-by-count",
         "G7",
-        _DIRECTORY,
-        "record.syncing or listed.blocks != blocks or listed.packed() != fingerprint",
-        "record.syncing or listed.blocks != blocks",
+        _SERVER_RECORD,
+        "self.syncing or listed.blocks != blocks or listed.packed() != fingerprint",
+        "self.syncing or listed.blocks != blocks",
     ),
     Bug(
         "maps-never-compared",
@@ -825,8 +825,8 @@ for reservation, size in sorted(
     Bug(
         "identity-not-checked",
         "G11",
-        "kvpool.master.service",
-        "            if not self.directory.belongs_to(server, message.token):\n",
+        "kvpool.master.server_requests",
+        "            if record is not None and not record.registration.shows(message.token):\n",
         "            if False:\n",
     ),
     Bug(
@@ -1189,9 +1189,9 @@ for reservation, size in sorted(
     Bug(
         "lost-servers-are-chosen",
         "G9",
-        _DIRECTORY,
+        _SERVER_TABLE,
         """            else:
-                self._placer.remove(record)
+                self.placer.remove(record)
 """,
         """            else:
                 pass
@@ -1200,8 +1200,8 @@ for reservation, size in sorted(
     Bug(
         "restarted-servers-are-chosen-twice",
         "G9",
-        _DIRECTORY,
-        """            self._placer.remove(record)
+        _SERVER_TABLE,
+        """            self.placer.remove(record)
             self._retire_all(record)
 """,
         """            self._retire_all(record)

@@ -13,7 +13,7 @@ _STREAM = "kvpool.ops.pool_stream"
 _PUBLISHER = "kvpool.net.event_publisher"
 _SUBSCRIBER = "kvpool.net.event_subscriber"
 _RING = "kvpool.master.state.change_ring"
-_MASTER = "kvpool.master.service"
+_FOLLOWERS = "kvpool.master.follower_requests"
 _PROMISES = "kvpool_connector.promises"
 _PLANNER = "kvpool_connector.planner"
 #: Events and promises are hints: what is wrong about them costs time, and is bounded.
@@ -45,13 +45,13 @@ BUGS: Sequence[Bug] = (
     Bug(
         "snapshot-older-than-an-event-before-it",
         _TIME,
-        _MASTER,
+        _FOLLOWERS,
         """\
-            self.directory.changes.last,
+            self._directory.changes.last,
             [_map_change(one) for one in changes],
             *(at or MapCursor()),""",
         """\
-            self.directory.changes.last + 1,
+            self._directory.changes.last + 1,
             [_map_change(one) for one in changes],
             *(at or MapCursor()),""",
     ),

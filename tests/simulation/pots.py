@@ -25,6 +25,7 @@ from kvpool.guard import make_guard
 from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
+from kvpool.master.state.server_record import Registration
 from kvpool.net.control_listener import ControlListener
 from kvpool.server import consumers
 from kvpool.server.moves.state.fetches import FetchBudget, Receivers
@@ -276,8 +277,10 @@ def play_claims(seed: int) -> str:
     chance, directory = random.Random(seed), Directory()
     servers = [f"s{number}" for number in range(chance.choice([4, 8]))]
     for one in servers:
-        directory.register(one, 1, one, [f"tcp://{one}"], ["dram"], 1 << 40, 0.0)
-        directory.heartbeat(one, 1, ServerStats(used=0), 0.0)
+        directory.servers.register(
+            one, Registration(1, one, (f"tcp://{one}",), ("dram",), 1 << 40), 0.0
+        )
+        directory.servers.heartbeat(one, 1, ServerStats(used=0), 0.0)
     marked = chance.random() < 0.5
     names = {name: _namespace(name) if marked else Namespace(name) for name in (GREEDY, *MODEST)}
     sent: Counter[str] = Counter()

@@ -24,8 +24,8 @@ if __name__ == "__main__":
 from kvpool.client import pool_events
 from kvpool.kv_events import ClearedEvent, KVEvent, StoredEvent, decode_batch, encode_batch
 from kvpool.kv_events import EventBatch as Batch
-from kvpool.master import service
-from kvpool.master.state.change_ring import ChangeRing
+from kvpool.master import follower_requests
+from kvpool.master.state.change_ring import CHANGES_MAX
 from kvpool.net.event_publisher import EventPublisher, ReplayBuffer, _Reader
 from kvpool.net.event_subscriber import Arrival, Sequence
 from kvpool.ops.pool_stream import PoolStream
@@ -164,15 +164,15 @@ def play_events(seed: int) -> str:
     """A master whose map never rests, its changes read, published, lost, replayed and told anew."""
     limits = {"_SNAPSHOT_BLOCKS": 64, "_CHANGES_BLOCKS": 50}
     pauses = dict.fromkeys(("_POLL_S", "_RETRY_S", "_RETRY_S_MAX"), 0.0001)
-    with Changed(service, limits), Changed(pool_events, pauses):
+    with Changed(follower_requests, limits), Changed(pool_events, pauses):
         return SimLoop(random.Random(seed), 0.0).run(_events(seed))  # type: ignore[abstract]
 
 
 async def _events(seed: int) -> str:
-    chance, fleet = random.Random(seed), Fleet(seed)
+    chance = random.Random(seed)
     namespace = chance.choice(NAMESPACES)
-    if chance.random() < 0.5:
-        fleet.directory.changes = ChangeRing(changes_max=chance.choice([10, 40]))
+    kept = chance.choice([10, 40]) if chance.random() < 0.5 else CHANGES_MAX
+    fleet = Fleet(seed, kept)
     stream = PoolStream(namespace, "full")
     buffer = ReplayBuffer(first=1, kept_max=_KEPT)
     publisher = EventPublisher("", buffer=buffer, snapshot=stream.snapshot)

@@ -56,7 +56,14 @@ from tests.simulation.moves import Moves
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.network import Net
 from tests.simulation.nodes import Incident, MasterNode, ServerNode
-from tests.simulation.oracles import WatchedDirectory, WatchedFront, WatchedStore, WatchedWays
+from tests.simulation.oracles import (
+    WatchedDirectory,
+    WatchedFront,
+    WatchedServers,
+    WatchedStore,
+    WatchedSweeper,
+    WatchedWays,
+)
 from tests.simulation.plan import WorldPlan
 from tests.simulation.platter import PAGE, Platter
 from tests.simulation.prefetches import Prefetches
@@ -240,8 +247,9 @@ class World:
 
     async def start_master(self, node: MasterNode) -> None:
         async def run() -> None:
-            directory = WatchedDirectory(timeout_s=SILENT_AFTER_S)
-            directory.truth = self.truth
+            servers = WatchedServers(timeout_s=SILENT_AFTER_S)
+            directory = WatchedDirectory(servers)
+            servers.truth = directory.truth = self.truth
             directory.every = self.plan.check_every * 4
             node.master = Master(
                 MasterConfig(bind=node.address, timeout_s=SILENT_AFTER_S),
@@ -249,6 +257,7 @@ class World:
                 directory=directory,
                 rng=self.rng[f"master/{node.name}/{self._lives}"],
             )
+            node.master.sweeper = WatchedSweeper(directory)
             await node.master.start()
 
         node.process = self.process(node.name, "host-0")
@@ -459,7 +468,7 @@ class World:
         for master in self.masters:
             assert master.master is not None
             directory = master.master.directory
-            members = {member.server: member for member in directory.members(self.loop.now)}
+            members = {member.server: member for member in directory.servers.members(self.loop.now)}
             for node in self.servers:
                 member = members.get(node.name)
                 assert node.server is not None

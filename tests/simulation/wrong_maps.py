@@ -2,7 +2,7 @@
 
 A map that was changed must be right again after two heartbeats and the delivery of an inventory
 (design: announcements). What an impostor sends is refused, except a registration for an id that is
-free (design: server-identity): `WatchedDirectory.register` judges that.
+free (design: server-identity): `WatchedServers.register` judges that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpool.types import Namespace, ReadStatus, ServerStats
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
 from tests.simulation.control_plane import SimNetwork
-from tests.simulation.oracles import WatchedDirectory
+from tests.simulation.oracles import WatchedServers
 
 if TYPE_CHECKING:
     from tests.simulation.loop import Process
@@ -84,7 +84,7 @@ class MapFaults:
         if master.master is None:
             return
         directory = master.master.directory
-        if not all(member.alive for member in directory.members(0.0)):
+        if not all(member.alive for member in directory.servers.members(0.0)):
             return
         for namespace, digest in sorted(self._made_up, key=repr):
             histories = [truth.history(namespace, digest, part) for part in range(namespace.parts)]
@@ -108,22 +108,18 @@ class MapFaults:
         if master.master is None or node.server is None:
             return None
         held = node.server.stack.fingerprint
-        known = {member.server for member in master.master.directory.members(0.0)}
-        if held is None or node.name not in known:
+        record = master.master.directory.servers.records.get(node.name)
+        if held is None or record is None:
             return "the server is not known"
+        listed = record.inventories
         for announcer in node.server._context.announcers:
-            sent, counted = announcer._sequence, master.master.directory.sequence(node.name)
-            if announcer._link.address == master.address and counted > sent:
-                return f"it counts {counted} messages, the server has sent {sent}"
-        directory = master.master.directory
-        if directory.differs(
-            node.name,
-            node.server.epoch,
-            directory.sequence(node.name),
-            held.blocks,
-            held.packed(),
+            sent = announcer._sequence
+            if announcer._link.address == master.address and listed.sequence > sent:
+                return f"it counts {listed.sequence} messages, the server has sent {sent}"
+        if record.registration.epoch == node.server.epoch and listed.differs(
+            listed.sequence, held.blocks, held.packed()
         ):
-            return f"it lists {directory.listed(node.name)} blocks, the server holds {held.blocks}"
+            return f"it lists {listed.latest.blocks} blocks, the server holds {held.blocks}"
         return None
 
     def _change(self, master: MasterNode, node: ServerNode, kind: str) -> None:
@@ -136,7 +132,7 @@ class MapFaults:
             key=repr,
         )
         if kind == "number":
-            directory._servers[node.name].sequence += rng.randint(1, 1000)
+            directory.servers.records[node.name].inventories.sequence += rng.randint(1, 1000)
         elif kind == "add" or not here:
             kind = "add"
             self._make_up(master, node, here)
@@ -199,7 +195,7 @@ class MapFaults:
         """The servers that this master counts as lost."""
         if master.master is None:
             return []
-        members = master.master.directory.members(0.0)
+        members = master.master.directory.servers.members(0.0)
         lost = {member.server for member in members if not member.alive}
         return [one for one in self._world.servers if one.name in lost and one.server is not None]
 
@@ -213,7 +209,7 @@ class MapFaults:
         foreign = (node.name, node.server.epoch, tokens[0])
         own = (node.name, node.server.epoch, tokens[1])
         assert master.master is not None
-        number = master.master.directory.sequence(node.name) + 1
+        number = master.master.directory.servers.records[node.name].inventories.sequence + 1
         gone = [
             wire.BlockChanges(n.name, n.parts, len(digest), digest, 0, 0, ReadStatus.REMOVED)
             for n, digest in world.catalog.every_key()[:4]
@@ -246,8 +242,8 @@ class MapFaults:
     def _holds(master: MasterNode, identity: tuple[str, int, bytes]) -> bool:
         assert master.master is not None
         directory = master.master.directory
-        assert isinstance(directory, WatchedDirectory)
-        return directory.holds(identity[0], identity[2])
+        assert isinstance(directory.servers, WatchedServers)
+        return directory.servers.holds(identity[0], identity[2])
 
     @staticmethod
     def _is_accepted(message: wire.Message, answer: tuple[int, bytes]) -> bool:

@@ -11,4 +11,6 @@ def check_pool(pool: DryPool) -> None:
     check_invariants(pool.directory)
     for server in pool.servers.values():
         check_invariants(server.store)
-        assert pool.directory.listed(server.name) == len(inventory(server.store))
+        assert pool.directory.servers.records[server.name].inventories.latest.blocks == len(
+            inventory(server.store)
+        )

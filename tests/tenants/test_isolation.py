@@ -280,7 +280,9 @@ async def test_demand_is_that_for_the_tenants_own(pool: TenantPool, blue: Pool, 
 
 
 async def test_figures_of_servers_are_hidden(pool: TenantPool, blue: Pool, acme: Pool) -> None:
-    await eventually(lambda: next(iter(pool.master.directory.members(0.0))).stats.blocks == 4)
+    await eventually(
+        lambda: next(iter(pool.master.directory.servers.members(0.0))).stats.blocks == 4
+    )
     (member,) = await blue.members()
     assert member.stats == ServerStats()
     assert member.capacity == 4 << 20

@@ -13,6 +13,7 @@ from msgspec import inspect
 from kvpool.client.pool_events import EventReader, PoolEventKind
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
+from kvpool.master.state.server_record import Registration
 from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, Namespace, Replica
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import BODY_SIZE_MAX
@@ -97,8 +98,8 @@ def crowded(servers: int, namespaces: int = 1, parts: int = 8) -> Master:
         name = f"{number:03}".ljust(256, LONG)
         tier = ["".ljust(256, LONG)]
         host = f"{number}".ljust(256, LONG)
-        directory.register(name, 1, host, ["tcp://h:1"], tier, 1 << 40, 0.0)
-    records = [one.server for one in directory.members(0.0)]
+        directory.servers.register(name, Registration(1, host, ("tcp://h:1",), tier, 1 << 40), 0.0)
+    records = [one.server for one in directory.servers.members(0.0)]
     for number in range(namespaces):
         namespace = long_name(number, parts)
         for at, digest in enumerate(BLOCKS):
@@ -160,7 +161,7 @@ async def test_a_reason_stays_with_its_block(lookup: Callable[[Master], Any]) ->
 
     master = crowded(20)
     for reason, digest in ((ReadStatus.EVICTED, BLOCKS[3]), (ReadStatus.REMOVED, BLOCKS[35])):
-        for server in [one.server for one in master.directory.members(0.0)]:
+        for server in [one.server for one in master.directory.servers.members(0.0)]:
             for part in range(8):
                 master.directory.removed(server, long_name(0), part, [digest], reason)
     explained = await lookup(master).explain(long_name(0), BLOCKS, 0.0)
@@ -176,7 +177,7 @@ async def test_a_reason_stays_with_its_block(lookup: Callable[[Master], Any]) ->
 
 async def test_a_block_that_is_everywhere_fits_into_one_answer() -> None:
     master = crowded(80)
-    everywhere = [one.server for one in master.directory.members(0.0)]
+    everywhere = [one.server for one in master.directory.servers.members(0.0)]
     for server in everywhere:
         for part in range(8):
             master.directory.stored(server, long_name(0), part, 0, BLOCKS[:1])
@@ -198,7 +199,7 @@ async def test_a_follower_has_the_whole_map(servers: int) -> None:
     master = crowded(servers, namespaces=3)
     for number in range(3, 600 if servers == 1 else 3):
         master.directory.stored("000".ljust(256, LONG), long_name(number), 0, 0, BLOCKS[:1])
-    everywhere = [one.server for one in master.directory.members(0.0)]
+    everywhere = [one.server for one in master.directory.servers.members(0.0)]
     for server in everywhere:
         for part in range(8):
             master.directory.stored(server, long_name(0), part, 0, BLOCKS[:1])
@@ -226,9 +227,11 @@ async def test_a_follower_has_every_server() -> None:
     master = Master(MasterConfig(), cast(Any, None))
     for number in range(600):
         name, host = (f"{number:03}".ljust(256, LONG) for _ in range(2))
-        master.directory.register(name, 1, host, ["tcp://h:1"], ["dram"], 1 << 40, 0.0)
+        master.directory.servers.register(
+            name, Registration(1, host, ("tcp://h:1",), ("dram",), 1 << 40), 0.0
+        )
         if number % 2:
-            master.directory.leave(name, 1)
+            master.directory.servers.leave(name, 1)
     state: dict[str, PoolEventKind] = {}
     async for event in EventReader(Direct(master), lambda: 0.0):
         if event.server:
@@ -236,7 +239,7 @@ async def test_a_follower_has_every_server() -> None:
         if event.kind is PoolEventKind.LIVE:
             break
     assert {server: kind is PoolEventKind.BACK for server, kind in state.items()} == {
-        one.server: one.alive for one in master.directory.members(0.0)
+        one.server: one.alive for one in master.directory.servers.members(0.0)
     }
 
 
@@ -253,9 +256,10 @@ def test_a_follower_gets_past_any_change() -> None:
     for number in range(2500):
         digest = number.to_bytes(32, "big")
         master.directory.stored("000".ljust(256, LONG), long_name(0), 0, 0, [digest])
+    stream = ask(master, wire.Changes(1, 0), wire.ChangesReply).stream
     at, seen = begun, 0
     while at < log.last:
-        page = ask(master, wire.Changes(master._stream, at), wire.ChangesReply)
+        page = ask(master, wire.Changes(stream, at), wire.ChangesReply)
         assert page.changes
         assert page.more == (page.last < log.last)
         at, seen = page.last, seen + len(page.changes)

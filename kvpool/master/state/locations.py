@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from kvpool.fingerprint import MapFingerprint
+from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.master.state.block_map import MARK_BITS
 from kvpool.piecewise_dict import PiecewiseDict
-from kvpool.types import ReadStatus, Replica
+from kvpool.types import Namespace, ReadStatus, Replica
 
 #: Sets of locations that may be useless before the map is walked for them.
 _SLACK: Final = 1024
@@ -31,7 +31,7 @@ class ServerInventory:
     | replaced | True      | not readable: the server runs, and did not list them again        |
     | lost     | True      | not readable: the process that had them is lost or has ended      |
 
-    `Directory.sweep` removes the blocks of retired inventories step by step.
+    `Sweeper` removes the blocks of retired inventories step by step.
     """
 
     __slots__ = ("listed", "lost", "retired", "server")
@@ -47,6 +47,11 @@ class ServerInventory:
     def blocks(self) -> int:
         return self.listed.blocks
 
+    def uncount(self, digest: bytes, seed: int) -> None:
+        """A block has left the place of this seed. A retired inventory is never compared again."""
+        if not self.retired:
+            self.listed.count(digest, seed, -1)
+
     @property
     def replaced(self) -> bool:
         return self.retired and not self.lost
@@ -58,6 +63,10 @@ class Location(NamedTuple):
     inventory: ServerInventory
     tier: int
     part: int
+
+    def seed(self, namespace: Namespace) -> int:
+        """What a block's hash begins with here."""
+        return location_seed(namespace, self.part, self.tier)
 
 
 class Step(NamedTuple):

@@ -73,17 +73,18 @@ class Placer:
         position = bisect.bisect_left(self._names, record.server)
         self._names.insert(position, record.server)
         self._records.insert(position, record)
-        self._by_host.setdefault(record.host, []).append(record)
+        self._by_host.setdefault(record.registration.host, []).append(record)
 
     def remove(self, record: ServerRecord) -> None:
         """From now on this server is not chosen; nothing if it was not."""
         position = bisect.bisect_left(self._names, record.server)
         if position < len(self._names) and self._records[position] is record:
             del self._names[position], self._records[position]
-            here = self._by_host[record.host]
+            host = record.registration.host
+            here = self._by_host[host]
             here.remove(record)
             if not here:
-                del self._by_host[record.host]
+                del self._by_host[host]
 
     def rank(
         self,
@@ -138,8 +139,8 @@ class Placer:
         if session:
             self._sessions.put(tenant, session, servers[0].server)
         if copies > 1:
-            best_of_host = {record.host: record for record in reversed(servers)}
-            servers.sort(key=lambda record: best_of_host[record.host] is not record)
+            best_of_host = {one.registration.host: one for one in reversed(servers)}
+            servers.sort(key=lambda one: best_of_host[one.registration.host] is not one)
         return servers
 
     def _record(self, server: str) -> ServerRecord | None:
@@ -177,7 +178,7 @@ class Placer:
 
 def _loads(servers: Sequence[ServerRecord], tenant: str, size: int, host: str) -> dict[str, float]:
     """How loaded each of the servers is, as the writer of `size` bytes for this tenant sees it."""
-    median = sorted([record.capacity for record in servers])[(len(servers) - 1) // 2]
+    median = sorted([one.registration.capacity for one in servers])[(len(servers) - 1) // 2]
     believed_max = max(1.0, _CAPACITY_MEDIANS_MAX * median)
     offered_max = sum([record.offered.of(tenant) for record in servers]) / len(servers)
     placed_max = sum([record.placed.of(tenant) for record in servers]) / len(servers)
@@ -185,8 +186,9 @@ def _loads(servers: Sequence[ServerRecord], tenant: str, size: int, host: str) -
     for record in servers:
         offered = record.offered.believed(tenant, offered_max)
         placed = record.placed.believed(tenant, placed_max)
-        load = offered / min(max(1, record.capacity), believed_max)
-        if record.capacity - record.stats.used - placed >= size:
-            load /= _ROOM_FACTOR * (_LOCAL_FACTOR if record.host == host else 1.0)
+        own = record.registration
+        load = offered / min(max(1, own.capacity), believed_max)
+        if own.capacity - record.stats.used - placed >= size:
+            load /= _ROOM_FACTOR * (_LOCAL_FACTOR if own.host == host else 1.0)
         loads[record.server] = load
     return loads

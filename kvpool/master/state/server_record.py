@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hmac
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -12,6 +13,8 @@ from kvpool.master.state.locations import ServerInventory
 from kvpool.tenant_names import TENANTS_MAX
 from kvpool.types import ServerStats
 
+#: Assumed size of the smallest block of a server that says nothing about it.
+_BLOCK_SIZE: Final = 4096
 #: Pieces of one inventory that a server may have sent ahead of one that has not arrived yet.
 PIECES_AHEAD_MAX: Final = 64
 #: Unfinished inventories of one server whose blocks stay readable. Each attempt that ends early
@@ -90,6 +93,116 @@ class Claims:
             self._unit = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a process of a server says of itself. `blocks_max` is how many blocks its memory can
+    hold; 0: as many of 4 KiB as `capacity` has room for."""
+
+    epoch: int
+    host: str
+    addresses: tuple[str, ...]
+    tiers: tuple[str, ...]
+    capacity: int
+    token: bytes = field(default=b"", repr=False)
+    kept: bool = False  # the next process of this server will have the same token
+    blocks_max: int = 0
+    caller: str = ""  # the address of the host that it registered from
+
+    def __post_init__(self) -> None:
+        if not self.blocks_max:
+            object.__setattr__(self, "blocks_max", max(1, self.capacity // _BLOCK_SIZE))
+
+    def shows(self, token: bytes) -> bool:
+        """Whether this is the token of this server. In constant time."""
+        return hmac.compare_digest(token, self.token)
+
+
+@dataclass(slots=True)
+class Inventories:
+    """What a process of a server has announced, in order: its latest inventory, and those before it
+    until that is complete."""
+
+    server: str
+    sequence: int = 0  # of the last announcement or inventory that was applied
+    pieces: int = 1  # of inventory `sequence` that have arrived without a gap
+    ahead: set[int] = field(default_factory=set)  # pieces that have arrived before others
+    syncing: bool = False  # pieces of inventory `sequence` are missing
+    earlier: list[ServerInventory] = field(default_factory=list)  # replaced by the arriving one
+    latest: ServerInventory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.latest = ServerInventory(self.server)
+
+    def __iter__(self) -> Iterator[ServerInventory]:
+        """All that are in force."""
+        return iter((self.latest, *self.earlier))
+
+    def differs(self, sequence: int, blocks: int, fingerprint: bytes) -> bool:
+        """Whether this master lists other blocks than the server had after message `sequence`.
+
+        False if it cannot know: that message is older, or newer, than the last one here.
+        (design: announcements)
+        """
+        if self.sequence != sequence:
+            return False
+        listed = self.latest.listed
+        return self.syncing or listed.blocks != blocks or listed.packed() != fingerprint
+
+    def check(self, sequence: int) -> SequenceCheck:
+        """Whether announcement `sequence` is the next one. NEXT counts it as applied."""
+        if sequence <= self.sequence:
+            return SequenceCheck.DUPLICATE
+        if sequence != self.sequence + 1 or self.syncing:
+            return SequenceCheck.GAP
+        self.sequence = sequence
+        return SequenceCheck.NEXT
+
+    def check_piece(self, sequence: int, piece: int, *, last: bool) -> SequenceCheck:
+        """Whether this piece of inventory `sequence` is a new one. NEXT counts it as applied.
+
+        Piece 0 of the next number begins a new inventory: `latest` is then a new one, and the
+        one before it is the last of `earlier`. A number further ahead is a GAP, as for
+        announcements: one that is made up would make every later message a DUPLICATE. The other
+        pieces may come in any order, except that the last one must come when no other is missing.
+        """
+        if sequence < self.sequence:
+            return SequenceCheck.DUPLICATE
+        if sequence > self.sequence:
+            if piece or sequence != self.sequence + 1:
+                return SequenceCheck.GAP
+            self.sequence = sequence
+            self.pieces = 1
+            self.ahead.clear()
+            self.syncing = True
+            self.earlier.append(self.latest)
+            self.latest = ServerInventory(self.server)
+            return SequenceCheck.NEXT
+        if piece < self.pieces or piece in self.ahead:
+            return SequenceCheck.DUPLICATE
+        missing = last and piece > self.pieces
+        if not self.syncing or missing or piece >= self.pieces + PIECES_AHEAD_MAX:
+            return SequenceCheck.GAP
+        self.ahead.add(piece)
+        while self.pieces in self.ahead:
+            self.ahead.remove(self.pieces)
+            self.pieces += 1
+        return SequenceCheck.NEXT
+
+    def surplus(self) -> list[ServerInventory]:
+        """Take inventories that are not needed out of `earlier`: empty ones, and too many."""
+        largest_first = sorted(self.earlier, key=lambda one: one.blocks, reverse=True)
+        surplus = [one for one in largest_first if not one.blocks]
+        surplus += largest_first[EARLIER_MAX : len(largest_first) - len(surplus)]
+        self.earlier = [one for one in self.earlier if one not in surplus]
+        return surplus
+
+    def end(self) -> list[ServerInventory]:
+        """The last piece has arrived. Returns the inventories that are replaced."""
+        replaced, self.earlier = self.earlier, []
+        self.syncing = False
+        return replaced
+
+
 @dataclass(slots=True)
 class ServerRecord:
     """A block server as this master knows it.
@@ -97,10 +210,10 @@ class ServerRecord:
     | state      | fields                         | its blocks                                  |
     |------------|--------------------------------|---------------------------------------------|
     | unknown    | no record                      | none                                        |
-    | registered | alive, `inventory` is empty    | none                                        |
+    | registered | alive, `latest` is empty       | none                                        |
     | syncing    | alive, `syncing`               | readable: those that have arrived, and those |
     |            |                                | of `earlier` until the last piece           |
-    | live       | alive, `inventory` is complete | readable                                    |
+    | live       | alive, `latest` is complete    | readable                                    |
     | lost       | not `alive`, the rest is kept  | not readable: SERVER_LOST                   |
     | left       | the same, and `left`           | the same                                    |
 
@@ -123,27 +236,14 @@ class ServerRecord:
     """
 
     server: str
-    epoch: int
-    host: str
-    addresses: tuple[str, ...]
-    tiers: tuple[str, ...]
-    capacity: int
+    registration: Registration
     last_seen: float
-    inventory: ServerInventory
-    token: bytes = field(default=b"", repr=False)
-    caller: str = ""  # the address of the host that it registered from
-    blocks_max: int = 0  # that its memory can hold
-    kept: bool = False  # the next process of this server will have the same token
+    inventories: Inventories
     #: Of earlier processes of this server, whose last messages may still arrive.
     former_epochs: deque[int] = field(default_factory=lambda: deque(maxlen=_FORMER_EPOCHS))
     alive: bool = True
     left: bool = False  # it is not alive because it has ended in order
     draining: bool = False  # it will leave: no new blocks are placed there
-    sequence: int = 0  # of the last announcement or inventory that was applied
-    pieces: int = 1  # of inventory `sequence` that have arrived without a gap
-    ahead: set[int] = field(default_factory=set)  # pieces that have arrived before others
-    syncing: bool = False  # pieces of inventory `sequence` are missing
-    earlier: list[ServerInventory] = field(default_factory=list)  # replaced by the arriving one
     stats: ServerStats = field(default_factory=ServerStats)
     placed: Claims = field(default_factory=Claims)  # since the last heartbeat
     beats: int = 0  # heartbeats that came
@@ -154,7 +254,7 @@ class ServerRecord:
     @property
     def fill(self) -> float:
         """The share of its memory in use, by its last heartbeat; 1 before the first one."""
-        return self.stats.used / max(1, self.capacity) if self.beats else 1.0
+        return self.stats.used / max(1, self.registration.capacity) if self.beats else 1.0
 
     def offer(self, tenant: str, size: int) -> None:
         """A writer of this tenant was sent here with so many bytes."""
@@ -169,60 +269,6 @@ class ServerRecord:
         self.stats = stats
         self.placed.keep(0.0)
 
-    def shows(self, token: bytes) -> bool:
-        """Whether this is the token of this server. In constant time."""
-        return hmac.compare_digest(token, self.token)
-
-    def check_sequence(self, sequence: int) -> SequenceCheck:
-        """Whether announcement `sequence` is the next one. NEXT counts it as applied."""
-        if sequence <= self.sequence:
-            return SequenceCheck.DUPLICATE
-        if sequence != self.sequence + 1 or self.syncing:
-            return SequenceCheck.GAP
-        self.sequence = sequence
-        return SequenceCheck.NEXT
-
-    def check_piece(self, sequence: int, piece: int, *, last: bool) -> SequenceCheck:
-        """Whether this piece of inventory `sequence` is a new one. NEXT counts it as applied.
-
-        Piece 0 of the next number begins a new inventory: `inventory` is then a new one, and the
-        one before it is the last of `earlier`. A number further ahead is a GAP, as for
-        announcements: one that is made up would make every later message a DUPLICATE. The other
-        pieces may come in any order, except that the last one must come when no other is missing.
-        """
-        if sequence < self.sequence:
-            return SequenceCheck.DUPLICATE
-        if sequence > self.sequence:
-            if piece or sequence != self.sequence + 1:
-                return SequenceCheck.GAP
-            self.sequence = sequence
-            self.pieces = 1
-            self.ahead.clear()
-            self.syncing = True
-            self.earlier.append(self.inventory)
-            self.inventory = ServerInventory(self.server)
-            return SequenceCheck.NEXT
-        if piece < self.pieces or piece in self.ahead:
-            return SequenceCheck.DUPLICATE
-        missing = last and piece > self.pieces
-        if not self.syncing or missing or piece >= self.pieces + PIECES_AHEAD_MAX:
-            return SequenceCheck.GAP
-        self.ahead.add(piece)
-        while self.pieces in self.ahead:
-            self.ahead.remove(self.pieces)
-            self.pieces += 1
-        return SequenceCheck.NEXT
-
-    def surplus(self) -> list[ServerInventory]:
-        """Take inventories that are not needed out of `earlier`: empty ones, and too many."""
-        largest_first = sorted(self.earlier, key=lambda one: one.blocks, reverse=True)
-        surplus = [one for one in largest_first if not one.blocks]
-        surplus += largest_first[EARLIER_MAX : len(largest_first) - len(surplus)]
-        self.earlier = [one for one in self.earlier if one not in surplus]
-        return surplus
-
-    def end_inventory(self) -> list[ServerInventory]:
-        """The last piece has arrived. Returns the inventories that are replaced."""
-        replaced, self.earlier = self.earlier, []
-        self.syncing = False
-        return replaced
+    def tier_name(self, tier: int) -> str:
+        tiers = self.registration.tiers
+        return tiers[tier] if tier < len(tiers) else "?"

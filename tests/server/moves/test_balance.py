@@ -53,7 +53,7 @@ async def joining(servers: int = 3, **more: Any) -> AsyncIterator[dev.Dev]:
 async def known(running: dev.Dev) -> None:
     """Masters have the figures of now, and have compared the servers."""
     await masters_know(*running.servers)
-    running.master.directory.tick(now())
+    running.master.directory.servers.tick(now())
 
 
 async def fill(pool: Pool, *servers: BlockServer) -> list[list[bytes]]:

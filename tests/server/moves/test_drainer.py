@@ -353,8 +353,8 @@ async def test_a_file_keeps_what_may_have_no_other_copy(tmp_path: Path, why: str
             await other.close()
         elif why == "the other one is silent":  # killed just now: masters do not know it yet
             directory = running.master.directory
-            directory.timeout_s, beat = 1.6, directory.heartbeat
-            directory.heartbeat = lambda server, *rest: (  # type: ignore[method-assign]
+            directory.servers.timeout_s, beat = 1.6, directory.servers.heartbeat
+            directory.servers.heartbeat = lambda server, *rest: (  # type: ignore[method-assign]
                 server == other.server or beat(server, *rest)
             )
         await leaving.close()

@@ -1,0 +1,196 @@
+"""What clients ask a master: where blocks are, where to write, what the pool is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from kvpool import spans
+from kvpool.master.hints import NoHints
+from kvpool.master.state.change_ring import PAGE_SIZE, size_of
+from kvpool.master.state.demand import DemandMeter
+from kvpool.master.state.directory import ChainMatch, Directory
+from kvpool.protocols import Caller
+from kvpool.spans import MarkedChain
+from kvpool.tenant_names import marker_of
+from kvpool.types import (
+    BATCH_BLOCKS_MAX,
+    Demand,
+    Namespace,
+    ReadStatus,
+    Replica,
+    Run,
+)
+from kvpool.wire import messages as wire
+
+#: Copies of one block that an answer names, so that they fit into a message with the longest names.
+_REPLICAS_MAX: Final = 256
+#: Of a block that this master does not know, while servers may have it.
+_JUST_BEGUN: Final = (
+    "as far as this master knows, which has just begun and not heard from all servers yet: ask again"
+)
+#: Servers for a write that an answer names.
+_PLACES_MAX: Final = 64
+#: Of so many matches one is looked at behind its first miss: so many blocks, evenly spread.
+_HOLES_EVERY: Final = 16
+_HOLES_MAX: Final = 128
+
+
+class ClientRequests:
+    """Their handlers, and figures of what was asked for."""
+
+    def __init__(self, directory: Directory, hints: NoHints, now: Callable[[], float]) -> None:
+        self._directory = directory
+        self._hints = hints
+        self._now = now
+        self._demand = DemandMeter()
+        #: Servers may be alive whose blocks are not in the map.
+        self.partial = True
+        #: Matches of clients by what ended them: the reason of the first miss, or `hit`; and the
+        #: blocks that were asked for and found.
+        self.matches: Counter[ReadStatus] = Counter()
+        self.asked_blocks = 0
+        self.found_blocks = 0
+        #: Matches that ended at a mark, because the map did not know its span.
+        self.unknown_spans = 0
+
+    def find(self, m: wire.Find) -> wire.FindReply:
+        if m.prefix:
+            return self.match(m)
+        if m.session:
+            self._hints.asked(m.session)
+        namespace, digests = wire.unpack_question(m)
+        runs, reasons = self._directory.find(namespace, digests)
+        if not m.observes:
+            self._demand.asked(namespace, digests, self._now())
+        return _found(runs, reasons, partial=self.partial)
+
+    def match(self, m: wire.Find | wire.FindChain) -> wire.FindReply:
+        namespace, chain = wire.unpack_chain(m)
+        behind = wire.unpacked_marks(m.behind) if isinstance(m, wire.FindChain) else ()
+        if m.session:
+            self._hints.asked(m.session)
+        match = self._directory.match_chain(namespace, chain)
+        missed = {} if match.stopped in (None, ReadStatus.HIT) else {match.length: match.stopped}
+        if not m.observes:
+            self._demand.asked_chain(namespace, chain, self._now(), behind)
+            self._count_match(namespace, chain, match)
+        return _found(match.runs, missed, spans.SPAN_BLOCKS, self.partial)
+
+    def _count_match(self, namespace: Namespace, chain: MarkedChain, match: ChainMatch) -> None:
+        self._demand.matched(match.runs)
+        self.found_blocks += match.length
+        if match.stopped is None:  # the client comes again with the keys of what follows
+            self.asked_blocks += match.length
+            self.unknown_spans += 1
+            return
+        self.asked_blocks += len(chain)
+        self.matches[match.stopped] += 1
+        if self.matches[match.stopped] % _HOLES_EVERY == 0:
+            first, count = match.length + 1, len(chain)
+            step = max(1, -(-(count - first) // _HOLES_MAX))
+            behind = chain.digests(first, count, step)
+            listed = self._directory.listed_of(namespace, behind) * step
+            self._demand.looked_beyond(match.length, listed)
+
+    def place(self, m: wire.Place) -> wire.PlaceReply:
+        namespace, digests = wire.unpack_question(m)
+        size = m.size * m.parts * m.copies // max(1, len(digests))
+        self._demand.asked(namespace, digests, self._now(), size)
+        placement = self._directory.place(
+            namespace, digests, m.parent, m.size, m.host, m.copies, m.session
+        )
+        return wire.PlaceReply(
+            list(placement.servers[:_PLACES_MAX]),
+            bytes([min(copies, 255) for copies in placement.copies]),
+        )
+
+    def explain(self, m: wire.Explain) -> wire.Explained:
+        namespace, digests = wire.unpack_question(m)
+        answers: list[tuple[int, str, list[tuple[str, str, int]]]] = []
+        size = 0
+        for one in self._directory.explain(namespace, digests[:BATCH_BLOCKS_MAX]):
+            if self.partial and one.status is ReadStatus.NEVER_WRITTEN:
+                one = one._replace(text=_JUST_BEGUN)
+            size += 64 + size_of(one.text) + _size_of(one.replicas)
+            if answers and size > PAGE_SIZE:
+                break
+            answers.append((one.status, one.text, _replicas(one.replicas)))
+        return wire.Explained(answers, len(answers) < len(digests))
+
+    def namespaces(self, m: wire.Namespaces, caller: Caller) -> wire.NamespacesReply:
+        marker = marker_of(caller.tenant)
+        # Names are in order, so those of a tenant follow each other.
+        after = max((m.after, m.parts), (marker, 0))
+        found = self._directory.namespaces(after, wire.NAMESPACES_MAX + 1)
+        found = [one for one in found if one[0].name.startswith(marker)]
+        page = found[: wire.NAMESPACES_MAX]
+        return wire.NamespacesReply(
+            [(namespace.name, namespace.parts, blocks) for namespace, blocks in page],
+            len(found) > len(page),
+        )
+
+    def demand(self, now: float) -> Demand:
+        """What clients ask this master for, as means over its last minutes."""
+        demand = self._demand.demand(now)
+        return demand._replace(asked_blocks=self.asked_blocks, found_blocks=self.found_blocks)
+
+    def demands(self, m: wire.Demands, caller: Caller) -> wire.DemandsReply:
+        demand = self.demand(self._now())
+        if caller.tenant:  # the other figures are means over everybody
+            marker = marker_of(caller.tenant)
+            own = [one for one in demand.working_sets if one.namespace.name.startswith(marker)]
+            demand = Demand(demand.seconds, tuple(own), 0.0, 0.0)
+        sets = [
+            (one.namespace.name, one.namespace.parts, one.size, one.blocks)
+            for one in demand.working_sets
+        ]
+        return wire.DemandsReply(
+            demand.seconds,
+            sets,
+            min(4096.0, demand.chain_servers),
+            demand.beyond_hole,
+            demand.asked_blocks,
+            demand.found_blocks,
+            [one.prompt for one in demand.working_sets],
+        )
+
+
+def _found(
+    runs: Sequence[Run], reasons: Mapping[int, ReadStatus], step: int = 1, partial: bool = False
+) -> wire.FindReply:
+    """An answer about as many of the blocks as fit into a message; of a chain a multiple of `step`,
+    if that is possible."""
+    size, more = 0, False
+    for run in runs if len(runs) > 1 else ():
+        size += 32 + _size_of(run.replicas)
+        if size > PAGE_SIZE and run is not runs[0]:
+            end = run.first - run.first % step or run.first
+            runs = [one._replace(last=min(one.last, end - 1)) for one in runs if one.first < end]
+            reasons = {at: reason for at, reason in reasons.items() if at < end}
+            more = True
+            break
+    return wire.FindReply(
+        [(run.first, run.last, _replicas(run.replicas)) for run in runs],
+        bytes(reasons.values()),
+        more,
+        partial and bool(reasons),
+    )
+
+
+def _replicas(replicas: tuple[Replica, ...]) -> list[tuple[str, str, int]]:
+    if len(replicas) > _REPLICAS_MAX:  # so many of each part
+        most = max(1, _REPLICAS_MAX // len({one.part for one in replicas}))
+        named: Counter[int] = Counter()
+        kept = []
+        for one in replicas:
+            named[one.part] += 1
+            if named[one.part] <= most:
+                kept.append(one)
+        replicas = tuple(kept)
+    return [(replica.server, replica.tier, replica.part) for replica in replicas]
+
+
+def _size_of(replicas: Sequence[Replica]) -> int:
+    return sum([16 + size_of(one.server, one.tier) for one in replicas[:_REPLICAS_MAX]])

@@ -1,0 +1,57 @@
+"""What those who follow a master's map ask it: pages of all of it, and what has changed since."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvpool.master.state.change_ring import PAGE_SIZE, LoggedChange
+from kvpool.master.state.directory import Directory
+from kvpool.master.state.snapshot import MapCursor, snapshot
+from kvpool.wire import messages as wire
+
+#: Of one answer about what has changed, and copies of a part of a snapshot: a millisecond or two.
+_CHANGES_BLOCKS: Final = 2048
+_SNAPSHOT_BLOCKS: Final = 512
+
+
+class FollowerRequests:
+    def __init__(self, directory: Directory, stream: int) -> None:
+        self._directory = directory
+        self._stream = stream
+
+    def changes(self, m: wire.Changes) -> wire.ChangesReply:
+        log = self._directory.changes
+        found = log.since(m.after, _CHANGES_BLOCKS) if m.stream == self._stream else None
+        if found is None:
+            return wire.ChangesReply(self._stream, log.last, [], False, True)
+        changes, last = found
+        return wire.ChangesReply(
+            self._stream, last, [_map_change(one) for one in changes], last < log.last, False
+        )
+
+    def snapshot(self, m: wire.Snapshot) -> wire.SnapshotReply:
+        """All servers come first, in pages, and then their blocks."""
+        changes: list[LoggedChange] = []
+        at: MapCursor | None = MapCursor(m.namespace, m.parts, m.piece)
+        more = False
+        if not (m.parts or m.piece):
+            changes, more = self._directory.servers.page(m.namespace)
+            at = MapCursor(changes[-1].server) if more else MapCursor()
+        if at is not None and not more:
+            left = PAGE_SIZE - sum([one.size for one in changes])
+            part, at = snapshot(self._directory, at, _SNAPSHOT_BLOCKS, left, self._stream)
+            changes += part
+        return wire.SnapshotReply(
+            self._stream,
+            self._directory.changes.last,
+            [_map_change(one) for one in changes],
+            *(at or MapCursor()),
+            at is not None,
+        )
+
+
+def _map_change(one: LoggedChange) -> wire.MapChange:
+    space = one.namespace
+    named = ("", 0) if space is None else (space.name, space.parts)
+    keys = (one.digest_size, one.digests)
+    return wire.MapChange(one.kind, one.server, *named, one.part, one.tier, *keys, one.host)
