@@ -67,10 +67,6 @@ class MasterConfig(_Section, frozen=True):
     #: Time for which the master keeps the record of a lost server. If the server comes back before,
     #: its blocks are found again at once.
     forget_s: Seconds = 600.0
-    #: Servers from one address that have a record, lost ones included. At the limit the one that
-    #: has been lost for the longest time is forgotten; if none is lost, a new one is refused. Raise
-    #: it if servers of several hosts reach the master through one address.
-    servers_per_host_max: Annotated[int, Meta(ge=1, le=4096)] = 64
     #: Blocks in the map; each takes some 100 to 150 bytes of the master's memory. Servers of one
     #: address may use half of it. Blocks beyond the limit are not listed, so nobody finds them.
     blocks_max: Annotated[int, Meta(ge=1)] = 50_000_000

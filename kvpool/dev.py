@@ -17,6 +17,8 @@ from kvpool import registry
 from kvpool.client.pool import Pool
 from kvpool.config import WRITE_THROUGH, ClientConfig, MasterConfig, ServerConfig, parse_transport
 from kvpool.master.service import Master
+from kvpool.master.state.directory import Directory
+from kvpool.master.state.server_table import SERVERS_PER_HOST_MAX, ServerTable
 from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Transport
 from kvpool.server.block_server import BlockServer
@@ -90,8 +92,8 @@ async def serve(
         if missing := [text for text in listen if parse_transport(text).scheme not in chosen]:
             chosen |= registry.transports(missing, strict=True)
         # All of them are on one host; a real pool's master bounds how many may be.
-        per_host = max(servers, MasterConfig().servers_per_host_max)
-        master = Master(MasterConfig(bind=bind, servers_per_host_max=per_host), network)
+        table = ServerTable(per_host_max=max(servers, SERVERS_PER_HOST_MAX))
+        master = Master(MasterConfig(bind=bind), network, directory=Directory(table))
         await master.start()
         stack.push_async_callback(master.close)
         started = []

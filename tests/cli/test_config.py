@@ -62,7 +62,6 @@ DEFAULTS = {
         "bind": "127.0.0.1:7450",
         "timeout_s": 3.0,
         "forget_s": 600.0,
-        "servers_per_host_max": 64,
         "blocks_max": 50_000_000,
         "http": "",
         "insecure": False,
@@ -112,7 +111,6 @@ def test_defaults_stay(section: str) -> None:
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [
-        ("master.servers_per_host_max", 1, 4096),
         ("master.blocks_max", 1, 10**12),
         ("master.timeout_s", 0.001, 86_400.0),
         ("server.capacity", 4096, 2**60),

@@ -16,7 +16,9 @@ import kvpool
 from kvpool import dev
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
+from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Registration
+from kvpool.master.state.server_table import ServerTable
 from kvpool.net import http_server
 from kvpool.net.control_network import TcpNetwork
 from kvpool.net.http_server import Page, PageView, pages
@@ -152,7 +154,8 @@ OK = Page(HTTPStatus.OK, b"")
 
 async def test_a_pool_with_many_servers_is_read_in_pages(tmp_path: Any) -> None:
     network = TcpNetwork(Cluster())
-    master = Master(MasterConfig(servers_per_host_max=1024), network)
+    table = ServerTable(per_host_max=1024)
+    master = Master(MasterConfig(), network, directory=Directory(table))
     names = sorted(f"server-{number:04}" for number in range(1000))
     for name in names:
         stats = ServerStats(counters=dict.fromkeys(_COUNTERS, 2**40), usage=[TierUsage("dram")])

@@ -219,7 +219,7 @@ WORDS = {
 }
 #: What a user or a contributor has to know, (budget, today).
 SURFACE = {
-    "settings of the pool": (30, 33),
+    "settings of the pool": (30, 32),
     "settings of the connector": (15, 17),
     "messages": (46, 67),
     "methods of Pool": (15, 15),

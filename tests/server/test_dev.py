@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvpool import admin, dev
-from kvpool.config import MasterConfig
+from kvpool.master.state.server_table import SERVERS_PER_HOST_MAX
 from kvpool.types import WriteStatus
 from tests.conftest import NAMESPACE, buffers, keys, values
 
 
 async def test_more_servers_than_a_master_takes_from_one_host() -> None:
-    count = MasterConfig().servers_per_host_max + 1
+    count = SERVERS_PER_HOST_MAX + 1
     async with (
         dev.serve("64KiB", servers=count, listen=("inproc://",)) as running,
         running.pool() as pool,

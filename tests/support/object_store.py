@@ -131,9 +131,7 @@ class Fleet:
         self._cluster = cluster
         self._network = TcpNetwork(cluster)
         self._transports = registry.transports(["inproc://"])
-        self.master = Master(
-            MasterConfig(bind="127.0.0.1:0", servers_per_host_max=8), self._network
-        )
+        self.master = Master(MasterConfig(bind="127.0.0.1:0"), self._network)
         self.servers: dict[str, BlockServer] = {}
 
     async def __aenter__(self) -> Fleet:

@@ -22,8 +22,12 @@ from kvpool.master.state.server_record import (
 )
 from kvpool.types import FULL_SHARE, ROOM_SHARE, Member, Replica, ServerStats
 
+#: Records, also of lost servers. At the limit the server that has been lost for the longest time is
+#: forgotten; if none is lost, a new one is refused.
 SERVERS_MAX: Final = 4096
-SERVERS_PER_HOST_MAX: Final = 64
+#: Of one address: more than run on a host, also where two hosts are behind one address, and so few
+#: that made-up servers are a 32nd of the table at most.
+SERVERS_PER_HOST_MAX: Final = 128
 
 
 class ServerTable:
