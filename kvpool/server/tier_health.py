@@ -15,13 +15,10 @@ from kvpool import logs
 from kvpool.backoff import Backoff
 from kvpool.errors import Unavailable
 from kvpool.protocols import HasParts, Tier
-from kvpool.server.state.entry import Entry
-from kvpool.server.state.extent_state import State
 from kvpool.server.state.tier_stores import cold_store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_traffic import TierTraffic
 from kvpool.supervision import Supervisor
-from kvpool.types import ReadStatus
 
 log = logs.get("kvpool.mover")
 
@@ -41,9 +38,6 @@ _STUCK_S: Final = 30.0
 #: A process that was stopped (SIGSTOP) sees its timers expire before it sees what has ended
 #: meanwhile: a place is only taken offline if the call has not ended after this time either.
 _CONFIRM_DELAY_S: Final = 1.0
-#: Blocks of an offline tier that are announced as lost at once, and of a part that are removed.
-_LOST_STEP: Final = 1024
-_DROPPED_STEP: Final = 128
 
 
 class _PlaceHealth:
@@ -74,7 +68,7 @@ class TierHealth:
     | read-only | no part of the backing tier is open:   | running: a write succeeds, which is    |
     |           | blocks that it does not have are       | tried after growing delays; offline:   |
     |           | evicted from memory without a copy     | reads fail as above                    |
-    | offline   | no transfers; its blocks are announced | (none until the server is restarted)   |
+    | offline   | no transfers; its blocks are removed   | (none until the server is restarted)   |
     |           | as lost, some at a time                |                                        |
 
     A transfer that takes `_STUCK_S` leads from any state to offline, and batches under way there
@@ -281,46 +275,30 @@ class TierHealth:
             self._leave(place)
             parts.retire(part)
             self._store.take_erasable(part)
-            drop = functools.partial(self._drop, place)
+            drop = functools.partial(self._drop, tier, part)
             self._own(self._supervisor.until_done("drop what a file had", drop))
             self._on_change()
 
     def take_offline(self, tier: int, why: str) -> None:
         if tier not in self._store.offline_tiers and tier != self._store.front_tier:
             log.error("tier is out of service", tier=self._tiers[tier].name, why=why)
-            entries = self._store.take_offline(tier)
+            self._store.take_offline(tier)
             for part in self.parts(tier):
                 self._leave((tier, part))
-            announce = functools.partial(self._announce_lost, entries)
-            self._own(self._supervisor.until_done("announce a lost tier", announce))
+            drop = functools.partial(self._drop, tier)
+            self._own(self._supervisor.until_done("drop what a tier had", drop))
             self._on_change()
 
     def _leave(self, place: Place) -> None:
         self.lost(place).set()
         self._gave_up(place)
 
-    async def _announce_lost(self, entries: list[Entry]) -> None:
-        while entries:
-            self._store.report_lost(entries[:_LOST_STEP])
-            del entries[:_LOST_STEP]
+    async def _drop(self, tier: int, part: int | None = None) -> None:
+        """Remove the blocks of a lost place. What memory has of a file is written elsewhere."""
+        for _ in self._store.drop_lost(tier, part):
             self._on_change()
             await asyncio.sleep(0)
-
-    async def _drop(self, place: Place) -> None:
-        """Remove the blocks of a lost part. What memory has of them is written elsewhere."""
-        tier, part = place
-        store, parts = self._store.stores[tier], self._store.parts_of(tier)
-        assert parts is not None
-        for index, entries in store.inventory_steps():
-            lost = [entry for entry in entries if parts.part_of(entry.offset) == part]
-            for first in range(0, len(lost), _DROPPED_STEP):
-                # By then some have left, and a block of the same name may lie in another part.
-                step = lost[first : first + _DROPPED_STEP]
-                digests = [entry.digest for entry in step if entry.state is State.STORED]
-                store.remove(index.namespace, digests, ReadStatus.TIER_LOST, index.part)
-                self._on_change()
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)
+        self._on_change()
 
     def _name(self, place: Place) -> str:
         tier = self._tiers[place[0]]

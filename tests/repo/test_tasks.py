@@ -265,7 +265,7 @@ STEPS = {
     "prefetch": Step(Prefetcher, "_step"),
     "moves": Step(RepairPlanner, "wants", read),
     "quotas": Step(tenants, "evict_beyond_limits", lower_a_limit),
-    "announce a lost tier": Step(TieredStore, "report_lost", lose_a_tier),
+    "drop what a tier had": Step(TieredStore, "drop_lost", lose_a_tier),
     "try a read-only tier": Step(TieredStore, "try_writeback", refuse_writes),
     "try a file": Step(DividedAllocator, "open", close_a_file),
     "drop what a file had": Step(Store, "remove", lose_a_file),

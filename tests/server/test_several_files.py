@@ -21,6 +21,7 @@ from kvpool.errors import ConfigError, Unavailable
 from kvpool.ops.tables import problem_of
 from kvpool.registry import tiers as open_tiers
 from kvpool.server import tier_health
+from kvpool.server.state import tiered_store
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.testing.invariants import check_invariants
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
@@ -213,7 +214,7 @@ async def test_when_no_disk_takes_writes_the_level_is_read_only(tmp_path: Path) 
 async def test_of_a_dead_disk_its_blocks_only_are_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_health, "_DROPPED_STEP", 7)
+    monkeypatch.setattr(tiered_store, "_DROPPED_STEP", 7)
     chain, new = keys("chain", 300), keys("new", 60)
     async with scene(tmp_path) as one:
         await one.write(chain)

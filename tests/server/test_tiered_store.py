@@ -132,6 +132,11 @@ class Server:
         self.memory[-1][place] = name
         cold.add(record, entry.born)
 
+    def lose(self, tier: int) -> None:
+        self.stack.take_offline(tier)
+        for _ in self.stack.drop_lost(tier):
+            pass
+
     def finish(self, copy: TierTransfer, good: bool = True) -> None:
         """The bytes arrive as they are at the source *now*, which is when they are read."""
         name = self.memory[copy.source][copy.entry.offset]
@@ -534,7 +539,7 @@ def test_a_tier_that_is_out_of_service_is_not_read_in_place() -> None:
     server.settle()
     server.stack.front.remove(ONE, chain, ReadStatus.EVICTED)
     assert server.read(2, ONE, 0, chain, 0) == [ReadStatus.HIT] * 2
-    server.stack.report_lost(server.stack.take_offline(0))
+    server.lose(0)
     server.drop(2)
     assert server.stack.stores[0].held.pins == 0
     assert server.read(2, ONE, 0, chain, 0) == [ReadStatus.NOT_YET] * 2
@@ -609,9 +614,7 @@ def test_a_lost_cache_leaves_its_blocks_where_they_are_below() -> None:
     server.settle()
     server.look()
     assert {server.map[ONE, 0, digest] for digest in chain} == {0}
-    lost = server.stack.take_offline(0)
-    assert len(lost) == 3
-    server.stack.report_lost(lost)
+    server.lose(0)
     server.look()
     assert {server.map[ONE, 0, digest] for digest in chain} == {2}
 
@@ -668,6 +671,74 @@ def test_the_most_blocks_are_those_of_all_tiers() -> None:
     assert Server(4, 8).stack.blocks_max == 12
 
 
+@pytest.mark.parametrize("write_back", [False, True])
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_tier_is_lost_in_small_steps(lost: int, write_back: bool) -> None:
+    """However much it has, and however much waits to be written to it, the loop runs in between."""
+    server = Server(600, 600, 900, front_tier=1, write_back=write_back)
+    stack = server.stack
+    server.write(1, ONE, 0, keys("chain", 300))
+    stack._to_promote.extend(stack.front.inventory())
+    for copy in stack.next_writebacks(1 << 30, 1 << 10, server.now):
+        server.memory[copy.target][copy.extent.offset] = ONE, 0, copy.entry.digest
+        stack.transfer_done(copy, good=True, now=server.now)
+    server.write(1, ONE, 0, keys("dirty", 290))
+    server.copies += stack.next_writebacks(9 * PAGE, 9, server.now)
+    server.look()
+    there, order = len(server.map), stack.write_back
+
+    def left() -> tuple[int, int, int]:
+        listed = 0 if order is None else len(order._listed)
+        return stack.stores[lost].stored, stack.front.dirty, listed
+
+    before = left()
+    stack.take_offline(lost)
+    assert left() == before
+    for _ in stack.drop_lost(lost):
+        now = left()
+        assert all(old - 128 <= new <= old for old, new in zip(before, now, strict=True))
+        before = now
+        check_invariants(stack)
+        assert stack.fingerprint is None, "masters must not compare what is still being announced"
+    while server.copies:
+        server.finish(server.copies.pop(), good=lost == 0)
+    server.look()
+    assert (len(server.map), stack.stores[lost].stored) == (there, 0)
+    if lost == 2:
+        assert (left(), stack.is_writing_back) == ((0, 0, 0), False)
+        for number in range(4):  # all of memory can be had again
+            assert set(server.write(1, ONE, 0, keys(f"new {number}", 140))) == {"RESERVED"}
+
+
+def test_a_block_that_is_written_while_its_tier_is_dropped() -> None:
+    server = Server(4, 64)
+    old, new = keys("old", 4), keys("new", 4)
+    for chain in (old, new):
+        server.write(1, ONE, 0, chain)
+        server.settle()
+    server.look()
+    server.stack.take_offline(1)
+    steps = server.stack.drop_lost(1)
+    assert server.write(1, ONE, 0, old[:2]) == ["RESERVED"] * 2
+    for _ in steps:
+        pass
+    server.look()
+    assert {server.map.get((ONE, 0, digest)) for digest in old[:2]} == {0}
+    assert {server.reasons[ONE, 0, digest] for digest in old[2:]} == {ReadStatus.TIER_LOST}
+
+
+def test_a_writer_waits_until_what_the_lost_tier_was_to_get_may_be_evicted() -> None:
+    server = Server(300, 600)
+    server.write(1, ONE, 0, keys("dirty", 300))
+    server.stack.take_offline(1)
+    assert server.write(1, ONE, 0, keys("more", 1)) == ["NO_SPACE"]
+    assert server.stack.is_writing_back, "it is worth a wait"
+    for _ in server.stack.drop_lost(1):
+        pass
+    assert not server.stack.is_writing_back
+    assert server.write(1, ONE, 0, keys("more", 1)) == ["RESERVED"]
+
+
 def test_a_lost_base_takes_only_what_lies_nowhere_else() -> None:
     server = Server(4, 64)
     old, new = keys("old", 4), keys("new", 3)
@@ -676,7 +747,7 @@ def test_a_lost_base_takes_only_what_lies_nowhere_else() -> None:
         server.settle()
     server.write(1, ONE, 0, keys("newest", 1))  # not copied yet
     server.start()
-    server.stack.report_lost(server.stack.take_offline(1))
+    server.lose(1)
     while server.copies:
         server.finish(server.copies.pop(), good=False)
     assert server.read(1, ONE, 0, old) == [ReadStatus.TIER_LOST] * 4
@@ -753,7 +824,7 @@ def test_a_base_that_is_lost_while_it_is_read_only() -> None:
     server.write(1, ONE, 0, keys("one", 3))
     for _ in server.stack.stop_writing():
         pass
-    server.stack.report_lost(server.stack.take_offline(1))
+    server.lose(1)
     assert not server.stack.read_only
     for number in range(8):
         assert server.write(1, ONE, 0, keys(f"{number}", 1)) == ["RESERVED"]
@@ -875,7 +946,7 @@ def play(seed: int, write_back: bool, *, cold: bool) -> None:
         elif step < 0.995:
             server.drop(owner)
         elif len(pages) - 1 != front_tier and not server.stack.offline_tiers:
-            server.stack.report_lost(server.stack.take_offline(len(pages) - 1))
+            server.lose(len(pages) - 1)
         server.look()
     for owner in (1, 2, 3):
         server.drop(owner)

@@ -951,11 +951,17 @@ for reservation, size in sorted(
     ),
     Bug(
         "lost-tier-fills-the-other",
-        "liveness",
+        "G4",
         _STACK,
-        "            for entry in self.front.inventory():\n"
-        "                self.front.mark_clean(entry)\n",
-        "",
+        "            if waits and not self.front.demotes:\n",
+        "            if False:\n",
+    ),
+    Bug(
+        "lost-tier-keeps-its-blocks",
+        "liveness",
+        _HEALTH,
+        "        for _ in self._store.drop_lost(tier, part):\n",
+        "        for _ in [next(self._store.drop_lost(tier, part), None)]:\n",
     ),
     Bug(
         "stopped-server-blames-its-disk",
@@ -1348,6 +1354,7 @@ FIRST_SEED: Final[Mapping[str, int]] = {
     "dropped-before-it-is-down": 17,
     "failed-copy-is-not-tried-again": 31,
     "lost-tier-fills-the-other": 103,
+    "lost-tier-keeps-its-blocks": 103,
     "stopped-server-blames-its-disk": 116,
     "lost-disk-gives-back-what-it-fills": 103,
     "quarantine-of-a-lost-disk-never-ends": 103,

@@ -167,6 +167,7 @@ class WatchedDiskStore(WatchedStore, FileStore):
         self._previous_disk = previous_disk
         self.restored = False
         self.is_read_only: Callable[[], bool] = lambda: False
+        self.is_lost: Callable[[], bool] = lambda: False
         #: Blocks that it evicted and memory kept, and their last use then: written again once.
         self._evicted_below: dict[BlockPart, int] = {}
         self.is_about_to_get: Callable[[Namespace, int, bytes], None] = lambda *_: None
@@ -271,7 +272,7 @@ class WatchedDiskStore(WatchedStore, FileStore):
         history = self.truth.history(entry.index.namespace, entry.digest, entry.index.part)
         if reason is ReadStatus.TIER_LOST:
             self.truth.probes.add("a block on disk could not be read")
-            if not self.memory.platter.counts["EIO"]:
+            if not self.memory.platter.counts["EIO"] and not self.is_lost():
                 self.truth.fail(f"G5: {entry!r} is dropped as unreadable, but no read has failed")
         else:
             self.truth.probes.add("a block on disk was found to be corrupt")
@@ -349,6 +350,7 @@ class TierOracle:
         top.on_leave = self._left_memory
         base.is_about_to_get = self._goes_to_disk
         base.is_read_only = lambda: stack.read_only
+        base.is_lost = lambda: not self.in_service
         base.above = top
         top.change_log.leaving = base.change_log.leaving = self._leaving
         top.inspect = base.inspect = self.inspect
@@ -426,7 +428,7 @@ class TierOracle:
             silent = recorded - here
         else:
             self._truth.probes.add("a tier was taken out of service")
-            silent = recorded - here - below  # these are announced in batches
+            silent = recorded - here - below  # these are dropped in steps
         if silent or here - recorded:
             self._truth.fail(
                 f"G5: {self.top.life} has {len(here)} blocks, of which it had reported "
@@ -448,6 +450,8 @@ class TierOracle:
         if not self.in_service:
             if not any(platter.counts[kind] for kind in _FAULTS_THAT_RETIRE):
                 return "a tier is out of service, but its disk has no fault"
+            if self.base.stored or stack.fingerprint is None:
+                return "a tier is lost, and what it had was not dropped"
             return (
                 None if self._all_announced() else "the loss of a tier's blocks was not announced"
             )

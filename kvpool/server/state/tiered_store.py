@@ -51,6 +51,8 @@ from kvpool.types import (
 
 #: Blocks that are not written because they are of no use, in one call.
 _USELESS_MAX: Final = 256
+#: Blocks of a lost tier that are removed in one step: a millisecond or two.
+_DROPPED_STEP: Final = 64
 #: More bytes than any queue has.
 _ALL: Final = 1 << 62
 #: The blocks of one write are used within this time: none of them is older than its parent.
@@ -135,7 +137,7 @@ class TieredStore(Blocks):
         #: Evicted by the backing tier and kept by memory: their last use at that time.
         self._written_again: dict[Entry, int] = {}
         self._to_promote: deque[Entry] = deque()  # from the front tier to cache tiers
-        self._unreported = 0  # blocks of offline tiers whose loss is still to be announced
+        self._dropping: dict[int, WriteBack | None] = {}  # offline tiers that still have blocks
         self._evicting = False  # copies in other tiers leave with their block: announced once
         count = self._count_place if cold is None else cold.count_with(self._count_place)
         for tier, store in enumerate(self.stores):
@@ -314,6 +316,8 @@ class TieredStore(Blocks):
     @property
     def _due_bytes(self) -> int:
         """How much is to be written back now; blocks of a tier that was read-only are overdue."""
+        if not self.front.demotes:
+            return 0
         if self.write_back is None or self._unwritten:
             return _ALL
         return self.write_back.due_bytes(self._moving_bytes)
@@ -328,7 +332,9 @@ class TieredStore(Blocks):
 
     @property
     def is_writing_back(self) -> bool:
-        return bool(self.waiting or (self.front.demotes and self.front.held.pinned_by(MOVER)))
+        if not self.front.demotes:  # the tier below is lost: soon all of it may be evicted
+            return bool(self.front.dirty)
+        return bool(self.waiting or self.front.held.pinned_by(MOVER))
 
     def next_writebacks(self, size_max: int, count_max: int, now: float) -> list[TierTransfer]:
         """The next blocks to copy to the backing tier, then those for the cache tiers.
@@ -437,8 +443,11 @@ class TieredStore(Blocks):
             target.cancel(MOVER, copy.id)
             if copy.target == self.backing_tier != self.front_tier:
                 self._to_erase(copy.extent.offset)  # its record may be written already
-            if copy.target == self.backing_tier and entry.state is State.STORED and not entry.clean:
-                self._queue(entry)  # once more; after `take_offline` it is clean
+            waits = entry.state is State.STORED and not entry.clean
+            if waits and not self.front.demotes:
+                self.front.mark_clean(entry)  # its tier is lost
+            elif waits and copy.target == self.backing_tier:
+                self._queue(entry)  # once more
         source.unpin(MOVER, copy.pin)
 
     def transfer_failed(self, copy: TierTransfer, reason: ReadStatus) -> None:
@@ -466,36 +475,45 @@ class TieredStore(Blocks):
         self.read_only = False
         return len(self._unwritten)
 
-    def take_offline(self, tier: int) -> list[Entry]:
-        """A tier is out of service. Returns its blocks, which the caller passes to `report_lost`
-        in several steps.
+    def take_offline(self, tier: int) -> None:
+        """A tier is out of service: no reader finds its blocks, which the caller must drop.
 
         When it was the backing tier, the front tier is the backing tier from now on.
         """
         self.offline_tiers.add(tier)
-        lost = self.stores[tier].inventory()
-        self._unreported += len(lost)
-        if tier != self.backing_tier or cold_store(self.stores) is not None:
-            # Readers find these blocks elsewhere from now on. Few: a cache tier is small.
-            for entry in lost:
-                other = self._elsewhere(entry)
-                if other is not None and self._rank(tier) < self._rank(other.index.tier):
-                    self.stores[other.index.tier].fingerprint.count(
-                        other.digest, other.index.seed, 1
-                    )
+        self._dropping[tier] = None
         if tier == self.backing_tier:
             self.backing_tier = self.front_tier
             self.front.demotes = self.front.drops_useless = False
-            self.write_back = None
-            # Without a tier below no block can be written back: each may be evicted as it is.
-            for entry in self.front.inventory():
-                self.front.mark_clean(entry)
-            self._writeback_queue.clear()
-            self._unwritten.clear()
-            self._fetched.clear()
-            self._written_again.clear()
+            self._dropping[tier], self.write_back = self.write_back, None
             self.read_only = False
-        return lost
+
+    def drop_lost(self, tier: int, part: int | None = None) -> Iterator[None]:
+        """Remove and announce what an offline tier or a lost part has, in steps; may begin anew."""
+        if part is None and not self.front.demotes:
+            yield from self._forget_dirty(self._dropping.get(tier))
+        store = self.stores[tier]
+        for index, entries in store.inventory_steps():
+            if part is not None:
+                entries = [one for one in entries if self.part_of(tier, one.offset) == part]
+            for first in range(0, len(entries) or 1, _DROPPED_STEP):
+                # By then some have left, and a block of the same name may lie in another part.
+                step = entries[first : first + _DROPPED_STEP]
+                digests = [one.digest for one in step if one.state is State.STORED]
+                store.remove(index.namespace, digests, ReadStatus.TIER_LOST, index.part)
+                yield
+        if part is None:
+            self._dropping.pop(tier, None)
+
+    def _forget_dirty(self, write_back: WriteBack | None) -> Iterator[None]:
+        """Without a tier below no block can be written back: each may be evicted as it is."""
+        for queue in (self._writeback_queue, self._unwritten):
+            while queue:
+                for _ in range(min(_DROPPED_STEP, len(queue))):
+                    self.front.mark_clean(queue.popitem(last=False)[0])
+                yield
+        if write_back is not None:
+            yield from write_back.forget()
 
     def part_of(self, tier: int, offset: int) -> int:
         """The number of the part of a tier in which an extent lies; 0 where there is only one."""
@@ -506,18 +524,6 @@ class TieredStore(Blocks):
         """The extents of a tier that has parts; None if it is one."""
         allocator = self.stores[tier].allocator
         return allocator if isinstance(allocator, DividedAllocator) else None
-
-    def report_lost(self, entries: Sequence[Entry]) -> None:
-        """Announce those blocks of an offline tier that no other tier has, or a slower one."""
-        self._unreported -= len(entries)
-        for entry in entries:
-            if entry.state is not State.STORED:
-                continue
-            tier, other = entry.index.tier, self._elsewhere(entry)
-            if other is None:
-                self.change_log.append_departure(entry, ReadStatus.TIER_LOST, tier)
-            elif self._rank(tier) < self._rank(other.index.tier):
-                self.change_log.append(other, ReadStatus.HIT, other.index.tier)
 
     @property
     def erasable(self) -> int:
@@ -578,9 +584,9 @@ class TieredStore(Blocks):
     @property
     def fingerprint(self) -> MapFingerprint | None:
         """None while the blocks of a lost tier are announced step by step."""
-        if self._unreported:
+        if self._dropping:
             return None
-        found = [store.fingerprint for store in self.online]
+        found = [store.fingerprint for store in self.stores]
         return MapFingerprint(sum(one.blocks for one in found), sum(one.total for one in found))
 
     @property
@@ -699,12 +705,6 @@ class TieredStore(Blocks):
         found = (store.peek(index.namespace, index.part, entry.digest) for store in stores)
         return next((one for one in found if one is not None), None)
 
-    def _elsewhere(self, entry: Entry) -> Entry | None:
-        """Another sealed copy of the same block, the front tier's first."""
-        index = entry.index
-        found = self.peek(index.namespace, index.part, entry.digest)
-        return found if found is not entry else None
-
     def _rank(self, tier: int) -> int:
         """Where readers look first: the front tier, then the others in order."""
         return -1 if tier == self.front_tier else tier
@@ -714,7 +714,7 @@ class TieredStore(Blocks):
         index, rank = entry.index, self._rank(entry.index.tier)
         others = [
             found
-            for store in self.online
+            for store in self.stores  # also one that is lost: what it had leaves in steps
             if store.tier != index.tier
             and (found := store.peek(index.namespace, index.part, entry.digest)) is not None
         ]

@@ -136,6 +136,14 @@ class WriteBack:
         self._front._evict(entry)
         return True
 
+    def forget(self) -> Iterator[None]:
+        """The tier below is lost, and the queue is empty: drop the rest, in steps."""
+        while (first := self._by_use.first()) is not None:
+            self._by_use.pop()
+            self._listed.discard(first[1])
+            if len(self._by_use) % _DROPPED_MAX == 0:
+                yield
+
     def flush(self) -> Iterator[None]:
         """From now on all of it is due: the chain that was used last first, heads before tails.
 
