@@ -427,8 +427,9 @@ class DryPool:
 
     def _register(self, server: DryServer) -> None:
         tiers = ("dram", "nvme")[: len(self._sizes)]
-        said = (self._epochs[server.name], server.host, (), tiers, self._sizes[-1])
-        refusal = self.directory.servers.register(server.name, Registration(*said), 0.0)
+        epoch = self._epochs[server.name]
+        registration = Registration(epoch, server.host, (), tiers, self._sizes[-1])
+        refusal = self.directory.servers.register(server.name, registration, 0.0)
         if refusal is not None:
             raise InvariantViolated(f"{server.name} is refused: {refusal}")
 

@@ -103,7 +103,6 @@ RINGS: dict[str, tuple[str, ...]] = {
     "admin": ("kvpool/client/admin.py",),  # of `kvpool.admin`
     "sync": ("kvpool/sync.py",),  # for threads
     "removal": ("kvpool/client/removal.py", "kvpool/server/removal.py"),  # of `kvpool remove`
-    "files": ("kvpool/yaml_file.py",),  # of `--config` and `--tenants`
     "room": ("kvpool/client/room.py",),  # for those who admit sessions
     "poller": ("kvpool/client/match_poller.py", "kvpool/net/polled_links.py"),  # for connectors
     "policies": tuple(
@@ -184,7 +183,6 @@ KERNEL_TO_RING = {
     "kvpool.client.reader -> kvpool.client.device_direct",
     "kvpool.client.reader -> kvpool.client.device_staging",
     "kvpool.client.reader -> kvpool.device.thread",
-    "kvpool.config -> kvpool.yaml_file",
     "kvpool.client.writer -> kvpool.client.device_staging",
     "kvpool.client.writer -> kvpool.client.device_writes",
 }

@@ -31,7 +31,6 @@ TABLES = (
 )
 #: What stands upon a ring goes with it.
 UPON = {
-    "files": ("tenancy",),
     "heaps": ("sessions", "tiers", "prefetch", "cold"),
     "moves": ("prefetch",),
     "tiers": ("prefetch", "cold"),

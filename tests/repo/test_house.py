@@ -74,7 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "arguments", "logs", "runtime"),
     (
         *("types", "units", "tenant_names", "tenants", "backoff", "piecewise_dict", "spans"),
-        *("kv_events", "file_stamp", "tracing", "sorting", "addresses", "guard"),
+        *("kv_events", "file_stamp", "yaml_file", "tracing", "sorting", "addresses", "guard"),
     ),
     (
         *("protocols", "config", "wire"),
