@@ -28,7 +28,8 @@ from kvpool.wire import messages as wire
 _REPLICAS_MAX: Final = 256
 #: Of a block that this master does not know, while servers may have it.
 _JUST_BEGUN: Final = (
-    "as far as this master knows, which has just begun and not heard from all servers yet: ask again"
+    "as far as this master knows, which has just begun, and not heard from all servers yet: "
+    "ask again"
 )
 #: Servers for a write that an answer names.
 _PLACES_MAX: Final = 64

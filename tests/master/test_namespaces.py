@@ -132,7 +132,7 @@ async def test_a_master_that_has_just_begun_says_so() -> None:
         return answer.blocks[0][1]
 
     await master._tick()
-    assert "just begun and not heard from all servers yet" in explained()
+    assert "just begun, and not heard from all servers yet" in explained()
     master._started = now - 1
     await master._tick()
     assert explained() == "the pool holds no blocks"
