@@ -133,6 +133,16 @@ def freeze_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_000, 3, 1_000_000)
+    from asyncio import selector_events
+
+    # A transport of CPython's refers to itself: each that has ended would stay for ever.
+    transport: Any = vars(selector_events)["_SelectorSocketTransport"]
+    ended = transport._call_connection_lost
+
+    def end(self: Any, error: Exception | None) -> None:
+        self._read_ready_cb = ended(self, error)
+
+    transport._call_connection_lost = end
 
 
 @dataclass(frozen=True, slots=True)

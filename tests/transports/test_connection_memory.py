@@ -25,6 +25,7 @@ from kvpool_transports.inproc import InprocTransport
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.support.processes import script
 from tests.support.raw_peers import HELLO, frame, payload, raw, reserve
 
 CONNECTIONS = 40
@@ -205,3 +206,57 @@ async def test_a_burst_of_reads_goes_back_to_eight_streams(
             await eventually(lambda: server.stats(0.0).counters["connections"] == 8)
         # Both ends: a stream that was closed is gone when its tasks have ended, too.
         await eventually(lambda: streams() == kinds)
+
+
+#: Of connections that ended, the objects of asyncio that are left in a process as masters and
+#: servers are: three kinds of strangers at each of its ports.
+LEFT_BEHIND = """
+import asyncio, gc, os, socket, ssl, sys
+from collections import Counter
+from kvpool import Cluster, dev, runtime
+from kvpool_transports.tls import TlsTransport
+from tests.attack.strangers import _client_hello
+from tests.support.certificates import certificate
+
+HELLO = _client_hello()
+SAID = (b"", HELLO[:-1], HELLO, HELLO[:9] + os.urandom(len(HELLO) - 9))
+
+async def stranger(address, said):
+    host, port = address.rpartition("//")[2].split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(said)
+    await asyncio.sleep(0.2)
+    writer.transport.abort()
+
+def left():
+    kinds = Counter(type(one).__name__ for one in gc.get_objects())
+    names = "_SelectorSocketTransport", "SSLProtocol", "socket", "Task"
+    return {one: kinds[one] for one in names}
+
+async def main():
+    mine = certificate("server")
+    tls = {"tls": TlsTransport(cert=mine.cert, key=mine.key)}
+    listen = ("tcp://127.0.0.1:0", "tls://127.0.0.1:0")
+    secret = Cluster("default", b"s" * 32)
+    async with dev.serve("8MiB", listen=listen, transports=tls, cluster=secret) as running:
+        ports = [running.address, *running.servers[0].addresses]
+        for said in SAID:
+            await asyncio.gather(*(stranger(port, said) for port in ports))
+        runtime.freeze_gc()
+        gc.disable()
+        await asyncio.sleep(0.2)
+        before = left()
+        for _ in range(5):
+            for said in SAID:
+                await asyncio.gather(*(stranger(port, said) for port in ports))
+        await asyncio.sleep(0.5)
+        after = left()
+        print(max(after[one] - before[one] for one in after), flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_handshakes_that_are_broken_off_leave_nothing_behind() -> None:
+    async with script(LEFT_BEHIND) as child:
+        assert int(await asyncio.wait_for(child.line(), 30)) <= 3

@@ -154,6 +154,7 @@ class _TlsListener:
             )
         except OSError as error:  # ssl.SSLError is one
             self._sessions.refused(address, _why(error), costly=True)
+            error.__traceback__ = None  # asyncio's frame there refers to the error, and to TLS
             return
         finally:
             self._sessions.strangers.left(arrival)
