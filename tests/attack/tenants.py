@@ -76,6 +76,13 @@ async def names(by: Attacker) -> None:
     by.done += 1
 
 
+async def removals(by: Attacker) -> None:
+    """Of names that nobody has written, and of those that others have in a namespace of theirs."""
+    chain = [*keys("honest", 4), *(secrets.token_bytes(32) for _ in range(1020))]
+    await by.pool.remove(MODEL, chain)
+    by.done += 1
+
+
 async def reservations(by: Attacker) -> None:
     """Space is taken for bytes that never come, and its owner goes."""
     async with by.peer() as peer:
@@ -143,6 +150,7 @@ KINDS: dict[str, tuple[Callable[[Attacker], Awaitable[None]], int]] = {
     "fill": (fill, 8),
     "ask": (ask, 16),
     "names": (names, 16),
+    "removals": (removals, 8),
     "reservations": (reservations, 8),
     "open_write": (open_write, 60),
     "pins": (pins, 40),

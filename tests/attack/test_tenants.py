@@ -13,7 +13,7 @@ from tests.support.commands import running_kvpool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-KINDS = "fill", "ask", "names", "reservations", "pins", "bad", "forbidden"
+KINDS = "fill", "ask", "names", "removals", "reservations", "pins", "bad", "forbidden"
 #: One tenant alone has half of `server.connections_max`, beside those before a proof; for each of
 #: them what is read ahead, and a request.
 CONNECTIONS, EACH = 512 + 16, 224 << 10
