@@ -60,7 +60,7 @@ test/routers: .venv-routers/ready
 
 # The cold tier, against a server that speaks S3's protocol.
 test/objects: .venv-objects/ready
-	.venv-objects/bin/python -m pytest tests/objects $(ARGS)
+	ATTACK_S=2 .venv-objects/bin/python -m pytest tests/objects tests/attack/test_cold_store.py $(ARGS)
 
 # The status page in a real chromium; skipped where there is none.
 test/page: .venv-page/ready

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -253,3 +254,18 @@ def test_no_gather_leaves_others_running() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("asyncio.gather"):
                 waits = [one.arg for one in node.keywords]
                 assert waits == ["return_exceptions"], f"{path}:{node.lineno}: runtime.wait_for_all"
+
+
+def test_no_line_of_a_log_has_a_field_that_logging_has_itself() -> None:
+    """It would be an exception in place of the line."""
+    taken = vars(logging.makeLogRecord({})).keys() | {"message", "asctime"}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {one.arg}"
+        for part in ("kvpool", "transports", "tiers", "connector")
+        for path in sorted((ROOT / part).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log.")
+        for one in node.keywords
+        if one.arg in taken
+    ]
+    assert not found

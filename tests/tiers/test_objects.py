@@ -275,6 +275,24 @@ async def test_an_object_under_another_name_is_a_miss(
     assert await hits(pool) == 0
 
 
+async def test_objects_of_others_without_number_are_some_lines(
+    fleet: Fleet, pool: Pool, shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever can write into the bucket cannot fill the log."""
+    await write(pool, await fleet.start("a"))
+    await fleet.lose("a")
+    first = shelf.names("blocks")[0]
+    for number in range(100):
+        shelf.objects[f"{first}{number}"] = bytes(100)
+        shelf.times[f"{first}{number}"] = shelf.times[first]
+    other = await fleet.start("b")
+    await found(other, 1)
+    said = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+    assert len(said) == 9
+    assert "more objects are left out count=92" in said[-1]
+    assert other.stats(0.0).counters["cold_damaged"] == 100
+
+
 @pytest.mark.parametrize("why", ["access is refused", "503 Slow Down"])
 async def test_a_store_that_fails_is_a_miss_at_once_and_then_works_again(
     fleet: Fleet, pool: Pool, shelf: Shelf, why: str, caplog: pytest.LogCaptureFixture

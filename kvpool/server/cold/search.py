@@ -27,6 +27,8 @@ from kvpool.server.cold.state.format import (
 
 log = logs.get("kvpool.cold")
 
+#: Objects that one search names in the log: whoever may write there must not fill it.
+_NAMED_MAX: Final = 8
 #: Objects whose ends are read at a time.
 _READERS: Final = 16
 #: The end of an object that is read first: tail and index of some hundred blocks.
@@ -58,8 +60,9 @@ class Searcher:
         self._drafts = drafts
         self._living = Living(frozenset(), 0.0)
         self._search_at = 0.0
-        #: Names of objects that are not what they should be; each is in the log once.
+        #: Names of objects that are not what they should be; each is in the log once, of many some.
         self._damaged: set[str] = set()
+        self._left_out = 0  # by this search
 
     async def beat(self) -> None:
         """Once. Raises Unavailable."""
@@ -108,6 +111,8 @@ class Searcher:
                 await self._index.drop(known)
         before = set(self._index.book.by_name)
         new = [one for one in found.values() if self._is_wanted(one)]
+        self._damaged &= found.keys()
+        self._left_out = 0
         waiting = sorted(new, key=lambda one: one.written_at)
         for one in [o for o in waiting if o.written_at < oldest]:
             await self._index.delete(one.name)
@@ -118,6 +123,8 @@ class Searcher:
                 await self._load(waiting.pop(), removed)
 
         await wait_for_all(load() for _ in range(_READERS))
+        if self._left_out > _NAMED_MAX:
+            log.warning("more objects are left out", count=self._left_out - _NAMED_MAX)
         if came := set(self._index.book.by_name) - before:
             log.info(
                 "cold tier has found blocks",
@@ -146,7 +153,9 @@ class Searcher:
         except Damaged as error:
             self._counters["cold_damaged"] += 1
             self._damaged.add(name)
-            log.warning("an object is left out", name=name, why=str(error))
+            self._left_out += 1
+            if self._left_out <= _NAMED_MAX:
+                log.warning("an object is left out", object=name, why=str(error))
             return
         if known is None:
             known = self._index.book.enter(name, listed.size, listed.written_at, tail)
