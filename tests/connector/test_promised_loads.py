@@ -91,7 +91,10 @@ def test_blocks_are_loaded_while_the_producer_computes_the_next(
     assert load.seconds < 5
 
 
-def test_a_wait_is_no_part_of_the_time_that_a_load_may_take(start: Start) -> None:
+def test_a_wait_is_no_part_of_the_time_that_a_load_may_take(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool_connector.worker.CANCEL_AFTER_S", 0.1)
     producer, consumer = start(), start(load_timeout_s=0.3)
     hashes = keys("longer", 4)
     producer.fill([1, 2, 3, 4], 8)
