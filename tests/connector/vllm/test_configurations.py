@@ -104,37 +104,33 @@ def test_what_was_computed_comes_back(
 
 
 def test_of_a_sliding_window_only_the_end_is_loaded_and_needed(
-    model: Models, process: Engine
+    pool: LocalPool, model: Models, process: Engine
 ) -> None:
     """After the pool has lost all, a conversation's next turn saves what its engine still has."""
-    pool = LocalPool()
     first = prompt(410, 1500, 0)
     expected = process.start(model("gemma3")).generate([first])["tokens"]
     turn = first + expected[0]
     truth = process.generate([turn])["tokens"]
     config = transfer(pool.master, transports=["tcp"])
-    try:
-        process.start(model("gemma3"), kv_transfer_config=config)
-        assert process.generate([first])["tokens"] == expected
-        pool.settled()
-        process.forget()
-        loaded = process.generate([first])
-        assert loaded["tokens"] == expected
-        assert loaded["cached"] == [1472]
-        (size,) = {entry.size for entry in pool.dev.servers[0].store.inventory()}
-        # 46 blocks of the layers with full attention, 4 of those with a window of 128 tokens
-        assert process.metrics()["vllm:kvpool_load_bytes"] == (46 + 4) * (size - MARK_BYTES)
-        pool.settled()
-        remove_all(pool)
-        assert process.generate([turn])["tokens"] == truth  # its own cache has the prefix
-        saved = pool.settled()
-        assert 46 < saved < 2 * 46
-        process.forget()
-        loaded = process.generate([turn])
-        assert loaded["tokens"] == truth
-        assert loaded["cached"] == [1504]
-    finally:
-        pool.close()
+    process.start(model("gemma3"), kv_transfer_config=config)
+    assert process.generate([first])["tokens"] == expected
+    pool.settled()
+    process.forget()
+    loaded = process.generate([first])
+    assert loaded["tokens"] == expected
+    assert loaded["cached"] == [1472]
+    (size,) = {entry.size for entry in pool.dev.servers[0].store.inventory()}
+    # 46 blocks of the layers with full attention, 4 of those with a window of 128 tokens
+    assert process.metrics()["vllm:kvpool_load_bytes"] == (46 + 4) * (size - MARK_BYTES)
+    pool.settled()
+    remove_all(pool)
+    assert process.generate([turn])["tokens"] == truth  # its own cache has the prefix
+    saved = pool.settled()
+    assert 46 < saved < 2 * 46
+    process.forget()
+    loaded = process.generate([turn])
+    assert loaded["tokens"] == truth
+    assert loaded["cached"] == [1504]
 
 
 def remove_all(pool: LocalPool) -> None:
@@ -170,14 +166,40 @@ def test_prompts_that_are_embeddings_share_with_equal_ones_only(
     assert loaded["tokens"] == computed["tokens"]
 
 
-def test_several_samples_of_one_prompt(
-    model: Models, process: Engine, shared_pool: LocalPool
+def test_samples_sleep_and_updates_of_one_engine(
+    model: Models, process: Engine, shared_pool: LocalPool, plain: Engine
 ) -> None:
-    sampling = {"n": 3, "temperature": 0.8, "max_tokens": 40}
-    expected = process.start(model()).generate(PROMPTS, **sampling)["samples"]
-    assert len({tuple(one) for samples in expected for one in samples}) == 6
-    config = transfer(shared_pool.master, tenant="samples", transports=["tcp"])
+    """Several samples of a prompt; then it sleeps; then its weights are updated without a reset, by
+    vLLM and by a worker extension, and the next step finds out. They are the same weights, but on a
+    CPU they are hidden and may be others: what its own cache and the pool have is not used."""
+    expected = plain.generate(PROMPTS)["tokens"]
+    config = transfer(shared_pool.master, tenant="one engine", transports=["tcp"])
     process.start(model(), kv_transfer_config=config)
+    _share_samples(process, shared_pool, plain)
+
+    def shares_again(told: int) -> None:
+        """It answers as before from what it may still use, and finds what it has saved since."""
+        before = [0 if _hides_weights(process) else 480] * 2
+        answer = process.generate(PROMPTS)
+        assert (answer["tokens"], answer["cached"]) == (expected, before)
+        shared_pool.settled()
+        process.forget()
+        answer = process.generate(PROMPTS)
+        assert (answer["tokens"], answer["cached"]) == (expected, [480, 480])
+        assert process.said.count("the weights were changed") == told
+
+    process.ask("sleep")
+    shares_again(told=0)
+    for number, by in enumerate(("vLLM", "a worker extension"), 1):
+        process.ask("update", by=by)
+        process.generate([prompt(777, 40, 0)])
+        shares_again(told=number)
+
+
+def _share_samples(process: Engine, shared_pool: LocalPool, plain: Engine) -> None:
+    sampling = {"n": 3, "temperature": 0.8, "max_tokens": 40}
+    expected = plain.generate(PROMPTS, **sampling)["samples"]
+    assert len({tuple(one) for samples in expected for one in samples}) == 6
     assert process.generate(PROMPTS, **sampling)["samples"] == expected
     shared_pool.settled()
     process.forget()
@@ -186,48 +208,6 @@ def test_several_samples_of_one_prompt(
     assert loaded["cached"] == [480, 480]
     # Each prompt once, in blocks of 32 KiB: the other samples wait for the first one's load
     assert process.metrics()["vllm:kvpool_load_bytes"] == 2 * 15 * 32_768
-
-
-def test_an_engine_that_slept_answers_as_before(
-    model: Models, process: Engine, shared_pool: LocalPool
-) -> None:
-    """vLLM empties all caches for it. On a CPU weights are hidden, so that they may be others now:
-    the engine shares with itself alone."""
-    expected = process.start(model()).generate(PROMPTS)["tokens"]
-    config = transfer(shared_pool.master, tenant="asleep", transports=["tcp"])
-    process.start(model(), kv_transfer_config=config)
-    assert process.generate(PROMPTS)["tokens"] == expected
-    shared_pool.settled()
-    process.forget()
-    process.ask("sleep")
-    computed = process.generate(PROMPTS)
-    assert computed["tokens"] == expected
-    assert computed["cached"] == [0 if _hides_weights(process) else 480] * 2
-    shared_pool.settled()
-    process.forget()
-    loaded = process.generate(PROMPTS)
-    assert loaded["tokens"] == expected
-    assert loaded["cached"] == [480, 480]
-
-
-@pytest.mark.parametrize("by", ["vLLM", "a worker extension"])
-def test_an_update_of_the_weights_without_a_reset_is_noticed(
-    model: Models, process: Engine, shared_pool: LocalPool, by: str
-) -> None:
-    """The step after it finds out: what the engine's own cache and the pool have is not used any
-    more. (The weights are the same ones, but on a CPU they are hidden.)"""
-    expected = process.start(model()).generate(PROMPTS)["tokens"]
-    config = transfer(shared_pool.master, tenant=f"updated by {by}", transports=["tcp"])
-    process.start(model(), kv_transfer_config=config)
-    assert process.generate(PROMPTS)["tokens"] == expected
-    shared_pool.settled()
-    before = process.log.read_text().count("the weights were changed")
-    process.ask("update", by=by)
-    process.generate([prompt(777, 40, 0)])
-    computed = process.generate(PROMPTS)
-    assert computed["tokens"] == expected
-    assert computed["cached"] == [0 if _hides_weights(process) else 480] * 2
-    assert process.log.read_text().count("the weights were changed") == before + 1
 
 
 @pytest.mark.long

@@ -41,30 +41,26 @@ def test_pipeline_stages_share_with_equals_only(
 
 
 def test_what_one_size_of_tensor_parallelism_wrote_the_other_reads(
-    model: Models, logs: Logs
+    pool: LocalPool, model: Models, logs: Logs
 ) -> None:
     """One rank writes and two read, two write and one reads; the truth is an engine alone."""
-    pool = LocalPool()
     config = transfer(pool.master, kv_head_parts=2, revision="one")
     alone = Engine(model(), logs("parallel-alone"), **EXACT)
     one = Engine(model(), logs("tp-1"), kv_transfer_config=config, **EXACT)
     two = Engine(model(), logs("tp-2"), kv_transfer_config=config, tensor_parallel_size=2, **EXACT)
     early = [prompt(number, shared=0) for number in (140, 141)]
     late = [prompt(number, shared=0) for number in (142, 143)]
-    try:
-        with closing(alone, one, two):
-            expected = alone.generate([*early, *late])["tokens"]
-            assert one.generate(early)["tokens"] == expected[:2]
-            pool.settled()
-            loaded = two.generate(early)
-            assert loaded["cached"] == [480, 480]
-            assert loaded["tokens"] == expected[:2]
-            assert two.generate(late)["tokens"] == expected[2:]
-            pool.settled()
-            loaded = one.generate(late)
-            assert loaded["cached"] == [480, 480]
-            assert loaded["tokens"] == expected[2:]
-            ((name, _),) = pool.ask(lambda client: admin(client).namespaces())
-            assert name.parts == 2
-    finally:
-        pool.close()
+    with closing(alone, one, two):
+        expected = alone.generate([*early, *late])["tokens"]
+        assert one.generate(early)["tokens"] == expected[:2]
+        pool.settled()
+        loaded = two.generate(early)
+        assert loaded["cached"] == [480, 480]
+        assert loaded["tokens"] == expected[:2]
+        assert two.generate(late)["tokens"] == expected[2:]
+        pool.settled()
+        loaded = one.generate(late)
+        assert loaded["cached"] == [480, 480]
+        assert loaded["tokens"] == expected[2:]
+        ((name, _),) = pool.ask(lambda client: admin(client).namespaces())
+        assert name.parts == 2

@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import random
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from examples.vllm_two_instances import Instance, transfer
 from kvpool import admin
 from kvpool.ops.engines import examine_engines
-from tests.connector.vllm.helpers import Engine, Logs, Models, closing, prompt
+from tests.connector.vllm.helpers import Engine, Logs, Models, prompt
 from tests.connector.vllm.helpers import transfer as always
 from tests.support.local_pool import LocalPool
 
@@ -69,11 +68,10 @@ def chat(instance: Instance, question: str, rank: int | None = None) -> tuple[li
 
 
 def test_two_instances_of_vllm_serve_share_conversations(
-    model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: LocalPool, model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both serve at once, turns alternate; `cached_tokens` in the usage says what was cached."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # it has /sleep
-    pool = LocalPool()
     config = transfer(pool.master, **PATIENT)
     instances = [
         Instance(name, model(), tmp_path / f"{name}.log", config, arguments=["--enforce-eager"])
@@ -124,13 +122,11 @@ def test_two_instances_of_vllm_serve_share_conversations(
     finally:
         for instance in instances:
             instance.close()
-        pool.close()
 
 
 @pytest.mark.long
-def test_data_parallel_ranks_share(model: Models, tmp_path: Path) -> None:
+def test_data_parallel_ranks_share(pool: LocalPool, model: Models, tmp_path: Path) -> None:
     """Each is an engine of its own, behind one address, and the pool is all that they share."""
-    pool = LocalPool()
     config = transfer(pool.master, **PATIENT)
     ranks = ("--data-parallel-size", "2", "--enforce-eager")
     instance = Instance("DP", model(), tmp_path / "dp.log", config, arguments=ranks)
@@ -150,66 +146,21 @@ def test_data_parallel_ranks_share(model: Models, tmp_path: Path) -> None:
         assert name.parts == 1
     finally:
         instance.close()
-        pool.close()
 
 
 @pytest.mark.long
-def test_tensor_parallel_ranks_each_have_their_part(model: Models, logs: Logs) -> None:
+def test_tensor_parallel_ranks_each_have_their_part(
+    pool: LocalPool, model: Models, logs: Logs
+) -> None:
     prompts = [prompt(number) for number in range(110, 112)]
-    pool = LocalPool()
     two = {"tensor_parallel_size": 2}
     config = always(pool.master)
-    try:
-        with Engine(model(), logs("tp-first"), kv_transfer_config=config, **two) as first:
-            expected = first.ready().generate(prompts)
-            pool.settled()
-            (name, _), *_ = pool.ask(lambda client: admin(client).namespaces())
-            assert name.parts == 2
-            first.forget()
-            again = first.generate(prompts)
-            assert again["cached"] == [480, 480]
-            assert again["tokens"] == expected["tokens"]
-    finally:
-        pool.close()
-
-
-def test_two_engines_share_agentic_traffic(model: Models, logs: Logs) -> None:
-    """Conversations with one system prompt, whose turns go round robin over two engines at once."""
-    pool = LocalPool()
-    config = always(pool.master)
-    shared = [Engine(model(), logs(f"agent-{n}"), kv_transfer_config=config) for n in range(2)]
-    alone = [Engine(model(), logs(f"alone-{n}")) for n in range(2)]
-    try:
-        with closing(*shared, *alone):
-            with_pool, without = _converse(shared, pool), _converse(alone, None)
-    finally:
-        pool.close()
-    assert with_pool["answers"] == without["answers"]
-    print(
-        f"hit rate {with_pool['hits']:.3f} with the pool, {without['hits']:.3f} without; turn "
-        f"{with_pool['seconds']:.3f} s with, {without['seconds']:.3f} s without (medians)"
-    )
-    assert with_pool["hits"] > without["hits"] + 0.1
-
-
-def _converse(engines: list[Engine], pool: LocalPool | None) -> dict[str, float | list[list[int]]]:
-    """Four conversations of five turns."""
-    chance = random.Random(11)
-    system = [chance.randrange(10, 1000) for _ in range(256)]
-    histories = [list(system) for _ in range(4)]
-    cached = prompts = 0
-    seconds, answers = [], []
-    for turn in range(5):
-        for number, history in enumerate(histories):
-            history += [chance.randrange(10, 1000) for _ in range(chance.randrange(60, 200))]
-            answer = engines[(turn + number) % 2].generate(
-                [history], max_tokens=16, params={"session_id": f"agent {number}"}
-            )
-            prompts += len(history)
-            cached += answer["cached"][0]
-            seconds.append(answer["seconds"])
-            answers.append(answer["tokens"][0])
-            history += answer["tokens"][0]
-        if pool is not None:
-            pool.settled()
-    return {"hits": cached / prompts, "seconds": statistics.median(seconds), "answers": answers}
+    with Engine(model(), logs("tp-first"), kv_transfer_config=config, **two) as first:
+        expected = first.ready().generate(prompts)
+        pool.settled()
+        (name, _), *_ = pool.ask(lambda client: admin(client).namespaces())
+        assert name.parts == 2
+        first.forget()
+        again = first.generate(prompts)
+        assert again["cached"] == [480, 480]
+        assert again["tokens"] == expected["tokens"]

@@ -49,9 +49,10 @@ def test_vllm_takes_sessions_from_the_fields_that_the_middleware_fills() -> None
 
 
 @pytest.mark.timeout(300)
-def test_sessions_of_real_clients_arrive_in_the_pool(model: Models, tmp_path: Path) -> None:
+def test_sessions_of_real_clients_arrive_in_the_pool(
+    pool: LocalPool, model: Models, tmp_path: Path
+) -> None:
     """Each endpoint with the client that people use, streamed and whole, by header and by body."""
-    pool = LocalPool()
     arguments = ("--middleware", "kvpool_connector.sessions.Middleware", "--api-key", KEY)
     arguments += ("--enforce-eager",)
     config = transfer(pool.master, load="always")
@@ -80,7 +81,6 @@ def test_sessions_of_real_clients_arrive_in_the_pool(model: Models, tmp_path: Pa
         assert 'event="fault"' not in metrics
     finally:
         instance.close()
-        pool.close()
 
 
 def _ask_all(codex: openai.OpenAI, claude: anthropic.Anthropic) -> None:
