@@ -19,11 +19,12 @@ from kvpool.net.control_network import TcpNetwork
 from kvpool.net.tenants_file import TenantsFile
 from kvpool.supervision import Supervisor
 from kvpool.types import Cluster
+from kvpool.wire import auth
 from kvpool.wire import messages as wire
 from tests.conftest import eventually, keys, values
 from tests.net.test_secret import command
 from tests.support.commands import running_kvpool
-from tests.support.raw_peers import ask, frame
+from tests.support.raw_peers import ask, frame, raw
 from tests.support.tenant_pool import MODEL, OPERATOR, SECRETS, TenantPool, tenant, tenant_pool
 
 CHAIN = keys("secrets", 2)
@@ -109,32 +110,20 @@ async def test_a_removed_tenant_is_out(pool: TenantPool) -> None:
     assert await works(pool, tenant("acme"))
 
 
-async def test_a_proof_that_is_under_way_when_its_secret_is_revoked_is_refused(
-    pool: TenantPool,
-) -> None:
-    from kvpool.wire import auth
-    from tests.support.raw_peers import raw
-
+@pytest.mark.parametrize("proof", ["of a revoked secret", "of the server"])
+async def test_a_proof_that_is_none_is_refused(pool: TenantPool, proof: str) -> None:
+    """Its secret is revoked while it is under way; or it is the server's own, sent back."""
     acme, nonce = tenant("acme"), bytes(32)
     async with raw(pool) as peer:  # type: ignore[arg-type]
         hello = wire.Hello("default", "raw", nonce, False, "acme", auth.key_id(acme, nonce))
         challenge = await peer.ask(hello, wire.Challenge)
-        assert challenge.proof == auth.server_proof(acme, nonce, challenge.nonce)
-        pool.write_tenants(only="blue")
-        await pool.read_again()
-        await peer.send(frame(wire.Proof(auth.client_proof(acme, nonce, challenge.nonce))))
-        assert await peer.refusal() == "Unauthenticated"
-
-
-async def test_a_proof_of_a_server_is_none_of_a_client(pool: TenantPool) -> None:
-    from kvpool.wire import auth
-    from tests.support.raw_peers import raw
-
-    acme, nonce = tenant("acme"), bytes(32)
-    async with raw(pool) as peer:  # type: ignore[arg-type]
-        hello = wire.Hello("default", "raw", nonce, False, "acme", auth.key_id(acme, nonce))
-        challenge = await peer.ask(hello, wire.Challenge)
-        await peer.send(frame(wire.Proof(challenge.proof)))
+        sent = challenge.proof
+        assert sent == auth.server_proof(acme, nonce, challenge.nonce)
+        if proof == "of a revoked secret":
+            pool.write_tenants(only="blue")
+            await pool.read_again()
+            sent = auth.client_proof(acme, nonce, challenge.nonce)
+        await peer.send(frame(wire.Proof(sent)))
         assert await peer.refusal() == "Unauthenticated"
 
 

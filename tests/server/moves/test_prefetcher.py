@@ -270,12 +270,17 @@ def test_giving_up_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def serving(
-    tmp_path: Path, memory: str = "4MiB", rate: int = 0
+    tmp_path: Path, *below: Sequence[bytes], rate: int = 0
 ) -> AsyncIterator[tuple[BlockServer, Pool]]:
-    tiers = [f"dram:{memory}", f"nvme:{tmp_path}/tier:32MiB"]
+    """With these chains, which other blocks have displaced from memory."""
+    tiers = ["dram:4MiB", f"nvme:{tmp_path}/tier:32MiB"]
     async with dev.serve(tiers=tiers) as running, running.pool() as pool:
         (server,) = running.servers
         prefetcher_of(server).budget = FetchBudget(rate)
+        for chain in below:
+            await put(server, pool, chain)
+        for number in range(3 * bool(below)):
+            await put(server, pool, keys(f"filler {number}", 30))
         yield server, pool
         check_invariants(server.stack)
 
@@ -284,12 +289,6 @@ async def put(server: BlockServer, pool: Pool, chain: Sequence[bytes]) -> None:
     statuses = await pool.write(NAMESPACE, chain, values(chain, BLOCK))
     assert set(statuses) == {WriteStatus.STORED}
     await eventually(lambda: not server.stack.waiting and not server.stack.front.held.pins)
-
-
-async def fill(server: BlockServer, pool: Pool, chains: int = 3) -> None:
-    """Other blocks take the place of those that were written before."""
-    for number in range(chains):
-        await put(server, pool, keys(f"filler {number}", 30))
 
 
 def in_memory(server: BlockServer, chain: Sequence[bytes]) -> int:
@@ -309,10 +308,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("soon")
 async def test_a_chain_comes_up_and_is_read_from_memory(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, pool):
-        chain = keys("chain", 6)
-        await put(server, pool, chain)
-        await fill(server, pool)
+    chain = keys("chain", 6)
+    async with serving(tmp_path, chain) as (server, pool):
         assert in_memory(server, chain) == 0
         asked = [*chain, key("never")]
         assert await pool.prefetch(NAMESPACE, asked) == [COMING] * 6 + [GONE]
@@ -334,10 +331,8 @@ async def test_a_chain_comes_up_and_is_read_from_memory(tmp_path: Path) -> None:
 
 async def test_each_block_of_a_request_has_its_own_answer(tmp_path: Path) -> None:
     """Some may have come up, or left, since the client asked a master where they are."""
-    async with serving(tmp_path) as (server, pool):
-        chain = keys("chain", 4)
-        await put(server, pool, chain)
-        await fill(server, pool)
+    chain = keys("chain", 4)
+    async with serving(tmp_path, chain) as (server, pool):
         await pool.read(NAMESPACE, chain[:1], buffers(1, BLOCK))
         await pool.read(NAMESPACE, chain[2:3], buffers(1, BLOCK))
         asked = [*chain, key("never"), chain[2]]
@@ -351,10 +346,8 @@ async def test_each_block_of_a_request_has_its_own_answer(tmp_path: Path) -> Non
 async def test_an_eighth_of_the_memory_comes_up_and_the_rest_when_that_is_read(
     tmp_path: Path,
 ) -> None:
-    async with serving(tmp_path) as (server, pool):
-        chain = keys("chain", 40)
-        await put(server, pool, chain)
-        await fill(server, pool)
+    chain = keys("chain", 40)
+    async with serving(tmp_path, chain) as (server, pool):
         await pool.prefetch(NAMESPACE, chain)
         await eventually(lambda: in_memory(server, chain) == 8)
         await asyncio.sleep(0.3)
@@ -375,10 +368,8 @@ async def test_no_more_comes_up_when_the_disk_is_slower_than_a_step_may_take(
         await disk.wait()
         return await moves(mover, copy)
 
-    async with serving(tmp_path) as (server, pool):
-        chain = keys("chain", 40)
-        await put(server, pool, chain)
-        await fill(server, pool)
+    chain = keys("chain", 40)
+    async with serving(tmp_path, chain) as (server, pool):
         monkeypatch.setattr(TierMover, "_move", slow)
         await pool.prefetch(NAMESPACE, chain)
         await asyncio.sleep(0.5)
@@ -392,11 +383,8 @@ async def test_no_more_comes_up_when_the_disk_is_slower_than_a_step_may_take(
 @pytest.mark.usefixtures("soon")
 async def test_what_comes_up_is_paid_for(tmp_path: Path) -> None:
     """At 5 blocks per second, three need 0.4 s: each is paid for before the next one begins."""
-    async with serving(tmp_path, rate=5 * BLOCK) as (server, pool):
-        chains = [keys(f"chain {number}", 1) for number in range(3)]
-        for chain in chains:
-            await put(server, pool, chain)
-        await fill(server, pool)
+    chains = [keys(f"chain {number}", 1) for number in range(3)]
+    async with serving(tmp_path, *chains, rate=5 * BLOCK) as (server, pool):
         began = asyncio.get_running_loop().time()
         for chain in chains:
             await pool.prefetch(NAMESPACE, chain)
@@ -419,10 +407,8 @@ class NotedBudget(FetchBudget):
 @pytest.mark.usefixtures("soon")
 async def test_a_damaged_block_is_no_sign_of_a_fast_disk(tmp_path: Path) -> None:
     """What did not come up must not raise the rate at which further blocks come up."""
-    async with serving(tmp_path) as (server, pool):
-        chain = keys("chain", 6)
-        await put(server, pool, chain)
-        await fill(server, pool)
+    chain = keys("chain", 6)
+    async with serving(tmp_path, chain) as (server, pool):
         spoil(tmp_path / "tier", values(chain[5:], BLOCK)[0])
         budget = prefetcher_of(server).budget = NotedBudget()
         await pool.prefetch(NAMESPACE, chain)
@@ -453,10 +439,8 @@ async def test_writing_back_lets_readers_go_first_unless_writers_wait_for_it(
 
 
 async def test_what_was_used_a_moment_ago_stays(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, pool):
-        chain = keys("chain", 6)
-        await put(server, pool, chain)
-        await fill(server, pool, 3)
+    chain = keys("chain", 6)
+    async with serving(tmp_path, chain) as (server, pool):
         assert await pool.prefetch(NAMESPACE, chain) == [COMING] * 6
         await asyncio.sleep(0.5)
         assert in_memory(server, chain) == 0
@@ -469,10 +453,8 @@ async def test_a_prefetch_that_nobody_reads_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetches, "HOLD_S", 0.3)
-    async with serving(tmp_path) as (server, pool):
-        chain = keys("chain", 4)
-        await put(server, pool, chain)
-        await fill(server, pool)
+    chain = keys("chain", 4)
+    async with serving(tmp_path, chain) as (server, pool):
         await pool.prefetch(NAMESPACE, chain)
         await eventually(lambda: in_memory(server, chain) == 4)
         await eventually(lambda: counters(server)["wasted_bytes"] == 4 * BLOCK)
@@ -484,11 +466,8 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetcher, "_QUEUE_MAX", 2)
-    async with serving(tmp_path, rate=1) as (server, pool):  # nothing is ever paid for
-        chains = [keys(f"chain {number}", 3) for number in range(4)]
-        for chain in chains:
-            await put(server, pool, chain)
-        await fill(server, pool)
+    chains = [keys(f"chain {number}", 3) for number in range(4)]
+    async with serving(tmp_path, *chains, rate=1) as (server, pool):  # nothing is ever paid for
         await pool.prefetch(NAMESPACE, chains[0][:1])
         await eventually(lambda: in_memory(server, chains[0]) == 1)
         statuses = [await pool.prefetch(NAMESPACE, chain) for chain in chains[1:]]
