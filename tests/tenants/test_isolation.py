@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvpool import Cluster, ConfigError, MasterLost, ReadStatus, WriteStatus, admin
+from kvpool import Cluster, MasterLost, ReadStatus, WriteStatus, admin
 from kvpool.client.pool import Pool
 from kvpool.errors import Forbidden, Unauthenticated, UsageError
 from kvpool.net.control_network import TcpNetwork
@@ -337,34 +337,6 @@ async def test_a_foreign_prefix_is_like_an_unknown_one(
 
 
 # --- who is who -----------------------------------------------------------------------------
-
-
-async def test_a_tenants_key_makes_no_master_and_no_server(
-    pool: TenantPool, tmp_path: Path
-) -> None:
-    from kvpool import ServerConfig
-    from kvpool.config import MasterConfig
-    from kvpool.master.service import Master
-    from kvpool.server.block_server import BlockServer
-    from kvpool.server.eviction.lru import LRU
-    from kvpool_tiers.dram import Dram
-    from kvpool_transports.tcp import TcpTransport
-
-    network = TcpNetwork(tenant("blue"))
-    master = Master(MasterConfig(bind="127.0.0.1:0"), network)
-    with pytest.raises(ConfigError, match="a tenant's key makes no master"):
-        await master.start()
-    server = BlockServer(
-        ServerConfig(id="t", masters=[pool.master.address]),
-        cluster=tenant("blue"),
-        network=network,
-        transports={"tcp": TcpTransport()},
-        tiers=[Dram(1 << 20, prefault=False)],
-        policy=LRU(),
-    )
-    with pytest.raises(ConfigError, match="a tenant's key makes no server"):
-        await server.start()
-    network.close()
 
 
 async def test_a_master_made_by_a_tenant_is_not_believed() -> None:
