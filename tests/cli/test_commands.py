@@ -78,12 +78,6 @@ def test_names_are_printed_as_they_are() -> None:
     assert "keys :x:" in kvpool("explain", ":x:", "--namespace", "n").stderr  # and not as a picture
 
 
-def test_status_without_a_server_is_a_failure(pool: LocalPool) -> None:
-    done = kvpool("status", "--masters", "127.0.0.1:9")
-    assert done.exit_code == 1
-    assert "127.0.0.1:9" in done.stderr
-
-
 def test_top_refreshes_as_often_as_asked(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     from kvpool import Pool
@@ -245,13 +239,6 @@ def test_no_word_is_cut_at_the_width_of_a_terminal(
         "usage": "%",
     }
     assert any(whole[command] in line for line in lines), lines
-
-
-def test_doctor_fails_without_a_pool() -> None:
-    done = kvpool("doctor", "--masters", "127.0.0.1:9", "--json")
-    assert done.exit_code == 1
-    findings = json.loads(done.stdout)
-    assert any(finding["verdict"] == "fail" for finding in findings)
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,8 @@ async def test_what_has_no_room_is_exit_1_and_a_table_and_it_may_stay() -> None:
         assert not any(one.stats.draining for one in await pool.members())
 
 
-@pytest.mark.parametrize("victim", ["server-1", "server-0"], ids=["a receiver", "the source"])
-async def test_a_drain_survives_a_kill(victim: str) -> None:
-    """Of a receiver: its share goes to the other one. Of the source: nothing is half there."""
+async def test_a_drain_survives_a_kill_of_a_receiver() -> None:
+    """Its share goes to the other one."""
     async with ProcessCluster(servers=3, capacity="128MiB") as cluster, cluster.client() as pool:
         blocks = await fill(pool, "server-0", 200, BLOCK)
         draining = asyncio.create_task(drain(cluster, "server-0", "--json", "--deadline", "60s"))
@@ -106,22 +105,11 @@ async def test_a_drain_survives_a_kill(victim: str) -> None:
         while moved < 5:
             moved = (await admin(pool).drain_report("server-0")).moved_blocks
             await asyncio.sleep(0.005)
-        await node(cluster, victim).kill()
-        if victim == "server-1":
-            code, output = await draining
-            assert (code, json.loads(output)["state"]) == (0, "done")
-            await node(cluster, "server-0").stop()
-            await read_all(pool, blocks)
-            return
-        into = buffers(len(blocks), BLOCK)
-        results = await pool.read(NAMESPACE, blocks, into, timeout=10)
-        hits = [i for i, result in enumerate(results) if result.status.hit]
-        assert len(hits) >= 5
-        assert all(into[i] == value(blocks[i], BLOCK) for i in hits)
-        await node(cluster, "server-0").start()
-        await cluster.wait_until_healthy()
-        assert (await admin(pool).write_to("server-0", NAMESPACE, blocks[-1], b"x" * 9)).present
-        await draining
+        await node(cluster, "server-1").kill()
+        code, output = await draining
+        assert (code, json.loads(output)["state"]) == (0, "done")
+        await node(cluster, "server-0").stop()
+        await read_all(pool, blocks)
 
 
 async def test_a_server_that_gets_sigterm_hands_over_first(monkeypatch: pytest.MonkeyPatch) -> None:

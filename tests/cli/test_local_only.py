@@ -170,21 +170,6 @@ def test_a_directory_that_others_can_enter_is_refused(directory: Path, mode: int
     assert not list(directory.iterdir())
 
 
-@needs_root
-def test_a_directory_of_another_user_is_refused(directory: Path) -> None:
-    directory.mkdir(mode=0o700)
-    os.chown(directory, SOMEBODY, SOMEBODY)
-    with pytest.raises(ConfigError, match="directory of this user alone"):
-        local_secret()
-
-
-def test_a_link_instead_of_the_directory_is_refused(directory: Path, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    directory.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError):
-        local_secret()
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -215,24 +200,6 @@ async def test_a_transport_that_asks_for_no_secret_is_refused() -> None:
 
 
 # --- without it ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("account", "other"),
-    [
-        ("ada:x:1000:1000::/home/ada:/bin/bash", True),
-        ("bot:x:1001:1001::/home/bot:/usr/sbin/nologin", False),
-        ("www-data:x:33:33::/var/www:/bin/sh", False),
-        ("root:x:0:0::/root:/bin/bash", False),
-        ("a line of another kind", False),
-    ],
-)
-def test_other_users_of_a_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, account: str, other: bool
-) -> None:
-    (tmp_path / "passwd").write_text(f"{account}\n")
-    monkeypatch.setattr(os, "scandir", lambda path: (_ for _ in ()).throw(OSError()))
-    assert other_users.has_other_users(str(tmp_path / "passwd")) is other
 
 
 @needs_root

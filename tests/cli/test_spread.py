@@ -62,56 +62,6 @@ async def test_a_receiver_is_killed_in_the_middle_of_a_spread() -> None:
         assert into == [value(digest, BLOCK) for digest in CHAIN]
 
 
-async def test_when_the_source_is_killed_the_others_share_what_arrived() -> None:
-    async with ProcessCluster(servers=4) as cluster, cluster.client("tcp") as pool:
-        await put(pool, "server-0", CHAIN)
-        receivers = ["server-1", "server-2", "server-3"]
-        spreading = asyncio.create_task(
-            admin(pool).spread(NAMESPACE, CHAIN, to=receivers, timeout=60)
-        )
-        await begun(pool)
-        await cluster.servers["server-0"].kill()
-        report = await asyncio.wait_for(spreading, 40)
-        most = max(one.blocks for one in report.servers)
-        assert 0 < most < len(CHAIN)
-        assert {one.problem for one in report.servers} <= {"gone", "not reached"}
-        # Who has less gets the rest from the one that has most, except for a piece of 3 blocks.
-        assert min(one.blocks for one in report.servers) > most - 3
-        into = buffers(most, BLOCK)
-        results = await pool.read(NAMESPACE, CHAIN[:most], into, timeout=20)
-        assert all(result.status.hit for result in results)
-        assert into == [value(digest, BLOCK) for digest in CHAIN[:most]]
-
-
-async def test_what_is_read_has_two_copies_again_after_a_server_was_killed() -> None:
-    async with ProcessCluster(servers=4) as cluster, cluster.client("tcp") as pool:
-        chains = [keys(f"chain {number}", 12) for number in range(8)]
-        for chain in chains:
-            data = [value(digest, BLOCK) for digest in chain]
-            await pool.write(NAMESPACE, chain, data, copies=2, timeout=20)
-        before = [await holders(pool, chain) for chain in chains]
-        lost = sorted(before[0])[0]
-        read = [n for n, held in enumerate(before) if lost in held][::2]  # of those that lost one
-        await cluster.servers[lost].kill()
-        for _ in range(300):
-            if lost not in {one.server for one in await pool.members() if one.alive}:
-                break
-            await asyncio.sleep(0.2)
-        assert {len(await holders(pool, chains[n])) for n in read} == {1}
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        while {len(await holders(pool, chains[n])) for n in read} != {2}:
-            assert loop.time() < began + 60
-            for number in read:
-                into = buffers(12, BLOCK)
-                await pool.read(NAMESPACE, chains[number], into, timeout=10)
-                assert into == [value(digest, BLOCK) for digest in chains[number]]
-            await asyncio.sleep(0.5)
-        for number, held in enumerate(before):
-            if number not in read:  # nobody reads them
-                assert await holders(pool, chains[number]) == held - {lost}
-
-
 async def begun(pool: Pool) -> None:
     """Wait until a second server has the head of the chain."""
     for _ in range(2000):

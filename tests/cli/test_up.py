@@ -20,6 +20,7 @@ from kvpool.config import load
 from kvpool.errors import ConfigError
 from kvpool.memory_limits import Limit
 from kvpool.ops.host_plan import DiskSpace, HostPlan, planned, unit
+from tests.support.commands import kvpool
 
 MIB, GIB = 1 << 20, 1 << 30
 FREE = Limit("cgroup /pool", 10 * GIB + 5, "MemoryMax=")
@@ -130,20 +131,10 @@ def test_it_runs_a_pool_until_it_is_stopped() -> None:
         assert running.stdout is not None
         while "Press Ctrl-C" not in (line := running.stdout.readline()):
             assert line, "it has ended"
-        status = [
-            sys.executable,
-            "-m",
-            "kvpool",
-            "status",
-            "--masters",
-            f"127.0.0.1:{port}",
-            "--json",
-        ]
-        told = json.loads(subprocess.run(status, capture_output=True, timeout=60).stdout)
-        assert [one["capacity"] for one in told] == [16 * MIB]
+        status = ("status", "--masters", f"127.0.0.1:{port}", "--json")
+        assert [one["capacity"] for one in json.loads(kvpool(*status).out)] == [16 * MIB]
         running.send_signal(signal.SIGTERM)
         assert running.wait(20) == 0
-        gone = subprocess.run(status, capture_output=True, timeout=60)
-        assert gone.returncode == 1
+        assert kvpool(*status).code == 1
     finally:
         running.kill()

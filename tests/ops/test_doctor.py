@@ -85,13 +85,14 @@ def test_a_server_is_large_beside_the_one_in_the_middle(sizes: list[int], large:
     assert named == ([large] if large else [])
 
 
-async def test_the_namespaces_of_a_pool_are_listed(pool_dev: dev.Dev, pool: Pool) -> None:
+async def test_the_namespaces_of_a_pool_are_listed(pool_dev: dev.Dev) -> None:
     """Also more of them than one message holds."""
     names = [Namespace(f"model {number:04}", 1) for number in range(300)]
     chain = keys("one", 2)
-    for namespace in names:
-        await pool.write(namespace, chain, values(chain, 16))
-    listed = await admin(pool).namespaces()
+    async with pool_dev.pool() as pool:
+        for namespace in names:
+            await pool.write(namespace, chain, values(chain, 16))
+        listed = await admin(pool).namespaces()
     assert listed == [(namespace, 2) for namespace in names]
 
 
@@ -254,12 +255,6 @@ async def test_a_check_that_fails_itself_is_a_finding_and_the_others_go_on(
     if broken != "_client":  # nothing of a master that is not asked
         assert {one.check for one in found} >= usual - {mine.check}
         assert wrong.keys() == {mine.check}
-
-
-async def test_it_says_how_to_start_what_is_missing() -> None:
-    finding = await doctor._master(settings("127.0.0.1:9"), "127.0.0.1:9")
-    assert (finding.check, finding.verdict) == ("master 127.0.0.1:9", "fail")
-    assert finding.advice == "start it: kvpool master --bind 127.0.0.1:9"
 
 
 async def test_a_check_that_finds_nothing_to_check_says_so(pool_dev: dev.Dev) -> None:

@@ -261,15 +261,3 @@ def test_the_table_shows_what_looks_like_markup_as_it_is(
     done = kvpool("doctor", "--engine", serve(text))
     assert done.code == 0, done.err
     assert "engine [/red]" in done.out
-
-
-async def test_an_engine_is_asked_itself_where_there_is_a_proxy(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Images of companies set `http_proxy`, often without `no_proxy`."""
-    engine, proxy = serve(page(ONE)), serve("the proxy's own page")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, proxy if "://" in proxy else f"http://{proxy}")
-    assert [finding.verdict for finding in await examine_engines([engine])] == ["ok"]

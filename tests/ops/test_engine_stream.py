@@ -10,10 +10,8 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
-from kvpool import PoolEvent, PoolEventKind, dev
+from kvpool import PoolEvent, PoolEventKind
 from kvpool.errors import ConfigError
 from kvpool.kv_events import (
     ClearedEvent,
@@ -21,16 +19,12 @@ from kvpool.kv_events import (
     KVEvent,
     RemovedEvent,
     StoredEvent,
-    decode_batch,
-    short_hash,
 )
 from kvpool.net import event_subscriber
-from kvpool.net.event_publisher import SNAPSHOT, EventPublisher, ReplayBuffer
+from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
 from kvpool.net.event_subscriber import Arrival, EngineBatch, EventSubscriber, Sequence
 from kvpool.ops.engine_stream import EngineStream
-from kvpool.ops.event_service import publish_engine
-from kvpool.runtime import host_id
-from tests.conftest import NAMESPACE, eventually, keys, values
+from tests.conftest import eventually
 from tests.ops.test_pool_stream import AT, ONE, Subscriber, digest, removed, stored
 
 BLOCK = 4
@@ -266,34 +260,6 @@ def test_numbers_say_what_has_happened() -> None:
 # --- with sockets ---------------------------------------------------------------------------------
 
 
-class Router:
-    """Reads the relay's stream in the background."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.believes = Subscriber()
-        self.numbers: list[int] = []
-        self._context = zmq.asyncio.Context()
-        self._sub = self._context.socket(zmq.SUB)
-        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
-        self._sub.connect(endpoint)
-        self._task = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        while True:
-            _, number, payload = await self._sub.recv_multipart()
-            self.numbers.append(int.from_bytes(number, "big"))
-            self.believes.take(decode_batch(payload).events)
-
-    async def close(self) -> None:
-        self._task.cancel()
-        self._context.destroy(linger=0)
-
-
-async def no_pool() -> AsyncIterator[PoolEvent]:
-    await asyncio.sleep(1000)
-    yield LIVE
-
-
 ANY = "tcp://127.0.0.1:0"
 Found = list[EngineBatch]
 
@@ -400,49 +366,6 @@ async def test_an_engine_is_started_again_and_sends_nonsense() -> None:
         assert found[8].lost
         assert (found[8].batch, found[8].payload) == (None, b"")
         engine.close()
-
-
-async def test_the_relay_publishes_what_the_engine_and_the_pool_have() -> None:
-    """With a real pool: the engine evicts, then the pool; a late router asks for a snapshot."""
-    digests = keys("relayed", 6)
-    names = [short_hash(one) for one in digests]
-    engine = engine_at()
-    async with dev.serve("64MiB") as serving, serving.pool() as pool:
-        stream = EngineStream(NAMESPACE, "shared", host_id())
-        first = ReplayBuffer(first=1)
-        relay = EventPublisher(ANY, ANY, buffer=first, snapshot=stream.snapshot)
-        relay.start()
-        reader = EventSubscriber(engine.endpoint, engine.replay_endpoint)
-        running = asyncio.create_task(
-            publish_engine(reader.batches(), pool.events(), stream, relay)
-        )
-        router = Router(relay.endpoint)
-        try:
-            await asyncio.sleep(0.5)
-            engine.publish([told(*names)], time.time())
-            await pool.write(NAMESPACE, digests[:4], values(digests[:4]))
-            near = {name: {GPU, NEAR} for name in names[:4]} | {name: {GPU} for name in names[4:]}
-            await eventually(lambda: router.believes.known == near)
-            engine.publish([gone(*names)], time.time())
-            await eventually(lambda: router.believes.known == {n: {NEAR} for n in names[:4]})
-            await pool.remove(NAMESPACE, digests[:1])
-            await eventually(lambda: router.believes.known == {n: {NEAR} for n in names[1:4]})
-            late = Subscriber()
-            dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-            dealer.connect(relay.replay_endpoint)
-            await dealer.send_multipart([b"", SNAPSHOT])
-            while len(frames := await dealer.recv_multipart()) == 4 and frames[3]:
-                late.take(decode_batch(frames[3]).events)
-            dealer.close(0)
-            assert late.known == router.believes.known
-            assert router.numbers[0] == 1
-            assert router.numbers == list(range(router.numbers[0], router.numbers[-1] + 1))
-        finally:
-            running.cancel()
-            reader.close()
-            relay.close()
-            engine.close()
-            await router.close()
 
 
 def test_an_address_that_is_none_is_refused() -> None:

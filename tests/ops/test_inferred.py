@@ -19,8 +19,7 @@ from kvpool.ops.status_page import StatusPage
 from kvpool.ops.top import Top
 from kvpool.ops.why import ask_why, why_page
 from kvpool.server.eviction import verdicts
-from kvpool.types import Cluster, ServerStats
-from kvpool.wire import messages as wire
+from kvpool.types import Cluster
 from tests.conftest import key
 from tests.ops.test_tables import lines, member
 from tests.support.commands import running_kvpool
@@ -94,12 +93,6 @@ def test_levels_are_gauges_and_outcomes_counters() -> None:
     for name in NAMES:
         total = "_total" if name.endswith(("came", "left", "asked")) else ""
         assert f'kvpool_server_inferred_{name}{total}{{server="s"}} ' in page, name
-
-
-def test_a_heartbeat_carries_whatever_a_server_counts() -> None:
-    counters = {f"counter_{number}": number for number in range(100)}
-    beat = wire.Heartbeat("s", 1, bytes(16), ServerStats(counters=counters))
-    assert wire.decode(wire.Heartbeat, *wire.encode(beat)).stats.counters == counters
 
 
 async def test_a_server_tells_what_its_policy_infers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,8 @@ import json
 
 from rich.console import Console
 
-from kvpool.config import MasterConfig
-from kvpool.master.service import Master
 from kvpool.ops.usage import as_json_object, usage_by, usage_table
 from kvpool.types import OTHERS, Consumer, Member, ServerStats
-from kvpool.wire import messages as wire
-from tests.wire.offline import NoNetwork
 
 
 def member(name: str, *consumers: Consumer, alive: bool = True) -> Member:
@@ -37,32 +33,6 @@ def test_servers_are_summed_and_lost_ones_left_out() -> None:
     assert (total.stored["dram"], total.hit_blocks, total.hit_bytes) == (30, 6, 600)
     assert total.evicted_by == {"": 10, "blue": 14}
     assert total.hit_rate == 0.75
-
-
-async def test_more_servers_than_one_answer_of_a_master_holds() -> None:
-    """The list of servers comes in pages, which servers with many consumers fill."""
-    master = Master(MasterConfig(), NoNetwork())
-    many = [Consumer("namespace", f"{n}" * 60, {"dram": 1}, 1, 1, 1) for n in range(8)]
-    consumers = [acme(1), *many]
-    for n in range(1000):
-        name = f"server-{n:04}"
-        register = wire.Register(name, 1, bytes(16), "h", [f"inproc://{n}"], ["dram"], 1 << 20)
-        beat = wire.Heartbeat(name, 1, bytes(16), ServerStats(consumers=consumers))
-        for message in (register, beat):
-            master.handle(*wire.encode(message))
-    members: list[Member] = []
-    pages, more, after = 0, True, ""
-    while more:
-        reply = wire.decode(wire.MembersReply, *master.handle(*wire.encode(wire.Members(after))))
-        members += [Member(**{**_plain(info), "stats": info.stats}) for info in reply.members]
-        pages, more, after = pages + 1, reply.more, members[-1].server
-    assert pages > 1
-    (found,) = usage_by("tenant", members)
-    assert found.stored["dram"] == 1000
-
-
-def _plain(info: wire.MemberInfo) -> dict[str, object]:
-    return {name: getattr(info, name) for name in info.__struct_fields__}
 
 
 def test_the_table_and_the_json_have_the_same_figures() -> None:
