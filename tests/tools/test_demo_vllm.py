@@ -111,11 +111,10 @@ def test_a_pool_that_is_killed_in_the_middle_does_not_end_it(start: Start, pids:
 
 
 @pytest.mark.parametrize(
-    ("sent", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ("sent", "code", "number"),  # of engines: the first one, or the two others as well
+    [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 3), (signal.SIGHUP, 129, 3)],
     ids=["Ctrl-C", "terminate", "closed terminal"],
 )
-@pytest.mark.parametrize("number", [1, 3], ids=["first engine", "the two others"])
 def test_it_leaves_no_process_when_it_is_stopped(
     start: Start, pids: Path, sent: signal.Signals, code: int, number: int
 ) -> None:

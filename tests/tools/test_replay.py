@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import patient
+from tests.support.commands import kvpool
 
 
 def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -161,9 +162,9 @@ def children(parent: int) -> list[int]:
     ],
 )
 def test_a_wrong_replay_is_a_sentence_and_exit_2(arguments: tuple[str, ...], says: str) -> None:
-    done = replay(*arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
+    done = kvpool("replay", *arguments)
+    assert done.code == 2
+    assert says in done.err
 
 
 def test_a_replay_with_a_join_a_drain_and_a_kill_has_the_hits_of_an_undisturbed_one(
@@ -187,6 +188,6 @@ def test_a_replay_with_a_join_a_drain_and_a_kill_has_the_hits_of_an_undisturbed_
 
 @pytest.mark.parametrize("events", ["join", "1.5:join", "0.5:leave", "x:join", "0.5:join,"])
 def test_what_happens_in_a_replay_is_spelled_right(events: str) -> None:
-    done = replay("--events", events)
-    assert done.returncode == 2
-    assert "expected a share of the requests and one of join, drain, kill" in done.stderr
+    done = kvpool("replay", "--events", events)
+    assert done.code == 2
+    assert "expected a share of the requests and one of join, drain, kill" in done.err

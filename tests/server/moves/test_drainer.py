@@ -114,7 +114,7 @@ async def test_what_no_server_takes_is_left_with_its_reason_and_the_best_is_save
 
 async def test_what_a_receiver_has_evicted_again_is_left() -> None:
     """And is no block that was moved; a second drain asks anew."""
-    async with trio(servers=2) as running, running.pool() as pool:
+    async with movers(servers=2) as running, running.pool() as pool:
         leaving, other = running.servers
         blocks = keys("block", 20)
         await put(pool, leaving, blocks)
