@@ -410,12 +410,15 @@ async def test_servers_of_this_host_come_first_and_silent_ones_last() -> None:
     _, servers = client(network)
     await servers.refresh(later(5))
     assert servers.rank(["far", "near"]) == ["near", "far"]
-    servers.mark_unresponsive("near", "silent", given_up=False)
+    for _ in range(6):
+        servers.mark_unresponsive("near", "silent", given_up=False)
     assert servers.rank(["far", "near"]) == ["far", "near"]
     # It has restarted: what was known of the process before says nothing.
     network.masters["m"].answer = listing(member("far"), member("near", epoch=2, host="here"))
     await servers.refresh(later(5))
     assert servers.rank(["far", "near"]) == ["near", "far"]
+    servers.mark_unresponsive("near", "silent", given_up=False)
+    assert servers._records["near"].slow_until <= later(0.4)
 
 
 async def ping(channel: object) -> str:
