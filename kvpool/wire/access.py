@@ -41,9 +41,8 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Reserve: _OWN,
     wire.Reserved: _NO_REQUEST,
     wire.Seal: _ANSWERED,  # ids are of this connection; the store refuses others
-    wire.Sealed: _NO_REQUEST,
+    wire.StatusReply: _NO_REQUEST,
     wire.Write: _OWN,
-    wire.Written: _NO_REQUEST,
     wire.Read: _OWN,
     wire.Data: _NO_REQUEST,
     wire.Pinned: _NO_REQUEST,
@@ -51,13 +50,10 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Unpinned: _NO_REQUEST,
     wire.Remove: _OWN,
     wire.ReportCorruption: _OWN,
-    wire.Removed: _NO_REQUEST,
     wire.Propose: _OPERATOR,  # only servers fetch
     wire.Proposed: _NO_REQUEST,
     wire.Fetch: _OWN,  # from another server of the pool, which knows the cluster's secret
-    wire.Fetched: _NO_REQUEST,
     wire.Prefetch: _OWN,
-    wire.Prefetched: _NO_REQUEST,
     wire.SendToken: _ANSWERED,  # it is about this connection
     wire.Holdings: _ANSWERED,  # of its own namespaces
     wire.HoldingsReply: _NO_REQUEST,

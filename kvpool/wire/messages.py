@@ -189,8 +189,12 @@ class Seal(Message, frozen=True):
     wait_s: Seconds
 
 
-class Sealed(Message, frozen=True):
-    """One status byte per id."""
+class StatusReply(Message, frozen=True):
+    """One byte per block or id: a `WriteStatus` (`Seal`, `Write`), a `FetchStatus` (`Fetch`), a
+    `PrefetchStatus` (`Prefetch`), or 1 where one was removed (`Remove`, `ReportCorruption`).
+
+    NOT_YET for a `Write`: the server cannot take it at once; ask with `Reserve`: there it waits.
+    """
 
     statuses: Statuses
 
@@ -210,13 +214,6 @@ class Write(Keys, frozen=True, omit_defaults=True):
     session: SessionName = ""
     resume_s: Seconds | None = None
     copies: Annotated[int, Meta(ge=0, le=COPIES_MAX)] = 0
-
-
-class Written(Message, frozen=True):
-    """One status byte per block. NOT_YET: the server cannot take it at once; ask with `Reserve`,
-    for which it waits."""
-
-    statuses: Statuses
 
 
 class Read(Keys, frozen=True, omit_defaults=True):
@@ -275,12 +272,6 @@ class ReportCorruption(Keys, frozen=True):
     part: Small
 
 
-class Removed(Message, frozen=True):
-    """One byte per block: 1 where one was removed."""
-
-    flags: Statuses
-
-
 class SendToken(Message, frozen=True):
     """These bytes come next from memory of a device, by the way of blocks: of a client that is
     about to write some, or of the server that has been asked for some.
@@ -329,22 +320,10 @@ class Fetch(Keys, frozen=True, omit_defaults=True):
     extra: bool = False
 
 
-class Fetched(Message, frozen=True):
-    """One status byte per block, a `FetchStatus`."""
-
-    statuses: Statuses
-
-
 class Prefetch(Keys, frozen=True):
     """These blocks are read soon: bring them into memory. Answered before any of them comes."""
 
     part: Small
-
-
-class Prefetched(Message, frozen=True):
-    """One status byte per block, a `PrefetchStatus`."""
-
-    statuses: Statuses
 
 
 class Drain(Message, frozen=True, omit_defaults=True):
@@ -772,27 +751,23 @@ TYPES: Final[dict[type[Message], int]] = {
     Reserved: 5,
     # 6 is PAYLOAD, the frame that has no message
     Seal: 7,
-    Sealed: 8,
+    StatusReply: 8,
     Read: 9,
     Data: 10,
     Pinned: 11,
     Unpin: 12,
     Remove: 13,
     ReportCorruption: 14,
-    Removed: 15,
     Challenge: 16,
     Proof: 17,
     Unpinned: 18,
     Propose: 19,
     Proposed: 20,
     Fetch: 21,
-    Fetched: 22,
     Drain: 23,
     Drained: 24,
     Prefetch: 25,
-    Prefetched: 26,
     Write: 27,
-    Written: 28,
     SendToken: 30,
     Register: 32,
     Registered: 33,

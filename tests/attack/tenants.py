@@ -131,7 +131,7 @@ async def overwrite(by: Attacker) -> None:
         name = f"@{by.cluster.tenant}/llama"
         report = wire.ReportCorruption(name, 1, 32, b"".join(chain), 0)
         for _ in range(20):
-            await peer.ask(report, wire.Removed)
+            await peer.ask(report, wire.StatusReply)
 
 
 async def forbidden(by: Attacker) -> None:

@@ -369,7 +369,7 @@ async def test_writes(shared: dev.Dev, scheme: str, name: str) -> None:
         assert await peer.refusal() == error
         await eventually(lambda: server.store.held.reservations == 1)  # the other one's own
         await other.send(payload(64))
-        sealed = await other.ask(wire.Seal(ids[1:], [0], False, 0.0), wire.Sealed)
+        sealed = await other.ask(wire.Seal(ids[1:], [0], False, 0.0), wire.StatusReply)
         assert sealed.statuses == bytes([WriteStatus.STORED])
     # This process lives, and might still write into memory that it has mapped.
     assert server.store.held.quarantined - quarantined == (scheme == "shm")
@@ -453,10 +453,10 @@ async def test_bytes_of_refused_blocks_are_thrown_away(watched: dev.Dev, scheme:
     async with raw(watched, scheme) as peer:
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
         await peer.send(frame(message, data))
-        answer = await peer.ask(None, wire.Written)
+        answer = await peer.ask(None, wire.StatusReply)
         assert answer.statuses == bytes([stored, here, here, stored])
         await peer.send(frame(message, data))  # a stream that is out of step would refuse it
-        assert (await peer.ask(None, wire.Written)).statuses == bytes([here] * 4)
+        assert (await peer.ask(None, wire.StatusReply)).statuses == bytes([here] * 4)
     async with watched.pool() as pool:
         got = [bytearray(64), bytearray(64)]
         results = await pool.read(NAMESPACE, [key("a"), key("b")], got)
@@ -476,7 +476,7 @@ async def test_a_write_that_arrives_is_no_idle_connection(watched: dev.Dev, sche
         await eventually(lambda: server.store.held.reservations == 1)
         (busy,) = [c for c in idle if c.peer.link.idle_since() is None]  # type: ignore[union-attr]
         await peer.send(whole[-1:])
-        assert (await peer.ask(None, wire.Written)).statuses == bytes([WriteStatus.STORED])
+        assert (await peer.ask(None, wire.StatusReply)).statuses == bytes([WriteStatus.STORED])
         await eventually(lambda: busy.peer.link.idle_since() is not None)  # type: ignore[union-attr]
 
 

@@ -15,10 +15,11 @@ import pytest
 
 from kvpool import Cluster, MasterLost, connect, dev, registry
 from kvpool.errors import VersionMismatch
+from kvpool.wire.frames import PROTOCOL_VERSION
 from tests.conftest import NAMESPACE, keys, values
 
 THEIRS = ("-m", "tests.support.another_release", "kvpool")
-BOTH = "peer speaks protocol 5, this process 4"
+BOTH = f"peer speaks protocol {PROTOCOL_VERSION + 1}, this process {PROTOCOL_VERSION}"
 
 
 @asynccontextmanager
@@ -73,5 +74,6 @@ async def test_a_pool_serves_on_beside_a_client_of_another_version() -> None:
         await pool.write(NAMESPACE, chain, values(chain, 64))
         code, _, said = await output(*THEIRS, "status", "--masters", served.address)
         assert code == 1
-        assert "peer speaks protocol 4, this process 5: run the same release" in said
+        versions = f"protocol {PROTOCOL_VERSION}, this process {PROTOCOL_VERSION + 1}"
+        assert f"peer speaks {versions}: run the same release" in said
         assert (await pool.match(NAMESPACE, chain)).length == 4

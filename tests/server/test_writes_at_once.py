@@ -137,7 +137,7 @@ async def test_a_block_of_another_writer_is_acknowledged_when_masters_know_it(
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
         for status, count in ((WriteStatus.STORED, 0), (WriteStatus.ALREADY_STORED, 1)):
             await peer.send(frame(write(key("a"), visible=False), bytes(64)))
-            assert (await peer.ask(None, wire.Written)).statuses == bytes([status])
+            assert (await peer.ask(None, wire.StatusReply)).statuses == bytes([status])
             assert len(waits) == count
 
 

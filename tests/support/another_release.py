@@ -1,4 +1,4 @@
-"""A `kvpool` command as a process of another release: it speaks protocol 5.
+"""A `kvpool` command as a process of another release: it speaks a later protocol.
 
 python -m tests.support.another_release COMMAND...
 """
@@ -10,7 +10,7 @@ import sys
 
 from kvpool.wire import frames
 
-frames.PROTOCOL_VERSION = 5  # type: ignore[misc]
+frames.PROTOCOL_VERSION += 1  # type: ignore[misc]
 
 if __name__ == "__main__":
     module = sys.argv.pop(1)

@@ -15,7 +15,7 @@ from kvpool import ClientConfig, dev
 from kvpool.errors import BadFrame, BadMessage, DeadlineExceeded, Overloaded
 from kvpool.protocols import WriteOptions
 from kvpool.types import WriteBlock, WriteStatus
-from kvpool.wire.messages import TYPES, Hello, Message, Reserved, Sealed, Unpin
+from kvpool.wire.messages import TYPES, Hello, Message, Reserved, StatusReply, Unpin
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
 from kvpool_transports.streams.server import StreamSession
@@ -291,7 +291,7 @@ async def test_a_block_is_not_stored_because_a_server_answers_reserve_with_it(st
 async def test_a_sealed_block_has_a_final_status(status: int) -> None:
     async with pair() as (ours, theirs):
         deadline = asyncio.get_running_loop().time() + 5
-        await theirs.send(Sealed(bytes([WriteStatus.STORED, status])), deadline=deadline)
+        await theirs.send(StatusReply(bytes([WriteStatus.STORED, status])), deadline=deadline)
         with pytest.raises(BadMessage):
             await requests.seal(ours, OPTIONS, [1, 2], [0, 0], deadline)
 

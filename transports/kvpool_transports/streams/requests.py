@@ -30,14 +30,12 @@ from kvpool.wire.messages import (
     Message,
     Proof,
     Read,
-    Removed,
     Reserve,
     Reserved,
     Seal,
-    Sealed,
+    StatusReply,
     Welcome,
     Write,
-    Written,
     decode_answer,
     pack_parents,
 )
@@ -168,7 +166,7 @@ async def write_at_once(
         pieces,
         deadline=deadline,
     )
-    written = await stream.expect(Written, deadline=deadline)
+    written = await stream.expect(StatusReply, deadline=deadline)
     return write_statuses(written.statuses, len(blocks), _NOT_OF_WRITE)
 
 
@@ -222,7 +220,7 @@ async def seal(
     """
     wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
     await stream.send(Seal(ids, checksums, options.visible, wait_s), deadline=deadline)
-    sealed = await stream.expect(Sealed, deadline=deadline)
+    sealed = await stream.expect(StatusReply, deadline=deadline)
     return write_statuses(sealed.statuses, len(ids), _NOT_OF_SEAL)
 
 
@@ -281,9 +279,9 @@ def write_statuses(
     return statuses
 
 
-def flags(removed: Removed, count: int) -> list[bool]:
-    check_count(removed.flags, count)
-    return [flag == 1 for flag in removed.flags]
+def flags(removed: StatusReply, count: int) -> list[bool]:
+    check_count(removed.statuses, count)
+    return [flag == 1 for flag in removed.statuses]
 
 
 def check_count(packed: bytes, count: int) -> None:

@@ -48,32 +48,28 @@ from kvpool.wire.messages import (
     Drain,
     Drained,
     Fetch,
-    Fetched,
     Hello,
     Holdings,
     HoldingsReply,
     Message,
     Pinned,
     Prefetch,
-    Prefetched,
     Proof,
     Propose,
     Proposed,
     Read,
     Remove,
     RemoveAll,
-    Removed,
     RemovedAll,
     ReportCorruption,
     Reserve,
     Reserved,
     Seal,
-    Sealed,
+    StatusReply,
     Unpin,
     Unpinned,
     Welcome,
     Write,
-    Written,
     checked_namespace,
     decode,
     message_type,
@@ -395,13 +391,13 @@ class StreamSession:
         if remove.checksums and (remove.part is None or len(remove.checksums) != len(digests)):
             raise BadMessage("Remove: one checksum per block, of one part")
         flags = await connection.remove(namespace, digests, remove.part, remove.checksums)
-        await self._send(Removed(bytes(flags)))
+        await self._send(StatusReply(bytes(flags)))
 
     async def _report_corruption(self, report: ReportCorruption, connection: Connection) -> None:
         namespace, digests = unpack_batch(report)
         _check_part(namespace, report.part)
         flags = await connection.report_corruption(namespace, report.part, digests)
-        await self._send(Removed(bytes(flags)))
+        await self._send(StatusReply(bytes(flags)))
 
     async def _offer(self, propose: Propose, connection: Connection) -> None:
         namespace, digests = unpack_batch(propose)
@@ -427,12 +423,12 @@ class StreamSession:
         statuses = await connection.fetch(
             namespace, fetch.part, digests, fetch.source, extra=fetch.extra, deadline=deadline
         )
-        await self._send(Fetched(bytes(statuses)))
+        await self._send(StatusReply(bytes(statuses)))
 
     async def _prefetch(self, prefetch: Prefetch, connection: Connection) -> None:
         namespace, digests = unpack_batch(prefetch)
         _check_part(namespace, prefetch.part)
-        await self._send(Prefetched(bytes(connection.prefetch(namespace, prefetch.part, digests))))
+        await self._send(StatusReply(bytes(connection.prefetch(namespace, prefetch.part, digests))))
 
     async def _holdings(self, ask: Holdings, connection: Connection) -> None:
         found = await connection.holdings((ask.after, ask.parts))
@@ -503,7 +499,7 @@ class StreamSession:
             )
             for position, status in zip(granted, sealed, strict=True):
                 statuses[position] = status
-        await self._send(Written(bytes(statuses)))
+        await self._send(StatusReply(bytes(statuses)))
 
     async def _write(self, reserve: Reserve, connection: Connection) -> None:
         """Reserve, let the bytes arrive, seal."""
@@ -532,7 +528,7 @@ class StreamSession:
         )
         if {r.id for r in granted} <= set(seal.ids):
             self._lent = False  # a client seals what it has written: it writes no more into these
-        await self._send(Sealed(bytes(sealed)))
+        await self._send(StatusReply(bytes(sealed)))
 
     async def _take_payload(
         self, granted: list[Reservation], connection: Connection, deadline: float

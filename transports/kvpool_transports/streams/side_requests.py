@@ -30,20 +30,18 @@ from kvpool.wire.messages import (
     Drain,
     Drained,
     Fetch,
-    Fetched,
     Holdings,
     HoldingsReply,
     M,
     Message,
     Prefetch,
-    Prefetched,
     Propose,
     Proposed,
     Remove,
     RemoveAll,
-    Removed,
     RemovedAll,
     ReportCorruption,
+    StatusReply,
     checked_namespace,
     unpack_parents,
     unpack_sessions,
@@ -72,7 +70,7 @@ class SideRequests:
     ) -> list[bool]:
         """Remove every part of the blocks, or one `part`; True where the server had one."""
         where = _keys(namespace, digests)
-        answer = await self._ask(Remove(*where, part, list(checksums)), Removed, deadline)
+        answer = await self._ask(Remove(*where, part, list(checksums)), StatusReply, deadline)
         return requests.flags(answer, len(digests))
 
     async def report_corruption(
@@ -80,7 +78,7 @@ class SideRequests:
     ) -> list[bool]:
         """Report wrong checksums; True where the server verified it and removed the block."""
         report = ReportCorruption(*_keys(namespace, digests), part)
-        return requests.flags(await self._ask(report, Removed, deadline), len(digests))
+        return requests.flags(await self._ask(report, StatusReply, deadline), len(digests))
 
     async def offer(
         self,
@@ -111,7 +109,7 @@ class SideRequests:
         """Ask the server to fetch blocks from the server `source`; one status each."""
         wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
         request = Fetch(*_keys(namespace, digests), part, source, wait_s, extra)
-        answer = await self._ask(request, Fetched, deadline)
+        answer = await self._ask(request, StatusReply, deadline)
         requests.check_count(answer.statuses, len(digests))
         try:
             return [_FETCH[value] for value in answer.statuses]
@@ -123,7 +121,7 @@ class SideRequests:
     ) -> list[PrefetchStatus]:
         """Ask the server to bring blocks into memory; one status each."""
         request = Prefetch(*_keys(namespace, digests), part)
-        answer = await self._ask(request, Prefetched, deadline)
+        answer = await self._ask(request, StatusReply, deadline)
         requests.check_count(answer.statuses, len(digests))
         try:
             return [_PREFETCH[value] for value in answer.statuses]
