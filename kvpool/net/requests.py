@@ -130,8 +130,8 @@ class PendingRequests:
 
     def _expire(self, future: asyncio.Future[Envelope | KvpoolError]) -> None:
         if not future.done():
-            why = f": {self.problem}" if self.problem else ""
-            late = f"master {self._address} did not answer in time{why}"
+            why = f": {self.problem}" if self.problem else " in time"
+            late = f"master {self._address} did not answer{why}"
             future.set_result(DeadlineExceeded(late))
 
 
