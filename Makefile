@@ -204,6 +204,15 @@ LMCACHE_VERSION := 0.5.6
 	$(@D)/$(PIP_INSTALL) -e . $(call group,lmcache)
 	@touch $@
 
+# The same beside vLLM's packages, for `.ci/run short`: that has torch and transformers already.
+.venv-short/ready: pyproject.toml $(VLLM_VENV)/ready
+	@$(call venv,$(@D))
+	echo $(abspath $(VLLM_VENV))/lib/python3*/site-packages > $$($(@D)/bin/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
+	@$(@D)/$(PIP_INSTALL) --no-deps lmcache==$(LMCACHE_VERSION)
+	@$(@D)/$(PIP_INSTALL) -e . $(call group,lmcache)
+	@touch $@
+
 # SGLang's wheel wants CUDA's packages: tests/connector/sglang/stand_ins.py is imported for them.
 SGLANG_VERSION := 0.5.23
 .venv-sglang/ready: pyproject.toml
