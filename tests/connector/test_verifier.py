@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvpool.types import Match, ReadStatus, Replica, Run
+from kvpool_connector.block_form import PlainForm
 from kvpool_connector.known_writers import WRITERS_MAX, KnownWriters
 from kvpool_connector.messages import Mismatch, VerifyRequest, VerifyResult
 from kvpool_connector.provenance import BlockWriter, Trust
@@ -313,9 +314,18 @@ def test_the_servers_of_the_block_are_named() -> None:
 class ComputingEngine(Engine):
     """An engine whose `seed` makes KV of keys: equal numbers mean equal KV, but for rounding."""
 
-    def __init__(self, address: str, *, seed: int = 0, dtype: str = "bfloat16", **options: Any):
+    def __init__(
+        self,
+        address: str,
+        *,
+        seed: int = 0,
+        dtype: str = "bfloat16",
+        noise: float = 1 / 300,
+        **options: Any,
+    ):
         super().__init__(address, dtype=getattr(torch, dtype), **options)
         self.seed, self.dtype, self.serial = seed, getattr(torch, dtype), 0
+        self.noise = noise
         self.loads = 0
 
     def make(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
@@ -327,7 +337,7 @@ class ComputingEngine(Engine):
                 values = torch.randn(count, generator=torch.Generator().manual_seed(seed))
                 self.serial += 1
                 noise = torch.randn(count, generator=torch.Generator().manual_seed(self.serial))
-                rounded = values * (1 + noise / 300)
+                rounded = values * (1 + noise * self.noise)
                 memory[block] = rounded.to(self.dtype).view(torch.uint8)
 
     def serve(self, name: str, hashes: list[bytes]) -> bool:
@@ -392,6 +402,22 @@ def test_engines_that_compute_the_same_go_on_sharing(start: Start, dtype: str) -
     assert 0 < reader.scheduler.report.take_metrics()["verified_difference"] < 0.1
     assert sorted(reader.pinned) == sorted(reader.unpinned)
     assert reader.caches_dropped == 0
+
+
+@pytest.mark.parametrize(
+    ("seed", "of_codec", "found"),
+    [(0, 0.0, "mismatch"), (0, 0.02, "mismatch"), (0, 0.15, "equal"), (7, 0.3, "mismatch")],
+)
+def test_what_a_codec_may_change_is_no_mismatch(
+    start: Start, monkeypatch: pytest.MonkeyPatch, seed: int, of_codec: float, found: str
+) -> None:
+    """A lossy codec says how much. That comes on top of rounding, and hides no other model."""
+    monkeypatch.setattr(PlainForm, "tolerance", of_codec)
+    writer, reader = start(seed=seed, noise=0.2), start(verify_rate=1.0)
+    hashes = keys(f"coded {seed} {of_codec}", 4)
+    writer.serve("w", hashes)
+    reader.serve("r", hashes)
+    assert reader.counters[f"verification {found}"] == 1
 
 
 def test_of_an_engine_that_joins_late_and_differs_no_block_is_ever_loaded(
