@@ -352,6 +352,18 @@ def test_an_identity_that_is_kept_reserves_its_id() -> None:
     assert registered(directory, "s", 2, token=OTHER, now=59.5 + 60.0) is None
 
 
+def test_a_process_that_registers_again_has_its_new_addresses_and_its_blocks() -> None:
+    """And nothing else of what it says: its host has a place in the order of writes."""
+    directory, chain = directory_of("s"), keys("c", 2)
+    directory.stored("s", ONE, 0, 0, chain)
+    moved = Registration(1, "host-b", ("tcp://moved:1",), ("dram",), 9000)
+    assert directory.servers.register("s", moved, 1.0) is None
+    (member,) = directory.servers.members(1.0)
+    assert (member.addresses, member.host, member.capacity) == (("tcp://moved:1",), HOST, 1000)
+    assert prefix(directory, chain) == 2
+    check_invariants(directory)
+
+
 def test_a_registration_takes_no_number_back() -> None:
     directory = directory_of("s")
     assert directory.servers.check_sequence("s", 1, 1) is SequenceCheck.NEXT
