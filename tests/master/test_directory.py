@@ -36,12 +36,7 @@ def directory_of(*servers: str, now: float = 0.0) -> Directory:
     """A map that knows these servers, at epoch 1, with 1000 bytes each."""
     made = Directory()
     for server in servers:
-        assert (
-            made.servers.register(
-                server, Registration(1, HOST, (f"tcp://{server}:1",), ("dram",), 1000), now
-            )
-            is None
-        )
+        assert registered(made, server, now=now) is None
     return made
 
 
@@ -55,13 +50,8 @@ def registered(
     sequence: int = 0,
     now: float = 0.0,
 ) -> Refusal | None:
-    where = [f"tcp://{server}:1"]
-    return directory.servers.register(
-        server,
-        Registration(epoch, HOST, where, ("dram",), 1000, token=token, kept=kept),
-        now,
-        sequence=sequence,
-    )
+    own = Registration(epoch, HOST, (f"tcp://{server}:1",), ("dram",), 1000, token, kept)
+    return directory.servers.register(server, own, now, sequence=sequence)
 
 
 def prefix(directory: Directory, chain: list[bytes], namespace: Namespace = ONE) -> int:
@@ -113,9 +103,7 @@ def history(rng: random.Random, steps: int) -> None:
 
     def register(server: str) -> None:
         number = sequence[server]
-        assert not directory.servers.register(
-            server, Registration(epoch[server], HOST, (), ("dram",), 1000), now, sequence=number
-        )
+        assert not registered(directory, server, epoch[server], sequence=number, now=now)
 
     def start(server: str) -> None:
         epoch[server] = epoch.get(server, 0) + 1
@@ -703,6 +691,7 @@ def fingerprint(*held: tuple[Namespace, int, int, list[bytes]]) -> tuple[int, by
 def test_a_map_that_is_right_does_not_differ() -> None:
     """Whatever the order of the changes, and with an inventory in between."""
     directory, chain = directory_of("s", "other"), keys("c", 4)
+    own = directory.servers.records["s"].inventories
     directory.stored("other", ONE, 0, 0, chain)
     directory.stored("s", ONE, 0, 0, chain[:3])
     directory.stored("s", ONE, 0, 0, chain[2:])  # one again
@@ -713,21 +702,15 @@ def test_a_map_that_is_right_does_not_differ() -> None:
     held = fingerprint(
         (ONE, 0, 0, [chain[2], chain[0]]), (ONE, 0, 1, chain[3:]), (TWO, 1, 0, chain[:1])
     )
-    assert not directory.servers.records["s"].inventories.differs(0, *held)
+    assert not own.differs(0, *held)
     assert directory.servers.check_piece("s", 1, 1, 0) is SequenceCheck.NEXT
     directory.stored("s", ONE, 0, 0, chain[:2])
-    assert directory.servers.records["s"].inventories.differs(
-        1, *held
-    )  # the server believes that the inventory is complete
+    assert own.differs(1, *held)  # the server believes that the inventory is complete
     directory.servers.end_inventory("s")
-    assert directory.servers.records["s"].inventories.differs(1, *held)
-    assert not directory.servers.records["s"].inventories.differs(
-        1, *fingerprint((ONE, 0, 0, chain[:2]))
-    )
+    assert own.differs(1, *held)
+    assert not own.differs(1, *fingerprint((ONE, 0, 0, chain[:2])))
     sweep_all(directory)
-    assert not directory.servers.records["s"].inventories.differs(
-        1, *fingerprint((ONE, 0, 0, chain[:2]))
-    )
+    assert not own.differs(1, *fingerprint((ONE, 0, 0, chain[:2])))
     check_invariants(directory)
 
 
@@ -753,27 +736,28 @@ WRONG: dict[str, Callable[[Directory, list[bytes]], None]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_map_that_is_wrong_differs(name: str) -> None:
     directory, chain = directory_of("s"), keys("c", 3)
+    own = directory.servers.records["s"].inventories
     directory.stored("s", ONE, 0, 0, chain)
     directory.stored("s", TWO, 0, 0, chain)
     held = fingerprint((ONE, 0, 0, chain), (TWO, 0, 0, chain))
-    assert not directory.servers.records["s"].inventories.differs(0, *held)
+    assert not own.differs(0, *held)
     WRONG[name](directory, chain)
-    assert directory.servers.records["s"].inventories.differs(0, *held)
+    assert own.differs(0, *held)
     check_invariants(directory)
 
 
 def test_only_maps_of_the_same_moment_are_compared() -> None:
     directory = directory_of("s")
+    own = directory.servers.records["s"].inventories
     directory.stored("s", ONE, 0, 0, keys("c", 3))
     nothing = fingerprint()
-    assert directory.servers.records["s"].inventories.differs(0, *nothing)
-    assert not directory.servers.records["s"].inventories.differs(1, *nothing)
+    assert own.differs(0, *nothing)
+    assert not own.differs(1, *nothing)
 
 
 def at(directory: Directory, caller: str, server: str, now: float = 0.0) -> Refusal | None:
-    return directory.servers.register(
-        server, Registration(1, HOST, (), ("dram",), 1 << 40, caller=caller), now
-    )
+    own = Registration(1, HOST, (), ("dram",), 1 << 40, caller=caller)
+    return directory.servers.register(server, own, now)
 
 
 def test_the_servers_of_one_address_are_limited_and_lost_ones_make_room() -> None:

@@ -23,10 +23,9 @@ SERVERS = [f"s{number}" for number in range(24)]
 
 def fleet() -> Directory:
     directory = Directory()
+    own = Registration(1, "h", ("tcp://1",), ("dram", "nvme"), 1 << 40)
     for server in SERVERS:
-        directory.servers.register(
-            server, Registration(1, "h", ("tcp://1",), ("dram", "nvme"), 1 << 40), 0.0
-        )
+        directory.servers.register(server, own, 0.0)
     return directory
 
 
@@ -110,12 +109,8 @@ def test_a_lost_server_is_forgotten_with_its_sets() -> None:
     directory = fleet()
     directory.stored("s0", ONE, 0, 0, BLOCKS)
     directory.stored("s1", ONE, 0, 0, BLOCKS[:30])
-    assert (
-        directory.servers.register(
-            "s1", Registration(2, "h", ("tcp://1",), ("dram",), 1 << 40), 1.0
-        )
-        is None
-    )
+    later = Registration(2, "h", ("tcp://1",), ("dram",), 1 << 40)
+    assert directory.servers.register("s1", later, 1.0) is None
     sweep_all(directory)
     check_invariants(directory)
     assert len(directory.locations) == 1

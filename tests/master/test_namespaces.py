@@ -105,9 +105,8 @@ def test_an_explanation_fits_into_a_message() -> None:
     wide = Namespace("wide", 8)
     for number in range(8):
         server = f"{number}" * 256
-        directory.servers.register(
-            server, Registration(1, "h", ("tcp://1",), ("d" * 256,), 1 << 40), 0.0
-        )
+        own = Registration(1, "h", ("tcp://1",), ("d" * 256,), 1 << 40)
+        directory.servers.register(server, own, 0.0)
         for part in range(8):
             directory.stored(server, wide, part, 0, [key("x")])
     (here,) = directory.explain(wide, [key("x")])
