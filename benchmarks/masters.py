@@ -143,7 +143,7 @@ def indexed_store(server: int, blocks: int) -> Blocks:
         request = ReserveRequest(NAMESPACE, 0, digests, roots, sizes)
         for answer in store.reserve(1, request, 0.0):
             store.seal(1, answer.id, 0, 0.0)
-        store.take_changes()
+        store.index.change_log.take()
     return Blocks([store])
 
 

@@ -59,7 +59,7 @@ def cost(name: str, blocks: int, hinted: bool) -> tuple[float, float]:
     chains = list(_chains(blocks))
     _write(store, chains, 0.0, hinted)
     meter = Meter()
-    policy = store.policy
+    policy = store.room.policy
     assert isinstance(policy, SessionAwarePolicy)
     policy.touch = meter.timed(policy.touch)
     for method in (
@@ -74,7 +74,7 @@ def cost(name: str, blocks: int, hinted: bool) -> tuple[float, float]:
     _write(store, list(_chains(blocks)), 1e4, hinted)
     written_us = meter.take() * 1e6 / blocks
     now, count = 2e4, 0
-    for chain in [entry.digest for entry in store.inventory()][:: CHAIN // 10]:
+    for chain in [entry.digest for entry in store.index.inventory()][:: CHAIN // 10]:
         now += 0.1
         for pin in store.pin(1, NAMESPACE, 0, [chain], now):
             store.unpin(1, pin.id)
@@ -93,7 +93,8 @@ def memory(name: str, blocks: int, hinted: bool) -> float:
     ]
     held = tracemalloc.take_snapshot().filter_traces(files)
     tracemalloc.stop()
-    return sum(trace.size for trace in held.traces) / store.stored + SLOTS_BYTES
+    size = sum(trace.size for trace in held.traces)
+    return size / store.index.stored + SLOTS_BYTES
 
 
 def _store(name: str, blocks: int) -> Store:
@@ -118,7 +119,7 @@ def _write(
         ):
             if answer.status is WriteStatus.RESERVED:
                 store.seal(1, answer.id, 0, now)
-        store.take_changes()
+        store.index.change_log.take()
 
 
 class Meter:

@@ -98,7 +98,7 @@ class Fleet:
             self.waits.append(now - arrived)
             chain = [digest(id) for id in request.chain]
             held = next(
-                (n for n, d in enumerate(chain) if self.store.peek(NAMESPACE, 0, d) is None),
+                (n for n, d in enumerate(chain) if self.store.index.peek(NAMESPACE, 0, d) is None),
                 len(chain),
             )
             pins = self.store.pin(OWNER, NAMESPACE, 0, chain[:held], now)
@@ -126,7 +126,7 @@ class Fleet:
                     self.store.seal(OWNER, answer.id, 0, now)
         for pin in pins:
             self.store.unpin(OWNER, pin)
-        self.store.take_changes()
+        self.store.index.change_log.take()
         self.free, self.served = self.free + 1, self.served + 1
         if request.resumes_s is not None:
             pause_s = request.resumes_s

@@ -62,7 +62,7 @@ async def start(path: Path, blocks: int) -> None:
     async with dev.serve(listen=("inproc://",), tiers=tiers) as running:
         took, cpu = time.perf_counter() - began, time.process_time() - cpu
         watching.cancel()
-        found = running.servers[0].stack.backing.stored
+        found = running.servers[0].stack.backing.index.stored
         longest = ", ".join(f"{1e3 * turn:.1f}" for turn in sorted(turns)[: -_SHOWN - 1 : -1])
         print(f"{found} of {blocks} blocks in {took:.1f} s, {cpu:.1f} s of CPU")
         print(f"the longest of {len(turns)} turns, in ms: {longest}")

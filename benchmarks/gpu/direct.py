@@ -73,7 +73,7 @@ async def _right_bytes(device: str) -> Answer:
                 wrong += b"".join(_bytes(row) for row in target) != block
                 wrong += any(_bytes(row[:16]) + _bytes(row[-16:]) != b"\7" * 32 for row in rows)
         (server,) = running.servers
-        entry = server.store.peek(_NAMESPACE, 0, keys[-1])
+        entry = server.store.index.peek(_NAMESPACE, 0, keys[-1])
         if entry is None or not reader.counters["direct_read_bytes"]:
             raise RuntimeError("no block was read directly: nothing was shown")
         server.tier.view(entry.offset, sizes[-1])[sizes[-1] // 2] ^= 1  # type: ignore[attr-defined]

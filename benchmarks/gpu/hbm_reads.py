@@ -54,9 +54,11 @@ async def _right_bytes(device: str) -> Answer:
                 got = b"".join(map(direct._bytes, rows))[: len(block)]
                 compared += 1
                 wrong += result.status is not ReadStatus.HIT or got != block
-        if stack.front.stored:
-            return Answer(False, f"{stack.front.stored} of {compared} blocks came by way of memory")
-        entry = stack.stores[1].peek(direct._NAMESPACE, 0, keys[-1])
+        if stack.front.index.stored:
+            return Answer(
+                False, f"{stack.front.index.stored} of {compared} blocks came by way of memory"
+            )
+        entry = stack.stores[1].index.peek(direct._NAMESPACE, 0, keys[-1])
         tier = running.servers[0].tiers[1]
         assert entry is not None
         assert isinstance(tier, Hbm)
@@ -92,8 +94,8 @@ async def _beside_promoted(device: str) -> Answer:
                 took = time.perf_counter() - began
                 if not all(r.status.hit for r in results) or not torch.equal(target.cpu(), source):
                     raise RuntimeError(f"{way}: misses or wrong bytes")
-                if bool(stack.front.stored) is (way == "from the tier"):
-                    raise RuntimeError(f"{way}: {stack.front.stored} blocks are in memory")
+                if bool(stack.front.index.stored) is (way == "from the tier"):
+                    raise RuntimeError(f"{way}: {stack.front.index.stored} blocks are in memory")
                 best[way] = max(best[way], source.numel() / took / 1e9)
     figures = ", ".join(f"{way} {rate:.1f} GB/s" for way, rate in best.items())
     slower = best["from the tier"] < best["promoted"]
@@ -105,7 +107,9 @@ async def _leave_memory(running: dev.Dev, keys: Sequence[bytes]) -> None:
     stack = running.servers[0].stack
     device = stack.stores[1]
     until = time.monotonic() + 10
-    while stack.front.dirty or any(device.peek(direct._NAMESPACE, 0, key) is None for key in keys):
+    while stack.front.room.dirty or any(
+        device.index.peek(direct._NAMESPACE, 0, key) is None for key in keys
+    ):
         if time.monotonic() > until:
             raise RuntimeError("the blocks do not come to the tier")
         await asyncio.sleep(0)

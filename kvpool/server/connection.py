@@ -178,11 +178,12 @@ class ServerConnection:
         self, ids: Sequence[int], checksums: Sequence[int], *, visible: bool, deadline: float
     ) -> list[WriteStatus]:
         now = self._loop.time()
-        sealed_before = self._store.front.sealed_bytes
+        index = self._store.front.index
+        sealed_before = index.sealed_bytes
         statuses = self._store.seal_all(self._id, ids, checksums, now)
         self._store.front.cancel_rest(self._id)
         self._context.counters["written_blocks"] += len(statuses)
-        self._context.counters["written_bytes"] += self._store.front.sealed_bytes - sealed_before
+        self._context.counters["written_bytes"] += index.sealed_bytes - sealed_before
         self._context.on_change()
         if visible:
             await self._context.wait_until_announced(deadline)
@@ -215,7 +216,7 @@ class ServerConnection:
         elif later:
             until = self._loop.time() + _PIN_WAIT_S
             has_room = True
-            if self._store.front.peek(namespace, part, later[0]) is not None:
+            if self._store.front.index.peek(namespace, part, later[0]) is not None:
                 await self._context.wait_for_space(until)  # other readers have pinned all they may
             else:
                 has_room = await mover.promote_and_wait(namespace, part, later, until)
@@ -342,7 +343,7 @@ class ServerConnection:
             try:
                 for pin in pins:
                     tier = self._store.front_tier if pin.tier is None else pin.tier
-                    entry = self._store.stores[tier].blocks(namespace, part).get(digest)
+                    entry = self._store.stores[tier].index.blocks(namespace, part).get(digest)
                     if pin.extent is not None and await self._is_corrupt(
                         pin, pin.extent, block_seed(half, digest)
                     ):
@@ -356,7 +357,7 @@ class ServerConnection:
             # Where they were read from only: what another tier has is checked when it is read.
             for tier, found in bad.items():
                 store = self._store.stores[tier]
-                here = store.blocks(namespace, part)
+                here = store.index.blocks(namespace, part)
                 # Not what a writer has stored anew meanwhile, under the same name.
                 gone = [digest for digest, entry in found.items() if here.get(digest) is entry]
                 store.remove(namespace, gone, ReadStatus.CORRUPT, part)

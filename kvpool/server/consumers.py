@@ -57,7 +57,7 @@ class Consumers:
         known = bool(hits)
         names = {"tenant": tenant_of(namespace.name), "namespace": namespace.name}
         if hits:
-            entry = self._store.front.blocks(namespace, part).get(last)
+            entry = self._store.front.index.blocks(namespace, part).get(last)
             session = entry.session if entry is not None else None
             program = session.program if session is not None else ""
             if program or self._reads["program"]:  # what is of none, too, once there are programs
@@ -76,17 +76,17 @@ class Consumers:
         of_programs: dict[str, Counter[str]] = defaultdict(Counter)
         for tier, store in stores:
             listed = 0
-            for account in store.policy.accounts:
+            for account in store.room.policy.accounts:
                 of_tenants[account.name][tier] += account.used
                 listed += account.used
-            for index in islice(store.indexes, _INDEXES_MAX):
+            for index in islice(store.index.by_part.values(), _INDEXES_MAX):
                 of_namespaces[index.namespace.name][tier] += index.used
                 listed -= index.used
             if listed:
                 of_namespaces[OTHERS][tier] += listed
-            for program, size in store.policy.bytes_of_programs().items():
+            for program, size in store.room.policy.bytes_of_programs().items():
                 of_programs[program][tier] += size
-        accounts = self._store.backing.policy.accounts
+        accounts = self._store.backing.room.policy.accounts
         evicted = {one.name: one.evicted_by for one in accounts if isinstance(one, TenantAccount)}
         return [
             *self._largest("tenant", of_tenants, evicted),

@@ -31,7 +31,7 @@ class QuotaKeeper:
     def apply(self, known: Mapping[str, Tenant]) -> None:
         """From now on these are the tenants. The first call comes before the first block."""
         for store in self._store.stores:
-            tenants.set_quotas(store, quotas_of(known, store.allocator.capacity, store.tier))
+            tenants.set_quotas(store, quotas_of(known, store.allocator.capacity, store.index.tier))
         self.trim()
 
     def trim(self) -> None:
@@ -39,7 +39,9 @@ class QuotaKeeper:
         if self._trimming is not None and not self._trimming.done():
             return
         if any(
-            one.used > one.limit for store in self._store.stores for one in store.policy.accounts
+            one.used > one.limit
+            for store in self._store.stores
+            for one in store.room.policy.accounts
         ):
             self._trimming = self._tasks.until_done("quotas", self._trim)
 

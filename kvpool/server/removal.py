@@ -11,6 +11,7 @@ from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions, Handlers, ServerExtension, ServerParts
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.extent_state import State
+from kvpool.server.state.store import Store
 from kvpool.tenant_names import marker_of
 from kvpool.types import Holding, HoldingsPage, Namespace, Removal, RemovalCursor, RemovalStep
 from kvpool.wire import messages as wire
@@ -50,10 +51,10 @@ class NamespaceRemoval(ServerExtension):
 async def holdings(context: ServerContext, tenant: str, after: tuple[str, int]) -> HoldingsPage:
     """What the server has of the namespaces behind `after`; of a tenant's only, if one asks."""
     store, marker = context.store, marker_of(tenant)
-    begin = RemovalCursor(context.epoch, store.front.last_id)
+    begin = RemovalCursor(context.epoch, store.front.held.last_id)
     first: set[tuple[str, int]] = set()
     for tier in store.stores:
-        keys = [(one.namespace.name, one.namespace.parts) for one in tier.indexes]
+        keys = [(one.namespace.name, one.namespace.parts) for one in tier.index.by_part.values()]
         for start in range(0, len(keys), _NAMES_STEP):
             names = set(keys[start : start + _NAMES_STEP])
             first |= {one for one in names if one > after and one[0].startswith(marker)}
@@ -68,7 +69,7 @@ def holding(store: Blocks, namespace: Namespace) -> Holding:
     """What a server has of a namespace."""
     blocks = size = 0
     for part in range(namespace.parts):
-        tiers = [one.held_of(namespace, part) for one in store.online]
+        tiers = [_held(one, namespace, part) for one in store.online]
         blocks += max(count for count, _ in tiers)
         size += sum(used for _, used in tiers)
     return Holding(namespace, blocks, size)
@@ -87,7 +88,7 @@ def remove_written(
     if tier >= len(store.stores):
         return RemovalStep()
     online = store.stores[tier] in store.online and part < namespace.parts
-    found = store.stores[tier].blocks(namespace, part).piece(piece) if online else None
+    found = store.stores[tier].index.blocks(namespace, part).piece(piece) if online else None
     if found is None:
         end = part + 1 >= namespace.parts or not online
         place = (tier + 1, 0, 0) if end else (tier, part + 1, 0)
@@ -95,11 +96,17 @@ def remove_written(
     old = [e for e in found.values() if e.born <= upto and e.state is State.STORED]
     more, old = len(old) > blocks_max, old[:blocks_max]
     digests = [entry.digest for entry in old]
-    before = sum(one.held_of(namespace, part)[1] for one in store.online)
+    before = sum(_held(one, namespace, part)[1] for one in store.online)
     store.remove(namespace, digests, part=part)
-    size = before - sum(one.held_of(namespace, part)[1] for one in store.online)
+    size = before - sum(_held(one, namespace, part)[1] for one in store.online)
     following = at if more else at._replace(piece=piece + 1)
     return RemovalStep(part, tuple(digests), size, following)
+
+
+def _held(store: Store, namespace: Namespace, part: int) -> tuple[int, int]:
+    """Its blocks in one tier, and the bytes of their extents. O(1)."""
+    index = store.index.by_part.get((namespace, part))
+    return (len(index.blocks), index.used) if index is not None else (0, 0)
 
 
 async def remove_all(

@@ -176,7 +176,7 @@ class TierMover(Mover):
             await asyncio.sleep(0)
             if _now() - logged_at >= _SAY_S:
                 logged_at = _now()
-                log.info("blocks are found", blocks=self._store.backing.stored, of=recovered)
+                log.info("blocks are found", blocks=self._store.backing.index.stored, of=recovered)
         while records:  # to give back a million of them takes a while, too
             del records[-_FREED_AT_ONCE:]
             await asyncio.sleep(0)
@@ -185,14 +185,14 @@ class TierMover(Mover):
         dropped = self._traffic[self._store.backing_tier].dropped
         if isinstance(durable, ReportsDropped):
             dropped.update(durable.dropped)
-        if refused := recovered - found.stored:
+        if refused := recovered - found.index.stored:
             dropped["refused"] = refused
         report = log.warning if dropped else log.info
         report(
             "tier is warm",
             tier=self._tiers[self._store.backing_tier].name,
-            blocks=found.stored,
-            bytes=found.stored_bytes,
+            blocks=found.index.stored,
+            bytes=found.index.stored_bytes,
             dropped=sum(dropped.values()),
             why=", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())),
         )
@@ -224,7 +224,7 @@ class TierMover(Mover):
     async def _flush(self, until: float) -> None:
         """Write back what would be lost with the process, the most valuable first."""
         store, began = self._store, _now()
-        dirty, size = store.front.dirty, store.front.dirty_bytes
+        dirty, size = store.front.room.dirty, store.front.room.dirty_bytes
         for _ in store.flush():
             if _now() >= until:
                 break
@@ -235,11 +235,11 @@ class TierMover(Mover):
                 break
             await asyncio.sleep(_POLL_S)
         if store.write_back is not None and dirty:
-            left = store.front.dirty_bytes
+            left = store.front.room.dirty_bytes
             report = log.warning if store.waiting else log.info
             report(
                 "memory is written back",
-                blocks=dirty - store.front.dirty,
+                blocks=dirty - store.front.room.dirty,
                 bytes=size - left,
                 not_written_bytes=left,
                 seconds=round(_now() - began, 2),
@@ -344,7 +344,7 @@ class TierMover(Mover):
                 front = self._store.front
                 front.quarantine(MOVER, one.copy.id, -one.copy.id)
                 if one.copy.prefetch:  # it comes no more
-                    front.prefetched.coming -= front.allocator.rounded(one.copy.entry.size)
+                    front.room.prefetched.coming -= front.allocator.rounded(one.copy.entry.size)
                 self._promotion_ended(one.copy)
 
     # --- demotion -------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def usage(
                 read_only=store.read_only and number == store.backing_tier,
                 capacity=one.allocator.capacity,
                 used=one.allocator.allocated,
-                blocks=one.stored,
+                blocks=one.index.stored,
                 hits=store.hits[number],
                 read_bytes=moved.read.size,
                 read_s=moved.read.seconds,

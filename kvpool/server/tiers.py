@@ -93,7 +93,7 @@ class Mover:
         (memory,), store = self._tiers, self._store.front
         text = memory.status_text if isinstance(memory, SupportsStatusText) else ""
         room, used = store.allocator.capacity, store.allocator.allocated
-        blocks = store.stored
+        blocks = store.index.stored
         return [TierUsage(memory.name, text, capacity=room, used=used, blocks=blocks)]
 
 

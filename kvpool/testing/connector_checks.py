@@ -248,7 +248,7 @@ class ThreadedPool:
 
         async def flip() -> int:
             (server,) = self._dev.servers
-            entries = server.store.inventory()
+            entries = server.store.index.inventory()
             for entry in entries:
                 assert isinstance(server.tier, Addressable)
                 server.tier.view(entry.offset, entry.size)[entry.size // 2] ^= 1
@@ -261,7 +261,7 @@ class ThreadedPool:
 
         async def replace() -> int:
             (server,) = self._dev.servers
-            sizes = {entry.digest: entry.size for entry in server.store.inventory()}
+            sizes = {entry.digest: entry.size for entry in server.store.index.inventory()}
             async with self._dev.pool() as pool:
                 for namespace in namespaces:
                     gone = await pool.remove(namespace, list(sizes))

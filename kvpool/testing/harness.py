@@ -281,7 +281,7 @@ class Recorder:
     def burn(self, namespace: Namespace, part: int, key: bytes, extent: Extent) -> None:
         """After the last unpin: remove the block and overwrite its bytes."""
         store = self._server.store
-        entry = store.peek(namespace, part, key)
+        entry = store.index.peek(namespace, part, key)
         if entry is not None and not entry.pins:
             store.remove(namespace, [key], part=part)
             self.spoil(extent)
@@ -622,7 +622,7 @@ class Stage(Scene):
 
     def memory_of(self, key: bytes, part: int = 0) -> memoryview:
         """The bytes of a stored block, in the pool's own memory."""
-        entry = self.store.peek(NAMESPACE, part, key)
+        entry = self.store.index.peek(NAMESPACE, part, key)
         self.expect(entry is not None, "the block to be stored")
         assert entry is not None
         return self.recorder.memory(entry.extent)

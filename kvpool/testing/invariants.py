@@ -78,9 +78,9 @@ def check_store(store: Store) -> None:
     """Also the table of states in `Store`."""
     check_invariants(store.allocator)
     held: dict[int, Entry] = {}
-    blocks = [e for index in store._indexes.values() for e in index.blocks.values()]
-    store.policy.check(blocks)
-    for (namespace, part), index in store._indexes.items():
+    blocks = [e for index in store.index.by_part.values() for e in index.blocks.values()]
+    store.room.policy.check(blocks)
+    for (namespace, part), index in store.index.by_part.items():
         if (index.namespace, index.part) != (namespace, part):
             raise InvariantViolated(f"index of {namespace} part {part} is misfiled")
         if not index.blocks and not index.orphans:
@@ -99,15 +99,15 @@ def check_store(store: Store) -> None:
                 raise InvariantViolated(f"{entry!r} has a wrong count of children")
             if (
                 entry.clean
-                and store._evictable(entry)
-                and not any(map(store.policy.holds, store._parts(entry)))
+                and store.room.evictable(entry)
+                and not any(map(store.room.policy.holds, store.index.parts(entry)))
             ):
                 raise InvariantViolated(f"{entry!r} is evictable but no candidate: a leak")
         if children != index.orphans:
             raise InvariantViolated("the count of children of absent parents is wrong")
     quarantined = [entry for entries in store.held._quarantine.values() for entry in entries]
     for state, entries in (
-        (State.PENDING_FREE, list(store._pending_free.values())),
+        (State.PENDING_FREE, list(store.room.pending_free.values())),
         (State.QUARANTINED, quarantined),
     ):
         for entry in entries:
@@ -116,10 +116,10 @@ def check_store(store: Store) -> None:
             if entry.offset in held:
                 raise InvariantViolated(f"{entry!r} shares its extent with another block")
             held[entry.offset] = entry
-    if held != store.blocks_at:
+    if held != store.room.blocks_at:
         raise InvariantViolated("blocks and what lies at their offsets disagree")
     sizes = {offset: store.allocator.rounded(entry.size) for offset, entry in held.items()}
-    for offset, size in store.move_targets.items():
+    for offset, size in store.room.move_targets.items():
         sizes[offset] = store.allocator.rounded(size)
     if sizes != store.allocator.extents():
         raise InvariantViolated("allocated extents and blocks disagree (G3)")
@@ -132,8 +132,8 @@ def _check_accounts(store: Store, held: Iterable[Entry]) -> None:
     used: Counter[Account] = Counter()
     for entry in held:
         used[entry.index.account] += store.allocator.rounded(entry.size)
-    indexes = Counter(index.account for index in store._indexes.values())
-    accounts = set(store.policy.accounts)
+    indexes = Counter(index.account for index in store.index.by_part.values())
+    accounts = set(store.room.policy.accounts)
     for account in accounts.union(used, indexes):
         if (account.used, account.indexes) != (used[account], indexes[account]):
             raise InvariantViolated(f"{account!r}: its blocks have {used[account]} bytes")
@@ -142,10 +142,10 @@ def _check_accounts(store: Store, held: Iterable[Entry]) -> None:
     sizes: Counter[Index] = Counter()
     for entry in held:
         sizes[entry.index] += store.allocator.rounded(entry.size)
-    for index in store._indexes.values():
+    for index in store.index.by_part.values():
         if index.used != sizes[index]:
             raise InvariantViolated(f"{index.namespace}: its blocks have {sizes[index]} bytes")
-        if index.account is not store.policy.account_of(index.namespace.name):
+        if index.account is not store.room.policy.account_of(index.namespace.name):
             raise InvariantViolated(f"{index.namespace} counts for {index.account!r}")
 
 
@@ -169,7 +169,10 @@ def _check_owners(store: Store, held: dict[int, Entry]) -> None:
         if entry.state is State.PENDING_FREE and not entry.pins:
             raise InvariantViolated(f"{entry!r} is pending free, but nothing pins it")
     stored = [entry for entry in held.values() if entry.state is State.STORED]
-    if (len(stored), sum(entry.size for entry in stored)) != (store.stored, store.stored_bytes):
+    if (len(stored), sum(entry.size for entry in stored)) != (
+        store.index.stored,
+        store.index.stored_bytes,
+    ):
         raise InvariantViolated("the counts of stored blocks and bytes are wrong")
     _check_budgets(store)
 
@@ -227,7 +230,7 @@ def check_fingerprint(stack: Blocks) -> None:
 
 def inventory(blocks: Blocks) -> list[Entry]:
     """One entry for every sealed block of a server, where readers find it."""
-    entries = (entry for store in blocks.online for entry in store.inventory())
+    entries = (entry for store in blocks.online for entry in store.index.inventory())
     return [entry for entry in entries if blocks.is_first(entry)]
 
 

@@ -143,7 +143,9 @@ async def a_cancelled_write_leaves_nothing(stage: Stage) -> None:
         for source in sources.values():
             source[:] = blank(LARGE)  # the memory is the caller's again
         await stage.nothing_held("after a write was cancelled")
-        here = {key: data[key] for key in data if stage.store.peek(NAMESPACE, 0, key) is not None}
+        here = {
+            key: data[key] for key in data if stage.store.index.peek(NAMESPACE, 0, key) is not None
+        }
         if here:
             await stage.holds(channel, here)
         if ended:
@@ -444,7 +446,7 @@ async def another_cluster_is_a_peer_error(stage: Stage) -> None:
     """A client of another cluster gets nothing but an error that names the reason."""
     elsewhere = Cluster("elsewhere")
     await stage.raises(PeerError, connect_and_call(stage, elsewhere), "another cluster")
-    stage.expect(not stage.store.stored, "nothing to be written by another cluster")
+    stage.expect(not stage.store.index.stored, "nothing to be written by another cluster")
 
 
 @TransportCheck
@@ -459,7 +461,7 @@ async def who_lacks_the_secret_is_refused(stage: Stage) -> None:
     other = CLUSTER._replace(secret=b"that of somebody else")
     await stage.raises(PeerError, connect_and_call(stage, other), "another secret")
     await stage.raises(PeerError, connect_and_call(stage), "no secret")
-    stage.expect(not stage.store.stored, "nothing to be written without the secret")
+    stage.expect(not stage.store.index.stored, "nothing to be written without the secret")
     await connect_and_call(stage, secret)
 
 

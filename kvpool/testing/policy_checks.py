@@ -385,6 +385,8 @@ class History:
         self.promise = promise
         self.rng = random.Random(seed)
         self.store = Store(24 * PAGE, policy=make(24 * PAGE))
+        self.wrong: list[Entry] = []  # victims that may not be evicted
+        self.store.room.on_rejected_victim = self.wrong.append
         self.now = 0.0
         self.held: list[tuple[int, int]] = []  # (owner, id) of reservations
         self.pins: list[tuple[int, int]] = []
@@ -401,7 +403,7 @@ class History:
             check_invariants(self.store)
         except InvariantViolated as error:
             raise ConformanceError(self.promise.check, "a consistent store", str(error)) from error
-        wrong = self.store.rejected_victims
+        wrong = len(self.wrong)
         self.promise.expect(not wrong, "victims that may be evicted", f"{wrong} that may not")
 
     def end(self) -> None:
@@ -412,9 +414,9 @@ class History:
         fresh = [digest(("fresh", number)) for number in range(24)]
         statuses = write(self.store, fresh, self.now)
         self.promise.expect(
-            statuses == [WriteStatus.RESERVED] * 24 and self.store.stored == 24,
+            statuses == [WriteStatus.RESERVED] * 24 and self.store.index.stored == 24,
             "space for 24 new blocks, for nothing is used any more",
-            f"{self.store.stored} of 24",
+            f"{self.store.index.stored} of 24",
         )
 
     def _reserve(self) -> None:
@@ -505,7 +507,7 @@ def parts_of_one_block_leave_together(promise: Promise, make: MakePolicy) -> Non
                 if pin.status is ReadStatus.HIT:
                     store.unpin(1, pin.id)
         check_invariants(store)
-        here = [[store.peek(TWO, part, d) is not None for part in (0, 1)] for d in written]
+        here = [[store.index.peek(TWO, part, d) is not None for part in (0, 1)] for d in written]
         torn = sum(parts[0] is not parts[1] for parts in here)
         promise.expect(not torn, "both parts or none", f"{torn} blocks with one")
-    promise.expect(store.stored > 0, "some blocks in the end", "none")
+    promise.expect(store.index.stored > 0, "some blocks in the end", "none")

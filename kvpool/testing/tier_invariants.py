@@ -34,11 +34,11 @@ def _check_divided_allocator(one: DividedAllocator) -> None:
 def _check_front_store(store: FrontStore) -> None:
     """As of each store, and what is dirty, and what came up before it was read."""
     check_store(store)
-    dirty = [entry for entry in store.inventory() if not entry.clean]
+    dirty = [entry for entry in store.index.inventory() if not entry.clean]
     size = sum(store.allocator.rounded(entry.size) for entry in dirty)
-    if (len(dirty), size) != (store.dirty, store.dirty_bytes):
+    if (len(dirty), size) != (store.room.dirty, store.room.dirty_bytes):
         raise InvariantViolated("the counts of dirty blocks and bytes are wrong")
-    blocks = store.prefetched
+    blocks = store.room.prefetched
     counts = sum(entry.size for entry in blocks), store.held.size_of(blocks)
     if (blocks.bytes, blocks.held) != counts:
         raise InvariantViolated("the count of prefetched bytes is wrong")
@@ -55,7 +55,7 @@ def _check_tiered_store(stack: TieredStore) -> None:
     waiting = set(map(id, stack._writeback_queue))
     check_fingerprint(stack)
     moving = {id(entry) for entry in stack.front.held.pinned_by(MOVER)}
-    for entry in stack.front.inventory():
+    for entry in stack.front.index.inventory():
         if not entry.clean and id(entry) not in waiting and id(entry) not in moving:
             raise InvariantViolated(f"{entry!r} is dirty and in no queue: a leak")
     for entry in stack._unwritten:
@@ -71,5 +71,5 @@ def _check_tiered_store(stack: TieredStore) -> None:
         raise InvariantViolated("the bytes on their way to the backing tier are wrong")
     mover = stack.front.held.known(MOVER)
     promoted = mover.reservations.values() if mover else ()
-    if not 0 <= stack.front.prefetched.coming <= sum(rounded(one.size) for one in promoted):
+    if not 0 <= stack.front.room.prefetched.coming <= sum(rounded(one.size) for one in promoted):
         raise InvariantViolated("more is prefetched than is on its way to the front tier")

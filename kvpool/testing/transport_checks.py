@@ -422,7 +422,7 @@ async def bytes_of_another_key_are_corrupt(stage: Stage) -> None:
     channel = await stage.connect()
     data = blocks("swap", 2, 5000)
     await stage.stored(channel, data)
-    one, two = (stage.store.peek(NAMESPACE, 0, key) for key in data)
+    one, two = (stage.store.index.peek(NAMESPACE, 0, key) for key in data)
     assert one is not None
     assert two is not None
 

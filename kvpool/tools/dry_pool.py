@@ -410,7 +410,7 @@ class DryPool:
         stats = ServerStats(
             used=store.used_bytes,
             blocks=store.stored,
-            victim_age_s=store.backing.policy.victim_age(now),
+            victim_age_s=store.backing.room.policy.victim_age(now),
             draining=server.draining,
         )
         self.directory.servers.heartbeat(server.name, self._epochs[server.name], stats, now)
@@ -591,7 +591,7 @@ def _records(store: TieredStore) -> list[Record]:
             *(one.index.namespace, 0, one.digest, one.parent),
             *(one.offset, one.size, one.checksum, one.generation),
         )
-        for one in store.backing.inventory()
+        for one in store.backing.index.inventory()
     ]
 
 

@@ -19,7 +19,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +28,7 @@ from kvpool.protocols import Decision, ReserveRequest
 from kvpool.server.state.clearing import MAKING_ROOM, movable
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event, State
+from kvpool.server.state.room import BlockRoom
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Namespace, ReadStatus, Reservation, WriteStatus
 
@@ -37,32 +38,27 @@ _NAMESPACE = Namespace("space")
 T = TypeVar("T")
 
 
-class EmptiesRanges(Store):
+class RoomOfRanges(BlockRoom):
     """The alternative that moves nothing: all blocks of the cheapest range are evicted."""
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._children: dict[bytes, list[Entry]] = {}
+    def __init__(self, *arguments: Any) -> None:
+        """As `BlockRoom`."""
+        super().__init__(*arguments)
+        self.children: dict[bytes, list[Entry]] = {}
 
-    def _link(self, entry: Entry, *, restored: bool = False) -> None:
-        super()._link(entry, restored=restored)
-        self._children.setdefault(entry.parent, []).append(entry)
-
-    def _make_room(
-        self, newcomer: Entry, owner: int, now: float, last_used: int
-    ) -> int | Reservation:
+    def make(self, newcomer: Entry, owner: int, now: float, last_used: int) -> int | Reservation:
         size = self.allocator.rounded(newcomer.size)
         victim: object = Decision.NOT_YET
         while victim is Decision.NOT_YET:
-            victim = self.policy.victim(newcomer, self._evictable, now)
+            victim = self.policy.victim(newcomer, self.evictable, now)
         if isinstance(victim, Entry):
-            self._remove_entry(victim, Event.EVICT, ReadStatus.EVICTED)
+            self.remove(victim, Event.EVICT, ReadStatus.EVICTED)
             offset = self.allocator.allocate(size)
             if offset is not None:
                 return offset
         inside = min(self._ranges(size), key=_bytes, default=None)
         if inside is None:
-            return super()._make_room(newcomer, owner, now, last_used)
+            return super().make(newcomer, owner, now, last_used)
         for entry in inside:
             self._evict_with_descendants(entry)
         offset = self.allocator.allocate(size)
@@ -84,10 +80,22 @@ class EmptiesRanges(Store):
     def _evict_with_descendants(self, entry: Entry) -> None:
         tree = [entry]
         for one in tree:
-            tree += self._children.pop(one.digest, [])
+            tree += self.children.pop(one.digest, [])
         for one in reversed(tree):
             if one.index.blocks.get(one.digest) is one and one.state is State.STORED:
-                self._remove_entry(one, Event.EVICT, ReadStatus.EVICTED)
+                self.remove(one, Event.EVICT, ReadStatus.EVICTED)
+
+
+class EmptiesRanges(Store):
+    """With the blocks of each parent."""
+
+    room: RoomOfRanges
+    room_type = RoomOfRanges
+
+    def _link_all(self, fresh: dict[bytes, Entry], now: float) -> None:
+        for entry in fresh.values():
+            self.room.children.setdefault(entry.parent, []).append(entry)
+        super()._link_all(fresh, now)
 
 
 class MovesAside(Store):
@@ -95,7 +103,7 @@ class MovesAside(Store):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.in_steps = True
+        self.room.in_steps = True
 
 
 class PlayedStore:
@@ -116,18 +124,18 @@ class PlayedStore:
     def write(self, digest: bytes, size: int, parent: bytes = ROOT) -> bool:
         store = self.store
         self.now += 0.001
-        evicted = store.evicted_bytes
+        evicted = store.room.evicted_bytes
         request = ReserveRequest(_NAMESPACE, 0, [digest], [parent], [size])
         while True:
             (answer,) = self._timed(lambda: store.reserve(1, request, self.now))
             if answer is not MAKING_ROOM:
                 break
-            if store.clearing is not None:
+            if store.room.clearing is not None:
                 self._timed(self._move)
         if answer.status is WriteStatus.RESERVED:
             store.seal(1, answer.id, 0, self.now)
-        store.take_changes()
-        self.costs.append((size, store.evicted_bytes - evicted))
+        store.index.change_log.take()
+        self.costs.append((size, store.room.evicted_bytes - evicted))
         self.use.append(store.allocator.allocated / store.allocator.capacity)
         return answer.status is WriteStatus.RESERVED
 
@@ -138,7 +146,7 @@ class PlayedStore:
         for pin in pins:
             if pin.id:
                 self.store.unpin(1, pin.id)
-        self.store.take_changes()
+        self.store.index.change_log.take()
         return sum(bool(pin.id) for pin in pins)
 
     def row(self, largest: int) -> list[str]:
@@ -157,7 +165,7 @@ class PlayedStore:
         ]
 
     def _move(self) -> None:
-        clearing = self.store.clearing
+        clearing = self.store.room.clearing
         assert clearing is not None
         for move in clearing.next_moves(64, _MIB):
             self.moved += move.entry.size
@@ -187,7 +195,7 @@ def alternating(run: PlayedStore, small: int, large: int) -> None:
     """One small block, one large block, and so on, until three times the capacity is written."""
     written = number = 0
     while written < 3 * run.store.allocator.capacity:
-        if number == len(run.use) and run.store.evicted:  # once: the store has become full
+        if number == len(run.use) and run.store.room.evicted:  # once: the store has become full
             run.begin()
         size = large if number % 2 else small
         run.write(_digest(number), size)

@@ -116,7 +116,7 @@ class Play:
         stores = [front, *(FileStore(size, alignment=_SIZE) for size in disks)]
         stack = TieredStore(stores, write_back=self._mode.write_back)
         if self._mode.only_read:
-            policy = stack.front.policy
+            policy = stack.front.room.policy
             is_over = policy.is_over
 
             def is_refused(entry: Entry) -> bool:
@@ -182,7 +182,7 @@ class Play:
                 Record(
                     _NAMESPACE, 0, e.digest, e.parent, e.offset, e.size, e.checksum, e.generation
                 )
-                for e in self.stack.backing.inventory()
+                for e in self.stack.backing.index.inventory()
             ]
             if self.stack.backing_tier
             else []
@@ -266,7 +266,7 @@ class Play:
             if pins[got].status is not ReadStatus.NOT_YET:
                 break  # it was evicted meanwhile
             later = chain[here : min(here + _READ_AHEAD, length)]
-            slow.update(d for d in later if stack.front.peek(_NAMESPACE, 0, d) is None)
+            slow.update(d for d in later if stack.front.index.peek(_NAMESPACE, 0, d) is None)
             others = [digest for digest in later if digest not in self._promoting]
             for copy in stack.start_promotions(
                 _NAMESPACE, 0, others, len(others) * _SIZE, self.now

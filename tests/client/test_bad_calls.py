@@ -246,7 +246,6 @@ async def test_a_stranger_who_writes_a_circle_cannot_fill_the_pool(watched: dev.
     async with watched.pool() as pool:
         await pool.write(NAMESPACE, [a], values([a]), parent=b)
         await pool.write(NAMESPACE, [b], values([b]), parent=a)
-        assert server.store.circles_cut == 1
         size = 1 << 20
         count = 2 * server.store.allocator.capacity // size
         for digest in keys("everything else", count):

@@ -38,10 +38,10 @@ async def test_it_is_no_use_of_the_blocks_and_pins_nothing(pool_dev: dev.Dev) ->
         await pool.write(NAMESPACE, [old], [value(old)])
         await pool.write(NAMESPACE, [new], [value(new)])
         (server,) = pool_dev.servers
-        used = {entry.digest: entry.last_used for entry in server.store.inventory()}
+        used = {entry.digest: entry.last_used for entry in server.store.index.inventory()}
         assert await pool.contains(NAMESPACE, [old]) == [True]
-        assert {entry.digest: entry.last_used for entry in server.store.inventory()} == used
-        assert not any(entry.pins for entry in server.store.inventory())
+        assert {entry.digest: entry.last_used for entry in server.store.index.inventory()} == used
+        assert not any(entry.pins for entry in server.store.index.inventory())
 
 
 async def test_it_takes_one_message(pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,7 +271,7 @@ async def test_bytes_that_rot_in_the_server_are_found_on_the_device(
     chain = keys("rot", 4)
     await writer.write(NAMESPACE, chain, values(chain, SIZE))
     for digest in (chain[1], chain[2]):
-        entry = server.store.peek(NAMESPACE, 0, digest)
+        entry = server.store.index.peek(NAMESPACE, 0, digest)
         assert entry is not None
         server.tier.view(entry.offset, SIZE)[SIZE - 1] ^= 1  # type: ignore[attr-defined]
     targets = [gpu.tensor(b"-" * SIZE), gpu.tensor(b"-" * SIZE), layers(gpu), layers(gpu)]
@@ -284,7 +284,7 @@ async def test_bytes_that_rot_in_the_server_are_found_on_the_device(
     assert (await client.read(NAMESPACE, chain, buffers(4, SIZE)))[
         1
     ].status is ReadStatus.CORRUPT or True
-    assert server.store.peek(NAMESPACE, 0, chain[1]) is None  # the server has looked, too
+    assert server.store.index.peek(NAMESPACE, 0, chain[1]) is None  # the server has looked, too
 
 
 def damage(monkeypatch: pytest.MonkeyPatch, at: int = 5) -> None:
@@ -317,7 +317,9 @@ async def test_bytes_that_change_on_the_wire_are_never_a_hit(
     assert labels(results) == ["corrupt", "hit", "hit"]
     assert joined(gpu, targets[0]) == b"-" * SIZE
     (server,) = served.servers
-    assert server.store.peek(NAMESPACE, 0, chain[0]) is not None  # its copy is right, so it stays
+    assert (
+        server.store.index.peek(NAMESPACE, 0, chain[0]) is not None
+    )  # its copy is right, so it stays
 
 
 # --- auto --------------------------------------------------------------------------------------

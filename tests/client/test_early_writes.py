@@ -53,7 +53,7 @@ async def pool(two_servers: dev.Dev, master: Master) -> AsyncIterator[Pool]:
 
 def holder(running: dev.Dev, digest: bytes) -> str:
     """The server that has the block."""
-    held = [one.server for one in running.servers if one.store.peek(NAMESPACE, 0, digest)]
+    held = [one.server for one in running.servers if one.store.index.peek(NAMESPACE, 0, digest)]
     return held[0] if held else ""
 
 

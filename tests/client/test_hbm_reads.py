@@ -115,7 +115,7 @@ async def leave_memory(served: dev.Dev, chain: Sequence[bytes]) -> None:
     """As when the memory is full."""
     stack = served.servers[0].stack
     device = stack.stores[1]
-    await eventually(lambda: all(device.peek(NAMESPACE, 0, key) is not None for key in chain))
+    await eventually(lambda: all(device.index.peek(NAMESPACE, 0, key) is not None for key in chain))
     await eventually(lambda: not stack.front.held.pins and not device.held.pins)
     stack.front.remove(NAMESPACE, chain, ReadStatus.EVICTED)
     assert all(stack.is_below(NAMESPACE, 0, key) for key in chain)
@@ -124,7 +124,7 @@ async def leave_memory(served: dev.Dev, chain: Sequence[bytes]) -> None:
 def promoted(served: dev.Dev, chain: Sequence[bytes]) -> int:
     """How many of them have come to the server's host memory."""
     front = served.servers[0].store
-    return sum(front.peek(NAMESPACE, 0, key) is not None for key in chain)
+    return sum(front.index.peek(NAMESPACE, 0, key) is not None for key in chain)
 
 
 async def read(client: Pool, chain: Sequence[bytes], targets: Sequence[Any]) -> list[str]:
@@ -239,7 +239,7 @@ async def test_bytes_that_rot_in_the_tier_are_found_on_the_other_device(
     chain, data = await on_the_device(served, writer, "rot", 4)
     stack = served.servers[0].stack
     for number in (1, 2):
-        entry = stack.stores[1].peek(NAMESPACE, 0, chain[number])
+        entry = stack.stores[1].index.peek(NAMESPACE, 0, chain[number])
         assert entry is not None
         rotten: Any = hbm(served).device_view(entry.offset, SIZE)
         rotten.behind[SIZE - 1] ^= 1
@@ -302,7 +302,7 @@ async def test_a_rotten_copy_is_not_the_ways_fault(
     """It is gone when the block is read once more, and another copy may be right."""
     chain, data = await on_the_device(served, writer, "acquitted", 3)
     stack = served.servers[0].stack
-    entry = stack.stores[1].peek(NAMESPACE, 0, chain[1])
+    entry = stack.stores[1].index.peek(NAMESPACE, 0, chain[1])
     assert entry is not None
     rotten: Any = hbm(served).device_view(entry.offset, SIZE)
     rotten.behind[7] ^= 1
@@ -460,12 +460,12 @@ async def test_the_source_is_pinned_until_the_last_byte_has_left(
             if held[-1] and len([o for o in gpu.registered if len(o) == size]) >= 1:
                 removed = True
                 served.servers[0].stack.remove(NAMESPACE, chain)
-                for entry in store._pending_free.values():
+                for entry in store.room.pending_free.values():
                     assert entry.pins
                 # A new block of the same size gets another place.
                 other: Any = hbm(served).device_view(0, 64 << 20)
                 for hole in range(0, 64 << 20, size):
-                    if all(abs(hole - e.offset) >= size for e in store._pending_free.values()):
+                    if all(abs(hole - e.offset) >= size for e in store.room.pending_free.values()):
                         other.behind[hole : hole + size] = 0
         look(transfer)
 
@@ -474,7 +474,7 @@ async def test_the_source_is_pinned_until_the_last_byte_has_left(
     assert await read(client, chain, targets) == ["hit"] * 2
     assert removed
     assert [gpu.content(target) for target in targets] == data
-    await eventually(lambda: store.held.pins == 0 and not store._pending_free)
+    await eventually(lambda: store.held.pins == 0 and not store.room.pending_free)
 
 
 # --- a peer that dies or stops in mid-transfer ----------------------------------------------------

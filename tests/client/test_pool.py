@@ -231,12 +231,12 @@ async def test_a_wrong_checksum_is_a_miss_and_the_block_goes(pool: Pool, pool_de
     (server,) = pool_dev.servers
     chain = keys("rot", 3)
     await pool.write(NAMESPACE, chain, values(chain))
-    entry = server.store.peek(NAMESPACE, 0, chain[1])
+    entry = server.store.index.peek(NAMESPACE, 0, chain[1])
     assert entry is not None
     server.tier.view(entry.offset, 8192)[77] ^= 1  # type: ignore[attr-defined]
     results = await pool.read(NAMESPACE, chain, buffers(3))
     assert [r.status for r in results] == [ReadStatus.HIT, ReadStatus.CORRUPT, ReadStatus.HIT]
-    assert server.store.peek(NAMESPACE, 0, chain[1]) is None
+    assert server.store.index.peek(NAMESPACE, 0, chain[1]) is None
     assert pool.counters["corrupt"] == 1
     answers = await admin(pool).explain(NAMESPACE, [chain[1]])
     assert answers[0].status is ReadStatus.CORRUPT
@@ -251,7 +251,7 @@ async def test_intact_bytes_of_another_key_are_not_handed_out(
     (server,) = pool_dev.servers
     one, two = keys("swap", 2)
     await pool.write(NAMESPACE, [one, two], [value(one), value(two)])
-    first, second = (server.store.peek(NAMESPACE, 0, digest) for digest in (one, two))
+    first, second = (server.store.index.peek(NAMESPACE, 0, digest) for digest in (one, two))
     assert first is not None
     assert second is not None
     first.offset, second.offset = second.offset, first.offset

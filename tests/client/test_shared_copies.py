@@ -70,8 +70,8 @@ async def test_a_conversation_that_goes_on_is_not_copied() -> None:
         for back in range(2):  # it goes on from earlier points, as agents do that rewrite history
             await write(pool, keys(f"again {back}/", 2), keys("turn 3/", 2)[-1])
         await eventually(lambda: pool._extensions.get("shared copies")._task is None)
-        assert sum(server.store.stored for server in running.servers) == 5 + 2 * 14
-        assert sorted(server.store.stored for server in running.servers) == [0, 0, 33]
+        assert sum(server.store.index.stored for server in running.servers) == 5 + 2 * 14
+        assert sorted(server.store.index.stored for server in running.servers) == [0, 0, 33]
         assert pool.counters["shared_copies"] == 0
 
 

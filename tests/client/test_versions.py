@@ -32,7 +32,7 @@ def stored(running: dev.Dev, digest: bytes, part: int = 0, of: Namespace = NAMES
     """For each server that has the block: the first of its bytes."""
     found = []
     for server in running.servers:
-        entry = server.store.peek(of, part, digest)
+        entry = server.store.index.peek(of, part, digest)
         if entry is not None:
             assert isinstance(server.tier, Addressable)
             found.append(server.tier.view(entry.offset, 1)[0])
@@ -212,7 +212,7 @@ async def test_the_version_on_the_first_server_stays(
         (status,) = await pool.write(NAMESPACE, [digest], [ours], copies=copies)
         (got,) = buffers(1, 9000)
         (result,) = await pool.read(NAMESPACE, [digest], [got])
-        held = [server.store.peek(NAMESPACE, 0, digest) for server in running.servers]
+        held = [server.store.index.peek(NAMESPACE, 0, digest) for server in running.servers]
     if holder == 0:
         assert status is ALREADY_STORED
         assert got[: result.size] == other[:size]

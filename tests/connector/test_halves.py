@@ -1202,7 +1202,7 @@ def test_a_client_ends_no_session_of_another_tenant(start: Start, pool: LocalPoo
     known = [
         entry.session.name
         for server in pool.dev.servers
-        for entry in server.store.inventory()
+        for entry in server.store.index.inventory()
         if entry.session is not None
     ]
     assert {"tenant=red/chat", "chat"} <= set(known)

@@ -228,7 +228,7 @@ def test_flipped_bits_are_computed_again(engine: Make, pool: dev.Dev) -> None:
     tokens = prompt("rot", 2 * CHUNK + 5)
     (written,) = ask(writer, tokens)
     (server,) = pool.servers
-    entry = server.store.peek(writer.namespace, 0, prefix_keys(tokens)[CHUNK // BLOCK + 2])
+    entry = server.store.index.peek(writer.namespace, 0, prefix_keys(tokens)[CHUNK // BLOCK + 2])
     assert entry is not None
     server.tier.view(entry.offset, 64)[7] ^= 1  # type: ignore[attr-defined]
     (read,) = ask(reader, tokens)

@@ -123,7 +123,7 @@ def _play(pool: LocalPool, writer: Engine, reader: Engine) -> None:
 
     def in_memory() -> int:
         namespace = reader.scheduler.namespaces[0]
-        return sum(server.store.peek(namespace, 0, digest) is not None for digest in chain)
+        return sum(server.store.index.peek(namespace, 0, digest) is not None for digest in chain)
 
     _until(lambda: in_memory() == 0)
     reader.scheduler.on_new_request("r", chain, 4 * BLOCK + 1, RequestHints())

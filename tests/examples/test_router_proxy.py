@@ -414,9 +414,11 @@ async def test_children_of_one_parent_have_their_prompt_spread(apart: dev.Dev) -
             (other,) = [one for one in apart.servers if one.server == "dev-1"]
             child = {"thread-id": "one", "x-codex-parent-thread-id": "root"}
             await settles(asked, (a.url, "pool"))
-            assert not other.store.peek(NAMESPACE, 0, chain[0])
+            assert not other.store.index.peek(NAMESPACE, 0, chain[0])
             await asked.engine(**child)
-            await eventually(lambda: all(other.store.peek(NAMESPACE, 0, one) for one in chain))
+            await eventually(
+                lambda: all(other.store.index.peek(NAMESPACE, 0, one) for one in chain)
+            )
 
 
 async def test_wrong_arguments_are_explained(capsys: pytest.CaptureFixture[str]) -> None:

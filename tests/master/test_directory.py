@@ -815,7 +815,7 @@ def test_a_map_without_arguments_has_the_limits_of_a_master_without_settings() -
     assert directory.blocks_max == config.blocks_max
     assert directory.servers.timeout_s == config.timeout_s
     assert directory.servers.forget_s == config.forget_s
-    assert directory.tombstones.limit == Store(1 << 20).tombstones.limit == 65_536
+    assert directory.tombstones.limit == Store(1 << 20).index.change_log.tombstones.limit == 65_536
 
 
 def test_a_full_map_and_the_share_of_one_address() -> None:

@@ -43,9 +43,9 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "entry = Entry(index, digest, parent, 1, size, id)",
     ): _EMPTY,
     (
-        "kvpool/server/state/store.py",
-        "_UNLIMITED: Final = 1 << 62",
-        "_UNLIMITED: Final = 1 << (62 * 1000)",
+        "kvpool/server/state/budget.py",
+        "UNLIMITED: Final = 1 << 62",
+        "UNLIMITED: Final = 1 << (62 * 1000)",
     ): "Both are more than any memory.",
     ("kvpool/server/state/entry.py", "tier: int = 0", "tier: int = 1"): (
         "Left out only for a block that has left: it is in no tier."

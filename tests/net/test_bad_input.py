@@ -145,7 +145,7 @@ async def test_a_frame_cut_anywhere_is_no_request(watched: dev.Dev, scheme: str)
         async with raw(watched, scheme) as peer:
             await peer.send(HELLO + whole[:end])
     await eventually(lambda: server.stats(0).counters["connections"] == 1)
-    assert server.store.stored == len(CHAIN)
+    assert server.store.index.stored == len(CHAIN)
 
 
 @BOTH
@@ -394,7 +394,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], int, str]] = {
 @pytest.mark.parametrize("name", AT_ONCE)
 async def test_writes_in_one_request(shared: dev.Dev, name: str, scheme: str) -> None:
     (server,) = shared.servers
-    before = server.store.stored, server.store.held.quarantined
+    before = server.store.index.stored, server.store.held.quarantined
     changed, size, error = AT_ONCE[name]
     message = msgspec.structs.replace(write(key("a"), key("b")), **{"sizes": SIZES} | changed)
     head = encode_frame(*wire.encode(message), size)
@@ -403,7 +403,7 @@ async def test_writes_in_one_request(shared: dev.Dev, name: str, scheme: str) ->
         assert await peer.refusal() == error
         await eventually(lambda: server.store.held.reservations == 0)
     # Nothing is quarantined: the client had no address.
-    assert (server.store.stored, server.store.held.quarantined) == before
+    assert (server.store.index.stored, server.store.held.quarantined) == before
 
 
 @BOTH
@@ -420,7 +420,7 @@ async def test_bytes_of_a_write_that_stop_half_way(
         assert await peer.refusal() == "DeadlineExceeded"
         await eventually(lambda: server.store.held.reservations == 0)
     assert server.store.held.quarantined == 0
-    assert server.store.stored == len(CHAIN)
+    assert server.store.index.stored == len(CHAIN)
 
 
 @BOTH

@@ -179,7 +179,7 @@ async def test_it_tries_one_block_on_every_transport_to_every_server(two_servers
     assert {finding.check: finding.verdict for finding in found} == {
         f"server dev-{number} over {scheme}": "ok" for number in (0, 1) for scheme in ("tcp", "shm")
     }
-    assert sum(server.store.stored for server in two_servers.servers) == 0  # nothing is left
+    assert sum(server.store.index.stored for server in two_servers.servers) == 0  # nothing is left
     assert (await doctor._master(settings(two_servers.address), two_servers.address)).text.endswith(
         "2 of 2 servers up"
     )

@@ -203,7 +203,7 @@ async def lower_a_limit(one: World) -> None:
 async def lose_a_tier(one: World) -> None:
     chain = await one.write()
     backing = one.server.stack.backing
-    await eventually(lambda: all(backing.peek(NAMESPACE, 0, digest) for digest in chain))
+    await eventually(lambda: all(backing.index.peek(NAMESPACE, 0, digest) for digest in chain))
     one.server._context.mover.health.take_offline(1, "a test")
 
 
@@ -221,7 +221,7 @@ async def close_a_file(one: World) -> None:
 
 async def lose_a_file(one: World) -> None:
     chain = await one.write()
-    await eventually(lambda: one.server.stack.backing.stored == len(chain))  # in both files
+    await eventually(lambda: one.server.stack.backing.index.stored == len(chain))  # in both files
     one.server._context.mover.health.lose((1, 1), "a test")
 
 

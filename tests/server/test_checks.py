@@ -46,11 +46,11 @@ def in_every_state() -> Store:
 
 
 def block(store: Store, digest: bytes) -> Entry:
-    return next(entry for entry in store.blocks_at.values() if entry.digest == digest)
+    return next(entry for entry in store.room.blocks_at.values() if entry.digest == digest)
 
 
 def index(store: Store) -> Index:
-    return store._indexes[ONE, 0]
+    return store.index.by_part[ONE, 0]
 
 
 def hold_twice(store: Store) -> None:
@@ -80,7 +80,7 @@ def forget_a_leaf(store: Store) -> None:
     write(store, [key("leaf")], 1.0, session="ended")
     leaf = block(store, key("leaf"))
     assert leaf.session is not None
-    store.policy.end("ended", 2.0)
+    store.room.policy.end("ended", 2.0)
     check_invariants(store)
     leaf.is_candidate = False
     check_invariants(store)
@@ -94,7 +94,7 @@ def share_an_extent(store: Store) -> None:
 
 BROKEN_STORES: dict[str, Callable[[Store], object]] = {
     "part 0 is misfiled": lambda s: setattr(index(s), "part", 1),
-    "empty index": lambda s: s._indexes.update({(OTHER, 0): Index(OTHER, 0, 0)}),
+    "empty index": lambda s: s.index.by_part.update({(OTHER, 0): Index(OTHER, 0, 0)}),
     "Entry .* is misfiled": lambda s: setattr(block(s, CHAIN[1]), "digest", key("x")),
     "Entry .* is misfiled$": lambda s: setattr(block(s, CHAIN[1]), "index", Index(ONE, 0, 0)),
     "is in the index": lambda s: setattr(block(s, CHAIN[2]), "state", State.QUARANTINED),
@@ -106,7 +106,7 @@ BROKEN_STORES: dict[str, Callable[[Store], object]] = {
     "is evictable but no candidate: a leak": forget_a_leaf,
     "is listed as PENDING_FREE": misfile_pending,
     "shares its extent": share_an_extent,
-    "disagree$": lambda s: s.blocks_at.popitem(),
+    "disagree$": lambda s: s.room.blocks_at.popitem(),
     "allocated extents and blocks": lambda s: s.allocator.allocate(1),
     "is pinned, but its extent was freed": lambda s: s.held._owners[READER].pins.update(
         {99: Entry(index(s), key("x"), ROOT, 15 * PAGE, PAGE, 9)}
@@ -115,8 +115,8 @@ BROKEN_STORES: dict[str, Callable[[Store], object]] = {
     "counts 2 pins": lambda s: setattr(block(s, CHAIN[0]), "pins", 2),
     "state and reservations disagree": lambda s: s.held._owners[WRITER].reservations.clear(),
     "is pending free, but nothing pins it": unpin_pending,
-    "counts of stored blocks": lambda s: setattr(s, "stored", s.stored + 1),
-    "stored blocks and bytes": lambda s: setattr(s, "stored_bytes", 0),
+    "counts of stored blocks": lambda s: setattr(s.index, "stored", s.index.stored + 1),
+    "stored blocks and bytes": lambda s: setattr(s.index, "stored_bytes", 0),
     "a connection holds": lambda s: setattr(s.held._owners[READER], "pinned_bytes", 0),
     "a connection holds .*": lambda s: setattr(s.held._owners[WRITER], "reserved_bytes", 0),
     "bytes are held": lambda s: setattr(s.held.limits.copies, "used", 0),
@@ -127,7 +127,7 @@ BROKEN_STORES: dict[str, Callable[[Store], object]] = {
     "knows blocks that have left": lambda s: block(s, CHAIN[0]).session.chain_ends.update(  # type: ignore[union-attr]
         {index(s): Entry(index(s), key("x"), ROOT, 0, PAGE, 9)}
     ),
-    "bytes announced": lambda s: setattr(s.policy, "announced_bytes", 1),
+    "bytes announced": lambda s: setattr(s.room.policy, "announced_bytes", 1),
     # of its allocator
     "expected one at": lambda s: s.allocator._sizes.pop(block(s, CHAIN[1]).offset),
     "extents end at": lambda s: setattr(s.allocator, "capacity", 17 * PAGE),
@@ -176,10 +176,10 @@ BROKEN_STACKS: dict[str, Callable[[TieredStore], object]] = {
         s.front.unpin(MOVER, id) for id in list(s.front.held.owner(MOVER).pins)
     ],
     "bytes on their way": lambda s: setattr(s, "_moving_bytes", 0),
-    "dirty blocks and bytes": lambda s: setattr(s.front, "dirty_bytes", 0),
+    "dirty blocks and bytes": lambda s: setattr(s.front.room, "dirty_bytes", 0),
     "has left or is dirty, but is to be written": lambda s: s._unwritten.update(s._writeback_queue),
-    "counted": lambda s: s.front.fingerprint.count(key("x"), 7, 1),
-    "stored blocks and bytes": lambda s: setattr(s.backing, "stored", 0),
+    "counted": lambda s: s.front.index.fingerprint.count(key("x"), 7, 1),
+    "stored blocks and bytes": lambda s: setattr(s.backing.index, "stored", 0),
 }
 
 

@@ -27,7 +27,7 @@ KIB, MIB, PAGE = 1 << 10, 1 << 20, 4096
 def stepwise(capacity: int) -> Store:
     """A store as servers have it."""
     store = Store(capacity)
-    store.in_steps = True
+    store.room.in_steps = True
     return store
 
 
@@ -46,21 +46,21 @@ class Writer:
         store = self.store
         self.now += 0.001
         self.largest = max(self.largest, size)
-        before = store.evicted_bytes
+        before = store.room.evicted_bytes
         request = ReserveRequest(ONE, 0, [digest], [parent], [size])
         for _ in range(20_000):
-            evicted = store.evicted
+            evicted = store.room.evicted
             (answer,) = store.reserve(1, request, self.now)
-            self.evicted_at_once = max(self.evicted_at_once, store.evicted - evicted)
+            self.evicted_at_once = max(self.evicted_at_once, store.room.evicted - evicted)
             if answer is not MAKING_ROOM:
                 break
-            if store.clearing is not None:
-                self.step(store.clearing)
+            if store.room.clearing is not None:
+                self.step(store.room.clearing)
         assert answer is not MAKING_ROOM, "no end"
         if answer.status is WriteStatus.RESERVED:
             store.seal(1, answer.id, 0, self.now)
-        self.beyond.append(store.evicted_bytes - before - 2 * size - self.largest)
-        store.take_changes()
+        self.beyond.append(store.room.evicted_bytes - before - 2 * size - self.largest)
+        store.index.change_log.take()
         return answer.status
 
     def step(self, clearing: Clearing) -> None:
@@ -75,7 +75,7 @@ class Writer:
         for pin in pins:
             if pin.id:
                 self.store.unpin(1, pin.id)
-        self.store.take_changes()
+        self.store.index.change_log.take()
         return sum(bool(pin.id) for pin in pins)
 
     @property
@@ -113,9 +113,9 @@ def full(small: int, capacity: int) -> Writer:
 )
 def test_one_large_write_evicts_what_it_needs(small: int, large: int, capacity: int) -> None:
     writer = full(small, capacity)
-    before = writer.store.evicted_bytes
+    before = writer.store.room.evicted_bytes
     assert writer.write(key("large"), large) is WriteStatus.RESERVED
-    assert large <= writer.store.evicted_bytes - before <= 2 * large + small
+    assert large <= writer.store.room.evicted_bytes - before <= 2 * large + small
     assert writer.use > 0.85 or large == 16 * MIB
     check_invariants(writer.store)
 
@@ -153,8 +153,8 @@ def test_models_that_take_turns_keep_their_prefixes() -> None:
                 chains[digest] = parent
                 written += size
         for digest, parent in chains.items():
-            here = writer.store.peek(ONE, 0, digest) is not None
-            assert not here or parent == ROOT or writer.store.peek(ONE, 0, parent) is not None
+            here = writer.store.index.peek(ONE, 0, digest) is not None
+            assert not here or parent == ROOT or writer.store.index.peek(ONE, 0, parent) is not None
     writer.check_promise()
 
 
@@ -179,7 +179,7 @@ def test_a_policy_brings_its_order_up_to_date_in_steps() -> None:
     for digest in digests:
         writer.write(digest, PAGE)
     writer.read(digests)
-    newcomer = Entry(next(iter(writer.store._indexes.values())), key("new"), ROOT, 0, PAGE, 1)
+    newcomer = Entry(next(iter(writer.store.index.by_part.values())), key("new"), ROOT, 0, PAGE, 1)
     answers = [policy.victim(newcomer, lambda entry: True, writer.now) for _ in range(9)]
     assert answers[:8] == [Decision.NOT_YET] * 8
     assert isinstance(answers[8], Entry)
@@ -195,8 +195,8 @@ def begin(writer: Writer, owner: int = 2, size: int = MIB) -> tuple[Clearing, li
     store = writer.store
     for _ in range(100):
         assert store.reserve(owner, request, writer.now)[0] is MAKING_ROOM
-        if store.clearing is not None:
-            return store.clearing, store.clearing.next_moves(8, MIB)
+        if store.room.clearing is not None:
+            return store.room.clearing, store.room.clearing.next_moves(8, MIB)
     raise AssertionError("no clearing")
 
 
@@ -267,7 +267,7 @@ def test_others_do_not_get_what_was_made_free_for_a_block() -> None:
     (answer,) = store.reserve(2, request, writer.now)
     assert answer.extent is not None
     assert answer.extent.offset == start
-    assert store.clearing is None
+    assert store.room.clearing is None
     check_invariants(store)
 
 
@@ -275,7 +275,7 @@ def test_a_step_of_moves_has_its_size() -> None:
     """Nobody reads or writes a block while it is copied: so few are, for a short time."""
     writer = full(16 * KIB, 8 * MIB)
     request = ReserveRequest(ONE, 0, [key("large")], [ROOT], [MIB])
-    while (clearing := writer.store.clearing) is None:
+    while (clearing := writer.store.room.clearing) is None:
         writer.store.reserve(2, request, writer.now)
     assert len(clearing.next_moves(64, 16 * KIB)) == 1
     assert len(clearing.next_moves(64, 32 * KIB)) == 2
@@ -305,7 +305,7 @@ def test_a_block_that_leaves_before_its_move_is_passed_over() -> None:
     clearing, moves = begin(writer)
     start, end = store.allocator.fence
     moving = {move.entry for move in moves}
-    waiting = [e for e in store.inventory() if start <= e.offset < end and e not in moving]
+    waiting = [e for e in store.index.inventory() if start <= e.offset < end and e not in moving]
     waiting.sort(key=lambda entry: entry.offset)
     store.remove(ONE, [entry.digest for entry in waiting[:20]])
     more = clearing.next_moves(64, MIB)
@@ -322,12 +322,12 @@ def test_a_block_that_leaves_before_its_move_is_passed_over() -> None:
 def test_a_range_that_would_reach_beyond_the_end_is_given_up() -> None:
     writer = full(16 * KIB, 8 * MIB)
     store = writer.store
-    first, *_, last = sorted(entry.offset for entry in store.inventory())
-    store.remove(ONE, [store.blocks_at[first].digest])  # a place for the last block
-    store.clearing = clearing = Clearing(store, 2, key("large"), MIB, last)
+    first, *_, last = sorted(entry.offset for entry in store.index.inventory())
+    store.remove(ONE, [store.room.blocks_at[first].digest])  # a place for the last block
+    store.room.clearing = clearing = Clearing(store.room, 2, key("large"), MIB, last)
     assert clearing.next_moves(64, MIB) == []
     assert clearing.over
-    assert store.clearing is None
+    assert store.room.clearing is None
     check_invariants(store)
 
 
@@ -341,7 +341,7 @@ def test_a_store_that_works_at_once_waits_for_no_order() -> None:
     request = ReserveRequest(ONE, 0, [key("new")], [ROOT], [PAGE])
     (answer,) = writer.store.reserve(MOVER, request, writer.now)
     assert answer.status is WriteStatus.RESERVED
-    assert writer.store.evicted == 1
+    assert writer.store.room.evicted == 1
 
 
 def test_an_abandoned_range_is_free_for_all() -> None:
@@ -350,7 +350,7 @@ def test_an_abandoned_range_is_free_for_all() -> None:
     clearing, moves = begin(writer)
     clearing.abandon()
     check_invariants(store)
-    assert store.clearing is None
+    assert store.room.clearing is None
     for move in moves:
         clearing.move_done(move, good=True)
     assert store.allocator.available == store.allocator.free
@@ -360,12 +360,12 @@ def test_an_abandoned_range_is_free_for_all() -> None:
 def test_a_few_pinned_blocks_do_not_let_one_write_empty_the_pool() -> None:
     writer = full(16 * KIB, 16 * MIB)
     store = writer.store
-    for entry in store.inventory():
+    for entry in store.index.inventory():
         if entry.offset % (256 * KIB) == 0:
             store.pin(3, ONE, 0, [entry.digest], writer.now)
-    before = store.evicted_bytes
+    before = store.room.evicted_bytes
     assert writer.write(key("large"), MIB) is WriteStatus.NO_SPACE
-    assert store.evicted_bytes - before <= 5 * MIB
+    assert store.room.evicted_bytes - before <= 5 * MIB
     store.drop_owner(3)
     assert writer.write(key("large"), MIB) is WriteStatus.RESERVED
     check_invariants(store)
@@ -379,7 +379,7 @@ def test_a_range_that_its_writer_needs_no_more_is_given_up() -> None:
     rest = ReserveRequest(ONE, 0, [key("next")], [key("large")], [MIB])
     (answer,) = store.reserve(2, rest, writer.now)
     assert clearing.over
-    assert answer.extent is not None or store.clearing is not clearing
+    assert answer.extent is not None or store.room.clearing is not clearing
     check_invariants(store)
 
 
@@ -413,7 +413,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
-        clearing = self.store.clearing
+        clearing = self.store.room.clearing
         if clearing is not None:
             for move in clearing.next_moves(count, 64 * PAGE):
                 self.moves.append((clearing, move))
@@ -430,7 +430,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(owner=st.integers(1, 3))
     def give_up(self, owner: int) -> None:
-        clearing = self.store.clearing
+        clearing = self.store.room.clearing
         if clearing is not None and clearing.owner == owner:
             clearing.abandon()
 
@@ -455,7 +455,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         check_invariants(self.store)
-        for entry in self.store.inventory():
+        for entry in self.store.index.inventory():
             first = entry.offset // PAGE
             pages = self.memory[first : first + entry.size // PAGE]
             assert set(pages) == {self.digests.index(entry.digest) + 1}
@@ -463,8 +463,8 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for clearing, move in self.moves:
             clearing.move_done(move, good=False)
-        if self.store.clearing is not None:
-            self.store.clearing.abandon()
+        if self.store.room.clearing is not None:
+            self.store.room.clearing.abandon()
         self.store.drop_owner(4)
         self.store.remove(ONE, self.digests)
         assert self.store.allocator.allocated == 0

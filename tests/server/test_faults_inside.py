@@ -99,7 +99,7 @@ async def test_a_bug_while_blocks_go_to_the_disk_ends_no_write_back(
         writer = server.connect(Peer("w", "tcp"))
         for digest in keys("dirty", 8):  # twice what the memory holds
             await store(writer, digest)
-        await eventually(lambda: not server.stack.front.dirty_bytes)
+        await eventually(lambda: not server.stack.front.room.dirty_bytes)
         assert not left
     lines = [line for line in caplog.messages if "runs again" in line]
     assert lines
@@ -157,7 +157,7 @@ async def one_server(*tiers: Tier) -> AsyncIterator[BlockServer]:
 
 
 def on_disk(server: BlockServer, chain: Sequence[bytes]) -> list[bool]:
-    return [server.stack.backing.peek(NAMESPACE, 0, digest) is not None for digest in chain]
+    return [server.stack.backing.index.peek(NAMESPACE, 0, digest) is not None for digest in chain]
 
 
 async def test_a_tier_that_fails_as_it_may_not_frees_nothing_that_it_still_writes(
@@ -207,7 +207,7 @@ async def test_a_read_that_fails_as_it_may_not_is_a_miss(tmp_path: Path) -> None
         writer = server.connect(Peer("w", "tcp"))
         for digest in chain:
             await store(writer, digest, size=4096)
-        await eventually(lambda: server.stack.front.peek(NAMESPACE, 0, chain[0]) is None)
+        await eventually(lambda: server.stack.front.index.peek(NAMESPACE, 0, chain[0]) is None)
         (pin,) = await writer.pin(NAMESPACE, 0, chain[:1], [4096])
         assert not pin.status.hit
         assert not tier.failures
@@ -223,7 +223,7 @@ async def test_what_goes_to_another_tier_is_not_given_up_with_the_disk(tmp_path:
     async with one_server(memory, cache, disk) as server:
         writer = server.connect(Peer("w", "tcp"))
         await store(writer, key("one"), size=4096)
-        server.stack._to_promote.append(server.stack.front.peek(NAMESPACE, 0, key("one")))
+        server.stack._to_promote.append(server.stack.front.index.peek(NAMESPACE, 0, key("one")))
         server._context.mover.wake()
         await eventually(lambda: bool(cache.running and disk.running))
         server._context.mover.health.take_offline(2, "stuck")
@@ -234,5 +234,5 @@ async def test_what_goes_to_another_tier_is_not_given_up_with_the_disk(tmp_path:
         assert cached.held.reservations == 1, "it is still being written"
         disk.going.set()
         cache.going.set()
-        await eventually(lambda: cached.peek(NAMESPACE, 0, key("one")) is not None)
+        await eventually(lambda: cached.index.peek(NAMESPACE, 0, key("one")) is not None)
         check_invariants(server.stack)

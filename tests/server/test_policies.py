@@ -64,7 +64,9 @@ def test_arc_counts_a_write_as_one_use() -> None:
     write(store, first, 0.0)
     read(store, first[:1], 1.0)
     write(store, keys("scan", 3), 2.0)
-    assert [store.peek(ONE, 0, digest) is not None for digest in first] == [True] + [False] * 3
+    assert [store.index.peek(ONE, 0, digest) is not None for digest in first] == [True] + [
+        False
+    ] * 3
 
 
 def test_arc_gives_more_room_to_the_kind_that_came_back() -> None:
@@ -117,7 +119,7 @@ def test_what_was_used_a_moment_ago_stays_and_the_newcomer_is_refused_at_once() 
     new = keys("new", 3)
     assert write(store, new, now + 1.0) == [WriteStatus.BYPASSED] * 3
     assert here(store, keys("training", 10)) == 10
-    assert store.bypassed == 1
+    assert store.room.bypassed == 1
 
 
 def test_leases_end_by_themselves() -> None:
@@ -219,7 +221,7 @@ def cycle(pages: int, count: int, rounds: int) -> tuple[int, int]:
         store = books(policy, pages)
         for now in range(rounds * count):
             digest = names[now % count]
-            if store.peek(ONE, 0, digest) is None:
+            if store.index.peek(ONE, 0, digest) is None:
                 write(store, [digest], float(now))
             else:
                 hits[policy] += now > rounds * count // 2
@@ -252,7 +254,7 @@ def test_density_refuses_nothing_in_a_shortage_of_seconds(monkeypatch: pytest.Mo
     for now in range(4000):
         of = 30 if 600 <= now < 1400 else 20
         name = names[now % of] if now % 20 or now < 3000 else others[now // 20]
-        if store.peek(ONE, 0, name) is not None:
+        if store.index.peek(ONE, 0, name) is not None:
             read(store, [name], float(now))
         elif write(store, [name], float(now)) == [WriteStatus.BYPASSED]:
             refused.append(now)
@@ -494,7 +496,7 @@ def test_the_store_asks_again_before_it_evicts(policy: Callable[[int], Policy[En
     """A wrong policy hands no pinned extent to a writer (G4), and does not stop the store."""
     store = Store(4 * PAGE, policy=policy(4 * PAGE))
     rejected: list[Entry] = []
-    store.on_rejected_victim = rejected.append
+    store.room.on_rejected_victim = rejected.append
     chain = keys("chain", 4)
     for now, digest in enumerate(chain):
         write(store, [digest], float(now))
@@ -504,8 +506,8 @@ def test_the_store_asks_again_before_it_evicts(policy: Callable[[int], Policy[En
     answers = write(store, keys("new", 1), 6.0)
     assert rejected
     assert {entry.digest for entry in rejected} == {chain[0]}
-    assert store.rejected_victims == len(rejected) <= 8
-    assert store.peek(ONE, 0, chain[0]) is not None
+    assert len(rejected) <= 8
+    assert store.index.peek(ONE, 0, chain[0]) is not None
     assert answers == [WriteStatus.NO_SPACE if policy is Insists else WriteStatus.RESERVED]
     store.unpin(2, pin.id)
     assert write(store, keys("newer", 1), 7.0) == [WriteStatus.RESERVED]

@@ -54,12 +54,12 @@ class Server:
         return [answer.status for answer in answers]
 
     def prompts(self, name: str) -> int:
-        entry = self.store.peek(ONE, 0, key(name))
+        entry = self.store.index.peek(ONE, 0, key(name))
         assert entry is not None
         return self.policy.prompts_of(entry)
 
     def here(self, *names: str) -> list[str]:
-        return [name for name in names if self.store.peek(ONE, 0, key(name)) is not None]
+        return [name for name in names if self.store.index.peek(ONE, 0, key(name)) is not None]
 
 
 def chain(name: str, length: int, end: str = "") -> list[str]:

@@ -84,7 +84,7 @@ def fresh(count: int) -> list[bytes]:
 
 
 def there(books: FileStore, namespace: Namespace, digests: list[bytes]) -> int:
-    return sum(books.peek(namespace, 0, digest) is not None for digest in digests)
+    return sum(books.index.peek(namespace, 0, digest) is not None for digest in digests)
 
 
 def used(books: FileStore, tenant: str) -> int:
@@ -150,13 +150,13 @@ def test_an_extent_that_goes_from_one_tenant_to_another_counts_for_the_new_one()
 
 def test_a_block_that_moves_to_make_room_counts_once() -> None:
     books = store(8, acme=(8, 8))
-    books.in_steps = True
+    books.room.in_steps = True
     for digest in (blocks := fresh(8)):
         write(books, ACME, [digest], 1.0)
     books.remove(ACME, blocks[::2])
     request = ReserveRequest(ACME, 0, fresh(1), [ROOT], [3 * PAGE])
     books.reserve(1, request, 2.0)
-    clearing = books.clearing
+    clearing = books.room.clearing
     assert clearing is not None
     while not (clearing.over or clearing.is_ready):
         for move in clearing.next_moves(8, 1 << 20):
@@ -170,7 +170,7 @@ def test_a_block_that_moves_to_make_room_counts_once() -> None:
 def test_without_tenants_all_is_the_pools() -> None:
     books = FileStore(4 * PAGE)
     assert stored(write(books, ACME, fresh(2), 1.0))
-    assert [account.name for account in books.policy.accounts] == [""]
+    assert [account.name for account in books.room.policy.accounts] == [""]
     with pytest.raises(InvariantViolated, match="begin to have tenants"):
         set_quotas(books, {})
 
@@ -243,7 +243,7 @@ def test_beyond_the_guarantee_the_least_recently_used_goes_whoever_has_it() -> N
             del mine[: len(mine) - 23]
         mine.append((namespace, digest))
     check_invariants(books)
-    assert all(books.peek(namespace, 0, digest) is not None for namespace, digest in mine)
+    assert all(books.index.peek(namespace, 0, digest) is not None for namespace, digest in mine)
 
 
 def test_a_tenant_within_its_guarantee_evicts_its_own_where_nothing_else_may_go() -> None:
@@ -274,14 +274,14 @@ def test_ten_thousand_protected_blocks_are_not_walked_past() -> None:
     write(books, ACME, fresh(10_000), 1.0)
     write(books, POOL, fresh(1_000), 2.0)
     looked = 0
-    evictable = books._evictable
+    evictable = books.room.evictable
 
     def counted(entry: Entry) -> bool:
         nonlocal looked
         looked += 1
         return evictable(entry)
 
-    books._evictable = counted  # type: ignore[method-assign]
+    books.room.evictable = counted  # type: ignore[method-assign]
     request = ReserveRequest(POOL, 0, fresh(500), [ROOT] * 500, [PAGE] * 500)
     books.reserve(1, request, 3.0)
     assert looked < 4 * 500
@@ -373,7 +373,7 @@ def test_a_quota_that_comes_changes_and_goes_takes_effect_at_once() -> None:
     write(books, POOL, fresh(20), 5.0)
     assert used(books, "acme") == 0
     set_quotas(books, {})
-    assert [account.name for account in books.policy.accounts] == [""]
+    assert [account.name for account in books.room.policy.accounts] == [""]
     check_invariants(books)
     set_quotas(books, pages(acme=(4, 4)))
     write(books, ACME, fresh(9), 6.0)
@@ -518,7 +518,7 @@ def test_the_orders_of_many_tenants_cost_little_each() -> None:
         request = ReserveRequest(Namespace(f"@t{n}/x"), 0, fresh(3), [ROOT] * 3, [PAGE] * 3)
         for answer in books.reserve(1, request, 1.0 + n):
             books.seal(1, answer.id, 0, 1.0 + n)
-    orders = books.policy
+    orders = books.room.policy
     assert isinstance(orders, TenantOrders)
     compared = 0
     ranks = orders._ranks

@@ -87,14 +87,14 @@ async def test_what_is_written_after_the_look_stays_wherever_old_copies_move(
     tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:16MiB"]
     async with serving(tiers=tiers, write_mode="write_back") as (running, pool):
         (server,) = running.servers
-        server.stack.backing.last_id = 10_000  # as in a file that has seen some restarts
+        server.stack.backing.held.last_id = 10_000  # as in a file that has seen some restarts
         old, new = keys("old", 60), keys("new", 300)
         await put(pool, OLD, old)
-        assert server.stack.front.dirty == 60, "in memory alone"
+        assert server.stack.front.room.dirty == 60, "in memory alone"
         held = (await admin(pool).removals.held(of(OLD), timeout=10)).found
         await put(pool, OLD, new)
-        await eventually(lambda: server.stack.front.peek(OLD, 0, old[0]) is None)
-        assert any(server.stack.backing.peek(OLD, 0, one) for one in old), "moved since"
+        await eventually(lambda: server.stack.front.index.peek(OLD, 0, old[0]) is None)
+        assert any(server.stack.backing.index.peek(OLD, 0, one) for one in old), "moved since"
         blocks, _ = await remove(pool, held)
         assert blocks == 60
         assert await present(pool, OLD, new) == 300
@@ -144,7 +144,7 @@ async def test_namespaces_of_a_second_page_are_found_with_their_parts() -> None:
         store = running.servers[0].stack.front
 
         def wanted(namespace: Namespace) -> bool:
-            store.last_id += 1  # something is written between two pages
+            store.held.last_id += 1  # something is written between two pages
             return True
 
         names = [Namespace(f"n {n:03}", parts) for n in range(150) for parts in (1, 2)]

@@ -48,7 +48,7 @@ class Scene:
             assert set(statuses) <= {WriteStatus.STORED, WriteStatus.ALREADY_STORED}
 
     async def written_back(self) -> None:
-        await eventually(lambda: not self.stack.front.dirty, within_s=20)
+        await eventually(lambda: not self.stack.front.room.dirty, within_s=20)
 
     async def read(self, chain: Sequence[bytes]) -> list[ReadStatus]:
         """One by one: what became of each block. Those that came have the right bytes."""
@@ -66,9 +66,9 @@ class Scene:
         assert parts is not None
         return [
             entry.digest
-            for entry in stack.backing.inventory()
+            for entry in stack.backing.index.inventory()
             if parts.part_of(entry.offset) == number
-            and stack.front.peek(NAMESPACE, 0, entry.digest) is None
+            and stack.front.index.peek(NAMESPACE, 0, entry.digest) is None
         ]
 
     @property
@@ -113,7 +113,7 @@ async def test_a_file_may_be_added_and_left_out_again(tmp_path: Path) -> None:
         tiers = ["dram:2MiB", *(f"nvme:{tmp_path}/{name}:16MiB" for name in files)]
         async with dev.serve(tiers=tiers) as running:
             stack = running.servers[0].stack
-            found = [stack.backing.peek(NAMESPACE, 0, digest) for digest in chain]
+            found = [stack.backing.index.peek(NAMESPACE, 0, digest) for digest in chain]
             kept.append(sum(entry is not None for entry in found))
             check_invariants(stack)
     assert kept[:3] == [200] * 3
@@ -149,7 +149,7 @@ async def test_a_disk_that_takes_no_writes_is_left_out_and_read(
     lines = [line for line in lines if "a file takes" in line]
     assert len(lines) == 2, "once for each change"
     async with scene(tmp_path) as one:
-        assert not any(one.stack.backing.peek(NAMESPACE, 0, digest) for digest in gone)
+        assert not any(one.stack.backing.index.peek(NAMESPACE, 0, digest) for digest in gone)
         assert set(await one.read(more)) == {ReadStatus.HIT}
 
 
@@ -297,10 +297,12 @@ async def test_what_a_hanging_disk_was_to_bring_takes_no_room_of_what_others_bri
         await eventually(lambda: "b is out of service" in one.status_text, within_s=5)
         await one.pool.prefetch(NAMESPACE, good[:4])
         front = one.stack.front
-        await eventually(lambda: all(front.peek(NAMESPACE, 0, one) for one in good[:4]), within_s=5)
+        await eventually(
+            lambda: all(front.index.peek(NAMESPACE, 0, one) for one in good[:4]), within_s=5
+        )
         one.disks[1].runs.set()
         await eventually(lambda: not front.held.quarantined)
-        assert front.prefetched.coming == 0
+        assert front.room.prefetched.coming == 0
 
 
 @pytest.mark.parametrize("seed", range(6))

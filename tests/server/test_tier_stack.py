@@ -114,7 +114,7 @@ async def test_a_block_that_memory_has_no_room_for_is_refused_at_once(
     refused = [Reservation(WriteStatus.BYPASSED)]
     monkeypatch.setattr(stack.backing, "reserve", lambda *of, **named: refused)
     stack.stores[1].remove(NAMESPACE, chain[31:32])
-    assert stack.front.stored == 32
+    assert stack.front.index.stored == 32
     began = asyncio.get_running_loop().time()
     assert await read(pool, chain[32:]) == [ReadStatus.REFUSED]
     assert asyncio.get_running_loop().time() - began < 5
@@ -206,7 +206,7 @@ async def test_flipped_bits_on_disk_are_a_miss(tiered: dev.Dev, file: Path) -> N
     async with tiered.pool() as pool:
         await write(pool, chain)
         await saved(tiered)
-        entry = tiered.servers[0].stack.backing.peek(NAMESPACE, 0, chain[3])
+        entry = tiered.servers[0].stack.backing.index.peek(NAMESPACE, 0, chain[3])
         assert entry is not None
         bytes_of = values([chain[3]], BLOCK)[0]
         spoil(file, bytes_of)
@@ -303,10 +303,10 @@ async def test_a_disk_that_takes_no_writes_is_read_and_comes_back(
         disk.write_error = ""
         await eventually(lambda: not stack.read_only, within_s=10)
         await saved(tiered)
-        kept = [digest for digest in new if stack.front.peek(NAMESPACE, 0, digest)]
+        kept = [digest for digest in new if stack.front.index.peek(NAMESPACE, 0, digest)]
         assert set(new[-8:]) <= set(kept)
         for digest in kept:
-            assert stack.backing.peek(NAMESPACE, 0, digest) is not None
+            assert stack.backing.index.peek(NAMESPACE, 0, digest) is not None
         assert set(await read(pool, [*old, *kept])) == {ReadStatus.HIT}
         assert nvme.status_text == server._context.mover.usage(0.0)[1].status_text
     lines = [line for line in caplog.records if "tier" in line.getMessage()]
@@ -406,7 +406,7 @@ async def main(folder):
             os.unlink(f"{folder}/other")
             await eventually(lambda: not stack.read_only, within_s=20)
             await eventually(lambda: not stack.waiting and not stack.front.held.pins)
-            assert all(stack.backing.peek(NAMESPACE, 0, digest) for digest in (*old, *late))
+            assert all(stack.backing.index.peek(NAMESPACE, 0, digest) for digest in (*old, *late))
     print("ok")
 
 asyncio.run(main(sys.argv[1]))

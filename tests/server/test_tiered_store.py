@@ -176,7 +176,9 @@ class Server:
 
     def place(self, entry: Entry) -> int:
         tier = entry.index.tier
-        holder = self.stack.stores[tier].peek(entry.index.namespace, entry.index.part, entry.digest)
+        holder = self.stack.stores[tier].index.peek(
+            entry.index.namespace, entry.index.part, entry.digest
+        )
         assert holder is not None
         assert self.memory[tier][holder.offset] == (
             entry.index.namespace,
@@ -199,7 +201,7 @@ def test_a_block_goes_down_and_comes_back() -> None:
     server.settle()
     assert server.read(1, ONE, 0, first) == [ReadStatus.HIT] * 4
     assert server.stack.hits == [4, 4]
-    assert server.stack.backing.evicted == server.stack.front.evicted == 0
+    assert server.stack.backing.room.evicted == server.stack.front.room.evicted == 0
 
 
 def test_what_is_below_is_not_written_again() -> None:
@@ -254,8 +256,8 @@ def test_a_writer_waits_for_the_disk_before_it_evicts_what_was_used_since(
     server.start(PAGE)
     server.finish(server.copies.pop(0))
     assert server.write(1, ONE, 0, [key("late")]) == ["RESERVED"]
-    assert server.stack.front.peek(ONE, 0, hot) is not None
-    assert server.stack.front.peek(ONE, 0, key("flood 0")) is None
+    assert server.stack.front.index.peek(ONE, 0, hot) is not None
+    assert server.stack.front.index.peek(ONE, 0, key("flood 0")) is None
     server.look()
 
 
@@ -265,7 +267,7 @@ def test_a_writer_waits_for_no_disk_where_the_oldest_block_has_a_copy() -> None:
     server.settle()
     server.write(1, ONE, 0, keys("flood", 3))
     assert server.write(1, ONE, 0, [key("late")]) == ["RESERVED"]
-    assert server.stack.front.peek(ONE, 0, keys("old", 1)[0]) is None
+    assert server.stack.front.index.peek(ONE, 0, keys("old", 1)[0]) is None
 
 
 def test_a_writer_waits_a_second_and_no_longer() -> None:
@@ -286,7 +288,7 @@ def test_a_writer_waits_a_second_and_no_longer() -> None:
     assert write("late") is WriteStatus.NO_SPACE
     server.now += 1.0
     assert write("late") is WriteStatus.RESERVED
-    assert server.stack.front.peek(ONE, 0, hot) is None
+    assert server.stack.front.index.peek(ONE, 0, hot) is None
 
 
 def test_a_writer_waits_for_no_disk_that_takes_no_writes() -> None:
@@ -295,7 +297,7 @@ def test_a_writer_waits_for_no_disk_that_takes_no_writes() -> None:
     assert len(server.copies) == 3
     list(server.stack.stop_writing())
     assert server.write(1, ONE, 0, [key("late")]) == ["RESERVED"]
-    assert server.stack.front.peek(ONE, 0, hot) is None
+    assert server.stack.front.index.peek(ONE, 0, hot) is None
 
 
 def test_a_writer_waits_for_the_block_that_was_used_least_recently() -> None:
@@ -306,8 +308,8 @@ def test_a_writer_waits_for_the_block_that_was_used_least_recently() -> None:
     assert server.write(1, ONE, 0, [key("late")]) == ["NO_SPACE"]
     server.settle()
     assert server.write(1, ONE, 0, [key("late")]) == ["RESERVED"]
-    assert server.stack.front.peek(ONE, 0, hot) is not None
-    assert server.stack.front.peek(ONE, 0, key("flood 1")) is None
+    assert server.stack.front.index.peek(ONE, 0, hot) is not None
+    assert server.stack.front.index.peek(ONE, 0, key("flood 1")) is None
 
 
 def test_a_reader_takes_the_place_of_what_another_has_read() -> None:
@@ -319,8 +321,8 @@ def test_a_reader_takes_the_place_of_what_another_has_read() -> None:
     server.drop(2)
     server.stage(ONE, 0, [key("flood 0")])
     assert [copy.target for copy in server.copies] == [0]
-    assert server.stack.front.peek(ONE, 0, hot) is None
-    assert server.stack.backing.peek(ONE, 0, hot) is not None
+    assert server.stack.front.index.peek(ONE, 0, hot) is None
+    assert server.stack.backing.index.peek(ONE, 0, hot) is not None
 
 
 def test_a_writer_waits_for_no_disk_to_keep_a_further_copy() -> None:
@@ -374,9 +376,9 @@ def test_a_block_that_the_base_has_no_room_for_stays_until_it_is_evicted() -> No
     server.write(1, ONE, 0, small)
     server.settle()
     for digest in small:  # held for a copy: the base cannot evict them
-        entry = server.stack.backing.peek(ONE, 0, digest)
+        entry = server.stack.backing.index.peek(ONE, 0, digest)
         assert entry is not None
-        server.stack.backing.pin_internal(7, entry)
+        server.stack.backing.held.pin(7, entry)
     server.write(1, ONE, 0, keys("late", 2))
     server.settle()
     assert server.read(1, ONE, 0, keys("late", 2)) == [ReadStatus.HIT] * 2
@@ -419,7 +421,7 @@ def test_a_rotten_block_below_is_dropped_and_copied_again_from_above() -> None:
     server.stack.backing.remove(ONE, chain, ReadStatus.CORRUPT)
     assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT]
     server.settle()
-    assert server.stack.backing.peek(ONE, 0, digest) is not None
+    assert server.stack.backing.index.peek(ONE, 0, digest) is not None
 
 
 def test_hbm_takes_what_is_read_and_serves_what_dram_has_dropped() -> None:
@@ -429,7 +431,7 @@ def test_hbm_takes_what_is_read_and_serves_what_dram_has_dropped() -> None:
     server.read(1, ONE, 0, chain)
     server.drop(1)
     server.settle()
-    assert server.stack.stores[0].stored == 2
+    assert server.stack.stores[0].index.stored == 2
     server.write(1, ONE, 0, keys("other", 4))
     server.settle()
     assert server.map[ONE, 0, chain[0]] == 0
@@ -453,18 +455,18 @@ def test_a_lost_device_keeps_the_memory_it_may_fill_and_not_the_name(
     copy = server.copies.pop()
     front = server.stack.front
     front.quarantine(MOVER, copy.id, -copy.id)
-    assert front.peek(ONE, 0, chain[0]) is None
+    assert front.index.peek(ONE, 0, chain[0]) is None
     if again:
         server.stage(ONE, 0, chain[:1])
         server.finish(server.copies.pop())
     assert server.write(2, TWO, 0, keys("other", 4)) == ["RESERVED"] * 3 + ["NO_SPACE"]
-    assert copy.extent.offset not in {entry.offset for entry in front.inventory()}
+    assert copy.extent.offset not in {entry.offset for entry in front.index.inventory()}
     server.settle()
     server.stack.transfer_done(copy, good=good, now=server.now)  # late
     server.look()
     assert (front.held.quarantined, front.held.quarantined_bytes) == (0, 0)
     assert [store.held.pins for store in server.stack.stores] == [0, 0]
-    assert front.peek(ONE, 0, chain[0]) is None  # evicted meanwhile, where it was there again
+    assert front.index.peek(ONE, 0, chain[0]) is None  # evicted meanwhile, where it was there again
     assert server.write(3, ONE, 0, keys("all", 4)) == ["RESERVED"] * 4
 
 
@@ -520,7 +522,7 @@ def test_a_block_that_is_read_in_place_stays_there() -> None:
     server.write(1, ONE, 0, other)
     server.drop(1)
     server.settle()
-    assert server.stack.stores[1].peek(ONE, 0, chain[0]) is not None
+    assert server.stack.stores[1].index.peek(ONE, 0, chain[0]) is not None
     server.stack.remove(ONE, chain[:1])
     server.write(1, ONE, 0, keys("more", 4))
     server.drop(1)
@@ -594,7 +596,7 @@ def test_a_copy_that_leaves_another_place_than_readers_use_is_not_announced() ->
     server.settle()
     server.look()
     cache, front, base = server.stack.stores
-    assert all(store.peek(ONE, 0, digest) for store in (cache, front, base))
+    assert all(store.index.peek(ONE, 0, digest) for store in (cache, front, base))
     cache.remove(ONE, [digest], ReadStatus.CORRUPT)
     assert server.stack.take_changes() == []
     front.remove(ONE, [digest], ReadStatus.CORRUPT)
@@ -632,11 +634,11 @@ def test_a_block_that_a_reader_waits_for_takes_the_place_of_one_whose_session_co
     server.memory[0][answer.extent.offset] = (ONE, 0, chain[3])
     server.stack.seal(1, answer.id, 1, server.now)
     server.settle()
-    assert server.stack.backing.peek(ONE, 0, chain[3]) is not None
+    assert server.stack.backing.index.peek(ONE, 0, chain[3]) is not None
     server.stage(ONE, 0, keys("old", 1))
     server.settle()
     assert server.read(1, ONE, 0, keys("old", 1)) == [ReadStatus.HIT]
-    assert server.stack.backing.peek(ONE, 0, chain[3]) is not None
+    assert server.stack.backing.index.peek(ONE, 0, chain[3]) is not None
 
 
 @pytest.mark.parametrize(
@@ -662,8 +664,8 @@ def test_a_copy_belongs_to_its_session_unless_that_has_ended(
     if writes_again:
         write("second")
     server.settle()
-    assert stack.backing.stored == 1 + writes_again
-    assert stack.backing.policy.figures["sessions"] == known
+    assert stack.backing.index.stored == 1 + writes_again
+    assert stack.backing.room.policy.figures["sessions"] == known
 
 
 def test_the_most_blocks_are_those_of_all_tiers() -> None:
@@ -678,7 +680,7 @@ def test_a_tier_is_lost_in_small_steps(lost: int, write_back: bool) -> None:
     server = Server(600, 600, 900, front_tier=1, write_back=write_back)
     stack = server.stack
     server.write(1, ONE, 0, keys("chain", 300))
-    stack._to_promote.extend(stack.front.inventory())
+    stack._to_promote.extend(stack.front.index.inventory())
     for copy in stack.next_writebacks(1 << 30, 1 << 10, server.now):
         server.memory[copy.target][copy.extent.offset] = ONE, 0, copy.entry.digest
         stack.transfer_done(copy, good=True, now=server.now)
@@ -689,7 +691,7 @@ def test_a_tier_is_lost_in_small_steps(lost: int, write_back: bool) -> None:
 
     def left() -> tuple[int, int, int]:
         listed = 0 if order is None else len(order._listed)
-        return stack.stores[lost].stored, stack.front.dirty, listed
+        return stack.stores[lost].index.stored, stack.front.room.dirty, listed
 
     before = left()
     stack.take_offline(lost)
@@ -703,7 +705,7 @@ def test_a_tier_is_lost_in_small_steps(lost: int, write_back: bool) -> None:
     while server.copies:
         server.finish(server.copies.pop(), good=lost == 0)
     server.look()
-    assert (len(server.map), stack.stores[lost].stored) == (there, 0)
+    assert (len(server.map), stack.stores[lost].index.stored) == (there, 0)
     if lost == 2:
         assert (left(), stack.is_writing_back) == ((0, 0, 0), False)
         for number in range(4):  # all of memory can be had again
@@ -780,7 +782,7 @@ def test_while_the_base_is_read_only_memory_is_a_pool_of_its_own() -> None:
     while server.copies:
         server.finish(server.copies.pop())
     server.look()
-    left = [digest for digest in new if server.stack.front.peek(ONE, 0, digest)]
+    left = [digest for digest in new if server.stack.front.index.peek(ONE, 0, digest)]
     assert 0 < len(left) < len(new)
     for good in (False, True):  # the first try fails: the block's turn comes again
         (copy,) = server.stack.try_writeback(server.now)
@@ -792,7 +794,7 @@ def test_while_the_base_is_read_only_memory_is_a_pool_of_its_own() -> None:
     server.stack.remove(ONE, left[-1:])
     assert server.stack.waiting == len(left) - 2
     server.settle()
-    assert all(server.stack.backing.peek(ONE, 0, digest) for digest in left[:-1])
+    assert all(server.stack.backing.index.peek(ONE, 0, digest) for digest in left[:-1])
     assert server.write(1, ONE, 0, keys("more", 1)) == ["RESERVED"]
     assert server.stack.waiting == 1, "as before: dirty, and in the queue"
 
@@ -863,7 +865,7 @@ def test_what_was_found_on_disk_is_added_in_steps() -> None:
         for number, digest in enumerate(keys("found", 2500))
     ]
     backing = server.stack.backing
-    added = [0, *(backing.stored for _ in server.stack.restore(records, 0.0))]
+    added = [0, *(backing.index.stored for _ in server.stack.restore(records, 0.0))]
     assert added[-1] == 2500
     assert max(after - before for before, after in itertools.pairwise(added)) <= 256
 
@@ -878,7 +880,7 @@ def test_what_was_found_on_disk_may_be_evicted_by_any_policy(policy: str) -> Non
     entries = [entry for record in records if (entry := store.restore(record)) is not None]
     list(store.activate_restored(entries, 1.0))
     check_invariants(store)
-    assert store.policy.victim_age(5.0) == pytest.approx(4.0, abs=0.1)
+    assert store.room.policy.victim_age(5.0) == pytest.approx(4.0, abs=0.1)
     statuses = [
         store.reserve(1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), 1e6 + second)[0].status
         for second, digest in enumerate(keys("new", 4))
@@ -914,7 +916,7 @@ def play(seed: int, write_back: bool, *, cold: bool) -> None:
     for _ in range(300):
         if cold and rng.random() < 0.3 and (there := inventory(server.stack)):
             server.keep(rng.choice(there))
-        if cold and rng.random() < 0.05 and (there := server.stack.stores[-1].inventory()):
+        if cold and rng.random() < 0.05 and (there := server.stack.stores[-1].index.inventory()):
             entry = rng.choice(there)
             index = entry.index
             lost = [entry.digest]
@@ -958,7 +960,7 @@ def play(seed: int, write_back: bool, *, cold: bool) -> None:
     if not server.stack.offline_tiers:  # else the reached tier is the base, and staging evicts
         for namespace, part, digest in [n for n in server.map if server.map[n] != front_tier]:
             # A block that only the cache has leaves with it when that needs the place.
-            in_base = server.stack.backing.peek(namespace, part, digest) is not None
+            in_base = server.stack.backing.index.peek(namespace, part, digest) is not None
             for _ in range(1 + write_back):  # memory may have to be written first
                 server.stage(namespace, part, [digest])
                 server.settle()
@@ -984,7 +986,7 @@ def test_a_cold_block_of_another_version_is_forgotten() -> None:
     assert cold.add(Record(ONE, 0, digest, ROOT, SPAN, PAGE, 1, 0), 0) is not None
     for held in list(server.open):
         server.seal(*held)
-    assert cold.peek(ONE, 0, digest) is None
+    assert cold.index.peek(ONE, 0, digest) is None
     server.look()
 
 
@@ -992,7 +994,7 @@ def test_what_the_pool_has_evicted_is_announced_where_it_is_cold() -> None:
     server = Server(2, cold=True)
     chain = keys("chain", 2)
     server.write(1, ONE, 0, chain)
-    server.keep(server.stack.front.inventory()[1])
+    server.keep(server.stack.front.index.inventory()[1])
     server.write(1, ONE, 0, keys("another", 2))
     server.look()
     assert sorted(server.map.values()) == [0, 0, 1]
@@ -1007,5 +1009,5 @@ def test_a_circle_that_a_file_describes_can_be_evicted() -> None:
         Record(ONE, 0, b, a, PAGE, PAGE, 0, 2),
     ]
     list(server.stack.restore(records, 0.0))
-    assert server.stack.backing.circles_cut == 1
+    assert [one.parent for one in server.stack.backing.index.inventory()].count(ROOT) == 1
     check_invariants(server.stack.backing)

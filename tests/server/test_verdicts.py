@@ -184,13 +184,13 @@ def test_density_counts_the_blocks_that_are_there() -> None:
     chance = random.Random(3)
     for turn in range(600):
         name = f"talk {chance.randrange(30)}"
-        if store.peek(ONE, 0, key(f"{name}/0")) is not None and chance.random() < 0.5:
+        if store.index.peek(ONE, 0, key(f"{name}/0")) is not None and chance.random() < 0.5:
             read(store, name, float(turn))
         else:
             written(store, name, float(turn), chance.randrange(1, 4))
         if chance.random() < 0.1:
             store.remove(ONE, [key(f"{name}/0")], PAGE)
-        uses = [abs(one.policy_data) & density_module._USES for one in store.inventory()]
+        uses = [abs(one.policy_data) & density_module._USES for one in store.index.inventory()]
         assert policy._held == [uses.count(number) for number in range(1, 5)]
 
 
@@ -236,8 +236,8 @@ def test_each_tenant_has_its_own_and_operators_see_the_sum() -> None:
         for name in ("acme", "beta"):
             space, digest = Namespace(f"@{name}/n"), key(f"{name} {number}")
             tenants_write(store, space, [digest], 60.0 * number)
-    order = store.policy
-    indexes = {one.account.name: one for one in store.indexes}
+    order = store.room.policy
+    indexes = {one.account.name: one for one in store.index.by_part.values()}
     assert isinstance(order, TenantOrders)
     figures = order.figures
     assert figures["inferred_dead_blocks"] == 8

@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvpool.errors import InvariantViolated, Unavailable
 from kvpool.protocols.cold_tier import ColdSettings, Gone, Listed, ReadInto
@@ -20,7 +20,7 @@ from kvpool.server.cold.state.book import OBJECTS
 from kvpool.server.cold.state.format import TAIL, ColdBlock, ObjectKeys, parse_index, parse_tail
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event
-from kvpool.server.state.tier_stores import SPAN, ColdStore
+from kvpool.server.state.tier_stores import SPAN, ColdRoom, ColdStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, Record
 from tests.simulation.blocks import values
@@ -219,10 +219,25 @@ class SimCold:
         pass
 
 
+class WatchedColdRoom(ColdRoom):
+    """The real departures, each of them checked."""
+
+    oracle: ColdOracle
+
+    def remove(self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True) -> None:
+        if reason not in _MAY_COME_BACK:
+            self.oracle.is_removed(entry)
+        log: Any = self.index.change_log
+        before, log.true_reason = log.true_reason, reason
+        super().remove(entry, event, reason, free=free)
+        log.true_reason = before
+
+
 class WatchedColdStore(ColdStore):
     """The index of the cold tier of one process, compared with what is in the store."""
 
-    oracle: ColdOracle
+    room: WatchedColdRoom
+    room_type = WatchedColdRoom
 
     def __init__(self, life: str, capacity: int, alignment: int, truth: GroundTruth) -> None:
         super().__init__(capacity, alignment)
@@ -233,21 +248,11 @@ class WatchedColdStore(ColdStore):
         entry = super().add(record, born)
         if entry is not None:
             key = record.namespace, record.digest, record.part
-            self.oracle.comes(entry)
+            self.room.oracle.comes(entry)
             if key not in self._truth.held_by(self._life):
                 self._truth.sealed(self._life, key)
                 self._truth.probes.add("a block was found in the object store")
         return entry
-
-    def _remove_entry(
-        self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
-    ) -> None:
-        if reason not in _MAY_COME_BACK:
-            self.oracle.is_removed(entry)
-        log = self.change_log
-        before, log.true_reason = log.true_reason, reason  # type: ignore[attr-defined]
-        super()._remove_entry(entry, event, reason, free=free)
-        log.true_reason = before  # type: ignore[attr-defined]
 
 
 class ColdOracle:
@@ -265,7 +270,7 @@ class ColdOracle:
         self._due = False
         #: When a block was removed here, and where it lay in the store or on its way there.
         self.removed: defaultdict[BlockPart, list[tuple[float, Place]]] = defaultdict(list)
-        cold.oracle = self
+        cold.room.oracle = self
         top.inspect = self.inspect
         server.extensions.on_removed.append(self._removed_on_its_way)
 
@@ -285,7 +290,7 @@ class ColdOracle:
             check_invariants(self._server.store)
         except InvariantViolated as error:
             truth.fail(f"G3/G4: tiers of {self._top.life}: {error}")
-        here = {_key(entry) for one in (self._top, self._cold) for entry in one.inventory()}
+        here = {_key(entry) for one in (self._top, self._cold) for entry in one.index.inventory()}
         if wrong := here ^ truth.held_by(self._top.life):
             truth.fail(f"G5: {self._top.life}: {len(wrong)} blocks are here or recorded only")
 
@@ -337,7 +342,7 @@ class ColdOracle:
                 continue  # somebody else has; the next reader finds it out
             for block in self._shelf.blocks_of(one.name):
                 key = block.namespace, block.part, block.digest
-                if block.position not in one.removed and self._cold.peek(*key) is None:
+                if block.position not in one.removed and self._cold.index.peek(*key) is None:
                     return f"{name}: {block.digest.hex()[:12]} of {one.name} is not listed"
         return None
 

@@ -244,15 +244,17 @@ class Judge:
             stack = node.server.stack
             for part in range(namespace.parts):
                 entry = stack.peek(namespace, part, digest)
-                if entry is None or stack.front.peek(namespace, part, digest) is not None:
+                if entry is None or stack.front.index.peek(namespace, part, digest) is not None:
                     continue
                 if node.name in self._full:
                     return True
                 assert isinstance(stack.front, FrontStore)
-                leaves = [one for one in stack.front.inventory() if stack.front._evictable(one)]
+                leaves = [
+                    one for one in stack.front.index.inventory() if stack.front.room.evictable(one)
+                ]
                 parents = [leaf for leaf in leaves if leaf.digest == entry.parent]
                 only_parents = len(parents) == len(leaves)
-                if only_parents or not all(map(stack.front.has_copy, parents)):
+                if only_parents or not all(map(stack.front.room.has_copy, parents)):
                     self._full.add(node.name)
                     return True
         return False

@@ -205,7 +205,7 @@ class Moves:
     def rot(self, rng: random.Random, node: ServerNode) -> None:
         """Flip a bit of a block in a server's memory."""
         store = node.store
-        if entries := store.inventory():
+        if entries := store.index.inventory():
             entry = rng.choice(entries)
             key = entry.index.namespace, entry.digest, entry.index.part
             self._world.truth.history(*key).corrupted += 1

@@ -339,7 +339,7 @@ class Nemesis:
     async def _rot(self) -> None:
         """Flip a bit of a block in a server's memory."""
         node = self._rng.choice(self._world.servers)
-        entries = node.store.inventory() if node.process.alive else []
+        entries = node.store.index.inventory() if node.process.alive else []
         if entries:
             entry = self._rng.choice(entries)
             with self._world.incident("rot"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from kvpool.client.ways import Attempt, Ways
 from kvpool.errors import InvariantViolated
@@ -30,8 +30,10 @@ from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, Account, ChangeLog, Entry, Index
 from kvpool.server.state.extent_state import Event, State
-from kvpool.server.state.front_store import FrontStore
+from kvpool.server.state.front_store import FrontRoom, FrontStore
+from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.prefetches import HOLD_S
+from kvpool.server.state.room import BlockRoom
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
@@ -162,10 +164,94 @@ class WatchedWays(Ways):
         return super().ended(attempt, now)
 
 
+class WatchedHoldings(ConnectionHoldings):
+    """The real pins, with those of a second list."""
+
+    def __init__(self, alignment: int, watch: WatchedStore) -> None:
+        super().__init__(alignment)
+        self._watch = watch
+
+    def pin(self, owner: int, entry: Entry) -> int:
+        id, watch = super().pin(owner, entry), self._watch
+        watch.watched["pin", owner, id] = (entry.offset, entry.size)
+        watch.entries["pin", owner, id] = entry
+        if entry.state is not State.STORED:
+            watch.truth.fail(f"G1: {entry!r} is copied before it is sealed")
+        return id
+
+    def take_pins(self, owner: int, ids: Sequence[int]) -> list[Entry]:
+        watch = self._watch
+        for entry in filter(None, [watch.forget("pin", owner, id) for id in ids]):
+            watch.verify(entry, "unpinned")
+            if entry.state is State.PENDING_FREE and owner != MOVER:
+                watch.truth.probes.add("removed while it was read")
+            last = entry.pins == 1  # otherwise the pin of another reader protects the bytes
+            for offset, size in watch.unsent() if last else ():
+                if offset < entry.offset + entry.size and entry.offset < offset + size:
+                    watch.truth.fail(f"G4: {entry!r} was unpinned before its bytes were sent")
+        return super().take_pins(owner, ids)
+
+
+class WatchedRoom(BlockRoom):
+    """The real evictions, each of them checked."""
+
+    watch: WatchedStore
+
+    def make(self, newcomer: Entry, owner: int, now: float, last_used: int) -> int | Reservation:
+        self.watch.newcomer = newcomer
+        try:
+            return super().make(newcomer, owner, now, last_used)
+        finally:
+            self.watch.newcomer = None
+
+    def evict(self, victim: Entry, size: int = 0) -> int | None:
+        if (
+            self.watch.copies is not None
+            and self.watch.newcomer is not None
+            and self.watch.newcomer.copies
+        ):
+            self.watch.copies.evicted(self.watch, victim)
+        if self.watch.tenants is not None:
+            self.watch.tenants.evicting(victim, self.watch.newcomer)
+        return super().evict(victim, size)
+
+    def relocate(self, entry: Entry, target: int) -> None:
+        if (entry.offset, entry.generation) in self.watch.corrupted:
+            self.watch.corrupted.add(
+                (target, entry.generation)
+            )  # what a fault has changed was copied
+        if entry.pins:
+            self.watch.truth.fail(f"G4: {entry!r} was moved under {entry.pins} pins")
+        super().relocate(entry, target)
+        self.watch.verify(entry, "moved")
+        self.watch.truth.probes.add("a block was moved to make room")
+
+    def remove(self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True) -> None:
+        unread = self.watch.unread.pop(entry, -1.0) > self.watch.reserved_at
+        if event is Event.EVICT:
+            self.watch.evicted_now.append(entry)
+            session = entry.session
+            due = session.due if session is not None else None
+            self.watch.victims.append(Victim(entry, due, self.policy.is_over(entry), unread))
+            if self.watch.arrivals is not None:
+                self.watch.arrivals.evicted(entry)
+            if entry.pins:
+                self.watch.truth.fail(f"G4: {entry!r} was evicted under {entry.pins} pins")
+            if entry.children:
+                self.watch.truth.fail(
+                    f"chains: {entry!r} was evicted before its {entry.children} children"
+                )
+        before, self.watch.change_log.true_reason = self.watch.change_log.true_reason, reason
+        super().remove(entry, event, reason, free=free)
+        self.watch.change_log.true_reason = before
+        if self.watch.arrivals is not None:
+            self.watch.arrivals.left(entry)
+
+
 class WatchedStore(Store):
     """The real store, with a second list of all holds that is kept independently."""
 
-    change_log: WatchedChangeLog
+    room_type: ClassVar[type[BlockRoom]] = WatchedRoom
 
     def __init__(
         self,
@@ -176,8 +262,12 @@ class WatchedStore(Store):
         every: int = 1,
         policy: Policy[Entry] | None = None,
     ) -> None:
-        super().__init__(memory.capacity, alignment=memory.alignment, policy=policy)
-        self.change_log = WatchedChangeLog(life, truth)
+        allocator = WatchedAllocator(memory.capacity, memory.alignment)
+        super().__init__(memory.capacity, policy=policy, allocator=allocator)
+        assert isinstance(self.room, WatchedRoom)
+        self.room.watch = self
+        self.held = self.room.held = WatchedHoldings(memory.alignment, self)
+        self.index.change_log = WatchedChangeLog(life, truth)
         self.life = life
         self.memory = memory
         self.truth = truth
@@ -191,32 +281,36 @@ class WatchedStore(Store):
         self.reserved_at = 0.0
         self.copies: CopyOracle | None = None
         self.tenants: TenantOracle | None = None
-        self._newcomer: Entry | None = None
+        self.newcomer: Entry | None = None
         self.corrupted: set[tuple[int, int]] = (
             set()
         )  # (offset, generation) that a fault has changed
         self.is_memory = isinstance(memory, SimTier)
         #: (kind, owner, id) -> (offset, size): pins, reservations, and extents in quarantine.
         self.watched: dict[tuple[str, int, int], tuple[int, int]] = {}
-        self._entries: dict[tuple[str, int, int], Entry] = {}
+        self.entries: dict[tuple[str, int, int], Entry] = {}
         #: The (offset, size) in memory of bytes that still wait to be sent.
         self.unsent: Callable[[], list[tuple[int, int]]] = list
-        self._evicted_now: list[Entry] = []
-        self._victims: list[Victim] = []
+        self.evicted_now: list[Entry] = []
+        self.victims: list[Victim] = []
         self._every = every
         self._calls = 0
         #: In worlds with sessions, whose servers have one tier.
         self.arrivals: ArrivalOracle | None = None
-        allocator = WatchedAllocator(memory.capacity, memory.alignment)
         allocator.watched, allocator.fail = self.watched, truth.fail
-        self.allocator = allocator
+
+    @property
+    def change_log(self) -> WatchedChangeLog:
+        """That of all tiers."""
+        assert isinstance(self.index.change_log, WatchedChangeLog)
+        return self.index.change_log
 
     def order_of(self, entry: Entry) -> SessionAwarePolicy:
         """The order in which a block is evicted."""
         return self._order(entry.index)
 
     def _order(self, index: Index) -> SessionAwarePolicy:
-        order = self.policy.order_of(index)
+        order = self.room.policy.order_of(index)
         assert isinstance(order, SessionAwarePolicy)
         return order
 
@@ -247,7 +341,7 @@ class WatchedStore(Store):
         return start <= offset and offset + size <= start + self.allocator.rounded(length)
 
     def verify_all(self, when: str) -> None:
-        for entry in self.inventory():
+        for entry in self.index.inventory():
             self.verify(entry, when)
 
     def inspect_now_and_then(self) -> None:
@@ -264,7 +358,9 @@ class WatchedStore(Store):
 
     def check_evictable(self) -> None:
         """If nothing were pinned or reserved, every block could be evicted, tails first (G9)."""
-        entries = [entry for index in self._indexes.values() for entry in index.blocks.values()]
+        entries = [
+            entry for index in self.index.by_part.values() for entry in index.blocks.values()
+        ]
         children = {entry: entry.children for entry in entries}
         tails = [entry for entry in entries if not entry.children]
         while tails:
@@ -298,26 +394,10 @@ class WatchedStore(Store):
 
     # --- the calls --------------------------------------------------------------------------
 
-    def _make_room(
-        self, newcomer: Entry, owner: int, now: float, last_used: int
-    ) -> int | Reservation:
-        self._newcomer = newcomer
-        try:
-            return super()._make_room(newcomer, owner, now, last_used)
-        finally:
-            self._newcomer = None
-
-    def _evict(self, victim: Entry, size: int = 0) -> int | None:
-        if self.copies is not None and self._newcomer is not None and self._newcomer.copies:
-            self.copies.evicted(self, victim)
-        if self.tenants is not None:
-            self.tenants.evicting(victim, self._newcomer)
-        return super()._evict(victim, size)
-
     def fits_beside_quarantine(self, size: int) -> bool:
         """Whether a block of `size` bytes has room between the extents that cannot be moved."""
         at = 0
-        for offset, entry in sorted(self.blocks_at.items()):
+        for offset, entry in sorted(self.room.blocks_at.items()):
             if entry.state is State.QUARANTINED:
                 if offset - at >= self.allocator.rounded(size):
                     return True
@@ -327,10 +407,6 @@ class WatchedStore(Store):
     def is_kept_below(self, entry: Entry) -> bool:
         """Another tier has the block, too."""
         return False
-
-    def _leave_parent(self, entry: Entry) -> None:
-        super()._leave_parent(entry)
-        self.truth.probes.add("a circle of parents was cut")
 
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
@@ -348,8 +424,8 @@ class WatchedStore(Store):
         return status
 
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
-        self._evicted_now.clear()
-        self._victims.clear()
+        self.evicted_now.clear()
+        self.victims.clear()
         self.reserved_at = now
         hint, arrivals = request.session_hint, self.arrivals
         if request.last_used is not None:  # no session writes: a server fetches its blocks
@@ -371,31 +447,39 @@ class WatchedStore(Store):
                 arrivals.bypassed(named.session if named is not None else "")
             if arrivals.kept:
                 self.truth.probes.add("room was made while a session's prompt waited")
-        for answer in answers:
+        for answer, parent in zip(answers, request.parents, strict=True):
             if answer.extent is not None:
                 hold = ("reservation", owner, answer.id)
                 self.watched[hold] = (answer.extent.offset, answer.extent.size)
-                self._entries[hold] = self.held._owners[owner].reservations[answer.id]
+                entry = self.held._owners[owner].reservations[answer.id]
+                self.entries[hold] = entry
+                if entry.parent != parent:
+                    self.truth.probes.add("a circle of parents was cut")
             elif answer.status is WriteStatus.NO_SPACE:
                 self.truth.probes.add("a full server refused")
             elif answer.status is WriteStatus.IN_PROGRESS:
                 self.truth.probes.add("two writers met")
-        if self.prefetches is not None and owner == MOVER and self.demotes and request.last_used:
+        if (
+            self.prefetches is not None
+            and owner == MOVER
+            and self.room.demotes
+            and request.last_used
+        ):
             named = request.session_hint
-            index = self._indexes.get((request.namespace, request.part))
+            index = self.index.by_part.get((request.namespace, request.part))
             orders = self._order(index)._sessions if index is not None else {}
             session = orders.get(named.session) if named is not None else None
-            for victim in self._victims:
+            for victim in self.victims:
                 self.prefetches.evicted(now, victim, session)
-        newest = max(request.last_used) if request.last_used and not self.demotes else None
+        newest = max(request.last_used) if request.last_used and not self.room.demotes else None
         brings_extra = request.copies is not None and not all(request.copies)
-        for entry in self._evicted_now:
+        for entry in self.evicted_now:
             is_newer = newest is not None and entry.last_used >= newest
             if is_newer and (entry.copies or brings_extra) and not self.is_kept_below(entry):
                 self.truth.fail(f"G9: {entry!r} was evicted for a fetched block that is older")
             self.truth.probes.add("made room by evicting")
             for sibling in range(entry.index.namespace.parts):
-                if self.peek(entry.index.namespace, sibling, entry.digest) is not None:
+                if self.index.peek(entry.index.namespace, sibling, entry.digest) is not None:
                     self.truth.fail(f"parts: {entry!r} was evicted, but its part {sibling} was not")
         self.inspect_now_and_then()
         return answers
@@ -410,7 +494,7 @@ class WatchedStore(Store):
         from_other_tier: bool = False,
         last_used: int | None = None,
     ) -> list[WriteStatus]:
-        entries = [self._forget("reservation", owner, id) for id in ids]
+        entries = [self.forget("reservation", owner, id) for id in ids]
         statuses = super().seal_all(
             owner, ids, checksums, now, from_other_tier=from_other_tier, last_used=last_used
         )
@@ -426,13 +510,13 @@ class WatchedStore(Store):
                 self.prefetches.came(self, entry, now)
             if not from_other_tier:
                 self.truth.sealed(self.life, key)
-            elif not self.tier:
+            elif not self.index.tier:
                 self.truth.probes.add("a block was promoted from the disk")
         self.inspect_now_and_then()
         return statuses
 
     def cancel(self, owner: int, id: int) -> None:
-        self._forget("reservation", owner, id)
+        self.forget("reservation", owner, id)
         super().cancel(owner, id)
         if owner != MOVER:
             self.truth.probes.add("a reservation was given back")
@@ -461,7 +545,7 @@ class WatchedStore(Store):
                 if self.unread.pop(entry, None) is not None:
                     self.prefetch_reads += entry.size
                 self.watched[hold] = (pin.extent.offset, pin.extent.size)
-                self._entries[hold] = entry
+                self.entries[hold] = entry
                 if entry.state is not State.STORED:
                     self.truth.fail(f"G1: {entry!r} was pinned before it was sealed")
                 self.verify(entry, "pinned")
@@ -470,34 +554,9 @@ class WatchedStore(Store):
         self.inspect_now_and_then()
         return pins
 
-    def pin_internal(self, owner: int, entry: Entry) -> int:
-        id = super().pin_internal(owner, entry)
-        self.watched["pin", owner, id] = (entry.offset, entry.size)
-        self._entries["pin", owner, id] = entry
-        if entry.state is not State.STORED:
-            self.truth.fail(f"G1: {entry!r} is copied before it is sealed")
-        return id
-
     def unpin_all(self, owner: int, ids: Sequence[int]) -> None:
-        for entry in filter(None, [self._forget("pin", owner, id) for id in ids]):
-            self.verify(entry, "unpinned")
-            if entry.state is State.PENDING_FREE and owner != MOVER:
-                self.truth.probes.add("removed while it was read")
-            last = entry.pins == 1  # otherwise the pin of another reader protects the bytes
-            for offset, size in self.unsent() if last else ():
-                if offset < entry.offset + entry.size and entry.offset < offset + size:
-                    self.truth.fail(f"G4: {entry!r} was unpinned before its bytes were sent")
         super().unpin_all(owner, ids)
         self.inspect_now_and_then()
-
-    def relocate(self, entry: Entry, target: int) -> None:
-        if (entry.offset, entry.generation) in self.corrupted:
-            self.corrupted.add((target, entry.generation))  # what a fault has changed was copied
-        if entry.pins:
-            self.truth.fail(f"G4: {entry!r} was moved under {entry.pins} pins")
-        super().relocate(entry, target)
-        self.verify(entry, "moved")
-        self.truth.probes.add("a block was moved to make room")
 
     def remove(
         self,
@@ -511,7 +570,7 @@ class WatchedStore(Store):
             self.tenants.removing(namespace)
         if reason is ReadStatus.CORRUPT and part is not None and self.is_memory:
             for digest in digests:
-                here = self.peek(namespace, part, digest)
+                here = self.index.peek(namespace, part, digest)
                 if here is not None and (here.offset, here.generation) not in self.corrupted:
                     self.truth.fail(f"G1: {here!r} leaves as corrupt, but no fault changed it")
         removed = super().remove(namespace, digests, reason, part, checksums)
@@ -528,7 +587,7 @@ class WatchedStore(Store):
 
     def quarantine(self, owner: int, id: int, writer: int) -> None:
         hold = self.watched.pop(("reservation", owner, id))
-        self._entries.pop(("reservation", owner, id))
+        self.entries.pop(("reservation", owner, id))
         self.watched["quarantine", writer, id] = hold
         if writer == owner:
             self.truth.probes.add("a frozen writer was put in quarantine")
@@ -543,53 +602,27 @@ class WatchedStore(Store):
         self.inspect_now_and_then()
         return ended
 
-    def _forget(self, kind: str, owner: int, id: int) -> Entry | None:
+    def forget(self, kind: str, owner: int, id: int) -> Entry | None:
         self.watched.pop((kind, owner, id), None)
-        return self._entries.pop((kind, owner, id), None)
-
-    def _remove_entry(
-        self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
-    ) -> None:
-        unread = self.unread.pop(entry, -1.0) > self.reserved_at
-        if event is Event.EVICT:
-            self._evicted_now.append(entry)
-            session = entry.session
-            due = session.due if session is not None else None
-            self._victims.append(Victim(entry, due, self.policy.is_over(entry), unread))
-            if self.arrivals is not None:
-                self.arrivals.evicted(entry)
-            if entry.pins:
-                self.truth.fail(f"G4: {entry!r} was evicted under {entry.pins} pins")
-            if entry.children:
-                self.truth.fail(
-                    f"chains: {entry!r} was evicted before its {entry.children} children"
-                )
-        before, self.change_log.true_reason = self.change_log.true_reason, reason
-        super()._remove_entry(entry, event, reason, free=free)
-        self.change_log.true_reason = before
-        if self.arrivals is not None:
-            self.arrivals.left(entry)
+        return self.entries.pop((kind, owner, id), None)
 
 
-class WatchedFront(WatchedStore, FrontStore):
-    """The memory of a server with several tiers."""
-
-    def is_kept_below(self, entry: Entry) -> bool:
-        return self.has_copy(entry)
+class WatchedFrontRoom(WatchedRoom, FrontRoom):
+    """Also of what came up before it was read."""
 
     def drop_lapsed(self, now: float) -> None:
         before = set(self.prefetched)
         super().drop_lapsed(now)
         for entry in before.difference(self.prefetched):
-            if now < self.unread.pop(entry, now):
-                self.truth.fail(f"advice: {entry!r} was prefetched, and is let go too early")
+            if now < self.watch.unread.pop(entry, now):
+                self.watch.truth.fail(f"advice: {entry!r} was prefetched, and is let go too early")
 
     def _finds_more(self, account: Account, size: int) -> bool:
         before = set(self.prefetched)
         given_up = super()._finds_more(account, size)
         for entry in before.difference(self.prefetched):
-            self.unread.pop(entry, None)
-            self.truth.probes.add("a prefetched block made room for a writer or a reader")
+            self.watch.unread.pop(entry, None)
+            self.watch.truth.probes.add("a prefetched block made room for a writer or a reader")
         return given_up
 
 
@@ -697,6 +730,16 @@ class WatchedServers(ServerTable):
                         f"G7: after a pause of its own a master counted {server} as lost"
                     )
         return syncing
+
+
+class WatchedFront(WatchedStore, FrontStore):
+    """The memory of a server with several tiers."""
+
+    room: FrontRoom
+    room_type = WatchedFrontRoom
+
+    def is_kept_below(self, entry: Entry) -> bool:
+        return self.room.has_copy(entry)
 
 
 class WatchedDirectory(Directory):

@@ -26,6 +26,9 @@ class Bug(NamedTuple):
 _SUPERVISION = "kvpool.supervision"
 _STORE = "kvpool.server.state.store"
 _SERVER_TABLE = "kvpool.master.state.server_table"
+_ROOM = "kvpool.server.state.room"
+_INDEX = "kvpool.server.state.index"
+_ENTRY = "kvpool.server.state.entry"
 _PLACEMENT = "kvpool.master.state.placement"
 _LOCATIONS = "kvpool.master.state.locations"
 _BLOCK_MAP = "kvpool.master.state.block_map"
@@ -147,22 +150,22 @@ BUGS: Sequence[Bug] = (
     Bug(
         "evict-pinned",
         "G4",
-        _STORE,
+        _ROOM,
         "return entry.state is State.STORED and not entry.pins and not entry.children\n",
         "return entry.state is State.STORED and not entry.children\n",
     ),
     Bug(
         "head-before-tail",
         "chains",
-        _STORE,
+        _ROOM,
         "return entry.state is State.STORED and not entry.pins and not entry.children\n",
         "return entry.state is State.STORED and not entry.pins\n",
     ),
     Bug(
         "part-evicted-alone",
         "parts",
-        _STORE,
-        "for entry in self._parts(victim):",
+        _ROOM,
+        "for entry in self.index.parts(victim):",
         "for entry in [victim]:",
     ),
     Bug(
@@ -176,15 +179,15 @@ BUGS: Sequence[Bug] = (
         "leak-on-cancel",
         "G3",
         _STORE,
-        "self._unlink(entry)\n        self._free(entry)\n\n    def cancel_rest",
-        "self._unlink(entry)\n\n    def cancel_rest",
+        "self.room.unlink(entry)\n        self.room.free(entry)\n\n    def cancel_rest",
+        "self.room.unlink(entry)\n\n    def cancel_rest",
     ),
     Bug(
         "double-free",
         "G3",
-        _STORE,
-        "        elif free:\n            self._free(entry)\n\n    def _link",
-        "        if free:\n            self._free(entry)\n\n    def _link",
+        _ROOM,
+        "        elif free:\n            self.free(entry)\n",
+        "        if free:\n            self.free(entry)\n",
     ),
     Bug(
         "pin-outlives-its-read",
@@ -232,8 +235,8 @@ BUGS: Sequence[Bug] = (
     Bug(
         "only-its-own-parent-is-a-circle",
         "G9",
-        _STORE,
-        "            above = blocks.get(above.parent)\n        return True",
+        _ENTRY,
+        "            above = self.blocks.get(above.parent)\n        return True",
         "            return False\n        return True",
     ),
     Bug(
@@ -248,7 +251,7 @@ BUGS: Sequence[Bug] = (
         "pins-stay-charged",
         "G9",
         _HOLDINGS,
-        "        self.charge_pins(holder, entries, -1)\n",
+        "        self.count_pins(holder, -self.size_of(entries))\n",
         "",
     ),
     Bug(
@@ -358,7 +361,7 @@ for reservation, size in sorted(
     Bug(
         "fetched-in-place-of-newer",
         "G9",
-        _STORE,
+        _ROOM,
         " and self._last_use(victim) >= last_used\n",
         " and self._last_use(victim) < 0\n",
     ),
@@ -478,7 +481,7 @@ for reservation, size in sorted(
         "copies",
         _COPY_DEMAND,
         "            plan.add(due)\n",
-        "            plan.add([e for e in self._store.front.inventory() if e.copies > 1])\n",
+        "            plan.add([e for e in self._store.front.index.inventory() if e.copies > 1])\n",
     ),
     Bug(
         "extra-copies-outlive-the-last-one",
@@ -629,8 +632,8 @@ for reservation, size in sorted(
         "part-dropped-from-key",
         "G12",
         _STORE,
-        "        index = self._indexes.get((namespace, part))\n        blocks = index.blocks",
-        "        index = self._indexes.get((namespace, 0))\n        blocks = index.blocks",
+        "        blocks = self.index.blocks(namespace, part)\n",
+        "        blocks = self.index.blocks(namespace, 0)\n",
     ),
     Bug(
         "no-failover",
@@ -692,9 +695,9 @@ for reservation, size in sorted(
     Bug(
         "wrong-reason",
         "G5",
-        _STORE,
-        "            self.change_log.append_departure(entry, reason, self.tier)\n",
-        "            self.change_log.append_departure(entry, ReadStatus.EVICTED, self.tier)\n",
+        _INDEX,
+        "        self.change_log.append_departure(entry, reason, self.tier)\n",
+        "        self.change_log.append_departure(entry, ReadStatus.EVICTED, self.tier)\n",
     ),
     Bug(
         "skip-checksum",
@@ -921,8 +924,8 @@ for reservation, size in sorted(
         "G5",
         _STACK,
         "            elif answer is not WriteStatus.RESERVED:\n"
-        "                self.front.mark_clean",
-        "            else:\n                self.front.mark_clean",
+        "                self.front.room.mark_clean",
+        "            else:\n                self.front.room.mark_clean",
     ),
     Bug(
         "source-of-a-copy-is-let-go",
@@ -953,7 +956,7 @@ for reservation, size in sorted(
         "lost-tier-fills-the-other",
         "G4",
         _STACK,
-        "            if waits and not self.front.demotes:\n",
+        "            if waits and not self.front.room.demotes:\n",
         "            if False:\n",
     ),
     Bug(
@@ -1080,7 +1083,7 @@ for reservation, size in sorted(
         "disk-evicts-and-memory-forgets",
         "G5",
         _STACK,
-        "            self.front.mark_dirty(found)\n",
+        "            self.front.room.mark_dirty(found)\n",
         "",
     ),
     # --- an object store below all servers
@@ -1145,7 +1148,7 @@ for reservation, size in sorted(
         "prefetched-blocks-that-are-read-stay-unread",
         "advice",
         _STACK,
-        "                    front.prefetched.read(entry)\n",
+        "                    front.room.prefetched.read(entry)\n",
         "                    pass\n",
     ),
     # --- prompts that wait
@@ -1226,25 +1229,25 @@ for reservation, size in sorted(
         "G12",
         _FILES,
         "        index.count(self.allocator.rounded(size))\n",
-        "        self.policy.accounts.pool.used += self.allocator.rounded(size)\n",
+        "        self.room.policy.accounts.pool.used += self.allocator.rounded(size)\n",
     ),
     Bug(
         "passed-on-extent-counts-twice",
         "G12",
-        _STORE,
+        _ROOM,
         "                entry.index.count(-self.allocator.rounded(entry.size))\n",
         "",
     ),
     Bug(
         "moved-block-is-not-counted",
         "G12",
-        _STORE,
+        _ROOM,
         """\
         del self.blocks_at[entry.offset]
         self.allocator.release(entry.offset)
         entry.offset = target""",
         """\
-        self._free(entry)
+        self.free(entry)
         entry.offset = target""",
     ),
     Bug(

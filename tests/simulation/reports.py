@@ -55,7 +55,7 @@ class _Reports:
             await asyncio.sleep(0)
             soon = asyncio.ensure_future(first.report_corruption(ONE, 0, [bad]))
             for _ in range(_TURNS_MAX):
-                if self._node.store.peek(ONE, 0, bad) is None:
+                if self._node.store.index.peek(ONE, 0, bad) is None:
                     self._world.truth.probes.add("a block was stored anew between two reports")
                     await self._store(writer, bad)
                     break
@@ -80,7 +80,7 @@ class _Reports:
         return True
 
     def _spoil(self, digest: bytes) -> None:
-        entry = self._node.store.peek(ONE, 0, digest)
+        entry = self._node.store.index.peek(ONE, 0, digest)
         if entry is not None:
             self._world.truth.history(ONE, digest, 0).corrupted += 1
             self._node.store.corrupted.add((entry.offset, entry.generation))

@@ -62,7 +62,7 @@ class Stranger:
             message = Reserve(ONE.name, 1, len(digests[0]), packed, 0, parents, sizes, _WAIT_S)
             await stream.send(message, deadline=deadline)
         else:
-            held = self._node.store.inventory()
+            held = self._node.store.index.inventory()
             digests = [entry.digest for entry in held if entry.index.namespace == ONE]
             if digests:
                 sizes = [1 << 20] * len(digests)

@@ -43,7 +43,7 @@ class TenantOracle:
         if newcomer is None or mine == theirs:
             return
         store, quota = self._store, self._quota(theirs)
-        leaving = store.held.size_of(store._parts(victim))
+        leaving = store.held.size_of(store.index.parts(victim))
         if self._used(theirs) - leaving < quota.guaranteed:
             self._fail(
                 f"{victim!r} of tenant {theirs!r} goes for {mine!r}: it has {self._used(theirs)} "
@@ -63,7 +63,7 @@ class TenantOracle:
         if used + self._store.allocator.rounded(1) > quota.limit:
             self._store.truth.probes.add("a tenant reached its limit")
         bypassed = any(answer.status is WriteStatus.BYPASSED for answer in answers)
-        largest = max((one.size for one in self._store.blocks_at.values()), default=0)
+        largest = max((one.size for one in self._store.room.blocks_at.values()), default=0)
         if bypassed and used + 2 * self._store.allocator.rounded(largest) <= quota.guaranteed:
             self._fail(f"tenant {tenant!r} is refused a place within its guarantee")
 
@@ -86,7 +86,7 @@ class TenantOracle:
 
     def _used(self, tenant: str) -> int:
         return self._store.held.size_of(
-            one for one in self._store.blocks_at.values() if _tenant(one) == tenant
+            one for one in self._store.room.blocks_at.values() if _tenant(one) == tenant
         )
 
     def _fail(self, what: str) -> None:

@@ -26,7 +26,7 @@ from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slo
 from kvpool_tiers.nvme.tier import Nvme
 from tests.simulation.disk import SimDisk
 from tests.simulation.memory import SimTier
-from tests.simulation.oracles import WatchedFront, WatchedStore
+from tests.simulation.oracles import WatchedFront, WatchedRoom, WatchedStore
 from tests.simulation.platter import PAGE, Damage
 from tests.simulation.truth import BlockPart, GroundTruth
 
@@ -144,10 +144,20 @@ class PreviousDisk(NamedTuple):
     unerased: frozenset[int]  # offsets of blocks that were removed while the tier was read-only
 
 
+class WatchedDiskRoom(WatchedRoom):
+    """Tells the store of each block that leaves."""
+
+    def remove(self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True) -> None:
+        assert isinstance(self.watch, WatchedDiskStore)
+        self.watch.leaving(entry, event, reason)
+        super().remove(entry, event, reason, free=free)
+
+
 class WatchedDiskStore(WatchedStore, FileStore):
     """The store of the disk tier, compared with the platter."""
 
     memory: DiskMemory
+    room_type = WatchedDiskRoom
 
     def __init__(
         self,
@@ -229,9 +239,9 @@ class WatchedDiskStore(WatchedStore, FileStore):
         return entry
 
     def cut_circles(self, entries: Sequence[Entry]) -> Iterator[None]:
-        before = self.circles_cut
+        before = [entry.parent for entry in entries]
         yield from super().cut_circles(entries)
-        if self.circles_cut > before:
+        if before != [entry.parent for entry in entries]:
             self.truth.probes.add("a circle of parents in a file was cut")
 
     def activate_restored(self, entries: Sequence[Entry], now: float) -> Iterator[None]:
@@ -247,7 +257,7 @@ class WatchedDiskStore(WatchedStore, FileStore):
             self.truth.probes.add("both copies of a page of the disk were lost")
             return
         for (namespace, digest, part), offset in self._previous_disk.blocks.items():
-            if self.peek(namespace, part, digest) is None:
+            if self.index.peek(namespace, part, digest) is None:
                 start, stop = self.memory.header(offset)
                 if not any(one.start < stop and start < one.stop for one in damage_log):
                     self.truth.fail(f"G8: {digest.hex()[:12]} at {offset} is not on the disk")
@@ -262,7 +272,7 @@ class WatchedDiskStore(WatchedStore, FileStore):
     ) -> list[bool]:
         if part is not None and reason in (ReadStatus.CORRUPT, ReadStatus.TIER_LOST):
             for digest in digests:
-                self._check_damaged(self.peek(namespace, part, digest), reason)
+                self._check_damaged(self.index.peek(namespace, part, digest), reason)
         return super().remove(namespace, digests, reason, part, checksums)
 
     def _check_damaged(self, entry: Entry | None, reason: ReadStatus) -> None:
@@ -280,16 +290,15 @@ class WatchedDiskStore(WatchedStore, FileStore):
                 self.truth.fail(f"G1: {entry!r} of {self.life} is corrupt, but no fault changed it")
             history.corrupted += 1
 
-    def _remove_entry(
-        self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
-    ) -> None:
+    def leaving(self, entry: Entry, event: Event, reason: ReadStatus) -> None:
+        """A block leaves the disk."""
         index = entry.index
         if self.is_read_only():
             self.unerased.add(entry.offset)
         if entry.pins:
             self.truth.probes.add("a block left the disk while it was copied")
         key = index.namespace, entry.digest, index.part
-        kept = self.above and self.above.peek(index.namespace, index.part, entry.digest)
+        kept = self.above and self.above.index.peek(index.namespace, index.part, entry.digest)
         if kept:
             self.truth.probes.add("the disk evicted a block that was also in memory")
         if kept and event is Event.EVICT:
@@ -298,7 +307,6 @@ class WatchedDiskStore(WatchedStore, FileStore):
             if self.above and self.above.tenants and self.above.tenants.keeps(index.namespace):
                 self.refused.add(key)  # memory keeps what is guaranteed there
             self._evicted_below[key] = kept.last_used
-        super()._remove_entry(entry, event, reason, free=free)
 
     @property
     def hides_headers(self) -> bool:
@@ -315,7 +323,7 @@ class WatchedDiskStore(WatchedStore, FileStore):
             return None
         blocks = {
             (entry.index.namespace, entry.digest, entry.index.part): entry.offset
-            for entry in self.inventory()
+            for entry in self.index.inventory()
             if not platter.is_damaged(*memory.header(entry.offset))
         }
         return PreviousDisk(
@@ -347,7 +355,7 @@ class TierOracle:
         self._left_unwritten: set[BlockPart] = set()
         #: Another server has fetched these, and they are about to leave.
         self.handed_over: set[BlockPart] = set()
-        top.on_leave = self._left_memory
+        top.index.on_leave = self._left_memory
         base.is_about_to_get = self._goes_to_disk
         base.is_read_only = lambda: stack.read_only
         base.is_lost = lambda: not self.in_service
@@ -382,11 +390,11 @@ class TierOracle:
 
     def _goes_to_disk(self, namespace: Namespace, part: int, digest: bytes) -> None:
         """Write-back: with its prefix, and only if it may be of use."""
-        stack, index = self.stack, self.top.blocks(namespace, part)
+        stack, index = self.stack, self.top.index.blocks(namespace, part)
         entry = index.get(digest)
         if stack.write_back is None or entry is None:
             return
-        parts = self.top._parts(entry)
+        parts = self.top.index.parts(entry)
         # All of them leave together, and a block may hang on another part than this (seed 943597).
         if not any(part.children for part in parts) and all(map(_is_over, parts)):
             self._truth.fail(f"G5: {entry!r} of an ended session goes to the disk")
@@ -394,7 +402,7 @@ class TierOracle:
         if parent is None or parent.clean or parent.pins:
             return
         # What comes back into the queue, or loses its copy on a full disk, may be behind.
-        if self.base.memory.platter.counts or self.base.evicted:
+        if self.base.memory.platter.counts or self.base.room.evicted:
             return
         self._truth.fail(f"G8: {entry!r} goes to the disk before its parent")
 
@@ -420,8 +428,8 @@ class TierOracle:
             self._truth.fail(f"G3/G4: tiers of {self.top.life}: {error}")
         if isinstance(self.top, WatchedFront) and self.top.prefetches is not None:
             self.top.prefetches.check(self.top)
-        here = _keys(self.top.inventory())
-        below = _keys(self.base.inventory())
+        here = _keys(self.top.index.inventory())
+        below = _keys(self.base.index.inventory())
         recorded = self._truth.held_by(self.top.life)
         if self.in_service:
             here |= below
@@ -450,7 +458,7 @@ class TierOracle:
         if not self.in_service:
             if not any(platter.counts[kind] for kind in _FAULTS_THAT_RETIRE):
                 return "a tier is out of service, but its disk has no fault"
-            if self.base.stored or stack.fingerprint is None:
+            if self.base.index.stored or stack.fingerprint is None:
                 return "a tier is lost, and what it had was not dropped"
             return (
                 None if self._all_announced() else "the loss of a tier's blocks was not announced"
@@ -470,7 +478,7 @@ class TierOracle:
             return 0
         if stack.waiting or stack.front.held.pinned_by(MOVER):
             return 0
-        here, below = _keys(self.top.inventory()), _keys(self.base.inventory())
+        here, below = _keys(self.top.index.inventory()), _keys(self.base.index.inventory())
         return len(here - below - self.base.refused)
 
     def check_writable(self, after_s: float) -> None:
@@ -482,12 +490,12 @@ class TierOracle:
             )
 
     def _all_announced(self) -> bool:
-        return self._truth.held_by(self.top.life) == _keys(self.top.inventory())
+        return self._truth.held_by(self.top.life) == _keys(self.top.index.inventory())
 
     def _stray_headers(self) -> str | None:
         """The disk has exactly the headers of the store's blocks, except damaged ones."""
         memory = self.base.memory
-        wanted = {entry.offset for entry in self.base.inventory()}
+        wanted = {entry.offset for entry in self.base.index.inventory()}
         found = memory.headers()
         if self.base.hides_headers:
             found &= wanted
@@ -502,7 +510,7 @@ class TierOracle:
         """Ranges that a fault should hit: extents, their headers, superblock and namespaces."""
         memory = self.base.memory
         found = [(0, 1), *((at, at + PAGE) for at in (Geometry.namespace(0, n) for n in (0, 1)))]
-        for entry in self.base.inventory():
+        for entry in self.base.index.inventory():
             found += [memory.extent(entry.offset, entry.size), memory.header(entry.offset)]
         return found
 

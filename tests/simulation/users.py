@@ -650,7 +650,7 @@ class SimClient:
 
         async def read() -> None:
             world = self._world
-            here = [e for e in node.store.inventory() if e.index.namespace == ONE]
+            here = [e for e in node.store.index.inventory() if e.index.namespace == ONE]
             if not here:
                 return
             entry = self._rng.choice(here)

@@ -208,7 +208,7 @@ class World:
         held = []
         for node in self.servers:
             stores = [node.store] if node.tiers is None else [node.store, node.tiers.base]
-            entries = [(store, store.peek(namespace, part, digest)) for store in stores]
+            entries = [(store, store.index.peek(namespace, part, digest)) for store in stores]
             held += [
                 bytes(store.memory.view(entry.offset, entry.size))
                 for store, entry in entries
@@ -290,8 +290,8 @@ class World:
         kind = WatchedStore if self.shelf is None and node.platter is None else WatchedFront
         store = kind(life, tier, truth, every=plan.check_every)
         if plan.sessions:
-            assert isinstance(store.policy, SessionAwarePolicy)
-            store.arrivals = ArrivalOracle(store.policy, truth.fail)
+            assert isinstance(store.room.policy, SessionAwarePolicy)
+            store.arrivals = ArrivalOracle(store.room.policy, truth.fail)
         store.moves = self.moves
         store.copies = self.copies
         store.unsent = lambda: self.net.unsent(node.process, tier.memory)
@@ -459,8 +459,8 @@ class World:
                     f"{store.held.pins} pins, {store.held.reservations} reservations, "
                     f"{store.held.quarantined} extents in quarantine remain"
                 )
-            if store.clearing is not None or store.move_targets:
-                return f"{node.name}: {store.clearing!r} is left, and nobody needs it"
+            if store.room.clearing is not None or store.room.move_targets:
+                return f"{node.name}: {store.room.clearing!r} is left, and nobody needs it"
             if node.tiers is not None and (problem := node.tiers.first_problem()) is not None:
                 return f"{node.name}: {problem}"
         if self.shelf is not None and (problem := self.shelf.first_problem()) is not None:

@@ -36,9 +36,9 @@ async def main() -> None:
 def leave_memory(server: BlockServer) -> None:
     """Evict from the host's memory what the device has."""
     stack = server.stack
-    for entry in stack.front.inventory():
+    for entry in stack.front.index.inventory():
         index = entry.index
-        if entry.clean and stack.stores[1].peek(index.namespace, index.part, entry.digest):
+        if entry.clean and stack.stores[1].index.peek(index.namespace, index.part, entry.digest):
             stack.front.remove(index.namespace, [entry.digest], ReadStatus.EVICTED, index.part)
 
 

@@ -70,7 +70,7 @@ class LocalPool:
         async def flip() -> int:
             count = 0
             for server in self.dev.servers:
-                for number, entry in enumerate(server.store.inventory()):
+                for number, entry in enumerate(server.store.index.inventory()):
                     if number % every == 0:
                         server.tier.view(entry.offset, entry.size)[entry.size // 2] ^= 1  # type: ignore[attr-defined]
                         count += 1

@@ -54,7 +54,7 @@ def write(
     answers = store.reserve(owner, request, now)
     for answer in answers:
         if answer.extent is not None:
-            store.seal(owner, answer.id, 7, now, last_used=used[0] if used else None)
+            store.seal_all(owner, [answer.id], [7], now, last_used=used[0] if used else None)
     if check:
         check_invariants(store)
     return [answer.status for answer in answers]
@@ -72,4 +72,4 @@ def read(store: Store, chain: Sequence[bytes], now: float) -> int:
 
 def here(store: Store, chain: Sequence[bytes], namespace: Namespace = ONE) -> int:
     """How many of these blocks are there."""
-    return sum(store.peek(namespace, 0, digest) is not None for digest in chain)
+    return sum(store.index.peek(namespace, 0, digest) is not None for digest in chain)

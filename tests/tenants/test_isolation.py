@@ -159,7 +159,7 @@ async def test_a_reservation_of_another_cannot_be_sealed(pool: TenantPool) -> No
         await thief.send(frame(wire.Seal(theirs.ids, [0], False, 0.5)))
         assert await thief.refusal() == "BadMessage"
         assert mine.ids != theirs.ids
-        assert pool.server.store.peek(OF_ACME, 0, digest[0]) is None
+        assert pool.server.store.index.peek(OF_ACME, 0, digest[0]) is None
         await victim.send(payload(64))
         sealed = await victim.ask(wire.Seal(theirs.ids, [0], False, 0.5), wire.StatusReply)
         assert list(sealed.statuses) == [WriteStatus.STORED]

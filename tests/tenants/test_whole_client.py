@@ -58,7 +58,7 @@ async def test_every_call_of_a_pool(tmp_path: Path) -> None:
             assert report_of_session.servers
             assert await acme.session("chat").end() is HintStatus.ACCEPTED
             assert await acme.remove(MODEL, CHAIN[20:]) == [True] * 20
-            await eventually(lambda: all(one.store.stored == 20 for one in pool.servers))
+            await eventually(lambda: all(one.store.index.stored == 20 for one in pool.servers))
         for server in pool.servers:
             assert not server.stats(0.0).counters.get("forbidden_requests")
         assert not [reason for reason in pool.master.refusals if "forbidden" in reason]

@@ -62,7 +62,7 @@ async def write(pool: Pool, server: BlockServer, chain: Sequence[bytes] = CHAIN)
 def is_cold(server: BlockServer, digest: bytes) -> bool:
     cold = cold_store(server.stack.stores)
     assert cold is not None
-    return cold.peek(NAMESPACE, 0, digest) is not None
+    return cold.index.peek(NAMESPACE, 0, digest) is not None
 
 
 async def hits(pool: Pool, chain: Sequence[bytes] = CHAIN) -> int:
@@ -85,14 +85,14 @@ async def found(server: BlockServer, blocks: int = len(CHAIN)) -> None:
     cold = cold_store(server.stack.stores)
     assert cold is not None
     await asyncio.wait_for(ring_of(server).found.wait(), 5)
-    await eventually(lambda: cold.stored >= blocks)
+    await eventually(lambda: cold.index.stored >= blocks)
     await server._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
 
 
 async def test_what_memory_has_dropped_comes_back(fleet: Fleet, pool: Pool) -> None:
     server = await fleet.start("a")
     await write(pool, server)
-    assert server.store.stored <= 16
+    assert server.store.index.stored <= 16
     assert await hits(pool) == len(CHAIN)
     assert server.stack.hits[1] > 0
 
@@ -125,7 +125,7 @@ async def test_each_object_has_one_server_that_answers_for_it(shelf: Shelf) -> N
     """While its writer lives that one; then one of the living, and its writer when it is back."""
 
     def listed(server: BlockServer) -> int:
-        return server.stack.stores[-1].stored
+        return server.stack.stores[-1].index.stored
 
     async with running([MEMORY, COLD.replace("40ms", "200ms")]) as (fleet, pool):
         a = await fleet.start("a")
@@ -437,9 +437,9 @@ async def test_below_a_disk(shelf: Shelf, tmp_path: Path) -> None:
         server = await fleet.start("a")
         await write(pool, server)
         disk = server.stack.backing
-        assert disk.stored < len(CHAIN)
+        assert disk.index.stored < len(CHAIN)
         assert await hits(pool) == len(CHAIN)
-        await eventually(lambda: disk.peek(NAMESPACE, 0, CHAIN[-1]) is not None)
+        await eventually(lambda: disk.index.peek(NAMESPACE, 0, CHAIN[-1]) is not None)
         check_invariants(server.stack)
         await fleet.lose("a")
         (tmp_path / "disk").unlink()

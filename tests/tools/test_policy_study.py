@@ -80,7 +80,7 @@ def test_several_servers_have_one_map_and_lose_no_block() -> None:
     requests = codex(12, 6)[:200]
     pool = dry.play(requests, LRU, 400, dry.noisy(0.25, 1), servers=4)
     check_pool(pool)
-    assert sum(store.stored for store in pool.stores) == 400
+    assert sum(store.index.stored for store in pool.stores) == 400
     assert len(pool.played.losses) == 3
     ample = dry.play(requests, LRU, 100_000, servers=4)
     assert ample.played.hits == dry.play(requests, LRU, 100_000).played.hits
@@ -91,7 +91,7 @@ def test_what_the_loss_of_a_server_leaves() -> None:
     pool = DryPool(3, 30, lambda size: LRU())
     for number, chain in enumerate([(1, 2, 3), (4,)]):
         pool.play(Request(number, chain, float(number)))
-    held = sorted(store.stored for store in pool.stores)
+    held = sorted(store.index.stored for store in pool.stores)
     assert held == [0, 1, 3]
     pool.lose_each([Request(0, (1, 2, 3)), Request(1, (4, 5)), Request(1, (4, 5, 6))])
     (loss,) = pool.played.losses

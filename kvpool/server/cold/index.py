@@ -34,7 +34,7 @@ class ColdIndex:
         self.bucket = bucket
         self.keys = keys
         self.book = Book(store.allocator.capacity)
-        store.on_left = self.book.left
+        store.room.on_left = self.book.left
         #: What was written before that, by the clock of the store, is too old.
         self.oldest = float("-inf")
         #: One request at a time says what was removed: the last one has all of it.
@@ -43,7 +43,7 @@ class ColdIndex:
     async def read_into(self, address: int, buffer: memoryview) -> None:
         """The block at this address, and zeros behind it. Raises Unavailable, also for one that is
         not there any more."""
-        one, entry = self.book.at(address), self.store.blocks_at.get(address)
+        one, entry = self.book.at(address), self.store.room.blocks_at.get(address)
         if one is None or entry is None:
             raise Unavailable("object store: the block is not there any more")
         position, size = address % SPAN, entry.size
@@ -82,7 +82,8 @@ class ColdIndex:
     def _enter_block(self, one: ColdObject, block: ColdBlock, born: int) -> None:
         namespace, part, digest, parent, position, size, checksum, copies = block
         address = one.start + position
-        here, cold = (of.peek(namespace, part, digest) for of in (self._stack, self.store))
+        here = self._stack.peek(namespace, part, digest)
+        cold = self.store.index.peek(namespace, part, digest)
         if cold is not None and cold.offset == address:
             return
         if cold is not None or (here is not None and here.checksum != checksum):
@@ -98,12 +99,12 @@ class ColdIndex:
         if here is None:
             change_log = self._stack.change_log
             change_log.tombstones.came_back_all(namespace, [digest])
-            change_log.append(entry, ReadStatus.HIT, self.store.tier)
+            change_log.append(entry, ReadStatus.HIT, self.store.index.tier)
 
     async def drop(self, one: ColdObject) -> None:
         """Take an object and its blocks out of the index."""
         for number, place in enumerate(one.places, 1):
-            entry = self.store.blocks_at.get(one.start + place)
+            entry = self.store.room.blocks_at.get(one.start + place)
             if entry is not None and entry.state is State.STORED:
                 index = entry.index
                 self.store.remove(index.namespace, [entry.digest], ReadStatus.EVICTED, index.part)

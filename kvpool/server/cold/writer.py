@@ -134,7 +134,7 @@ class ObjectWriter:
             del self.drafts[draft.name]
 
     def _offer_kept(self) -> Iterator[object]:
-        for _, entries in self._stack.backing.inventory_steps():
+        for _, entries in self._stack.backing.index.inventory_steps():
             for entry in entries:
                 if entry.state is State.STORED:
                     self._index.store.look_at(entry)
@@ -147,7 +147,7 @@ class ObjectWriter:
             entry = self._stack.peek(namespace, part, digest)
             if entry is None:
                 self._counters["cold_not_written"] += 1
-            elif self._index.store.peek(namespace, part, digest) is None:
+            elif self._index.store.index.peek(namespace, part, digest) is None:
                 await self._copy(draft, entry)
                 copied += entry.size
                 if copied >= _COPY_STEP:
@@ -159,7 +159,7 @@ class ObjectWriter:
         store, position = stack.stores[index.tier], len(draft.payload)
         key = index.namespace, index.part, entry.digest
         draft.places[key] = position  # a removal from now on finds it
-        pin = store.pin_internal(_OWNER, entry)
+        pin = store.held.pin(_OWNER, entry)
         try:
             if store is stack.front:
                 data = self._context.memory.view(entry.offset, entry.size)

@@ -249,7 +249,7 @@ class Drainer:
             return True
         if not self._keeps_file:
             return False
-        in_file = self._store.backing.peek(*name_of(entry))
+        in_file = self._store.backing.index.peek(*name_of(entry))
         return in_file is not None and self._context.mover.keeps(in_file)
 
 

@@ -431,12 +431,14 @@ class Fetcher:
         for digest in digests:
             entry = self._store.peek(namespace, part, digest)
             if entry is None:
-                offers.append(Offer(self._store.front.tombstones.reason(namespace, digest)))
+                offers.append(
+                    Offer(self._store.front.index.change_log.tombstones.reason(namespace, digest))
+                )
                 continue
             self.receivers.add(namespace, part, digest, receiver)
             session = entry.session
             if session not in hints:
-                hints[session] = self._store.front.policy.hint_of(session, now)
+                hints[session] = self._store.front.room.policy.hint_of(session, now)
             age_s = min(1e9, max(0.0, now - entry.last_used / 1e6))
             offers.append(
                 Offer(

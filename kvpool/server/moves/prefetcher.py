@@ -63,7 +63,9 @@ class Prefetcher(ServerExtension):
     def completed(self, stats: ServerStats) -> ServerStats:
         """What came up, and what became of it; blocks that wait to come up are in none of them."""
         store = self._store
-        found = store.front.prefetched if isinstance(store, TieredStore) else PrefetchedBlocks()
+        found = (
+            store.front.room.prefetched if isinstance(store, TieredStore) else PrefetchedBlocks()
+        )
         counters = {
             **stats.counters,
             "prefetched_blocks": found.blocks_came,
@@ -95,7 +97,7 @@ class Prefetcher(ServerExtension):
         store, below = self._store, deque[bytes]()
         statuses = []
         for digest in digests:
-            if store.front.peek(namespace, part, digest) is not None:
+            if store.front.index.peek(namespace, part, digest) is not None:
                 statuses.append(PrefetchStatus.IN_MEMORY)
             elif store.peek(namespace, part, digest) is not None:
                 below.append(digest)
@@ -116,7 +118,7 @@ class Prefetcher(ServerExtension):
 
     async def _bring_up(self, store: TieredStore, mover: TierMover) -> None:
         self._woken.clear()
-        store.front.drop_lapsed(_now())
+        store.front.room.drop_lapsed(_now())
         if not await self._step(store, mover):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
@@ -132,7 +134,7 @@ class Prefetcher(ServerExtension):
             if store.is_below(namespace, part, digests[0]):
                 break
             digests.popleft()  # it is in memory, or gone
-        left = store.front.prefetched.room(store.front.allocator.capacity)
+        left = store.front.room.prefetched.room(store.front.allocator.capacity)
         if not digests or left <= 0:
             return 0
         await mover.wait_for_readers()

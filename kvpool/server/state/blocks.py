@@ -29,7 +29,7 @@ class Blocks:
         self.front = self.stores[front_tier]
         #: A block that leaves this one is lost.
         self.backing_tier = front_tier
-        self.change_log = self.front.change_log
+        self.change_log = self.front.index.change_log
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.stores!r}>"
@@ -117,8 +117,8 @@ class Blocks:
         """Something keeps memory from being reused, so it is worth a wait. A full store in which
         nothing is held has no room later either: the chain is larger than the server."""
         front = self.front
-        held = not front.held.is_empty or front.is_releasing
-        return bool(held or front.clearing or self.is_writing_back)
+        held = not front.held.is_empty or bool(front.room.pending_free)
+        return bool(held or front.room.clearing or self.is_writing_back)
 
     @property
     def is_writing_back(self) -> bool:
@@ -142,14 +142,13 @@ class Blocks:
 
     def take_changes(self) -> list[Change]:
         """The changes of all tiers since the last call, in order (design: announcements)."""
-        changes, self.change_log.changes = self.change_log.changes, []
-        return changes
+        return self.change_log.take()
 
     @property
     def fingerprint(self) -> MapFingerprint | None:
         """Of the blocks that readers find here, and where, when all changes are announced; None
         while that is not known (design: announcements)."""
-        found = self.front.fingerprint
+        found = self.front.index.fingerprint
         return MapFingerprint(found.blocks, found.total)
 
     def inventory_steps(self) -> Iterator[list[Stretch]]:
@@ -160,7 +159,7 @@ class Blocks:
         that comes, leaves or moves between two steps may be in none of them.
         """
         for store in self.online:
-            for index, entries in store.inventory_steps():
+            for index, entries in store.index.inventory_steps():
                 here = [one.digest for one in entries if store is self.front or self.is_first(one)]
                 yield [Stretch(index.namespace, index.part, here, ReadStatus.HIT, index.tier)]
         for departures in self.change_log.tombstones.steps(_DEPARTURES_STEP):
@@ -182,7 +181,7 @@ class Blocks:
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
         """The sealed block in the tier where a reader finds it, or None. Not a use (G9)."""
-        return self.front.peek(namespace, part, digest)
+        return self.front.index.peek(namespace, part, digest)
 
     def is_first(self, entry: Entry) -> bool:
         """Whether readers find this one, of all copies of a sealed block."""
@@ -191,7 +190,7 @@ class Blocks:
     @property
     def stored(self) -> int:
         """Approximate number of sealed blocks."""
-        return self.backing.stored
+        return self.backing.index.stored
 
     @property
     def used_bytes(self) -> int:
@@ -203,6 +202,6 @@ class Blocks:
         """Counters for `ServerStats`."""
         return {
             "dirty_bytes": 0,
-            "evicted_blocks": sum(store.evicted for store in self.stores),
-            "evicted_bytes": sum(store.evicted_bytes for store in self.stores),
+            "evicted_blocks": sum(store.room.evicted for store in self.stores),
+            "evicted_bytes": sum(store.room.evicted_bytes for store in self.stores),
         }

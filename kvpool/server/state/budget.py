@@ -10,7 +10,7 @@ _START_PART: Final = 16
 START: Final = 1 << 20
 _START_MAX: Final = 16 << 20
 
-_UNLIMITED: Final = 1 << 62
+UNLIMITED: Final = 1 << 62
 
 
 class Budget:
@@ -24,7 +24,7 @@ class Budget:
     __slots__ = ("each", "inside", "start", "total", "used")
 
     def __init__(
-        self, each: int = _UNLIMITED, total: int = _UNLIMITED, inside: Budget | None = None
+        self, each: int = UNLIMITED, total: int = UNLIMITED, inside: Budget | None = None
     ) -> None:
         self.each = each
         self.total = total

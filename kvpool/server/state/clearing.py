@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import State
+from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.types import Reservation, WriteStatus
 
 #: Holes at which a range may begin that are compared with each other.
@@ -49,13 +51,12 @@ class MovableBlocks(Protocol):
     """What a clearing uses of its store."""
 
     allocator: Allocator
+    held: ConnectionHoldings
     clearing: Clearing | None
     blocks_at: dict[int, Entry]
     move_targets: dict[int, int]
 
-    def pin_internal(self, owner: int, entry: Entry) -> int: ...
-
-    def unpin(self, owner: int, id: int) -> None: ...
+    def unpinned(self, entries: Sequence[Entry]) -> None: ...
 
     def relocate(self, entry: Entry, target: int) -> None: ...
 
@@ -120,7 +121,7 @@ class Clearing:
             if target is None:
                 self.abandon()
                 break
-            pin = self._store.pin_internal(MOVER, entry)
+            pin = self._store.held.pin(MOVER, entry)
             self._store.move_targets[target] = entry.size
             moves.append(Move(entry, pin, target))
             taken += entry.size
@@ -139,7 +140,9 @@ class Clearing:
         self._moving -= 1
         good = good and entry.state is State.STORED and entry.pins == 1
         source = entry.offset
-        store.unpin(MOVER, move.pin)  # frees the source, if the block was removed
+        store.unpinned(
+            store.held.take_pins(MOVER, [move.pin])
+        )  # frees the source, if the block was removed
         if good:
             store.relocate(entry, move.target)
         else:

@@ -10,18 +10,20 @@ from typing import Any, Final, NamedTuple
 
 from kvpool.fingerprint import location_seed
 from kvpool.piecewise_dict import PiecewiseDict
-from kvpool.server.state.budget import Budget
+from kvpool.server.state.budget import UNLIMITED, Budget
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.missed import Missed
 from kvpool.tombstones import Tombstones
-from kvpool.types import Extent, Namespace, ReadStatus
+from kvpool.types import ROOT, Extent, Namespace, ReadStatus
 
 #: Departures that wait for their tombstones, at most.
 _DEPARTED_MAX: Final = 256
 _NAMESPACE_AND_REASON: Final = attrgetter("namespace", "status")
 #: The owner of pins and reservations for copies inside a server; connections count from 1.
 MOVER: Final = 0
-UNLIMITED: Final = 1 << 62
+#: How far up a chain is looked for a circle. Only a block whose children came before it is looked
+#: at, so the usual write, head first, never is.
+ANCESTORS_MAX: Final = 4096
 
 
 class Account:
@@ -70,6 +72,67 @@ class Index:
         """A block has got an extent of `size` bytes, or with a negative size given it back."""
         self.used += size
         self.account.used += size
+
+    def link(self, entry: Entry, *, restored: bool = False) -> None:
+        """Enter a block, and count it as a child, also of a parent that is not here (yet).
+
+        Counts, not lists: only *whether* a block has children matters (a chain is evicted from its
+        tail), and a count costs one int among millions of entries (design: eviction).
+        """
+        self.blocks[entry.digest] = entry
+        if self.orphans:
+            entry.children = self.orphans.pop(entry.digest, 0)
+        if entry.parent != ROOT:
+            parent = self.blocks.get(entry.parent)
+            if parent is None:
+                self.orphans[entry.parent] = self.orphans.get(entry.parent, 0) + 1
+            else:
+                entry.parent = parent.digest  # share the bytes object
+                parent.children += 1
+                # Only a block whose children came first, or that is its own child, can close one.
+                if entry.children and not restored and self._closes_a_circle(entry, parent):
+                    self.leave_parent(entry)
+
+    def unlink(self, entry: Entry) -> Entry | None:
+        """Leave; the parent, if it has no child any more. Children that stay are counted for a
+        later copy of theirs."""
+        del self.blocks[entry.digest]
+        if entry.children:
+            self.orphans[entry.digest] = entry.children
+            entry.children = 0
+        if entry.parent == ROOT:
+            return None
+        parent = self.blocks.get(entry.parent)
+        if parent is not None:
+            parent.children -= 1
+            return None if parent.children else parent
+        left = self.orphans.pop(entry.parent) - 1
+        if left:
+            self.orphans[entry.parent] = left
+        return None
+
+    def leave_parent(self, entry: Entry) -> None:
+        """Count as the first block of a chain: the link to the parent would close a circle."""
+        self.blocks[entry.parent].children -= 1
+        entry.parent = ROOT
+
+    def _closes_a_circle(self, entry: Entry, parent: Entry) -> bool:
+        """Whether a new block that has children here is an ancestor of its own parent.
+
+        Blocks in a circle all have children, so none could ever be evicted, whoever wrote them
+        (G9, design: eviction). So the link that would close the circle is left out, and the block
+        counts as the first of a chain. The same holds for a block that joins two stretches of a
+        chain below ANCESTORS_MAX ancestors, which bounds the work: its parent may then be evicted
+        before it, which costs hits and nothing else.
+        """
+        above: Entry | None = parent
+        for _ in range(ANCESTORS_MAX):
+            if above is None:  # the first of a chain, or its parent is not here
+                return False
+            if above is entry:
+                return True
+            above = self.blocks.get(above.parent)
+        return True
 
 
 class Entry:
@@ -210,6 +273,11 @@ class ChangeLog:
         if self._departed:
             self._record_departures()
         return self._tombstones
+
+    def take(self) -> list[Change]:
+        """The changes since the last call, in order (design: announcements)."""
+        changes, self.changes = self.changes, []
+        return changes
 
     def append(self, entry: Entry, status: ReadStatus, tier: int) -> None:
         """Record a change of a block: `HIT` means that it is in `tier` now."""

@@ -9,6 +9,7 @@ from kvpool.server.eviction.order import JUST_NOW
 from kvpool.server.state.entry import MOVER, Account, Entry, Owner
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.prefetches import PrefetchedBlocks
+from kvpool.server.state.room import BlockRoom
 from kvpool.server.state.store import Store
 from kvpool.types import ReadStatus
 
@@ -16,15 +17,15 @@ from kvpool.types import ReadStatus
 _FLOOD_WAIT_S: Final = 1.0
 
 
-class FrontStore(Store):
-    """The store that clients write into and read out of, on a server with several tiers.
+class FrontRoom(BlockRoom):
+    """The room of the memory that clients write into and read out of, above other tiers.
 
     A block that was sealed here and that no other tier has is *dirty*. It is not evicted before it
     is clean, nor is one that came up for a reader who has yet to come (design: tiers).
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        """As `Store`."""
+        """As `BlockRoom`."""
         super().__init__(*arguments, **settings)
         #: Dirty blocks of sessions that have ended may go, too.
         self.drops_useless = False
@@ -46,7 +47,7 @@ class FrontStore(Store):
             entry.clean = True
             if entry.state is State.STORED:
                 self._count_dirty(entry, -1)
-                self._add_candidate(entry)
+                self.add_candidate(entry)
 
     def mark_dirty(self, entry: Entry) -> None:
         """No other tier has this sealed block: it must be written before it may be evicted."""
@@ -62,23 +63,21 @@ class FrontStore(Store):
         """Whether a dirty block need not be written."""
         return self.drops_useless and self.policy.is_over(entry)
 
-    def _remove_entry(
-        self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
-    ) -> None:
+    def remove(self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True) -> None:
         self.prefetched.drop(entry)
         if not entry.clean:
             self._count_dirty(entry, -1)
             if event is Event.EVICT:
                 self.spared += 1
                 self.spared_bytes += entry.size
-        super()._remove_entry(entry, event, reason, free=free)
+        super().remove(entry, event, reason, free=free)
 
     # --- what is prefetched --------------------------------------------------------------
 
     def drop_lapsed(self, now: float) -> None:
         """Prefetched blocks that nobody has read in time: they are evicted next."""
         for entry in self.prefetched.lapsed(now):
-            self._add_candidate(entry)
+            self.add_candidate(entry)
 
     def _finds_more(self, account: Account, size: int) -> bool:
         """Let some prefetched blocks go; False if none of those that came last may make room for
@@ -87,17 +86,17 @@ class FrontStore(Store):
             lambda entry: account.may_take_from(entry.index.account, size)
         )
         for entry in given_up:
-            self._add_candidate(entry)
+            self.add_candidate(entry)
         return bool(given_up)
 
     # --- what stays ----------------------------------------------------------------------
 
-    def _evictable(self, entry: Entry) -> bool:
-        if not super()._evictable(entry):
+    def evictable(self, entry: Entry) -> bool:
+        if not super().evictable(entry):
             return False
         return all(
             (part.clean or self._may_drop(part)) and part not in self.prefetched
-            for part in self._parts(entry)
+            for part in self.index.parts(entry)
         )
 
     def _is_spared(
@@ -108,7 +107,7 @@ class FrontStore(Store):
             return True
         if self.demotes and owner == MOVER and last_used != JUST_NOW:
             # A block that is prefetched: what it evicts has a copy below, and would be missed here.
-            over = all(self.policy.is_over(part) for part in self._parts(victim))
+            over = all(self.policy.is_over(part) for part in self.index.parts(victim))
             useless = over or self._is_due_before(newcomer, victim)
             return self._last_use(victim) >= last_used and not useless
         if self.demotes and self._should_wait(self.held.owner(owner), victim, newcomer, now):
@@ -119,7 +118,7 @@ class FrontStore(Store):
     def _is_due_before(self, newcomer: Entry, victim: Entry) -> bool:
         """By the hints of all sessions the newcomer is needed first."""
         due = self.policy.due(newcomer)
-        others = [self.policy.due(part) for part in self._parts(victim)]
+        others = [self.policy.due(part) for part in self.index.parts(victim)]
         announced = [other for other in others if other is not None]
         return due is not None and bool(announced) and due < min(announced)
 
@@ -139,3 +138,10 @@ class FrontStore(Store):
         if holder.waits_for is None or holder.waits_for[0] != newcomer.digest:
             holder.waits_for = newcomer.digest, now
         return now - holder.waits_for[1] < _FLOOD_WAIT_S
+
+
+class FrontStore(Store):
+    """The store that clients write into and read out of, on a server with several tiers."""
+
+    room: FrontRoom
+    room_type = FrontRoom

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from kvpool.errors import BadMessage
-from kvpool.server.state.budget import Budget, Limits
+from kvpool.server.state.budget import UNLIMITED, Budget, Limits
 from kvpool.server.state.entry import MOVER, Entry, Owner, TenantHoldings
-
-_UNLIMITED: Final = 1 << 62
 
 
 class ConnectionHoldings:
@@ -21,6 +18,7 @@ class ConnectionHoldings:
         #: What connections may pin and reserve.
         self.limits = Limits.none()
         self.quarantined_bytes = 0
+        self.last_id = 1  # of a block (its generation), a reservation or a pin; they only grow
         self._owners: dict[int, Owner] = {}
         self._together: dict[str, TenantHoldings] = {}  # by tenant
         self._quarantine: dict[int, list[Entry]] = {}
@@ -82,7 +80,7 @@ class ConnectionHoldings:
     def left_to_reserve(self, holder: Owner) -> int:
         """Bytes that it may still reserve; none if that is below 1."""
         if not holder.limited:
-            return _UNLIMITED
+            return UNLIMITED
         of_tenant = holder.together.reserved if holder.together is not None else None
         return self.limits.writes.left(holder.reserved_bytes, of_tenant)
 
@@ -135,13 +133,10 @@ class ConnectionHoldings:
     def pin_budget(self, holder: Owner) -> Budget:
         return self.limits.views if holder.views else self.limits.copies
 
-    def charge_pins(self, holder: Owner, entries: Sequence[Entry], sign: int) -> None:
-        """Count pins of these (1) or their end (-1)."""
-        if holder.limited:
-            self.count_pins(holder, self.size_of(entries) * sign)
-
     def count_pins(self, holder: Owner, held: int) -> None:
         """So many bytes more are pinned, or less."""
+        if not holder.limited:
+            return
         holder.pinned_bytes += held
         self.pin_budget(holder).used += held
         if holder.together is None:
@@ -151,12 +146,21 @@ class ConnectionHoldings:
         else:
             holder.together.copies += held
 
+    def pin(self, owner: int, entry: Entry) -> int:
+        """Pin a sealed block for a transfer, also beyond the budget; it does not count as a use."""
+        holder = self.owner(owner)
+        entry.pins += 1
+        self.last_id = id = self.last_id + 1
+        holder.pins[id] = entry
+        self.count_pins(holder, self._rounded(entry.size))
+        return id
+
     def take_pins(self, owner: int, ids: Sequence[int]) -> list[Entry]:
         """The entries of pins that end. Raises BadMessage, and takes none, if it does not hold one
         of them."""
         holder = self.owner(owner)
         entries = _take(holder.pins, ids)
-        self.charge_pins(holder, entries, -1)
+        self.count_pins(holder, -self.size_of(entries))
         return entries
 
     # --- inside ----------------------------------------------------------------------------

@@ -5,10 +5,10 @@ the moment at which it gets its extent until that is free again:
 
 | counted in                        | not counted any more in                                     |
 |-----------------------------------|-------------------------------------------------------------|
-| `Store.reserve`: a block of a     | `Store._free`: cancelled, evicted, removed, corrupt; after  |
-| client, of another server, or of  | the last unpin; after the quarantine                        |
-| another tier                      | `Store._evict`: its extent goes to another block at once    |
-| `Store.restore`: from a file      |                                                             |
+| `Store.reserve`: a block of a     | `BlockRoom.free`: cancelled, evicted, removed, corrupt;     |
+| client, of another server, or of  | after the last unpin; after the quarantine                  |
+| another tier                      | `BlockRoom.evict`: its extent goes to another block at once |
+| `FileStore.restore`: from a file  |                                                             |
 
 So blocks that are reserved, pinned after their removal, or in quarantine count, and so do extra
 copies and copies in several tiers, each in its tier. A block that is moved within its tier counts
@@ -21,7 +21,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from kvpool.server.state.entry import UNLIMITED, Account
+from kvpool.server.state.budget import UNLIMITED
+from kvpool.server.state.entry import Account
 from kvpool.tenant_names import tenant_of
 
 

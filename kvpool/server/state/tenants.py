@@ -11,7 +11,8 @@ from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.orders import make_order
 from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.quota import Accounts, Quota, TenantAccount
-from kvpool.server.state.store import STEPS_MAX, STEPS_OF_EVICTION, Store
+from kvpool.server.state.room import STEPS_MAX, STEPS_OF_EVICTION
+from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Namespace
 
 #: Of a block that nobody writes: room is made for it, and nothing else.
@@ -24,16 +25,16 @@ def set_quotas(store: Store, quotas: Mapping[str, Quota]) -> None:
     The first call comes before the first block. Blocks above a limit that was lowered are evicted
     by the next writes of their tenant, and by `evict_beyond_limits`.
     """
-    orders, rounded, capacity = store.policy, store.allocator.rounded, store.allocator.capacity
+    orders, rounded, capacity = store.room.policy, store.allocator.rounded, store.allocator.capacity
     if not isinstance(orders, TenantOrders):
-        if store.blocks_at:
+        if store.room.blocks_at:
             raise InvariantViolated("a store that has blocks cannot begin to have tenants")
         make: Callable[[int], Policy[Entry]] = type(orders.policy)
-        orders = store.policy = TenantOrders(
+        orders = store.room.policy = TenantOrders(
             Accounts(),
             orders,
             lambda: make_order(make(capacity), store.hint_budget, rounded),
-            lambda entry: store.held.size_of(store._parts(entry)),
+            lambda entry: store.held.size_of(store.index.parts(entry)),
             rounded,
         )
     orders.forget(orders.accounts.configure(quotas))
@@ -41,27 +42,27 @@ def set_quotas(store: Store, quotas: Mapping[str, Quota]) -> None:
 
 def account_of(store: Store, tenant: str) -> TenantAccount | None:
     """What this tenant has here, if it has something."""
-    orders = store.policy
+    orders = store.room.policy
     return orders.accounts.get(tenant) if isinstance(orders, TenantOrders) else None
 
 
 def evict_beyond_limits(store: Store, now: float, steps: int = STEPS_MAX) -> bool:
     """Evict blocks of tenants that are above their limit, in a bounded number of steps; False when
     no more of them may go now. (In a cold tier none may: they leave with their objects.)"""
-    for account in store.policy.accounts:
+    for account in store.room.policy.accounts:
         while account.used > account.limit:
             if steps <= 0:
                 return True
             steps -= STEPS_OF_EVICTION
-            newcomer = Entry(Index(_NOBODY, 0, store.tier, account), b"", ROOT, 0, 1, 0)
-            victim = store.policy.victim(newcomer, store._evictable, now)
+            newcomer = Entry(Index(_NOBODY, 0, store.index.tier, account), b"", ROOT, 0, 1, 0)
+            victim = store.room.policy.victim(newcomer, store.room.evictable, now)
             if victim is None or victim is Decision.BYPASS:
                 break
             if isinstance(victim, Decision):
                 continue
-            if store._evictable(victim):
-                store.policy.evicting(victim, account)
-                store._evict(victim)
+            if store.room.evictable(victim):
+                store.room.policy.evicting(victim, account)
+                store.room.evict(victim)
             else:
-                store._reject(victim)
+                store.room.reject(victim)
     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from heapq import merge
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.protocols import Addressable, DeviceAddressable, HasParts, PersistentTier, Tier
@@ -16,6 +16,7 @@ from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.front_store import FrontStore
+from kvpool.server.state.room import BlockRoom
 from kvpool.server.state.store import Store
 from kvpool.sorting import sorted_runs
 from kvpool.types import ALIGNMENT, ReadStatus, Record
@@ -38,24 +39,21 @@ class FileStore(Store):
         extent, lies outside the memory, or is of a block that is stored already.
         """
         namespace, part, digest, parent, offset, size, checksum, generation, copies = record
-        index = self._indexes.get((namespace, part))
-        if index is not None and digest in index.blocks:
+        if digest in self.index.blocks(namespace, part):
             return None
         if not self.allocator.claim(offset, size):
             return None
-        index = self._index(namespace, part)
-        self.last_id = max(self.last_id, generation)
+        index = self.index.of(namespace, part, self.room.policy.account_of)
+        self.held.last_id = max(self.held.last_id, generation)
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
         entry.copies = copies
         entry.born = 0  # before all that is written from now on
         entry.state = State.STORED
-        self.blocks_at[offset] = entry
+        self.room.blocks_at[offset] = entry
         index.count(self.allocator.rounded(size))
-        self._link(entry, restored=True)
-        self.stored += 1
-        self.stored_bytes += size
-        self._count(entry, 1)
+        index.link(entry, restored=True)
+        self.index.count(entry, 1)
         return entry
 
     def cut_circles(self, entries: Sequence[Entry]) -> Iterator[None]:
@@ -71,7 +69,7 @@ class FileStore(Store):
                 walked.add(above)
                 parent = above.index.blocks.get(above.parent)
                 if parent in walked:
-                    self._leave_parent(above)
+                    above.index.leave_parent(above)
                     parent = None
                 above = parent
             for one in walked:
@@ -87,14 +85,14 @@ class FileStore(Store):
             yield
         ordered: list[Entry] = []
         for number, entry in enumerate(merge(*runs, key=_GENERATION), 1):
-            self.policy.touch(entry, now)
+            self.room.policy.touch(entry, now)
             # Twice, as for a new block, which is reserved and sealed: policies rely on it
-            self.policy.touch(entry, now)
+            self.room.policy.touch(entry, now)
             ordered.append(entry)
             if number % RESTORED_AT_ONCE == 0:
                 yield
         for number, entry in enumerate(ordered, 1):
-            self._add_candidate(entry)
+            self.room.add_candidate(entry)
             if number % RESTORED_AT_ONCE == 0:
                 yield
 
@@ -115,12 +113,35 @@ class Addresses(Allocator):
         return size
 
 
+class ColdRoom(BlockRoom):
+    """Nothing is evicted here one by one."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """As `BlockRoom`."""
+        super().__init__(*arguments)
+        #: A block has left, with its address and the reason.
+        self.on_left: Callable[[int, ReadStatus], None] = lambda offset, reason: None
+
+    def evictable(self, entry: Entry) -> bool:
+        return False
+
+    def add_candidate(self, entry: Entry) -> None:
+        """None is."""
+
+    def remove(self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True) -> None:
+        super().remove(entry, event, reason, free=free)
+        self.on_left(entry.offset, reason)
+
+
 class ColdStore(FileStore):
     """The index of a cold tier: blocks in objects that servers share (design: cold).
 
     Nothing is reserved or evicted here one by one, so there is no policy: blocks come when an
     object has been written or found, and leave with it, or because they are removed.
     """
+
+    room: ColdRoom
+    room_type = ColdRoom
 
     def __init__(self, capacity: int, alignment: int) -> None:
         super().__init__(
@@ -131,15 +152,14 @@ class ColdStore(FileStore):
         )
         #: A block has come to another tier of this server, and is not here.
         self.offer: Callable[[Entry], None] = lambda entry: None
-        #: A block has left, with its address and the reason.
-        self.on_left: Callable[[int, ReadStatus], None] = lambda offset, reason: None
 
     def add(self, record: Record, born: int) -> Entry | None:
         """As `restore`, at any time. None also where its tenant's limit has no room for it."""
-        account = self.policy.account_of(record.namespace.name)
+        account = self.room.policy.account_of(record.namespace.name)
         if account.exceeds(self.allocator.rounded(record.size)):
             return None
-        entry = self.restore(record._replace(generation=self._new_id()))
+        self.held.last_id += 1
+        entry = self.restore(record._replace(generation=self.held.last_id))
         if entry is not None:
             entry.born = born
         return entry
@@ -150,7 +170,7 @@ class ColdStore(FileStore):
 
         def counted(entry: Entry, sign: int) -> None:
             count(entry, sign)
-            if sign > 0 and entry.index.tier != self.tier:
+            if sign > 0 and entry.index.tier != self.index.tier:
                 self.look_at(entry)
 
         return counted
@@ -158,23 +178,11 @@ class ColdStore(FileStore):
     def look_at(self, entry: Entry) -> None:
         """Offer a block of another tier, or forget another version of it that is here."""
         index = entry.index
-        here = self.peek(index.namespace, index.part, entry.digest)
+        here = self.index.peek(index.namespace, index.part, entry.digest)
         if here is None:
             self.offer(entry)
         elif here.checksum != entry.checksum:
             self.remove(index.namespace, [entry.digest], ReadStatus.REMOVED, index.part)
-
-    def _evictable(self, entry: Entry) -> bool:
-        return False
-
-    def _add_candidate(self, entry: Entry) -> None:
-        """None is."""
-
-    def _remove_entry(
-        self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True
-    ) -> None:
-        super()._remove_entry(entry, event, reason, free=free)
-        self.on_left(entry.offset, reason)
 
 
 def cold_store(stores: Sequence[Store]) -> ColdStore | None:

@@ -141,18 +141,18 @@ class TieredStore(Blocks):
         self._evicting = False  # copies in other tiers leave with their block: announced once
         count = self._count_place if cold is None else cold.count_with(self._count_place)
         for tier, store in enumerate(self.stores):
-            store.tier = tier
-            store.change_log = self.change_log
-            store.on_leave = self._on_leave
-            store.count_place = count
+            store.index.tier = tier
+            store.index.change_log = self.change_log
+            store.index.on_leave = self._on_leave
+            store.index.count_place = count
         # Sealed blocks of the front tier can be written back, which makes them evictable.
-        front.has_copy = lambda entry: self._elsewhere_than_in_front(entry) is not None
-        front.older_waits = self._older_waits
-        front.demotes = self.backing_tier != front_tier
+        front.room.has_copy = lambda entry: self._elsewhere_than_in_front(entry) is not None
+        front.room.older_waits = self._older_waits
+        front.room.demotes = self.backing_tier != front_tier
         #: None: write-through. What is in the queue is written as soon as possible.
         self.write_back = (
-            WriteBack(self.front, self._writeback_queue)
-            if write_back and self.front.demotes
+            WriteBack(self.front.room, self._writeback_queue)
+            if write_back and self.front.room.demotes
             else None
         )
 
@@ -174,8 +174,7 @@ class TieredStore(Blocks):
         if self.write_back is not None:
             refused = [a.status is WriteStatus.NO_SPACE for a in answers]
             if any(refused):
-                rounded = self.front.allocator.rounded
-                self._refused(sum(map(rounded, compress(request.sizes, refused))))
+                self._refused(sum(map(front.allocator.rounded, compress(request.sizes, refused))))
         known = [
             digest
             for digest, answer in zip(digests, answers, strict=True)
@@ -197,12 +196,12 @@ class TieredStore(Blocks):
         """The blocks are written back when their turn comes."""
         front = self.front
         entries: list[Entry] = []
-        if front.demotes:
+        if front.room.demotes:
             reserved = front.held.owner(owner).reservations
             entries = [reserved[id] for id in ids if id in reserved]
         statuses = front.seal_all(owner, ids, checksums, now, last_used=last_used)
         for entry in entries:  # no other tier has it
-            front.mark_dirty(entry)
+            front.room.mark_dirty(entry)
             self._queue(entry)
             if last_used is not None:
                 self._fetched.add(entry)
@@ -249,10 +248,10 @@ class TieredStore(Blocks):
         else:
             pins = front.pin(owner, namespace, part, digests, now, buffer_sizes, view=view)
         hits = [digest for digest, pin in zip(digests, pins, strict=True) if pin.id]
-        if front.prefetched:
-            for entry in front.blocks(namespace, part).get_all(hits):
+        if front.room.prefetched:
+            for entry in front.index.blocks(namespace, part).get_all(hits):
                 if entry is not None:
-                    front.prefetched.read(entry)
+                    front.room.prefetched.read(entry)
         self.hits[self.front_tier] += len(hits)
         self._touch_others(namespace, part, hits, now)
         if self._cache_tiers:
@@ -316,7 +315,7 @@ class TieredStore(Blocks):
     @property
     def _due_bytes(self) -> int:
         """How much is to be written back now; blocks of a tier that was read-only are overdue."""
-        if not self.front.demotes:
+        if not self.front.room.demotes:
             return 0
         if self.write_back is None or self._unwritten:
             return _ALL
@@ -332,8 +331,8 @@ class TieredStore(Blocks):
 
     @property
     def is_writing_back(self) -> bool:
-        if not self.front.demotes:  # the tier below is lost: soon all of it may be evicted
-            return bool(self.front.dirty)
+        if not self.front.room.demotes:  # the tier below is lost: soon all of it may be evicted
+            return bool(self.front.room.dirty)
         return bool(self.waiting or self.front.held.pinned_by(MOVER))
 
     def next_writebacks(self, size_max: int, count_max: int, now: float) -> list[TierTransfer]:
@@ -415,7 +414,7 @@ class TieredStore(Blocks):
                 self._refused(0)
         lost = target.writer_exited(-copy.id)  # with its device: it is counted no more
         if copy.prefetch and not lost:
-            self.front.prefetched.coming -= self.front.allocator.rounded(entry.size)
+            self.front.room.prefetched.coming -= self.front.allocator.rounded(entry.size)
         if self.offline_tiers.intersection((copy.source, copy.target)):
             good = False  # `take_offline` has already removed these blocks from the pool
         # The source block may have been removed during the transfer: then no copy may appear.
@@ -423,29 +422,27 @@ class TieredStore(Blocks):
             down = copy.target == self.backing_tier != self.front_tier
             # A prefetched block is as old as it was: if nobody reads it, it is the next victim.
             last_used = entry.last_used if down or copy.prefetch else None
-            target.seal(
-                MOVER, copy.id, entry.checksum, now, from_other_tier=True, last_used=last_used
-            )
+            ids, sums = [copy.id], [entry.checksum]
+            target.seal_all(MOVER, ids, sums, now, from_other_tier=True, last_used=last_used)
             if copy.target == self.front_tier:
                 self.change_log.append(entry, ReadStatus.HIT, self.front_tier)
+                index, front = entry.index, self.front
+                came = front.index.blocks(index.namespace, index.part)[entry.digest]
                 if copy.prefetch:
-                    self._add_prefetched(entry, now)
-                if self.front.demotes and source is cold_store(self.stores):
-                    # The disk is to have it again.
-                    index = entry.index
-                    came = self.front.blocks(index.namespace, index.part)[entry.digest]
-                    self.front.mark_dirty(came)
+                    front.room.prefetched.add(came, front.allocator.rounded(came.size), now)
+                if front.room.demotes and source is cold_store(self.stores):
+                    front.room.mark_dirty(came)  # the disk is to have it again
                     self._queue(came)
             elif down:
                 self._fetched.discard(entry)
-                self.front.mark_clean(entry)
+                self.front.room.mark_clean(entry)
         elif not lost:
             target.cancel(MOVER, copy.id)
             if copy.target == self.backing_tier != self.front_tier:
                 self._to_erase(copy.extent.offset)  # its record may be written already
             waits = entry.state is State.STORED and not entry.clean
-            if waits and not self.front.demotes:
-                self.front.mark_clean(entry)  # its tier is lost
+            if waits and not self.front.room.demotes:
+                self.front.room.mark_clean(entry)  # its tier is lost
             elif waits and copy.target == self.backing_tier:
                 self._queue(entry)  # once more
         source.unpin(MOVER, copy.pin)
@@ -484,16 +481,16 @@ class TieredStore(Blocks):
         self._dropping[tier] = None
         if tier == self.backing_tier:
             self.backing_tier = self.front_tier
-            self.front.demotes = self.front.drops_useless = False
+            self.front.room.demotes = self.front.room.drops_useless = False
             self._dropping[tier], self.write_back = self.write_back, None
             self.read_only = False
 
     def drop_lost(self, tier: int, part: int | None = None) -> Iterator[None]:
         """Remove and announce what an offline tier or a lost part has, in steps; may begin anew."""
-        if part is None and not self.front.demotes:
+        if part is None and not self.front.room.demotes:
             yield from self._forget_dirty(self._dropping.get(tier))
         store = self.stores[tier]
-        for index, entries in store.inventory_steps():
+        for index, entries in store.index.inventory_steps():
             if part is not None:
                 entries = [one for one in entries if self.part_of(tier, one.offset) == part]
             for first in range(0, len(entries) or 1, _DROPPED_STEP):
@@ -510,7 +507,7 @@ class TieredStore(Blocks):
         for queue in (self._writeback_queue, self._unwritten):
             while queue:
                 for _ in range(min(_DROPPED_STEP, len(queue))):
-                    self.front.mark_clean(queue.popitem(last=False)[0])
+                    self.front.room.mark_clean(queue.popitem(last=False)[0])
                 yield
         if write_back is not None:
             yield from write_back.forget()
@@ -578,7 +575,7 @@ class TieredStore(Blocks):
     # --- looking --------------------------------------------------------------------------------
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
-        entry = self.front.peek(namespace, part, digest)
+        entry = self.front.index.peek(namespace, part, digest)
         return entry or self._in_slower_tier(namespace, part, digest)
 
     @property
@@ -586,27 +583,30 @@ class TieredStore(Blocks):
         """None while the blocks of a lost tier are announced step by step."""
         if self._dropping:
             return None
-        found = [store.fingerprint for store in self.stores]
+        found = [store.index.fingerprint for store in self.stores]
         return MapFingerprint(sum(one.blocks for one in found), sum(one.total for one in found))
 
     @property
     def stored(self) -> int:
         """Approximate number of sealed blocks: one that waits for writing back may count twice."""
-        return self.backing.stored + self.front.dirty + len(self._unwritten)
+        return self.backing.index.stored + self.front.room.dirty + len(self._unwritten)
 
     @property
     def used_bytes(self) -> int:
         backing = self.backing.allocator
-        return min(backing.allocated + self.front.dirty_bytes, backing.capacity)
+        return min(backing.allocated + self.front.room.dirty_bytes, backing.capacity)
 
     @property
     def figures(self) -> dict[str, int]:
         """With write-back also what memory dropped without writing it to the backing tier, because
         its session had ended or its branch was superseded."""
         front = self.front
-        found = {**super().figures, "dirty_bytes": front.dirty_bytes}
+        found = {**super().figures, "dirty_bytes": front.room.dirty_bytes}
         if self.write_back is not None:
-            found |= {"spared_writes": front.spared, "spared_write_bytes": front.spared_bytes}
+            found |= {
+                "spared_writes": front.room.spared,
+                "spared_write_bytes": front.room.spared_bytes,
+            }
         return found
 
     @property
@@ -614,22 +614,15 @@ class TieredStore(Blocks):
         """True when writers must soon wait for the backing tier: too much of memory is dirty."""
         if self.write_back is not None:
             return self.write_back.is_late
-        return self.front.dirty_bytes * 4 > self.front.allocator.capacity
+        return self.front.room.dirty_bytes * 4 > self.front.allocator.capacity
 
     # --- inside -----------------------------------------------------------------------------------
-
-    def _add_prefetched(self, copy: Entry, now: float) -> None:
-        """A copy of this block has been sealed in the front tier, before a reader asked."""
-        front, index = self.front, copy.index
-        entry = front.peek(index.namespace, index.part, copy.digest)
-        if entry is not None:
-            front.prefetched.add(entry, front.allocator.rounded(entry.size), now)
 
     def _queue(self, entry: Entry) -> None:
         """Add a dirty block to the queue for writing back."""
         if self.read_only:
             self._unwritten[entry] = None
-            self.front.mark_clean(entry)
+            self.front.room.mark_clean(entry)
         else:
             self._writeback_queue[entry] = None
             if self.write_back is not None:
@@ -648,7 +641,7 @@ class TieredStore(Blocks):
             entry, _ = self._writeback_queue.popitem(last=False)
         else:
             entry, _ = self._unwritten.popitem(last=False)
-            self.front.mark_dirty(entry)
+            self.front.room.mark_dirty(entry)
         return entry
 
     def _older_waits(self, entry: Entry, of: Callable[[Account], bool]) -> bool:
@@ -677,11 +670,11 @@ class TieredStore(Blocks):
 
     def _in_slower_tier(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
         """The sealed block in another tier, if the front tier does not have it sealed."""
-        if self.front.peek(namespace, part, digest) is not None:
+        if self.front.index.peek(namespace, part, digest) is not None:
             return None
         for tier, store in enumerate(self.stores):
             if tier != self.front_tier and tier not in self.offline_tiers:
-                entry = store.peek(namespace, part, digest)
+                entry = store.index.peek(namespace, part, digest)
                 if entry is not None:
                     return entry
         return None
@@ -691,18 +684,18 @@ class TieredStore(Blocks):
 
         Else they would be written to memory, and then refused below (design: moves).
         """
-        if not self.front.demotes or self.read_only:
+        if not self.front.room.demotes or self.read_only:
             return True
         backing, last_used = self.backing, request.last_used or ()
-        free = backing.allocator.available - self.front.dirty_bytes
-        oldest = int((now - backing.policy.victim_age(now)) * 1e6)
+        free = backing.allocator.available - self.front.room.dirty_bytes
+        oldest = int((now - backing.room.policy.victim_age(now)) * 1e6)
         size = sum(map(backing.allocator.rounded, request.sizes))
         return size <= free or min(last_used, default=oldest) >= oldest
 
     def _elsewhere_than_in_front(self, entry: Entry) -> Entry | None:
         index = entry.index
         stores = (store for store in self.online if store is not self.front)
-        found = (store.peek(index.namespace, index.part, entry.digest) for store in stores)
+        found = (store.index.peek(index.namespace, index.part, entry.digest) for store in stores)
         return next((one for one in found if one is not None), None)
 
     def _rank(self, tier: int) -> int:
@@ -715,15 +708,19 @@ class TieredStore(Blocks):
         others = [
             found
             for store in self.stores  # also one that is lost: what it had leaves in steps
-            if store.tier != index.tier
-            and (found := store.peek(index.namespace, index.part, entry.digest)) is not None
+            if store.index.tier != index.tier
+            and (found := store.index.peek(index.namespace, index.part, entry.digest)) is not None
         ]
         other = min(others, key=lambda one: self._rank(one.index.tier), default=None)
         if other is not None and self._rank(other.index.tier) < rank:
             return
-        self.stores[entry.index.tier].fingerprint.count(entry.digest, index.seed, sign)
+        self._count_in_tier(entry, sign)
         if other is not None:
-            self.stores[other.index.tier].fingerprint.count(other.digest, other.index.seed, -sign)
+            self._count_in_tier(other, -sign)
+
+    def _count_in_tier(self, entry: Entry, sign: int) -> None:
+        index = entry.index
+        self.stores[index.tier].index.fingerprint.count(entry.digest, index.seed, sign)
 
     def _pin_in_place(
         self,
@@ -776,15 +773,15 @@ class TieredStore(Blocks):
         tier `counted` has done it."""
         for tier, store in enumerate(self.stores):
             if tier not in (self.front_tier, counted) and tier not in self.offline_tiers:
-                blocks = store.blocks(namespace, part)
+                blocks = store.index.blocks(namespace, part)
                 for digest in digests:
                     entry = blocks.get(digest)
                     if entry is not None and entry.state is State.STORED:
-                        store.policy.touch(entry, now)
-                        store.policy.answered(entry, now)
+                        store.room.policy.touch(entry, now)
+                        store.room.policy.answered(entry, now)
 
     def _count_reads(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
-        blocks = self.front.blocks(namespace, part)
+        blocks = self.front.index.blocks(namespace, part)
         for digest in digests:
             entry = blocks[digest]
             entry.reads += 1
@@ -815,7 +812,7 @@ class TieredStore(Blocks):
             if answer is WriteStatus.IN_PROGRESS:
                 self._queue(entry)
             elif answer is not WriteStatus.RESERVED:
-                self.front.mark_clean(entry)
+                self.front.room.mark_clean(entry)
                 self._fetched.discard(entry)
             taken += self.front.allocator.rounded(entry.size)
         for entry in useless:
@@ -842,7 +839,7 @@ class TieredStore(Blocks):
         elif entry in self._fetched:
             evicts_before = [entry.last_used]
         # First pin: the reservation below may evict blocks, and this one must not be among them.
-        pin = self.stores[source].pin_internal(MOVER, entry)
+        pin = self.stores[source].held.pin(MOVER, entry)
         (answer,) = store.reserve(
             MOVER,
             ReserveRequest(
@@ -851,7 +848,7 @@ class TieredStore(Blocks):
                 [entry.digest],
                 [entry.parent],
                 [entry.size],
-                self.front.policy.hint_of(entry.session, now),
+                self.front.room.policy.hint_of(entry.session, now),
                 evicts_before,
                 [entry.copies],
             ),
@@ -863,8 +860,8 @@ class TieredStore(Blocks):
             if target > self.front_tier:
                 self._moving_bytes += self.front.allocator.rounded(entry.size)
             if prefetch:
-                self.front.prefetched.coming += self.front.allocator.rounded(entry.size)
-            store.blocks_at[answer.extent.offset].born = entry.born
+                self.front.room.prefetched.coming += self.front.allocator.rounded(entry.size)
+            store.room.blocks_at[answer.extent.offset].born = entry.born
             copy = TierTransfer(source, target, entry, pin, answer.id, answer.extent, prefetch)
             copies.append(copy)
         return answer.status
@@ -888,7 +885,7 @@ class TieredStore(Blocks):
         if tier == self.backing_tier and event is Event.EVICT and self.write_back is None:
             others = (self.backing, cold_store(self.stores))
             above = [one for one in self.online if one not in others]
-            found_in = [(one, one.peek(namespace, part, entry.digest)) for one in above]
+            found_in = [(one, one.index.peek(namespace, part, entry.digest)) for one in above]
             copies = [(store, copy) for store, copy in found_in if copy is not None]
             if any(copy.index.account.owns(0) for _, copy in copies):
                 return False  # its tenant is guaranteed the memory (design: quotas)
@@ -907,7 +904,7 @@ class TieredStore(Blocks):
         if kept and not (event is Event.EVICT and self._is_given_up(found)):
             # The backing tier lost its copy because that was corrupt: write it again. Or, with
             # write-back, it evicted what memory still uses, perhaps below blocks that are dirty.
-            self.front.mark_dirty(found)
+            self.front.room.mark_dirty(found)
             self._queue(found)
         return False
 

@@ -16,9 +16,8 @@ from typing import Final
 
 from kvpool.errors import InvariantViolated
 from kvpool.server.eviction.lazy_heap import LazyHeap
-from kvpool.server.state.entry import Entry
-from kvpool.server.state.front_store import FrontStore
-from kvpool.server.state.store import ANCESTORS_MAX
+from kvpool.server.state.entry import ANCESTORS_MAX, Entry
+from kvpool.server.state.front_store import FrontRoom
 
 #: The share of the memory that may be dirty. The rest can be given to writers at once.
 DIRTY_SHARE: Final = 3 / 4
@@ -37,7 +36,7 @@ class WriteBack:
     more than ANCESTORS_MAX blocks are dirty, which go in stretches).
     """
 
-    def __init__(self, front: FrontStore, queue: OrderedDict[Entry, None]) -> None:
+    def __init__(self, front: FrontRoom, queue: OrderedDict[Entry, None]) -> None:
         """`queue` has the dirty blocks that are not on their way; it is kept by the caller, who
         calls `queued` for each that enters it."""
         self._front = front
@@ -118,22 +117,22 @@ class WriteBack:
     def drop_useless(self) -> None:
         """Evict some of the blocks that no session uses again, before others are written."""
         for _ in range(_DROPPED_MAX):
-            victim = self._front.policy.next_useless(self._front._evictable)
+            victim = self._front.policy.next_useless(self._front.evictable)
             if victim is None:
                 return
-            self._front._evict(victim)
+            self._front.evict(victim)
 
     def is_useless(self, entry: Entry) -> bool:
         """No session uses the block again, and no block hangs on it: for all parts here."""
-        parts = self._front._parts(entry)
+        parts = self._front.index.parts(entry)
         is_over = self._front.policy.is_over
         return not any(part.children for part in parts) and all(map(is_over, parts))
 
     def evict_if_useless(self, entry: Entry) -> bool:
         """Evict the block if no session uses it again and it may go now."""
-        if not (self.is_useless(entry) and self._front._evictable(entry)):
+        if not (self.is_useless(entry) and self._front.evictable(entry)):
             return False
-        self._front._evict(entry)
+        self._front.evict(entry)
         return True
 
     def forget(self) -> Iterator[None]:

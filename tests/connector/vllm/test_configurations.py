@@ -119,7 +119,7 @@ def test_of_a_sliding_window_only_the_end_is_loaded_and_needed(
     loaded = process.generate([first])
     assert loaded["tokens"] == expected
     assert loaded["cached"] == [1472]
-    (size,) = {entry.size for entry in pool.dev.servers[0].store.inventory()}
+    (size,) = {entry.size for entry in pool.dev.servers[0].store.index.inventory()}
     # 46 blocks of the layers with full attention, 4 of those with a window of 128 tokens
     assert process.metrics()["vllm:kvpool_load_bytes"] == (46 + 4) * (size - MARK_BYTES)
     pool.settled()
@@ -135,7 +135,7 @@ def test_of_a_sliding_window_only_the_end_is_loaded_and_needed(
 
 def remove_all(pool: LocalPool) -> None:
     """As a restart of a server without a disk does."""
-    entries = [entry for server in pool.dev.servers for entry in server.store.inventory()]
+    entries = [entry for server in pool.dev.servers for entry in server.store.index.inventory()]
 
     async def remove(client: Pool) -> None:
         for entry in entries:

@@ -165,7 +165,7 @@ def test_an_engine_that_is_killed_while_it_prefills_costs_a_recompute(
 
 def _blocks(pool: LocalPool) -> int:
     async def count() -> int:
-        return sum(len(list(server.store.inventory())) for server in pool.dev.servers)
+        return sum(len(list(server.store.index.inventory())) for server in pool.dev.servers)
 
     return pool.run(count())
 

@@ -45,7 +45,7 @@ def engines(logs: Callable[[str], Path], pool: LocalPool) -> Iterator[Sequence]:
 
 def entries(pool: LocalPool, tenant: str) -> list[Entry]:
     """The blocks of a tenant, in the order of their keys."""
-    found = [entry for server in pool.dev.servers for entry in server.store.inventory()]
+    found = [entry for server in pool.dev.servers for entry in server.store.index.inventory()]
     mine = [entry for entry in found if f"tenant={tenant} " in entry.index.namespace.name]
     return sorted(mine, key=lambda entry: entry.digest)
 

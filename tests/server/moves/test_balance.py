@@ -94,8 +94,10 @@ async def test_full_servers_hand_over_chains_until_they_have_room(
         assert fill_of(first) >= FULL_SHARE
         await join(running)
         await eventually(lambda: max(fill_of(first), fill_of(second)) < FULL_SHARE, within_s=10)
-        assert newcomer.store.stored == handed_over(first) + handed_over(second) > 0
-        assert sum(sent) == newcomer.store.stored * SIZE, "each of them counts what it has sent"
+        assert newcomer.store.index.stored == handed_over(first) + handed_over(second) > 0
+        assert sum(sent) == newcomer.store.index.stored * SIZE, (
+            "each of them counts what it has sent"
+        )
         assert min(fill_of(first), fill_of(second)) > FULL_SHARE - 0.1, "no more than it must"
         for chain, match in zip(chains, matches, strict=True):
             holders = {
@@ -119,7 +121,7 @@ async def test_the_setting_keeps_chains_where_they_are(monkeypatch: pytest.Monke
         await join(running)
         moves_of(first)._others_have_room()  # as a master says
         await asyncio.sleep(1.2)
-        assert handed_over(first) == newcomer.store.stored == 0
+        assert handed_over(first) == newcomer.store.index.stored == 0
         for chain in chains:
             await assert_readable(pool, chain)
 
@@ -141,7 +143,7 @@ async def test_as_much_moves_as_is_written_and_then_they_are_alike() -> None:
                 lambda: max(fill_of(first), fill_of(second)) + 5 * SIZE / (1 << 20) <= 1,
                 within_s=10,
             )
-        evicted = sum(server.store.evicted for server in running.servers)
+        evicted = sum(server.store.room.evicted for server in running.servers)
         assert evicted == 0, "nothing is lost while one has room"
 
         def alike() -> bool:
@@ -173,7 +175,7 @@ async def test_a_chain_for_which_another_one_would_evict_stays() -> None:
         await join(running)
         await asyncio.sleep(1.5)
         assert handed_over(first) == 0
-        assert newcomer.store.evicted == 0
+        assert newcomer.store.room.evicted == 0
         await assert_readable(pool, theirs)
 
 
@@ -230,7 +232,7 @@ async def test_copies_stay_two_and_what_is_shared_stays() -> None:
                 await put(pool, server, keys(f"both {number}", 5))
         await join(running)
         await asyncio.sleep(1.5)
-        assert newcomer.store.stored == 0
+        assert newcomer.store.index.stored == 0
         assert handed_over(first) == handed_over(second) == 0
 
 
@@ -259,7 +261,7 @@ async def test_a_block_is_forgotten_only_when_it_was_fetched() -> None:
             async with asyncio.timeout(5):
                 await answered.wait()
             await asyncio.sleep(0.1)
-            assert first.store.stored == 5 * CHAINS, status
+            assert first.store.index.stored == 5 * CHAINS, status
         assert handed_over(first) == 0
         for chain in chains:
             await assert_readable(pool, chain)

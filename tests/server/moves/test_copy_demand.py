@@ -121,7 +121,7 @@ def test_extra_copies_go_first_oldest_first() -> None:
     assert fetch(store, d, 40.0, 0)
     for new, evicted in ((key("1"), d), (key("2"), c), (key("3"), a)):
         write(store, [new], 200.0)
-        assert store.peek(ONE, 0, evicted) is None
+        assert store.index.peek(ONE, 0, evicted) is None
 
 
 def test_an_extra_copy_takes_the_place_of_older_ones_only_and_a_last_one_of_any_extra() -> None:
@@ -131,9 +131,9 @@ def test_an_extra_copy_takes_the_place_of_older_ones_only_and_a_last_one_of_any_
     assert fetch(store, b, 60.0, 0)
     assert not fetch(store, key("older"), 10.0, 0)
     assert fetch(store, key("newer"), 55.0, 0)
-    assert store.peek(ONE, 0, a) is None
+    assert store.index.peek(ONE, 0, a) is None
     assert fetch(store, key("last one"), 1.0, 1)
-    assert store.peek(ONE, 0, key("newer")) is None
+    assert store.index.peek(ONE, 0, key("newer")) is None
 
 
 def test_the_last_copy_and_one_that_a_writer_relies_on_are_extra_no_more() -> None:
@@ -141,14 +141,14 @@ def test_the_last_copy_and_one_that_a_writer_relies_on_are_extra_no_more() -> No
     store = store_of([], pages=3)
     for digest in (a, b, c):
         assert fetch(store, digest, 50.0, 0)
-    entry = store.peek(ONE, 0, a)
+    entry = store.index.peek(ONE, 0, a)
     assert entry is not None
     entry.copies = 1
     store.reserve(1, ReserveRequest(ONE, 0, [b], [ROOT], [PAGE], copies=[2]), 100.0)
     for number in range(2):
         write(store, [key(number)], 200.0)
         # First the one that is still extra, then in the order of uses.
-        assert [store.peek(ONE, 0, one) is not None for one in (a, b, c)] == (
+        assert [store.index.peek(ONE, 0, one) is not None for one in (a, b, c)] == (
             [True, True, False] if number == 0 else [False, True, False]
         )
 
@@ -159,16 +159,16 @@ def test_a_block_that_is_extra_no_more_does_not_go_for_one_that_is_read() -> Non
     store = store_of([], pages=3)
     for digest, used in ((read, 50), (last, 51), (extra, 52)):
         assert fetch(store, digest, used, 0)
-    oldest, entry = store.peek(ONE, 0, read), store.peek(ONE, 0, last)
+    oldest, entry = store.index.peek(ONE, 0, read), store.index.peek(ONE, 0, last)
     assert oldest is not None
     assert entry is not None
     entry.copies = 1
-    pin = store.pin_internal(1, oldest)
+    pin = store.held.pin(1, oldest)
     assert fetch(store, key("new"), 200.0, 1)
-    assert [store.peek(ONE, 0, one) is not None for one in (read, last, extra)] == [1, 1, 0]
+    assert [store.index.peek(ONE, 0, one) is not None for one in (read, last, extra)] == [1, 1, 0]
     store.unpin(1, pin)
     assert fetch(store, key("newer"), 201.0, 1)
-    assert [store.peek(ONE, 0, one) is not None for one in (read, last)] == [0, 1]
+    assert [store.index.peek(ONE, 0, one) is not None for one in (read, last)] == [0, 1]
     check_invariants(store)
 
 
@@ -178,10 +178,10 @@ def test_the_parts_of_a_block_are_of_one_kind() -> None:
     digest = key("parts")
     for part, copies in ((0, 0), (1, 2)):
         write(store, [digest], 100.0, namespace=TWO, part=part, last_used=50.0, copies=copies)
-    assert [store.peek(TWO, part, digest).copies for part in (0, 1)] == [2, 2]  # type: ignore[union-attr]
+    assert [store.index.peek(TWO, part, digest).copies for part in (0, 1)] == [2, 2]  # type: ignore[union-attr]
     assert fetch(store, key("extra"), 60.0, 0)
     assert fetch(store, key("other"), 40.0, 1)
     assert not fetch(store, key("older"), 1.0, 0)
     assert fetch(store, key("last one"), 1.0, 1)
-    assert store.peek(ONE, 0, key("extra")) is None
-    assert store.peek(TWO, 0, digest) is not None
+    assert store.index.peek(ONE, 0, key("extra")) is None
+    assert store.index.peek(TWO, 0, digest) is not None

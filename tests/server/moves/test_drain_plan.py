@@ -15,8 +15,8 @@ from tests.support.stores import ONE, PAGE, write
 
 
 def planned(store: Store, *, step: int = 7) -> list[list[Entry]]:
-    plan = DrainPlan(store.peek)
-    entries = store.inventory()
+    plan = DrainPlan(store.index.peek)
+    entries = store.index.inventory()
     random.Random(3).shuffle(entries)
     for first in range(0, len(entries), step):
         plan.add(entries[first : first + step])
@@ -48,13 +48,13 @@ def test_any_forest_is_handed_over_once_and_heads_first() -> None:
             write(store, [key(number)], float(number), parent=rng.choice(known))
             known.append(key(number))
         for digest in rng.sample(known[1:], 100):
-            entry = store.peek(ONE, 0, digest)
+            entry = store.index.peek(ONE, 0, digest)
             assert entry is not None
-            store.policy.touch(entry, 1000.0 + rng.random())
+            store.room.policy.touch(entry, 1000.0 + rng.random())
         order = [entry.digest for stretch in planned(store) for entry in stretch]
         assert sorted(order) == sorted(known[1:])
         place = {digest: number for number, digest in enumerate(order)}
-        for entry in store.inventory():
+        for entry in store.index.inventory():
             if entry.parent != ROOT:
                 assert place[entry.parent] < place[entry.digest]
 
@@ -63,8 +63,8 @@ def test_a_block_that_left_after_it_was_planned_is_skipped() -> None:
     store = Store(100 * PAGE, alignment=PAGE)
     chain = keys("chain", 5)
     write(store, chain, 1.0)
-    plan = DrainPlan(store.peek)
-    plan.add(store.inventory())
+    plan = DrainPlan(store.index.peek)
+    plan.add(store.index.inventory())
     store.remove(ONE, chain[3:])
     assert [[one.digest for one in stretch] for stretch in plan.stretches()] == [chain[:3]]
 
@@ -88,5 +88,5 @@ def test_a_block_is_safe_while_its_holder_lives() -> None:
 def an_entry() -> Entry:
     store = Store(4 * PAGE, alignment=PAGE)
     write(store, [key("a")], 1.0)
-    (entry,) = store.inventory()
+    (entry,) = store.index.inventory()
     return entry

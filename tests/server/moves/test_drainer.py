@@ -36,7 +36,7 @@ async def test_what_a_server_had_is_read_from_the_others_when_it_has_left() -> N
         assert (report.moved_blocks, report.moved_bytes) == (180, 180 * SIZE)
         await leaving.close()
         await assert_readable(pool, blocks)
-        assert {server.store.stored > 0 for server in others} == {True}, "both take a share"
+        assert {server.store.index.stored > 0 for server in others} == {True}, "both take a share"
 
 
 async def test_a_server_that_leaves_is_read_and_gets_no_writes() -> None:
@@ -79,7 +79,7 @@ async def test_parts_of_a_block_are_handed_over_each() -> None:
         chain = keys("chain", 10)
         for part in range(2):
             await pool.write(TWO, chain, values(chain, SIZE), part=part)
-        assert leaving.store.stored == 20
+        assert leaving.store.index.stored == 20
         for other in running.servers[1:]:
             other._context.draining = False
         await masters_know(*running.servers)
@@ -193,7 +193,7 @@ async def test_a_new_deadline_while_the_rest_is_counted_is_kept() -> None:
         moves_of(leaving).drainer._count_left = more_time  # type: ignore[method-assign]
         report = await drain(leaving, 1e-6)
         assert (report.state, report.left) == (DrainState.DONE, ())
-        assert other.store.stored == 20
+        assert other.store.index.stored == 20
 
 
 async def test_a_new_deadline_while_the_old_one_ends_is_kept() -> None:
@@ -212,7 +212,7 @@ async def test_a_new_deadline_while_the_old_one_ends_is_kept() -> None:
 
         drainer._pass = slow_pass  # type: ignore[method-assign]
         report = await drain(leaving, 0.2)
-        assert (report.state, other.store.stored) == (DrainState.DONE, 20)
+        assert (report.state, other.store.index.stored) == (DrainState.DONE, 20)
 
 
 async def test_two_servers_that_leave_do_not_count_on_each_other() -> None:
@@ -225,7 +225,7 @@ async def test_two_servers_that_leave_do_not_count_on_each_other() -> None:
         assert {report.state for report in reports} == {DrainState.DONE}
         await first.close()
         await second.close()
-        assert stays.store.stored == 60
+        assert stays.store.index.stored == 60
         await assert_readable(pool, blocks)
 
 
@@ -303,7 +303,7 @@ async def test_a_server_that_comes_back_with_its_file_keeps_what_is_in_it(
             await admin(pool).drain(leaving.server, within_s=30.0, back_in_s=60.0)
         report = await moves_of(leaving).drainer.wait()
         assert (report.state, report.moved_blocks) == (DrainState.DONE, 0)
-        assert leaving.stack.backing.stored == 300
+        assert leaving.stack.backing.index.stored == 300
         await admin(pool).cancel_drain(leaving.server)
         report = await drain(leaving, 30.0)
         assert (report.state, report.moved_blocks) == (DrainState.DONE, 300)
@@ -325,7 +325,7 @@ async def test_what_others_took_over_does_not_come_back_from_the_file(tmp_path: 
         await other._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
         await leaving.close()
         assert leaving.stack.erasable == 0, "the file has forgotten them, too"
-        kept = {entry.digest for entry in leaving.stack.backing.inventory()}
+        kept = {entry.digest for entry in leaving.stack.backing.index.inventory()}
         assert kept == {*blocks[:7], *copied}, "what this drain has not copied, or others lack"
         await assert_readable(pool, [*blocks[7:], *copied])
 
@@ -358,7 +358,7 @@ async def test_a_file_keeps_what_may_have_no_other_copy(tmp_path: Path, why: str
                 server == other.server or beat(server, *rest)
             )
         await leaving.close()
-        assert leaving.stack.backing.stored == 60 - moved
+        assert leaving.stack.backing.index.stored == 60 - moved
 
 
 async def test_what_the_file_could_not_keep_is_handed_over_although_the_server_comes_back(
@@ -377,7 +377,7 @@ async def test_what_the_file_could_not_keep_is_handed_over_although_the_server_c
         report = await moves_of(leaving).drainer.wait()
         assert (report.state, report.moved_blocks) == (DrainState.DONE, 4 * 5)
         await leaving.close()
-        there = [len(other.stack.front.blocks(one, 0)) for one in blocks]
+        there = [len(other.stack.front.index.blocks(one, 0)) for one in blocks]
         assert sorted(there) == [0, 0, 5, 5, 5, 5]
 
 
@@ -438,6 +438,6 @@ async def test_servers_that_placement_does_not_draw_are_asked_when_others_are_fu
         moves_of(leaving).hand_over._place = draw  # type: ignore[method-assign]
         report = await drain(leaving, 30.0)
         assert (report.state, report.left_blocks) == (DrainState.DONE, 0)
-        assert all(roomy.store.peek(NAMESPACE, 0, digest) for digest in blocks)
+        assert all(roomy.store.index.peek(NAMESPACE, 0, digest) for digest in blocks)
         await leaving.close()
         await assert_readable(pool, blocks)

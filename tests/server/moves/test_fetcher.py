@@ -83,8 +83,8 @@ async def test_a_server_fetches_blocks_and_serves_them(address: str) -> None:
         if listen:  # between the two servers only the transport that is tried
             del moves_of(both.target).peers._transports["inproc"]  # type: ignore[attr-defined]
         assert await both.fetch(chain) == [FETCHED] * 100
-        for entry in both.source.store.inventory():
-            copy = both.target.store.peek(NAMESPACE, 0, entry.digest)
+        for entry in both.source.store.index.inventory():
+            copy = both.target.store.index.peek(NAMESPACE, 0, entry.digest)
             assert copy is not None
             assert (copy.checksum, copy.parent) == (entry.checksum, entry.parent)
         match = await both.pool.match(NAMESPACE, chain)
@@ -195,7 +195,7 @@ async def test_corrupt_bytes_are_not_stored_and_leave_the_source() -> None:
     async with pair() as both:
         chain = keys("chain", 3)
         await both.put(chain)
-        entry = both.source.store.peek(NAMESPACE, 0, chain[1])
+        entry = both.source.store.index.peek(NAMESPACE, 0, chain[1])
         assert entry is not None
         both.source.tier.view(entry.offset, entry.size)[5] ^= 1  # type: ignore[attr-defined]
         assert await both.fetch(chain) == [FETCHED, FetchStatus.CORRUPT, FETCHED]
@@ -209,19 +209,19 @@ async def test_blocks_that_a_client_wants_stay_in_a_full_server() -> None:
         await both.put(old)
         await asyncio.sleep(0.05)
         await both.put(new, both.target)
-        stored = both.target.store.stored
+        stored = both.target.store.index.stored
         assert await both.fetch(old) == [FETCHED] * 8
-        assert both.target.store.stored == stored + 8
+        assert both.target.store.index.stored == stored + 8
         await both.put(keys("filler", 6), both.target)  # evicts nothing: 6 of 128 extents are free
         more = keys("older", 4)
         for digest in more:
             await both.put([digest])
-            entry = both.source.store.peek(NAMESPACE, 0, digest)
+            entry = both.source.store.index.peek(NAMESPACE, 0, digest)
             assert entry is not None
             entry.last_used = 1
-        before = both.target.store.evicted
+        before = both.target.store.room.evicted
         assert set(await both.fetch(more)) <= {NO_ROOM, FETCHED}
-        assert both.target.store.evicted == before
+        assert both.target.store.room.evicted == before
 
 
 async def test_without_room_for_a_head_its_tail_stays_where_it_is() -> None:
@@ -232,11 +232,11 @@ async def test_without_room_for_a_head_its_tail_stays_where_it_is() -> None:
         await asyncio.sleep(0.05)
         await both.put(keys("new", 126), both.target)
         room = both.target.store.allocator.available // SIZE
-        head = both.source.store.peek(NAMESPACE, 0, chain[0])
+        head = both.source.store.index.peek(NAMESPACE, 0, chain[0])
         assert head is not None
         assert room == 2
         assert await both.fetch([*chain, *other]) == [FETCHED, FETCHED, NO_ROOM, NO_ROOM, NO_ROOM]
-        assert both.target.store.evicted == 0
+        assert both.target.store.room.evicted == 0
 
 
 async def test_what_waits_for_its_turn_does_not_become_younger(
@@ -261,8 +261,10 @@ async def test_what_waits_for_its_turn_does_not_become_younger(
         await asyncio.sleep(0.3)
         goes_on.set()
         assert await moved == [FETCHED] * 2 + [NO_ROOM] * 6
-        assert both.target.store.evicted == 0
-        due = [server.store.policy._sessions["one"].due for server in (both.source, both.target)]
+        assert both.target.store.room.evicted == 0
+        due = [
+            server.store.room.policy._sessions["one"].due for server in (both.source, both.target)
+        ]
         assert due == [pytest.approx(due[0], abs=0.3)] * 2, "nor is the session expected later"
 
 
@@ -287,7 +289,7 @@ async def test_a_block_of_another_size_than_was_offered_is_not_fetched(
         statuses = await both.fetch(chain[:2])
         assert statuses == [FETCHED, FetchStatus.GONE]
         assert both.has(both.target, chain) == [True, False, False]
-        assert both.source.store.peek(NAMESPACE, 0, chain[1]) is not None
+        assert both.source.store.index.peek(NAMESPACE, 0, chain[1]) is not None
 
 
 async def test_a_removal_follows_a_block_to_where_it_was_fetched() -> None:
@@ -490,7 +492,7 @@ async def test_a_removal_of_one_version_is_passed_on_as_such() -> None:
         chain = keys("chain", 2)
         await both.put(chain)
         await both.fetch(chain)
-        entries = [both.source.store.peek(NAMESPACE, 0, digest) for digest in chain]
+        entries = [both.source.store.index.peek(NAMESPACE, 0, digest) for digest in chain]
         checksums = [entry.checksum for entry in entries if entry is not None]
         checksums[1] ^= 1
 
@@ -515,10 +517,10 @@ async def test_fetched_blocks_keep_their_session_and_when_it_resumes() -> None:
         assert await both.fetch(chain[60:]) == [FETCHED] * 40  # its end comes first
         assert await both.fetch([*chain[:60], *ended]) == [FETCHED] * 63
         store = both.target.store
-        entries = [store.peek(NAMESPACE, 0, digest) for digest in (*chain, *ended)]
+        entries = [store.index.peek(NAMESPACE, 0, digest) for digest in (*chain, *ended)]
         sessions = [one.session.name if one and one.session else "" for one in entries]
         assert sessions == ["one"] * 100 + [""] * 3
-        due = store.policy._sessions["one"].due
+        due = store.room.policy._sessions["one"].due
         assert due is not None
         assert 50.0 < due - now() < 60.0
         assert not any(one.superseded_at for one in entries if one)
@@ -534,7 +536,7 @@ async def test_what_the_receiver_knows_of_a_session_stays() -> None:
         await both.put(chain, session_hint=SessionHint("one", 60.0))
         await both.put(more, both.target, session_hint=SessionHint("one", 5.0))
         assert await both.fetch(chain) == [FETCHED] * 4
-        due = both.target.store.policy._sessions["one"].due
+        due = both.target.store.room.policy._sessions["one"].due
         assert due is not None
         assert due - now() < 5.0
 

@@ -143,14 +143,14 @@ def test_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
         write(store, [digest], 10.0 + number)
     assert fetch(store, "colder", 9.0, 100.0) is WriteStatus.NO_SPACE
     check_invariants(store)
-    assert store.evicted == 0
+    assert store.room.evicted == 0
     assert fetch(store, "as cold", 10.0, 100.0) is WriteStatus.NO_SPACE
     assert fetch(store, "warmer", 10.5, 100.0) is WriteStatus.RESERVED
-    assert store.peek(ONE, 0, old[0]) is None
+    assert store.index.peek(ONE, 0, old[0]) is None
     # It is as old as it was elsewhere, so it is the next victim.
     write(store, [key("new")], 101.0)
-    assert store.peek(ONE, 0, key("warmer")) is None
-    assert store.peek(ONE, 0, old[1]) is not None
+    assert store.index.peek(ONE, 0, key("warmer")) is None
+    assert store.index.peek(ONE, 0, old[1]) is not None
     check_invariants(store)
 
 
@@ -159,7 +159,7 @@ def test_a_fetched_block_does_not_take_the_place_of_an_announced_session() -> No
     write(store, [key("a")], 10.0, session="agent", resume_in=60.0)
     write(store, [key("b")], 11.0, session="agent", resume_in=60.0)
     assert fetch(store, "fetched", 19.0, 20.0) in (WriteStatus.NO_SPACE, WriteStatus.BYPASSED)
-    assert store.evicted == 0
+    assert store.room.evicted == 0
     check_invariants(store)
 
 
@@ -168,7 +168,7 @@ def test_parts_leave_together_so_the_latest_use_of_them_counts() -> None:
     for part, now in ((0, 10.0), (1, 30.0)):
         write(store, [key("a")], now, namespace=TWO, part=part)
     assert fetch(store, "fetched", 20.0, 50.0) is WriteStatus.NO_SPACE
-    assert store.stored == 2
+    assert store.index.stored == 2
 
 
 def test_parts_leave_together_so_a_hint_about_one_of_them_counts() -> None:
@@ -177,7 +177,7 @@ def test_parts_leave_together_so_a_hint_about_one_of_them_counts() -> None:
     for part, now, session in ((0, 10.0, ""), (1, 11.0, "agent")):
         write(store, [key("a")], now, namespace=TWO, part=part, session=session, resume_in=60.0)
     assert fetch(store, "fetched", 20.0, 50.0) in (WriteStatus.NO_SPACE, WriteStatus.BYPASSED)
-    assert store.stored == 2
+    assert store.index.stored == 2
 
 
 def demote(stack: TieredStore, now: float) -> None:
@@ -196,7 +196,7 @@ def test_below_memory_a_fetched_block_takes_the_place_of_an_older_one_only() -> 
     assert fetch(stack, "warmer", 10.5, 100.0) is WriteStatus.RESERVED
     demote(stack, 100.0)
     assert stack.peek(ONE, 0, keys("old", 1)[0]) is None
-    assert stack.backing.peek(ONE, 0, key("warmer")) is not None
+    assert stack.backing.index.peek(ONE, 0, key("warmer")) is not None
     check_invariants(stack)
     # On the disk, too, it is as old as it was.
     write(stack, [key("new")], 101.0)
@@ -211,9 +211,9 @@ def test_a_block_that_the_disk_has_no_room_for_when_its_turn_comes_evicts_nothin
     for number, digest in enumerate(keys("new", 2)):  # while it waits, others fill the disk
         request = ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE])
         (answer,) = stack.backing.reserve(9, request, 60.0 + number)
-        stack.backing.seal(9, answer.id, 7, 60.0 + number, from_other_tier=True)
+        stack.backing.seal_all(9, [answer.id], [7], 60.0 + number, from_other_tier=True)
     demote(stack, 70.0)
-    assert stack.backing.evicted == 0
+    assert stack.backing.room.evicted == 0
     assert stack.peek(ONE, 0, key("fetched")) is not None, "in memory, until that is full"
 
 
@@ -225,5 +225,8 @@ def test_while_the_disk_takes_no_writes_memory_keeps_what_is_newer() -> None:
         write(stack, [digest], 10.0 + number)
     assert fetch(stack, "colder", 9.0, 100.0) is WriteStatus.NO_SPACE
     assert fetch(stack, "warmer", 10.5, 100.0) is WriteStatus.RESERVED
-    assert stack.front.tombstones.reason(ONE, keys("only in memory", 1)[0]) is ReadStatus.EVICTED
+    assert (
+        stack.front.index.change_log.tombstones.reason(ONE, keys("only in memory", 1)[0])
+        is ReadStatus.EVICTED
+    )
     check_invariants(stack)

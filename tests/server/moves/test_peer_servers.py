@@ -25,7 +25,7 @@ async def test_what_is_not_used_is_closed_and_opened_again(monkeypatch: pytest.M
             async with running.pool(config) as pool:
                 await pool.write(NAMESPACE, chain, values(chain))
                 await admin(pool).spread(NAMESPACE, chain, to=3)
-                assert [server.store.stored > 0 for server in running.servers] == [True] * 3
+                assert [server.store.index.stored > 0 for server in running.servers] == [True] * 3
             await asyncio.sleep(0.05)
             assert connections() > 0  # between the servers: the client has left
             await eventually(

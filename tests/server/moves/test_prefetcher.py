@@ -99,10 +99,10 @@ class Tiers(Server):
 
     @property
     def blocks(self) -> PrefetchedBlocks:
-        return self.stack.front.prefetched
+        return self.stack.front.room.prefetched
 
     def in_memory(self, chain: Sequence[bytes]) -> list[bool]:
-        return [self.stack.front.peek(ONE, 0, digest) is not None for digest in chain]
+        return [self.stack.front.index.peek(ONE, 0, digest) is not None for digest in chain]
 
 
 def filled() -> tuple[Tiers, list[bytes], list[bytes]]:
@@ -135,7 +135,7 @@ def test_what_nobody_reads_is_evicted_next() -> None:
     tiers.prefetch(old[:2])
     assert tiers.in_memory(new) == [True] * 6 + [False] * 2
     tiers.now += prefetches.HOLD_S
-    tiers.stack.front.drop_lapsed(tiers.now)
+    tiers.stack.front.room.drop_lapsed(tiers.now)
     assert (tiers.blocks.wasted, tiers.blocks.bytes) == (2 * PAGE, 0)
     tiers.store(keys("more", 2))
     assert tiers.in_memory(old[:2]) == [False, False]
@@ -262,7 +262,7 @@ def test_giving_up_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     tiers.prefetch(old)
     assert len(tiers.blocks.give_up(lambda entry: True)) == 3
     assert [entry.digest for entry in tiers.blocks] == old[:1], "tails first"
-    assert len(FrontStore(PAGE).prefetched.give_up(lambda entry: True)) == 0
+    assert len(FrontStore(PAGE).room.prefetched.give_up(lambda entry: True)) == 0
 
 
 # --- a server ----------------------------------------------------------------------------
@@ -292,7 +292,7 @@ async def put(server: BlockServer, pool: Pool, chain: Sequence[bytes]) -> None:
 
 
 def in_memory(server: BlockServer, chain: Sequence[bytes]) -> int:
-    return sum(server.store.peek(NAMESPACE, 0, digest) is not None for digest in chain)
+    return sum(server.store.index.peek(NAMESPACE, 0, digest) is not None for digest in chain)
 
 
 def counters(server: BlockServer) -> dict[str, int]:
@@ -413,7 +413,7 @@ async def test_a_damaged_block_is_no_sign_of_a_fast_disk(tmp_path: Path) -> None
         budget = prefetcher_of(server).budget = NotedBudget()
         await pool.prefetch(NAMESPACE, chain)
         await eventually(lambda: in_memory(server, chain) == 5)
-        await eventually(lambda: server.stack.backing.peek(NAMESPACE, 0, chain[5]) is None)
+        await eventually(lambda: server.stack.backing.index.peek(NAMESPACE, 0, chain[5]) is None)
         await eventually(lambda: budget.moved >= 5 * BLOCK)
         assert budget.moved == 5 * BLOCK
 

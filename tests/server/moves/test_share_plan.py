@@ -60,7 +60,7 @@ def a_store() -> Blocks:
 
 def planned(store: Blocks) -> list[list[Entry]]:
     plan = SharePlan(store, ChainOwners({"other": 1}), {"other"})
-    for entry in store.front.inventory():
+    for entry in store.front.index.inventory():
         if plan.is_end(entry):
             plan.add(entry, list(plan.climb(entry))[-1])
     return [list(plan.climb(end))[::-1] for target, end in plan.chains() if target == "other"]
@@ -116,7 +116,7 @@ def test_a_chain_that_goes_on_or_left_after_it_was_planned_is_skipped() -> None:
     write(store, keys("left", 3), 1.0)
     write(store, keys("grown", 3), 1.0)
     plan = SharePlan(store, ChainOwners({"other": 1}), {"other"})
-    for entry in store.front.inventory():
+    for entry in store.front.index.inventory():
         if plan.is_end(entry):
             plan.add(entry, entry)
     store.remove(ONE, keys("left", 3))

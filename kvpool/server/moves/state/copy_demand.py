@@ -108,9 +108,9 @@ class RepairPlanner(MovePlanner):
     def _keep(self, name: BlockName) -> None:
         """The block is no extra copy any more, in each tier that has it."""
         for store in self._store.stores:
-            entry = store.peek(*name)
+            entry = store.index.peek(*name)
             if entry is not None:
-                store.raise_copies(entry, 1)
+                store.index.raise_copies(entry, 1)
 
     def came(self, name: BlockName, target: str, *, moved: bool) -> None:
         self._follow(name).short = 0

@@ -103,7 +103,7 @@ class SharePlan:
     def is_end(self, entry: Entry) -> bool:
         """Whether a chain ends here that may be read again: nobody reads the blocks of sessions
         that have ended, and of superseded branches, so these stay."""
-        policy = self._store.stores[entry.index.tier].policy
+        policy = self._store.stores[entry.index.tier].room.policy
         return not _children(self._store, entry) and not policy.is_over(entry)
 
     def add(self, end: Entry, first: Entry) -> None:
@@ -294,5 +294,5 @@ def is_full(store: Blocks) -> bool:
 def _children(store: Blocks, entry: Entry) -> int:
     """How many blocks of one tier, that with the most of them, go on from this one."""
     index = entry.index
-    found = (one.peek(index.namespace, index.part, entry.digest) for one in store.online)
+    found = (one.index.peek(index.namespace, index.part, entry.digest) for one in store.online)
     return max((one.children for one in found if one is not None), default=0)

@@ -1,0 +1,279 @@
+"""The extents of one tier: what lies in them, and which block makes room for another. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvpool.protocols.policy import Decision
+from kvpool.server.eviction.order import JUST_NOW, Order
+from kvpool.server.state.allocator import Allocator
+from kvpool.server.state.budget import UNLIMITED
+from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
+from kvpool.server.state.entry import MOVER, Account, Entry
+from kvpool.server.state.extent_state import Event, State, after
+from kvpool.server.state.holdings import ConnectionHoldings
+from kvpool.server.state.index import BlockIndex
+from kvpool.types import ReadStatus, Reservation, WriteStatus
+
+#: Victims that may not be evicted which a policy may choose for one block: then it is refused.
+_WRONG_VICTIMS_MAX: Final = 8
+#: How much one `reserve` does `in_steps`, in blocks that are granted: two milliseconds or so. An
+#: eviction is as much work as several grants.
+STEPS_MAX: Final = 512
+STEPS_OF_EVICTION: Final = 4
+#: Free space, in sizes of the new block, with which it is refused if pins lie in every range.
+_FREE_MAX: Final = 4
+#: While no range can be emptied, one is searched after each eviction of this part of the size.
+_SEARCHES: Final = 8
+#: A writer that may hold no more asks again.
+ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
+
+
+class BlockRoom:
+    """The memory of one tier, in extents, and the order in which blocks leave it.
+
+    A STORED block without pins and children *may* be evicted: then it is a candidate of the policy
+    (`testing.invariants`), and `evictable` is asked again before it goes.
+    """
+
+    #: Blocks sealed here must be copied to another tier before they may go: in a `FrontRoom` only.
+    demotes = False
+    dirty = 0  # those that must still be copied
+
+    def __init__(
+        self, allocator: Allocator, policy: Order, index: BlockIndex, held: ConnectionHoldings
+    ) -> None:
+        self.allocator = allocator
+        self.policy = policy
+        self.index = index
+        self.held = held
+        self.blocks_at: dict[int, Entry] = {}  # by offset, in each state but FREE
+        self.pending_free: dict[int, Entry] = {}  # removed blocks that are still pinned
+        #: `reserve` does bounded work in a call, and may begin a `clearing`: then it answers
+        #: NOT_YET. The caller makes the moves, and asks again (design: allocator).
+        self.in_steps = False
+        self.steps_left = UNLIMITED
+        #: The range that is being emptied for one block (design: allocator).
+        self.clearing: Clearing | None = None
+        self.move_targets: dict[int, int] = {}  # offset -> size, of moves that are under way
+        self.evicted = 0
+        self.evicted_bytes = 0
+        self.bypassed = 0  # writes whose rest the policy refused
+        #: Is called with each victim that a wrong policy chose although it may not be evicted.
+        self.on_rejected_victim: Callable[[Entry], None] | None = None
+
+    def make(self, newcomer: Entry, owner: int, now: float, last_used: int) -> int | Reservation:
+        """Evict victims, used before `last_used`, until `newcomer` fits: its offset, or the
+        refusal.
+
+        Where enough is free, but nowhere together, blocks are moved instead: a `clearing` begins.
+        So little more is evicted than is written, whatever sizes are mixed (design: allocator).
+        """
+        size = self.allocator.rounded(newcomer.size)
+        account = newcomer.index.account
+        clearing = self.clearing
+        if clearing is not None and clearing.owner == owner:
+            if clearing.is_for(newcomer.digest, size) and not account.exceeds(size):
+                return clearing.take() if clearing.is_ready else MAKING_ROOM
+            clearing.abandon()  # its block found a place, or another writer has begun it
+            clearing = None
+        holder = self.held.owner(owner)
+        # The first block always: a writer must be able to show that it sends (design: budgets).
+        if holder.limited and holder.reservations and not holder.may_evict(self.held.limits.writes):
+            return ASK_AGAIN
+        enough = min(2 * size, size + self.allocator.capacity // 16)
+        if (gave_up := holder.gave_up) is not None and gave_up[0] == newcomer.digest:
+            enough = max(enough, gave_up[1] + 1)
+        in_steps = self.in_steps and owner != MOVER
+        wanted = owner == MOVER and self.demotes and last_used == JUST_NOW  # by a reader, now
+        searched, wrong = False, 0
+        while self.steps_left > 0:
+            exceeds = account.used + size > account.limit
+            if in_steps and not exceeds and self.allocator.available >= enough:
+                if searched or clearing is not None:
+                    break
+                searched = True
+                refusal = self._begin_clearing(owner, newcomer, size)
+                if refusal is not None:
+                    return refusal
+                enough = self.allocator.available + size // _SEARCHES
+            victim = self.policy.victim(newcomer, self.evictable, now, last_used, wanted=wanted)
+            if victim is None:
+                if last_used == JUST_NOW and self._finds_more(account, size):
+                    continue
+                return Reservation(WriteStatus.NO_SPACE)
+            if isinstance(victim, Decision):
+                if victim is Decision.BYPASS:
+                    if self.dirty:  # what is still to be written back may be a better victim then
+                        return Reservation(WriteStatus.NO_SPACE)
+                    self.bypassed += 1
+                    return Reservation(WriteStatus.BYPASSED)
+                if in_steps:
+                    break
+                continue
+            # A policy may be a plug-in. If it ignores `evictable`, a pinned extent must still not
+            # go to a writer: a wrong policy costs hits, never bytes (G4).
+            if not self.evictable(victim):
+                self.reject(victim)
+                wrong += 1
+                if wrong == _WRONG_VICTIMS_MAX:
+                    return Reservation(WriteStatus.NO_SPACE)
+                continue
+            if self._is_spared(victim, newcomer, owner, last_used, now):
+                self.policy.add_candidate(victim)
+                return Reservation(WriteStatus.NO_SPACE)
+            leaving = self.policy.evicting(victim, account)
+            if exceeds and account.used - leaving + size > account.limit:
+                self.evict(victim)  # its extent alone does not make enough room within the limit
+                continue
+            offset = self.evict(victim, newcomer.size)
+            if offset is not None:
+                return offset
+        return MAKING_ROOM
+
+    def evict(self, victim: Entry, size: int = 0) -> int | None:
+        """Remove a block for one of `size` bytes, if any: the offset for that one, if it fits now.
+
+        All parts leave together: a block with a missing part is of no use (design: eviction).
+        """
+        passed_on = None
+        for entry in self.index.parts(victim):
+            self.steps_left -= STEPS_OF_EVICTION
+            # The usual case, blocks of one size: nothing to free, to join and to search.
+            pass_on = bool(size) and passed_on is None
+            pass_on = pass_on and self.allocator.may_pass_on(entry.offset, size)
+            if pass_on:
+                passed_on = entry.offset
+                entry.index.count(-self.allocator.rounded(entry.size))
+            self.remove(entry, Event.EVICT, ReadStatus.EVICTED, free=not pass_on)
+        if passed_on is not None or not size:
+            return passed_on
+        return self.allocator.allocate(size)
+
+    def _begin_clearing(self, owner: int, newcomer: Entry, size: int) -> Reservation | None:
+        """Choose a range to empty, if there is one; None when a few more victims may help."""
+        # If the range cannot be emptied after all, the next attempt is made with more free bytes.
+        self.held.owner(owner).gave_up = newcomer.digest, self.allocator.available
+        start, pinned = cheapest_start(self, size)
+        if start is not None:
+            self.clearing = Clearing(self, owner, newcomer.digest, size, start)
+            return MAKING_ROOM
+        # Evicting does not help against pins: without this, a few pinned blocks between all others
+        # would let one large write empty the pool.
+        enough = pinned and self.allocator.available >= _FREE_MAX * size
+        return Reservation(WriteStatus.NO_SPACE) if enough else None
+
+    def free(self, entry: Entry) -> None:
+        del self.blocks_at[entry.offset]
+        entry.index.count(-self.allocator.release(entry.offset))
+
+    def relocate(self, entry: Entry, target: int) -> None:
+        """The bytes of a block are at `target`, too, which was allocated for it: it lies there."""
+        del self.blocks_at[entry.offset]
+        self.allocator.release(entry.offset)
+        entry.offset = target
+        self.blocks_at[target] = entry
+
+    def reject(self, victim: Entry) -> None:
+        """Take a victim that may not be evicted out of the candidates (design: eviction).
+
+        It becomes a candidate again when its pin, reservation or last child is gone.
+        """
+        self.policy.reject(victim)
+        if self.on_rejected_victim is not None:
+            self.on_rejected_victim(victim)
+
+    def _is_spared(
+        self, victim: Entry, newcomer: Entry, owner: int, last_used: int, now: float
+    ) -> bool:
+        """Whether a block that may be evicted stays, and the newcomer is refused."""
+        # A chain that does not fit keeps its head: no block is stored in place of its parent.
+        if self._is_parent(victim, newcomer):
+            return True
+        # An extra copy is worth less than one that another server hands over (design: movers).
+        if newcomer.copies and not victim.copies:
+            return False
+        # A block that is fetched takes the place of less valuable ones only (design: moves).
+        return last_used != JUST_NOW and self._last_use(victim) >= last_used
+
+    def _is_parent(self, one: Entry, of: Entry) -> bool:
+        return one.digest == of.parent and one.index.namespace == of.index.namespace
+
+    def _last_use(self, entry: Entry) -> int:
+        """When a block was used last, by any part that is here; of one whose session has announced
+        its return: later than any other."""
+        # All parts leave together, and another session may have written one of them, too.
+        return max(
+            part.last_used if self.policy.due(part) is None else JUST_NOW
+            for part in self.index.parts(entry)
+        )
+
+    def evictable(self, entry: Entry) -> bool:
+        """Sealed, unpinned, no children: for all parts here, which leave together.
+
+        Of parts used at different times the latest use counts; `last_used` is corrected here.
+        """
+        if entry.index.namespace.parts == 1:
+            return entry.state is State.STORED and not entry.pins and not entry.children
+        parts = self.index.parts(entry)
+        latest = max(part.last_used for part in parts)
+        if latest != entry.last_used:
+            entry.last_used = latest
+            return False
+        return all(
+            part.state is State.STORED and not part.pins and not part.children for part in parts
+        )
+
+    def _finds_more(self, account: Account, size: int) -> bool:
+        """No block may be evicted for so many bytes of this tenant: whether one may be now."""
+        return False
+
+    def add_candidate(self, entry: Entry) -> None:
+        """Make a block that may have become evictable a candidate, with all its parts."""
+        if entry.index.namespace.parts == 1:
+            if entry.state is State.STORED and not entry.children and not entry.pins:
+                self.policy.add_candidate(entry)
+        else:
+            for part in self.index.parts(entry):
+                if part.state is State.STORED:
+                    self.policy.add_candidate(part)
+
+    def remove(self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True) -> None:
+        """Take a sealed block out of the index, announce it, and free its extent or mark it
+        pending. Without `free` the caller puts another block there at once."""
+        entry.state = after(entry.state, event)
+        self.unlink(entry)
+        # After `_unlink`: no other tier must find the block here any more (design: tiers).
+        if self.index.left(entry, event, reason) and event is Event.EVICT:
+            self.evicted += 1
+            self.evicted_bytes += entry.size
+        if entry.state is State.PENDING_FREE:
+            self.pending_free[entry.offset] = entry
+        elif free:
+            self.free(entry)
+
+    def unlink(self, entry: Entry) -> None:
+        """Leave the index; its parent may be evicted now."""
+        index = entry.index
+        self.policy.remove(entry)
+        parent = index.unlink(entry)
+        if parent is not None:
+            self.add_candidate(parent)
+        if not index.blocks:
+            self.index.drop_if_empty(index)
+        if index.namespace.parts > 1:
+            self.add_candidate(entry)  # its other parts: they could not be evicted without it
+
+    def unpinned(self, entries: Sequence[Entry]) -> None:
+        """Pins have ended. The last reader of a removed block frees its extent (design: pins)."""
+        for entry in entries:
+            entry.pins -= 1
+            if entry.pins:
+                continue
+            if entry.state is State.PENDING_FREE:
+                entry.state = after(entry.state, Event.LAST_UNPIN)
+                del self.pending_free[entry.offset]
+                self.free(entry)
+            elif not entry.children:
+                self.add_candidate(entry)
