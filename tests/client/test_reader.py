@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvpool import Namespace, ReadResult, ReadStatus
+from kvpool import ClientConfig, Namespace, ReadResult, ReadStatus, dev
 from kvpool.client.reader import LocationSource, ReadState
 from kvpool.client.ways import Attempt
 from kvpool.protocols import ReadOptions
-from tests.conftest import keys
+from tests.conftest import NAMESPACE, buffers, keys, values
 
 HIT, MISS = ReadResult(ReadStatus.HIT, 1), ReadResult(ReadStatus.EVICTED)
 
@@ -48,3 +48,21 @@ def test_a_deferred_server_of_the_cache_is_named_again_by_a_master() -> None:
     read.candidates[0].pop()
     read.defer("a", [0])
     assert read.candidates == [[]]
+
+
+async def test_blocks_of_a_lost_server_are_read_from_different_replicas() -> None:
+    chain = keys("chain", 24)
+    async with dev.serve("16MiB", servers=4) as running:
+        config = ClientConfig(masters=[running.address], transports=["tcp"])
+        async with running.pool(config) as writer, running.pool(config) as pool:
+            for digest, block in zip(chain, values(chain), strict=True):
+                await writer.write(NAMESPACE, [digest], [block], copies=2)
+            match = await pool.match(NAMESPACE, chain)
+            holders = {replica.server for run in match.runs for replica in run.replicas}
+            assert len(holders) > 2
+            lost = next(server for server in running.servers if server.server in holders)
+            await lost.close()
+            got = buffers(len(chain))
+            results = await pool.read(NAMESPACE, chain, got, match=match)
+    assert {result.status for result in results} == {ReadStatus.HIT}
+    assert got == values(chain)
