@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -154,11 +155,12 @@ async def castle(
 
 
 def private_bytes(node: Node) -> int:
-    """Memory of a process that nobody shares: blocks in a shared segment are not in it."""
+    """Anonymous memory of a process. Blocks in a shared segment are not in it, also where no other
+    process has mapped their pages, which the kernel calls private."""
     assert node.process is not None
-    text = Path(f"/proc/{node.process.pid}/smaps_rollup").read_text()
-    rows = [line.split() for line in text.splitlines() if line.startswith("Private_")]
-    return sum(int(row[1]) << 10 for row in rows)
+    text = Path(f"/proc/{node.process.pid}/status").read_text()
+    (kibibytes,) = re.findall(r"RssAnon:\s+(\d+) kB", text)
+    return int(kibibytes) << 10
 
 
 def open_files(node: Node) -> int:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvpool.wire.frames import PROTOCOL_VERSION
 from tests.attack.castle import ATTACK_S, Castle, Costs, strangers, suffered
 from tests.attack.strangers import ADDRESSES
 
@@ -42,6 +43,7 @@ async def test_strangers_of_one_kind(attacked: Castle, port: str, kind: str) -> 
 async def test_a_first_message_has_no_long_body(attacked: Castle) -> None:
     """So 1024 strangers cannot make a server hold a MiB each."""
     reader, writer = await asyncio.open_connection(*attacked.ports["server"].split(":"))
-    writer.write(b"kv\x04\x02" + (1 << 20).to_bytes(4, "little") + bytes(8))
+    version = bytes([PROTOCOL_VERSION])
+    writer.write(b"kv" + version + b"\x02" + (1 << 20).to_bytes(4, "little") + bytes(8))
     assert b"BadFrame" in await asyncio.wait_for(reader.read(), 2)
     writer.close()
