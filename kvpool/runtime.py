@@ -133,14 +133,22 @@ def freeze_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_000, 3, 1_000_000)
+    _untie_transports()
+
+
+def _untie_transports() -> None:
+    """A transport of CPython's refers to itself: each that has ended would stay for ever, with its
+    socket. Where a version of Python has other names, they stay."""
     from asyncio import selector_events
 
-    # A transport of CPython's refers to itself: each that has ended would stay for ever.
-    transport: Any = vars(selector_events)["_SelectorSocketTransport"]
-    ended = transport._call_connection_lost
+    transport = getattr(selector_events, "_SelectorSocketTransport", None)
+    ended = getattr(transport, "_call_connection_lost", None)
+    if transport is None or ended is None:
+        return
 
     def end(self: Any, error: Exception | None) -> None:
-        self._read_ready_cb = ended(self, error)
+        ended(self, error)
+        self._read_ready_cb = None
 
     transport._call_connection_lost = end
 

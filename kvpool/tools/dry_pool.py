@@ -426,9 +426,8 @@ class DryPool:
         return TieredStore(stores, write_back=self._write_back)
 
     def _register(self, server: DryServer) -> None:
-        tiers = ("dram", "nvme")[: len(self._sizes)]
-        epoch = self._epochs[server.name]
-        registration = Registration(epoch, server.host, (), tiers, self._sizes[-1])
+        tiers, size = ("dram", "nvme")[: len(self._sizes)], self._sizes[-1]
+        registration = Registration(self._epochs[server.name], server.host, (), tiers, size)
         refusal = self.directory.servers.register(server.name, registration, 0.0)
         if refusal is not None:
             raise InvariantViolated(f"{server.name} is refused: {refusal}")

@@ -126,7 +126,7 @@ async def test_the_pool_is_asked_in_its_own_thread(
     engine.go.set()
     async with dev.serve("1MiB") as running:
         demand = Demand(600.0, (WorkingSet(NAMESPACE, 4 << 20, 10, 1 << 20),), 1.0, 0.0)
-        monkeypatch.setattr(running.master, "demand", lambda now: demand)
+        monkeypatch.setattr(running.master.clients, "demand", lambda now: demand)
         async with running.pool() as pool:
             assert (await admin(pool).room()).share == 0.25
         config = ClientConfig(masters=[running.address])

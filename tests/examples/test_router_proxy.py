@@ -443,7 +443,7 @@ async def scarce_router(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[
     monkeypatch.setattr(admission_gate, "_LOOK_S", 0.01)
     async with dev.serve("1MiB") as running, engines("a") as (a,):
         demand = Demand(600.0, (WorkingSet(NAMESPACE, 2 << 20, 10, 1 << 20),), 1.0, 0.0)
-        monkeypatch.setattr(running.master, "demand", lambda now: demand)
+        monkeypatch.setattr(running.master.clients, "demand", lambda now: demand)
         pool = ["--pool", running.address, "--admit"]
         async with router("session", a, *pool, healthy=1) as asked:
             yield a, asked

@@ -135,6 +135,8 @@ async def test_each_object_has_one_server_that_answers_for_it(shelf: Shelf) -> N
         await fleet.lose("a")
         await eventually(lambda: sum(map(listed, others)) == len(CHAIN))
         assert sum(listed(one) > 0 for one in others) > 1, "they share what is left"
+        for one in others:
+            await one._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
         assert await hits(pool) == len(CHAIN)
         a = await fleet.start("a")
         await found(a)

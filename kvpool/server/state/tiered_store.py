@@ -600,13 +600,10 @@ class TieredStore(Blocks):
     def figures(self) -> dict[str, int]:
         """With write-back also what memory dropped without writing it to the backing tier, because
         its session had ended or its branch was superseded."""
-        front = self.front
-        found = {**super().figures, "dirty_bytes": front.room.dirty_bytes}
+        room = self.front.room
+        found = {**super().figures, "dirty_bytes": room.dirty_bytes}
         if self.write_back is not None:
-            found |= {
-                "spared_writes": front.room.spared,
-                "spared_write_bytes": front.room.spared_bytes,
-            }
+            found |= {"spared_writes": room.spared, "spared_write_bytes": room.spared_bytes}
         return found
 
     @property
