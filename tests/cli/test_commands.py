@@ -236,7 +236,7 @@ def test_no_word_is_cut_at_the_width_of_a_terminal(
     whole = {
         "status": "256 MiB",
         "doctor": "kvpool_transports.inproc:InprocTransport",
-        "usage": "%",
+        "usage": "hit rate",
     }
     assert any(whole[command] in line for line in lines), lines
 
