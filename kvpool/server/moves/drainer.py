@@ -21,7 +21,8 @@ log = logs.get("kvpool.server")
 
 #: Stretches that are handed over at the same time: one is read while the next is placed.
 _STRETCHES: Final = 2
-#: Masters that do not answer so long need not know that this server leaves.
+#: Masters that do not answer so long need not know that this server leaves. At the end they have as
+#: long, also behind the deadline, to say what has become of the moved blocks.
 _MASTERS_S: Final = 5.0
 #: Of what others have taken over, removed at once, and in all before the process ends.
 _FORGET_STEP: Final = 256
@@ -167,15 +168,17 @@ class Drainer:
     async def _still_there(self) -> bool:
         """Whether others have all that was moved. A receiver that is nearly full evicts for what
         comes later; that is not moved once more, as something else would have to go for it."""
-        handed, evicted = self._planner.handed, []
+        handed, evicted, asked = self._planner.handed, [], True
         try:
-            view = await self._hand_over.look()
-            for names in handed.moved_batches(_CHECK_STEP):
-                held = await self._peers.holders(names, view.others, _now() + REQUEST_S)
-                evicted += [name for name in names if not held[name]]
-        except FAILURES as error:
-            log.warning("nobody says whether what was moved is still there", why=str(error))
-            return False
+            async with asyncio.timeout_at(max(self._deadline, _now() + _MASTERS_S)):
+                view = await self._hand_over.look()
+                for names in handed.moved_batches(_CHECK_STEP):
+                    held = await self._peers.holders(names, view.others, _now() + REQUEST_S)
+                    evicted += [name for name in names if not held[name]]
+        except (TimeoutError, *FAILURES) as error:
+            why = str(error) or "no time was left"
+            log.warning("nobody says whether what was moved is still there", why=why)
+            asked = False
         here = 0
         for number, name in enumerate(evicted):
             if (entry := self._store.peek(*name)) is not None:
@@ -183,7 +186,7 @@ class Drainer:
                 here += 1
             if number % _CHECK_STEP == 0:
                 await asyncio.sleep(0)
-        return not here
+        return asked and not here
 
     async def _count_left(self) -> None:
         for _ in self._planner.count_left(self._hand_over.view):

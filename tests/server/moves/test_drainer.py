@@ -15,10 +15,11 @@ from kvpool.cli import run
 from kvpool.cli.progress import Show
 from kvpool.config import ServerConfig
 from kvpool.server.block_server import BlockServer
+from kvpool.server.moves import drainer
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.shares import Shares
 from kvpool.types import DrainState, FetchStatus, Left, ReadStatus
-from tests.conftest import NAMESPACE, key, keys, value, values
+from tests.conftest import NAMESPACE, key, keys, patient, value, values
 from tests.support.moves import SIZE, assert_readable, drain, masters_know, movers, moves_of, put
 
 TWO = Namespace("test/two", parts=2)
@@ -112,8 +113,9 @@ async def test_what_no_server_takes_is_left_with_its_reason_and_the_best_is_save
         assert (stats.draining, stats.drain_left_blocks) == (True, report.left_blocks)
 
 
-async def test_what_a_receiver_has_evicted_again_is_left() -> None:
+async def test_what_a_receiver_has_evicted_again_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is no block that was moved; a second drain asks anew."""
+    monkeypatch.setattr(drainer, "_CHECK_STEP", 2)  # several questions
     async with movers(servers=2) as running, running.pool() as pool:
         leaving, other = running.servers
         blocks = keys("block", 20)
@@ -139,6 +141,35 @@ async def test_what_a_receiver_has_evicted_again_is_left() -> None:
         assert (report.state, report.left_blocks, report.moved_blocks) == (DrainState.DONE, 0, 2)
         await leaving.close()
         await assert_readable(pool, [one for one in blocks if one != gone[2]])
+
+
+async def test_a_master_that_is_silent_at_the_end_holds_no_drain_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is known by then is told, and that not all is known."""
+    monkeypatch.setattr(drainer, "_CHECK_STEP", 10)
+    monkeypatch.setattr(drainer, "_MASTERS_S", 0.3)
+    async with movers(servers=2) as running, running.pool() as pool:
+        leaving, other = running.servers
+        await put(pool, leaving, keys("block", 20))
+        peers, asked = moves_of(leaving).peers, 0
+        planned = peers.holders
+
+        async def holders(names: Sequence[Any], *rest: Any) -> dict[Any, set[str]]:
+            nonlocal asked
+            if len(names) != 10:  # before the moves
+                return await planned(names, *rest)
+            asked += 1
+            if asked == 2:
+                await asyncio.Event().wait()
+            return {name: {other.server} if name is not names[0] else set() for name in names}
+
+        monkeypatch.setattr(peers, "holders", holders)
+        begun = asyncio.get_running_loop().time()
+        report = await drain(leaving, 1.0)
+        assert asyncio.get_running_loop().time() - begun < patient(5)
+        assert report.state is DrainState.INCOMPLETE
+        assert report.left == (Left(NAMESPACE.name, "evicted there", 1, SIZE),)
 
 
 async def test_without_another_server_everything_is_left() -> None:
