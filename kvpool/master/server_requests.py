@@ -90,8 +90,15 @@ class ServerRequests:
             if not name.isprintable():  # they are printed on terminals and in logs
                 raise BadMessage(f"{name[:40]!r} is not printable")
         registration = Registration(
-            *(m.epoch, m.host, tuple(m.addresses), tuple(m.tiers), m.capacity),
-            *(m.token, m.kept, m.blocks_max, caller.address),
+            epoch=m.epoch,
+            host=m.host,
+            addresses=tuple(m.addresses),
+            tiers=tuple(m.tiers),
+            capacity=m.capacity,
+            token=m.token,
+            kept=m.kept,
+            blocks_max=m.blocks_max,
+            caller=caller.address,
         )
         refusal = self._servers.register(m.server, registration, self._now(), sequence=m.sequence)
         if refusal is not None and refusal.full:

@@ -156,10 +156,18 @@ class ServerTable:
         """Every server that has a record, the lost ones included."""
         return [
             Member(
-                *(one.server, own.epoch, own.host, own.addresses, own.tiers, one.alive),
-                *(max(0.0, now - one.last_seen), own.capacity, one.stats, one.left),
+                server=one.server,
+                epoch=one.registration.epoch,
+                host=one.registration.host,
+                addresses=one.registration.addresses,
+                tiers=one.registration.tiers,
+                alive=one.alive,
+                heard_s=max(0.0, now - one.last_seen),
+                capacity=one.registration.capacity,
+                stats=one.stats,
+                left=one.left,
             )
-            for one, own in [(record, record.registration) for record in self.records.values()]
+            for one in self.records.values()
         ]
 
     def others_have_room(self, server: str) -> bool:
