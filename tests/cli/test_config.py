@@ -211,7 +211,7 @@ def test_a_wrong_duration() -> None:
         ("[" * 1000, "config file"),
         ("cluster: 2020-13-45", "no YAML that can be read$"),
         ("cluster: a\ncluster: b", "'cluster' stands twice"),
-        ("a" * 70_000, "larger than 65536 bytes"),
+        ("#" * 65_537, "larger than 65536 bytes"),
         ("cluster: !!timestamp x", "config file"),
         (
             f"cluster: [&a x, {', '.join(['*a'] * 17)}]",

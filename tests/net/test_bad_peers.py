@@ -157,8 +157,16 @@ async def test_made_up_servers_and_blocks_are_bounded(
         assert answer.applied
         assert answer.unlisted == (768 if sequence == 1 else 1024)
         assert "'liar-000' has 256 blocks" in answer.problem
+    half = {**KEYS, "digests": os.urandom(32 * 513)}
+    halves = [wire.BlockChanges(**half, part=0, tier=0, status=status) for status in (1, 0)]
+    for message in (
+        wire.Announce("liar-002", 7, TOKEN, 1, halves),
+        wire.Inventory("liar-002", 7, TOKEN, 1, 0, True, halves),
+    ):
+        with pytest.raises(PeerError, match="1026 blocks in one message, limit 1024"):
+            await ask(link, message, wire.Announced)
     found = (await ask(link, wire.Members(), wire.MembersReply)).blocks
-    assert found == 256 + len(CHAIN)
+    assert found == 256 + len(CHAIN), "nothing of a refused message is applied"
     for server, epoch in (("nobody", 7), ("liar-001", 8)):
         leave = wire.Leave(server, epoch, TOKEN)
         assert not (await ask(link, leave, wire.HeartbeatReply)).known
