@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -303,14 +304,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     parser.add_argument("--page", type=Path, default=Path("gpu-acceptance.md"))
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="names of claims")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of claims")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    names = [claim.name for claim in CLAIMS]
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
+        parser.error(f"--device {options.device}: expected cuda, cuda:N or cpu")
+    if unknown := [name for name in options.only or () if name not in names]:
+        parser.error(f"--only {' '.join(unknown)}: expected some of {', '.join(names)}")
+    if not options.page.parent.is_dir():
+        parser.error(f"--page {options.page}: there is no folder {options.page.parent}")
     if options.one:
         (claim,) = (claim for claim in CLAIMS if claim.name == options.one)
         print(json.dumps(claim.ask(options.device)))
         return
-    chosen = [c for c in CLAIMS if options.only is None or c.name in options.only]
+    chosen = [claim for claim in CLAIMS if claim.name in (options.only or names)]
     until = time.monotonic() + _ALL_S
     title = f"Device memory, {time.strftime('%Y-%m-%d %H:%M')}"
     found: list[Line] = []

@@ -147,6 +147,30 @@ def test_a_claim_that_is_not_met_is_its_exit_status(
     assert "| FALSE | slow |" in (tmp_path / "page.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "xpu"], "--device xpu: expected cuda, cuda:N or cpu"),
+        (["--device", "cuda:x"], "--device cuda:x: expected"),
+        (["--only", "rot", "nothing"], "--only nothing: expected some of "),
+        (["--only"], "expected at least one argument"),
+        (["--page", "/nowhere/page.md"], "there is no folder /nowhere"),
+    ],
+)
+def test_a_wrong_argument_is_a_sentence_and_no_page(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    """It would be a page of claims that were not asked, and exit code 0."""
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        kit.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_names_are_unique_and_needs_are_known() -> None:
     assert len({one.name for one in kit.CLAIMS}) == len(kit.CLAIMS)
     assert {need for one in kit.CLAIMS for need in one.needs} <= machine.present("cpu").keys()
