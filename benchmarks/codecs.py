@@ -26,7 +26,7 @@ from kvpool import ConfigError
 from kvpool_connector.codecs.checks import Sample, encoded, like_kv
 from kvpool_connector.codecs.codec import Codec, Flat, codec_of
 from kvpool_connector.codecs.lossless import Lossless
-from kvpool_connector.comparison import LayerBytes
+from kvpool_connector.memory.comparison import LayerBytes
 
 _ROUNDS: Final = 7
 _TOKENS: Final = 16

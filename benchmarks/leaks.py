@@ -16,7 +16,7 @@ import hashlib
 import os
 import sys
 
-from kvpool_connector.values import ScheduledRequest
+from kvpool_connector.records.values import ScheduledRequest
 from tests.connector.test_halves import BLOCK, Engine, ended
 from tests.connector.vllm.helpers import PoolProcess
 

@@ -23,7 +23,7 @@ from rich.console import Console
 import kvpool
 from kvpool import ClientConfig, Namespace
 from kvpool.tools.bench import Row, serving, table
-from kvpool_connector.block_memory import memory_of
+from kvpool_connector.memory.block_memory import memory_of
 
 _TARGET = 0.6
 

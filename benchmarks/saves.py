@@ -29,13 +29,18 @@ from rich.console import Console
 from kvpool import Namespace
 from kvpool.tools.bench import Row, serving, table
 from kvpool_connector import settings
-from kvpool_connector.block_memory import memory_of
-from kvpool_connector.messages import ModelInfo, StepWork
-from kvpool_connector.planner import Planner
+from kvpool_connector.memory.block_memory import memory_of
+from kvpool_connector.plan.planner import Planner
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.scheduler import SAVE_GATHER_S
-from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints, ScheduledRequest
-from kvpool_connector.worker import ConnectorWorker, Rank
+from kvpool_connector.records.messages import ModelInfo, StepWork
+from kvpool_connector.records.values import (
+    CacheGroup,
+    PlannerLimits,
+    RequestHints,
+    ScheduledRequest,
+)
+from kvpool_connector.scheduler.scheduler import SAVE_GATHER_S
+from kvpool_connector.worker.worker import ConnectorWorker, Rank
 
 _TARGET = 1.3
 _MEMORY_BYTES = 160 << 20

@@ -143,7 +143,12 @@ class _PlayedWorker:
     def step(self) -> None:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        from kvpool_connector.messages import ModelInfo, SaveResult, WorkerInfo, WorkerReport
+        from kvpool_connector.records.messages import (
+            ModelInfo,
+            SaveResult,
+            WorkerInfo,
+            WorkerReport,
+        )
         from kvpool_connector.vllm import ReportMetadata
 
         self._hook_s = self._hook_cpu_s = 0.0

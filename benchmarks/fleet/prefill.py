@@ -19,9 +19,9 @@ from benchmarks.fleet.memory import FleetMemory
 from benchmarks.fleet.mixed import MixedDecoder
 from benchmarks.fleet.prompts import Prompt, PromptState
 from kvpool.types import Match, SessionHint
-from kvpool_connector.messages import LoadRequest, LoadResult, ProbeRequest, ProbeResult
-from kvpool_connector.planner import Planner
-from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints
+from kvpool_connector.plan.planner import Planner
+from kvpool_connector.records.messages import LoadRequest, LoadResult, ProbeRequest, ProbeResult
+from kvpool_connector.records.values import CacheGroup, PlannerLimits, RequestHints
 
 #: So many prompts of the queue look up and load.
 _WINDOW: Final = 4

@@ -25,7 +25,7 @@ def keeps_the_order(device: str) -> Answer:
 
 
 async def _order(device: torch.device) -> Answer:
-    from kvpool_connector import block_memory as memory  # needs torch, as vLLM's workers have it
+    from kvpool_connector.memory import block_memory as memory  # needs torch, as workers have it
 
     shape = (_BLOCKS, _LAYERS, _HEADS, _TOKENS, _CONTENT)
     cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)

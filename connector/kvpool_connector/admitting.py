@@ -12,8 +12,8 @@ import contextlib
 from typing import Final
 
 from kvpool import KvpoolError, admin
-from kvpool_connector.admission_gate import AdmissionGate, LineFull, Ticket
-from kvpool_connector.client_requests import Spoken
+from kvpool_connector.agents.admission_gate import AdmissionGate, LineFull, Ticket
+from kvpool_connector.agents.client_requests import Spoken
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.sessions import App, Middleware, Scope
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool_connector.block_form import BlockForm, PlainForm
+from kvpool_connector.memory.block_form import BlockForm, PlainForm
 
 
 def form_of(codec: str) -> BlockForm:

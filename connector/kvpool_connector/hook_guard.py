@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvpool_connector.messages import GroupBlocks, LoadRequest, StepWork, WorkerReport
+from kvpool_connector.records.messages import GroupBlocks, LoadRequest, StepWork, WorkerReport
 
 #: Seconds without the pool after a failure; doubled with each, up to `_OFF_S_MAX`.
 OFF_S: Final = 60.0

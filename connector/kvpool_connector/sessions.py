@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from kvpool import HintStatus, KvpoolError
 from kvpool_connector import client_log, settings
-from kvpool_connector.admission_gate import WAITED, Ticket
-from kvpool_connector.client_requests import (
+from kvpool_connector.agents.admission_gate import WAITED, Ticket
+from kvpool_connector.agents.client_requests import (
     PATHS,
     SESSION_HEADER,
     AnswerReader,
@@ -33,7 +33,7 @@ from kvpool_connector.client_requests import (
     from_headers,
     spliced,
 )
-from kvpool_connector.pauses import Answer, Expectation, Pauses
+from kvpool_connector.agents.pauses import Answer, Expectation, Pauses
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.session_names import DEFAULT_TENANT, in_tenant
 

@@ -19,19 +19,19 @@ from typing import (
     Any,
 )
 
-from kvpool_connector import engine_log, settings, vllm_interface
-from kvpool_connector.block_memory import device_of_this_thread
-from kvpool_connector.head_split import head_split
-from kvpool_connector.messages import StepWork, WorkerReport
+from kvpool_connector import settings
+from kvpool_connector.memory.block_memory import device_of_this_thread
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.scheduler_hooks import SchedulerHooks
-from kvpool_connector.stats import ConnectorPromMetrics, ConnectorStats
-from kvpool_connector.vllm_config import (
+from kvpool_connector.records.messages import StepWork, WorkerReport
+from kvpool_connector.vllm_engine import engine_log
+from kvpool_connector.vllm_engine import interface as vllm_interface
+from kvpool_connector.vllm_engine.config import (
     engine_of,
     memories_of,
     rank_of,
 )
-from kvpool_connector.vllm_interface import (
+from kvpool_connector.vllm_engine.head_split import head_split
+from kvpool_connector.vllm_engine.interface import (
     CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorFactory,
@@ -42,13 +42,15 @@ from kvpool_connector.vllm_interface import (
     SupportsHMA,
     group_kernel_blocks,
 )
-from kvpool_connector.vllm_media import mark_client_names
-from kvpool_connector.vllm_memory import reserve_when_started
-from kvpool_connector.vllm_model import LoadedAdapters, loaded_models, model_info
-from kvpool_connector.vllm_resets import drain_before_resets
-from kvpool_connector.vllm_settings import check_when_parsed, wanted_layout
-from kvpool_connector.vllm_weights import count_loads, count_updates, weight_changes
-from kvpool_connector.worker import ConnectorWorker
+from kvpool_connector.vllm_engine.media import mark_client_names
+from kvpool_connector.vllm_engine.memory import reserve_when_started
+from kvpool_connector.vllm_engine.model import LoadedAdapters, loaded_models, model_info
+from kvpool_connector.vllm_engine.resets import drain_before_resets
+from kvpool_connector.vllm_engine.scheduler_hooks import SchedulerHooks
+from kvpool_connector.vllm_engine.start_checks import check_when_parsed, wanted_layout
+from kvpool_connector.vllm_engine.stats import ConnectorPromMetrics, ConnectorStats
+from kvpool_connector.vllm_engine.weights import count_loads, count_updates, weight_changes
+from kvpool_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
     import torch

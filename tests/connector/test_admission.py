@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool_connector import admission as admission_module
-from kvpool_connector import admission_gate
-from kvpool_connector.admission import SESSIONS_MAX, Admission, Seat
-from kvpool_connector.admission_gate import AdmissionGate, LineFull
+from kvpool_connector.agents import admission as admission_module
+from kvpool_connector.agents import admission_gate
+from kvpool_connector.agents.admission import SESSIONS_MAX, Admission, Seat
+from kvpool_connector.agents.admission_gate import AdmissionGate, LineFull
 from tests.conftest import eventually
 
 SERVED = admission_module._SERVED

@@ -9,9 +9,10 @@ import pytest
 
 from kvpool import ClientConfig, Cluster, admin, dev
 from kvpool.types import Demand, WorkingSet
-from kvpool_connector import admission as admission_module
-from kvpool_connector import admission_gate, sessions
+from kvpool_connector import sessions
 from kvpool_connector.admitting import AdmittingMiddleware
+from kvpool_connector.agents import admission as admission_module
+from kvpool_connector.agents import admission_gate
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.sessions import Message, Scope
 from tests.conftest import NAMESPACE, eventually

@@ -14,7 +14,7 @@ from kvpool_connector.codecs.checks import CODEC_CHECKS, MakeCodec, Sample, like
 from kvpool_connector.codecs.codec import BadEncoding, Codec, Flat, codec_of, full_name
 from kvpool_connector.codecs.coded_tail import TAIL_BYTES, CodedTail, opened
 from kvpool_connector.codecs.lossless import Lossless
-from kvpool_connector.comparison import LayerBytes
+from kvpool_connector.memory.comparison import LayerBytes
 
 KV = Sample.of("like KV", like_kv(0), "bfloat16")
 

@@ -14,7 +14,6 @@ import torch
 
 from kvpool import ConfigError, WriteStatus
 from kvpool_connector import settings
-from kvpool_connector.block_memory import DirectBlockMemory, memory_of
 from kvpool_connector.codecs import coded_form
 from kvpool_connector.codecs.checks import Sample, like_kv
 from kvpool_connector.codecs.codec import codec_id
@@ -23,7 +22,8 @@ from kvpool_connector.codecs.coded_tail import TAIL_BYTES, CodedTail, content_of
 from kvpool_connector.codecs.lossless import Lossless
 from kvpool_connector.codecs.payoff import Payoff
 from kvpool_connector.form_choice import fields_of
-from kvpool_connector.provenance import MARK_BYTES, BlockWriter
+from kvpool_connector.memory.block_memory import DirectBlockMemory, memory_of
+from kvpool_connector.records.provenance import MARK_BYTES, BlockWriter
 from tests.conftest import keys
 from tests.connector.test_codecs import planes, unpacked
 from tests.connector.test_halves import BLOCK, BYTES, Engine, Start, ended, pool, start

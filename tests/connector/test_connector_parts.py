@@ -8,11 +8,17 @@ import pytest
 import torch
 
 from kvpool import ConfigError, Pool
-from kvpool_connector import kv_layout as layout
-from kvpool_connector import namespace, settings
-from kvpool_connector.block_memory import DeviceBlockMemory, HostBlockMemory, memory_of, views_of
-from kvpool_connector.kv_layout import LayerSlice, LayerView, UnsupportedLayout
-from kvpool_connector.request_params import OTHERS, Asked, Mistakes, parse_request
+from kvpool_connector import settings
+from kvpool_connector.agents.request_params import OTHERS, Asked, Mistakes, parse_request
+from kvpool_connector.identity import namespace
+from kvpool_connector.memory import kv_layout as layout
+from kvpool_connector.memory.block_memory import (
+    DeviceBlockMemory,
+    HostBlockMemory,
+    memory_of,
+    views_of,
+)
+from kvpool_connector.memory.kv_layout import LayerSlice, LayerView, UnsupportedLayout
 from tests.conftest import NAMESPACE, keys
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 6, 2, 4, 8, 3

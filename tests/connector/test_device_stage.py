@@ -13,8 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpool import ConfigError
-from kvpool_connector import block_memory, fingerprint
-from kvpool_connector.block_memory import (
+from kvpool_connector.identity import fingerprint
+from kvpool_connector.memory import block_memory
+from kvpool_connector.memory.block_memory import (
     DEVICE_BYTES,
     STAGING_BYTES,
     BlockMemory,
@@ -24,7 +25,7 @@ from kvpool_connector.block_memory import (
     stage_of,
     views_of,
 )
-from kvpool_connector.kv_layout import SliceRun, windows
+from kvpool_connector.memory.kv_layout import SliceRun, windows
 from tests.connector.test_connector_parts import LAYOUTS, caches
 from tests.support.fake_device import FakeGpu
 

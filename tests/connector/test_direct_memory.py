@@ -20,9 +20,16 @@ from kvpool import ROOT, Cluster, Namespace, dev
 from kvpool.client import device_direct as direct
 from kvpool.device.xxh3 import SHORT
 from kvpool.errors import ConfigError
-from kvpool_connector import block_memory, settings
-from kvpool_connector.block_memory import DeviceBlockMemory, DirectBlockMemory, memory_of, views_of
-from kvpool_connector.messages import (
+from kvpool_connector import settings
+from kvpool_connector.memory import block_memory
+from kvpool_connector.memory.block_memory import (
+    DeviceBlockMemory,
+    DirectBlockMemory,
+    memory_of,
+    views_of,
+)
+from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.records.messages import (
     GroupBlocks,
     LoadRequest,
     ModelInfo,
@@ -30,9 +37,8 @@ from kvpool_connector.messages import (
     StepWork,
     VerifyRequest,
 )
-from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.provenance import MARK_BYTES
-from kvpool_connector.worker import ConnectorWorker, Rank
+from kvpool_connector.records.provenance import MARK_BYTES
+from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from tests.client.test_direct import gpu, served, torch, warm  # noqa: F401
 from tests.conftest import eventually, keys
 from tests.connector.test_connector_parts import LAYOUTS
@@ -250,7 +256,7 @@ async def test_the_clients_memory_is_taken_before_the_engine_measures(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM gives the rest of the device to its KV cache: later there is none."""
-    vllm_memory = pytest.importorskip("kvpool_connector.vllm_memory", reason="needs vLLM")
+    vllm_memory = pytest.importorskip("kvpool_connector.vllm_engine.memory", reason="needs vLLM")
     taken: list[Any] = []
     monkeypatch.setattr(direct, "_reserved", {})
     monkeypatch.setattr(direct, "_allocate", lambda device: taken.append(device) or object())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool_connector.vllm_environment import environment
+from kvpool_connector.identity.environment import environment
 
 
 def named(variables: dict[str, str], plugins: Any = ()) -> dict[str, str]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvpool import ROOT
-from kvpool_connector.messages import SaveRequest
-from kvpool_connector.provenance import BlockWriter
-from kvpool_connector.values import RequestHints, ScheduledRequest, StepPlan
+from kvpool_connector.records.messages import SaveRequest
+from kvpool_connector.records.provenance import BlockWriter
+from kvpool_connector.records.values import RequestHints, ScheduledRequest, StepPlan
 from tests.conftest import keys
 from tests.connector.test_halves import BLOCK, Engine
 from tests.connector.test_planner import Played, hashes

@@ -14,23 +14,28 @@ import torch
 from kvpool import ROOT, Match, ReadStatus, WriteStatus, tracing
 from kvpool.client.match_poller import PolledMatches
 from kvpool_connector import settings as settings_module
-from kvpool_connector.adapters import Adapter
-from kvpool_connector.block_memory import memory_of
-from kvpool_connector.head_split import HeadSplit, LayerHeads, divide
-from kvpool_connector.messages import (
+from kvpool_connector.agents.request_params import Asked, parse_request
+from kvpool_connector.identity.adapters import Adapter
+from kvpool_connector.identity.naming import EngineInfo
+from kvpool_connector.memory.block_memory import memory_of
+from kvpool_connector.plan.save_queue import SaveQueue, SaveRun
+from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.records.messages import (
     LoadResult,
     ModelInfo,
     SaveResult,
     WorkerReport,
 )
-from kvpool_connector.naming import EngineInfo
-from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.request_params import Asked, parse_request
-from kvpool_connector.save_queue import SaveQueue, SaveRun
-from kvpool_connector.scheduler import ConnectorScheduler, EngineStep
-from kvpool_connector.sharing_watch import LOOKUPS_BEFORE_COMPARED
-from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints, ScheduledRequest
-from kvpool_connector.worker import ConnectorWorker, Rank
+from kvpool_connector.records.values import (
+    CacheGroup,
+    PlannerLimits,
+    RequestHints,
+    ScheduledRequest,
+)
+from kvpool_connector.scheduler.scheduler import ConnectorScheduler, EngineStep
+from kvpool_connector.scheduler.sharing_watch import LOOKUPS_BEFORE_COMPARED
+from kvpool_connector.vllm_engine.head_split import HeadSplit, LayerHeads, divide
+from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool
 
@@ -63,7 +68,7 @@ def limited(limits: dict[str, Any]) -> Iterator[None]:
         return PlannerLimits(**{**given, **limits})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvpool_connector.scheduler.PlannerLimits", made)
+        patch.setattr("kvpool_connector.scheduler.scheduler.PlannerLimits", made)
         yield
 
 
@@ -378,7 +383,7 @@ def test_a_block_is_loaded_only_with_all_of_its_parts(start: Start) -> None:
 def test_many_blocks_are_loaded_by_several_reads(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool_connector.load_rounds._READ_BYTES_MIN", BYTES)
+    monkeypatch.setattr("kvpool_connector.memory.load_rounds._READ_BYTES_MIN", BYTES)
     writer, reader = start(), start()
     hashes = keys("several reads", 21)
     writer.save(hashes, list(range(1, 22)))
@@ -407,7 +412,7 @@ def test_a_transfer_that_the_pool_answers_in_time_is_not_cancelled(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connector's own limit comes after the deadline that the pool has."""
-    monkeypatch.setattr("kvpool_connector.worker.CANCEL_AFTER_S", 60.0)
+    monkeypatch.setattr("kvpool_connector.worker.worker.CANCEL_AFTER_S", 60.0)
     writer = start(load="auto", load_timeout_s=20.0)
     reader = start(load_timeout_s=20.0)
     hashes = keys("in time", 2)
@@ -1063,7 +1068,9 @@ def test_the_hooks_of_a_step_wait_a_millisecond_in_all(
         return sum(wait_s > 0 for wait_s in poller.waited_s)
 
     ticks = iter(range(1000))
-    monkeypatch.setattr("kvpool_connector.scheduler.time.perf_counter", lambda: next(ticks) * 3e-4)
+    monkeypatch.setattr(
+        "kvpool_connector.scheduler.scheduler.time.perf_counter", lambda: next(ticks) * 3e-4
+    )
     assert waits() == 4
     assert waits() == 0
     engine.step([busy])
@@ -1098,7 +1105,7 @@ def test_a_lookup_that_began_with_the_names_is_late_as_any_other(start: Start) -
 
 
 def test_transfers_end_when_the_pool_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_connector.worker._SAVE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("kvpool_connector.worker.worker._SAVE_TIMEOUT_S", 0.3)
     local = LocalPool()
     engine = Engine(local.master, load_timeout_s=0.3, save_retries=1)
     try:

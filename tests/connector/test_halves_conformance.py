@@ -14,8 +14,8 @@ import torch
 
 import kvpool
 from kvpool.testing import Ran
-from kvpool_connector.messages import ModelInfo
-from kvpool_connector.values import RequestHints, ScheduledRequest
+from kvpool_connector.records.messages import ModelInfo
+from kvpool_connector.records.values import RequestHints, ScheduledRequest
 from tests.connector.conformance import chain, computed, conformance
 from tests.connector.test_halves import BLOCK, BYTES, Engine, ended
 

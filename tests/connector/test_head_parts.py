@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from kvpool import ConfigError
 from kvpool_connector import settings
-from kvpool_connector.block_memory import DeviceBlockMemory, HostBlockMemory, views_of
-from kvpool_connector.head_split import HeadSplit, LayerHeads, divide, why_undivided
-from kvpool_connector.kv_layout import (
+from kvpool_connector.identity.naming import EngineInfo, EngineNames
+from kvpool_connector.memory.block_memory import DeviceBlockMemory, HostBlockMemory, views_of
+from kvpool_connector.memory.kv_layout import (
     LayerView,
     UnsupportedLayout,
     head_parts,
     layer_slices,
     slice_runs,
 )
-from kvpool_connector.messages import ModelInfo, WorkerInfo
-from kvpool_connector.naming import EngineInfo, EngineNames
-from kvpool_connector.values import CacheGroup
+from kvpool_connector.records.messages import ModelInfo, WorkerInfo
+from kvpool_connector.records.values import CacheGroup
+from kvpool_connector.vllm_engine.head_split import HeadSplit, LayerHeads, divide, why_undivided
 
 BLOCKS = 3
 #: The inner dimensions of vLLM's layouts in memory, of [layers, blocks, heads, tokens, content].

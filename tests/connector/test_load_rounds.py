@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvpool import Namespace, Unavailable
-from kvpool_connector.block_memory import READS_MAX
-from kvpool_connector.load_rounds import LoadRounds, Span
-from kvpool_connector.messages import GroupBlocks
+from kvpool_connector.memory.block_memory import READS_MAX
+from kvpool_connector.memory.load_rounds import LoadRounds, Span
+from kvpool_connector.records.messages import GroupBlocks
 from tests.conftest import keys
 
 MIB = 1 << 20

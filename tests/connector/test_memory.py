@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool_connector.values import ScheduledRequest
+from kvpool_connector.records.values import ScheduledRequest
 from tests.conftest import keys
 from tests.connector.test_halves import BLOCK, Engine
 from tests.support.local_pool import LocalPool

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool_connector import fingerprint
-from kvpool_connector.adapters import Adapter, KnownAdapters, SaltedHashes
-from kvpool_connector.messages import AdapterInfo, ModelInfo, WorkerInfo
-from kvpool_connector.naming import EngineInfo, EngineNames
-from kvpool_connector.values import CacheGroup
+from kvpool_connector.identity import fingerprint
+from kvpool_connector.identity.adapters import Adapter, KnownAdapters, SaltedHashes
+from kvpool_connector.identity.naming import EngineInfo, EngineNames
+from kvpool_connector.records.messages import AdapterInfo, ModelInfo, WorkerInfo
+from kvpool_connector.records.values import CacheGroup
 
 SIZE = 2048
 

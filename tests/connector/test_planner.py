@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool import ROOT, Match, ReadStatus, Replica, Run, WriteStatus
-from kvpool_connector.cost_model import PrefillCost, StepTimer, TransferCost
-from kvpool_connector.messages import LoadRequest, LoadResult, ProbeResult, SaveResult
-from kvpool_connector.planner import Planner
-from kvpool_connector.save_queue import WAITING_BLOCKS_MAX
-from kvpool_connector.tracked_request import TRANSITIONS, RequestState, TrackedRequest
-from kvpool_connector.values import (
+from kvpool_connector.plan.cost_model import PrefillCost, StepTimer, TransferCost
+from kvpool_connector.plan.planner import Planner
+from kvpool_connector.plan.save_queue import WAITING_BLOCKS_MAX
+from kvpool_connector.plan.tracked_request import TRANSITIONS, RequestState, TrackedRequest
+from kvpool_connector.records.messages import LoadRequest, LoadResult, ProbeResult, SaveResult
+from kvpool_connector.records.values import (
     CacheGroup,
     LookupRequest,
     PlannerLimits,

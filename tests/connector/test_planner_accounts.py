@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from kvpool import Match, ReadStatus, Replica, Run, WriteStatus
-from kvpool_connector.cost_model import PrefillCost, TransferCost
-from kvpool_connector.messages import LoadResult, ProbeResult, SaveResult
-from kvpool_connector.save_queue import WAITING_BLOCKS_MAX, SaveQueue, SaveRun
-from kvpool_connector.values import CacheGroup, RequestHints, ScheduledRequest
+from kvpool_connector.plan.cost_model import PrefillCost, TransferCost
+from kvpool_connector.plan.save_queue import WAITING_BLOCKS_MAX, SaveQueue, SaveRun
+from kvpool_connector.records.messages import LoadResult, ProbeResult, SaveResult
+from kvpool_connector.records.values import CacheGroup, RequestHints, ScheduledRequest
 from tests.connector.test_planner import Played, hashes, matched
 
 MIB = 1 << 20

@@ -15,8 +15,9 @@ from kvpool import ROOT, Cluster, Match, Member, Namespace, ReadStatus, WriteSta
 from kvpool.errors import MasterLost
 from kvpool.types import ServerStats
 from kvpool_connector import pool_thread, settings
-from kvpool_connector.block_memory import memory_of
-from kvpool_connector.messages import (
+from kvpool_connector.memory.block_memory import memory_of
+from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.records.messages import (
     GroupBlocks,
     LoadRequest,
     ModelInfo,
@@ -26,8 +27,7 @@ from kvpool_connector.messages import (
     VerifyRequest,
     VerifyResult,
 )
-from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.worker import ConnectorWorker, Rank
+from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool
 

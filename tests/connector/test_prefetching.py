@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvpool import Match, Pool, ReadStatus, Replica, Run
-from kvpool_connector.planner import Planner
-from kvpool_connector.prefetching import Prefetches
-from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints
+from kvpool_connector.plan.planner import Planner
+from kvpool_connector.plan.prefetching import Prefetches
+from kvpool_connector.records.values import CacheGroup, PlannerLimits, RequestHints
 from tests.conftest import NAMESPACE, keys
 from tests.connector.test_halves import BLOCK, Engine
 from tests.support.local_pool import LocalPool

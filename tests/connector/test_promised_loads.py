@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool_connector.promises import PromisedBlocks
-from kvpool_connector.values import RequestHints, ScheduledRequest
+from kvpool_connector.records.promises import PromisedBlocks
+from kvpool_connector.records.values import RequestHints, ScheduledRequest
 from tests.conftest import keys
 from tests.connector.test_halves import BLOCK, Engine, Start, ended, pool, start
 from tests.support.local_pool import LocalPool
@@ -94,7 +94,7 @@ def test_blocks_are_loaded_while_the_producer_computes_the_next(
 def test_a_wait_is_no_part_of_the_time_that_a_load_may_take(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool_connector.worker.CANCEL_AFTER_S", 0.1)
+    monkeypatch.setattr("kvpool_connector.worker.worker.CANCEL_AFTER_S", 0.1)
     producer, consumer = start(), start(load_timeout_s=0.3)
     hashes = keys("longer", 4)
     producer.fill([1, 2, 3, 4], 8)

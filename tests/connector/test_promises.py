@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvpool import Match, Namespace, ReadStatus
-from kvpool_connector.messages import LoadResult
-from kvpool_connector.promises import (
+from kvpool_connector.agents.request_params import Asked, parse_request
+from kvpool_connector.records.messages import LoadResult
+from kvpool_connector.records.promises import (
     TRANSITIONS,
     BlockWait,
     GivenPromise,
@@ -21,8 +22,7 @@ from kvpool_connector.promises import (
     parse_promise,
     promise_name,
 )
-from kvpool_connector.request_params import Asked, parse_request
-from kvpool_connector.values import CacheGroup, RequestHints
+from kvpool_connector.records.values import CacheGroup, RequestHints
 from tests.connector.test_planner import BLOCK, Played, hashes, matched
 from tests.connector.test_shared_loads import MIB
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool_connector.provenance import MARK_BYTES, UNKNOWN, BlockWriter, marked, writer_of
+from kvpool_connector.records.provenance import MARK_BYTES, UNKNOWN, BlockWriter, marked, writer_of
 
 
 @pytest.mark.parametrize("label", ["", "gpu1 (pid 12)", "h" * 300, "hôte" * 20])

@@ -8,8 +8,8 @@ import pytest
 
 from kvpool.kv_events import RemovedEvent, StoredEvent
 from kvpool.types import Presence, Replica
-from kvpool_connector import published_blocks
-from kvpool_connector.published_blocks import PublishedBlocks, Question
+from kvpool_connector.events import published_blocks
+from kvpool_connector.events.published_blocks import PublishedBlocks, Question
 
 NEAR = Presence((Replica("s1", "dram"),), True, "dram")
 FAR = Presence((Replica("s2", "dram"),), False, "dram")

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from kvpool import WriteStatus
-from kvpool_connector.messages import LoadResult, SaveResult
-from kvpool_connector.planner import Planner
-from kvpool_connector.quiet_requests import QuietRequests
-from kvpool_connector.values import (
+from kvpool_connector.plan.planner import Planner
+from kvpool_connector.plan.quiet_requests import QuietRequests
+from kvpool_connector.records.messages import LoadResult, SaveResult
+from kvpool_connector.records.values import (
     CacheGroup,
     PlannerLimits,
     RequestHints,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvpool.types import check_session
-from kvpool_connector.kv_hints import ACTIONS_MAX, RETAIN_S, read_envelope
-from kvpool_connector.request_params import Asked, parse_request
+from kvpool_connector.agents.kv_hints import ACTIONS_MAX, RETAIN_S, read_envelope
+from kvpool_connector.agents.request_params import Asked, parse_request
+from kvpool_connector.records.values import RequestHints
 from kvpool_connector.session_names import GIVEN_MAX, child_name, in_tenant, session_name
-from kvpool_connector.values import RequestHints
 
 KEY = {"prompt_cache_key": "key"}
 CONTEXT = {"agentic_context": json.dumps({"session_id": "agent", "kv_retention_ttl_seconds": 60})}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvpool import WriteStatus
-from kvpool_connector.messages import LoadResult
-from kvpool_connector.running_loads import RunningLoad, RunningLoads
-from kvpool_connector.values import CacheGroup, ScheduledRequest
+from kvpool_connector.plan.running_loads import RunningLoad, RunningLoads
+from kvpool_connector.records.messages import LoadResult
+from kvpool_connector.records.values import CacheGroup, ScheduledRequest
 from tests.connector.test_planner import BLOCK, Played, hashes, matched
 
 MIB = 1 << 20  # of a block

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool import Namespace
-from kvpool_connector.sharing_watch import (
+from kvpool_connector.scheduler.sharing_watch import (
     LOOKUPS_BEFORE_COMPARED,
     SharingWatch,
     others_of_this_model,

@@ -12,8 +12,8 @@ import torch
 
 from kvpool import ConfigError
 from kvpool.device.thread import DeviceThread
-from kvpool_connector import block_memory
-from kvpool_connector.block_memory import (
+from kvpool_connector.memory import block_memory
+from kvpool_connector.memory.block_memory import (
     DeviceBlockMemory,
     DeviceStage,
     HostBlockMemory,

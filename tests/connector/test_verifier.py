@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from kvpool.types import Match, ReadStatus, Replica, Run
-from kvpool_connector.block_form import PlainForm
-from kvpool_connector.known_writers import WRITERS_MAX, KnownWriters
-from kvpool_connector.messages import Mismatch, VerifyRequest, VerifyResult
-from kvpool_connector.provenance import BlockWriter, Trust
-from kvpool_connector.scheduler import EngineStep
-from kvpool_connector.values import CacheGroup, RequestHints, ScheduledRequest
-from kvpool_connector.verifier import Verifier
+from kvpool_connector.memory.block_form import PlainForm
+from kvpool_connector.plan.known_writers import WRITERS_MAX, KnownWriters
+from kvpool_connector.plan.verifier import Verifier
+from kvpool_connector.records.messages import Mismatch, VerifyRequest, VerifyResult
+from kvpool_connector.records.provenance import BlockWriter, Trust
+from kvpool_connector.records.values import CacheGroup, RequestHints, ScheduledRequest
+from kvpool_connector.scheduler.scheduler import EngineStep
 from tests.conftest import keys
 from tests.connector.test_halves import BLOCK, BYTES, Engine
 from tests.support.local_pool import LocalPool

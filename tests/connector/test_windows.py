@@ -8,9 +8,14 @@ import pytest
 
 from kvpool import Match, ReadStatus
 from kvpool.types import Replica, Run
-from kvpool_connector.messages import LoadResult
-from kvpool_connector.values import CacheGroup, LookupRequest, RequestHints, ScheduledRequest
-from kvpool_connector.windows import Windows
+from kvpool_connector.plan.windows import Windows
+from kvpool_connector.records.messages import LoadResult
+from kvpool_connector.records.values import (
+    CacheGroup,
+    LookupRequest,
+    RequestHints,
+    ScheduledRequest,
+)
 from tests.connector.test_planner import BLOCK, Played, hashes, matched
 
 #: The first group has a window of three blocks, the second one needs every block.

@@ -81,7 +81,7 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "load = offered / min(max(2, own.capacity), believed_max)",
     ): "No block fits into one byte, nor into two.",
     (
-        "connector/kvpool_connector/probing.py",
+        "connector/kvpool_connector/plan/probing.py",
         "return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 0",
         "return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 1",
     ): "A probe that brings anything brings a block, which has kilobytes.",
@@ -91,7 +91,7 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "plan.lost(call, NO_TIME if loop.time() > deadline else SERVER_LOST)",
     ): _MOMENT,
     (
-        "connector/kvpool_connector/scheduler.py",
+        "connector/kvpool_connector/scheduler/scheduler.py",
         "if description == self._described and now - self._described_at < _DESCRIBE_EVERY_S:",
         "if description == self._described and now - self._described_at <= _DESCRIBE_EVERY_S:",
     ): _MOMENT,
@@ -122,12 +122,12 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "self._generation += 2",
     ): _ID,
     (
-        "connector/kvpool_connector/tracked_request.py",
+        "connector/kvpool_connector/plan/tracked_request.py",
         "offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED",
         "offered: tuple[int, int] = (1, 0)  # tokens, while OFFERED",
     ): _EMPTY,
     (
-        "connector/kvpool_connector/tracked_request.py",
+        "connector/kvpool_connector/plan/tracked_request.py",
         "offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED",
         "offered: tuple[int, int] = (0, 1)  # tokens, while OFFERED",
     ): _EMPTY,

@@ -41,8 +41,7 @@ _PACKAGES: Final = (
 #: objects, or are run by a person. `make test WITH=...` and the benchmarks cover them.
 _NOT_MEASURED: Final = (
     "connector/kvpool_connector/vllm",
-    "connector/kvpool_connector/block_memory.py",
-    "connector/kvpool_connector/stats.py",
+    "connector/kvpool_connector/memory/block_memory.py",
     "kvpool/device_copy.py",
     "tiers/kvpool_tiers/objects/remote.py",
     "kvpool/tools/",
@@ -54,11 +53,11 @@ _PURE: Final = (
     "kvpool/server/state/",
     "kvpool/server/eviction/",
     "kvpool/master/state/",
-    "connector/kvpool_connector/planner.py",
-    "connector/kvpool_connector/load_or_recompute.py",
-    "connector/kvpool_connector/probing.py",
-    "connector/kvpool_connector/running_loads.py",
-    "connector/kvpool_connector/tracked_request.py",
+    "connector/kvpool_connector/plan/planner.py",
+    "connector/kvpool_connector/plan/load_or_recompute.py",
+    "connector/kvpool_connector/plan/probing.py",
+    "connector/kvpool_connector/plan/running_loads.py",
+    "connector/kvpool_connector/plan/tracked_request.py",
 )
 #: Lines that contain one of these are left alone: a text for a person, or nothing at run time.
 _LEFT_ALONE: Final = ("log.", "_log.", "TYPE_CHECKING", "__name__", "raise NotImplementedError")

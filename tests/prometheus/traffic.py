@@ -33,10 +33,10 @@ def engine() -> asyncio.Task[None]:
             self._labelnames = ["model_name", "engine"]
             self.per_engine_labelvalues = {0: ["m", "0"]}
 
-    vllm: Any = ModuleType("kvpool_connector.vllm_interface")
+    vllm: Any = ModuleType("kvpool_connector.vllm_engine.interface")
     vllm.KVConnectorPromMetrics, vllm.KVConnectorStats = PromMetrics, object
     sys.modules[vllm.__name__] = vllm
-    from kvpool_connector.stats import ConnectorPromMetrics
+    from kvpool_connector.vllm_engine.stats import ConnectorPromMetrics
 
     exporter = ConnectorPromMetrics()
     news = {

@@ -158,12 +158,12 @@ WIDE_CLASSES = {
     "transports/kvpool_transports/streams/server.py:StreamSession": (32, 15),
     "transports/kvpool_transports/streams/stream.py:Stream": (29, 17),
     "tiers/kvpool_tiers/nvme/tier.py:Nvme": (34, 18),
-    "connector/kvpool_connector/running_loads.py:RunningLoad": (25, 17),
+    "connector/kvpool_connector/plan/running_loads.py:RunningLoad": (25, 17),
     "connector/kvpool_connector/settings.py:Settings": (25, 17),
-    "connector/kvpool_connector/tracked_request.py:TrackedRequest": (25, 18),
-    "connector/kvpool_connector/verifier.py:Verifier": (25, 19),
+    "connector/kvpool_connector/plan/tracked_request.py:TrackedRequest": (25, 18),
+    "connector/kvpool_connector/plan/verifier.py:Verifier": (25, 19),
     "connector/kvpool_connector/vllm.py:KVPoolConnector": (29, 15),
-    "connector/kvpool_connector/worker.py:ConnectorWorker": (28, 23),
+    "connector/kvpool_connector/worker/worker.py:ConnectorWorker": (28, 23),
     "connector/kvpool_transformers/pooled_cache.py:PooledCache": (25, 16),
 }
 KERNEL_TO_RING = {

@@ -48,9 +48,10 @@ _CLOSES = "closes one connection"
 
 #: Who may start a task that no supervisor looks after, and why it needs none.
 SHORT_LIVED = {
-    "connector/kvpool_connector/load_rounds.py LoadRounds.run": "one load, which waits for them",
-    "connector/kvpool_connector/admission_gate.py AdmissionGate.enter": "while prompts wait; "
-    "the next one that has to begins it anew",
+    "connector/kvpool_connector/memory/load_rounds.py LoadRounds.run": "one load, which "
+    "waits for them",
+    "connector/kvpool_connector/agents/admission_gate.py AdmissionGate.enter": "while prompts "
+    "wait; the next one that has to begins it anew",
     "kvpool/cli/run.py _drain": _MAIN,
     "kvpool/cli/run.py _serve_as": _MAIN,
     "kvpool/cli/top.py _on_screen": _MAIN,

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_all_places_name_one_version_of_vllm() -> None:
-    interface = (ROOT / "connector/kvpool_connector/vllm_interface.py").read_text()
+    interface = (ROOT / "connector/kvpool_connector/vllm_engine/interface.py").read_text()
     makefile, readme = (ROOT / "Makefile").read_text(), (ROOT / "connector/README.md").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (supported,) = re.findall(r'^SUPPORTED: Final = "([\d.]+)"$', interface, re.M)

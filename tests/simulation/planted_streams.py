@@ -14,8 +14,8 @@ _PUBLISHER = "kvpool.net.event_publisher"
 _SUBSCRIBER = "kvpool.net.event_subscriber"
 _RING = "kvpool.master.state.change_ring"
 _FOLLOWERS = "kvpool.master.follower_requests"
-_PROMISES = "kvpool_connector.promises"
-_PLANNER = "kvpool_connector.planner"
+_PROMISES = "kvpool_connector.records.promises"
+_PLANNER = "kvpool_connector.plan.planner"
 #: Events and promises are hints: what is wrong about them costs time, and is bounded.
 _TIME = "G10"
 

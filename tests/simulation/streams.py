@@ -30,10 +30,10 @@ from kvpool.net.event_publisher import EventPublisher, ReplayBuffer, _Reader
 from kvpool.net.event_subscriber import Arrival, Sequence
 from kvpool.ops.pool_stream import PoolStream
 from kvpool.types import Match, Namespace, ReadStatus, Replica, Run
-from kvpool_connector.messages import LoadRequest, LoadResult
-from kvpool_connector.planner import Planner
-from kvpool_connector.promises import BlockWait, PromisedBlocks, PromiseState
-from kvpool_connector.values import CacheGroup, PlannerLimits, RequestHints
+from kvpool_connector.plan.planner import Planner
+from kvpool_connector.records.messages import LoadRequest, LoadResult
+from kvpool_connector.records.promises import BlockWait, PromisedBlocks, PromiseState
+from kvpool_connector.records.values import CacheGroup, PlannerLimits, RequestHints
 from tests.master.test_changes import NAMESPACES, Asked, Fleet, reader
 from tests.simulation.loop import SimLoop
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvpool.testing import ConformanceError
 from kvpool_connector.codecs.codec import BadEncoding, Codec, Flat
-from kvpool_connector.comparison import LayerBytes, difference, segments
+from kvpool_connector.memory.comparison import LayerBytes, difference, segments
 
 MakeCodec: TypeAlias = Callable[[], Codec]
 Check: TypeAlias = Callable[[MakeCodec], None]

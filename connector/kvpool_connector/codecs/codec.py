@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final, Protocol, TypeAlias
 
 from kvpool import ConfigError
-from kvpool_connector.comparison import LayerBytes
+from kvpool_connector.memory.comparison import LayerBytes
 
 #: Bytes that lie in one piece.
 Flat: TypeAlias = bytes | bytearray | memoryview

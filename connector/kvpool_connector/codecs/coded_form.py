@@ -20,13 +20,13 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from kvpool import ConfigError
 from kvpool.types import Memory, ReadResult, ReadStatus, WriteStatus
-from kvpool_connector.block_form import Found, Rows
-from kvpool_connector.block_memory import STAGING_BYTES, BlockMemory, DirectBlockMemory
 from kvpool_connector.codecs.codec import BadEncoding, Codec, Flat, codec_id, codec_of
 from kvpool_connector.codecs.coded_tail import TAIL_BYTES, CodedTail, content_of, opened
 from kvpool_connector.codecs.payoff import Payoff
-from kvpool_connector.comparison import LayerBytes, difference, segments
-from kvpool_connector.provenance import MARK_BYTES, UNKNOWN, writer_of
+from kvpool_connector.memory.block_form import Found, Rows
+from kvpool_connector.memory.block_memory import STAGING_BYTES, BlockMemory, DirectBlockMemory
+from kvpool_connector.memory.comparison import LayerBytes, difference, segments
+from kvpool_connector.records.provenance import MARK_BYTES, UNKNOWN, writer_of
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvpool import ConfigError
 from kvpool_connector.codecs.codec import BadEncoding, Flat, check_size
-from kvpool_connector.comparison import LayerBytes
+from kvpool_connector.memory.comparison import LayerBytes
 
 #: Of a plane, how much is tried first; one whose beginning gets no smaller than this is not tried.
 _TRIED_BYTES: Final = 16 << 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvpool_connector.cost_model import TransferCost
+from kvpool_connector.plan.cost_model import TransferCost
 
 #: While it does not pay, one of so many blocks is coded all the same: it may pay again.
 _TRIED_EVERY: Final = 64

@@ -28,8 +28,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpool import Namespace
-from kvpool_connector.adapters import SaltedHashes
-from kvpool_connector.messages import (
+from kvpool_connector.identity.adapters import SaltedHashes
+from kvpool_connector.records.messages import (
     AdapterInfo,
     LoadRequest,
     ModelInfo,
@@ -39,8 +39,8 @@ from kvpool_connector.messages import (
     WorkerInfo,
     WorkerReport,
 )
-from kvpool_connector.stats import DESCRIPTION
 from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
+from kvpool_connector.vllm_engine.stats import DESCRIPTION
 from tests.support.local_pool import LocalPool
 
 BLOCK, BLOCKS = 16, 100

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvpool import Pool
-from kvpool_connector.provenance import MARK_BYTES
+from kvpool_connector.records.provenance import MARK_BYTES
 from tests.connector.vllm.helpers import Engine, Logs, Models, Running, prompt, transfer
 from tests.support.local_pool import LocalPool
 from tests.support.wheel import build

@@ -12,7 +12,7 @@ logging.basicConfig()  # as trainers do that have an engine in their process
 from vllm.config.logging import LoggingConfig
 from vllm.logger import configure_logging
 from kvpool import logs
-from kvpool_connector import engine_log
+from kvpool_connector.vllm_engine import engine_log
 configure_logging(LoggingConfig())
 engine_log.with_client()
 engine_log.warning("of the connector")

@@ -32,8 +32,13 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvpool_connector.block_memory import BlockMemory, DeviceBlockMemory, DeviceStage, views_of
-from kvpool_connector.vllm_config import memories_of
+from kvpool_connector.memory.block_memory import (
+    BlockMemory,
+    DeviceBlockMemory,
+    DeviceStage,
+    views_of,
+)
+from kvpool_connector.vllm_engine.config import memories_of
 from kvpool_connector.vllm_plugin import register
 
 BLOCKS, TOKENS, HEADS, SIZE = 7, 32, 2, 16

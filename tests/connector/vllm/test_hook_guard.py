@@ -12,8 +12,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvpool_connector import hook_guard
-from kvpool_connector.engine_report import EngineReport
-from kvpool_connector.messages import (
+from kvpool_connector.records.messages import (
     GroupBlocks,
     LoadResult,
     SaveRequest,
@@ -21,8 +20,9 @@ from kvpool_connector.messages import (
     StepWork,
     WorkerReport,
 )
-from kvpool_connector.scheduler import ConnectorScheduler
-from kvpool_connector.scheduler_hooks import SchedulerHooks
+from kvpool_connector.scheduler.engine_report import EngineReport
+from kvpool_connector.scheduler.scheduler import ConnectorScheduler
+from kvpool_connector.vllm_engine.scheduler_hooks import SchedulerHooks
 from tests.connector.vllm.played import BLOCKS, SIZE, Played, warmed
 from tests.support.local_pool import LocalPool
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpool_connector import vllm_resets
-from kvpool_connector.vllm_interface import engine_resets
+from kvpool_connector.vllm_engine import resets as vllm_resets
+from kvpool_connector.vllm_engine.interface import engine_resets
 
 
 class Core:

@@ -33,13 +33,20 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
 from kvpool import kv_events
-from kvpool_connector import engine_log, hook_guard
-from kvpool_connector.messages import LoadResult, Mismatch, ModelInfo, VerifyResult, WorkerInfo
-from kvpool_connector.provenance import UNKNOWN
-from kvpool_connector.stats import ConnectorPromMetrics, ConnectorStats
-from kvpool_connector.verifier import VerifyOutcome
-from kvpool_connector.vllm_config import vllm_event
-from kvpool_connector.vllm_settings import RefusedSettings
+from kvpool_connector import hook_guard
+from kvpool_connector.plan.verifier import VerifyOutcome
+from kvpool_connector.records.messages import (
+    LoadResult,
+    Mismatch,
+    ModelInfo,
+    VerifyResult,
+    WorkerInfo,
+)
+from kvpool_connector.records.provenance import UNKNOWN
+from kvpool_connector.vllm_engine import engine_log
+from kvpool_connector.vllm_engine.config import vllm_event
+from kvpool_connector.vllm_engine.start_checks import RefusedSettings
+from kvpool_connector.vllm_engine.stats import ConnectorPromMetrics, ConnectorStats
 from tests.connector.vllm.helpers import Models, transfer
 from tests.connector.vllm.played import BLOCK, BLOCKS, SIZE, Play, Played, store, warmed
 from tests.support.local_pool import LocalPool
@@ -114,7 +121,7 @@ def test_a_step_that_is_scheduled_early_saves_no_block_whose_tokens_are_not_know
     pool: LocalPool, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With asynchronous scheduling the next step is scheduled while this one is computed."""
-    monkeypatch.setattr("kvpool_connector.scheduler.SAVE_GATHER_S", 0.0)
+    monkeypatch.setattr("kvpool_connector.scheduler.scheduler.SAVE_GATHER_S", 0.0)
     config = transfer(pool.master)
     played = play(config, scheduler_class=AsyncScheduler)
     request = played.request("a", 40)

@@ -22,7 +22,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from examples.vllm_two_instances import Instance, transfer
 from kvpool.types import HintStatus
-from kvpool_connector import client_requests
+from kvpool_connector.agents import client_requests
 from tests.connector.vllm.helpers import Models
 from tests.support.local_pool import LocalPool
 

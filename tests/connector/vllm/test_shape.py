@@ -28,10 +28,13 @@ from vllm.config import (
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from kvpool import ConfigError
-from kvpool_connector import block_memory, kv_shape, settings, vllm_interface
-from kvpool_connector.kv_shape import IRRELEVANT
-from kvpool_connector.vllm_config import check_supported
-from kvpool_connector.vllm_environment import IRRELEVANT as NO_KV
+from kvpool_connector import settings
+from kvpool_connector.identity import kv_shape
+from kvpool_connector.identity.environment import IRRELEVANT as NO_KV
+from kvpool_connector.identity.kv_shape import IRRELEVANT
+from kvpool_connector.memory import block_memory
+from kvpool_connector.vllm_engine import interface as vllm_interface
+from kvpool_connector.vllm_engine.config import check_supported
 from kvpool_connector.vllm_plugin import register
 from tests.connector.vllm.helpers import ROOT, Models
 
@@ -337,8 +340,8 @@ def test_only_one_file_imports_vllm() -> None:
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
             if any(name == "vllm" or name.startswith("vllm.") for name in names):
-                importing.add(path.name)
-    assert importing == {"vllm_interface.py", "vllm_plugin.py"}
+                importing.add(f"{path.parent.name}/{path.name}")
+    assert importing == {"vllm_engine/interface.py", "kvpool_connector/vllm_plugin.py"}
 
 
 def test_releases_and_builds_share_with_themselves_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,142 @@
+"""How fast the pool is, from loads and from reads in the background (probes): pure.
+
+(design: load-or-recompute)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from kvpool.types import Match
+from kvpool_connector.plan.cost_model import TransferCost
+from kvpool_connector.plan.running_loads import RunningLoad
+from kvpool_connector.records.messages import GroupBlocks, ProbeRequest, ProbeResult
+from kvpool_connector.records.values import PlannerLimits
+
+#: After a pool has become slow the second probe comes so soon, each further one twice as late.
+_PROBE_AGAIN_S: Final = 0.25
+#: The first probe reads so many bytes, a later one what takes `_PROBE_S` as far as is known, at
+#: most `_PROBE_BYTES_MAX`. On a fast link the latency is most of what a small one takes.
+_PROBE_BYTES: Final = 4 << 20
+_PROBE_BYTES_MAX: Final = 64 << 20
+_PROBE_S: Final = 0.05
+
+
+class _SlowLoad(NamedTuple):
+    """A load that took longer than it may. Only a probe tells whether the pool has become slow."""
+
+    size: int  # bytes, as those that came
+    size_loaded: int
+    seconds: float
+    limit_s: float
+
+
+class Prober:
+    """Measures for an engine with `ranks` workers; plans its probes, one at a time.
+
+    | probe   |                                             | next state                         |
+    |---------|---------------------------------------------|------------------------------------|
+    | none    |                                             | planned, with `plan`               |
+    | planned | goes with the next step; `plan` replaces it | running, with `take`               |
+    | running | on the workers                              | none, when every rank has reported |
+    """
+
+    def __init__(self, limits: PlannerLimits, transfer_cost: TransferCost, ranks: int) -> None:
+        self._limits = limits
+        self._transfer_cost = transfer_cost
+        self._ranks = ranks
+        self._planned: ProbeRequest | None = None
+        self._running = 0  # ranks that have not reported
+        self._planned_at = -math.inf
+        self._delay_s = limits.probe_every_s
+        self._slow_load: _SlowLoad | None = None  # a probe will tell whether the pool is slow
+        self._excused = False  # the latest load was slow, and a probe was not
+
+    @property
+    def measuring(self) -> bool:
+        """Whether a load was slow, and no probe has told yet whether the pool is."""
+        return self._slow_load is not None
+
+    @property
+    def pending(self) -> bool:
+        """The engine must go on stepping: a probe is planned, or decides about a slow load."""
+        return self._planned is not None or (self.measuring and self._running > 0)
+
+    def due(self, now: float) -> bool:
+        """Whether the last one was planned long enough ago."""
+        return now - self._planned_at >= self._delay_s
+
+    def blocks(self, block_bytes: int) -> int:
+        """How many blocks of this size a probe reads at most."""
+        size = _PROBE_BYTES
+        if self._transfer_cost.samples:
+            known = self._transfer_cost.bandwidth * _PROBE_S
+            size = max(size, int(min(known, _PROBE_BYTES_MAX)))
+        return max(1, size // max(1, block_bytes))
+
+    def plan(self, digests: Sequence[bytes], match: Match | None, now: float) -> None:
+        """Read these blocks of group 0 with the next step, if the result decides anything."""
+        if self._limits.load == "auto" and digests and not self._running:
+            self._planned_at = now
+            self._delay_s = min(2 * self._delay_s, self._limits.probe_every_s)
+            blocks = GroupBlocks(0, tuple(digests), (), match=match)
+            self._planned = ProbeRequest((blocks,), self._limits.load_timeout_s)
+
+    def take(self) -> ProbeRequest | None:
+        """The probe that goes with this step."""
+        probe, self._planned = self._planned, None
+        if probe is not None:
+            self._running = self._ranks
+        return probe
+
+    def on_result(self, result: ProbeResult) -> None:
+        """One rank has ended a probe."""
+        self._running = max(0, self._running - 1)
+        waited = not result.size and result.seconds >= self._limits.load_timeout_s
+        slow_load = self._slow_load
+        if slow_load is not None and (waited or _is_slow(result, slow_load)):
+            self._start_over(slow_load, _PROBE_AGAIN_S)  # it may be fast again at once
+        if result.size:
+            self._transfer_cost.observe(result.size, result.seconds)
+            if not self._running and self._slow_load is not None:
+                self._slow_load, self._excused = None, True
+        elif waited:
+            self._transfer_cost.start_over(_PROBE_BYTES, 0, result.seconds)
+
+    def on_load(self, load: RunningLoad, now: float) -> None:
+        """A load has ended.
+
+        One slow load may be an accident: a busy core is enough. So a probe judges it. Without one
+        good load between two that were slow the pool is slow, whatever a probe says.
+        (design: load-or-recompute)
+        """
+        prefill_s = load.prefill_s or math.inf
+        if load.aborted or (load.size_loaded and load.seconds >= prefill_s):
+            limit_s = load.timeout_s if load.aborted else prefill_s
+            slow_load = _SlowLoad(load.size, load.size_loaded, load.seconds, limit_s)
+            if self._limits.load != "auto":
+                self._start_over(slow_load, self._limits.probe_every_s)
+            elif not self._excused:
+                self._slow_load = slow_load
+            elif load.started_at >= self._planned_at:
+                self._planned_at = now  # the probe that has excused the first one was wrong
+                self._start_over(slow_load, self._limits.probe_every_s)
+            # Else it ran beside the first one, and is excused with it.
+        elif load.size_loaded:
+            # A load that found nothing and waited for nothing is no measure of the pool's speed.
+            # An estimate is of the bytes beside it, too.
+            self._transfer_cost.observe(load.size_loaded + load.size_beside, load.seconds)
+            self._excused = False
+
+    def _start_over(self, slow_load: _SlowLoad, probe_delay_s: float) -> None:
+        """The pool has become slow."""
+        self._transfer_cost.start_over(slow_load.size, slow_load.size_loaded, slow_load.seconds)
+        self._slow_load, self._excused = None, False
+        self._delay_s = min(probe_delay_s, self._limits.probe_every_s)
+
+
+def _is_slow(probe: ProbeResult, slow_load: _SlowLoad) -> bool:
+    """At the speed of this probe the load would have taken too long as well."""
+    return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 0

@@ -1,0 +1,130 @@
+"""What each request looks up in the pool, and what its answer says: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+
+from kvpool.types import Match
+from kvpool_connector.plan.load_or_recompute import LoadOrRecompute
+from kvpool_connector.plan.prefetching import Prefetches, PrefetchRequest
+from kvpool_connector.plan.tracked_request import RequestState, TrackedRequest, digests_of
+from kvpool_connector.plan.windows import Windows
+from kvpool_connector.records.values import CacheGroup, LookupRequest, PlannerLimits
+
+
+class RequestLookups:
+    """The lookups of one engine's `requests`, at most one of each; a serial tells old answers."""
+
+    def __init__(
+        self,
+        counters: MutableMapping[str, float],
+        groups: Sequence[CacheGroup],
+        limits: PlannerLimits,
+        windows: Windows,
+        choice: LoadOrRecompute,
+        requests: Mapping[str, TrackedRequest],
+    ) -> None:
+        #: The prompts of which some blocks lie below memory, until the engine begins them.
+        self.prefetches = Prefetches(groups)
+        self._counters = counters
+        self._groups = groups
+        self._limits = limits
+        self._windows = windows
+        self._choice = choice
+        self._requests = requests
+        self._serial = 0
+
+    def next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def start(
+        self, request_id: str, request: TrackedRequest, tokens: int, *, refused: bool
+    ) -> LookupRequest | None:
+        """What to look up for the first of so many tokens; None: nothing. `refused`: the pool is
+        not what this engine may load from."""
+        # The last token is always computed: its output is what the engine goes on from.
+        last = self._windows.whole_units(tokens - 1)
+        no_load = self._limits.load == "never" or request.hints.skip_load
+        if no_load or last <= 0:
+            request.move_to(RequestState.ANSWERED)
+            return None
+        if refused:
+            self._counters["miss mismatch"] += 1
+            request.move_to(RequestState.ANSWERED)
+            return None
+        chains = tuple(
+            tuple(digests_of(request.hashes, group, 0, last // group.block_size))
+            for group in self._groups
+        )
+        self._counters["lookups"] += 1
+        return LookupRequest(request_id, request.serial, chains, session=request.hints.session)
+
+    def is_running(self, request_id: str) -> bool:
+        return self._requests[request_id].state is RequestState.LOOKING_UP
+
+    def began(self, request_id: str, now: float) -> None:
+        """The time of this lookup begins at `now`: before, no master could be asked."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.asked_at = now
+
+    def late(self, request_id: str, tokens: int, computed: int, now: float) -> int | None:
+        """The serial of a lookup that has taken as long as it may; None: there is none.
+
+        It may take a share of what it can save: the time of computing the prompt.
+        (design: load-or-recompute)
+        """
+        request = self._requests[request_id]
+        if request.state is not RequestState.LOOKING_UP:
+            return None
+        if now - request.asked_at < self._choice.lookup_timeout_s(computed, tokens):
+            return None
+        return request.serial
+
+    def on_result(
+        self, request_id: str, serial: int, matches: Sequence[Match], reason: str
+    ) -> LookupRequest | None:
+        """The answer to a lookup, one match for each group. Without matches it is a miss.
+
+        Returns what else to look up, under the same serial; its answer comes here as well.
+        Ignored when it comes after its timeout, or after the request has restarted or finished.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.serial != serial:
+            return None
+        if request.state is not RequestState.LOOKING_UP:
+            return None
+        if prefixes := request.prefixes:
+            request.prefixes = ()
+            matches = self._windows.joined(prefixes, matches)
+        elif (
+            matches and request.hints.max_load_tokens is None and not self._limits.drops_last_block
+        ):
+            chains = self._windows.wanted(matches, request.hashes)
+            if chains:
+                request.prefixes = tuple(matches)
+                return LookupRequest(request_id, serial, tuple(chains.values()), tuple(chains))
+        request.move_to(RequestState.ANSWERED)
+        if not matches:
+            self._counters[f"miss {reason}"] += 1
+            return None
+        request.matches = tuple(matches)
+        if not request.hints.skip_prefetch:
+            self.prefetches.found(request_id, request.hashes, matches)
+        request.blocks_saved = [
+            max(blocks, match.length)
+            for blocks, match in zip(request.blocks_saved, matches, strict=True)
+        ]
+        stopped = min(matches, key=lambda match: match.length).stopped
+        if not stopped.hit:
+            self._counters[f"miss {stopped.label}"] += 1
+        return None
+
+    def take_prefetches(self) -> list[PrefetchRequest]:
+        """What prompts that still wait will load, and no memory has. Once for each prompt."""
+        if not self.prefetches:
+            return []
+        found = self.prefetches.take()
+        self._counters["prefetches"] += len({id(one.hashes) for one in found})
+        return found

@@ -1,0 +1,109 @@
+"""Which blocks of the requests are saved with a step: those that it completes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+
+from kvpool.types import ROOT
+from kvpool_connector.plan.quiet_requests import NEVER
+from kvpool_connector.plan.save_queue import SaveQueue, SaveRun
+from kvpool_connector.plan.tracked_request import TrackedRequest, digest_of, digests_of
+from kvpool_connector.records.messages import SaveRequest
+from kvpool_connector.records.values import CacheGroup, PlannerLimits, ScheduledRequest
+
+
+class RequestSaves:
+    """Saves for one engine, whose `ranks` workers each do every save.
+
+    A step calls `on_scheduled` for each request that may complete a block, then `take`. `queue` has
+    the states of the blocks.
+    """
+
+    def __init__(
+        self,
+        counters: MutableMapping[str, float],
+        groups: Sequence[CacheGroup],
+        limits: PlannerLimits,
+        ranks: int,
+    ) -> None:
+        self._groups = groups
+        self._limits = limits
+        self.queue = SaveQueue(
+            counters,
+            ranks=ranks,
+            pinned_blocks_max=limits.saved_blocks_max,
+            retries_max=limits.save_retries,
+            gather_s=limits.save_gather_s,
+        )
+        #: What this step completes, by session and when that is expected to return.
+        self._completed: dict[tuple[str, float | None], list[SaveRun]] = {}
+        self._at_once: set[tuple[str, float | None]] = set()
+
+    def on_scheduled(self, request: TrackedRequest, one: ScheduledRequest) -> None:
+        """Save the blocks that are complete after this step, and neither stored nor being saved."""
+        if not (runs := self._complete_blocks(request, one)):
+            return
+        session = request.hints.session, request.hints.resume_in_s
+        self._completed.setdefault(session, []).extend(runs)
+        if one.start < request.prompt:  # other engines may wait for it
+            self._at_once.add(session)
+
+    def tokens_left(self, request: TrackedRequest, one: ScheduledRequest) -> int:
+        """How many the request computes after this step until its next block is complete."""
+        if one.end < request.prompt:
+            return 0
+        if not (self._limits.save and self._limits.save_decode) or request.hints.skip_save:
+            return NEVER
+        next_at = NEVER
+        for blocks, group in zip(request.blocks_saved, self._groups, strict=True):
+            at = (blocks + 1) * group.block_size
+            if at < next_at:
+                next_at = at
+        return max(0, next_at - one.end)
+
+    def take(
+        self, still_cached: Callable[[int, int, bytes], bool], now: float, *, idle: bool
+    ) -> tuple[list[SaveRequest], list[int]]:
+        """The saves that begin with this step, and the block ids to pin for this and later ones.
+
+        `idle`: nothing is computed, so that no block comes that a save could wait for.
+        `still_cached(block_id, group, digest)` says whether a block still has these contents.
+        """
+        completed, self._completed = self._completed, {}
+        at_once, self._at_once = self._at_once, set()
+        if retries := self.queue.take_due(still_cached, now):
+            completed.setdefault(("", None), []).extend(retries)
+            at_once.add(("", None))
+        pinned: list[int] = []
+        for session, runs in completed.items():
+            pinned += self.queue.add(runs, *session, now, at_once=session in at_once)
+        if idle:
+            self.queue.expedite_all()
+        return self.queue.take_saves(now), pinned
+
+    def _complete_blocks(self, request: TrackedRequest, one: ScheduledRequest) -> list[SaveRun]:
+        runs: list[SaveRun] = []
+        end = one.end if self._limits.save_decode else min(one.end, request.prompt)
+        for number, group in enumerate(self._groups):
+            first = request.blocks_saved[number]
+            hashed = len(request.hashes) // group.hashes_per_block
+            stop = min(end // group.block_size, hashed)
+            if stop <= first:
+                continue
+            ids = one.block_ids[number][first:stop]
+            run = SaveRun(
+                one.request_id,
+                number,
+                first,
+                digests_of(request.hashes, group, first, first + len(ids)),
+                digest_of(request.hashes, group, first - 1) if first else ROOT,
+                ids,
+                request.asked_at,
+                request.hints.adapter,
+            )
+            if all(ids):
+                runs.append(run)
+            else:  # id 0 is no block
+                runs += [part for there, part in run.split([bool(one) for one in ids]) if there]
+            request.blocks_saved[number] = first + len(ids)
+        return runs

@@ -1,0 +1,99 @@
+"""A request on its way to its first load: pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.types import Match
+from kvpool_connector.plan.load_or_recompute import (
+    NO_ESTIMATES,
+    Estimates,
+    LoadDecision,
+)
+from kvpool_connector.plan.running_loads import RunningLoad, SharedLoad
+from kvpool_connector.records.promises import GivenPromise
+from kvpool_connector.records.values import (
+    CacheGroup,
+    RequestHints,
+)
+
+
+class RequestState(enum.Enum):
+    """Where a request is on its way to its first load; `TRANSITIONS` are the possible moves."""
+
+    LOOKING_UP = "the pool has not answered yet"
+    ANSWERED = "the lookup has ended, or nothing was looked up: `matches` are what the pool has"
+    WAITING = "another request's load brings the same blocks, and is waited for"
+    OFFERED = "the engine knows the number of loadable tokens"
+    LOADING = "workers fill the blocks that the engine allocated"
+
+
+#: `on_request_finished` ends every state, `on_restart` leads from every state to LOOKING_UP (or to
+#: ANSWERED, when there is nothing to look up). Saving is no state of a request: its blocks are
+#: saved in every state, and after it has finished (`SaveQueue` has their states).
+TRANSITIONS: Final[Mapping[RequestState, frozenset[RequestState]]] = {
+    # RequestLookups.on_result: an answer, or the reason why there is none
+    RequestState.LOOKING_UP: frozenset({RequestState.LOOKING_UP, RequestState.ANSWERED}),
+    # loadable_tokens decides to load, or to wait; on_restart
+    RequestState.ANSWERED: frozenset(
+        {
+            RequestState.OFFERED,
+            RequestState.WAITING,
+            RequestState.LOOKING_UP,
+            RequestState.ANSWERED,
+        }
+    ),
+    # that load has ended, or takes too long: loadable_tokens decides again; on_restart
+    RequestState.WAITING: frozenset({RequestState.ANSWERED, RequestState.LOOKING_UP}),
+    # on_blocks_allocated: LOADING, or ANSWERED when the engine takes none of the tokens;
+    # loadable_tokens may be asked again and decide otherwise; on_preempted
+    RequestState.OFFERED: frozenset(
+        {RequestState.LOADING, RequestState.ANSWERED, RequestState.LOOKING_UP}
+    ),
+    # on_load_result of the last rank; on_restart
+    RequestState.LOADING: frozenset({RequestState.ANSWERED, RequestState.LOOKING_UP}),
+}
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """What the planner keeps of a request until it has finished."""
+
+    hashes: Sequence[bytes]  # grows while the request generates
+    prompt: int  # tokens
+    hints: RequestHints
+    serial: int
+    asked_at: float
+    blocks_saved: list[int]  # by group: blocks from the first on that are stored or being saved
+    state: RequestState = RequestState.LOOKING_UP
+    begun: bool = False  # the engine has given it blocks
+    stale: bool = False  # the weights have changed since it began: nothing of it is saved
+    matches: tuple[Match, ...] = ()
+    prefixes: tuple[Match, ...] = ()  # while the ends of sliding windows are looked up
+    decision: LoadDecision | None = None  # not counted yet
+    offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED
+    estimates: Estimates = NO_ESTIMATES
+    shared: SharedLoad | None = None  # while WAITING
+    waits_until: float | None = None  # since it first waited
+    load: RunningLoad | None = None  # while LOADING
+    promise: GivenPromise | None = None
+
+    def move_to(self, state: RequestState) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+
+def digest_of(hashes: Sequence[bytes], group: CacheGroup, index: int) -> bytes:
+    """The key of a block is the last of the engine's hashes inside it."""
+    return bytes(hashes[(index + 1) * group.hashes_per_block - 1])
+
+
+def digests_of(
+    hashes: Sequence[bytes], group: CacheGroup, first: int, stop: int
+) -> Sequence[bytes]:
+    """The keys of the blocks `first` to `stop` (excluded): of 8,192 at once 20 times as fast."""
+    per_block = group.hashes_per_block
+    return hashes[(first + 1) * per_block - 1 : stop * per_block : per_block]

@@ -1,0 +1,271 @@
+"""What the connector must know of a vLLM engine, read from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvpool import ConfigError
+from kvpool.kv_events import KVEvent, RemovedEvent, StoredEvent
+from kvpool_connector.form_choice import fields_of
+from kvpool_connector.identity import fingerprint, namespace
+from kvpool_connector.identity.naming import EngineInfo
+from kvpool_connector.memory.block_memory import BlockMemory, memory_of
+from kvpool_connector.memory.kv_layout import UnsupportedLayout
+from kvpool_connector.plan.save_queue import SaveRun
+from kvpool_connector.records.values import CacheGroup
+from kvpool_connector.settings import Settings
+from kvpool_connector.vllm_engine import interface as vllm_interface
+from kvpool_connector.vllm_engine.head_split import HeadSplit, head_split, specs_of
+from kvpool_connector.vllm_engine.interface import (
+    BlockRemoved,
+    BlockStored,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+    get_pp_group,
+    get_tp_group,
+    kv_cache_utils,
+)
+from kvpool_connector.worker.worker import Rank
+
+
+def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> EngineInfo:
+    """The engine as the scheduler half sees it. Raises ConfigError for what is not supported."""
+    check_supported(vllm_config, kv_cache_config, settings)
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    split = head_split(vllm_config, kv_cache_config, settings)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    hash_block = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
+    for spec in specs:
+        if spec.block_size % hash_block:
+            raise ConfigError(f"blocks of {spec.block_size} tokens, hashes of {hash_block}")
+    weights, why_unknown = _weights(vllm_config, settings)
+    return EngineInfo(
+        groups=tuple(
+            CacheGroup(spec.block_size, spec.block_size // hash_block, _window_blocks(spec))
+            for spec in specs
+        ),
+        kinds=tuple(_kind(spec) for spec in specs),
+        fields=_fields(vllm_config, kv_cache_config, settings, hash_block, weights),
+        weights_unknown=why_unknown,
+        seed=_seed,
+        ranks=ranks,
+        parts=split.parts * parallel.pipeline_parallel_size,
+        blocks=kv_cache_config.num_blocks,
+        loads=bool(vllm_config.kv_transfer_config.is_kv_consumer),
+        saves=vllm_config.kv_transfer_config.is_kv_producer,
+        stage_ranks=parallel.tensor_parallel_size if settings.kv_head_parts else 0,
+        drops_last_block=_drops_last_block(vllm_config),
+        recomputes=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
+    )
+
+
+def _drops_last_block(vllm_config: Any) -> bool:
+    """As vLLM's own cache does with EAGLE and MTP, unless an operator has switched that off."""
+    speculative = vllm_config.speculative_config
+    return bool(speculative is not None and speculative.use_eagle_block_drop())
+
+
+def rank_of(vllm_config: Any, kv_cache_config: Any, split: HeadSplit, settings: Settings) -> Rank:
+    """This worker's place among its peers. Raises ConfigError for what is not supported."""
+    check_supported(vllm_config, kv_cache_config, settings)
+    tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
+    stage, in_stage = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+    part = stage * split.parts + in_stage // split.replicas * split.parts_per_rank
+    return Rank(
+        stage * tensor_parallel + in_stage,
+        part,
+        in_stage % split.replicas == 0,
+        split.parts_per_rank,
+        bool(settings.verify_rate and not vllm_config.kv_transfer_config.is_kv_consumer),
+    )
+
+
+def memories_of(
+    caches: Mapping[str, torch.Tensor],
+    kv_cache_config: Any,
+    parts: int = 1,
+    *,
+    direct: bool = False,
+) -> list[BlockMemory]:
+    """The memory of each group, in blocks of so many parts; `direct` as for `memory_of`.
+
+    Raises ConfigError for a layout whose blocks cannot be copied.
+    """
+    memories = []
+    for group in kv_cache_config.kv_cache_groups:
+        layers = {layer: caches[layer] for layer in group.layer_names if layer in caches}
+        try:
+            memory = memory_of(layers, parts, direct=direct)
+        except UnsupportedLayout as error:
+            raise ConfigError(f"this KV cache layout is not supported: {error}") from None
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        needed = sum(specs.get(layer, group.kv_cache_spec).real_page_size_bytes for layer in layers)
+        if memory.block_bytes < needed:  # quantization scales in other tensors, for example
+            raise ConfigError(
+                f"this KV cache layout is not supported: a block has {needed} bytes, "
+                f"and its tensors show {memory.block_bytes} of them"
+            )
+        memories.append(memory)
+    return memories
+
+
+def events_of(
+    stored: Iterable[SaveRun], requests: Mapping[str, Any], kv_cache_config: Any
+) -> Iterator[tuple[int, bytes, StoredEvent]]:
+    """Group and key of what the pool has now, and an event of it in the form of the engine's own,
+    which does not say where it is."""
+    blocks = ((one, place) for one in stored for place in enumerate(one.digests, one.number))
+    for run, (number, digest) in blocks:
+        request = requests.get(run.request_id)
+        if request is None:
+            continue
+        spec = kv_cache_config.kv_cache_groups[run.group].kv_cache_spec
+        first, last = number * spec.block_size, (number + 1) * spec.block_size
+        hashed = kv_cache_config.hash_block_size or spec.block_size
+        parent = request.block_hashes[first // hashed - 1] if first else None
+        convert = kv_cache_utils.maybe_convert_block_hash
+        extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, first, last, 0)
+        lora = request.lora_request
+        yield (
+            run.group,
+            digest,
+            StoredEvent(
+                block_hashes=[convert(request.block_hashes[last // hashed - 1])],
+                parent_block_hash=convert(parent) if parent is not None else None,
+                token_ids=list(request.all_token_ids[first:last]),
+                block_size=spec.block_size,
+                lora_id=lora.adapter_id if lora else None,
+                medium=None,
+                lora_name=lora.name if lora else None,
+                extra_keys=kv_cache_utils.to_event_extra_keys([extra]) if extra else None,
+                group_idx=run.group,
+                kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+                kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+                session_id=request.session_id,
+            ),
+        )
+
+
+def vllm_event(event: KVEvent) -> Any:
+    """The same as an object of vLLM's."""
+    kind = {StoredEvent: BlockStored, RemovedEvent: BlockRemoved}[type(event)]
+    return kind(**{name: getattr(event, name) for name in event.__struct_fields__})
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
+    """Raises ConfigError for an engine whose blocks cannot be shared."""
+    if lacking := vllm_interface.missing():
+        raise ConfigError(lacking)
+    parallel = vllm_config.parallel_config
+    groups: Sequence[Any] = kv_cache_config.kv_cache_groups
+    for size, what in (
+        (parallel.decode_context_parallel_size, "decode context parallelism"),
+        (parallel.prefill_context_parallel_size, "prefill context parallelism"),
+    ):
+        if size > 1:
+            raise ConfigError(f"KVPoolConnector does not support {what} ({size})")
+    if kv_cache_config.has_mamba_layers:
+        raise ConfigError("KVPoolConnector does not support Mamba layers: their state is no block")
+    if tuple(kv_cache_config.prefix_cacheable_group_ids) != tuple(range(len(groups))):
+        raise ConfigError("KVPoolConnector supports models only whose every KV group is cacheable")
+    whole_prompts_only = not vllm_config.scheduler_config.enable_chunked_prefill
+    loads = vllm_config.kv_transfer_config.is_kv_consumer
+    if vllm_config.model_config.use_mla and whole_prompts_only and loads:
+        # vLLM's reference MLA for CPUs computes wrong tokens behind a loaded prefix.
+        raise ConfigError(
+            "KVPoolConnector cannot load for this model: vLLM has turned chunked prefill off, and "
+            'computes MLA wrongly behind a prefix that is there already; "kv_producer" can save'
+        )
+    for spec in (one for group in groups for one in specs_of(group)):
+        if spec.kv_quant_mode.is_per_token_head and spec.state_content_bytes is None:
+            # Found with vLLM's kernels for CPUs: each answer behind a loaded prefix was wrong.
+            raise ConfigError(
+                f"KVPoolConnector does not support a KV cache of the type "
+                f"{spec.kv_quant_mode.name} here: each token has a scale, and this engine's blocks "
+                "have no room for them"
+            )
+    if not vllm_config.cache_config.enable_prefix_caching and len(groups) > 1:
+        raise ConfigError("KVPoolConnector needs prefix caching for a model with several KV groups")
+
+
+def _window_blocks(spec: Any) -> int:
+    """Blocks of a sliding window that the engine needs before the token where it goes on; 0: all.
+
+    Other kinds may have a window and keep every block all the same.
+    """
+    if type(spec).__name__ != "SlidingWindowSpec":
+        return 0
+    tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
+    blocks: int = -(-tokens // spec.block_size)
+    return max(1, blocks)
+
+
+def _kind(spec: Any) -> str:
+    window = getattr(spec, "sliding_window", None)
+    return type(spec).__name__.removesuffix("Spec") + (f"-{window}" if window else "")
+
+
+def _fields(
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, hash_block: int, weights: str
+) -> dict[str, object]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    return {
+        "tenant": settings.tenant,
+        "model": settings.model or _label(model.hf_text_config),
+        **({"revision": settings.revision} if settings.revision else {"weights": weights}),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization or "none",
+        "kv": cache.cache_dtype,
+        "block": "+".join(
+            str(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups
+        ),
+        "hash": f"{cache.prefix_caching_hash_algo}/{hash_block}",
+        "tp": f"{settings.kv_head_parts}-head-parts"
+        if settings.kv_head_parts
+        else parallel.tensor_parallel_size,
+        "pp": parallel.pipeline_parallel_size,
+        "layout": _inside(kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "default"),
+        "vllm": vllm_interface.version(),
+        **fields_of(settings.codec),
+    }
+
+
+def _inside(layout: str) -> str:
+    """How a layer of a block lies in memory: heads before tokens or after them. Where its layers
+    and the other blocks lie changes no byte of it."""
+    return layout.translate({ord("L"): None, ord("B"): None}) if layout.isupper() else layout
+
+
+def _label(config: Any) -> str:
+    """A readable word for the model, the same wherever its files are: kind, layers, width."""
+    sizes = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    return f"{config.model_type}-{'x'.join(str(size) for size in sizes if size)}"
+
+
+def _weights(vllm_config: Any, settings: Settings) -> tuple[str, str]:
+    """What the files say about the weights, or `unknown` and why; for tensors that cannot be read
+    in the workers' memory."""
+    if settings.revision:
+        return settings.revision, ""
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        return f"dummy-{model.seed}", ""
+    try:
+        return fingerprint.files(model.model, model.revision or ""), ""
+    except OSError as error:
+        return "unknown", str(error)
+
+
+def _seed() -> str:
+    """What all hashes begin with; vLLM chooses it after it has made the connector.
+
+    `unset` is vLLM's own, without PYTHONHASHSEED: a fleet that sets it on some hosts only is split,
+    and this word tells operators where to look.
+    """
+    seed = kv_cache_utils.get_none_hash_seed()
+    return "unset" if seed == kv_cache_utils.DEFAULT_NONE_HASH_SEED else namespace.digest(seed, 8)

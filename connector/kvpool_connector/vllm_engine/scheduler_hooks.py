@@ -1,0 +1,384 @@
+"""The scheduler's side of the class that vLLM calls: its hooks, of which none ends the engine.
+
+An exception in one ends vLLM's EngineCore with all of its requests, so each is guarded
+(`hook_guard.py`): after one the engine goes on without the pool, and a new half is made later.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final, TypeVar, cast, overload
+
+from kvpool_connector.agents.request_params import OWN, Asked, Mistakes, parse_request
+from kvpool_connector.hook_guard import FailureLog, Fuse, Owed
+from kvpool_connector.identity.adapters import Adapter, salted
+from kvpool_connector.identity.naming import EngineInfo
+from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.records.messages import StepWork, WorkerReport
+from kvpool_connector.records.promises import PROMISE
+from kvpool_connector.records.values import ScheduledRequest
+from kvpool_connector.scheduler.scheduler import ConnectorScheduler, EngineStep
+from kvpool_connector.settings import Settings
+from kvpool_connector.vllm_engine import engine_log
+from kvpool_connector.vllm_engine.config import events_of, vllm_event
+from kvpool_connector.vllm_engine.interface import kv_cache_utils
+from kvpool_connector.vllm_engine.media import named_by_client
+from kvpool_connector.vllm_engine.stats import DESCRIPTION
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+#: Finished requests that are kept for the KV events of their last blocks.
+_FINISHED_MAX: Final = 256
+
+
+class BlockIds(Sequence[int]):
+    """The ids of one group's blocks, each made when it is read.
+
+    vLLM's own `get_block_ids` makes all of them: 8,192 for a request of 128K tokens, of which a
+    step needs one.
+    """
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [block.block_id for block in self._blocks[index]]
+        block_id: int = self._blocks[index].block_id
+        return block_id
+
+
+def _guarded(otherwise: Callable[..., Any]) -> Callable[[Hook], Hook]:
+    """A hook of the scheduler's side that raises nothing: after an exception, in any of them, all
+    do what `otherwise` does until there is a new half. (`hook_guard.py`)"""
+
+    def decorate(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def guarded(self: SchedulerHooks, *args: Any, **kwargs: Any) -> Any:
+            if not self._fuse.blown:
+                try:
+                    return hook(self, *args, **kwargs)
+                except Exception as error:
+                    self._blow(hook.__name__.lstrip("_"), error)
+            return otherwise(self, *args, **kwargs)
+
+        return cast("Hook", guarded)
+
+    return decorate
+
+
+def _nothing(hooks: SchedulerHooks, *args: Any, **kwargs: Any) -> None:
+    """For hooks that return nothing."""
+
+
+class SchedulerHooks:
+    """What vLLM's scheduler calls, in terms of one `ConnectorScheduler` after the other.
+
+    What is written here of pins and of loads (`Owed`) holds whatever becomes of that.
+    """
+
+    #: The request that the last promise was made for.
+    _promised: ClassVar[weakref.ref[Any] | None] = None
+
+    def __init__(
+        self,
+        settings: Settings,
+        thread: PoolThread,
+        engine: EngineInfo,
+        kv_cache_config: Any,
+        *,
+        engine_events: bool,
+    ) -> None:
+        """`engine_events`: the engine sends KV events."""
+        logs = engine_log.info, time.monotonic, engine_log.error, engine_log.warning
+
+        def make(replaces: ConnectorScheduler | None = None) -> ConnectorScheduler:
+            made = ConnectorScheduler(settings, thread, engine, *logs, replaces=replaces)
+            if engine_events and settings.kv_events != "off":
+                made.send_events(settings.kv_events)
+            return made
+
+        self._make_scheduler = make
+        self._kv = kv_cache_config
+        self._fuse, self._owed = Fuse(), Owed(engine.ranks)
+        self._failed: Counter[str] = Counter()  # since the last metrics
+        self._failures = FailureLog(
+            "", engine_log.error, lambda name, count: self._failed.update({name: int(count)})
+        )
+        self.scheduler = make()
+        self._requests: dict[str, Any] = {}
+        self._offered: dict[str, int] = {}  # tokens that the engine itself had, by request
+        self._mistakes = Mistakes()
+        #: For KV events of saves that end later.
+        self._finished: OrderedDict[str, Any] = OrderedDict()
+        #: Running requests that may have used KV which this engine would not compute, and how many
+        #: tokens of them are not in its cache any more.
+        self._tainted: dict[str, int] = {}
+        #: Of the engine: its pool of blocks, and what has a request's blocks.
+        self.block_pool: Any = None
+        self.blocks_of: Callable[[str], Any]
+
+    @_guarded(_nothing)
+    def on_new_request(self, request: Any) -> None:
+        began = time.perf_counter()
+        scheduler = self.scheduler
+        sampling = request.sampling_params
+        hints, mistakes, outcomes = parse_request(
+            Asked(
+                request.kv_transfer_params,
+                request.session_id,
+                sampling.extra_args if sampling is not None else None,
+                request.kv_hints,
+                request.priority,
+            )
+        )
+        for outcome in outcomes:
+            scheduler.planner.counters[f"kv_hint {outcome}"] += 1
+        if mistakes:
+            scheduler.planner.counters["bad_hints"] += 1
+            for mistake in self._mistakes.new(mistakes):
+                engine_log.warning(f"kv_transfer_params of request {request.request_id}: {mistake}")
+        self._requests[request.request_id] = request
+        if request.mm_features and named_by_client(request.mm_features):
+            scheduler.planner.counters["miss a client's name for a picture"] += 1
+            return  # never tracked
+        scheduler.on_new_request(
+            request.request_id, request.block_hashes, request.num_tokens, hints, _adapter(request)
+        )
+        self._count_hook(began)
+
+    @_guarded(lambda *_: (0, False))
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Tokens beyond `computed` that can be loaded (None: ask again), and whether any can."""
+        began = time.perf_counter()
+        scheduler = self.scheduler
+        if request.request_id not in self._requests:
+            self.on_new_request(request)
+        tokens = scheduler.loadable_tokens(request.request_id, request.num_tokens, computed)
+        if tokens:
+            self._offered[request.request_id] = computed
+        self._count_hook(began)
+        return tokens, bool(tokens)
+
+    def on_allocated(self, request_id: str, blocks: Any, tokens: int) -> None:
+        """The engine wants so many of the tokens that were offered, in these blocks."""
+        ids: tuple[list[int], ...] = blocks.get_block_ids() if tokens else ()
+        own = self._offered.pop(request_id, 0)
+        if tokens:
+            waits_for = (
+                group[own // size : -(-(own + tokens) // size)]
+                for group, size in zip(ids, self._block_sizes, strict=True)
+            )
+            self._owed.on_allocated(request_id, tuple(waits_for))
+        self._on_allocated(request_id, ids, tokens)
+
+    @_guarded(_nothing)
+    def _on_allocated(self, request_id: str, ids: Sequence[Sequence[int]], tokens: int) -> None:
+        self.scheduler.on_blocks_allocated(request_id, ids, tokens)
+
+    def _without_pool(self, scheduler_output: Any) -> StepWork:
+        """The work of a step while the fuse is blown: loads that no worker knows fail."""
+        now = time.monotonic()
+        scheduler = self.scheduler
+        self._unpin(self._owed.idle_pins())
+        if self._tainted:  # as ever: nobody may use those blocks
+            self._evict_tainted(scheduler_output.num_scheduled_tokens)
+        wrong = scheduler.planner.verifier.writers.odd
+        if self._fuse.due(now) and not self._owed and not wrong:
+            try:
+                self.scheduler = self._make_scheduler(scheduler)
+            except Exception as error:
+                self._blow("making a new half", error)
+            else:
+                self._fuse.mend()
+                engine_log.info("the pool is used again, after a mistake")
+        idle = not scheduler_output.num_scheduled_tokens
+        loads = self._owed.take_unsent()
+        return StepWork(scheduler.next_step(), loads=loads, idle=idle, weights_wanted=False)
+
+    @_guarded(_without_pool)
+    def plan_step(self, scheduler_output: Any) -> StepWork:
+        began = time.perf_counter()
+        scheduled: list[ScheduledRequest] = []
+        prefill: list[tuple[int, int]] = []
+        counts = scheduler_output.num_scheduled_tokens
+        for request_id in self.scheduler.planner.quiet.awake(counts):
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            start = request.num_computed_tokens
+            end = start + counts[request_id]
+            ids = [BlockIds(blocks) for blocks in self.blocks_of(request_id).blocks]
+            scheduled.append(ScheduledRequest(request_id, start, end, ids))
+            if start < request.num_prompt_tokens:
+                prefill.append((start, end))
+        step = EngineStep(
+            scheduled,
+            list(scheduler_output.preempted_req_ids or ()),
+            prefill,
+            idle=not counts,
+        )
+        if self._tainted:
+            self._evict_tainted(counts)
+        work, blocks_to_pin = self.scheduler.plan_step(step, self._still_cached)
+        if blocks_to_pin:
+            self.block_pool.touch([self.block_pool.blocks[block] for block in blocks_to_pin])
+            self._owed.on_pinned(blocks_to_pin)
+        self._count_hook(began)
+        self.scheduler.wait_if_idle(work)
+        self._owed.on_sent(work)  # last: nothing that raises comes behind it
+        return work
+
+    @_guarded(lambda *_: False)
+    def has_pending_frees(self) -> bool:
+        """Whether blocks are about to come free, so that no request need be preempted for them."""
+        blocks = self.block_pool.blocks
+        return self._owed.frees_blocks(lambda block: int(blocks[block].ref_cnt), time.monotonic())
+
+    def on_report(self, report: WorkerReport) -> None:
+        self._owed.on_report(report)
+        self._on_report(report)
+        if self._fuse.blown:
+            self._unpin(self._owed.idle_pins())
+
+    @_guarded(_nothing)
+    def _on_report(self, report: WorkerReport) -> None:
+        began = time.perf_counter()
+        outcome = self.scheduler.on_worker_report(report)
+        if outcome.drop_cache:
+            self.block_pool.evict_blocks(set(range(self._kv.num_blocks)))
+            begun = [one for one in self._requests.values() if one.num_computed_tokens]
+            self._tainted = {request.request_id: 0 for request in begun}
+        self._unpin(outcome.blocks_to_unpin)
+        if self.scheduler.sends_events:
+            known = {**self._finished, **self._requests}
+            self.scheduler.announce(events_of(outcome.stored, known, self._kv))
+        self._count_hook(began)
+
+    @_guarded(lambda hooks: bool(hooks._owed))
+    def has_pending_work(self) -> bool:
+        """Whether the engine must step although it has nothing to compute."""
+        return self.scheduler.has_pending_work
+
+    def on_finished(self, request: Any) -> dict[str, Any] | None:
+        """What a proxy hands to another engine, if it asked for that."""
+        # Blocks that are being saved are pinned by `touch`: vLLM may free the request's own.
+        self._requests.pop(request.request_id, None)
+        self._tainted.pop(request.request_id, None)
+        self._offered.pop(request.request_id, None)
+        if self.scheduler.sends_events:
+            self._finished[request.request_id] = request
+            while len(self._finished) > _FINISHED_MAX:
+                self._finished.popitem(last=False)
+        return self._on_finished(request)
+
+    @_guarded(_nothing)
+    def _on_finished(self, request: Any) -> dict[str, Any] | None:
+        params = self._promise(request)
+        self.scheduler.on_request_finished(request.request_id)
+        return params
+
+    @_guarded(lambda *_: ())
+    def take_events(self) -> Iterable[Any]:
+        return [vllm_event(event) for event in self.scheduler.take_events()]
+
+    @_guarded(_nothing)  # a new half begins with names of its own
+    def reset(self) -> None:
+        self.scheduler.reset()
+
+    def take_metrics(self) -> dict[str, Any]:
+        """Sums since the last call, and the description of the engine where it has news."""
+        metrics = {**self._take_metrics(), **self._failed}
+        self._failed.clear()
+        return metrics
+
+    @_guarded(lambda *_: {})
+    def _take_metrics(self) -> dict[str, Any]:
+        data: dict[str, Any] = self.scheduler.report.take_metrics()
+        if data:
+            data["pinned_share"] = self._owed.pinned_blocks / self._kv.num_blocks
+        if description := self.scheduler.report.take_description():
+            data[DESCRIPTION] = description
+        return data
+
+    def close(self) -> None:
+        self.scheduler.close()
+
+    @property
+    def _block_sizes(self) -> list[int]:
+        return [group.kv_cache_spec.block_size for group in self._kv.kv_cache_groups]
+
+    def _blow(self, hook: str, error: Exception) -> None:
+        off_s = self._fuse.blow(time.monotonic())
+        self._failures.add(hook, error, f"for {off_s:g} s this engine shares nothing, and goes on")
+
+    def _unpin(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            # Reversed: vLLM reuses a chain's last block before its first, and so must we.
+            pool = self.block_pool
+            pool.free_blocks([pool.blocks[block] for block in reversed(blocks)])
+            self._owed.on_unpinned(blocks)
+
+    def _promise(self, request: Any) -> dict[str, Any] | None:
+        """For the answer to a proxy that has another engine decode; it hands this on."""
+        asked = request.kv_transfer_params
+        if not isinstance(asked, Mapping) or asked.get("do_remote_decode") is not True:
+            return None
+        last = SchedulerHooks._promised
+        if last is not None and last() is request:
+            return None  # MultiConnector raises where two of its connectors return one key
+        promise = self.scheduler.make_promise(request.request_id, request.num_computed_tokens)
+        if promise is None:
+            return None
+        SchedulerHooks._promised = weakref.ref(request)
+        return {OWN: {PROMISE: promise.as_params()}}
+
+    def _evict_tainted(self, scheduled: Mapping[str, int]) -> None:
+        """vLLM has put the blocks into its cache that this step completes, and those of a load
+        that has ended. None may use them."""
+        for request_id in self._tainted.keys() & scheduled.keys():
+            start = self._tainted[request_id]
+            end = self._requests[request_id].num_computed_tokens + scheduled[request_id]
+            self._tainted[request_id] = end
+            of_groups = self.blocks_of(request_id).blocks
+            for size, blocks in zip(self._block_sizes, of_groups, strict=True):
+                self.block_pool.evict_blocks(set(BlockIds(blocks)[start // size : end // size]))
+
+    def _still_cached(self, block_id: int, group: int, digest: bytes) -> bool:
+        key = self.block_pool.blocks[block_id].block_hash
+        if key is None:
+            return False
+        named = kv_cache_utils.make_block_hash_with_group_id
+        if key == named(digest, group):
+            return True
+        plain = kv_cache_utils.get_block_hash(key)
+        adapters = (
+            self.scheduler.adapter_requests.known.in_use if key == named(plain, group) else ()
+        )
+        return any(salted(plain, one) == digest for one in adapters)
+
+    def _count_hook(self, began: float) -> None:
+        counters = self.scheduler.planner.counters
+        counters["hook_s"] += time.perf_counter() - began
+        counters["hooks"] += 1
+
+
+def _adapter(request: Any) -> Adapter | None:
+    """The LoRA adapter of a request, by the name and path that vLLM's hashes contain."""
+    lora = request.lora_request
+    if lora is None:
+        return None
+    return Adapter(lora.lora_int_id, f"{lora.lora_name} at {lora.lora_path}")
