@@ -1,0 +1,115 @@
+"""The vLLM connector consists of rooms that import one way, and each has a budget of lines.
+
+A room is a package, or a file beside the packages. What stands beside them is what users and
+vLLM's entry points name (`vllm`, `sessions`, `admitting`), and what several rooms need.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.repo.test_budgets import held, lines
+from tests.repo.test_house import ROOT, files, imports, within
+
+CONNECTOR = ROOT / "connector/kvpool_connector"
+
+#: Who may import whom: a room sees itself, and all rooms in the layers above it in this list.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("records", "client_log", "engine_pool", "pool_thread", "session_names"),
+    ("identity", "plan", "memory", "events", "hook_guard"),
+    ("codecs",),
+    ("form_choice",),  # the joint of codecs
+    ("settings",),
+    ("adapter_settings", "agents", "worker"),
+    ("scheduler", "sessions"),
+    ("vllm_engine", "admitting"),
+    ("vllm",),
+    ("vllm_plugin",),
+)
+#: Of a lower layer these alone may be imported: each room is as independent as it can be.
+ONLY = {
+    "agents": {"records", "session_names", "settings"},
+    "codecs": {"memory", "plan", "records"},
+    "events": {"pool_thread"},
+    "hook_guard": {"records"},
+    "identity": {"records"},
+    "memory": {"records"},
+    "plan": {"records"},
+}
+#: Lines of the whole and of each package, (aim, today).
+LINES = {
+    "": (7_200, 12_780),
+    "agents": (1_080, 1_080),
+    "codecs": (850, 850),
+    "events": (320, 320),
+    "identity": (1_030, 1_030),
+    "memory": (1_060, 1_060),
+    "plan": (2_510, 2_510),
+    "records": (730, 730),
+    "scheduler": (1_100, 1_100),
+    "vllm_engine": (1_660, 1_660),
+    "worker": (810, 810),
+}
+
+
+def room_of(name: str) -> str:
+    """`kvpool_connector.plan.planner.Planner` is of the room `plan`."""
+    return name.removeprefix("kvpool_connector").lstrip(".").partition(".")[0]
+
+
+def room(path: Path) -> str:
+    return path.relative_to(CONNECTOR).parts[0].removesuffix(".py")
+
+
+def connector_files() -> list[Path]:
+    return files("connector.kvpool_connector")
+
+
+def test_every_file_of_the_connector_is_in_a_layer() -> None:
+    known = [one for layer in LAYERS for one in layer]
+    assert {room(path) for path in connector_files()} == {*known, "__init__"}
+    assert len(known) == len(set(known))
+
+
+def test_the_connector_imports_one_way() -> None:
+    wrong = []
+    for path in connector_files():
+        here = room(path)
+        if here == "__init__":
+            continue
+        (level,) = (n for n, layer in enumerate(LAYERS) if here in layer)
+        below = {one for layer in LAYERS[:level] for one in layer}
+        allowed = ONLY.get(here, below) | {here}
+        assert allowed <= below | {here}, here
+        wrong += [
+            f"{path.relative_to(CONNECTOR)} imports {name}"
+            for name in imports(path)
+            if within(name, "kvpool_connector") and room_of(name) not in allowed
+        ]
+    assert not wrong
+
+
+def test_decisions_and_requests_know_no_tensors() -> None:
+    for path in connector_files():
+        if room(path) in ("plan", "agents", "events", "scheduler"):
+            assert not [one for one in imports(path) if within(one, "vllm", "torch")], path
+
+
+def test_a_package_says_what_it_is() -> None:
+    for path in connector_files():
+        if path.name == "__init__.py" and path.parent != CONNECTOR:
+            assert path.read_text().startswith('"""'), path
+
+
+def test_the_connector_is_no_larger() -> None:
+    counted = {
+        name: sum(lines(path) for path in connector_files() if name in ("", room(path)))
+        for name in LINES
+    }
+    packages = {path.parent.name for path in CONNECTOR.glob("*/__init__.py")}
+    assert packages == LINES.keys() - {""}, "a package needs a budget"
+    wrong = [
+        held(name or "the connector", count, *LINES[name], slack=100)
+        for name, count in counted.items()
+    ]
+    assert not [one for one in wrong if one]
