@@ -151,7 +151,7 @@ def test_the_pool_may_be_down_die_in_mid_load_and_come_back(
     prompts = [prompt(number) for number in range(30, 33)]
     expected = plain.generate(prompts)["tokens"]
     pool = PoolProcess()
-    config = transfer(pool.master, start_wait_s=0.5, load_timeout_s=0.2)
+    config = transfer(pool.master, load_timeout_s=0.2)
     try:
         with running(model(), kv_transfer_config=config) as engine:
             assert engine.generate(prompts)["tokens"] == expected
@@ -218,8 +218,10 @@ def test_preempted_requests_come_back_from_the_pool(
 def test_inside_a_multi_connector(
     first: str, pool: LocalPool, model: Models, running: Running, tmp_path: Path, plain: Engine
 ) -> None:
-    """Both orders; both save, the first one with a hit loads, without hits nobody does."""
-    prompts = [prompt(number) for number in range(60, 62)]
+    """Both orders; both save, the first one with a hit loads, without hits nobody does.
+
+    The other one has whole prompts only: the known beginning of a new one comes from the pool."""
+    prompts = [prompt(number) for number in range(60, 63)]
     expected = plain.generate(prompts)["tokens"]
     ours = transfer(pool.master)
     example = {
@@ -235,13 +237,28 @@ def test_inside_a_multi_connector(
         "kv_connector_extra_config": {"connectors": children},
     }
     with running(model(), kv_transfer_config=config) as engine:
-        assert engine.generate(prompts)["tokens"] == expected
+        assert engine.generate(prompts[:2])["tokens"] == expected[:2]
         assert pool.settled() > 0
         engine.forget()
-        again = engine.generate(prompts)
-        assert again["tokens"] == expected
+        again = engine.generate(prompts[:2])
+        assert again["tokens"] == expected[:2]
         assert again["cached"] == [480, 480]
+        loaded = 2 if first == "KVPoolConnector" else 0
+        assert _loads_and_hits_left(engine) == (loaded, 2 - loaded)
+        engine.forget()
+        begun = engine.generate(prompts[2:])
+        assert begun["tokens"] == expected[2:]
+        assert begun["cached"] == [352]
+        assert _loads_and_hits_left(engine) == (loaded + 1, 2 - loaded)
         assert engine.generate([prompt(69, shared=0)])["cached"] == [0]
+
+
+def _loads_and_hits_left(engine: Engine) -> tuple[float, float]:
+    """Loads of the pool, and its hits that another connector has loaded."""
+    metrics = engine.metrics()
+    names = ("vllm:kvpool_loads", "vllm:kvpool_decisions not_chosen")
+    loads, left = (metrics.get(name, 0) for name in names)
+    return loads, left
 
 
 def test_latent_attention_is_saved_and_not_loaded_where_the_engine_cannot_go_on_from_it(
