@@ -232,7 +232,7 @@ def _config(requests: int, context: int, blocks: int) -> Any:
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     cache.kv_cache_layout, cache.num_gpu_blocks = "LBHNC", blocks
     # Nothing listens there: lookups and saves go nowhere, and the worker is played.
-    extra = {"masters": ["127.0.0.1:9"], "start_wait_s": 0, "model": "bench", "revision": "bench"}
+    extra = {"masters": ["127.0.0.1:9"], "revision": "bench"}
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(tiny_model.make(Path(tempfile.gettempdir()) / "kvpool-bench-steps")),

@@ -30,6 +30,9 @@ _LOOK_TIMEOUT_S: Final = 2.0
 _SERVERS_EVERY_S: Final = 15.0
 #: How often durations are taken for metrics.
 _DURATIONS_EVERY_S: Final = 1.0
+#: How long an engine's start waits for the pool (without it the engine serves alone), and a first
+#: request for the workers' first message.
+START_WAIT_S: Final = 1.0
 #: Prompts are looked up elsewhere (`Lookups`); this pool only looks whether masters are there.
 _OPERATIONS: Final = frozenset({"read", "write"})
 _NOWHERE: Final = Namespace("kvpool/look")

@@ -23,7 +23,6 @@ CONNECTOR: Final = "KVPoolConnector"
 Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
 #: Names that engines must have in common. Without a text there would be nothing to have.
 _NAMES: Final = ("cluster", "tenant")
-_NAMES_OR_EMPTY: Final = ("model", "revision")
 _HOST: Final = re.compile(r"[\w.-]+")
 #: A lower rate than one in a thousand million is none.
 _RATE_MIN: Final = 1e-9
@@ -34,6 +33,7 @@ _GONE: Final = {
     "hit_tokens_min": "a hit is loaded when that is faster than computing it",
     "loads_max": "32 prompts load at once",
     "lookup_timeout_s": "a lookup has half of the time that computing takes, 1 s at most",
+    "model": "revision names the weights, and a model is called by its kind, layers and width",
     "prefetch": "a request has skip_prefetch in its kv_transfer_params",
     "probe_every_s": "while loads are too slow, the pool is measured every 5 s",
     "producer_loads": _BOTH,
@@ -42,6 +42,7 @@ _GONE: Final = {
     "save_retries": "a refused save is tried three times more",
     "save_share_max": "unfinished saves keep a quarter of the engine's blocks",
     "save_timeout_s": "a save has 10 s",
+    "start_wait_s": "the start waits for the pool for 1 s; then the engine runs without it",
     "transfers_max": "a process has four reads and two writes under way",
 }
 
@@ -65,10 +66,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_path: Literal["staged", "direct"] = "staged"
     #: Name of the tenant. Engines of different tenants share no blocks, and no sessions.
     tenant: str = DEFAULT_TENANT
-    #: The model's name in the pool. Empty: its kind, layers and width, as in qwen3-36x4096.
-    model: str = ""
-    #: Name of this version of the weights. Empty: weights are told by what memory has of them, and
-    #: by their files where memory hides some.
+    #: Name of the weights. Empty: they are told by what memory has of them, and by their files
+    #: where memory hides some.
     revision: str = ""
     #: Parts of equal numbers of KV heads that each block is stored in, so that engines of different
     #: tensor parallel sizes share. 0: one for each tensor parallel rank, and only engines of equal
@@ -80,9 +79,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: Time after which the engine computes a prompt instead of waiting for its load. The planner
     #: often ends a load earlier, when it takes much longer than estimated.
     load_timeout_s: Seconds = 10.0
-    #: Time for which the engine's start waits for the pool (without it the engine serves alone),
-    #: and a first request for the workers' first message.
-    start_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 1.0
     #: Also save blocks of generated tokens, because the next turn of a conversation contains them.
     save_decode: bool = True
     #: Number of servers to which each block is written.
@@ -131,7 +127,7 @@ def parse(given: Mapping[str, Any]) -> Settings:
             "kv_head_parts needs revision, a name that is the same for "
             "the same weights only: what ranks have in memory depends on how many they are"
         )
-    wrong = [wrong_name(name, getattr(settings, name)) for name in (*_NAMES, *_NAMES_OR_EMPTY)]
+    wrong = [wrong_name(name, getattr(settings, name)) for name in (*_NAMES, "revision")]
     wrong += map(wrong_master, settings.masters)
     for sentence in filter(None, wrong):
         raise _refusal(sentence)

@@ -21,7 +21,7 @@ from typing import (
 
 from kvpool_connector import settings
 from kvpool_connector.memory.block_memory import device_of_this_thread
-from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.pool_thread import START_WAIT_S, PoolThread
 from kvpool_connector.records.messages import StepWork, WorkerReport
 from kvpool_connector.vllm_engine import engine_log
 from kvpool_connector.vllm_engine import interface as vllm_interface
@@ -115,7 +115,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             count_updates()
             self._worker = ConnectorWorker(chosen, thread, rank, engine_log.error)
-        thread.wait(chosen.start_wait_s)
+        thread.wait(START_WAIT_S)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -19,7 +19,7 @@ from kvpool_connector.identity.adapters import Adapter
 from kvpool_connector.identity.naming import EngineInfo
 from kvpool_connector.memory.block_memory import memory_of
 from kvpool_connector.plan.save_queue import SaveQueue, SaveRun
-from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.pool_thread import START_WAIT_S, PoolThread
 from kvpool_connector.records.messages import (
     LoadResult,
     ModelInfo,
@@ -575,7 +575,7 @@ def test_a_request_waits_no_longer_for_names_than_the_setting_says(start: Start)
     engine = start(connected=False, engine={"loads": False})
     engine.scheduler.on_new_request("r", keys("no names", 2), 2 * BLOCK, RequestHints())
     assert engine.loadable("r", 2 * BLOCK) is None
-    engine.clock.ahead_s += engine.settings.start_wait_s
+    engine.clock.ahead_s += START_WAIT_S
     assert engine.loadable("r", 2 * BLOCK) == 0
 
 
@@ -723,7 +723,7 @@ def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is loaded or saved meanwhile, and no request waits for it."""
-    engine = start(ranks=2, load_timeout_s=0.3, start_wait_s=0.3)
+    engine = start(ranks=2, load_timeout_s=0.3)
     monkeypatch.setattr(engine.workers[0], "_describe_again", lambda serial_min: None)
     engine.change_weights("new")
     engine.loadable("any", 0)
@@ -970,7 +970,7 @@ def test_a_lookup_reports_the_arrival_and_a_long_wait_repeats_it(asked: Any) -> 
         engine.clock.ahead_s += 59.0
         engine.step()
     assert engine.scheduler.planner.counters["arrivals_repeated"] == 1
-    engine.clock.ahead_s += 2.0
+    engine.clock.ahead_s += START_WAIT_S
     engine.step()
     engine.until(lambda: len(recorded.sent) == 1)
     engine.clock.ahead_s += 58.1
@@ -1036,7 +1036,7 @@ def test_no_request_waits_for_a_master_that_is_not_connected(asked: Any) -> None
     assert engine.clock.ahead_s - began_s > 0.1
     engine.scheduler.on_new_request("w", keys("w", 2), 2 * BLOCK + 1, RequestHints())
     assert engine.loadable("w", 2 * BLOCK + 1) is None
-    engine.clock.ahead_s += 1.1  # start_wait_s
+    engine.clock.ahead_s += 1.1  # START_WAIT_S, and some
     assert engine.loadable("w", 2 * BLOCK + 1) == 0
     began_s = engine.clock.ahead_s
     assert misses("no master") == 1
@@ -1080,9 +1080,9 @@ def test_the_hooks_of_a_step_wait_a_millisecond_in_all(
 
 
 def test_a_workers_silence_is_its_own_reason(start: Start) -> None:
-    engine = start(connected=False, load_timeout_s=0.1, start_wait_s=2.0)
+    engine = start(connected=False, load_timeout_s=0.1)
     engine.scheduler.on_new_request("r", keys("early", 2), 2 * BLOCK + 1, RequestHints())
-    engine.clock.ahead_s += 2.0
+    engine.clock.ahead_s += START_WAIT_S
     assert engine.loadable("r", 2 * BLOCK + 1) is None
     engine.clock.ahead_s += 0.2
     assert engine.loadable("r", 2 * BLOCK + 1) == 0
@@ -1093,7 +1093,7 @@ def test_a_workers_silence_is_its_own_reason(start: Start) -> None:
 
 
 def test_a_lookup_that_began_with_the_names_is_late_as_any_other(start: Start) -> None:
-    engine = start(connected=False, load_timeout_s=0.1, start_wait_s=2.0)
+    engine = start(connected=False, load_timeout_s=0.1)
     engine.scheduler._lookups._lookups._poller = FakePoller()  # type: ignore[assignment]
     engine.scheduler.on_new_request("r", keys("held", 2), 2 * BLOCK + 1, RequestHints())
     engine.until(lambda: bool(engine.scheduler.namespaces))

@@ -19,12 +19,10 @@ DEFAULTS = {
     "transports": ["shm", "tcp"],
     "device_path": "staged",
     "tenant": "default",
-    "model": "",
     "revision": "",
     "kv_head_parts": 0,
     "load": "auto",
     "load_timeout_s": 10.0,
-    "start_wait_s": 1.0,
     "save_decode": True,
     "kv_events": "shared",
     "copies": 1,
@@ -35,7 +33,6 @@ DEFAULTS = {
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "kv_head_parts": (0, 256),
     "load_timeout_s": (0.001, 3600),
-    "start_wait_s": (0, 3600),
     "copies": (1, COPIES_MAX),
     "verify_rate": (0, 1),
 }
@@ -61,6 +58,8 @@ def test_a_planner_without_settings_has_their_defaults() -> None:
 def test_a_setting_that_is_gone_says_what_holds_instead() -> None:
     for name, holds in (
         ("transfers_max", "a process has four reads and two writes under way"),
+        ("model", "revision names the weights, and .* by its kind, layers and width"),
+        ("start_wait_s", "the start waits for the pool for 1 s; then the engine runs without it"),
         ("producer_loads", "an engine loads and saves with kv_role kv_both"),
         ("prefetch", "a request has skip_prefetch in its kv_transfer_params"),
     ):
@@ -135,7 +134,7 @@ def test_where_a_master_listens_is_not_where_engines_find_it(master: str) -> Non
         parse({"masters": [master]})
 
 
-@pytest.mark.parametrize("name", ["cluster", "tenant", "model", "revision"])
+@pytest.mark.parametrize("name", ["cluster", "tenant", "revision"])
 def test_names_are_texts_that_operators_can_see(name: str) -> None:
     for value in (" ", " a", "a ", "a\n", "a\0b"):
         with pytest.raises(ConfigError, match=f"{name} is .*, expected a text"):
@@ -147,7 +146,7 @@ def test_engines_have_a_cluster_and_a_tenant_but_may_have_no_revision() -> None:
     for name in ("cluster", "tenant"):
         with pytest.raises(ConfigError, match=f"{name} is '', expected a text without"):
             parse({name: ""})
-    assert parse({"model": "", "revision": ""}).revision == ""
+    assert parse({"revision": ""}).revision == ""
 
 
 def test_connectors_of_other_engines_ask_for_the_same_names_and_masters() -> None:

@@ -159,7 +159,6 @@ WIDE_CLASSES = {
     "transports/kvpool_transports/streams/stream.py:Stream": (29, 17),
     "tiers/kvpool_tiers/nvme/tier.py:Nvme": (34, 18),
     "connector/kvpool_connector/plan/running_loads.py:RunningLoad": (25, 17),
-    "connector/kvpool_connector/settings.py:Settings": (25, 17),
     "connector/kvpool_connector/plan/tracked_request.py:TrackedRequest": (25, 18),
     "connector/kvpool_connector/plan/verifier.py:Verifier": (25, 19),
     "connector/kvpool_connector/vllm.py:KVPoolConnector": (29, 15),
@@ -216,7 +215,7 @@ WORDS = {
 #: What a user or a contributor has to know, (budget, today).
 SURFACE = {
     "settings of the pool": (30, 32),
-    "settings of the connector": (15, 17),
+    "settings of the connector": (15, 15),
     "messages": (46, 63),
     "methods of Pool": (15, 15),
     "extras": (12, 12),

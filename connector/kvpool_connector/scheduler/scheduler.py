@@ -20,7 +20,7 @@ from kvpool_connector.identity.naming import EngineInfo, EngineNames
 from kvpool_connector.plan.cost_model import StepTimer
 from kvpool_connector.plan.planner import Planner
 from kvpool_connector.plan.save_queue import SaveRun
-from kvpool_connector.pool_thread import PoolThread
+from kvpool_connector.pool_thread import START_WAIT_S, PoolThread
 from kvpool_connector.records.messages import StepWork, WorkerInfo, WorkerReport
 from kvpool_connector.records.promises import PromisedBlocks, promise_name
 from kvpool_connector.records.provenance import BlockWriter
@@ -128,11 +128,10 @@ class ConnectorScheduler:
         self._messages = PoolMessages(
             thread, self.planner.counters, log_line, log_warning or log_line
         )
-        lookups = Lookups(
-            MatchPoller(settings.client(), settings.member()), settings.start_wait_s, clock
-        )
+        poller = MatchPoller(settings.client(), settings.member())
+        lookups = Lookups(poller, START_WAIT_S, clock)
         self._lookups = NamedLookups(
-            self.planner, self.names, lookups, self._messages, settings.start_wait_s, clock
+            self.planner, self.names, lookups, self._messages, START_WAIT_S, clock
         )
         watch = SharingWatch(log_line)
         self.report = EngineReport(self.planner, self.names, lookups, watch, self._messages, clock)
@@ -173,7 +172,7 @@ class ConnectorScheduler:
         now = self._clock()
         hints = hints._replace(session=in_tenant(self._settings.tenant, hints.session))
         if adapter is not None:
-            until = now + self._settings.start_wait_s
+            until = now + START_WAIT_S
             waiting = AdapterRequest(hashes, tokens, hints, adapter, self._step, until)
             self.adapter_requests.add(request_id, waiting)
             self._start_adapter_requests()

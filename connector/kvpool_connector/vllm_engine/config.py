@@ -216,7 +216,7 @@ def _fields(
     parallel = vllm_config.parallel_config
     return {
         "tenant": settings.tenant,
-        "model": settings.model or _label(model.hf_text_config),
+        "model": _label(model.hf_text_config),
         **({"revision": settings.revision} if settings.revision else {"weights": weights}),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization or "none",

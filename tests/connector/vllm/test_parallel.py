@@ -26,7 +26,7 @@ def test_pipeline_stages_share_with_equals_only(
         "pipeline_parallel_size": 2,
         "worker_cls": "tests.connector.vllm.pipeline_worker.PipelineWorker",
     }
-    config = transfer(shared_pool.master, model=model().name)
+    config = transfer(shared_pool.master)
     with Engine(model(), logs("pp-2"), kv_transfer_config=config, **stages) as two:
         computed = two.ready().generate(prompts)
         assert computed["cached"] == [0, 0]

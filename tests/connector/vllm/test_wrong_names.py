@@ -61,7 +61,7 @@ class Sequence:
         """Start an engine and ask it one round of prompts after the other."""
         given: dict[str, Any] = {"max_model_len": 2048, **arguments}
         if tenant:
-            chosen = {"tenant": tenant, "model": "the same", "transports": ["tcp"]}
+            chosen = {"tenant": tenant, "transports": ["tcp"]}
             given["kv_transfer_config"] = transfer(self._pool.master, **chosen, **(settings or {}))
         if self._engine is None:
             self._engine = Engine(model, self.log, **given).ready()
