@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import (
-    TYPE_CHECKING,
-    Any,
-)
+from typing import TYPE_CHECKING, Any
 
 from kvpool_connector import settings
 from kvpool_connector.memory.block_memory import device_of_this_thread
@@ -25,11 +22,7 @@ from kvpool_connector.pool_thread import START_WAIT_S, PoolThread
 from kvpool_connector.records.messages import StepWork, WorkerReport
 from kvpool_connector.vllm_engine import engine_log
 from kvpool_connector.vllm_engine import interface as vllm_interface
-from kvpool_connector.vllm_engine.config import (
-    engine_of,
-    memories_of,
-    rank_of,
-)
+from kvpool_connector.vllm_engine.config import engine_of, memories_of, rank_of
 from kvpool_connector.vllm_engine.head_split import head_split
 from kvpool_connector.vllm_engine.interface import (
     CacheHitSource,

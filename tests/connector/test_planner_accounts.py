@@ -10,6 +10,7 @@ from kvpool import Match, ReadStatus, Replica, Run, WriteStatus
 from kvpool_connector.plan.cost_model import PrefillCost, TransferCost
 from kvpool_connector.plan.save_queue import WAITING_BLOCKS_MAX, SaveQueue, SaveRun
 from kvpool_connector.records.messages import LoadResult, ProbeResult, SaveResult
+from kvpool_connector.records.provenance import BlockWriter
 from kvpool_connector.records.values import CacheGroup, RequestHints, ScheduledRequest
 from tests.connector.test_planner import Played, hashes, matched
 
@@ -196,6 +197,26 @@ def test_a_load_that_failed_on_one_rank_has_failed(complete: tuple[bool, bool]) 
     assert played.planner.counters["loads_failed"] == 1
     assert played.offer("a", 100) == 0
     assert played.step("a", 0, 100).blocks_to_pin == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_one_rank_has_met_the_whole_load_has_met(order: tuple[int, int]) -> None:
+    """A refusal by one rank is one: the tokens are computed, and compared. A load that has brought
+    blocks of a writer to one rank counts for that writer."""
+    writer = BlockWriter(b"w" * 8, "other")
+    results = (
+        LoadResult("a", 0, False, 0.1, writers=frozenset({writer}), refused=frozenset({b"r" * 8})),
+        LoadResult("a", 6 * MIB, True, 0.1),
+    )
+    played = Played(ranks=2, loads_per_check=4)
+    played.planner.verifier.writers.on_equal([writer.id])
+    assert not played.planner.verifier.writers.due
+    played.load("a")
+    for one in order:
+        played.planner.on_load_result(results[one], played.now + 0.1)
+    assert played.planner.counters["loads_refused"] == 1
+    assert played.planner.verifier.watches("a")
+    assert played.planner.verifier.writers.due == {writer.id}
 
 
 def test_hits_are_counted_where_they_were_read() -> None:

@@ -245,19 +245,11 @@ class Planner:
         """One rank has ended a load. With the last one, its speed is measured."""
         request = self.requests.get(result.request_id)
         load = request.load if request is not None else None
-        if request is None or load is None:
-            return
-        load.ranks_left -= 1
-        load.complete &= result.complete
-        load.size_loaded = max(load.size_loaded, result.size)
-        load.seconds = max(load.seconds, result.seconds)
-        load.waited_s = max(load.waited_s, result.waited_s)
-        self.verifier.on_rank_loaded(result)
-        if load.ranks_left:
+        if request is None or load is None or not load.on_rank(result):
             return
         self._end_load(request)
-        id, first, last = result.request_id, load.first, load.last
-        refused = self.verifier.on_load(id, first, last, request.matches)
+        id, first, result = result.request_id, load.first, load.ended
+        refused = self.verifier.on_load(result, first, load.last, request.matches)
         self.promises.on_load(request, load, refused=refused)
         request.move_to(RequestState.ANSWERED)
         if refused:  # that says nothing about the pool's speed
@@ -271,11 +263,11 @@ class Planner:
         self.counters["load_s"] += now - load.started_at
         self.counters[f"load_duration {now - load.started_at:.2g}"] += 1
         self.counters["loads"] += 1
-        if not load.complete:
+        if not result.complete:
             self.counters["loads_failed"] += 1
             load.lost = not load.aborted
             # The engine asks again: without this the same blocks would be loaded for ever.
-            self._forget_matches(result.request_id, request, load.first)
+            self._forget_matches(id, request, first)
 
     def on_probe_result(self, result: ProbeResult) -> None:
         """One rank has ended a probe."""

@@ -112,10 +112,10 @@ class Prober:
         good load between two that were slow the pool is slow, whatever a probe says.
         (design: load-or-recompute)
         """
-        prefill_s = load.prefill_s or math.inf
-        if load.aborted or (load.size_loaded and load.seconds >= prefill_s):
+        prefill_s, ended = load.prefill_s or math.inf, load.ended
+        if load.aborted or (ended.size and ended.seconds >= prefill_s):
             limit_s = load.timeout_s if load.aborted else prefill_s
-            slow_load = _SlowLoad(load.size, load.size_loaded, load.seconds, limit_s)
+            slow_load = _SlowLoad(load.size, ended.size, ended.seconds, limit_s)
             if self._limits.load != "auto":
                 self._start_over(slow_load, self._limits.probe_every_s)
             elif not self._excused:
@@ -124,10 +124,10 @@ class Prober:
                 self._planned_at = now  # the probe that has excused the first one was wrong
                 self._start_over(slow_load, self._limits.probe_every_s)
             # Else it ran beside the first one, and is excused with it.
-        elif load.size_loaded:
+        elif ended.size:
             # A load that found nothing and waited for nothing is no measure of the pool's speed.
             # An estimate is of the bytes beside it, too.
-            self._transfer_cost.observe(load.size_loaded + load.size_beside, load.seconds)
+            self._transfer_cost.observe(ended.size + load.size_beside, ended.seconds)
             self._excused = False
 
     def _start_over(self, slow_load: _SlowLoad, probe_delay_s: float) -> None:

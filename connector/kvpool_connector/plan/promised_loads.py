@@ -88,10 +88,10 @@ class PromisedLoads:
         """A load has ended. What it has waited for is in the pool, or is computed."""
         if not load.awaits or request.promise is None:
             return
-        self._counters["promise_wait_s"] += load.waited_s
+        self._counters["promise_wait_s"] += load.ended.waited_s
         lost = PromiseState.NOT_USED if refused else PromiseState.BROKEN
-        request.promise.move_to(PromiseState.KEPT if load.complete else lost)
-        if load.complete:
+        request.promise.move_to(PromiseState.KEPT if load.ended.complete else lost)
+        if load.ended.complete:
             # After a reset there are no matches any more.
             found = self._windows.available(request.matches) if request.matches else 0
             self._counters["promised_tokens"] += load.last - max(load.first, found)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvpool_connector.records.messages import LoadResult
+
 
 @dataclass(slots=True)
 class RunningLoad:
@@ -18,9 +20,9 @@ class RunningLoad:
 
     It runs until its last rank has reported, or its request has ended or started anew; after that
     `running` is false. `lost` is true when the pool did not have all of its blocks, `awaits` when
-    some were only promised. `seconds` are
-    those that the slowest rank needed, also for the `size_beside` bytes of loads that ran before it
-    and that the link moved in between.
+    some were only promised. `result` is
+    that of the ranks that have reported; its seconds are also for the `size_beside` bytes of loads
+    that ran before it and that the link moved in between.
     """
 
     hashes: Sequence[bytes]
@@ -33,18 +35,27 @@ class RunningLoad:
     timeout_s: float
     ranks_left: int
     size_beside: int = 0
-    complete: bool = True
-    size_loaded: int = 0
-    seconds: float = 0.0
+    result: LoadResult | None = None
     running: bool = True
     lost: bool = False
     awaits: bool = False
-    waited_s: float = 0.0
+
+    def on_rank(self, result: LoadResult) -> bool:
+        """One rank has ended it; whether that was the last one."""
+        self.result = result if self.result is None else self.result.joined(result)
+        self.ranks_left -= 1
+        return not self.ranks_left
+
+    @property
+    def ended(self) -> LoadResult:
+        """What its ranks have reported, all of them."""
+        assert self.result is not None, "it has not ended"
+        return self.result
 
     @property
     def aborted(self) -> bool:
         """It ended because it took too long."""
-        return not self.complete and self.seconds >= self.timeout_s
+        return not self.ended.complete and self.ended.seconds >= self.timeout_s
 
     def remaining_s(self, now: float) -> float:
         """How much longer it is expected to run; 0 when it is late."""

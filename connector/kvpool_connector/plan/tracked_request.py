@@ -8,17 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.types import Match
-from kvpool_connector.plan.load_or_recompute import (
-    NO_ESTIMATES,
-    Estimates,
-    LoadDecision,
-)
+from kvpool_connector.plan.load_or_recompute import NO_ESTIMATES, Estimates, LoadDecision
 from kvpool_connector.plan.running_loads import RunningLoad, SharedLoad
 from kvpool_connector.records.promises import GivenPromise
-from kvpool_connector.records.values import (
-    CacheGroup,
-    RequestHints,
-)
+from kvpool_connector.records.values import CacheGroup, RequestHints
 
 
 class RequestState(enum.Enum):

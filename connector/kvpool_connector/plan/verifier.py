@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvpool.types import Match
@@ -41,6 +42,17 @@ class VerifyOutcome(NamedTuple):
     was_trusted: bool = False
 
 
+@dataclass(slots=True)
+class _Choice:
+    """A request that computes tokens `first` to `last` (excluded), which the pool has."""
+
+    request_id: str
+    first: int
+    last: int
+    matches: tuple[Match, ...]
+    computing: bool = False
+
+
 class Verifier:
     """Compares what a load has refused with what its request computes; never two at a time.
 
@@ -72,14 +84,8 @@ class Verifier:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._state = VerifierState.IDLE
-        self._met: dict[str, LoadResult] = {}  # loads that some ranks have ended
         self._asked = ""  # the request whose load refuses writers that are due
-        # Of the chosen request
-        self._request_id = ""
-        self._first = 0  # tokens
-        self._last = 0
-        self._matches: tuple[Match, ...] = ()
-        self._computing = False
+        self._choice = _Choice("", 0, 0, ())
         # Of the running verification
         self._job = 0
         self._results: list[VerifyResult] = []
@@ -105,42 +111,32 @@ class Verifier:
             self._asked = request_id
         return due
 
-    def on_rank_loaded(self, result: LoadResult) -> None:
-        """One rank has ended a load."""
-        before = self._met.get(result.request_id, result)
-        self._met[result.request_id] = result._replace(
-            writers=before.writers | result.writers, refused=before.refused | result.refused
-        )
-
-    def on_load(self, request_id: str, first: int, last: int, matches: tuple[Match, ...]) -> bool:
-        """The last rank has ended a load of tokens `first` to `last`. True if it has refused
+    def on_load(self, load: LoadResult, first: int, last: int, matches: tuple[Match, ...]) -> bool:
+        """A load of tokens `first` to `last` has ended, by all ranks. True if it has refused
         blocks: these are compared, as far as the pool has them."""
-        load = self._met.pop(request_id)
-        if self._asked == request_id:
+        if self._asked == load.request_id:
             self._asked = ""
         self.writers.on_load(load.writers)
         if load.refused:
             self._counters["loads_refused"] += 1
             if self.idle and matches and load.refused - self.writers.wrong:
-                self.choose(request_id, first, last, matches)
+                self.choose(load.request_id, first, last, matches)
         return bool(load.refused)
 
     def choose(self, request_id: str, first: int, last: int, matches: tuple[Match, ...]) -> None:
         """This request computes tokens `first` to `last` (excluded), which the pool has."""
         assert self._state is VerifierState.IDLE
         self._state = VerifierState.CHOSEN
-        self._request_id, self._first, self._last = request_id, first, last
-        self._matches, self._computing = matches, False
+        self._choice = _Choice(request_id, first, last, matches)
 
     def watches(self, request_id: str) -> bool:
         """Whether each step of this request must be known."""
-        return self._state is VerifierState.CHOSEN and self._request_id == request_id
+        return self._state is VerifierState.CHOSEN and self._choice.request_id == request_id
 
     def release(self, request_id: str) -> None:
         """The request ends, or loses its blocks. The next load is chosen instead."""
         if self.watches(request_id):
             self._state = VerifierState.IDLE
-        self._met.pop(request_id, None)
         if self._asked == request_id:
             self._asked = ""
 
@@ -150,10 +146,11 @@ class Verifier:
         """What workers compare after this step, if it completes the last block of the choice."""
         if not self.watches(one.request_id):
             return None
-        if not self._computing:
+        choice = self._choice
+        if not choice.computing:
             # Tokens before the first step have come from the pool, of writers that are trusted.
-            self._computing, self._first = True, max(self._first, one.start)
-        if one.end < self._last:
+            choice.computing, choice.first = True, max(choice.first, one.start)
+        if one.end < choice.last:
             return None
         self._blocks = tuple(self._chosen_blocks(one, hashes))
         if not self._blocks:
@@ -200,7 +197,7 @@ class Verifier:
         """The engine has other names from now on: what was found concerns the old ones."""
         self.writers.reset()
         self._outdated = True
-        self.release(self._request_id)
+        self.release(self._choice.request_id)
 
     def _judged(self, results: Sequence[VerifyResult], pinned: list[int]) -> VerifyOutcome:
         compared = [result for result in results if result.compared]
@@ -235,11 +232,13 @@ class Verifier:
 
     def _chosen_blocks(self, one: ScheduledRequest, hashes: Sequence[bytes]) -> list[GroupBlocks]:
         """For each group, blocks in turn that the request has computed and the pool has."""
-        chosen = []
+        chosen, choice = [], self._choice
         for number, group in enumerate(self._groups):
-            ids, match = one.block_ids[number], self._matches[number]
+            ids, match = one.block_ids[number], choice.matches[number]
             places: list[int] = []
-            for index in range(-(-self._first // group.block_size), self._last // group.block_size):
+            for index in range(
+                -(-choice.first // group.block_size), choice.last // group.block_size
+            ):
                 # It lies before a sliding window, or the pool was not asked for it, or lacks it.
                 if not ids[index] or not match.of(index, index + 1).runs:
                     if places:

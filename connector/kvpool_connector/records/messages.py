@@ -158,6 +158,18 @@ class LoadResult(NamedTuple):
     writers: frozenset[BlockWriter] = frozenset()
     refused: frozenset[bytes] = frozenset()
 
+    def joined(self, other: LoadResult) -> LoadResult:
+        """Of both ranks: what the slower one needed, and what both have met."""
+        return LoadResult(
+            self.request_id,
+            max(self.size, other.size),
+            self.complete and other.complete,
+            max(self.seconds, other.seconds),
+            max(self.waited_s, other.waited_s),
+            self.writers | other.writers,
+            self.refused | other.refused,
+        )
+
 
 class SaveResult(NamedTuple):
     """A save has ended: `size` new bytes are stored.
