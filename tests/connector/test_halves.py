@@ -314,7 +314,7 @@ def start(pool: LocalPool) -> Iterator[Start]:
 
 def ended(engine: Engine) -> bool:
     """No worker believes that a transfer is running."""
-    return all(worker._running == 0 for worker in engine.workers)
+    return all(worker._ended.running == 0 for worker in engine.workers)
 
 
 def test_what_one_engine_saved_another_one_loads(start: Start) -> None:
@@ -724,7 +724,7 @@ def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
 ) -> None:
     """Nothing is loaded or saved meanwhile, and no request waits for it."""
     engine = start(ranks=2, load_timeout_s=0.3)
-    monkeypatch.setattr(engine.workers[0], "_describe_again", lambda serial_min: None)
+    monkeypatch.setattr(engine.workers[0]._model, "describe_again", lambda serial_min: None)
     engine.change_weights("new")
     engine.loadable("any", 0)
     engine.step()
@@ -1155,13 +1155,13 @@ def test_an_idle_engine_waits_only_while_something_runs(start: Start) -> None:
     hashes = keys("idle", 2)
     engine.save(hashes, [1, 2])
     engine.load("r", hashes, [3, 4])
-    transfers = worker._transfer_ended = Waits(worker._transfer_ended)  # type: ignore[assignment]
+    transfers = worker._ended._one_ended = Waits(worker._ended._one_ended)  # type: ignore[assignment]
     poller = FakePoller()
     engine.scheduler._lookups._lookups._poller = poller  # type: ignore[assignment]
     for _ in range(3):
         engine.step()
     assert (transfers.count, poller.waited_s) == (0, [])
-    worker._add_running(1)
+    worker._ended.begin(1)
     engine.scheduler.on_new_request("s", hashes, 2 * BLOCK + 1, RequestHints())
     engine.step()
     assert (transfers.count, poller.waited_s) == (1, [0.001])

@@ -34,7 +34,7 @@ from kvpool_connector.scheduler.scheduler_log import SchedulerLog
 from kvpool_connector.scheduler.sharing_watch import SharingWatch
 from kvpool_connector.session_names import in_tenant
 from kvpool_connector.settings import Settings
-from kvpool_connector.worker.worker import IDLE_S
+from kvpool_connector.worker.ended_transfers import IDLE_S
 
 #: Share of the engine's blocks that unfinished saves may keep from reuse: the rest is for prompts.
 _SAVE_SHARE_MAX: Final = 0.25

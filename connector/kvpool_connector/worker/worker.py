@@ -8,7 +8,6 @@ once. (design: pool-thread)
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -22,33 +21,27 @@ from kvpool_connector.memory.block_memory import READS_MAX, WRITES_MAX, BlockMem
 from kvpool_connector.memory.load_rounds import LOOK_TIMEOUT_S, LoadRounds, Span
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.records.messages import (
-    AdapterInfo,
-    AdapterKey,
     GroupBlocks,
     LoadRequest,
-    LoadResult,
     ModelInfo,
     ProbeRequest,
     ProbeResult,
     SaveRequest,
-    SaveResult,
     StepWork,
     VerifyRequest,
     VerifyResult,
-    WorkerInfo,
     WorkerReport,
 )
 from kvpool_connector.records.promises import BlockWait
 from kvpool_connector.records.provenance import MetWriters, Trust
 from kvpool_connector.settings import Settings
+from kvpool_connector.worker.ended_transfers import EndedTransfers, FinishedTransfers
+from kvpool_connector.worker.rank_model import RankModel
 from kvpool_connector.worker.worker_checks import CANCEL_AFTER_S, TransferContext, WorkerChecks
 
 _CLOSE_S: Final = 5.0
 #: A save without an acknowledgement releases the engine's blocks after so long.
 _SAVE_TIMEOUT_S: Final = 10.0
-#: An engine that has nothing to compute steps without a pause until its transfers have ended, and
-#: keeps the GIL from the thread that does them. Such a step waits so long for a transfer to end.
-IDLE_S: Final = 0.001
 
 
 class Rank(NamedTuple):
@@ -66,15 +59,6 @@ class Rank(NamedTuple):
 _Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
-class FinishedTransfers(NamedTuple):
-    """Ids of requests whose loads have ended, those of them that failed, and the blocks that were
-    not filled. Each load is in one of these."""
-
-    loaded: set[str]
-    failed: set[str]
-    bad_blocks: set[int]
-
-
 class ConnectorWorker:
     """One rank's transfers. Called by the engine's thread only."""
 
@@ -86,30 +70,19 @@ class ConnectorWorker:
         log_error: Callable[[str, Exception], None] = lambda line, error: None,
     ) -> None:
         self._settings = settings
-        self._failures = FailureLog(f"rank {rank.number}: ", log_error, self._count)
+        self._ended = EndedTransfers()
+        self._failures = FailureLog(f"rank {rank.number}: ", log_error, self._ended.count)
         self._thread = thread
         self._rank = rank
+        self._model = RankModel(rank.number, self._failures)
         self._memory: Sequence[BlockMemory] = ()
-        self._whole_model_info: Callable[[], ModelInfo] = ModelInfo
-        self._loaded_adapters: Callable[[], Mapping[int, str]] = dict
-        self._weight_changes: Callable[[], int] = int
-        self._changes_seen = 0
-        self._info: WorkerInfo | None = None
-        self._adapters: Mapping[int, str] = {}  # those that the scheduler half knows
-        self._registered = False  # the scheduler half has what `_info` says
         self._work = StepWork(0)  # of the step that is computed
         self._load_slots = asyncio.Semaphore(READS_MAX)
         slots = asyncio.Semaphore(WRITES_MAX)
         form = form_of(settings.codec)
         self._checks = WorkerChecks(rank.number, rank.part, slots, form, compares=rank.compares)
         self._trust = Trust(None)
-        self._transfer_ended = threading.Event()
-        self._lock = threading.Lock()  # guards what follows: both threads use it
         self._tracer = tracing.tracer()
-        self._running = 0
-        self._report = WorkerReport(0)  # its step is set when it is taken
-        self._finished = FinishedTransfers(set(), set(), set())
-        self._counters: dict[str, float] = {}
 
     def register(
         self,
@@ -127,28 +100,8 @@ class ConnectorWorker:
         `weight_changes()` counts the calls that may have done that. (design: namespace)
         """
         self._memory = self._checks.form.memories(memory)
-        self._whole_model_info = whole_model_info or model_info
-        self._loaded_adapters = loaded_adapters
-        self._weight_changes, self._changes_seen = weight_changes, weight_changes()
-        self._describe(model_info())
-
-    def _describe_again(self, serial_min: int) -> None:
-        """Look at the model anew: its weights may have changed.
-
-        Until the scheduler half has made names of what is found now, this worker loads and saves
-        nothing. Loads that run fail: what they bring is of other weights.
-        """
-        self._describe(self._whole_model_info(), serial_min)
-
-    def _describe(self, model: ModelInfo, serial_min: int = 1) -> None:
-        packing = "|".join([model.packing, *(memory.packing for memory in self._memory)])
-        self._info = WorkerInfo(
-            self._rank.number,
-            model._replace(packing=packing),
-            tuple(memory.block_bytes for memory in self._memory),
-            max(serial_min, self._info.serial + 1 if self._info is not None else 1),
-        )
-        self._registered = False
+        whole = whole_model_info or model_info
+        self._model.register(self._memory, model_info, loaded_adapters, whole, weight_changes)
 
     def start_loads(self, work: StepWork) -> None:
         """Start the loads of a step; returns at once, unless the weights have changed.
@@ -156,27 +109,18 @@ class ConnectorWorker:
         Raises nothing: what cannot be started has failed.
         """
         self._trust = work.trust or self._trust
-        if self._info is not None and work.weights_wanted:
-            try:
-                changes = self._weight_changes()
-                if changes != self._changes_seen or self._info.serial < work.serial_min:
-                    self._changes_seen = changes
-                    self._describe_again(work.serial_min)
-            except Exception as error:  # nobody knows what this rank computes now
-                self._info = None
-                self._failures.add("describing the model", error)
-        self._registered = self._is_named_by(work)
+        self._model.on_step(work)
         if not work.loads:
             return
         began = time.monotonic()
         context = self._context(work)
-        self._add_running(len(work.loads))
+        self._ended.begin(len(work.loads))
         for load in work.loads:
             if context is None or not self._start(
                 self._traced("kvpool.load", partial(self._load, load, context, began))
             ):
                 missing = [i for blocks in load.blocks for i in blocks.block_ids]
-                self._load_ended(load, 0, missing, 0.0)
+                self._ended.on_load(load, 0, missing, 0.0)
 
     def start_saves(self, work: StepWork) -> None:
         """Start the saves of a step, which was computed, and what is beside; returns at once.
@@ -184,58 +128,48 @@ class ConnectorWorker:
         Raises nothing: what cannot be started has failed.
         """
         self._work = work
-        self._registered = self._is_named_by(work)
+        self._model.on_names(work)
         if not work.saves and work.probe is None and work.verify is None:
             return
         context = self._context(work)
-        self._add_running(len(work.saves) + (work.probe is not None) + (work.verify is not None))
+        self._ended.begin(len(work.saves) + (work.probe is not None) + (work.verify is not None))
         for save in work.saves:
-            if context is None or not self._has(save.adapters):
-                self._count("save_error ModelChanged", 1)
-                self._save_ended(save, 0, _all_refused(save, WriteStatus.BYPASSED))
+            if context is None or not self._model.has(save.adapters):
+                self._ended.count("save_error ModelChanged", 1)
+                self._ended.on_save(save, 0, _all_refused(save, WriteStatus.BYPASSED))
             elif not self._start(self._traced("kvpool.save", partial(self._save, save, context))):
-                self._save_ended(save, 0, _all_refused(save, WriteStatus.NO_MASTER))
+                self._ended.on_save(save, 0, _all_refused(save, WriteStatus.NO_MASTER))
         if work.probe is not None and (
             context is None or not self._start(partial(self._probe, work.probe, context))
         ):
-            self._check_ended(ProbeResult(0, 0.0))
+            self._ended.on_check(ProbeResult(0, 0.0))
         if (verify := work.verify) is not None and (
             context is None
-            or not self._has(verify.adapters)
+            or not self._model.has(verify.adapters)
             or not self._start(partial(self._verify, verify, context))
         ):
-            self._check_ended(VerifyResult(verify.job, 0))
+            self._ended.on_check(VerifyResult(verify.job, 0))
 
     def take_finished(self) -> FinishedTransfers:
         """The loads that have ended since the last call.
 
         Waits for one at most `IDLE_S`, if the engine has nothing else to do.
         """
-        if self._work.idle and self._running:
-            self._transfer_ended.wait(IDLE_S)
-        self._transfer_ended.clear()
-        with self._lock:
-            finished, self._finished = self._finished, FinishedTransfers(set(), set(), set())
-        return finished
+        return self._ended.take_finished(idle=self._work.idle)
 
     def take_report(self) -> WorkerReport:
         """For the scheduler half: what has ended, and this worker's info until it has that."""
-        with self._lock:
-            report, self._report = self._report, WorkerReport(0)
-        report.step = self._work.step
-        if not self._registered and self._info is not None:
-            report.worker_infos.append(self._info)
-        adapters = self._adapters_now()
-        if adapters != self._adapters:
-            self._adapters = adapters
-            report.adapters.append(AdapterInfo(self._rank.number, adapters))
+        report = self._ended.take_report(self._work.step)
+        self._model.add_to(report)
         return report
 
     def take_counters(self) -> dict[str, float]:
         """What happened since the last call."""
-        with self._lock:
-            counters, self._counters = self._counters, {}
-        return {**counters, **self._thread.take_durations(), **self._checks.form.take_counters()}
+        return {
+            **self._ended.take_counters(),
+            **self._thread.take_durations(),
+            **self._checks.form.take_counters(),
+        }
 
     def close(self) -> None:
         """Cancel every transfer and wait for its end, at most `_CLOSE_S`."""
@@ -245,43 +179,16 @@ class ConnectorWorker:
         """The same work, in a span if there are spans."""
         return work if self._tracer is None else partial(tracing.run, self._tracer, name, work)
 
-    def _add_running(self, transfers: int) -> None:
-        with self._lock:
-            self._running += transfers
-
-    @property
-    def _serial(self) -> int:
-        return self._info.serial if self._info is not None else 0
-
-    def _is_named_by(self, work: StepWork) -> bool:
-        """Whether the namespaces of this step are made of what this worker has found last."""
-        rank, info = self._rank.number, self._info
-        return info is not None and work.serials[rank : rank + 1] == (info.serial,)
-
-    def _has(self, adapters: frozenset[AdapterKey]) -> bool:
-        """Whether these LoRA adapters are the loaded ones: vLLM may have reloaded one."""
-        if not adapters:
-            return True
-        loaded = self._adapters_now()
-        return all(loaded.get(number) == by_rank[self._rank.number] for number, by_rank in adapters)
-
-    def _adapters_now(self) -> Mapping[int, str]:
-        try:
-            return self._loaded_adapters()
-        except Exception as error:  # requests with one are computed
-            self._failures.add("describing adapters", error)
-            return {}
-
     def _context(self, work: StepWork) -> TransferContext | None:
         """None: this step's blocks have no name, or their memory cannot be used."""
-        if not self._registered:
+        if not self._model.registered:
             return None
         try:
             events = [memory.record_event() for memory in self._memory]
         except Exception as error:
             self._failures.add("recording an event", error)
             return None
-        return TransferContext(work.namespaces, events, self._serial, work.mark)
+        return TransferContext(work.namespaces, events, self._model.serial, work.mark)
 
     def _start(self, work: _Work) -> bool:
         """Whether it runs in the pool's thread now."""
@@ -314,11 +221,11 @@ class ConnectorWorker:
                     size += len(loaded_ids) * memory.block_bytes
                     missing = [block for block in missing if block not in loaded_ids]
         except (KvpoolError, TimeoutError) as error:
-            self._count(f"load_error {type(error).__name__}", 1)
+            self._ended.count(f"load_error {type(error).__name__}", 1)
             if self._tracer is not None:
                 tracing.describe(error=type(error).__name__)
         finally:
-            other_weights = context.serial != self._serial
+            other_weights = context.serial != self._model.serial
             if other_weights or not all(
                 self._trust.covers(one, context.mark) for one in met.writers
             ):
@@ -333,7 +240,7 @@ class ConnectorWorker:
                     bytes=size,
                     waited_s=waited_s,
                 )
-            self._load_ended(load, size, missing, took_s - waited_s, waited_s, met)
+            self._ended.on_load(load, size, missing, took_s - waited_s, waited_s, met)
 
     async def _read_part(
         self,
@@ -374,35 +281,12 @@ class ConnectorWorker:
                 if not problem:
                     met.refused.add(writer.id)
                     wrong += [digest] if writer.id in self._trust.removed else []
-                self._count(f"load_miss {problem or 'not trusted'}", 1)
+                self._ended.count(f"load_miss {problem or 'not trusted'}", 1)
         if wrong:  # otherwise what is computed instead could not be stored
             name = context.namespaces[blocks.group]
             removed = await pool.remove(name, wrong, timeout=LOOK_TIMEOUT_S)
-            self._count("removed_blocks", sum(removed))
+            self._ended.count("removed_blocks", sum(removed))
         return read_ids
-
-    def _load_ended(
-        self,
-        load: LoadRequest,
-        size: int,
-        missing: Sequence[int],
-        seconds: float,
-        waited_s: float = 0.0,
-        met: MetWriters | None = None,
-    ) -> None:
-        with self._lock:
-            self._finished.loaded.add(load.request_id)
-            if missing:
-                self._finished.failed.add(load.request_id)
-                self._finished.bad_blocks.update(missing)
-            ended = LoadResult(load.request_id, size, not missing, seconds, waited_s)
-            if met is not None:
-                ended = ended._replace(**met.found())
-            self._report.loads.append(ended)
-            self._running -= 1
-        self._transfer_ended.set()
-        self._count("load_bytes", size)
-        self._count("load_blocks_missing", len(missing))
 
     async def _save(self, save: SaveRequest, context: TransferContext) -> None:
         # What is not written by the end counts as refused, so that it is tried again.
@@ -434,21 +318,20 @@ class ConnectorWorker:
                             pool, self._memory[blocks.group], blocks, written, context
                         )
                         if compared is not None:
-                            with self._lock:
-                                self._report.verified.append(compared)
+                            self._ended.on_compared(compared)
         except (KvpoolError, TimeoutError) as error:
-            self._count(f"save_error {type(error).__name__}", 1)
+            self._ended.count(f"save_error {type(error).__name__}", 1)
             if self._tracer is not None:
                 tracing.describe(error=type(error).__name__)
         finally:
             took_s = time.monotonic() - began
-            self._count("save_s", took_s)
-            self._count(f"save_duration {took_s:.2g}", 1)
+            self._ended.count("save_s", took_s)
+            self._ended.count(f"save_duration {took_s:.2g}", 1)
             if self._tracer is not None:
                 refusals = Counter(f"results.{one.name.lower()}" for one in refused.values())
                 count = sum(len(one.digests) for one in save.blocks)
                 tracing.describe(blocks=count, refused=len(refused), bytes=size, **refusals)
-            self._save_ended(save, size, refused)
+            self._ended.on_save(save, size, refused)
 
     async def _write(
         self,
@@ -481,44 +364,20 @@ class ConnectorWorker:
             statuses += rows.written(written)
         return statuses
 
-    def _save_ended(
-        self, save: SaveRequest, size: int, refused: dict[tuple[int, bytes], WriteStatus]
-    ) -> None:
-        rows = tuple((group, digest, status) for (group, digest), status in refused.items())
-        with self._lock:
-            self._report.saves.append(SaveResult(save.job, size, rows))
-            self._running -= 1
-        self._transfer_ended.set()
-        self._count("save_bytes", size)
-
     async def _probe(self, probe: ProbeRequest, context: TransferContext) -> None:
         result = ProbeResult(0, 0.0)
         try:
             result = await self._checks.probe(self._thread.pool, self._memory, probe, context)
         finally:
-            self._count("probes", 1)
-            self._check_ended(result)
+            self._ended.count("probes", 1)
+            self._ended.on_check(result)
 
     async def _verify(self, verify: VerifyRequest, context: TransferContext) -> None:
         result = VerifyResult(verify.job, 0)
         try:
             result = await self._checks.verify(self._thread.pool, self._memory, verify, context)
         finally:
-            self._check_ended(result)
-
-    def _check_ended(self, result: ProbeResult | VerifyResult) -> None:
-        with self._lock:
-            if isinstance(result, ProbeResult):
-                self._report.probes.append(result)
-            else:
-                self._report.verified.append(result)
-            self._running -= 1
-        self._transfer_ended.set()
-
-    def _count(self, name: str, amount: float) -> None:
-        if amount:
-            with self._lock:
-                self._counters[name] = self._counters.get(name, 0.0) + amount
+            self._ended.on_check(result)
 
 
 def _will_be_there(status: WriteStatus) -> bool:

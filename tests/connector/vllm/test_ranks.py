@@ -186,14 +186,14 @@ def test_a_rank_that_is_late_with_its_description_keeps_no_request_for_long(
     """Four ranks that share two cores: the first step of a fresh engine may take seconds."""
     engine = Ranks(model(), pool, 4, kv_head_parts=2, revision="one")
     try:
-        late = engine.workers[3]
-        info, late._info = late._info, None  # it has not described its model yet
+        late = engine.workers[3]._model
+        info, late.info = late.info, None  # it has not described its model yet
         request = engine.request("a", 3 * BLOCK + 1)
         began = time.monotonic()
         engine.scheduler.add_request(request)
         engine.until(lambda: request.num_computed_tokens > 0)
         assert time.monotonic() - began > 0.9
-        late._info = info
+        late.info = info
         engine.until(lambda: not engine.scheduler.has_requests())
         assert engine.namespace.parts == 2
         assert engine.counters["miss no namespace"] == 1
