@@ -68,10 +68,16 @@ class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """For hooks that this connector does not need."""
+
+
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Loads from the pool what another engine computed, and saves what this one computes."""
 
     _cache_hit_source = CacheHitSource.HOST
+    #: Saves need not end before a request does: no other engine waits for them.
+    requires_kv_delivery = False
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -109,11 +115,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             count_updates()
             self._worker = ConnectorWorker(chosen, thread, rank, engine_log.error)
         thread.wait(START_WAIT_S)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Saves need not end before a request does: no other engine waits for them."""
-        return False
 
     # --- the scheduler's side -----------------------------------------------------------------
 
@@ -190,13 +191,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._of_worker().start_loads(self._work())
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is scheduled only when all of its layers are loaded."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Nothing: blocks are saved with all their layers."""
+    #: A request is scheduled only when all of its layers are loaded, and saved with all of them.
+    wait_for_layer_load = save_kv_layer = _nothing
 
     def wait_for_save(self) -> None:
         self._of_worker().start_saves(self._work())
@@ -227,9 +223,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
         return ConnectorStats(data=data if data is not None else {})
 
-    @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> ConnectorPromMetrics:
-        return ConnectorPromMetrics(*arguments)
+    build_prom_metrics = ConnectorPromMetrics
 
     def shutdown(self) -> None:
         for half in (self._hooks, self._worker):

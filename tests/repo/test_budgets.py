@@ -159,7 +159,6 @@ WIDE_CLASSES = {
     "transports/kvpool_transports/streams/stream.py:Stream": (29, 17),
     "tiers/kvpool_tiers/nvme/tier.py:Nvme": (34, 18),
     "connector/kvpool_connector/plan/tracked_request.py:TrackedRequest": (25, 18),
-    "connector/kvpool_connector/vllm.py:KVPoolConnector": (29, 15),
     "connector/kvpool_transformers/pooled_cache.py:PooledCache": (25, 16),
 }
 KERNEL_TO_RING = {
