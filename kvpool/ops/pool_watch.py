@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -29,30 +28,6 @@ _DRAIN_STEPS: Final = 15
 #: on it is told.
 _FLOWS: Final = {"fetched_bytes": "copies", "prefetched_bytes": "prefetch"}
 _FLOW_MIN: Final = 1024.0
-
-
-class ServerState(Enum):
-    """What an operator calls a server. LATE: heartbeats are missing, and it still counts as up.
-    LEFT: it has ended in order, and may come back."""
-
-    UP = "up"
-    LATE = "late"
-    LEAVING = "leaving"
-    LEFT = "left"
-    LOST = "lost"
-
-
-#: A heartbeat comes once a second by default; after this one and a half are missing.
-LATE_S: Final = 1.5
-
-
-def state_of(member: Member, late_s: float = LATE_S) -> ServerState:
-    """The state of a server, as masters know it."""
-    if not member.alive:
-        return ServerState.LEFT if member.left else ServerState.LOST
-    if member.heard_s > late_s:
-        return ServerState.LATE
-    return ServerState.LEAVING if member.stats.draining else ServerState.UP
 
 
 class AskedTotals(NamedTuple):

@@ -29,14 +29,8 @@ from kvpool.errors import UsageError
 from kvpool.master.service import Master
 from kvpool.net.http_server import Page, PageView, Routes
 from kvpool.ops.inferred import inferred_sum
-from kvpool.ops.pool_watch import (
-    HOUR_STEP_S,
-    AskedTotals,
-    Point,
-    PoolWatch,
-    ServerState,
-    state_of,
-)
+from kvpool.ops.pool_watch import HOUR_STEP_S, AskedTotals, Point, PoolWatch
+from kvpool.ops.server_state import ServerState, state_of
 from kvpool.ops.tables import as_json_object, problem_of
 from kvpool.ops.usage import KINDS, Usage, UsageSums
 from kvpool.types import ARRIVED, OTHERS, Demand, Member, program_of

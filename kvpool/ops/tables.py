@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvpool.ops.bars import FillBar
+from kvpool.ops.server_state import ServerState, state_of
 from kvpool.tenant_names import tenant_of
 from kvpool.types import Member, Namespace, TierUsage
 from kvpool.units import human
@@ -71,13 +72,17 @@ def _figures(member: Member) -> tuple[str | FillBar, ...]:
 
 
 def _state(member: Member, hidden: bool) -> str:
-    if member.left:
-        return f"[yellow]left {member.heard_s:.0f} s ago[/]"
-    if not member.alive:
-        return f"[red]silent {member.heard_s:.0f} s[/]"
-    if member.stats.draining and not hidden:
-        return f"[yellow]leaving, {member.stats.drain_left_blocks:,} left[/]"
-    return "[yellow]leaving[/]" if member.stats.draining else "[green]up[/]"
+    state, heard_s = state_of(member), member.heard_s
+    if state is ServerState.LEFT:
+        return f"[yellow]left {heard_s:.0f} s ago[/]"
+    if state is ServerState.LOST:
+        return f"[red]lost {heard_s:.0f} s[/]"
+    if state is ServerState.LATE:
+        return f"[yellow]late {heard_s:.0f} s[/]"
+    if state is ServerState.LEAVING:
+        left = "" if hidden else f", {member.stats.drain_left_blocks:,} left"
+        return f"[yellow]leaving{left}[/]"
+    return "[green]up[/]"
 
 
 def clients_table(members: list[Member]) -> Table:

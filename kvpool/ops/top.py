@@ -14,7 +14,8 @@ from rich.text import Text
 
 from kvpool.ops.bars import age, bar, colour_of, sparkline
 from kvpool.ops.inferred import inferred_line, inferred_of, inferred_sum
-from kvpool.ops.pool_watch import AskedTotals, PoolWatch, ServerState, UnderWay, state_of
+from kvpool.ops.pool_watch import AskedTotals, PoolWatch, UnderWay
+from kvpool.ops.server_state import ServerState, state_of
 from kvpool.ops.tables import problem_of
 from kvpool.types import Demand, Member, ServerStats, TierUsage
 from kvpool.units import human

@@ -12,9 +12,8 @@ from kvpool.ops.pool_watch import (
     SAMPLES_MAX,
     AskedTotals,
     PoolWatch,
-    ServerState,
-    state_of,
 )
+from kvpool.ops.server_state import ServerState, state_of
 from kvpool.types import Member, ServerStats, TierUsage
 
 

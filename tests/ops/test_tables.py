@@ -16,7 +16,9 @@ from kvpool.types import ClientUsage, Demand, Member, Namespace, ServerStats, Ti
 from kvpool.units import human, parse_size
 
 
-def member(server: str = "a", *, alive: bool = True, **stats: object) -> Member:
+def member(
+    server: str = "a", *, alive: bool = True, heard_s: float = 0.4, **stats: object
+) -> Member:
     return Member(
         server=server,
         epoch=1,
@@ -25,7 +27,7 @@ def member(server: str = "a", *, alive: bool = True, **stats: object) -> Member:
         tiers=("dram",),
         capacity=4 << 30,
         alive=alive,
-        heard_s=7.4,
+        heard_s=heard_s,
         stats=ServerStats(**stats),  # type: ignore[arg-type]
     )
 
@@ -79,19 +81,26 @@ def test_one_line_for_each_server_sorted() -> None:
         "hints_refused": 7,
     }
     stats = {"used": 1 << 30, "blocks": 1000, "pins": 4, "victim_age_s": 61.6, "rss": 2 << 20}
-    table = members_table([member("b", alive=False), member("a", counters=counters, **stats)])
+    table = members_table(
+        [member("b", alive=False, heard_s=7.4), member("a", counters=counters, **stats)]
+    )
     _, first, second = lines(table)
     assert (
         " ".join(first) == "a up dram 4 GiB 1 GiB (25%) ██░░░░░░ 1,000 12,345 4 3 62 s 5/6/7 2 MiB"
     )
-    assert second[:4] == ["b", "silent", "7", "s"]
+    assert second[:4] == ["b", "lost", "7", "s"]
 
 
 def test_a_server_that_leaves_says_how_much_is_left() -> None:
     leaving = member(draining=True, drain_left_blocks=1234)
     assert "a leaving, 1,234 left dram" in " ".join(lines(members_table([leaving]))[1])
-    silent = member(alive=False, draining=True)
-    assert "silent" in " ".join(lines(members_table([silent]))[1])
+    lost = member(alive=False, draining=True)
+    assert "a lost" in " ".join(lines(members_table([lost]))[1])
+
+
+def test_a_frozen_server_is_late_before_masters_give_it_up() -> None:
+    assert "a late 2 s dram" in " ".join(lines(members_table([member(heard_s=2.2)]))[1])
+    assert "a up dram" in " ".join(lines(members_table([member(heard_s=1.1)]))[1])
 
 
 def test_a_server_without_memory_and_a_pool_without_servers() -> None:
