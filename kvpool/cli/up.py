@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,6 +52,8 @@ def up(
         memory = tightest(MemoryLimits().memory())
         size = parse_size(capacity) if capacity else 0
         plan = planned(memory, disks, size, address, port, secret)
+        if systemd is not None:
+            _check_folder(systemd)
         _show(plan)
         if systemd is not None:
             _write_units(plan, systemd)
@@ -62,12 +65,27 @@ def up(
 
 def _show(plan: HostPlan) -> None:
     for what, chosen, why in plan.choices:
-        console.print(
-            f"{what:<7} {escape(chosen)}[dim]: {escape(why)}[/]".removesuffix(": "), soft_wrap=True
-        )
+        console.print(f"{what:<7} {escape(chosen)}[dim]: {escape(why)}[/]", soft_wrap=True)
     for words in (plan.master, plan.server):
         console.print(f"  kvpool {' '.join(words)}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"\n  {plan.vllm}\n", soft_wrap=True, markup=False, highlight=False)
+
+
+_MASTER_UNIT, _SERVER_UNIT = "kvpool-master.service", "kvpool-server.service"
+
+
+def _check_folder(folder: Path) -> None:
+    """Both units or none. Raises ConfigError."""
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(
+            f"--systemd {folder}: expected a directory that this user may write, such as "
+            "/etc/systemd/system"
+        )
+    for name in (_MASTER_UNIT, _SERVER_UNIT):
+        if (folder / name).exists():
+            raise ConfigError(
+                f"--systemd: {folder / name} is there already, and is not overwritten"
+            )
 
 
 def _write_units(plan: HostPlan, folder: Path) -> None:
@@ -75,8 +93,8 @@ def _write_units(plan: HostPlan, folder: Path) -> None:
 
     program = (sys.executable, "-m", "kvpool")
     units = {
-        "kvpool-master.service": unit("master", (*program, *plan.master)),
-        "kvpool-server.service": unit("server", (*program, *plan.server), "kvpool-master.service"),
+        _MASTER_UNIT: unit("master", (*program, *plan.master)),
+        _SERVER_UNIT: unit("server", (*program, *plan.server), _MASTER_UNIT),
     }
     try:
         for name, text in units.items():

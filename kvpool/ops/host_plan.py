@@ -103,7 +103,11 @@ def planned(
     shown = secret_file or "none"
     choices.append(
         PlannedPart(
-            "secret", shown, "" if secret_file else "this host only; --secret-file admits others"
+            "secret",
+            shown,
+            "who has it may use the pool"
+            if secret_file
+            else "this host only; --secret-file admits others",
         )
     )
     address = join(host, port)

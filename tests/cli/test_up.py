@@ -100,9 +100,11 @@ def test_units_are_written_and_none_is_replaced(tmp_path: Path) -> None:
     assert f'"{sys.executable}" "-m" "kvpool" "server"' in server
     assert f'"nvme:{tmp_path}/kvpool:' in server
     assert "vllm serve MODEL" in done.stdout
+    (tmp_path / "kvpool-master.service").unlink()
     again = up("--capacity", "64MiB", "--systemd", tmp_path)
     assert again.exit_code == 2
-    assert "File exists" in again.stderr
+    assert "kvpool-server.service is there already" in " ".join(again.stderr.split())
+    assert not (tmp_path / "kvpool-master.service").exists()
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,7 @@ def test_units_are_written_and_none_is_replaced(tmp_path: Path) -> None:
         (["--secret-file", "/there/is/none"], "`kvpool secret FILE` makes it"),
         (["--address", "10.0.0.1"], "--secret-file"),
         (["--capacity", "64GB"], "did you mean 64GiB"),
+        (["--systemd", "/there/is/none"], "expected a directory that this user may write"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(arguments: list[str], said: str) -> None:
