@@ -8,7 +8,10 @@ Commands import what they run inside themselves, so that `kvpool --help` stays f
 
 from __future__ import annotations
 
-from typing import Annotated
+import errno
+import os
+import sys
+from typing import Annotated, Final
 
 import typer
 
@@ -85,9 +88,37 @@ def options(
     """Options before the command."""
 
 
+#: A file cannot be written, whatever the program does: mostly what stdout was sent to.
+_CANNOT_WRITE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
+def _open_closed_streams() -> None:
+    """Otherwise a socket would get the descriptor, and what is printed would go there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def main() -> None:
     """The console script."""
-    app()
+    _open_closed_streams()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in {errno.EPIPE, *_CANNOT_WRITE}:
+            raise
+        # What is still buffered would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

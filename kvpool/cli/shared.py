@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 import os
 import sys
@@ -25,9 +26,19 @@ if TYPE_CHECKING:
     from kvpool.client.pool import Pool
     from kvpool.types import Member
 
+
+class _Output(Console):
+    """stdout. A reader that goes away is an error like others: the base class raises SystemExit
+    instead, which asyncio reports as a task's failure."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 #: Piped output is for grep: one line per row, not wrapped at 80 columns.
 # Names are printed as they are: rich would make a picture of `:x:`.
-console = Console(width=None if sys.stdout.isatty() else 200, emoji=False)
+# A caller may have closed stdout: it is None then.
+console = _Output(width=None if sys.stdout and sys.stdout.isatty() else 200, emoji=False)
 stderr = Console(stderr=True, emoji=False)
 T = TypeVar("T")
 
