@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +118,12 @@ def shm_address(running: dev.Dev) -> str:
 
 
 # --- addresses -----------------------------------------------------------------------------
+
+
+async def test_a_tier_that_cannot_be_mapped_is_named_with_what_to_do() -> None:
+    store = SimpleNamespace(tier=SimpleNamespace(name="ram"), server="s")
+    with pytest.raises(ConfigError, match=r"'ram' cannot be mapped .* --listen tcp://"):
+        await ShmTransport().listen("", store)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("server", ["n" * 86, "n" * 256, "ü" * 256])

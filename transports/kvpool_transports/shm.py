@@ -78,7 +78,10 @@ class ShmTransport:
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
         if not isinstance(store.tier, Mappable):
-            raise ConfigError(f"tier {store.tier.name!r} cannot be mapped: use tcp")
+            raise ConfigError(
+                f"shm: tier {store.tier.name!r} cannot be mapped by other processes: listen "
+                "without shm, as in --listen tcp://127.0.0.1:0"
+            )
         listener = _ShmListener(store, store.tier)
         listener.start(address or _free_address(store.server))
         return listener
