@@ -100,7 +100,7 @@ class Recent(Generic[K, V]):
     An entry is its holder's: another one finds nothing under the same key.
     """
 
-    __slots__ = ("_entries", "_groups", "_largest", "dropped", "total")
+    __slots__ = ("_entries", "_groups", "_largest", "_since_search", "dropped", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -109,6 +109,7 @@ class Recent(Generic[K, V]):
         self._entries: OrderedDict[tuple[str, K], tuple[str, V]] = OrderedDict()
         self._groups: dict[str, OrderedDict[tuple[str, K], None]] = {}
         self._largest = ""  # the group that had more than its part when that was looked at last
+        self._since_search = 0  # entries that have left since then
 
     def __repr__(self) -> str:
         return f"<Recent {len(self)} of {self.total}, of {len(self._groups)} holders>"
@@ -120,8 +121,8 @@ class Recent(Generic[K, V]):
         """The value; looking at it makes it no younger."""
         return self._entries.get((holder, key), ("", None))[1]
 
-    def put(self, holder: str, key: K, value: V) -> None:
-        """From now on this is the value, and the youngest entry."""
+    def put(self, holder: str, key: K, value: V) -> V | None:
+        """From now on this is the value, and the youngest entry. The value that had to leave."""
         name = holder, key
         before = self._entries.get(name)
         known = holder in self._groups or len(self._groups) < _NAMES_MAX
@@ -131,25 +132,33 @@ class Recent(Generic[K, V]):
         entries = self._groups.setdefault(group, OrderedDict())
         entries[name] = None
         entries.move_to_end(name)
-        if len(self._entries) > self.total:
-            self._drop_one()
+        return self._drop_one(group) if len(self._entries) > self.total else None
 
-    def pop(self, holder: str, key: K) -> None:
-        """Forget this entry, if it is there."""
-        found = self._entries.pop((holder, key), None)
-        if found is not None:
-            del self._groups[found[0]][holder, key]
-            if not self._groups[found[0]]:
-                del self._groups[found[0]]
+    def oldest(self) -> tuple[str, K, V] | None:
+        """Holder, key and value of the oldest entry of all."""
+        return next(((*name, value) for name, (_, value) in self._entries.items()), None)
+
+    def pop(self, holder: str, key: K) -> V | None:
+        """Forget this entry, if it is there; its value."""
+        group, value = self._entries.pop((holder, key), ("", None))
+        if value is not None:
+            del self._groups[group][holder, key]
+            if not self._groups[group]:
+                del self._groups[group]
+        return value
 
     def values(self) -> Iterator[V]:
         """All of them, the youngest first."""
         return (value for _, value in reversed(self._entries.values()))
 
-    def _drop_one(self) -> None:
-        groups = self._groups
-        # One has more than its part: as long as that is known of this one, no other is looked for.
-        if len(groups.get(self._largest, ())) * len(groups) <= self.total:
-            self._largest = max(groups, key=lambda name: len(groups[name]))
+    def _drop_one(self, last: str) -> V | None:
+        """Of the largest group, as long as it has more than its part. A search costs as much as
+        there are groups: one for as many entries, or where `last`, the newest's, has no more."""
+        groups, part = self._groups, self.total / len(self._groups)
+        if len(groups.get(self._largest, ())) <= part:
+            search = self._since_search >= len(groups) or len(groups[last]) <= part
+            self._largest = max(groups, key=lambda name: len(groups[name])) if search else last
+            self._since_search *= not search
+        self._since_search += 1
         self.dropped += 1
-        self.pop(*next(iter(groups[self._largest])))
+        return self.pop(*next(iter(groups[self._largest])))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvpool.master.state.demand import NAMESPACES_MAX, DemandMeter
 from kvpool.master.state.hint_log import EXPLAINED_MAX, HintLog
 from kvpool.server.state.missed import MISSED_MAX, Missed
 from kvpool.shares import Recent, Shares
+from kvpool.testing.policy_checks import work
 from kvpool.types import HintStatus, Namespace
 
 
@@ -114,6 +117,45 @@ def test_a_flood_of_one_holder_drives_out_its_own() -> None:
     assert all(recent.get("initech", n) == n for n in range(30))
     assert [recent.get("globex", n) is None for n in range(60)] == [True] * 30 + [False] * 30
     assert recent.get("acme", 9_999) == 9_999
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_many_holders_make_a_call_no_longer(equal: bool) -> None:
+    def puts(holders: int) -> int:
+        recent: Recent[int, int] = Recent(4000)
+        for n in range(4000):  # equal parts; or one that has nearly all
+            recent.put(f"t{n % holders if equal or n < holders else 0}", n, n)
+
+        def put() -> None:
+            for n in range(1, 2001):
+                recent.put(f"t{n % holders}", -n, n)
+
+        return work(put)
+
+    assert puts(1000) < 2 * puts(10)
+
+
+def test_what_is_too_much_goes_to_those_that_come() -> None:
+    recent: Recent[int, int] = Recent(1000)
+    names = itertools.count()
+
+    def come(holder: str, entries: int) -> None:
+        for n in itertools.islice(names, entries):
+            recent.put(holder, n, n)
+
+    def kept(holder: str) -> int:
+        return sum(recent.get(holder, n) is not None for n in range(3000))
+
+    for n in range(100):
+        come(f"t{n}", 1)
+    come("first", 900)
+    come("second", 500)
+    come("third", 60)
+    come("second", 330)
+    assert kept("first") == 10, "all but its part"
+    come("third", 500)
+    assert kept("third") > 400, "the second one has far more than its part"
+    assert all(kept(f"t{n}") for n in range(100))
 
 
 def test_what_is_put_again_is_the_youngest() -> None:
