@@ -1098,7 +1098,7 @@ for reservation, size in sorted(
         "what-other-servers-removed-comes-back",
         "G8",
         _COLD_SEARCH,
-        "        known.removed |= gone\n",
+        "        one.removed |= gone\n",
         "",
     ),
     Bug(

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
+from collections import Counter
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import cast
 
 import msgspec
 import pytest
 
 from kvpool.errors import Unavailable
-from kvpool.protocols.cold_tier import Listed, ObjectStore
+from kvpool.protocols.cold_tier import ColdSettings, Gone, Listed, ObjectStore
+from kvpool.server.cold import search
 from kvpool.server.cold.bucket import Bucket, Busy
-from kvpool.server.cold.state.book import Book, Living, Waiting, folder, responsible, server_of
+from kvpool.server.cold.index import ColdIndex
+from kvpool.server.cold.search import Searcher
+from kvpool.server.cold.state.book import (
+    Book,
+    ColdObject,
+    Living,
+    Waiting,
+    folder,
+    responsible,
+    server_of,
+)
 from kvpool.server.cold.state.format import (
     TAIL,
     ColdBlock,
@@ -162,6 +177,67 @@ def test_which_object_goes() -> None:
     assert one.removed == {0}
     assert book.unsaved
     assert book.next_to_go(0, -1.0) is one
+
+
+def test_who_has_written_what_is_here() -> None:
+    book, tail = Book(100), Tail(False, SALT, 0, 0, b"")
+    objects = [book.enter(f"blocks/{owner}/{n}", 9, 0.0, tail) for n, owner in enumerate("aab")]
+    assert book.written_by == {"a": 2, "b": 1}
+    for one in (objects[0], objects[2], objects[2]):
+        book.leave(one)
+    assert (book.written_by["a"], book.written_by["b"]) == (1, 0)
+    book.read(objects[0])  # by who began before it has left
+    assert list(book.by_name) == ["blocks/a/1"]
+
+
+class Shelf:
+    """5000 objects that a lost server has left; what of them is read has just gone."""
+
+    async def folders(self, prefix: str) -> list[str]:
+        return ["lost"]
+
+    async def listing(self, prefix: str) -> list[Listed]:
+        return [Listed(f"{prefix}{n}", 1000, float(n)) for n in range(5000)]
+
+    async def get(self, name: str, start: int, size: int) -> bytes:
+        raise Gone("it has gone")
+
+
+async def test_others_have_their_turn_while_many_objects_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who answers for an object costs as much as there are servers."""
+    calls, longest = 0, 0
+
+    def count(name: str, living: Collection[str]) -> str:
+        nonlocal calls
+        calls += 1
+        return responsible(name, living)
+
+    async def turns() -> None:
+        nonlocal calls, longest
+        while True:
+            longest, calls = max(longest, calls), 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(search, "responsible", count)
+    book, dropped = Book(1 << 40), list[ColdObject]()
+    for n in range(5000, 10_000):
+        book.enter(f"blocks/lost/{n}", 1000, 0.0, Tail(False, SALT, 0, 0, b""))
+
+    async def drop(one: ColdObject) -> None:
+        dropped.append(one)
+
+    index = SimpleNamespace(book=book, bucket=Shelf(), oldest=-1.0, drop=drop)
+    settings = ColdSettings()
+    searcher = Searcher("me", 1, cast(ColdIndex, index), settings, Counter(), ())
+    living = frozenset(["me", *(f"s{n}" for n in range(49))])
+    searcher._living = Living(living, 0.0)
+    others = asyncio.create_task(turns())
+    await searcher._search([])
+    others.cancel()
+    assert 0 < longest * len(living) <= 2048
+    assert len(dropped) == sum(responsible(one, living) != "me" for one in book.by_name) > 4000
 
 
 def test_what_waits_to_be_written() -> None:

@@ -24,7 +24,6 @@ from kvpool.protocols.cold_tier import ColdTier
 from kvpool.server.cold.bucket import Bucket
 from kvpool.server.cold.index import ColdIndex
 from kvpool.server.cold.search import Searcher
-from kvpool.server.cold.state.book import owner_of
 from kvpool.server.cold.state.format import ObjectKeys
 from kvpool.server.cold.writer import ObjectWriter
 from kvpool.server.extension import ServerExtension, ServerParts
@@ -116,7 +115,7 @@ class ColdRing(ServerExtension):
     def _status_text(self) -> str:
         book, me = self._index.book, self._parts.context.server
         text = f"{human(book.size)} in {len(book.by_name)} objects"
-        if others := sum(owner_of(one) != me for one in book.by_name):
+        if others := len(book.by_name) - book.written_by[me]:
             text += f", {others} of lost servers"
         if waiting := self._writer.waiting.size:
             text += f", {human(waiting)} to write"

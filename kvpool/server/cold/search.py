@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from heapq import merge
+from operator import attrgetter
+from typing import Final, TypeVar
 
 from kvpool import logs
 from kvpool.protocols.cold_tier import ColdSettings, Gone, Listed
 from kvpool.runtime import wait_for_all
 from kvpool.server.cold.index import ColdIndex
 from kvpool.server.cold.state import book as names
-from kvpool.server.cold.state.book import Living, responsible
+from kvpool.server.cold.state.book import ColdObject, Living, responsible
 from kvpool.server.cold.state.format import (
     INDEX_MAX,
     TAIL,
@@ -24,6 +26,9 @@ from kvpool.server.cold.state.format import (
     parse_removed,
     parse_tail,
 )
+from kvpool.sorting import sorted_runs
+
+T = TypeVar("T")
 
 log = logs.get("kvpool.cold")
 
@@ -35,6 +40,9 @@ _READERS: Final = 16
 _END: Final = 64 << 10
 #: A server without a sign of life for so many of its beats is lost.
 _LOST_BEATS: Final = 3
+#: Names that are looked at in one turn of the loop, for each server that could answer for them.
+_STEP: Final = 1024
+_WRITTEN_AT: Final = attrgetter("written_at")
 #: The objects of lost servers are looked for so often, whatever happens.
 _SEARCH_S: Final = 600.0
 
@@ -88,50 +96,69 @@ class Searcher:
 
     async def _search(self, beats: Sequence[Listed]) -> None:
         """Find the objects that this server answers for, the newest first."""
-        living = self._living
-        oldest = self._index.oldest
         for one in beats:
-            if one.written_at < oldest:
+            if one.written_at < self._index.oldest:
                 await self._index.delete(one.name)
-        bucket = self._index.bucket
-        owners = map(names.server_of, await bucket.folders(f"{names.OBJECTS}/"))
-        found: dict[str, Listed] = {}
-        removed: dict[str, Listed] = {}
-        for owner in owners:
-            if owner in living.servers and owner != self._me:
-                continue
-            folder = names.folder(owner)
-            for one in await bucket.listing(f"{names.OBJECTS}/{folder}/"):
-                if responsible(one.name, living.servers) == self._me:
-                    found[one.name] = one
-            removed |= {o.name: o for o in await bucket.listing(f"{names.REMOVED}/{folder}/")}
-        for known in list(self._index.book.by_name.values()):
-            answers = responsible(known.name, living.servers)
-            if answers != self._me or (known.name not in found and known.lost):
-                await self._index.drop(known)
-        before = set(self._index.book.by_name)
-        new = [one for one in found.values() if self._is_wanted(one)]
+        found, removed = await self._list()
+        new = [one async for one in _in_turns(found.values()) if self._is_wanted(one)]
         self._damaged &= found.keys()
         self._left_out = 0
-        waiting = sorted(new, key=lambda one: one.written_at)
-        for one in [o for o in waiting if o.written_at < oldest]:
-            await self._index.delete(one.name)
-            waiting.remove(one)
+        waiting, came = await self._newest_last(new), list[ColdObject]()
 
         async def load() -> None:
             while waiting:
-                await self._load(waiting.pop(), removed)
+                one = await self._load(waiting.pop(), removed)
+                if one is not None:
+                    came.append(one)
 
         await wait_for_all(load() for _ in range(_READERS))
         if self._left_out > _NAMED_MAX:
             log.warning("more objects are left out", count=self._left_out - _NAMED_MAX)
-        if came := set(self._index.book.by_name) - before:
+        if came:
+            owners = {names.owner_of(one.name) async for one in _in_turns(came)}
             log.info(
                 "cold tier has found blocks",
                 objects=len(came),
-                blocks=sum(self._index.book.by_name[one].blocks for one in came),
-                of=", ".join(sorted({names.owner_of(one) for one in came})[:8]),
+                blocks=sum(one.blocks for one in came),
+                of=", ".join(sorted(owners)[:8]),
             )
+
+    async def _list(self) -> tuple[dict[str, Listed], dict[str, Listed]]:
+        """The objects that this server answers for, and what was removed of those it looked at, by
+        name. What others answer for now is dropped."""
+        living, bucket = self._living, self._index.bucket
+        step = _STEP // len(living.servers) + 1
+        found: dict[str, Listed] = {}
+        removed: dict[str, Listed] = {}
+        for owner in map(names.server_of, await bucket.folders(f"{names.OBJECTS}/")):
+            if owner in living.servers and owner != self._me:
+                continue
+            folder = names.folder(owner)
+            listed = await bucket.listing(f"{names.OBJECTS}/{folder}/")
+            async for one in _in_turns(listed, step):
+                if responsible(one.name, living.servers) == self._me:
+                    found[one.name] = one
+            async for one in _in_turns(await bucket.listing(f"{names.REMOVED}/{folder}/")):
+                removed[one.name] = one
+        async for known in _in_turns(list(self._index.book.by_name.values()), step):
+            answers = responsible(known.name, living.servers)
+            if answers != self._me or (known.name not in found and known.lost):
+                await self._index.drop(known)
+        return found, removed
+
+    async def _newest_last(self, listed: Sequence[Listed]) -> list[Listed]:
+        """Those that are not too old, which are deleted."""
+        runs: list[list[Listed]] = []
+        for run in sorted_runs(listed, _WRITTEN_AT):
+            runs.append(run)
+            await asyncio.sleep(0)
+        kept: list[Listed] = []
+        async for one in _in_turns(merge(*runs, key=_WRITTEN_AT)):
+            if one.written_at < self._index.oldest:
+                await self._index.delete(one.name)
+            else:
+                kept.append(one)
+        return kept
 
     def _is_wanted(self, one: Listed) -> bool:
         known = self._index.book.by_name.get(one.name)
@@ -139,29 +166,30 @@ class Searcher:
             return known.lost
         return one.name not in self._drafts and one.name not in self._damaged
 
-    async def _load(self, listed: Listed, removed: Mapping[str, Listed]) -> None:
-        """Read the end of one object and enter its blocks, if there is room for it."""
+    async def _load(self, listed: Listed, removed: Mapping[str, Listed]) -> ColdObject | None:
+        """Read the end of one object and enter its blocks, if there is room for it; the object, if
+        it was not known."""
         name = listed.name
         known = self._index.book.by_name.get(name)
         if known is None and not self._index.book.has_room(listed.size):
-            return  # another server may have it, or its time will end
+            return None  # another server may have it, or its time will end
         try:
             tail, blocks = await self._read_end(listed)
             gone = await self._read_removed(name, removed.get(names.removed_of(name)))
         except Gone:
-            return
+            return None
         except Damaged as error:
             self._counters["cold_damaged"] += 1
             self._damaged.add(name)
             self._left_out += 1
             if self._left_out <= _NAMED_MAX:
                 log.warning("an object is left out", object=name, why=str(error))
-            return
-        if known is None:
-            known = self._index.book.enter(name, listed.size, listed.written_at, tail)
-        known.removed |= gone
-        known.places = array("Q", [block.position for block in blocks])
-        await self._index.enter(known, blocks)
+            return None
+        one = known or self._index.book.enter(name, listed.size, listed.written_at, tail)
+        one.removed |= gone
+        one.places = array("Q", [block.position for block in blocks])
+        await self._index.enter(one, blocks)
+        return one if known is None else None
 
     async def _read_end(self, listed: Listed) -> tuple[Tail, list[ColdBlock]]:
         """Raises Damaged, Gone and Unavailable."""
@@ -184,6 +212,14 @@ class Searcher:
             raise Damaged("what was removed of it is too long")
         data = await self._index.bucket.get(listed.name, 0, listed.size)
         return parse_removed(name, bytes(data), self._index.keys)
+
+
+async def _in_turns(items: Iterable[T], step: int = _STEP) -> AsyncIterator[T]:
+    """The items; others have their turn of the loop after so many of them."""
+    for number, one in enumerate(items, 1):
+        yield one
+        if number % step == 0:
+            await asyncio.sleep(0)
 
 
 def _now() -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import quote, unquote
@@ -89,7 +89,6 @@ class ColdObject:
         "removed",
         "size",
         "tail",
-        "used",
         "written_at",
     )
 
@@ -109,8 +108,6 @@ class ColdObject:
         self.lost = False
         #: Somebody has deleted it.
         self.gone = False
-        #: The number of the read that came last.
-        self.used = 0
 
     def __repr__(self) -> str:
         return f"<ColdObject {self.name}, {self.blocks} blocks>"
@@ -127,10 +124,12 @@ class Book:
     def __init__(self, size_max: int) -> None:
         self.size_max = size_max
         self.size = 0
-        self.by_name: dict[str, ColdObject] = {}
+        #: That which was read longest ago first.
+        self.by_name: OrderedDict[str, ColdObject] = OrderedDict()
+        #: How many objects each server has written. There may be too many to count them.
+        self.written_by: Counter[str] = Counter()
         self._by_number: dict[int, ColdObject] = {}
         self._numbers = 0
-        self._uses = 0
         #: Objects of which something was removed that the store does not know yet.
         self.unsaved: dict[str, ColdObject] = {}
 
@@ -138,8 +137,8 @@ class Book:
         self._numbers += 1
         one = ColdObject(name, self._numbers, size, written_at, tail)
         self.by_name[name] = self._by_number[one.number] = one
+        self.written_by[owner_of(name)] += 1
         self.size += size
-        self._use(one)
         return one
 
     def leave(self, one: ColdObject) -> None:
@@ -147,13 +146,16 @@ class Book:
         if self.by_name.pop(one.name, None) is not None:
             del self._by_number[one.number]
             self.unsaved.pop(one.name, None)
+            self.written_by.subtract((owner_of(one.name),))
             self.size -= one.size
 
     def at(self, address: int) -> ColdObject | None:
         return self._by_number.get(address // SPAN)
 
     def read(self, one: ColdObject) -> None:
-        self._use(one)
+        """A reader has got a block of it; it may have left meanwhile."""
+        if one.name in self.by_name:
+            self.by_name.move_to_end(one.name)
 
     def left(self, address: int, reason: ReadStatus) -> None:
         """A block is not in the index any more."""
@@ -181,12 +183,8 @@ class Book:
             if one.gone or one.written_at < written_before or not (one.blocks or one.lost):
                 return one
         if self.by_name and not self.has_room(coming):
-            return min(self.by_name.values(), key=lambda one: one.used)
+            return next(iter(self.by_name.values()))
         return None
-
-    def _use(self, one: ColdObject) -> None:
-        self._uses += 1
-        one.used = self._uses
 
 
 class Waiting:
