@@ -281,3 +281,80 @@ async def test_a_store_is_left_alone_after_failures_in_a_row(story: str, left_al
         await bucket.delete("any")
     assert flaky.asked == before + (not left_alone)
     assert bucket.counters["cold_failures"] == story.count("x")
+
+
+class Hangs:
+    """A store that answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.answers = asyncio.Event()
+
+    async def get(self, name: str, start: int, size: int) -> bytes:
+        self.asked += 1
+        await self.answers.wait()
+        raise Gone("there is no such object")
+
+
+async def test_one_reader_tries_a_store_that_was_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others have their misses at once: it may hang as before."""
+    monkeypatch.setattr("kvpool.server.cold.bucket.REQUEST_S", 0.05)
+    monkeypatch.setattr("kvpool.server.cold.bucket._PAUSE_S", 0.01)
+    monkeypatch.setattr("kvpool.server.cold.bucket._PAUSE_MAX_S", 0.01)
+    hangs = Hangs()
+    bucket = Bucket(cast(ObjectStore, hangs), requests=0, hedge_s=9.0)
+
+    async def readers() -> list[type[Unavailable]]:
+        found = await asyncio.gather(
+            *(bucket.read("any", 0, 1) for _ in range(20)), return_exceptions=True
+        )
+        return [type(one) for one in found if isinstance(one, Unavailable)]
+
+    assert (await readers()).count(Unavailable) == 20, "nobody knows yet"
+    for _ in range(2):
+        await asyncio.sleep(0.03)
+        before = hangs.asked
+        assert sorted(await readers(), key=str) == [Unavailable, *[Busy] * 19]
+        assert hangs.asked == before + 1
+    await asyncio.sleep(0.03)
+    trying = asyncio.create_task(bucket.read("any", 0, 1))
+    await asyncio.sleep(0)
+    trying.cancel()
+    await asyncio.wait([trying])
+    hangs.answers.set()
+    with pytest.raises(Gone):
+        await bucket.read("any", 0, 1)
+    assert bucket.problem == "", "that there is no such object is an answer"
+    assert await readers() == [Gone] * 20
+
+
+async def test_a_store_that_answers_again_is_asked_also_beside_a_request_that_still_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.server.cold.bucket._PAUSE_S", 0.01)
+    monkeypatch.setattr("kvpool.server.cold.bucket._PAUSE_MAX_S", 0.01)
+    hangs, puts = Hangs(), asyncio.Event()
+
+    async def put(name: str, data: object) -> None:
+        await puts.wait()
+
+    async def delete(name: str) -> None:
+        hangs.asked += 1
+
+    monkeypatch.setattr("kvpool.server.cold.bucket.REQUEST_S", 0.05)
+    hangs.put, hangs.delete = put, delete  # type: ignore[attr-defined]
+    bucket = Bucket(cast(ObjectStore, hangs), requests=0, hedge_s=9.0)
+    for _ in range(3):
+        with pytest.raises(Unavailable):
+            await bucket.read("any", 0, 1)
+    await asyncio.sleep(0.03)
+    putting = asyncio.create_task(bucket.put("large", b"x"))
+    await asyncio.sleep(0)
+    hangs.answers.set()
+    with pytest.raises(Gone):
+        await bucket.read("any", 0, 1)
+    await bucket.delete("any")
+    puts.set()
+    await putting

@@ -1,7 +1,7 @@
 """Requests to an object store: each has a deadline, a budget, and a reason when it fails.
 
 A store that fails several times in a row is left alone for a while, so that each reader who asks
-meanwhile has his miss at once; one request then tries it again.
+meanwhile has his miss at once; one request of each kind then tries it again.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Bucket:
         self._backoff = Backoff(_PAUSE_S, _PAUSE_MAX_S)
         self._failures = 0  # in a row
         self._left_alone_until = 0.0
+        #: Kinds of which a request tries the store again.
+        self._trying: set[float] = set()
         self._logged: set[str] = set()
         #: What is wrong at the moment, for an operator.
         self.problem = ""
@@ -112,19 +114,28 @@ class Bucket:
         now = _now()
         if now < self._left_alone_until:
             raise Busy(f"it is left alone for {self._left_alone_until - now:.0f} s: {self.problem}")
+        tries = self._failures >= _FAILURES_MAX
+        if tries and left in self._trying:
+            raise Busy(f"it is tried again: {self.problem}")
         if not self._take(left):
             self.counters["cold_over_budget"] += 1
             self._say("over the budget of requests")
             raise Busy("the budget of requests is used up (setting requests)")
+        if tries:  # one of the readers, and one that moves an object, which may take a minute
+            self._trying.add(left)
         try:
             async with asyncio.timeout(within_s):
                 answer = await ask()
         except Gone:
+            self._worked()
             raise
         except (Unavailable, TimeoutError) as error:
             why = str(error) or f"no answer within {within_s:g} s"
             self._failed(why)
             raise Unavailable(f"object store: {why}") from None
+        finally:
+            if tries:
+                self._trying.discard(left)
         self._worked()
         return answer
 
