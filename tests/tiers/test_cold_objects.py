@@ -20,6 +20,7 @@ from kvpool.server.cold.bucket import Bucket, Busy
 from kvpool.server.cold.index import ColdIndex
 from kvpool.server.cold.search import Searcher
 from kvpool.server.cold.state.book import (
+    WAITING_MAX,
     Book,
     ColdObject,
     Living,
@@ -252,6 +253,23 @@ def test_what_waits_to_be_written() -> None:
     assert waiting.due_in(10, 5.0, 2.0) == 0.0
     assert [key[2] for key in waiting.take(10, 9)] == [b"a", b"b"]
     assert waiting.size == 6
+
+
+def test_what_waits_of_one_tenant_does_not_drive_out_the_others() -> None:
+    """While the object store fails, and a tenant writes many small blocks."""
+    waiting, mine = Waiting(), Namespace("@globex/m")
+    for n in range(100):
+        waiting.add((mine, 0, b"%016d" % n), 1000, 1.0)
+    for n in range(WAITING_MAX + 5000):
+        waiting.add((TWO, 0, b"%016d" % n), 10, 2.0)
+    assert len(waiting) == WAITING_MAX
+    assert waiting.left_out == 5100
+    assert waiting.size == 100 * 1000 + (WAITING_MAX - 100) * 10
+    taken = waiting.take(100 * 1000 + 1, WAITING_MAX)
+    assert [key[0] for key in taken] == [mine] * 100 + [TWO]
+    assert taken[-1][2] == b"%016d" % 5100, "its own oldest were left out"
+    assert waiting.take(1 << 40, 1 << 40)[-1][2] == b"%016d" % (WAITING_MAX + 4999)
+    assert (waiting.size, waiting.take(1, 1), waiting.due_in(1, 1.0, 9.0)) == (0, [], None)
 
 
 class Flaky:

@@ -18,13 +18,15 @@ from urllib.parse import quote, unquote
 from kvpool.protocols.cold_tier import Listed
 from kvpool.server.cold.state.format import Tail
 from kvpool.server.state.tier_stores import SPAN
+from kvpool.shares import Recent
+from kvpool.tenant_names import tenant_of
 from kvpool.types import Namespace, ReadStatus
 
 #: Folders: the objects, what was removed of each, and one small object for each living server.
 OBJECTS: Final = "blocks"
 REMOVED: Final = "removed"
 LIVING: Final = "servers"
-#: Blocks that wait to be written, at most; beyond it the oldest are left out.
+#: Blocks that wait to be written, at most.
 WAITING_MAX: Final = 65_536
 
 Key = tuple[Namespace, int, bytes]
@@ -188,41 +190,42 @@ class Book:
 
 
 class Waiting:
-    """Blocks that have come to this server and are to be written, the oldest first."""
+    """Blocks that have come to this server and are to be written, the oldest first. Where too many
+    wait, the oldest of a tenant that has more than its part are left out."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[Key, tuple[int, float]] = OrderedDict()
+        self._blocks: Recent[Key, tuple[int, float]] = Recent(WAITING_MAX)
         self.size = 0
-        #: Left out because too many waited.
-        self.left_out = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
 
+    @property
+    def left_out(self) -> int:
+        """Blocks that were left out because too many waited."""
+        return self._blocks.dropped
+
     def add(self, key: Key, size: int, now: float) -> None:
-        if key not in self._blocks:
-            self._blocks[key] = size, now
-            self.size += size
-            if len(self._blocks) > WAITING_MAX:
-                self._pop()
-                self.left_out += 1
+        tenant = tenant_of(key[0].name)
+        if self._blocks.get(tenant, key) is None:
+            dropped = self._blocks.put(tenant, key, (size, now))
+            self.size += size - (dropped[0] if dropped else 0)
 
     def due_in(self, size: int, wait_s: float, now: float) -> float | None:
         """Seconds until an object of `size` bytes is to be written; None: nothing waits."""
-        if not self._blocks:
+        oldest = self._blocks.oldest()
+        if oldest is None:
             return None
-        _, since = next(iter(self._blocks.values()))
+        _, _, (_, since) = oldest
         return 0.0 if self.size >= size else max(0.0, since + wait_s - now)
 
     def take(self, size: int, count: int) -> Sequence[Key]:
         """For one object of about `size` bytes."""
         keys: list[Key] = []
         left = self.size - size
-        while self._blocks and self.size > left and len(keys) < count:
-            keys.append(self._pop())
+        while self.size > left and len(keys) < count and (oldest := self._blocks.oldest()):
+            tenant, key, (its, _) = oldest
+            self._blocks.pop(tenant, key)
+            self.size -= its
+            keys.append(key)
         return keys
-
-    def _pop(self) -> Key:
-        key, (size, _) = self._blocks.popitem(last=False)
-        self.size -= size
-        return key
