@@ -12,11 +12,12 @@ from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, WriteStatus
+from kvpool.types import ROOT, Namespace, WriteStatus
 from tests.conftest import key, keys
 from tests.support.stores import ONE, PAGE, TWO, write
 
 HOT = key("hot")
+MINE, THEIRS = Namespace("@globex/m"), Namespace("@acme/m")
 
 
 def store_of(blocks: list[bytes], copies: int = 1, pages: int = 10_000) -> Store:
@@ -55,9 +56,34 @@ def test_what_one_round_looks_at_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(map(len, steps)) == 4096
     assert {entry.digest for step in steps for entry in step} >= set(blocks[1000:]), "the last ones"
     monkeypatch.setattr(copy_demand, "_FOLLOWED_MAX", 10)
+    planner = planner_of(*blocks, copies=2)
     planner.read(ONE, 0, blocks)
-    due(planner, 100.0)
-    assert len(planner._followed) <= 4096
+    assert len(due(planner, 100.0)) == 4096
+    assert len(planner._followed) <= 10
+
+
+def test_what_one_tenant_reads_keeps_nobody_from_having_lost_copies_made_again() -> None:
+    store, here, mine = Store(20_000 * PAGE), BlockName(MINE, 0, HOT), keys("m", 3)
+    blocks = keys("b", 6000)
+    for namespace, digests in ((THEIRS, blocks), (MINE, [HOT, *mine])):
+        write(store, digests, 0.0, namespace=namespace, apart=True, copies=2)
+    planner = RepairPlanner(Blocks([store]))
+    assert not planner.may_copy(here, 1, short=True)
+    planner.read(MINE, 0, [HOT])
+    planner.read(MINE, 0, mine)
+    for n in range(1000):  # small ones, and then some of many blocks
+        planner.read(THEIRS, 0, [blocks[n]])
+    for first in range(0, 6000, 1000):
+        planner.read(THEIRS, 0, blocks[first : first + 1000])
+    found = due(planner, 0.0)
+    assert {e.digest for e in found if e.index.namespace == MINE} == {HOT, *mine}
+    assert len(found) == 4096, "they get what nobody else has asked for"
+    for later in (CHECK_S, 2 * CHECK_S, 3 * CHECK_S):
+        planner.read(THEIRS, 0, blocks)
+        due(planner, later)
+        planner.read(THEIRS, 0, blocks[4000:])
+        due(planner, later + 0.1)
+    assert planner.may_copy(here, 1, short=True), "it is remembered that nobody else has"
 
 
 def test_rounds_come_once_a_second_and_one_names_a_bounded_part() -> None:

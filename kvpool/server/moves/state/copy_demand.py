@@ -6,9 +6,10 @@ masters who has the block, and another server to fetch it (design: movers).
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -17,6 +18,8 @@ from kvpool.server.moves.state.drain_plan import DrainPlan
 from kvpool.server.moves.state.wants import PAUSE, BlockName, MovePlanner, MoveView, Want, Wants
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
+from kvpool.shares import Recent
+from kvpool.tenant_names import tenant_of
 from kvpool.types import Namespace
 
 #: What was read is looked at so often.
@@ -26,8 +29,8 @@ _STRETCHES_MAX: Final = 16
 #: Extra copies here of which masters are asked in one round whether they are the last ones.
 _EXTRAS: Final = 512
 
-#: Reads that are remembered until they are looked at: of more the last ones, and at most so many
-#: blocks of them in one round. What is still read comes again.
+#: Reads that are remembered until they are looked at, each tenant's last ones, and at most so many
+#: blocks of them in one round, of each tenant its part. What is still read comes again.
 _BATCHES_MAX: Final = 256
 _COUNTED_MAX: Final = 4096
 _STEP: Final = 512
@@ -55,16 +58,18 @@ class RepairPlanner(MovePlanner):
 
     def __init__(self, store: Blocks) -> None:
         self._store = store
-        self._batches: deque[_Batch] = deque(maxlen=_BATCHES_MAX)
-        self._followed: OrderedDict[BlockName, _Followed] = OrderedDict()
+        self._batches: Recent[int, _Batch] = Recent(_BATCHES_MAX)
+        self._numbers = itertools.count()
+        self._followed: Recent[BlockName, _Followed] = Recent(_FOLLOWED_MAX)
         self._extras: OrderedDict[BlockName, None] = OrderedDict()
         self._next_at = -math.inf
         self.repaired = 0
 
     def read(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> bool:
-        """A client has read these blocks; True for the first read of a round. One append, for any
+        """A client has read these blocks; True for the first read of a round. One entry, for any
         size."""
-        self._batches.append((namespace, part, digests))
+        batch = namespace, part, digests
+        self._batches.put(tenant_of(namespace.name), next(self._numbers), batch)
         return len(self._batches) == 1
 
     def brought_extra(self, name: BlockName) -> None:
@@ -75,7 +80,7 @@ class RepairPlanner(MovePlanner):
             self._keep(self._extras.popitem(last=False)[0])
 
     def due_at(self) -> float:
-        return self._next_at if self._batches or self._extras else math.inf
+        return self._next_at if len(self._batches) or self._extras else math.inf
 
     def wants(self, view: MoveView) -> Wants:
         self._next_at = view.now + _ROUND_S
@@ -119,8 +124,8 @@ class RepairPlanner(MovePlanner):
     def read_since(self, now: float) -> Iterator[list[Entry]]:
         """What was read since the last round, in small steps: the blocks whose copies should be
         looked at."""
-        names = _last_of(self._batches)
-        self._batches.clear()
+        names = _last_of(self._batches.values())
+        self._batches = Recent(_BATCHES_MAX)
         for first in range(0, len(names), _STEP):
             due = []
             for name in names[first : first + _STEP]:
@@ -159,20 +164,24 @@ class RepairPlanner(MovePlanner):
         return iter(groups.values())
 
     def _follow(self, name: BlockName) -> _Followed:
-        followed = self._followed.get(name)
-        if followed is None:
-            followed = self._followed[name] = _Followed()
-            if len(self._followed) > _FOLLOWED_MAX:
-                self._followed.popitem(last=False)
-        else:
-            self._followed.move_to_end(name)
+        tenant = tenant_of(name.namespace.name)
+        followed = self._followed.get(tenant, name) or _Followed()
+        self._followed.put(tenant, name, followed)
         return followed
 
 
-def _last_of(batches: Sequence[_Batch]) -> list[BlockName]:
-    """The blocks of the last batches, as many as one round looks at."""
+def _last_of(batches: Iterable[_Batch]) -> list[BlockName]:
+    """The blocks of the last batches, the latest first, as many as one round looks at: of a tenant
+    as many as of every other one, or all that it has read."""
+    read: defaultdict[str, list[_Batch]] = defaultdict(list)
+    for batch in batches:
+        read[tenant_of(batch[0].name)].append(batch)
+    sizes = {one: sum(len(digests) for *_, digests in found) for one, found in read.items()}
     names: list[BlockName] = []
-    for namespace, part, digests in reversed(batches):
-        taken = digests[: _COUNTED_MAX - len(names)]
-        names += [BlockName(namespace, part, digest) for digest in taken]
+    for number, tenant in enumerate(sorted(read, key=sizes.__getitem__)):
+        left = (_COUNTED_MAX - len(names)) // (len(read) - number)
+        for namespace, part, digests in read[tenant]:
+            taken = digests[:left]
+            left -= len(taken)
+            names += [BlockName(namespace, part, digest) for digest in taken]
     return names
