@@ -26,6 +26,7 @@ class _Departures(deque[_Key]):
     """The blocks of one tenant's departures, the oldest first; `next` numbers the one to come."""
 
     next = 0
+    tenant = ""
 
 
 class Tombstones:
@@ -43,6 +44,7 @@ class Tombstones:
         self._reasons: PiecewiseDict[_Key, int] = PiecewiseDict()
         self._lines: dict[str, _Departures] = {}
         self._largest = _Departures()  # that had more than its part when that was looked at last
+        self._since_search = 0  # departures that were dropped since then
         self._held = 0  # in all lines
 
     def __len__(self) -> int:
@@ -82,7 +84,7 @@ class Tombstones:
         tenant = tenant_of(name)
         if tenant not in self._lines:
             tenant = tenant if len(self._lines) <= TENANTS_MAX else ""  # such names are made up
-            self._lines.setdefault(tenant, _Departures())
+            self._lines.setdefault(tenant, _Departures()).tenant = tenant
         line, added = self._lines[tenant], 0
         for number, digest in enumerate(digests, line.next):
             key = name, parts, digest
@@ -95,8 +97,12 @@ class Tombstones:
         for _ in range(self._held - self.limit):
             largest = self._largest
             if len(largest) * len(self._lines) <= self.limit:  # else it has more than its part
-                self._lines = {name: one for name, one in self._lines.items() if one}
-                largest = self._largest = max(self._lines.values(), key=len)
+                # To search costs as much as there are tenants: once for as many departures.
+                parts = len(self._lines)
+                search = self._since_search >= parts or len(line) * parts <= self.limit
+                largest = self._largest = max(self._lines.values(), key=len) if search else line
+                self._since_search *= not search
+            self._since_search += 1
             number, oldest = largest.next - len(largest), largest.popleft()
             piece = table[hash(oldest) & mask]
             if piece.get(oldest, -1) >> _STATUS_BITS == number:
@@ -104,6 +110,8 @@ class Tombstones:
                 added -= 1
                 self.forgotten += 1
             self._held -= 1
+            if not largest:
+                del self._lines[largest.tenant]
         self._reasons.changed(added)
 
     def came_back_all(self, namespace: Namespace, digests: Sequence[bytes]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sized
 
 import pytest
 
+from kvpool import tombstones
 from kvpool.piecewise_dict import PIECE_KEYS
 from kvpool.tenant_names import TENANTS_MAX
 from kvpool.tombstones import Tombstones
@@ -146,3 +149,53 @@ def test_made_up_tenants_are_one() -> None:
     assert stones.reason(Namespace("@t3999/m"), b"a" * 16) is ReadStatus.EVICTED
     stones.left_all(SPACES[0], keys("pool", 5000), ReadStatus.EVICTED)
     assert len(stones) == sum(len(step) for step in stones.steps(100)) == 3000
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_many_tenants_make_a_departure_no_longer(
+    equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit, where all have equal parts, or one has nearly all."""
+
+    def searches(tenants: int) -> int:
+        stones, found = Tombstones(4000), 0
+        spaces = [Namespace(f"@t{n}/m") for n in range(tenants)]
+
+        def search(lines: Iterable[Sized], key: Callable[[Sized], int]) -> Sized:
+            nonlocal found
+            found += 1
+            return max(lines, key=key)
+
+        for n in range(4000):
+            space = spaces[n % tenants if equal or n < tenants else 0]
+            stones.left(space, b"%016d" % n, ReadStatus.EVICTED)
+        monkeypatch.setattr(tombstones, "max", search, raising=False)
+        for n in range(4000, 6000):
+            stones.left(spaces[n % tenants], b"%016d" % n, ReadStatus.EVICTED)
+        return found
+
+    assert searches(1000) <= 4, "each looks at all of them"
+    assert searches(10) <= 202
+
+
+def test_what_is_too_much_goes_to_those_that_come() -> None:
+    stones, names = Tombstones(1000), iter(range(10_000))
+    spaces = {one: Namespace(f"@{one}/m") for one in ("first", "second", "third")}
+
+    def leave(tenant: str, count: int) -> None:
+        for n in itertools.islice(names, count):
+            space = spaces.get(tenant) or Namespace(f"@{tenant}/m")
+            stones.left(space, b"%016d" % n, ReadStatus.EVICTED)
+
+    def known(tenant: str) -> int:
+        digests = [b"%016d" % n for n in range(2390)]
+        found = stones.reasons(spaces[tenant], digests)
+        return sum(one is ReadStatus.EVICTED for one in found)
+
+    for n in range(100):
+        leave(f"t{n}", 1)
+    for tenant, count in (("first", 900), ("second", 500), ("third", 60), ("second", 330)):
+        leave(tenant, count)
+    assert known("first") == 10, "all but its part"
+    leave("third", 500)
+    assert known("third") > 400, "the second one has far more than its part"
