@@ -116,10 +116,9 @@ class Pages:
             self._server = await asyncio.start_server(
                 self._connected, limit=_HEAD_MAX, **listening(*where[1:], _BACKLOG)
             )
-        except OSError as error:
-            raise ConfigError(
-                f"cannot serve HTTP at {address}: {error.strerror or error}"
-            ) from None
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", "") or error
+            raise ConfigError(f"cannot serve HTTP at {address}: {why}") from None
 
     async def close(self) -> None:
         """Stop, and end the requests that are being answered. Idempotent."""
