@@ -31,6 +31,7 @@ from kvpool.cli import (
     up,
     usage,
 )
+from kvpool.cli.standard_streams import open_standard_streams
 
 app = typer.Typer(
     name="kvpool",
@@ -92,20 +93,9 @@ def options(
 _CANNOT_WRITE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
-def _open_closed_streams() -> None:
-    """Otherwise a socket would get the descriptor, and what is printed would go there."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-
-
 def main() -> None:
     """The console script."""
-    _open_closed_streams()
+    open_standard_streams()
     try:
         try:
             app()

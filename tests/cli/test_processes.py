@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +133,34 @@ def test_the_version_is_that_of_the_package() -> None:
     command = [sys.executable, "-m", "kvpool", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, f"kvpool {__version__}")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_runs_also_with_its_streams_closed(closed: str) -> None:
+    """As some that start daemons do."""
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "kvpool", "config"]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_what_is_printed_with_the_streams_closed_lands_in_no_file(tmp_path: Path) -> None:
+    source = """
+        import contextlib, os, sys
+        from kvpool.cli.app import main
+        with contextlib.suppress(SystemExit):
+            main()
+        file = os.open(os.environ["DISK"], os.O_RDWR | os.O_CREAT)
+        print("printed", flush=True)
+        print("an error", file=sys.stderr, flush=True)
+        os.write(1, b"by a library in C")
+        os.write(2, b"by a library in C")
+        assert sys.stdin.read() == ""
+        os.execv("/bin/sh", ["sh", "-c", "echo by a child >&2 && exit 7"])
+    """
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c"]
+    command = [*closed, textwrap.dedent(source), "--version"]
+    environment = {**os.environ, "DISK": str(tmp_path / "disk")}
+    done = subprocess.run(command, env=environment, check=False, timeout=60)
+    assert done.returncode == 7
+    assert (tmp_path / "disk").read_bytes() == b""
