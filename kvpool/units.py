@@ -16,7 +16,7 @@ def parse_size(text: str | int | float) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         number, unit = text, ""
     else:
-        found = re.fullmatch(r"\s*([+-]?[\d.]{1,20})\s*([A-Za-z]*)\s*", str(text))
+        found = re.fullmatch(r"\s*([+-]?[0-9.]{1,20})\s*([A-Za-z]*)\s*", str(text))
         if found is None:
             raise ConfigError(f"size {text!r}: expected bytes or a number with unit, like 64GiB")
         try:
@@ -46,7 +46,7 @@ def parse_duration(text: str | int | float) -> float:
     """Seconds: `250ms`, `2s`, `5m`, `1h`, `0.5`. Raises ConfigError."""
     if isinstance(text, float):
         return text
-    found = re.fullmatch(r"\s*([\d.]{1,20})\s*([a-z]*)\s*", str(text))
+    found = re.fullmatch(r"\s*([0-9.]{1,20})\s*([a-z]*)\s*", str(text))
     factors = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
     try:
         if found is not None and found[2] in factors:

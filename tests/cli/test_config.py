@@ -152,6 +152,7 @@ def test_sizes(text: str | int, expected: int) -> None:
         ("", "expected"),
         ("1..2GiB", "no number"),
         ("1" * 400, "1111"),
+        ("\u0663MiB", "expected"),  # an Arabic 3
     ],
 )
 def test_wrong_sizes(text: str, says: str) -> None:
@@ -176,9 +177,10 @@ def test_durations(text: str | float, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
 
 
-def test_a_wrong_duration() -> None:
-    with pytest.raises(ConfigError, match="fortnight"):
-        parse_duration("1 fortnight")
+@pytest.mark.parametrize("text", ["1 fortnight", "\uff15s", "nan", "inf", "-1s", "1e9", ""])
+def test_a_wrong_duration(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"duration {text!r}"):
+        parse_duration(text)
 
 
 @pytest.mark.parametrize(
