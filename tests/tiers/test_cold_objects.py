@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import cast
 
@@ -41,6 +41,9 @@ from kvpool.server.cold.state.format import (
     parse_removed,
     parse_tail,
 )
+from kvpool.server.cold.writer import ObjectWriter, _Draft
+from kvpool.server.context import ServerContext
+from kvpool.server.state.entry import Entry
 from kvpool.types import Namespace, ReadStatus
 
 KEYS = ObjectKeys(b"k" * 32)
@@ -270,6 +273,52 @@ def test_what_waits_of_one_tenant_does_not_drive_out_the_others() -> None:
     assert taken[-1][2] == b"%016d" % 5100, "its own oldest were left out"
     assert waiting.take(1 << 40, 1 << 40)[-1][2] == b"%016d" % (WAITING_MAX + 4999)
     assert (waiting.size, waiting.take(1, 1), waiting.due_in(1, 1.0, 9.0)) == (0, [], None)
+
+
+class FailingDisk:
+    """The first block cannot be read, and is removed meanwhile if the test says so."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self._meanwhile = meanwhile
+
+    async def read_into(self, offset: int, data: memoryview) -> None:
+        if not offset:
+            self._meanwhile()
+            raise Unavailable("the disk has failed")
+
+
+@pytest.mark.parametrize("when", ["meanwhile", "later"])
+async def test_a_removal_of_what_could_not_be_read_takes_no_other_block_along(when: str) -> None:
+    def remove() -> None:
+        writer.removed(ONE, [b"bad"], 0)
+
+    disk = FailingDisk(remove if when == "meanwhile" else lambda: None)
+    held = SimpleNamespace(pin=lambda owner, entry: 1)
+    store = SimpleNamespace(held=held, unpin=lambda owner, pin: None)
+    stack = SimpleNamespace(front=None, stores=[store])
+    context = SimpleNamespace(store=stack, server="s", epoch=1, tiers=[disk])
+    counters = Counter[str]()
+    index = cast(ColdIndex, None)
+    writer = ObjectWriter(cast(ServerContext, context), index, ColdSettings(), counters)
+    draft = writer.drafts["any"] = _Draft("any")
+    for digest, offset in ((b"bad", 0), (b"good", 64)):
+        of = SimpleNamespace(namespace=ONE, part=0, tier=0)
+        entry = SimpleNamespace(
+            index=of,
+            digest=digest,
+            offset=offset,
+            size=64,
+            parent=b"",
+            checksum=1,
+            copies=1,
+            born=1,
+        )
+        await writer._copy(draft, cast(Entry, entry))
+    if when == "later":
+        remove()
+    assert [(one.digest, one.position) for one in draft.blocks] == [(b"good", 0)]
+    assert draft.removed == set()
+    assert counters == {"cold_not_written": 1}
 
 
 class Flaky:

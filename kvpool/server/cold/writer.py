@@ -175,7 +175,9 @@ class ObjectWriter:
                     if start + _COPY_STEP < entry.size:
                         await asyncio.sleep(0)
         except Unavailable:  # the disk has failed, and says so
-            del draft.payload[position:]
+            # The next block has its place, and is not what was, or will be, removed.
+            del draft.payload[position:], draft.places[key]
+            draft.removed.discard(position)
             self._counters["cold_not_written"] += 1
             return
         finally:
