@@ -24,6 +24,8 @@ from kvpool.server import tier_health
 from kvpool.server.state import tiered_store
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.testing.invariants import check_invariants
+from kvpool.types import ROOT, Record
+from kvpool_tiers.nvme.several import NvmeFiles
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.failing_disk import FailingDisk
 
@@ -423,3 +425,26 @@ def test_no_extent_crosses_and_every_byte_is_accounted_for() -> None:
             there = {o: s for o, s in held.items() if one.part_of(o) not in lost}
             assert one.allocated == sum(there.values())
             assert one.capacity == sum(s for n, s in enumerate(sizes) if n not in lost)
+
+
+async def test_others_have_their_turn_while_what_was_found_is_put_together() -> None:
+    records = [
+        Record(NAMESPACE, 0, digest, ROOT, n * 4096, 64, 7, n, 1)
+        for n, digest in enumerate(keys("b", 5000))
+    ]
+
+    class Found:
+        path, encrypted, alignment, capacity = Path("any"), False, 4096, 1 << 30
+
+        async def recover(self) -> list[Record]:
+            return records
+
+    files = NvmeFiles([Found(), Found()])  # type: ignore[list-item]
+    recovering, turns = asyncio.create_task(files.recover()), 0
+    while not recovering.done():
+        await asyncio.sleep(0)
+        turns += 1
+    found = await recovering
+    assert turns >= 10_000 // 512
+    assert list(found[:5000]) == records
+    assert [one.offset - (1 << 30) for one in found[5000:]] == [one.offset for one in records]

@@ -13,13 +13,16 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Final, Protocol, TypeVar, cast
 
 from kvpool.errors import Closed, ConfigError, UsageError
 from kvpool.protocols import PersistentTier, Tier, TierPart
 from kvpool.types import Record
 
 T = TypeVar("T")
+
+#: Records that are put together in one turn of the loop: a millisecond or two.
+_RECORDS_AT_ONCE: Final = 512
 
 
 class _File(Tier, PersistentTier, Protocol):
@@ -123,12 +126,14 @@ class NvmeFiles:
 
     async def recover(self) -> Sequence[Record]:
         """Of all files. Raises what one of them raises: it has to be left out of the tier then."""
-        found = await all_of(one.recover() for one in self.files)
-        return [
-            record._replace(offset=start + record.offset)
-            for start, records in zip(self._starts, found, strict=True)
-            for record in records
-        ]
+        found: list[Record] = []
+        recovered = await all_of(one.recover() for one in self.files)
+        for start, records in zip(self._starts, recovered, strict=True):
+            for number, record in enumerate(records):
+                found.append(record._replace(offset=start + record.offset))
+                if number % _RECORDS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        return found
 
     def _number(self, offset: int) -> int:
         """Of the file in which an offset lies."""
