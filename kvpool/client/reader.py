@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -399,28 +399,29 @@ class Reader:
             *(state.candidates, state.sizes, state.results, state.unresponsive),
             *(self._servers.standing, self._rates, self._config.hedge_s),
         )
-        attempts = ways.begin(positions, self._loop.time())
-        # Nearly always all blocks are on one server: then no task, which costs a turn of the loop.
-        while len(attempts) == 1:
-            if await self._attempt(state, attempts[0]) and attempts[0].overdue is None:
-                return  # and nothing waits
-            attempts = ways.ended(attempts[0], self._loop.time())
-        if not attempts:
-            return
-        # Ways do not wait for each other: a lost server delays its own blocks only.
-        async with task_group() as group:
+        with closing(ways):
+            attempts = ways.begin(positions, self._loop.time())
+            # Nearly always all are on one server: then no task, which costs a turn of the loop.
+            while len(attempts) == 1:
+                if await self._attempt(state, attempts[0]) and attempts[0].overdue is None:
+                    return  # and nothing waits
+                attempts = ways.ended(attempts[0], self._loop.time())
+            if not attempts:
+                return
+            # Ways do not wait for each other: a lost server delays its own blocks only.
+            async with task_group() as group:
 
-            async def follow(attempt: Attempt) -> None:
-                """Ask one server after the other; what others are to bring gets new tasks."""
-                attempts = [attempt]
-                while attempts:
-                    await self._attempt(state, attempts[0])
-                    attempts = ways.ended(attempts[0], self._loop.time())
-                    for other in attempts[1:]:
-                        group.create_task(follow(other))
+                async def follow(attempt: Attempt) -> None:
+                    """Ask one server after the other; what others are to bring gets new tasks."""
+                    attempts = [attempt]
+                    while attempts:
+                        await self._attempt(state, attempts[0])
+                        attempts = ways.ended(attempts[0], self._loop.time())
+                        for other in attempts[1:]:
+                            group.create_task(follow(other))
 
-            for attempt in attempts:
-                group.create_task(follow(attempt))
+                for attempt in attempts:
+                    group.create_task(follow(attempt))
 
     async def _attempt(self, state: ReadState, attempt: Attempt) -> bool:
         """Ask one server, and again for blocks that are NOT_YET, as long as it makes progress.
@@ -460,12 +461,11 @@ class Reader:
         if attempt.positions[0] in state.direct:
             return await self._ask_direct(state, attempt, hedged)
         server, positions, _ = attempt
-        sizes = [state.sizes[i] for i in positions]
         blocks = rows_of(
             ReadBlock,
             [state.digests[i] for i in positions],
             [state.host[i] for i in positions],
-            sizes,
+            [state.sizes[i] for i in positions],
         )
         try:
             async with self._timer(state, attempt, hedged) as timer:

@@ -14,8 +14,8 @@ import functools
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from typing import Final, NamedTuple, TypeVar
 
 from kvpool import logs
 from kvpool.backoff import Backoff
@@ -58,8 +58,6 @@ _BACKOFF_S_MAX: Final = 5.0
 _REFRESH_S: Final = 0.5
 #: Members that a client accepts from a master.
 _MEMBERS_MAX: Final = 4096
-#: The purpose of the task that asks a master for the addresses of all servers.
-_ADDRESSES: Final = "addresses"
 
 
 class _Path(NamedTuple):
@@ -126,7 +124,7 @@ class Servers:
         self._refreshed_at = 0.0
         self._broken_until: dict[_Path, float] = {}  # paths that failed are tried last until then
         self._closing: set[asyncio.Task[None]] = set()
-        self._background: dict[_Path | str, asyncio.Task[None]] = {}  # one for each purpose
+        self._renewal: asyncio.Task[None] | None = None  # asks a master for all addresses
 
     def __repr__(self) -> str:
         return f"servers={sorted(self._records)}"
@@ -305,10 +303,9 @@ class Servers:
 
     async def close(self) -> None:
         """End every call and connection; returns when their copies have stopped."""
-        if background := list(self._background.values()):
-            for task in background:
-                task.cancel()
-            await asyncio.wait(background)
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.wait([self._renewal])
         for record in self._records.values():
             self._close_channels(record)
         if self._closing:
@@ -363,17 +360,11 @@ class Servers:
                 await self.refresh(self._loop.time() + self._config.attempt_s)
 
         lately = self._loop.time() < self._refreshed_at + _REFRESH_S
-        if lately or _ADDRESSES in self._background:
+        if lately or (self._renewal is not None and not self._renewal.done()):
             return
         for record in self._records.values():
             record.path_failed = False
-        self._start(_ADDRESSES, renew)
-
-    def _start(self, purpose: _Path | str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `work` in the background until `close`, once at a time for each purpose."""
-        if purpose not in self._background:
-            task = self._background[purpose] = self._loop.create_task(work())
-            task.add_done_callback(lambda _: self._background.pop(purpose, None))
+        self._renewal = self._loop.create_task(renew())
 
     def _find_paths(self, record: KnownServer, addresses: Sequence[str]) -> None:
         """The paths that this client can take, in its order of preference."""

@@ -4,7 +4,7 @@ Each server that holds a block, and that is reached over a network, is a *way* f
 several ways wait together. A way that is idle takes a piece of them, which no other way has then;
 the faster it was lately, the larger is the piece. So all ways end at about the same time. A way
 that brought nothing, was silent, or is much slower than an idle one, is left: what it had waits
-again (design: hedging).
+again (design: hedging). Reads of one client share the links: each counts on its share.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ class Standing(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What a way is bringing."""
+    """What a way is bringing. `sharers`: the pieces that shared its link when this one began."""
 
     ways: tuple[str, ...]
     size: int
     began: float
+    sharers: int
 
 
 @dataclass(slots=True)
@@ -99,21 +100,38 @@ class Ways:
             wanted = self._share(wanted)
         attempts = group_by_server(wanted, candidates, self.sizes) if wanted else []
         for attempt in attempts:
-            self._asked[attempt.server] = self._asked.get(attempt.server, 0) + 1
+            self._count(attempt.server, 1)
         return attempts + self._take(now) if self._waiting else attempts
 
     def ended(self, attempt: Attempt, now: float) -> list[Attempt]:
         """Its results are there, and nothing writes to its buffers. What to ask next."""
         server, positions, overdue = attempt
-        self._asked[server] -= 1
+        sharers = self._sharers(server)
+        self._count(server, -1)
         if overdue is not None:
-            began = self._pieces.pop(server).began
+            _, _, began, sharers_then = self._pieces.pop(server)
             moved = sum([one.size for i in positions if (one := self.results[i]).status is _HIT])
             if not moved:
                 self._fruitless.add(server)
             if moved or server in self.unresponsive:
-                self.rates.record(server, moved, now - began, now)
+                alone_s = (now - began) * 2 / (sharers_then + sharers)
+                self.rates.record(server, moved, alone_s, now)
         return self.begin(positions, now)
+
+    def close(self) -> None:
+        """The read has ended, perhaps in the middle: nothing of it is under way any more."""
+        for server, asked in self._asked.items():
+            self._count(server, -asked)
+
+    def _count(self, server: str, more: int) -> None:
+        self._asked[server] = self._asked.get(server, 0) + more
+        self.rates.under_way[server] += more
+        if not self.rates.under_way[server]:
+            del self.rates.under_way[server]
+
+    def _sharers(self, server: str) -> int:
+        """One attempt of this read, and those of others, which share the link."""
+        return 1 + self.rates.under_way[server] - self._asked.get(server, 0)
 
     def _is_good(self, server: str) -> bool:
         return server not in self._fruitless and server not in self.unresponsive
@@ -146,7 +164,7 @@ class Ways:
         ways = {way for ways in self._waiting for way in ways if self._is_good(way)}
         known = {way: rate for way in ways if (rate := self.rates.rate(way, now - _RATE_HOLDS_S))}
         new = max(known.values(), default=PRIOR_FAR_RATE)
-        rates = {way: known.get(way, new) for way in ways}
+        rates = {way: known.get(way, new) / self._sharers(way) for way in ways}
         idle = sorted((w for w in ways if not self._asked.get(w)), key=lambda w: (-rates[w], w))
         pieces = [self._piece(way, rates, way in known, now) for way in idle]
         return [piece for piece in pieces if piece is not None]
@@ -179,16 +197,18 @@ class Ways:
         self._bytes[ways] -= size
         if not waiting:
             del self._waiting[ways], self._bytes[ways]
-        self._asked[way] = 1
-        self._pieces[way] = _Piece(ways, size, now)
+        self._pieces[way] = _Piece(ways, size, now, self._sharers(way))
+        self._count(way, 1)
         return Attempt(way, positions, functools.partial(self._overdue, way))
 
     def _overdue(self, way: str, now: float) -> bool:
         piece = self._pieces[way]
         idle = [one for one in piece.ways if not self._asked.get(one) and self._is_good(one)]
-        speed = max((self.rates.rate(one) or PRIOR_FAR_RATE for one in idle), default=0.0)
+        rate, sharers = self.rates.rate, self._sharers
+        speed = max(((rate(one) or PRIOR_FAR_RATE) / sharers(one) for one in idle), default=0.0)
         passed = now - piece.began
-        return passed >= self.hedge_s and passed * speed >= piece.size * _LEAVE_AFTER
+        alone = passed / sharers(way)  # reads that share its link do not make it slow
+        return passed >= self.hedge_s and alone * speed >= piece.size * _LEAVE_AFTER
 
 
 def group_by_server(

@@ -113,8 +113,8 @@ async def test_addresses_are_renewed_when_one_path_of_several_fails(
         else:
             assert await is_read(pool, chain, match)
         assert pool.counters["failed_tcp"] == 1
-        (renewal,) = pool._servers._background.values()
-        await renewal
+        assert pool._servers._renewal is not None
+        await pool._servers._renewal
         assert record.paths == paths
         assert not record.path_failed
 
@@ -146,12 +146,12 @@ async def test_addresses_are_asked_for_once_and_again_when_no_master_answered(
             assert asked == round_number
             assert record.path_failed  # since that one was asked: it is asked again
             answer.set()
-            (renewal,) = servers._background.values()
-            await renewal
+            assert servers._renewal is not None
+            await servers._renewal
             fail(servers, "tcp://127.0.0.1:1")
         answer.clear()
         assert await is_read(pool, chain, match)
-    assert not servers._background  # closing the pool ends it
+    assert servers._renewal.cancelled()  # closing the pool ends it
 
 
 async def test_memory_is_shown_over_the_next_path_when_the_first_is_broken(

@@ -66,15 +66,18 @@ class Load:
         """With these results; without, it was left."""
         self.running = [one for one in self.running if one[1] is not attempt]
         if results is None:
-            if attempt.server not in self.unresponsive:
-                for i in attempt.positions:
-                    self.candidates[i].insert(0, attempt.server)
-            self.unresponsive.add(attempt.server)
+            self.leave(attempt)
             results = [MISS] * len(attempt.positions)
         for i, result in zip(attempt.positions, results, strict=True):
             self.results[i] = result
             self.brought[attempt.server] += result.size
         self.ask(self.ways.ended(attempt, self.now))
+
+    def leave(self, attempt: Attempt) -> None:
+        if attempt.server not in self.unresponsive:
+            for i in attempt.positions:
+                self.candidates[i].insert(0, attempt.server)
+        self.unresponsive.add(attempt.server)
 
     def play(self, lacks: str = "") -> float:
         """Until nothing is under way; the time that it took. Servers of `lacks` have nothing."""
@@ -267,6 +270,107 @@ def test_blocks_of_many_bytes_go_one_at_a_time() -> None:
     load = Load(["ab"] * 6, size=64 * MIB)
     load.play()
     assert load.brought["a"] == load.brought["b"] == 3 * 64 * MIB
+
+
+def together(
+    loads: list[Load], speeds: dict[str, float], known: dict[str, float] | None = None
+) -> float:
+    """Play loads side by side, which share each server's link; the time until all have ended."""
+    rates = ReadRates()
+    for server, speed in (known or speeds).items():
+        rates.record(server, round(speed), 1.0, 0.0)
+    running: list[tuple[Load, Attempt, float]] = []
+
+    def ask(load: Load, attempts: list[Attempt]) -> None:
+        for attempt in attempts:
+            load.log.append(attempt)
+            running.append((load, attempt, float(sum(load.sizes[i] for i in attempt.positions))))
+
+    for load in loads:
+        load.ways.rates = rates
+        ask(load, load.ways.begin(range(len(load.sizes)), 0.0))
+    ticks = 0
+    while running:
+        ticks += 1
+        now = ticks / 1000
+        active = Counter(attempt.server for _, attempt, _ in running)
+        before, running = running, []
+        for load, attempt, left in before:
+            left -= speeds[attempt.server] / active[attempt.server] / 1000
+            if left <= 0:
+                for i in attempt.positions:
+                    load.results[i] = ReadResult(ReadStatus.HIT, load.sizes[i])
+                    load.brought[attempt.server] += load.sizes[i]
+            elif attempt.overdue and not ticks % 25 and attempt.overdue(now):
+                load.leave(attempt)
+            else:
+                running.append((load, attempt, left))
+                continue
+            ask(load, load.ways.ended(attempt, now))
+    assert not rates.under_way
+    return ticks / 1000
+
+
+@pytest.mark.parametrize("count", [2, 8, 16])
+def test_loads_that_share_their_links_do_not_take_them_for_slow(count: int) -> None:
+    speeds = {"a": 1e8, "b": 1e8, "c": 5e7}
+    loads = [Load(["abc"] * 16) for _ in range(count)]
+    took = together(loads, speeds)
+    assert not any(load.unresponsive or load.missing() for load in loads)
+    assert took < 1.2 * count * 16 * MIB / sum(speeds.values()) + 0.05
+    for server, speed in speeds.items():
+        rate = loads[0].ways.rates.rate(server)
+        assert rate is not None
+        assert 0.5 < rate / speed < 2, "the link's, not a read's share of it"
+
+
+def test_a_load_takes_more_from_a_server_that_others_leave_alone() -> None:
+    loads = [Load(["a"] * 32), Load(["a"] * 32), Load(["ab"] * 32)]
+    together(loads, {"a": 1e8, "b": 1e8})
+    assert loads[2].brought["b"] > 2 * loads[2].brought["a"]
+
+
+def test_a_piece_is_small_where_many_loads_share_the_links() -> None:
+    """What a way that freezes takes with it is a part of a hedge, as for a load alone."""
+    loads = [Load(["ab"] * 256) for _ in range(8)]
+    rates = ReadRates()
+    for server in "ab":
+        rates.record(server, 10**9, 1.0, 0.0)
+    sizes = []
+    for load in loads:
+        load.ways.rates = rates
+        pieces = load.ways.begin(range(256), 0.0)
+        assert len(pieces) == 2
+        sizes.append(len(pieces[1].positions) * MIB)
+    assert sizes[0] > 40 * MIB
+    assert sizes[-1] <= 1e9 / 8 * HEDGE_S / 2 + MIB
+
+
+def test_a_way_is_not_slow_because_other_loads_came() -> None:
+    load = Load(["ab"] * 8, known={"a": 1e8, "b": 1e8})
+    load.ask(load.ways.begin(range(8), 0.0))
+    slow = load.log[0]
+    assert slow.overdue is not None
+    while others := [one for _, one in load.running if one is not slow]:
+        load.end(others[0], [ReadResult(ReadStatus.HIT, MIB)] * len(others[0].positions))
+    load.rates.under_way["a"] += 7
+    assert not slow.overdue(HEDGE_S * 1.5)
+    assert slow.overdue(HEDGE_S * 8)
+
+
+def test_a_slow_way_is_left_also_by_loads_that_share_the_others() -> None:
+    loads = [Load(["ab"] * 32) for _ in range(4)]
+    took = together(loads, {"a": 1e8, "b": 1e6}, known={"a": 1e8, "b": 1e8})
+    assert all("b" in load.unresponsive for load in loads)
+    assert took < 4 * 32 * MIB / 1e8 + 4 * HEDGE_S
+
+
+def test_a_read_that_ends_in_the_middle_leaves_no_load_behind() -> None:
+    load = Load(["ab"] * 64)
+    load.ways.begin(range(64), 0.0)
+    assert load.rates.under_way == {"a": 1, "b": 1}
+    load.ways.close()
+    assert not load.rates.under_way
 
 
 def test_random_loads_read_everything_and_nothing_twice() -> None:

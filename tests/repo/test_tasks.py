@@ -65,7 +65,7 @@ SHORT_LIVED = {
     "kvpool/client/reader.py Reader._fetch.follow": _GROUP,
     "kvpool/client/removal.py Removals.remove": _GROUP,
     "kvpool/client/servers.py Servers._abort_and_close": _CLOSES,
-    "kvpool/client/servers.py Servers._start": "one request to a master; a failure asks again",
+    "kvpool/client/servers.py Servers._renew_addresses": "one request; a failure asks again",
     "kvpool/client/servers.py gather_errors": _GROUP,
     "kvpool/client/shared_copies.py SharedCopies.wrote": "as `PrefetchCalls._copy`",
     "kvpool/client/spread.py Spreader._run": _CALL,

@@ -639,9 +639,9 @@ for reservation, size in sorted(
         "no-failover",
         "G6",
         _READER,
-        "            attempts = ways.ended(attempts[0], self._loop.time())\n"
-        "        if not attempts:",
-        "            attempts = []\n        if not attempts:",
+        "                attempts = ways.ended(attempts[0], self._loop.time())\n"
+        "            if not attempts:",
+        "                attempts = []\n            if not attempts:",
     ),
     Bug(
         "a-piece-comes-twice",
