@@ -41,8 +41,12 @@ _CALLERS_MAX: Final = 8192
 _IDLE_S: Final = 1.0
 #: After so long in one turn of the loop what else has arrived, of all callers, waits for the next.
 _TURN_S: Final = 0.002
-#: Bytes of replies that a caller has not read yet; with more its connection is ended.
-_UNREAD_MAX: Final = 8 << 20
+#: Bytes that each connection may hold here, of requests in parts or in line and of unread replies.
+_HELD_FREE: Final = 32 << 10
+#: What they hold beyond that, all together. Each caller has its part (`Shares`), and a connection
+#: gives some of what it has back within so long, or brings as many bytes more as each may hold.
+_HELD_MAX: Final = 128 << 20
+_HELD_S: Final = 10.0
 
 
 class ControlListener:
@@ -67,6 +71,7 @@ class ControlListener:
         self._callers: dict[_MasterEnd, str] = {}  # and who holds it
         files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._shares = Shares(min(_CALLERS_MAX, files_max // 2))
+        self._held = Shares(_HELD_MAX)
         self.handshakes = _Handshakes()
         self.answers = _Answers(handler, cluster, guard.secrets_of, self._report)
         #: Connections that were refused, as they did not prove that they may ask.
@@ -149,10 +154,23 @@ class ControlListener:
         oldest.abort()
         return True
 
-    def left(self, end: _MasterEnd, host: str, error: KvpoolError | None) -> None:
+    def holds(self, end: _MasterEnd, before: int, now: int) -> None:
+        """This end holds so many bytes now, beside those that each may. Raises Overloaded."""
+        holder = self._callers[end]
+        if now <= before:
+            self._held.give_back(holder, before - now)
+        elif not self._held.take(holder, now - before):
+            raise Overloaded(
+                f"its tenant or host makes this master hold {self._held.held(holder) >> 10} KiB of "
+                "requests that are not complete or answered, and of replies that are not read"
+            )
+
+    def left(self, end: _MasterEnd, host: str, error: KvpoolError | None, held: int) -> None:
         """It has ended; with an error it was ended from here, by what its other end did."""
         self._arrived.discard(end)
         self._strangers.left(end)
+        if held:
+            self.holds(end, held, 0)
         holder = self._callers.pop(end, None)
         if holder is not None:
             self._shares.give_back(holder)
@@ -267,7 +285,11 @@ class _MasterEnd(asyncio.Protocol):
         self._caller: Caller | None = None
         self._host = ""
         self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._held = self._held_before = 0  # beyond `_HELD_FREE`; and at the last look
+        self._asking = False  # it is in line for answers
         self._reading = True
+        self._writing = True  # its other end reads replies
         self._late: asyncio.TimerHandle | None = None
         self.used_at = self._loop.time()
 
@@ -311,19 +333,59 @@ class _MasterEnd(asyncio.Protocol):
     def answer_one(self, answer: Callable[[bytes, Caller, bytes], bytes | None]) -> bool:
         """Answer the request that waits for the longest time; whether there is another one."""
         session, transport = self._session, self._transport
-        if session is None or transport is None or self._caller is None or not self._waiting:
+        self._asking = False
+        if session is None or transport is None or self._caller is None or not self._writing:
             return False
-        reply = answer(self._waiting.popleft(), self._caller, session.secret)
+        request = self._waiting.popleft()
+        self._waiting_bytes -= len(request)
+        reply = answer(request, self._caller, session.secret)
         if reply is not None and not transport.is_closing():
             transport.write(session.seal(reply))
-            if transport.get_write_buffer_size() > _UNREAD_MAX:
-                self._end(PeerError(f"it has left {_UNREAD_MAX} bytes of replies unread"))
-                return False
-        if self._waiting:
-            return True
-        if not self._reading:
+        self._weigh()
+        self._asking = bool(self._waiting)
+        if not self._asking and not self._reading:
             self._read(True)
-        return False
+        return self._asking
+
+    def pause_writing(self) -> None:
+        """Replies are not read: what else it asks for waits."""
+        self._writing = False
+
+    def resume_writing(self) -> None:
+        self._writing = True
+        self._weigh()
+        self._ask()
+
+    def _ask(self) -> None:
+        if self._waiting and not self._asking:
+            self._asking = True
+            self._listener.answers.asked(self)
+
+    def _weigh(self) -> None:
+        """Count what this connection holds. It is ended if that is too much, or for too long."""
+        session, transport = self._session, self._transport
+        if session is None or transport is None or self._caller is None:
+            return
+        in_parts, unread = len(session.reader.rest), transport.get_write_buffer_size()
+        held = max(0, in_parts + self._waiting_bytes + unread - _HELD_FREE)
+        if held == self._held:
+            return
+        try:
+            self._listener.holds(self, self._held, held)
+        except Overloaded as error:
+            self._end(error)
+            return
+        less = held < self._held or not self._held
+        self._held = held
+        if less:
+            self._watch()
+
+    def _watch(self) -> None:
+        """See to it that what this connection holds moves on."""
+        self._cancel_timer()
+        self._held_before = self._held
+        if self._held:
+            self._late = self._loop.call_later(_HELD_S, self._look_again)
 
     @property
     def _unproved(self) -> bool:
@@ -353,13 +415,25 @@ class _MasterEnd(asyncio.Protocol):
             if self._waiting:
                 # So a caller has two pieces of its requests here at most, and one in parts.
                 self._read(False)
-            else:
-                self._listener.answers.asked(self)
             self._waiting.extend(messages)
+            self._waiting_bytes += sum(map(len, messages))
+            self._ask()
+        self._weigh()
 
     def _too_late(self) -> None:
         silent = f"its handshake was not complete after {HELLO_S:g} s"
         self._end(Unauthenticated(silent))
+
+    def _look_again(self) -> None:
+        self._late = None
+        self._weigh()  # some replies may have been read, though not enough for `resume_writing`
+        if self._late is not None or self._transport is None:
+            return
+        if self._held < self._held_before + _HELD_FREE:
+            what = "a request in parts, or left replies unread,"
+            self._end(PeerError(f"it has sent {what} and little has moved in {_HELD_S:g} s"))
+            return
+        self._watch()
 
     def _end(self, error: KvpoolError | None) -> None:
         transport, self._transport = self._transport, None
@@ -372,7 +446,8 @@ class _MasterEnd(asyncio.Protocol):
             session.close()
         if not transport.is_closing():
             transport.abort()
-        self._listener.left(self, self._host, error)
+        held, self._held = self._held, 0
+        self._listener.left(self, self._host, error, held)
 
     def _cancel_timer(self) -> None:
         if self._late is not None:

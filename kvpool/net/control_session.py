@@ -116,7 +116,7 @@ class ControlSession:
         self.cluster = cluster
         self._id = cluster_id(cluster.name)
         self._tls: _Tls | None = None
-        self._reader = MessageReader(_HELLO_MAX)
+        self.reader = MessageReader(_HELLO_MAX)
         self._handshake = handshake
         self._unproved = 0
         self._out: list[bytes] = []
@@ -156,9 +156,9 @@ class ControlSession:
         if not self.open:
             return self._feed_unproved(data)
         if self._tls is None:
-            return self._reader.feed(data)
+            return self.reader.feed(data)
         self._tls.feed(data)
-        return self._reader.feed(self._tls.unseal())
+        return self.reader.feed(self._tls.unseal())
 
     def shake(self) -> list[bytes]:
         """As `feed`, for what has arrived while this end is `shaking`. It takes some 0.2 ms."""
@@ -195,7 +195,7 @@ class ControlSession:
         """TLS is complete now."""
 
     def _read(self, data: bytes) -> list[bytes]:
-        messages = self._reader.feed(data)
+        messages = self.reader.feed(data)
         while messages and not self.open:
             self._go_on(messages.pop(0))
         return messages
@@ -205,9 +205,9 @@ class ControlSession:
             message = next(self._handshake) if answer is None else self._handshake.send(answer)
         except StopIteration:
             self.open = True
-            self._reader.size_max = MESSAGE_SIZE_MAX
+            self.reader.size_max = MESSAGE_SIZE_MAX
             if self._tls is None:  # the same, and fewer steps for each message
-                self.seal, self.feed = with_size, self._reader.feed  # type: ignore[method-assign]
+                self.seal, self.feed = with_size, self.reader.feed  # type: ignore[method-assign]
         else:
             self._say(message)
 

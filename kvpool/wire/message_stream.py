@@ -27,14 +27,15 @@ class MessageReader:
 
     def __init__(self, size_max: int = MESSAGE_SIZE_MAX) -> None:
         self.size_max = size_max
-        self._rest = bytearray()
+        #: Of a message that is not complete.
+        self.rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that `data` completes, in order.
 
         Raises BadFrame for one that is longer than `size_max`; nothing more can be read then.
         """
-        rest = self._rest
+        rest = self.rest
         if rest:
             rest += data
         source: bytes | bytearray = rest or data

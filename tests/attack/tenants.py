@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from kvpool import ClientConfig, Cluster, Namespace, Pool, connect, read_cluster
 from kvpool.errors import KvpoolError
 from kvpool.wire import messages as wire
+from kvpool.wire.message_stream import MESSAGE_SIZE_MAX, with_size
 from tests.conftest import keys, value
-from tests.support.raw_peers import Raw, frame
+from tests.support.raw_peers import Raw, control_peer, frame
 from tests.support.tenant_pool import prove
 
 MODEL = Namespace("llama")
@@ -31,6 +32,7 @@ _RESET = struct.pack("ii", 1, 0)
 class Attacker:
     cluster: Cluster
     pool: Pool
+    master: str
     server: str
     deadline: float
     #: Steps of its attack that worked.
@@ -116,6 +118,19 @@ async def connections(by: Attacker) -> None:
         await by.hold()
 
 
+async def questions(by: Attacker) -> None:
+    """To a master, in the middle of the longest one that there is."""
+    async with control_peer(by.master, by.cluster) as peer:
+        await peer.shake()
+        by.done += 1
+        whole = with_size(bytes(MESSAGE_SIZE_MAX))
+        tls = peer.session._tls
+        assert tls is not None
+        for at in range(0, len(whole) - 1, 1 << 14):
+            peer.writer.write(tls.seal(whole[: len(whole) - 1][at : at + (1 << 14)]))
+        await by.hold()
+
+
 async def bad(by: Attacker) -> None:
     """A proof, and then nonsense: a reason for a line in a log."""
     async with by.peer() as peer:
@@ -155,6 +170,7 @@ KINDS: dict[str, tuple[Callable[[Attacker], Awaitable[None]], int]] = {
     "open_write": (open_write, 60),
     "pins": (pins, 40),
     "connections": (connections, 700),
+    "questions": (questions, 200),
     "bad": (bad, 8),
     "forbidden": (forbidden, 8),
     "overwrite": (overwrite, 8),
@@ -177,7 +193,7 @@ async def attack(kinds: str, key: str, master: str, server: str, seconds: str) -
 
     async with await connect(config=config, cluster=cluster) as pool:
         lasts = float(seconds) + 0.003 * sum(at_once for _, at_once in chosen)
-        by = Attacker(cluster, pool, server, loop.time() + lasts)
+        by = Attacker(cluster, pool, master, server, loop.time() + lasts)
         going = [come_again(play) for play, at_once in chosen for _ in range(at_once)]
         await asyncio.gather(*going)
     print(f"done={by.done}", flush=True)

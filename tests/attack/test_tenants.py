@@ -49,6 +49,12 @@ async def test_a_tenant_that_has_all_connections(attacked: Castle) -> None:
     costs.check(private=CONNECTIONS * EACH, files=CONNECTIONS + 1024, lines=64)
 
 
+async def test_a_tenant_that_asks_a_master_in_parts(attacked: Castle) -> None:
+    """200 connections with TLS, and a MiB of each."""
+    costs = await suffered(attacked, blue(attacked, "questions"))
+    costs.check(private=128 * MIB, files=200 + 128, lines=LINES)
+
+
 @pytest.mark.skipif(ATTACK_S <= 1, reason="make attack")
 @pytest.mark.parametrize("kind", [*KINDS, "open_write"])
 async def test_a_hostile_tenant(attacked: Castle, kind: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -723,7 +724,7 @@ async def test_a_message_that_is_too_long_ends_the_connection_before_it_is_here(
 
 
 async def test_a_caller_that_reads_no_replies_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_listener, "_UNREAD_MAX", 1 << 20)
+    monkeypatch.setattr(control_listener, "_HELD_S", 0.3)
     async with served() as master:
         other = await master.caller()
         async with control_peer(master.address) as deaf:
@@ -732,6 +733,111 @@ async def test_a_caller_that_reads_no_replies_is_cut_off(monkeypatch: pytest.Mon
             deaf.send(*[request(bytes(1 << 20))] * 12)
             await eventually(lambda: master.listener.callers == 1)
             assert await ask(other, b"others go on") == b"others go on"
+        assert master.listener._held.used == 0
+
+
+async def test_a_caller_that_reads_late_is_answered_no_further_and_then_to_the_end() -> None:
+    bodies = [bytes([number]) * (1 << 20) for number in range(24)]
+    async with served() as master, control_peer(master.address) as late:
+        await late.shake()
+        late.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        late.send(*map(request, bodies))
+        other = await master.caller()
+        for _ in range(50):
+            await ask(other)
+        held = master.listener._held
+        await eventually(lambda: held.used > 1 << 20)
+        assert held.used < 4 << 20
+        assert len(master.asked) < 24 + 51
+        late.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert [(await late.receive())[16:] for _ in bodies] == bodies
+        await eventually(lambda: held.used == 0)
+
+
+async def test_requests_in_parts_take_no_more_than_their_tenants_share() -> None:
+    keys, hash = TenantKeys(), masters_fingerprint(SECRET)
+    keys.replace({name: (name.encode() * 4,) for name in ("acme", "blue")})
+    acme, blue = (Cluster("default", name.encode() * 4, name, hash) for name in ("acme", "blue"))
+    long = request(bytes(200_000))
+    async with served(SECRET, keys) as master:
+        held = master.listener._held
+        held.total = 1 << 20
+        peers: list[ControlPeer] = []
+        await fill(peers, master, acme, 8)
+        for peer in peers:
+            tls: Any = peer.session._tls
+            peer.writer.write(tls.seal(with_size(long)[:-1]))
+        await eventually(lambda: master.listener.callers < 8 and held.used > 100_000)
+        await fill(peers, master, blue, 1)
+        peers[-1].send(long)
+        assert await peers[-1].receive() == long  # there is room for others
+        assert held.held("acme") == held.used <= 1 << 19
+        for peer in peers[:-1]:
+            tls = peer.session._tls
+            peer.writer.write(tls.seal(long[-1:]))
+        await eventually(lambda: held.used == 0)
+        assert 0 < len(master.asked) - 1 == master.listener.callers - 1 < 8
+        for peer in peers:
+            peer.writer.close()
+
+
+class Unread:
+    """A transport whose other end has left so many bytes unread."""
+
+    def __init__(self, transport: Any, size: int) -> None:
+        self.transport, self.size = transport, size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+
+async def test_who_sends_or_reads_slowly_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MiB, in some times what a connection has on which nothing moves."""
+    monkeypatch.setattr(control_listener, "_HELD_S", 0.4)
+    monkeypatch.setattr(control_listener, "_HELD_FREE", 10_000)
+    sent = request(bytes(MESSAGE_SIZE_MAX - 16))
+    async with served() as master, control_peer(master.address) as peer:
+        await peer.shake()
+        whole = with_size(sent)
+        for at in range(0, len(whole), 1 << 16):
+            peer.writer.write(whole[at : at + (1 << 16)])
+            await asyncio.sleep(0.08)
+        assert await peer.receive() == sent
+        (end,) = master.listener._callers
+        end._transport = slow = Unread(end._transport, 1 << 20)
+        end._weigh()
+        while slow.size > 20_000:  # nothing tells the master of it
+            await asyncio.sleep(0.08)
+            slow.size -= 1 << 16
+            assert master.listener.callers == 1
+        slow.size = 20_000
+        await eventually(lambda: master.listener.callers == 0)
+
+
+async def test_a_request_that_stays_in_parts_ends_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(control_listener, "_HELD_S", 0.5)
+    long = with_size(request(bytes(200_000)))
+    async with served() as master, control_peer(master.address) as peer:
+        await peer.shake()
+        peer.writer.write(long[:-99])
+        for _ in range(4):  # each of them comes whole, soon enough
+            await asyncio.sleep(0.2)
+            peer.writer.write(long[-99:] + long[:-99])
+            await peer.receive()
+        for _ in range(20):  # a byte now and then is no progress
+            peer.writer.write(b"\0")
+            with contextlib.suppress(TimeoutError, EOFError, ConnectionError):
+                async with asyncio.timeout(0.1):
+                    await peer.receive()
+        await eventually(lambda: not master.listener.callers)
+        assert master.listener._held.used == 0
+    (line,) = closed(caplog)
+    assert "little has moved in 0.5 s" in line.why  # type: ignore[attr-defined]
 
 
 async def fill(peers: list[ControlPeer], master: Served, cluster: Cluster, count: int) -> None:
@@ -818,7 +924,7 @@ async def test_a_caller_that_asks_faster_than_it_is_answered_is_read_no_further(
         held = 0
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0)
-            held = max(held, sum(map(len, end._waiting)) + len(end._session._reader._rest))
+            held = max(held, sum(map(len, end._waiting)) + len(end._session.reader.rest))
         assert held < 2_000_000  # of 12 MB
         assert [task.result() for task in tasks] == bodies
 
@@ -855,7 +961,7 @@ def test_however_a_stream_is_cut_its_messages_are_the_same(seed: int) -> None:
         got += reader.feed(stream[:size])
         stream = stream[size:]
     assert got == messages
-    assert not reader._rest
+    assert not reader.rest
 
 
 @CLUSTERS

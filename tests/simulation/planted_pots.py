@@ -97,6 +97,20 @@ BUGS: Sequence[Bug] = (
         "",
     ),
     Bug(
+        "a-caller-that-left-holds-its-bytes",
+        _TIME,
+        _CONTROL_LISTENER,
+        "            self.holds(end, held, 0)\n",
+        "            pass\n",
+    ),
+    Bug(
+        "one-caller-may-hold-everything",
+        _TENANTS,
+        _CONTROL_LISTENER,
+        "elif not self._held.take(holder, now - before):",
+        'elif not self._held.take("", now - before):',
+    ),
+    Bug(
         "every-host-is-the-pool",
         _TIME,
         _CONTROL_LISTENER,

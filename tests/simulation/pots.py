@@ -225,9 +225,22 @@ class _End:
     def __init__(self, listener: Any, now: float) -> None:
         self.used_at = now
         self._listener = listener
+        self.held = 0
+
+    def hold(self, more: int) -> bool:
+        """Whether it may make the master hold so many bytes more, or has ended."""
+        if self not in self._listener._callers:
+            return True
+        try:
+            self._listener.holds(self, self.held, self.held + more)
+        except Overloaded:
+            return False
+        self.held += more
+        return True
 
     def abort(self) -> None:
-        self._listener.left(self, "", None)
+        held, self.held = self.held, 0
+        self._listener.left(self, "", None, held)
 
 
 def play_callers(seed: int) -> str:
@@ -239,6 +252,7 @@ async def _callers(seed: int) -> str:
     chance, loop = random.Random(seed), asyncio.get_running_loop()
     listener: Any = ControlListener(lambda *_: (1, b""), Cluster(), make_guard(), None)
     listener._shares.total = size = chance.choice([16, 40])
+    listener._held.total = 1 << 20
     tenants = chance.random() < 0.5
     open_: dict[str, list[_End]] = {}
 
@@ -260,6 +274,10 @@ async def _callers(seed: int) -> str:
         held = len(open_.get(name, ()))
         if held < _LITTLE and not connect(name):
             return f"callers: {name} has {held} connections, and gets no more"
+        for end in open_.get(GREEDY, ()):
+            end.hold(chance.choice([1_000, 300_000]))
+        if not all(end.hold(1_000) for end in open_.get(name, ())):
+            return f"callers: {name} holds {listener._held.held(name)} bytes, and may no more"
         if not listener.callers == listener._shares.used <= size:
             return f"callers: {listener.callers} have {listener._shares.used} places, of {size}"
         if chance.random() < 0.4:
@@ -269,7 +287,8 @@ async def _callers(seed: int) -> str:
                     ends.pop().abort()
     for end in [one for ends in open_.values() for one in ends]:
         end.abort()
-    return f"callers: {listener._shares.used} places are taken" if listener._shares.used else ""
+    left = listener._shares.used, listener._held.used
+    return f"callers: {left[0]} places and {left[1]} bytes are taken" if any(left) else ""
 
 
 def play_claims(seed: int) -> str:
