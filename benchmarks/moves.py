@@ -29,7 +29,7 @@ from rich.console import Console
 from kvpool import ClientConfig, Namespace, Pool, admin, connect, runtime
 from kvpool.tools.bench import Row, table
 from kvpool.tools.subprocesses import process_of, servers_up
-from kvpool.types import DrainState, PrefetchStatus
+from kvpool.types import MoveStatus
 
 _NAMESPACE: Final = Namespace("bench")
 _BLOCK: Final = 1 << 20
@@ -141,7 +141,7 @@ async def _prefetch(pool: Pool, chain: list[bytes]) -> None:
     """Returns when all of it has come up."""
     end = time.perf_counter() + _PREFETCH_S
     statuses = await pool.prefetch(_NAMESPACE, chain)
-    while not all(status is PrefetchStatus.IN_MEMORY for status in statuses):
+    while not all(status is MoveStatus.HERE for status in statuses):
         assert time.perf_counter() < end, Counter(status.name for status in statuses)
         await asyncio.sleep(0.05)
         statuses = await pool.prefetch(_NAMESPACE, chain)
@@ -149,10 +149,10 @@ async def _prefetch(pool: Pool, chain: list[bytes]) -> None:
 
 async def _drain(pool: Pool) -> None:
     report = await admin(pool).drain("leaves", within_s=120.0)
-    while report.state is DrainState.RUNNING:
+    while report.state is MoveStatus.IN_PROGRESS:
         await asyncio.sleep(0.05)
         report = await admin(pool).drain_report("leaves")
-    assert report.state is DrainState.DONE, report
+    assert report.state is MoveStatus.DONE, report
 
 
 async def _read_while(

@@ -28,7 +28,7 @@ from kvpool import ClientConfig, Namespace, Pool, admin, connect
 from kvpool.client import spread_plan
 from kvpool.client.spread_plan import Call, SpreadPlan, cut
 from kvpool.protocols import WriteOptions
-from kvpool.types import ROOT, FetchStatus, Replica, Run, WriteBlock
+from kvpool.types import ROOT, MoveStatus, Replica, Run, WriteBlock
 
 #: The figures are ratios: the same for any link.
 _LINK: float = 12.5e9
@@ -70,7 +70,7 @@ def _play(plan: SpreadPlan) -> tuple[float, float]:
             if left[call] <= 1e-3:
                 del left[call]
                 blocks = call.piece.end - call.piece.first
-                plan.ended(call, [FetchStatus.FETCHED] * blocks)
+                plan.ended(call, [MoveStatus.DONE] * blocks)
     assert not any(problem for *_, problem in plan.progress())
     return now, min(1.0, busiest)
 

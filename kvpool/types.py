@@ -226,52 +226,36 @@ class WriteStatus(enum.IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-class PrefetchStatus(enum.IntEnum):
-    """What a prefetch does for one block (design: promotion)."""
+class MoveStatus(enum.IntEnum):
+    """How far bringing a block to another place is, from best to worst (design: moves).
 
-    #: A reader finds it in memory.
-    IN_MEMORY = 0
-    #: It comes up from a slower tier, or from another server, as soon as the budget allows it.
-    COMING = 1
-    #: Too much waits to come up already. Read it as it is.
-    REFUSED = 2
-    #: No server has it.
-    GONE = 3
-    #: No master or server answered in time.
-    LOST = 4
+    Of a block that a server was asked to fetch from another, of one that is prefetched into memory
+    (design: promotion), and of the blocks of a server that leaves, all together.
+    """
 
-    @property
-    def label(self) -> str:
-        """The name in lower-case words for tables and logs: `in memory`."""
-        return self.name.lower().replace("_", " ")
-
-
-class FetchStatus(enum.IntEnum):
-    """The outcome of one block that a server was asked to fetch from another (design: moves)."""
-
-    #: Sealed here, and every living master knows of it.
-    FETCHED = 0
-    #: This server had it; no byte moved.
-    ALREADY_HERE = 1
-    #: A writer or another call is bringing it. Ask again.
+    #: It was moved. Every living master knows of it; of a drain, all that it had.
+    DONE = 0
+    #: It was there; no byte moved.
+    HERE = 1
+    #: It comes, by this call or by another one. Ask again.
     IN_PROGRESS = 2
+    #: The budget or the time of the call is used up; of a drain, some blocks are left. Ask again.
+    NOT_YET = 3
+    #: The server takes no blocks, because it hands over its own, or too many wait to be moved.
+    REFUSED = 4
     #: Only blocks that were used later than this one could make room for it.
-    NO_ROOM = 3
-    #: The budget or the time of the call is used up. Ask again.
-    NOT_YET = 4
-    #: The source does not have it, or it was removed on the way.
-    GONE = 5
-    #: The source is unknown, or did not answer in time.
-    SOURCE_LOST = 6
+    NO_ROOM = 5
+    #: The source does not have it, or it was removed on the way; of a prefetch, no server has it.
+    GONE = 6
     #: The bytes that arrived have another checksum than the source named.
     CORRUPT = 7
-    #: This server takes no blocks, because it hands over its own.
-    REFUSED = 8
+    #: The source is unknown, or no source, server or master answered in time.
+    LOST = 8
 
     @property
     def present(self) -> bool:
-        """True when this server has the block now."""
-        return self in (FetchStatus.FETCHED, FetchStatus.ALREADY_HERE)
+        """True when the block is there now."""
+        return self in (MoveStatus.DONE, MoveStatus.HERE)
 
     @property
     def label(self) -> str:
@@ -327,17 +311,6 @@ class SpreadReport(NamedTuple):
         return not any(one.problem for one in self.servers)
 
 
-class DrainState(enum.IntEnum):
-    """Whether a server hands over its blocks because it will leave (design: movers)."""
-
-    OFF = 0
-    RUNNING = 1
-    #: A living server has each block that this one has.
-    DONE = 2
-    #: The time was over, and some blocks are left.
-    INCOMPLETE = 3
-
-
 class DrainOrder(NamedTuple):
     """What a server is to do about its drain; with neither `begin` nor `cancel` it only reports.
 
@@ -363,9 +336,9 @@ class Left(NamedTuple):
 class DrainReport(NamedTuple):
     """How far a drain is: of `total_blocks` so many were moved, and so many are left. Those that
     are neither were on other servers already, or have left the pool. `left` says why, the most
-    bytes first."""
+    bytes first. `state` is IN_PROGRESS, then DONE or NOT_YET; None: the server does not leave."""
 
-    state: DrainState
+    state: MoveStatus | None
     total_blocks: int = 0
     left_blocks: int = 0
     left_bytes: int = 0
@@ -444,29 +417,18 @@ class Cluster(NamedTuple):
         return f"<Cluster {self.name!r}{' with a secret' if self.secret else ''}{tenant}>"
 
 
-class HintStatus(enum.IntEnum):
-    """The outcome of a hint. A hint is advice: it changes the order of evictions and no result."""
-
-    #: It is followed.
-    ACCEPTED = 0
-    #: It is followed in part: the time is too far off, or the budget for hints is used up.
-    CLIPPED = 1
-    #: It came too late, or there are too many hints, or too many branches in that session.
-    REFUSED = 2
-    #: No block of that session is here.
-    UNKNOWN = 3
-
-
 class SessionReport(NamedTuple):
     """What became of the hints about a session, as far as one master knows.
 
     `hints` has the last hint of each kind: its age in seconds, and `resume_in` (None: the session
     ends; ARRIVED: its prompt waits). `servers` has each server with blocks of the session that has
-    answered: its name, its last answer, and the age of that.
+    answered: its name, whether it follows the last hint as it was given, and the age of that. Not,
+    or in part only: the time is too far off, or the budget for hints is used up, or it came too
+    late, or the session has too many branches.
     """
 
     hints: list[tuple[float, float | None]]
-    servers: list[tuple[str, HintStatus, float]]
+    servers: list[tuple[str, bool, float]]
 
 
 #: As the `resume_in` of a hint: the session's prompt is here, and waits to be served.

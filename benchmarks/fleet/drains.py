@@ -17,7 +17,7 @@ from kvpool.server.moves.state.drain_plan import DrainPlan, HandedOver
 from kvpool.server.moves.state.wants import STRETCH_BYTES, name_of
 from kvpool.server.state.entry import Entry
 from kvpool.tools.dry_pool import DryPool
-from kvpool.types import FetchStatus, ReadStatus
+from kvpool.types import MoveStatus, ReadStatus
 
 #: As `kvpool.server.moves.drainer`.
 _STRETCHES: Final = 2
@@ -157,11 +157,11 @@ class ServerDrain:
         left = []
         for entry, status in zip(entries, statuses, strict=True):
             if status.present:
-                moved = status is FetchStatus.FETCHED
+                moved = status is MoveStatus.DONE
                 self.handed.safe(name_of(entry), target, entry.size, moved=moved)
             elif self._store.peek(*name_of(entry)) is not None:
                 left.append(entry)
-        size = statuses.count(FetchStatus.FETCHED) * self._block_bytes
+        size = statuses.count(MoveStatus.DONE) * self._block_bytes
         paid(int(size))
         self._moved(size)
         if left:

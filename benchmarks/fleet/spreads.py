@@ -15,7 +15,7 @@ from benchmarks.fleet.links import QueuedLink
 from kvpool.client.spread_plan import Call, SpreadPlan, cut
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.tools.dry_pool import DryPool
-from kvpool.types import FetchStatus, Namespace
+from kvpool.types import MoveStatus, Namespace
 
 #: A wait for the budget is a difference of times, and may be next to nothing.
 _TURN_MIN_S: Final = 1e-4
@@ -98,14 +98,14 @@ class ChainSpread:
         )
         if call.receiver not in self._pool.servers:
             self._plan.lost(call)
-        elif FetchStatus.FETCHED in statuses or all(one.present for one in statuses):
+        elif MoveStatus.DONE in statuses or all(one.present for one in statuses):
             self._plan.ended(call, statuses)
         else:  # the client asks again a little later
             self._events.after(_ASK_AGAIN_S, self._failed, call, statuses)
             return
         self.step()
 
-    def _failed(self, call: Call, statuses: Sequence[FetchStatus]) -> None:
+    def _failed(self, call: Call, statuses: Sequence[MoveStatus]) -> None:
         self._plan.ended(call, statuses)
         self.step()
 

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any, Final
 
-from kvpool import HintStatus, KvpoolError
+from kvpool import KvpoolError
 from kvpool_connector import client_log, settings
 from kvpool_connector.agents.admission_gate import WAITED, Ticket
 from kvpool_connector.agents.client_requests import (
@@ -280,15 +280,16 @@ class HintSender:
     async def _tell(self, thread: PoolThread, session: str, expected: Expectation) -> None:
         """In the pool's thread."""
         try:
-            status = HintStatus.REFUSED
+            accepted = False
             if expected.ends:
                 await asyncio.sleep(_END_AFTER_S)
             if thread.pool is not None and expected.ends:
-                status = await thread.pool.session(session).end()
+                accepted = await thread.pool.session(session).end()
             elif thread.pool is not None and expected.resume_in_s is not None:
-                status = await thread.pool.session(session).hint(resume_in=expected.resume_in_s)
+                session_of = thread.pool.session(session)
+                accepted = await session_of.hint(resume_in=expected.resume_in_s)
             kind = "ends" if expected.ends else "resumes"
-            self._counters(f"{kind}_{status.name.lower()}")
+            self._counters(f"{kind}_{'accepted' if accepted else 'refused'}")
         except KvpoolError:
             self._counters("hint_dropped")
         finally:

@@ -207,8 +207,8 @@ def _explain_session(settings: Config, session: str, as_json: bool) -> None:
                 {
                     "hints": [{"age_s": age, "resume_in": after} for age, after in report.hints],
                     "servers": [
-                        {"server": server, "answer": status.name.lower(), "age_s": age}
-                        for server, status, age in report.servers
+                        {"server": server, "followed": followed, "age_s": age}
+                        for server, followed, age in report.servers
                     ],
                 }
             )

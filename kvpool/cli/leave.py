@@ -25,7 +25,7 @@ from kvpool.cli.shared import (
     run,
 )
 from kvpool.errors import ConfigError, Unavailable, UsageError
-from kvpool.types import DrainReport, DrainState
+from kvpool.types import DrainReport, MoveStatus
 from kvpool.units import human, parse_duration
 
 if TYPE_CHECKING:
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 _POLL_S = 0.25
 #: A server that does not answer for so long is given up by the command; its drain goes on.
 _SILENT_S = 30.0
+#: As `--json` shows them.
+_STATES: dict[MoveStatus | None, str] = {
+    None: "off",
+    MoveStatus.IN_PROGRESS: "running",
+    MoveStatus.DONE: "done",
+    MoveStatus.NOT_YET: "incomplete",
+}
 
 
 def drain(
@@ -84,13 +91,13 @@ def drain(
     report = run(main())
     if as_json:
         lines = [line._asdict() for line in report.left]
-        state = report.state.name.lower()
+        state = _STATES.get(report.state, "unknown")
         print(json.dumps({**report._asdict(), "state": state, "left": lines}))
     elif cancel:
         console.print(f"server {server} stays", markup=False)
     else:
         _print(server, report)
-    raise typer.Exit(0 if cancel or report.state is DrainState.DONE else 1)
+    raise typer.Exit(0 if cancel or report.state is MoveStatus.DONE else 1)
 
 
 async def _follow(operator: Admin, server: str, *, quiet: bool) -> DrainReport:
@@ -110,7 +117,7 @@ async def _follow(operator: Admin, server: str, *, quiet: bool) -> DrainReport:
                 await asyncio.sleep(_POLL_S)
                 continue
             show(report.moved_bytes, report.moved_bytes + report.left_bytes)
-            if report.state is not DrainState.RUNNING:
+            if report.state is not MoveStatus.IN_PROGRESS:
                 return report
             await asyncio.sleep(_POLL_S)
 
@@ -121,10 +128,10 @@ def _print(server: str, report: DrainReport) -> None:
     from kvpool.ops.folding import Fitted
 
     moved = f"moved {report.moved_blocks:,} blocks, {human(report.moved_bytes)}"
-    if report.state is DrainState.DONE:
+    if report.state is MoveStatus.DONE:
         console.print(f"{moved}; nothing is left: {server} can be stopped", markup=False)
         return
-    if report.state is DrainState.OFF:
+    if report.state is None:
         console.print(f"{moved}; the drain was cancelled, and {server} stays", markup=False)
         return
     left = f"left {report.left_blocks:,} blocks, {human(report.left_bytes)}"

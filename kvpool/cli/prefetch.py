@@ -27,7 +27,7 @@ from kvpool.cli.shared import (
     run,
 )
 from kvpool.errors import UsageError
-from kvpool.types import Namespace, PrefetchStatus
+from kvpool.types import MoveStatus, Namespace
 from kvpool.units import parse_duration
 
 #: Between two questions. A server keeps for 30 s what it has brought up.
@@ -58,6 +58,8 @@ def prefetch(
     """
     import asyncio
 
+    from kvpool.client.prefetch import WORDS
+
     settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
     try:
         chain = digests_of(sys.stdin.read().split() if keys == ["-"] else keys)
@@ -66,31 +68,31 @@ def prefetch(
     except UsageError as error:
         fail(error)
 
-    async def main() -> Counter[PrefetchStatus]:
+    async def main() -> Counter[MoveStatus]:
         until = asyncio.get_running_loop().time() + within_s
         async with await open_pool(settings) as pool:
             await pool.members()  # raises MasterLost
             with progress("prefetching", quiet=as_json, amount=blocks) as show:
                 while True:
                     found = Counter(await pool.prefetch(wanted, chain, timeout=QUERY_S))
-                    show(found[PrefetchStatus.IN_MEMORY], len(chain))
-                    moving = found[PrefetchStatus.COMING] + found[PrefetchStatus.REFUSED]
+                    show(found[MoveStatus.HERE], len(chain))
+                    moving = found[MoveStatus.IN_PROGRESS] + found[MoveStatus.REFUSED]
                     if not moving or asyncio.get_running_loop().time() + _POLL_S >= until:
                         return found
                     await asyncio.sleep(_POLL_S)
 
     found = run(main())
-    whole = found[PrefetchStatus.IN_MEMORY] == len(chain)
-    counts = {status.label: found[status] for status in PrefetchStatus}
+    whole = found[MoveStatus.HERE] == len(chain)
+    counts = {word: found[status] for status, word in WORDS.items()}
     if as_json:
         print(json.dumps({"complete": whole, "blocks": len(chain), **counts}))
     else:
         line = ", ".join(f"{count:,} {label}" for label, count in counts.items() if count)
         console.print(f"{line}, of {len(chain):,} blocks", markup=False, highlight=False)
-        if found[PrefetchStatus.GONE]:
+        if found[MoveStatus.GONE]:
             console.print("gone: `kvpool explain` says why")
-        if found[PrefetchStatus.LOST]:
+        if found[MoveStatus.LOST]:
             console.print("lost: a server does not answer, `kvpool doctor` says which")
-        if found[PrefetchStatus.COMING] + found[PrefetchStatus.REFUSED]:
+        if found[MoveStatus.IN_PROGRESS] + found[MoveStatus.REFUSED]:
             console.print("run it again, with a longer --deadline, to go on")
     raise typer.Exit(0 if whole else 1)

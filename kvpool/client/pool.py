@@ -40,8 +40,8 @@ from kvpool.types import (
     HostScore,
     Match,
     Member,
+    MoveStatus,
     Namespace,
-    PrefetchStatus,
     Presence,
     ReadResult,
     ReadStatus,
@@ -75,7 +75,7 @@ class Pool:
     | `write_stored`, `write_no_space`, ... | blocks | results of writes, by `WriteStatus` |
     | `copies_missing` | copies | asked for with `copies`, not made |
     | `spread_blocks` | blocks | that servers fetched because of `spread` |
-    | `prefetch_coming`, ... | blocks | what prefetches do, by `PrefetchStatus` |
+    | `prefetch_coming`, ... | blocks | what prefetches find, see `Pool.prefetch` |
     | `shared_copies` | blocks | that servers fetched because many chains share them |
     | `versions_removed` | copies | that had other bytes than another writer's copy |
     | `hedged` | delays | of a server that sent nothing for `hedge_s` |
@@ -83,7 +83,7 @@ class Pool:
     | `staged_read_bytes`, `staged_write_bytes` | bytes | copied to; from CUDA devices |
     | `direct_read_bytes` | bytes | received into CUDA devices and verified there |
     | `direct_corrupt` | blocks | wrong when they were verified on a device |
-    | `hint_accepted`, ... | hints | answers of masters, by `HintStatus` |
+    | `hint_accepted`, ... | hints | that a master accepted, or none did |
 
     `durations.counts()` has how many matches, and messages to servers that read or write, were
     answered after so many seconds, by transport; `kvpool.ops.client_metrics` exports both.
@@ -338,10 +338,11 @@ class Pool:
         near: str = "",
         match: Match | None = None,
         timeout: float | None = None,
-    ) -> list[PrefetchStatus]:
+    ) -> list[MoveStatus]:
         """`chain` is read soon: servers bring its blocks from slower tiers into memory.
 
-        Returns before they have come, with a status for each block, and takes `attempt_s` of the
+        Returns before they have come, with a status for each block (HERE: a reader finds it in
+        memory; IN_PROGRESS: it comes as soon as the budget allows it), and takes `attempt_s` of the
         configuration at most unless `timeout` says otherwise. With the `match` of this chain no
         master is asked. Advice: each server brings up what its budgets allow, evicts nothing that
         is needed sooner, and keeps the blocks for their reader for 30 seconds. What cannot be
@@ -354,7 +355,7 @@ class Pool:
         deadline = self._context.begin(self._config.attempt_s if timeout is None else timeout)
         check_digests(chain)
         namespace = self._context.own(namespace)
-        statuses: list[PrefetchStatus] = await self._extensions.get("prefetch").prefetch(
+        statuses: list[MoveStatus] = await self._extensions.get("prefetch").prefetch(
             namespace, chain, near, match, deadline
         )
         return statuses

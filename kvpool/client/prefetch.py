@@ -18,13 +18,22 @@ from kvpool.client.servers import gather_errors
 from kvpool.client.spread import Spreader
 from kvpool.errors import KvpoolError, MasterLost, Overloaded
 from kvpool.protocols import Channel, SupportsPrefetch
-from kvpool.types import BATCH_BLOCKS_MAX, Match, Namespace, PrefetchStatus, ReadStatus
+from kvpool.types import BATCH_BLOCKS_MAX, Match, MoveStatus, Namespace, ReadStatus
 
 log = logs.get("kvpool.client")
 
 #: Chains that are copied near their readers at the same time, and the time of each.
 _COPIES_MAX: Final = 4
 _COPY_S: Final = 30.0
+
+#: How a prefetch calls what it finds, in counters and tables.
+WORDS: Final = {
+    MoveStatus.HERE: "in memory",
+    MoveStatus.IN_PROGRESS: "coming",
+    MoveStatus.REFUSED: "refused",
+    MoveStatus.GONE: "gone",
+    MoveStatus.LOST: "lost",
+}
 
 _Wanted = dict[tuple[str, int], list[int]]
 
@@ -54,18 +63,18 @@ class PrefetchCalls(ClientExtension):
         near: str,
         match: Match | None,
         deadline: float,
-    ) -> list[PrefetchStatus]:
+    ) -> list[MoveStatus]:
         """As `Pool.prefetch`."""
         if match is None:
             match = await self._lookup.match(namespace, chain, deadline)
         no_master = match.stopped is ReadStatus.NO_MASTER
-        statuses = [PrefetchStatus.LOST if no_master else PrefetchStatus.GONE] * len(chain)
+        statuses = [MoveStatus.LOST if no_master else MoveStatus.GONE] * len(chain)
         there = await self._servers_at(near, deadline) if near else set[str]()
         wanted, far = self._wanted(namespace, match, there, statuses)
         if far:
             copied = self._copy(namespace, chain[: match.length], near)
             for position in far:
-                statuses[position] = PrefetchStatus.COMING if copied else PrefetchStatus.REFUSED
+                statuses[position] = MoveStatus.IN_PROGRESS if copied else MoveStatus.REFUSED
         answers = await gather_errors(
             [
                 self._ask(server, namespace, part, [chain[i] for i in positions], deadline)
@@ -75,12 +84,12 @@ class PrefetchCalls(ClientExtension):
         for positions, answer in zip(wanted.values(), answers, strict=True):
             if isinstance(answer, KvpoolError):
                 refused = isinstance(answer, Overloaded)
-                lost = PrefetchStatus.REFUSED if refused else PrefetchStatus.LOST
+                lost = MoveStatus.REFUSED if refused else MoveStatus.LOST
                 answer = [lost] * len(positions)
             for position, status in zip(positions, answer, strict=True):
                 statuses[position] = max(statuses[position], status)  # of a block's parts
         for status in statuses:
-            self._counters[f"prefetch_{status.name.lower()}"] += 1
+            self._counters["prefetch_" + WORDS.get(status, status.label).replace(" ", "_")] += 1
         return statuses
 
     async def _servers_at(self, near: str, deadline: float) -> set[str]:
@@ -95,7 +104,7 @@ class PrefetchCalls(ClientExtension):
         namespace: Namespace,
         match: Match,
         near: Collection[str],
-        statuses: list[PrefetchStatus],
+        statuses: list[MoveStatus],
     ) -> tuple[_Wanted, list[int]]:
         """Whom to ask for which positions: the server that a reader would ask, for each part that
         no server has in memory; and the positions that the servers `near` do not have."""
@@ -111,7 +120,7 @@ class PrefetchCalls(ClientExtension):
                     continue
                 run = run._replace(replicas=tuple(here))
             for position in positions:
-                statuses[position] = PrefetchStatus.IN_MEMORY
+                statuses[position] = MoveStatus.HERE
             for part in parts - run.parts_in_memory():
                 servers = self._servers.rank(r.server for r in run.replicas if r.part == part)
                 if servers:
@@ -148,17 +157,17 @@ class PrefetchCalls(ClientExtension):
         part: int,
         digests: Sequence[bytes],
         deadline: float,
-    ) -> list[PrefetchStatus]:
-        statuses: list[PrefetchStatus] = []
+    ) -> list[MoveStatus]:
+        statuses: list[MoveStatus] = []
         for first in range(0, len(digests), BATCH_BLOCKS_MAX):
             batch = digests[first : first + BATCH_BLOCKS_MAX]
 
             async def prefetch(
                 channel: Channel, batch: Sequence[bytes] = batch
-            ) -> list[PrefetchStatus]:
+            ) -> list[MoveStatus]:
                 if isinstance(channel, SupportsPrefetch):
                     return await channel.prefetch(namespace, part, batch, deadline=deadline)
-                return [PrefetchStatus.REFUSED] * len(batch)
+                return [MoveStatus.REFUSED] * len(batch)
 
             statuses += await self._servers.call(server, prefetch, deadline)
         return statuses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpool.client.context import ClientContext
 from kvpool.errors import Unavailable
-from kvpool.types import ARRIVED, HintStatus, SessionReport, check_resume_in
+from kvpool.types import ARRIVED, SessionReport, check_resume_in
 from kvpool.wire import messages as wire
 
 
@@ -13,8 +13,8 @@ class ClientSession:
 
     Blocks belong to it that were written with its name, `pool.write(..., session=name)`. All that
     is said here is advice: one master passes it to every server within a heartbeat, and each server
-    counts how it applied it. The status is that master's answer; REFUSED when none accepts it. The
-    object holds nothing: any number may have the same name, in any process.
+    counts how it applied it. The answer is whether a master accepted it. The object holds nothing:
+    any number may have the same name, in any process.
 
     Every call takes `timeout`, and raises Closed, as those of `Pool` (design: session-hints).
     """
@@ -27,7 +27,7 @@ class ClientSession:
     def __repr__(self) -> str:
         return f"<ClientSession {self.name!r}>"
 
-    async def hint(self, *, resume_in: float, timeout: float | None = None) -> HintStatus:
+    async def hint(self, *, resume_in: float, timeout: float | None = None) -> bool:
         """It is expected to go on in `resume_in` seconds.
 
         Until then servers prefer to evict other blocks; among expected sessions, the one with the
@@ -36,11 +36,11 @@ class ClientSession:
         """
         return await self._hint(check_resume_in(resume_in), timeout)
 
-    async def end(self, *, timeout: float | None = None) -> HintStatus:
+    async def end(self, *, timeout: float | None = None) -> bool:
         """It is over: its blocks that no other session uses are evicted first."""
         return await self._hint(None, timeout)
 
-    async def arrived(self, *, timeout: float | None = None) -> HintStatus:
+    async def arrived(self, *, timeout: float | None = None) -> bool:
         """A prompt of it waits to be served, in the queue of an engine perhaps.
 
         Servers keep its blocks until they are read or the session writes, for 120 seconds at most,
@@ -59,24 +59,15 @@ class ClientSession:
         context = self._context
         question = wire.ExplainSession(self._known_as)
         answer = await context.masters.ask(question, wire.SessionExplained, context.begin(timeout))
-        known = frozenset(HintStatus)
-        return SessionReport(
-            answer.hints,
-            [
-                (server, HintStatus(status), age_s)
-                for server, status, age_s in answer.servers
-                if status in known
-            ],
-        )
+        return SessionReport(answer.hints, answer.servers)
 
-    async def _hint(self, resume_in: float | None, timeout: float | None) -> HintStatus:
+    async def _hint(self, resume_in: float | None, timeout: float | None) -> bool:
         context = self._context
         deadline = context.begin(timeout)
         try:
             hint = wire.Hint(self._known_as, resume_in)
-            hinted = await context.masters.ask(hint, wire.HintReply, deadline)
-            status = HintStatus(hinted.status)
-        except (Unavailable, ValueError):
-            status = HintStatus.REFUSED
-        context.counters[f"hint_{status.name.lower()}"] += 1
-        return status
+            accepted = (await context.masters.ask(hint, wire.HintReply, deadline)).accepted
+        except Unavailable:
+            accepted = False
+        context.counters["hint_accepted" if accepted else "hint_refused"] += 1
+        return accepted

@@ -15,7 +15,7 @@ from kvpool import logs
 from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.errors import Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, SupportsFetch, WriteOptions
-from kvpool.types import BATCH_BLOCKS_MAX, ROOT, FetchStatus, Namespace
+from kvpool.types import BATCH_BLOCKS_MAX, ROOT, MoveStatus, Namespace
 
 log = logs.get("kvpool.client")
 
@@ -79,7 +79,7 @@ class SharedCopies(ClientExtension):
             source = self._servers.rank(holders)[0]
             chain = await self._ancestors(source, namespace, part, parent, server, deadline)
 
-            async def fetch(channel: Channel) -> list[FetchStatus]:
+            async def fetch(channel: Channel) -> list[MoveStatus]:
                 if not isinstance(channel, SupportsFetch):
                     return []
                 return await channel.fetch(namespace, part, chain, source, deadline=deadline)
@@ -88,8 +88,8 @@ class SharedCopies(ClientExtension):
         except (Unavailable, PeerError, Overloaded) as error:  # a later chain tries it again
             log.debug("shared blocks are not copied", server=server, why=str(error))
             return
-        self._counters["shared_copies"] += statuses.count(FetchStatus.FETCHED)
-        if FetchStatus.NOT_YET not in statuses:
+        self._counters["shared_copies"] += statuses.count(MoveStatus.DONE)
+        if MoveStatus.NOT_YET not in statuses:
             self._finish(parent, server)
 
     async def _ancestors(

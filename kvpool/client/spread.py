@@ -26,7 +26,7 @@ from kvpool.client.spread_plan import (
 )
 from kvpool.errors import Forbidden, MasterLost, Overloaded, Unavailable, UsageError
 from kvpool.protocols import Channel, SupportsFetch
-from kvpool.types import FetchStatus, Match, Namespace, ReadStatus, SpreadReport, SpreadTo
+from kvpool.types import Match, MoveStatus, Namespace, ReadStatus, SpreadReport, SpreadTo
 
 #: One request to a server to fetch a piece.
 _FETCH_S: Final = 5.0
@@ -128,7 +128,7 @@ class Spreader(ClientExtension):
         part, first, end, _ = call.piece
         until = min(deadline, loop.time() + _FETCH_S)
 
-        async def fetch(channel: Channel) -> list[FetchStatus]:
+        async def fetch(channel: Channel) -> list[MoveStatus]:
             if not isinstance(channel, SupportsFetch):
                 return []
             return await channel.fetch(
@@ -145,7 +145,7 @@ class Spreader(ClientExtension):
             if len(statuses) != end - first:
                 plan.lost(call, CANNOT_FETCH)
                 return
-            if FetchStatus.FETCHED not in statuses and not all(one.present for one in statuses):
+            if MoveStatus.DONE not in statuses and not all(one.present for one in statuses):
                 await asyncio.sleep(_ASK_AGAIN_S)
             plan.ended(call, statuses)
 

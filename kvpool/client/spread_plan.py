@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvpool.types import FetchStatus, Member, Run
+from kvpool.types import Member, MoveStatus, Run
 
 #: Receivers that fetch from one server at the same time. Each takes a quarter of its own network
 #: by its budget, so these two leave half of the source's to readers.
@@ -36,11 +36,11 @@ NO_SUCH_NAME: Final = "no such name"
 LEAVING: Final = "leaving"
 CANNOT_FETCH: Final = "it cannot fetch"
 NO_TIME: Final = "no time was left"
-_FINAL: Final = {FetchStatus.NO_ROOM: "no room", FetchStatus.REFUSED: LEAVING}
+_FINAL: Final = {MoveStatus.NO_ROOM: "no room", MoveStatus.REFUSED: LEAVING}
 _OF_SOURCE: Final = {
-    FetchStatus.SOURCE_LOST: "not reached",
-    FetchStatus.GONE: "gone",
-    FetchStatus.CORRUPT: "corrupt",
+    MoveStatus.LOST: "not reached",
+    MoveStatus.GONE: "gone",
+    MoveStatus.CORRUPT: "corrupt",
 }
 
 
@@ -99,7 +99,7 @@ class SpreadPlan:
                 continue
             sources = [one for one in self._holders[piece] if self._can_serve(one, receiver)]
             if not sources:
-                receiver.problem = _OF_SOURCE[FetchStatus.GONE]
+                receiver.problem = _OF_SOURCE[MoveStatus.GONE]
                 continue
             strikes, serving = self._strikes, self._serving
             source = min(sources, key=lambda one: (strikes[receiver.server, one], serving[one]))
@@ -110,12 +110,12 @@ class SpreadPlan:
             calls.append(receiver.call)
         return calls
 
-    def ended(self, call: Call, statuses: Sequence[FetchStatus]) -> None:
+    def ended(self, call: Call, statuses: Sequence[MoveStatus]) -> None:
         """What the receiver has answered, one status for each block of the piece."""
         receiver = self._end(call)
         present = [status.present for status in statuses]
-        receiver.fetched += statuses.count(FetchStatus.FETCHED)
-        receiver.stalled = not all(present) and FetchStatus.FETCHED not in statuses
+        receiver.fetched += statuses.count(MoveStatus.DONE)
+        receiver.stalled = not all(present) and MoveStatus.DONE not in statuses
         if all(present):
             self._holders[call.piece][receiver.server] = None
             receiver.at, receiver.leading = receiver.at + 1, 0
@@ -125,7 +125,7 @@ class SpreadPlan:
         if first in _FINAL:
             receiver.problem = _FINAL[first]
         elif first in _OF_SOURCE:
-            if first is FetchStatus.SOURCE_LOST:
+            if first is MoveStatus.LOST:
                 self._strikes[receiver.server, call.source] += 1
             else:
                 self._holders[call.piece].pop(call.source, None)

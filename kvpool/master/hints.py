@@ -6,7 +6,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Final
 
-from kvpool.types import HintStatus
 from kvpool.wire import messages as wire
 
 #: `module:class`; the last one is made. Without its line and file no hint is passed on.
@@ -29,7 +28,7 @@ class NoHints:
 
     def hint(self, m: wire.Hint) -> wire.HintReply:
         """From a client."""
-        return wire.HintReply(HintStatus.UNKNOWN)
+        return wire.HintReply(False)
 
     def explain(self, m: wire.ExplainSession) -> wire.SessionExplained:
         """What became of the hints about a session."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from kvpool.errors import BadMessage
 from kvpool.master.hints import NoHints
 from kvpool.master.state.hint_log import HintLog
-from kvpool.types import ARRIVED, HintStatus
+from kvpool.types import ARRIVED
 from kvpool.wire import messages as wire
-
-_STATUSES: Final = frozenset(HintStatus)
 
 
 class SessionHints(NoHints):
@@ -28,7 +25,7 @@ class SessionHints(NoHints):
 
     def explain(self, m: wire.ExplainSession) -> wire.SessionExplained:
         report = self._log.explain(m.session, self._now())
-        return wire.SessionExplained(report.hints, report.servers)  # type: ignore[arg-type]
+        return wire.SessionExplained(report.hints, report.servers)
 
     def asked(self, session: str) -> None:
         """Its prompt is here, and waits."""
@@ -36,9 +33,8 @@ class SessionHints(NoHints):
 
     def heard(self, m: wire.Heartbeat) -> tuple[list[wire.WireHint], int]:
         now = self._now()
-        for session, status in m.hint_answers:
-            if status in _STATUSES:
-                self._log.answered(m.server, session, HintStatus(status), now)
+        for session, followed in m.hint_answers:
+            self._log.answered(m.server, session, followed, now)
         hints, last = self._log.since(m.hints_heard, wire.HINTS_MAX)
         return [
             (hint.session, max(0.0, now - hint.received_at), hint.resume_in) for hint in hints
@@ -51,7 +47,7 @@ class SessionHints(NoHints):
             for hint in self._log.latest(count)
         ]
 
-    def _add(self, session: str, resume_in: float | None) -> HintStatus:
+    def _add(self, session: str, resume_in: float | None) -> bool:
         if not session.isprintable():
             raise BadMessage(f"session {session[:40]!r} is not printable")
         return self._log.add(session, resume_in, self._now())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvpool.types import ARRIVED, HintStatus, SessionReport
+from kvpool.types import ARRIVED, SessionReport
 
 _ANSWERS = {
-    HintStatus.ACCEPTED: "followed",
-    HintStatus.CLIPPED: "followed in part: too far ahead, or the budget for hints is used up",
-    HintStatus.REFUSED: "refused: it came too late, or the session has too many branches",
-    HintStatus.UNKNOWN: "no block of the session is there",
+    True: "followed",
+    False: "not followed, or only in part: it came too late or looks too far ahead, the session has"
+    " too many branches, or the budget for hints is used up",
 }
 
 
@@ -27,7 +26,7 @@ def lines_of(session: str, report: SessionReport) -> Iterator[str]:
         else:
             what = f"it resumes in {resume_in:.1f} s"
         yield f"{session}: {age_s:.1f} s ago: {what}"
-    for server, status, age_s in report.servers:
-        yield f"  {server}: {_ANSWERS[status]} ({age_s:.1f} s ago)"
+    for server, followed, age_s in report.servers:
+        yield f"  {server}: {_ANSWERS[followed]} ({age_s:.1f} s ago)"
     if not report.servers:
         yield "  no server has answered: none has blocks that this session alone uses"

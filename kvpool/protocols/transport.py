@@ -14,12 +14,11 @@ from kvpool.types import (
     DrainOrder,
     DrainReport,
     Extent,
-    FetchStatus,
     HoldingsPage,
+    MoveStatus,
     Namespace,
     Offer,
     Pin,
-    PrefetchStatus,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -205,7 +204,7 @@ class Connection(Protocol):
         *,
         extra: bool = False,
         deadline: float,
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         """Read blocks from the server `source` and store them here, in their order (design: moves).
 
         At `deadline` the rest is NOT_YET. A cancelled call leaves no reservation. `extra` copies
@@ -214,7 +213,7 @@ class Connection(Protocol):
 
     def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[PrefetchStatus]:
+    ) -> list[MoveStatus]:
         """These blocks are read soon: bring them into memory, within a budget (design: promotion).
 
         Answers at once. It is no use of a block.
@@ -487,7 +486,7 @@ class SupportsFetch(Protocol):
         *,
         extra: bool = False,
         deadline: float,
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         """As `Connection.fetch`; at most BATCH_BLOCKS_MAX blocks."""
 
 
@@ -497,7 +496,7 @@ class SupportsPrefetch(Protocol):
 
     async def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[PrefetchStatus]:
+    ) -> list[MoveStatus]:
         """As `Connection.prefetch`; at most BATCH_BLOCKS_MAX blocks."""
 
 

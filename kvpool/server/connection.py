@@ -23,12 +23,11 @@ from kvpool.types import (
     DrainOrder,
     DrainReport,
     Extent,
-    FetchStatus,
     HoldingsPage,
+    MoveStatus,
     Namespace,
     Offer,
     Pin,
-    PrefetchStatus,
     ReadStatus,
     Removal,
     RemovalCursor,
@@ -313,18 +312,18 @@ class ServerConnection:
         *,
         extra: bool = False,
         deadline: float,
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         fetch = self._extensions.handler(wire.Fetch)
-        statuses: list[FetchStatus] = await fetch(
+        statuses: list[MoveStatus] = await fetch(
             self.peer, namespace, part, digests, source, extra=extra, deadline=deadline
         )
         return statuses
 
     def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[PrefetchStatus]:
+    ) -> list[MoveStatus]:
         prefetch = self._extensions.handler(wire.Prefetch)
-        statuses: list[PrefetchStatus] = prefetch(self.peer, namespace, part, digests)
+        statuses: list[MoveStatus] = prefetch(self.peer, namespace, part, digests)
         return statuses
 
     async def drain(self, order: DrainOrder) -> DrainReport:

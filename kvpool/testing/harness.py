@@ -43,12 +43,11 @@ from kvpool.types import (
     DrainOrder,
     DrainReport,
     Extent,
-    FetchStatus,
     HoldingsPage,
+    MoveStatus,
     Namespace,
     Offer,
     Pin,
-    PrefetchStatus,
     ReadBlock,
     ReadResult,
     ReadStatus,
@@ -408,10 +407,10 @@ class _Watched:
         *,
         extra: bool = False,
         deadline: float,
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         recorder, left_s = self._recorder, deadline - asyncio.get_running_loop().time()
         asked = namespace, part, list(digests), source, extra
-        statuses: list[FetchStatus] | None = recorder.answer("fetch", *asked, left_s)
+        statuses: list[MoveStatus] | None = recorder.answer("fetch", *asked, left_s)
         recorder.fetches += 1
         try:
             if statuses is None:
@@ -425,7 +424,7 @@ class _Watched:
 
     def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[PrefetchStatus]:
+    ) -> list[MoveStatus]:
         statuses = self._recorder.answer("prefetch", namespace, part, list(digests))
         return statuses or self._inner.prefetch(namespace, part, digests)
 

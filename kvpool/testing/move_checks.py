@@ -33,14 +33,12 @@ from kvpool.types import (
     ROOT,
     DrainOrder,
     DrainReport,
-    DrainState,
-    FetchStatus,
     Holding,
     HoldingsPage,
     Left,
+    MoveStatus,
     Namespace,
     Offer,
-    PrefetchStatus,
     ReadStatus,
     Removal,
     RemovalCursor,
@@ -94,7 +92,7 @@ async def an_offer_arrives_as_it_was_made(stage: Stage) -> None:
 async def a_fetch_arrives_as_it_was_asked(stage: Stage) -> None:
     """The server gets every field and no more time than the caller has; each status comes back."""
     channel = await fetching(stage)
-    statuses = list(FetchStatus)
+    statuses = list(MoveStatus)
     keys = [digest(number) for number in range(len(statuses))]
     stage.recorder.laid_down["fetch"] = statuses
     for extra in (False, True):
@@ -114,7 +112,7 @@ async def a_full_batch_is_offered_and_fetched(stage: Stage) -> None:
     channel = await fetching(stage)
     keys = [digest(f"batch/{number}") for number in range(BATCH_BLOCKS_MAX)]
     offers = [Offer(ReadStatus.HIT, n + 1, n, keys[n - 1], 1.0) for n in range(len(keys))]
-    statuses = [FetchStatus(n % len(FetchStatus)) for n in range(len(keys))]
+    statuses = [MoveStatus(n % len(MoveStatus)) for n in range(len(keys))]
     stage.recorder.laid_down.update(offer=offers, fetch=statuses)
     got = await channel.offer(NAMESPACE, 0, keys, "receiver", deadline=stage.within())
     stage.expect(got == offers, "every offer in its place", f"{len(got)} came, or others")
@@ -163,9 +161,9 @@ async def a_refused_fetch_is_not_repeated(stage: Stage) -> None:
     await stage.raises(Overloaded, calling, "a fetch that is refused")
     attempts = len(stage.recorder.moves)
     stage.expect(attempts == 1, "one attempt", f"the server was asked {attempts} times")
-    stage.recorder.laid_down["fetch"] = [FetchStatus.FETCHED]
+    stage.recorder.laid_down["fetch"] = [MoveStatus.DONE]
     got = await channel.fetch(NAMESPACE, 0, keys, "source", deadline=stage.within())
-    stage.expect(got == [FetchStatus.FETCHED], "FETCHED", describe(got))
+    stage.expect(got == [MoveStatus.DONE], "FETCHED", describe(got))
 
 
 @TransportCheck
@@ -174,8 +172,8 @@ async def a_prefetch_arrives_as_it_was_asked(stage: Stage) -> None:
     channel = await stage.connect()
     if not isinstance(channel, SupportsPrefetch):
         raise NotDeclared("over this channel servers are not asked to bring blocks up")
-    statuses = [PrefetchStatus(n % len(PrefetchStatus)) for n in range(BATCH_BLOCKS_MAX)]
-    for count in (1, len(PrefetchStatus), BATCH_BLOCKS_MAX):
+    statuses = [MoveStatus(n % len(MoveStatus)) for n in range(BATCH_BLOCKS_MAX)]
+    for count in (1, len(MoveStatus), BATCH_BLOCKS_MAX):
         keys = [digest(number)[:20] for number in range(count)]
         stage.recorder.laid_down["prefetch"] = statuses[:count]
         got = await channel.prefetch(TWO_PARTS, 1, keys, deadline=stage.within())
@@ -198,10 +196,10 @@ async def a_drain_arrives_as_it_was_ordered(stage: Stage) -> None:
     )
     lines = tuple(Left(f"model/{n}", "no room", n, n << 40) for n in range(1, 65))
     reports = (
-        DrainReport(DrainState.OFF),
-        DrainReport(DrainState.RUNNING, 1 << 40, 5, 1 << 46, 7, 1 << 47, lines[:1]),
-        DrainReport(DrainState.DONE, 9, 0, 0, 9, 9 << 20),
-        DrainReport(DrainState.INCOMPLETE, 10, 9, 8, 7, 6, lines),
+        DrainReport(None),
+        DrainReport(MoveStatus.IN_PROGRESS, 1 << 40, 5, 1 << 46, 7, 1 << 47, lines[:1]),
+        DrainReport(MoveStatus.DONE, 9, 0, 0, 9, 9 << 20),
+        DrainReport(MoveStatus.NOT_YET, 10, 9, 8, 7, 6, lines),
     )
     for order in orders:
         for report in reports:

@@ -41,8 +41,8 @@ from kvpool.server.state.tiered_store import TieredStore
 from kvpool.tools.traces import Request
 from kvpool.types import (
     ROOT,
-    FetchStatus,
     Match,
+    MoveStatus,
     Namespace,
     Pin,
     ReadStatus,
@@ -296,12 +296,12 @@ class DryPool:
         end: int,
         now: float,
         namespace: Namespace = _NAMESPACE,
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         """This server has received blocks `first` to before `end` of the chain from `source`, as
         extra copies. What came of each."""
         servers = self.servers
         if name not in servers or source not in servers:
-            return [FetchStatus.SOURCE_LOST] * (end - first)
+            return [MoveStatus.LOST] * (end - first)
         statuses = [
             self._fetched(servers[name].store, servers[source].store, chain, at, now, namespace)
             for at in range(first, end)
@@ -524,13 +524,13 @@ class DryPool:
         position: int,
         now: float,
         namespace: Namespace,
-    ) -> FetchStatus:
+    ) -> MoveStatus:
         digest = chain[position]
         if target.peek(namespace, 0, digest) is not None:
-            return FetchStatus.ALREADY_HERE
+            return MoveStatus.HERE
         entry = source.peek(namespace, 0, digest)
         if entry is None:
-            return FetchStatus.GONE
+            return MoveStatus.GONE
         stamp = entry.last_used
         request = ReserveRequest(
             namespace,
@@ -540,9 +540,9 @@ class DryPool:
         )
         (reservation,) = target.reserve(_OWNER, request, now)
         if reservation.status is not WriteStatus.RESERVED:
-            return FetchStatus.NO_ROOM
+            return MoveStatus.NO_ROOM
         target.seal(_OWNER, reservation.id, 0, now, last_used=stamp)
-        return FetchStatus.FETCHED
+        return MoveStatus.DONE
 
     def _store(
         self, name: str, batch: BatchState, positions: Sequence[int], now: float

@@ -31,7 +31,7 @@ from kvpool.tools import policy_study as dry
 from kvpool.tools.replay_report import ReplayReport, TransportTraffic, progress
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.tools.traces import Request
-from kvpool.types import ALIGNMENT, DrainState
+from kvpool.types import ALIGNMENT, MoveStatus
 from kvpool.units import human, parse_size
 
 _REFRESH_S = 0.5
@@ -424,10 +424,10 @@ class _Servers:
         number = min(self._running)
         async with await connect(config=ClientConfig(masters=[self._master])) as pool:
             report = await admin(pool).drain(_id(number), within_s=_DRAIN_S)
-            while report.state is DrainState.RUNNING:
+            while report.state is MoveStatus.IN_PROGRESS:
                 await asyncio.sleep(_POLL_S)
                 report = await admin(pool).drain_report(_id(number))
-        if report.state is not DrainState.DONE:
+        if report.state is not MoveStatus.DONE:
             why = ", ".join(f"{left.blocks} {left.reason}" for left in report.left)
             raise ServerLost(
                 f"{_id(number)} cannot leave, {report.left_blocks} blocks are left ({why}): give "

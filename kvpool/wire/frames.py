@@ -18,7 +18,7 @@ from kvpool.errors import BadFrame, VersionMismatch
 from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX
 
 #: All processes of a pool speak the same (design: streams).
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 BODY_SIZE_MAX: Final = 1 << 20
 PAYLOAD_SIZE_MAX: Final = BATCH_BLOCKS_MAX * BLOCK_SIZE_MAX
 HEADER_SIZE: Final = 16

@@ -79,8 +79,8 @@ Marks = Annotated[bytes, Meta(max_length=SPANS_MAX * MARK_SIZE)]
 SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
 #: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
 WireHint = tuple[SessionName, Seconds, Seconds | None]
-#: A session and what a server made of a hint about it, as a `HintStatus`.
-WireHintAnswer = tuple[SessionName, Small]
+#: A session, and whether a server follows the last hint about it as it was given.
+WireHintAnswer = tuple[SessionName, bool]
 #: Blocks in turn, their session, and the seconds until it resumes, if that is known.
 SessionRun = tuple[Small, SessionName, Seconds | None]
 NamespaceName = Annotated[str, Meta(max_length=512)]
@@ -190,8 +190,8 @@ class Seal(Message, frozen=True):
 
 
 class StatusReply(Message, frozen=True):
-    """One byte per block or id: a `WriteStatus` (`Seal`, `Write`), a `FetchStatus` (`Fetch`), a
-    `PrefetchStatus` (`Prefetch`), or 1 where one was removed (`Remove`, `ReportCorruption`).
+    """One byte per block or id: a `WriteStatus` (`Seal`, `Write`), a `MoveStatus` (`Fetch`,
+    `Prefetch`), or 1 where one was removed (`Remove`, `ReportCorruption`).
 
     NOT_YET for a `Write`: the server cannot take it at once; ask with `Reserve`: there it waits.
     """
@@ -339,9 +339,9 @@ class Drain(Message, frozen=True, omit_defaults=True):
 
 
 class Drained(Message, frozen=True):
-    """How far it is. `state` is a `DrainState`; `left`: namespace, reason, blocks, bytes."""
+    """How far it is. `state`: a `MoveStatus`, or none; `left`: namespace, reason, blocks, bytes."""
 
-    state: Small
+    state: Small | None
     total_blocks: Count
     left_blocks: Count
     left_bytes: Count
@@ -616,9 +616,9 @@ class Hint(Message, frozen=True):
 
 
 class HintReply(Message, frozen=True):
-    """What became of it, as a `HintStatus`."""
+    """Whether this master passes it on."""
 
-    status: Small
+    accepted: bool
 
 
 class ExplainSession(Message, frozen=True):
@@ -629,10 +629,10 @@ class ExplainSession(Message, frozen=True):
 
 class SessionExplained(Message, frozen=True):
     """The last hint of each kind, as its age and `resume_s`; and for each server that has answered,
-    its name, its last answer and how old that is."""
+    its name, whether it follows the last one, and the age of that."""
 
     hints: Annotated[list[tuple[Seconds, Seconds | None]], Meta(max_length=3)]
-    servers: Annotated[list[tuple[Name, Small, Seconds]], Meta(max_length=HINT_ANSWERS_MAX)]
+    servers: Annotated[list[tuple[Name, bool, Seconds]], Meta(max_length=HINT_ANSWERS_MAX)]
 
 
 class Explain(Keys, frozen=True):

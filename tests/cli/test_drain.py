@@ -14,7 +14,7 @@ import pytest
 from kvpool import Pool, admin, logs
 from kvpool.cli.leave import _print
 from kvpool.errors import ServerLost
-from kvpool.types import DrainReport, DrainState, Left
+from kvpool.types import DrainReport, Left, MoveStatus
 from tests.chaos.cluster import Node, ProcessCluster
 from tests.conftest import NAMESPACE, buffers, patient, value
 from tests.support.commands import kvpool, running_kvpool
@@ -128,20 +128,20 @@ async def test_a_server_that_gets_sigterm_hands_over_first(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        (DrainState.DONE, "nothing is left: [red]server can be stopped"),
-        (DrainState.OFF, "the drain was cancelled, and [red]server stays"),
-        (DrainState.INCOMPLETE, "left 2 blocks, 1 KiB:"),
+        (MoveStatus.DONE, "nothing is left: [red]server can be stopped"),
+        (None, "the drain was cancelled, and [red]server stays"),
+        (MoveStatus.NOT_YET, "left 2 blocks, 1 KiB:"),
     ],
 )
 def test_names_are_printed_as_they_are(
-    capsys: pytest.CaptureFixture[str], state: DrainState, says: str
+    capsys: pytest.CaptureFixture[str], state: MoveStatus, says: str
 ) -> None:
     left = (Left("[b]model", "no room", 2, 1024),)
     _print("[red]server", DrainReport(state, 5, 2, 1024, 3, 2048, left))
     printed = capsys.readouterr().out
     assert says in printed
     assert printed.startswith("moved 3 blocks, 2 KiB; ")
-    assert ("[b]model" in printed) is (state is DrainState.INCOMPLETE)
+    assert ("[b]model" in printed) is (state is MoveStatus.NOT_YET)
 
 
 def test_a_server_that_is_lost_is_one_line_that_says_what_to_do(

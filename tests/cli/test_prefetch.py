@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import ClientConfig, PrefetchStatus, ReadStatus, connect
+from kvpool import ClientConfig, MoveStatus, ReadStatus, connect
 from kvpool.tools.subprocesses import process_of, servers_up
 from tests.conftest import NAMESPACE, buffers, key, keys, values
 from tests.support.commands import running_kvpool
@@ -56,7 +56,7 @@ async def test_a_server_brings_up_what_will_be_read_and_counts_it(tmp_path: Path
                     "1 gone, of 1 blocks\ngone: `kvpool explain` says why\n",
                 )
                 statuses = await pool.prefetch(NAMESPACE, chain)
-                assert statuses == [PrefetchStatus.COMING] * 6
+                assert statuses == [MoveStatus.IN_PROGRESS] * 6
                 # What was written last stays for two seconds; then the master knows of each block.
                 hexes = "\n".join(digest.hex() for digest in chain)
                 said = await running_kvpool("prefetch", "-", *where, stdin=hexes)

@@ -16,7 +16,7 @@ from kvpool.server.connection import ServerConnection
 from kvpool.server.moves.fetcher import Fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import FetchStatus, ReadStatus, SpreadTo, WriteStatus
+from kvpool.types import MoveStatus, ReadStatus, SpreadTo, WriteStatus
 from tests.conftest import NAMESPACE, buffers, keys, values
 from tests.support.moves import masters_know, moves_of
 
@@ -80,7 +80,7 @@ async def test_receivers_feed_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
         *,
         extra: bool,
         **more: Any,
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         assert extra  # they go first when there is no room
         sources.setdefault(source, set()).add(self._context.server)
         return await fetch(self, namespace, part, digests, source, extra=extra, **more)
@@ -183,7 +183,7 @@ async def test_all_parts_are_brought() -> None:
 async def test_a_server_that_breaks_the_protocol_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def refuse(*arguments: object, **more: object) -> list[FetchStatus]:
+    async def refuse(*arguments: object, **more: object) -> list[MoveStatus]:
         raise BadMessage("message type 21 is not a request")
 
     async with dev.serve("8MiB", servers=2, listen=LISTEN) as running, running.pool() as pool:

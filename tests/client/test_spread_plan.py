@@ -17,10 +17,10 @@ from kvpool.client.spread_plan import (
     cut,
     receivers_at,
 )
-from kvpool.types import FetchStatus, Member, Replica, Run, ServerStats
+from kvpool.types import Member, MoveStatus, Replica, Run, ServerStats
 
-FETCHED, NOT_YET, GONE = FetchStatus.FETCHED, FetchStatus.NOT_YET, FetchStatus.GONE
-LOST = FetchStatus.SOURCE_LOST
+FETCHED, NOT_YET, GONE = MoveStatus.DONE, MoveStatus.NOT_YET, MoveStatus.GONE
+LOST = MoveStatus.LOST
 _CALLS_MAX = 10_000
 
 
@@ -38,7 +38,7 @@ def blocks(call: Call) -> int:
     return call.piece.end - call.piece.first
 
 
-def play(plan: SpreadPlan, answer: Callable[[Call], list[FetchStatus] | str]) -> int:
+def play(plan: SpreadPlan, answer: Callable[[Call], list[MoveStatus] | str]) -> int:
     """Let every call take one second; returns the seconds until the spread is over."""
     running = plan.ready()
     for second in range(_CALLS_MAX):
@@ -56,7 +56,7 @@ def play(plan: SpreadPlan, answer: Callable[[Call], list[FetchStatus] | str]) ->
     raise AssertionError(f"not over after {_CALLS_MAX} calls: {plan.progress()}")
 
 
-def fetched(call: Call) -> list[FetchStatus]:
+def fetched(call: Call) -> list[MoveStatus]:
     return [FETCHED] * blocks(call)
 
 
@@ -74,13 +74,13 @@ def test_every_receiver_gets_the_head_first_and_from_a_server_that_has_it() -> N
     has: dict[str, set[int]] = {"a": set(range(100)), "b": set(range(131))}
     plan = SpreadPlan(pieces, names(9))
 
-    def answer(call: Call) -> list[FetchStatus]:
+    def answer(call: Call) -> list[MoveStatus]:
         wanted = range(call.piece.first, call.piece.end)
         assert has[call.source].issuperset(wanted)
         assert has.setdefault(call.receiver, set()) == set(range(call.piece.first))
         return fetched(call)
 
-    def then(call: Call) -> list[FetchStatus]:
+    def then(call: Call) -> list[MoveStatus]:
         answers = answer(call)
         has[call.receiver] |= set(range(call.piece.first, call.piece.end))
         return answers
@@ -94,7 +94,7 @@ def test_what_a_receiver_has_is_not_fetched() -> None:
     plan = SpreadPlan(pieces, ["r0", "r1"])
     calls: list[Call] = []
 
-    def answer(call: Call) -> list[FetchStatus]:
+    def answer(call: Call) -> list[MoveStatus]:
         calls.append(call)
         return fetched(call)
 
@@ -107,7 +107,7 @@ def test_nobody_waits_for_a_receiver_that_is_lost() -> None:
     pieces = cut([run(0, 63, "a")], 1, 64)
     plan = SpreadPlan(pieces, names(6))
 
-    def answer(call: Call) -> list[FetchStatus] | str:
+    def answer(call: Call) -> list[MoveStatus] | str:
         if call.receiver == "r0" and call.piece.first == 10:
             return "server lost"
         return [LOST] if call.source == "r0" and call.piece.first >= 9 else fetched(call)
@@ -118,15 +118,15 @@ def test_nobody_waits_for_a_receiver_that_is_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "problem"), [(FetchStatus.NO_ROOM, "no room"), (FetchStatus.REFUSED, "leaving")]
+    ("status", "problem"), [(MoveStatus.NO_ROOM, "no room"), (MoveStatus.REFUSED, "leaving")]
 )
 def test_a_receiver_without_room_keeps_what_it_has_and_feeds_it(
-    status: FetchStatus, problem: str
+    status: MoveStatus, problem: str
 ) -> None:
     plan = SpreadPlan(cut([run(0, 63, "a")], 1, 64), names(2))
     asked: Counter[str] = Counter()
 
-    def answer(call: Call) -> list[FetchStatus]:
+    def answer(call: Call) -> list[MoveStatus]:
         asked[call.receiver] += 1
         if call.receiver == "r1" and asked["r1"] < 40:  # it begins when the other one is full
             return [NOT_YET]
@@ -143,7 +143,7 @@ def test_nobody_waits_for_a_receiver_that_gets_nothing(stuck: set[str]) -> None:
     plan = SpreadPlan(cut([run(0, 63, "a")], 1, 64), names(6))
     asked: Counter[str] = Counter()
 
-    def answer(call: Call) -> list[FetchStatus] | str:
+    def answer(call: Call) -> list[MoveStatus] | str:
         asked[call.receiver] += 1
         if call.receiver not in stuck:
             return fetched(call)
@@ -161,7 +161,7 @@ def test_nobody_waits_for_a_receiver_that_gets_nothing(stuck: set[str]) -> None:
 
 @pytest.mark.parametrize(("status", "problem"), [(LOST, "not reached"), (GONE, "gone")])
 def test_a_chain_that_no_source_serves_ends_with_the_reason(
-    status: FetchStatus, problem: str
+    status: MoveStatus, problem: str
 ) -> None:
     plan = SpreadPlan(cut([run(0, 63, "a", "b")], 1, 64), names(5))
     play(plan, lambda call: fetched(call) if call.piece.first < 20 else [status])
@@ -173,7 +173,7 @@ def test_a_source_that_is_reached_at_the_second_attempt_serves() -> None:
     plan = SpreadPlan(cut([run(0, 63, "a")], 1, 64), names(2))
     failed: set[str] = set()
 
-    def answer(call: Call) -> list[FetchStatus]:
+    def answer(call: Call) -> list[MoveStatus]:
         if call.receiver not in failed:
             failed.add(call.receiver)
             return [LOST]
@@ -187,7 +187,7 @@ def test_a_source_that_was_not_reached_is_tried_again_only_without_another() -> 
     plan = SpreadPlan(cut([run(0, 63, "a", "b")], 1, 64), ["r0", "r1"])
     sources: Counter[str] = Counter()
 
-    def answer(call: Call) -> list[FetchStatus]:
+    def answer(call: Call) -> list[MoveStatus]:
         sources[call.source] += 1
         return [LOST] if call.source == "a" else fetched(call)
 
@@ -262,7 +262,7 @@ def test_whatever_fails_the_spread_ends_and_says_why(seed: int) -> None:
         elif call.source in dead:
             plan.ended(call, [LOST] * len(wanted))
         elif rng.random() < trouble:
-            status = rng.choice([NOT_YET, FetchStatus.IN_PROGRESS, GONE, FetchStatus.NO_ROOM])
+            status = rng.choice([NOT_YET, MoveStatus.IN_PROGRESS, GONE, MoveStatus.NO_ROOM])
             done = rng.randrange(len(wanted))
             if status is GONE:
                 has[call.source].difference_update(wanted[done:])

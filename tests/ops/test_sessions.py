@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpool.ops.sessions import lines_of
-from kvpool.types import ARRIVED, HintStatus, SessionReport
+from kvpool.types import ARRIVED, SessionReport
 
 
 def test_a_session_without_hints_is_one_line() -> None:
@@ -12,12 +12,14 @@ def test_a_session_without_hints_is_one_line() -> None:
 
 def test_hints_come_with_what_servers_have_answered() -> None:
     hints = [(9.0, None), (2.0, 30.0), (4.0, ARRIVED)]
-    report = SessionReport(hints, [("one", HintStatus.ACCEPTED, 1.5)])
+    report = SessionReport(hints, [("one", True, 1.5), ("two", False, 0.5)])
     assert list(lines_of("s", report)) == [
         "s: 2.0 s ago: it resumes in 30.0 s",
         "s: 4.0 s ago: its prompt is here",
         "s: 9.0 s ago: it ends",
         "  one: followed (1.5 s ago)",
+        "  two: not followed, or only in part: it came too late or looks too far ahead, the "
+        "session has too many branches, or the budget for hints is used up (0.5 s ago)",
     ]
 
 

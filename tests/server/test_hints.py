@@ -6,7 +6,6 @@ import pytest
 
 from kvpool import (
     ClientConfig,
-    HintStatus,
     Pool,
     SessionReport,
     UsageError,
@@ -38,7 +37,7 @@ async def test_an_ended_session_makes_room_first(pool: Pool, pool_dev: dev.Dev) 
     old, ended = keys("old", 7), keys("ended", 7)
     await put(pool, old, "old")
     await put(pool, ended, "ended")
-    assert await pool.session("ended").end() is HintStatus.ACCEPTED
+    assert await pool.session("ended").end() is True
     await eventually(lambda: server.store.room.policy.figures.get("hints_accepted", 0) == 1)
     await put(pool, keys("new", 8))
     assert (await length(pool, old), await length(pool, ended)) == (7, 1)
@@ -50,7 +49,7 @@ async def test_a_write_tells_when_its_session_resumes(pool: Pool, pool_dev: dev.
     buffers = values(chain, SIZE)
     await pool.write(NAMESPACE, chain, buffers, session="agent", resume_in=60.0)
     assert server.store.room.policy.figures["announced_bytes"] == 4 * SIZE
-    assert await pool.session("agent").hint(resume_in=5.0) is HintStatus.ACCEPTED
+    assert await pool.session("agent").hint(resume_in=5.0) is True
     await eventually(lambda: server.store.room.policy.figures.get("hints_accepted", 0) == 2)
     await eventually(
         lambda: pool_dev.master.directory.servers.members(0.0)[0].stats.counters["sessions"] == 1
@@ -71,7 +70,7 @@ async def test_every_server_hears_a_hint(two_servers: dev.Dev) -> None:
 async def test_without_a_master_a_hint_is_refused_and_nothing_raised(pool_dev: dev.Dev) -> None:
     async with pool_dev.pool() as pool:
         await pool_dev.master.close()
-        assert await pool.session("anybody").end(timeout=0.3) is HintStatus.REFUSED
+        assert await pool.session("anybody").end(timeout=0.3) is False
         assert pool.counters["hint_refused"] == 1
 
 
@@ -128,8 +127,8 @@ async def test_without_sessions_a_hint_is_about_nothing(monkeypatch: pytest.Monk
             await pool.write(NAMESPACE, others, blocks, session="others", resume_in=60.0)
         stored = await pool.write(NAMESPACE, chain, blocks, session="agent", resume_in=1.0)
         assert stored == [WriteStatus.STORED] * 4
-        assert await session.end() is HintStatus.UNKNOWN
-        assert await session.arrived() is HintStatus.UNKNOWN
+        assert await session.end() is False
+        assert await session.arrived() is False
         assert await session.explain() == SessionReport([], [])
         match = await pool.match(NAMESPACE, chain, session="agent")
         into = [bytearray(65536) for _ in chain]

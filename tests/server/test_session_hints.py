@@ -19,7 +19,6 @@ from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
     ARRIVED,
     ROOT,
-    HintStatus,
     Namespace,
     SessionHint,
     SessionReport,
@@ -82,7 +81,7 @@ def test_what_an_ended_session_leaves_behind_goes_first(books: Books) -> None:
     old, ended = keys("old", 8), keys("ended", 8)
     books.write("old", old)
     books.write("ended", ended)
-    assert books.store.hint("ended", None, books.now) is HintStatus.ACCEPTED
+    assert books.store.hint("ended", None, books.now) is True
     books.fill(12)
     assert (books.here(old), books.here(ended)) == (8, 0)
 
@@ -228,7 +227,7 @@ def test_an_announced_session_stays_until_it_lapses() -> None:
     books.write("soon", soon)
     books.write("old", old)
     books.now += 20.0
-    assert books.store.hint("soon", 40.0, books.now) is HintStatus.ACCEPTED
+    assert books.store.hint("soon", 40.0, books.now) is True
     books.fill(12)
     assert (books.here(soon), books.here(old)) == (8, 0)
     books.now += 3 * 40.0
@@ -265,7 +264,7 @@ def test_hints_beyond_the_budget_take_no_room_from_others() -> None:
     for number in range(4):
         books.write(f"{number}", keys(f"{number}", 5))
         statuses.append(books.store.hint(f"{number}", 5.0, books.now))
-    assert statuses == [HintStatus.ACCEPTED] * 3 + [HintStatus.CLIPPED]
+    assert statuses == [True] * 3 + [False]
     books.fill(4)
     assert sum(books.here(keys(f"{number}", 5)) for number in range(4)) == 16
     assert books.store.room.policy.figures["announced_bytes"] == 16 * PAGE
@@ -287,13 +286,13 @@ def test_the_budget_of_hints_counts_whole_extents() -> None:
 
 def test_hints_are_counted_and_bounded(books: Books) -> None:
     store = books.store
-    assert store.hint("nobody", 1.0, 0.0) is HintStatus.UNKNOWN
-    assert store.hint("nobody", None, 0.0) is HintStatus.UNKNOWN
+    assert store.hint("nobody", 1.0, 0.0) is None
+    assert store.hint("nobody", None, 0.0) is None
     books.write("a", keys("a", 3))
-    assert store.hint("a", 2 * RESUME_S_MAX, books.now) is HintStatus.CLIPPED
-    assert store.hint("a", 1.0, books.now, age_s=60.0) is HintStatus.REFUSED
-    assert store.hint("a", 1.0, books.now) is HintStatus.ACCEPTED
-    assert store.hint("a", None, books.now) is HintStatus.ACCEPTED
+    assert store.hint("a", 2 * RESUME_S_MAX, books.now) is False
+    assert store.hint("a", 1.0, books.now, age_s=60.0) is False
+    assert store.hint("a", 1.0, books.now) is True
+    assert store.hint("a", None, books.now) is True
     counted = {name: n for name, n in store.room.policy.figures.items() if name.startswith("hints")}
     assert counted == {"hints_clipped": 1, "hints_refused": 1, "hints_accepted": 2}
     check_invariants(store)
@@ -303,7 +302,7 @@ def test_a_session_with_too_many_branches_is_refused() -> None:
     books = Books(LEAVES_MAX + 40)
     for number in range(LEAVES_MAX + 20):
         books.write("bush", keys(f"bush/{number}", 1))
-    assert books.store.hint("bush", 1.0, books.now) is HintStatus.REFUSED
+    assert books.store.hint("bush", 1.0, books.now) is False
     books.fill(40)
     check_invariants(books.store)
 
@@ -314,8 +313,8 @@ def test_only_so_many_sessions_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
     for number in range(15):
         books.write(f"{number}", keys(f"{number}", 1), resume_in=500.0)
     assert books.store.room.policy.figures["sessions"] == 10
-    assert books.store.hint("0", 5.0, books.now) is HintStatus.UNKNOWN
-    assert books.store.hint("14", 5.0, books.now) is not HintStatus.UNKNOWN
+    assert books.store.hint("0", 5.0, books.now) is None
+    assert books.store.hint("14", 5.0, books.now) is not None
     assert SESSIONS_MAX < 1 << 20
 
 
@@ -352,7 +351,7 @@ def test_what_was_used_just_now_outlives_what_is_announced_far_away(books: Books
 def test_each_server_hears_of_each_hint_once_and_in_order() -> None:
     log = HintLog()
     for number in range(5):
-        assert log.add(f"{number}", 1.0, 0.0) is HintStatus.ACCEPTED
+        assert log.add(f"{number}", 1.0, 0.0) is True
     first, heard = log.since(0, 3)
     rest, end = log.since(heard, 3)
     assert [hint.session for hint in (*first, *rest)] == list("01234")
@@ -363,8 +362,8 @@ def test_each_server_hears_of_each_hint_once_and_in_order() -> None:
 def test_the_ring_is_bounded_and_keeps_what_nobody_can_have_heard_yet() -> None:
     log = HintLog(kept=4)
     told = [log.add(f"{number}", None, 0.0) for number in range(6)]
-    assert told == [HintStatus.ACCEPTED] * 4 + [HintStatus.REFUSED] * 2
-    assert log.add("later", None, 10.0) is HintStatus.ACCEPTED
+    assert told == [True] * 4 + [False] * 2
+    assert log.add("later", None, 10.0) is True
     assert [hint.session for hint in log.since(0, 9)[0]] == ["1", "2", "3", "later"]
 
 
@@ -372,16 +371,16 @@ def test_what_came_of_a_hint_is_known_for_a_bounded_number_of_sessions() -> None
     log = HintLog()
     log.add("chat", 4.0, 10.0)
     log.add("chat", ARRIVED, 12.0)
-    log.answered("b", "chat", HintStatus.CLIPPED, 12.5)
-    log.answered("a", "chat", HintStatus.ACCEPTED, 11.0)
-    log.answered("a", "chat", HintStatus.REFUSED, 13.0)
-    log.answered("a", "nobody", HintStatus.ACCEPTED, 13.0)
+    log.answered("b", "chat", False, 12.5)
+    log.answered("a", "chat", True, 11.0)
+    log.answered("a", "chat", False, 13.0)
+    log.answered("a", "nobody", True, 13.0)
     report = log.explain("chat", 14.0)
     assert report.hints == [(4.0, 4.0), (2.0, ARRIVED)]
-    assert report.servers == [("a", HintStatus.REFUSED, 1.0), ("b", HintStatus.CLIPPED, 1.5)]
+    assert report.servers == [("a", False, 1.0), ("b", False, 1.5)]
     assert log.explain("nobody", 14.0) == SessionReport([], [])
     for number in range(1000):
-        log.answered(f"{number}", "chat", HintStatus.ACCEPTED, 14.0)
+        log.answered(f"{number}", "chat", True, 14.0)
     assert len(log.explain("chat", 14.0).servers) == ANSWERS_MAX
     for number in range(EXPLAINED_MAX):
         log.add(f"{number}", 1.0, 14.0)

@@ -17,7 +17,7 @@ from kvpool.errors import ConfigError
 from kvpool.protocols import ReserveRequest
 from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of, servers_up
-from kvpool.types import ROOT, HintStatus, SessionHint
+from kvpool.types import ROOT, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.server.test_tiered_store import ONE, PAGE, TWO, Server
 
@@ -107,9 +107,7 @@ def test_an_ended_session_that_goes_on_is_written() -> None:
     server = Server(16, 64, write_back=True)
     chain = keys("chain", 4)
     talk(server, "a", chain[:3])
-    assert (
-        server.stack.hint("a", None, server.now) is HintStatus.ACCEPTED
-    )  # of memory, which alone has it
+    assert server.stack.hint("a", None, server.now) is True  # of memory, which alone has it
     talk(server, "a", chain)
     for number in range(4):
         server.write(1, ONE, 0, keys(f"{number}", 4))

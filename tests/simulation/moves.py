@@ -18,7 +18,7 @@ from kvpool import admin
 from kvpool.errors import Unavailable
 from kvpool.protocols import Channel, SupportsFetch
 from kvpool.server.moves.state.fetches import FetchBudget
-from kvpool.types import DrainState, FetchStatus, Namespace, ReadStatus, WriteStatus
+from kvpool.types import MoveStatus, Namespace, ReadStatus, WriteStatus
 from tests.simulation.blocks import ONE
 from tests.support.moves import moves_of
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 #: A head for which there was no room, or no time, keeps its tail away.
-_HEAD_IS_MISSING: Final = (FetchStatus.NOT_YET, FetchStatus.NO_ROOM)
+_HEAD_IS_MISSING: Final = (MoveStatus.NOT_YET, MoveStatus.NO_ROOM)
 #: A drain has so long.
 _DRAIN_S: Final = (1.0, 4.0, 8.0)
 #: What an operation that was cancelled may take to call off its drain.
@@ -83,7 +83,7 @@ class Moves:
         began, deadline = world.loop.now, asyncio.get_running_loop().time() + within_s
         life = self._life(target)
 
-        async def ask(channel: Channel) -> list[FetchStatus]:
+        async def ask(channel: Channel) -> list[MoveStatus]:
             assert isinstance(channel, SupportsFetch)
             part = rng.randrange(namespace.parts)
             statuses = await channel.fetch(namespace, part, chain, source.name, deadline=deadline)
@@ -93,10 +93,10 @@ class Moves:
 
         statuses = await pool._servers.call(target.name, ask, deadline)
         world.note(f"fetch {source.name} > {target.name} {[int(status) for status in statuses]}")
-        if FetchStatus.FETCHED in statuses:
+        if MoveStatus.DONE in statuses:
             world.truth.probes.add("a server fetched blocks from another one")
         for head, status in itertools.pairwise(statuses):
-            if head in _HEAD_IS_MISSING and status is FetchStatus.FETCHED:
+            if head in _HEAD_IS_MISSING and status is MoveStatus.DONE:
                 world.loop.fail("chains: a tail was fetched without its head")
 
     async def leave(self, pool: Pool, rng: random.Random, node: ServerNode | None = None) -> None:
@@ -107,19 +107,19 @@ class Moves:
         # One that runs gets a new deadline, and knows what it did before that (seed 940257).
         runs = (
             node.server is not None
-            and moves_of(node.server).drainer.report().state is DrainState.RUNNING
+            and moves_of(node.server).drainer.report().state is MoveStatus.IN_PROGRESS
         )
         began = self._drains_began[life] = self._drains_began.get(life, now) if runs else now
         await admin(pool).drain(node.name, within_s=rng.choice(_DRAIN_S))
-        state = DrainState.RUNNING
+        state: MoveStatus | None = MoveStatus.IN_PROGRESS
         try:
-            while state is DrainState.RUNNING and world.loop.now < now + 9.0:
+            while state is MoveStatus.IN_PROGRESS and world.loop.now < now + 9.0:
                 await asyncio.sleep(0.2)
                 report = await admin(pool).drain_report(node.name)
                 state = report.state
-            if state is DrainState.INCOMPLETE and world.settled_since(began):
+            if state is MoveStatus.NOT_YET and world.settled_since(began):
                 self._check_left(node.name, life, report.left_blocks, began)
-            if state is DrainState.DONE and world.settled_since(began):
+            if state is MoveStatus.DONE and world.settled_since(began):
                 world.truth.probes.add("a server handed over all of its blocks")
                 self._check_handed_over(life, began)
         finally:
@@ -260,7 +260,7 @@ class Moves:
         namespace: Namespace,
         chain: Sequence[bytes],
         part: int,
-        statuses: Sequence[FetchStatus],
+        statuses: Sequence[MoveStatus],
         target: ServerNode,
         life: str,
     ) -> None:
@@ -268,7 +268,7 @@ class Moves:
         world = self._world
         for digest, status in zip(chain, statuses, strict=True):
             history = world.truth.history(namespace, digest, part)
-            if status is not FetchStatus.FETCHED or life not in history.holders:
+            if status is not MoveStatus.DONE or life not in history.holders:
                 continue
             if history.sealed.get(target.name) != history.changed_at:
                 continue  # it has left since, and came back
@@ -286,7 +286,7 @@ class Moves:
         world = self._world
         leaving = [node for node in world.servers if node.server and node.server._context.draining]
         drains = [moves_of(node.server).drainer.report().state for node in leaving if node.server]
-        if any(state is not DrainState.DONE for state in drains):
+        if any(state is not MoveStatus.DONE for state in drains):
             return  # of several, the last one checks
         lives = {self._life(node) for node in leaving}
         for key in world.truth.held_by(life):

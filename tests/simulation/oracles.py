@@ -39,7 +39,6 @@ from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
     ARRIVED,
     ROOT,
-    HintStatus,
     Namespace,
     Pin,
     ReadStatus,
@@ -410,7 +409,7 @@ class WatchedStore(Store):
 
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
-    ) -> HintStatus:
+    ) -> bool | None:
         arrivals = self.arrivals
         if arrivals is not None and resume_in is None:
             arrivals.ended(name, now)

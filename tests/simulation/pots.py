@@ -36,7 +36,7 @@ from kvpool.server.state.missed import Missed
 from kvpool.server.state.store import Store
 from kvpool.shares import Shares
 from kvpool.tombstones import Tombstones
-from kvpool.types import Cluster, HintStatus, Namespace, ReadStatus, ServerStats
+from kvpool.types import Cluster, Namespace, ReadStatus, ServerStats
 from tests.simulation.loop import SimLoop
 
 #: Who asks for all that there is, and who for little.
@@ -75,7 +75,7 @@ class Pots:
                 return self.shares.take(holder)
             case "hints":
                 session = f"@{holder}/{chance.random()}"
-                return self.hints.add(session, 1.0, self.now) is HintStatus.ACCEPTED
+                return self.hints.add(session, 1.0, self.now) is True
             case "missed":
                 before = len(self.missed.blocks)
                 self.missed.add(namespace, 0, [_key(chance)])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool.server.eviction.session import Session
 from kvpool.server.state.entry import Entry
-from kvpool.types import PrefetchStatus
+from kvpool.types import MoveStatus
 from tests.simulation.moves import WatchedBudget
 from tests.support.moves import prefetcher_of
 
@@ -30,10 +30,10 @@ class Prefetches:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def asked(self, statuses: Sequence[PrefetchStatus]) -> None:
+    def asked(self, statuses: Sequence[MoveStatus]) -> None:
         """A prompt has arrived: its blocks are read soon, perhaps."""
         self._world.note(f"prefetch {[int(status) for status in statuses]}")
-        if PrefetchStatus.COMING in statuses:
+        if MoveStatus.IN_PROGRESS in statuses:
             self._world.truth.probes.add("a prefetch was asked for")
 
     def watch(self, node: ServerNode) -> None:

@@ -12,8 +12,7 @@ import pytest
 from kvpool.types import (
     ClientUsage,
     Consumer,
-    FetchStatus,
-    HintStatus,
+    MoveStatus,
     ReadStatus,
     ServerStats,
     TierUsage,
@@ -56,9 +55,7 @@ STATUSES = {
     "part_missing no_master refused buffer_too_small not_yet tier_lost",
     WriteStatus: "stored already_stored in_progress no_space reserved deadline server_lost "
     "no_master too_large bypassed not_yet",
-    HintStatus: "accepted clipped refused unknown",
-    FetchStatus: "fetched already_here in_progress no_room not_yet gone source_lost corrupt "
-    "refused",
+    MoveStatus: "done here in_progress not_yet refused no_room gone corrupt lost",
 }
 
 

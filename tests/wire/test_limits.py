@@ -143,9 +143,7 @@ def test_limits_that_peers_rely_on_stay() -> None:
     assert (messages.ANNOUNCED_BLOCKS_MAX, messages.HINTS_MAX) == (1024, 1024)
 
 
-@pytest.mark.parametrize(
-    "kind", [types.ReadStatus, types.WriteStatus, types.HintStatus, types.FetchStatus]
-)
+@pytest.mark.parametrize("kind", [types.ReadStatus, types.WriteStatus, types.MoveStatus])
 def test_each_outcome_has_a_number_of_its_own(kind: type[enum.IntEnum]) -> None:
     assert [one.value for one in kind] == list(range(len(kind.__members__)))
 

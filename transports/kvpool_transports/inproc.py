@@ -35,11 +35,10 @@ from kvpool.types import (
     Cluster,
     DrainOrder,
     DrainReport,
-    FetchStatus,
     HoldingsPage,
+    MoveStatus,
     Namespace,
     Offer,
-    PrefetchStatus,
     ReadBlock,
     ReadResult,
     Removal,
@@ -289,7 +288,7 @@ class _InprocChannel:
         *,
         extra: bool = False,
         deadline: float,
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         async with self._connection() as connection, self._until(deadline):
             return await connection.fetch(
                 namespace, part, digests, source, extra=extra, deadline=deadline
@@ -297,7 +296,7 @@ class _InprocChannel:
 
     async def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[PrefetchStatus]:
+    ) -> list[MoveStatus]:
         async with self._connection() as connection, self._until(deadline):
             return connection.prefetch(namespace, part, digests)
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from kvpool.shares import Recent, Shares
 from kvpool.tenant_names import tenant_of
-from kvpool.types import ARRIVED, HintStatus, SessionReport
+from kvpool.types import ARRIVED, SessionReport
 
 #: Hints that are kept for servers to fetch.
 KEPT_MAX: Final = 65_536
@@ -42,7 +42,7 @@ class _SessionNews:
 
     def __init__(self) -> None:
         self.hints: dict[str, LoggedHint] = {}
-        self.answers: dict[str, tuple[HintStatus, float]] = {}
+        self.answers: dict[str, tuple[bool, float]] = {}
 
 
 class HintLog:
@@ -57,13 +57,13 @@ class HintLog:
         self._fresh_from = 1
         self._news: Recent[str, _SessionNews] = Recent(EXPLAINED_MAX)
 
-    def add(self, session: str, resume_in: float | None, now: float) -> HintStatus:
-        """Append a hint. REFUSED when its tenant has its share of the ring, or the ring is full, of
+    def add(self, session: str, resume_in: float | None, now: float) -> bool:
+        """Append a hint. False when its tenant has its share of the ring, or the ring is full, of
         hints that servers may still fetch."""
         tenant = tenant_of(session)
         self._age(now)
         if not self._fresh.take(tenant):
-            return HintStatus.REFUSED
+            return False
         hint = LoggedHint(session, resume_in, now)
         if len(self._ring) < self._kept:
             self._ring.append(hint)
@@ -74,7 +74,7 @@ class HintLog:
         news = self._news.get(tenant, session) or _SessionNews()
         self._news.put(tenant, session, news)
         news.hints[kind] = hint
-        return HintStatus.ACCEPTED
+        return True
 
     def _age(self, now: float) -> None:
         """Hints that servers have had time to fetch may be overwritten; some at a time."""
@@ -85,11 +85,11 @@ class HintLog:
             self._fresh.give_back(tenant_of(hint.session))
             self._fresh_from += 1
 
-    def answered(self, server: str, session: str, status: HintStatus, now: float) -> None:
-        """What a server made of a hint about this session."""
+    def answered(self, server: str, session: str, followed: bool, now: float) -> None:
+        """Whether a server follows the last hint about this session as it was given."""
         news = self._news.get(tenant_of(session), session)
         if news is not None and (server in news.answers or len(news.answers) < ANSWERS_MAX):
-            news.answers[server] = (status, now)
+            news.answers[server] = (followed, now)
 
     def explain(self, session: str, now: float) -> SessionReport:
         """What became of the hints about a session, as far as this master knows."""
@@ -97,8 +97,8 @@ class HintLog:
         return SessionReport(
             [(max(0.0, now - hint.received_at), hint.resume_in) for hint in news.hints.values()],
             [
-                (server, status, max(0.0, now - at))
-                for server, (status, at) in sorted(news.answers.items())
+                (server, followed, max(0.0, now - at))
+                for server, (followed, at) in sorted(news.answers.items())
             ],
         )
 

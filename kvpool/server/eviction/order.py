@@ -13,7 +13,7 @@ from typing import Any, Final
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, Inferred, Policy
 from kvpool.server.state.entry import Account, Entry, Index
-from kvpool.types import HintStatus, SessionHint
+from kvpool.types import SessionHint
 
 #: Later than the last use of any block, in microseconds.
 JUST_NOW: Final = 1 << 62
@@ -108,9 +108,9 @@ class Order:
 
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
-    ) -> HintStatus:
+    ) -> bool | None:
         """A hint, `age_s` seconds old. UNKNOWN: it is about nothing here."""
-        return HintStatus.UNKNOWN
+        return None
 
     def hint_of(self, session: Any, now: float) -> SessionHint | None:
         """What another store that gets blocks of this `Entry.session` has to know."""

@@ -32,7 +32,7 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.order import JUST_NOW, LONG_S, Order
 from kvpool.server.eviction.session import Session, Timeline, check_sessions
 from kvpool.server.state.entry import Entry, Index
-from kvpool.types import ARRIVED, OTHERS, ROOT, HintStatus, SessionHint, program_of
+from kvpool.types import ARRIVED, OTHERS, ROOT, SessionHint, program_of
 
 #: Sessions recorded at once; one more drops the session whose last write is the oldest.
 SESSIONS_MAX: Final = 65_536
@@ -217,7 +217,7 @@ class SessionAwarePolicy(Order):
 
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
-    ) -> HintStatus:
+    ) -> bool | None:
         if resume_in is None:
             return self.end(name, now)
         if resume_in == ARRIVED:
@@ -231,22 +231,22 @@ class SessionAwarePolicy(Order):
         due = session.due
         return SessionHint(session.name, None if due is None else max(0.0, due - now))
 
-    def end(self, name: str, now: float) -> HintStatus:
+    def end(self, name: str, now: float) -> bool | None:
         """The session is over: its blocks are evicted first, unless it writes again."""
         session = self._sessions.get(name)
         if session is None or not session.bytes:
-            return HintStatus.UNKNOWN
+            return None
         self._withdraw(session)
         session.ended = max(int(now * 1e6), _last_stamp(session))
         if session.leaves:
             self._ended[session] = None
-        return self._answer(HintStatus.ACCEPTED)
+        return self._answer("accepted")
 
-    def resume(self, name: str, resume_in: float, now: float, *, age_s: float = 0.0) -> HintStatus:
+    def resume(self, name: str, resume_in: float, now: float, *, age_s: float = 0.0) -> bool | None:
         """The session resumes `resume_in` seconds after the hint, which is `age_s` seconds old."""
         session = self._sessions.get(name)
         if session is None or not session.bytes:
-            return HintStatus.UNKNOWN
+            return None
         return self._announce(session, resume_in, now, age_s)
 
     def due(self, entry: Entry) -> float | None:
@@ -254,7 +254,7 @@ class SessionAwarePolicy(Order):
         session: Session | None = entry.session
         return session.due if session is not None else None
 
-    def arrive(self, name: str, now: float, *, age_s: float = 0.0) -> HintStatus:
+    def arrive(self, name: str, now: float, *, age_s: float = 0.0) -> bool | None:
         """A prompt of the session arrived `age_s` seconds ago and waits to be served.
 
         Its blocks stay, within the budget of hints, until they are used or the session writes, at
@@ -264,10 +264,10 @@ class SessionAwarePolicy(Order):
         session = self._sessions.get(name)
         if session is None:
             self._learn_gap(came, self._gone.pop(name, None))
-            return HintStatus.UNKNOWN
+            return None
         used = max(session.last_use, _last_stamp(session) / 1e6)
         if came <= used + _SAME_TIME_S or came <= session.ended / 1e6:
-            return HintStatus.ACCEPTED  # it was served before the arrival came here
+            return True  # it was served before the arrival came here
         if session.waits_since <= used:
             session.waits_since = came
             self._learn_gap(came, used)
@@ -275,17 +275,15 @@ class SessionAwarePolicy(Order):
         self._ended.pop(session, None)
         lapses = min(came + WAIT_S, session.waits_since + WAIT_S_MAX)
         if not session.bytes:
-            return HintStatus.UNKNOWN
+            return None
         if lapses <= now or len(session.leaves) >= LEAVES_MAX:
-            return self._answer(HintStatus.REFUSED)
+            return self._answer("refused")
         if session.arrived is None:
             session.arrived = session.waits_since
             self.waiting += 1
             self.counters["arrivals"] += 1
         self._expect(session, session.waits_since, lapses)
-        return self._answer(
-            HintStatus.ACCEPTED if self.announced_bytes <= self.budget else HintStatus.CLIPPED
-        )
+        return self._answer("accepted" if self.announced_bytes <= self.budget else "clipped")
 
     def is_over(self, entry: Entry) -> bool:
         """By the hints no session uses the block again: its session has ended, or it is the leaf
@@ -466,22 +464,20 @@ class SessionAwarePolicy(Order):
 
     # --- inside --------------------------------------------------------------------------
 
-    def _answer(self, status: HintStatus) -> HintStatus:
-        self.counters[f"hints_{status.name.lower()}"] += 1
-        return status
+    def _answer(self, outcome: str) -> bool:
+        self.counters[f"hints_{outcome}"] += 1
+        return outcome == "accepted"
 
-    def _announce(
-        self, session: Session, resume_in: float, now: float, age_s: float = 0.0
-    ) -> HintStatus:
+    def _announce(self, session: Session, resume_in: float, now: float, age_s: float = 0.0) -> bool:
         distance_s = min(resume_in, RESUME_S_MAX)
         lapses = now - age_s + max(_EXPIRE_S_MIN, _EXPIRE_TIMES * distance_s)
         if lapses <= now or len(session.leaves) >= LEAVES_MAX:
-            return self._answer(HintStatus.REFUSED)
+            return self._answer("refused")
         if session.arrived is not None:  # its prompt is here already, whatever was expected before
-            return self._answer(HintStatus.CLIPPED)
+            return self._answer("clipped")
         self._expect(session, now - age_s + distance_s, lapses)
         within = distance_s == resume_in and self.announced_bytes <= self.budget
-        return self._answer(HintStatus.ACCEPTED if within else HintStatus.CLIPPED)
+        return self._answer("accepted" if within else "clipped")
 
     def _expect(self, session: Session, due: float, lapses: float) -> None:
         if session.due is None:

@@ -27,7 +27,7 @@ from kvpool.server.eviction.order import JUST_NOW, Order
 from kvpool.server.state.entry import Account, Entry, Index
 from kvpool.server.state.quota import Accounts, TenantAccount
 from kvpool.tenant_names import tenant_of
-from kvpool.types import HintStatus, SessionHint
+from kvpool.types import SessionHint
 
 #: Evictions of one order between two comparisons of all.
 _TURNS: Final = 32
@@ -151,11 +151,11 @@ class TenantOrders(Order):
 
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
-    ) -> HintStatus:
+    ) -> bool | None:
         account = self.accounts.get(tenant_of(name))
         order = self._orders.get(account) if account is not None else None
         if account is None or order is None:
-            return HintStatus.UNKNOWN
+            return None
         self._dry.discard(account)
         return order.hint(name, resume_in, now, age_s=age_s)
 

@@ -30,7 +30,7 @@ from kvpool.server.moves.state.wants import BlockName
 from kvpool.types import (
     DrainOrder,
     DrainReport,
-    FetchStatus,
+    MoveStatus,
     Namespace,
     Offer,
     ServerStats,
@@ -130,13 +130,13 @@ class Moves(ServerExtension):
         *,
         extra: bool,
         deadline: float,
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         statuses = await self.fetcher.fetch(
             namespace, part, digests, source, extra=extra, deadline=deadline, tenant=peer.tenant
         )
         if extra:
             for digest, status in zip(digests, statuses, strict=True):
-                if status is FetchStatus.FETCHED:
+                if status is MoveStatus.DONE:
                     self.repair.brought_extra(BlockName(namespace, part, digest))
             self.hand_over.wake()
         return statuses

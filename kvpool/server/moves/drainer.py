@@ -15,7 +15,7 @@ from kvpool.server.moves.peer_servers import REFRESH_S, PeerServers
 from kvpool.server.moves.state.drain_plan import DrainPlanner
 from kvpool.server.moves.state.wants import name_of
 from kvpool.server.state.entry import Entry
-from kvpool.types import DrainReport, DrainState, ReadStatus
+from kvpool.types import DrainReport, MoveStatus, ReadStatus
 
 log = logs.get("kvpool.server")
 
@@ -34,14 +34,14 @@ _CHECK_STEP: Final = 1024
 class Drainer:
     """Whether this server leaves, and what of its blocks others have.
 
-    | state      | takes blocks | means                                     | next state           |
-    |------------|--------------|-------------------------------------------|----------------------|
-    | OFF        | yes          | it does not leave                         | RUNNING: `begin`     |
-    | RUNNING    | no           | others fetch its blocks                   | DONE, INCOMPLETE;    |
-    |            |              |                                           | OFF: `cancel`        |
-    | DONE       | no           | a living server has each of its blocks    | OFF: `cancel`        |
-    | INCOMPLETE | no           | the time was over, or a receiver has      | RUNNING: `begin`;    |
-    |            |              | evicted some again: these are left        | OFF: `cancel`        |
+    | state       | takes blocks | means                                    | next state           |
+    |-------------|--------------|------------------------------------------|----------------------|
+    | None        | yes          | it does not leave                        | IN_PROGRESS: `begin` |
+    | IN_PROGRESS | no           | others fetch its blocks                  | DONE, NOT_YET;       |
+    |             |              |                                          | None: `cancel`       |
+    | DONE        | no           | a living server has each of its blocks   | None: `cancel`       |
+    | NOT_YET     | no           | the time was over, or a receiver has     | IN_PROGRESS: `begin` |
+    |             |              | evicted some again: these are left       | None: `cancel`       |
 
     In each of them blocks are served and removed as ever. With `durable`, the lowest tier keeps its
     blocks when this process ends.
@@ -55,7 +55,7 @@ class Drainer:
         self._peers = peers
         self._hand_over = hand_over
         self._durable = durable
-        self._state = DrainState.OFF
+        self._state: MoveStatus | None = None
         self._planner = DrainPlanner(self._store, self._stays)
         self._deadline = 0.0
         self._keeps_file = False
@@ -68,12 +68,12 @@ class Drainer:
         With `back_in_s` the server will be back so soon, so blocks in its file stay there.
         """
         self._deadline = _now() + within_s
-        if self._state is DrainState.RUNNING:
+        if self._state is MoveStatus.IN_PROGRESS:
             if self._limit is not None and not self._limit.expired():
                 self._limit.reschedule(self._deadline)
             return
         self._keeps_file = back_in_s > 0 and self._durable
-        self._state = DrainState.RUNNING
+        self._state = MoveStatus.IN_PROGRESS
         self._context.draining = True
         self._planner = DrainPlanner(self._store, self._stays)
         log.warning("drain begins", within_s=within_s, keeps_file=self._keeps_file)
@@ -85,9 +85,9 @@ class Drainer:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        if self._state is not DrainState.OFF:
+        if self._state is not None:
             log.warning("drain is cancelled", moved_blocks=self._planner.handed.moved_blocks)
-            self._state = DrainState.OFF
+            self._state = None
             self._context.draining = False
             self._tell_masters()
 
@@ -102,7 +102,7 @@ class Drainer:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        over, self._task = self._state in (DrainState.DONE, DrainState.INCOMPLETE), None
+        over, self._task = self._state in (MoveStatus.DONE, MoveStatus.NOT_YET), None
         moved = self._planner.handed.moved
         if over and self._durable and moved:
             try:
@@ -138,7 +138,7 @@ class Drainer:
             self._limit = None
             if complete or self._deadline <= max(deadline, _now()):
                 break  # no new deadline was set meanwhile
-        self._state = DrainState.DONE if complete else DrainState.INCOMPLETE
+        self._state = MoveStatus.DONE if complete else MoveStatus.NOT_YET
         left = self.report()
         (log.warning if complete else log.error)(
             "drain is over",

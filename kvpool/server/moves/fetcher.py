@@ -24,7 +24,7 @@ from kvpool.server.moves.state.fetches import FetchBudget, Fetches, Receivers
 from kvpool.server.moves.turns import Turns
 from kvpool.types import (
     Extent,
-    FetchStatus,
+    MoveStatus,
     Namespace,
     Offer,
     ReadBlock,
@@ -60,11 +60,11 @@ _FIRST_OWNER: Final = 1 << 48
 
 _FAILURES: Final = (Unavailable, PeerError, Overloaded)
 _REFUSED: Final = {
-    WriteStatus.ALREADY_STORED: FetchStatus.ALREADY_HERE,
-    WriteStatus.IN_PROGRESS: FetchStatus.IN_PROGRESS,
+    WriteStatus.ALREADY_STORED: MoveStatus.HERE,
+    WriteStatus.IN_PROGRESS: MoveStatus.IN_PROGRESS,
 }
 #: After one of these for a block, the blocks behind it in its chain wait, too: heads come first.
-_HEAD_IS_MISSING: Final = (FetchStatus.NO_ROOM, FetchStatus.NOT_YET, FetchStatus.SOURCE_LOST)
+_HEAD_IS_MISSING: Final = (MoveStatus.NO_ROOM, MoveStatus.NOT_YET, MoveStatus.LOST)
 
 
 @dataclass(slots=True)
@@ -81,14 +81,14 @@ class FetchCall:
     until: float
     extra: bool = False
     tenant: str = ""
-    statuses: list[FetchStatus] = field(init=False)
+    statuses: list[MoveStatus] = field(init=False)
     offers: dict[int, Offer] = field(default_factory=dict)
     #: When the source was asked for each offer. Its times count from then: a step may wait for its
     #: turn for minutes, and a block must not become younger on its way.
     asked_at: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.statuses = [FetchStatus.NOT_YET] * len(self.digests)
+        self.statuses = [MoveStatus.NOT_YET] * len(self.digests)
 
     def next_step(self, waiting: list[int]) -> list[int]:
         """Take the next blocks of one session, in their order, some MiB of them; at least one."""
@@ -159,7 +159,7 @@ class Fetcher:
         extra: bool = False,
         deadline: float,
         tenant: str = "",
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         """As `Connection.fetch`, for a client of this tenant: it gets what its rate of writing and
         its share of reservations allow."""
         now = _now()
@@ -173,13 +173,13 @@ class Fetcher:
         try:
             for position, digest in enumerate(digests):
                 if self._store.peek(namespace, part, digest) is not None:
-                    call.statuses[position] = FetchStatus.ALREADY_HERE
+                    call.statuses[position] = MoveStatus.HERE
                 elif self._context.draining:
-                    call.statuses[position] = FetchStatus.REFUSED
+                    call.statuses[position] = MoveStatus.REFUSED
                 elif self.fetches.begin(namespace, part, digest):
                     begun.append(position)
                 else:
-                    call.statuses[position] = FetchStatus.IN_PROGRESS
+                    call.statuses[position] = MoveStatus.IN_PROGRESS
             if begun:
                 await self._fetch_all(call, list(begun))
         finally:
@@ -190,7 +190,7 @@ class Fetcher:
         present = any(status.present for status in call.statuses)
         if present and not await self._context.wait_until_announced(announced_by):
             call.statuses = [
-                FetchStatus.NOT_YET if status.present else status for status in call.statuses
+                MoveStatus.NOT_YET if status.present else status for status in call.statuses
             ]
         self._count(call)
         return call.statuses
@@ -224,8 +224,8 @@ class Fetcher:
             self._peers.failed(call.source, channel)
             log.info("source does not answer", source=call.source, why=str(error))
             for position, status in enumerate(call.statuses):
-                if status is FetchStatus.NOT_YET:
-                    call.statuses[position] = FetchStatus.SOURCE_LOST
+                if status is MoveStatus.NOT_YET:
+                    call.statuses[position] = MoveStatus.LOST
 
     async def _offers(self, call: FetchCall, wanted: Sequence[int], channel: Channel) -> None:
         """Ask the source what the blocks are. From now on it passes removals on to this server."""
@@ -245,7 +245,7 @@ class Fetcher:
                 call.offers[position] = offer
                 call.asked_at[position] = asked_at
             else:
-                call.statuses[position] = FetchStatus.GONE
+                call.statuses[position] = MoveStatus.GONE
 
     async def _turn(self, call: FetchCall, step: Sequence[int]) -> float | None:
         """Wait until the tenant may write, for a place among the transfers, and for the budget: the
@@ -316,13 +316,13 @@ class Fetcher:
             if self.fetches.may_seal(call.namespace, call.part, digest):
                 last_used = call.last_used(position)
                 self._store.seal(call.owner, id, offer.checksum, now, last_used=last_used)
-                call.statuses[position] = FetchStatus.FETCHED
+                call.statuses[position] = MoveStatus.DONE
             else:
-                call.statuses[position] = FetchStatus.GONE
+                call.statuses[position] = MoveStatus.GONE
 
     async def _report_corrupt(self, call: FetchCall, step: Sequence[int], channel: Channel) -> None:
         """The source verifies its copies, and drops those that are corrupt (design: checksums)."""
-        digests = [call.digests[i] for i in step if call.statuses[i] is FetchStatus.CORRUPT]
+        digests = [call.digests[i] for i in step if call.statuses[i] is MoveStatus.CORRUPT]
         if digests:
             until = min(call.until, _now() + _STEP_S)
             await channel.report_corruption(call.namespace, call.part, digests, deadline=until)
@@ -355,7 +355,7 @@ class Fetcher:
             ):  # it has evicted enough until it seals; or memory waits for the disk
                 again.append(position)
             else:
-                call.statuses[position] = _REFUSED.get(answer.status, FetchStatus.NO_ROOM)
+                call.statuses[position] = _REFUSED.get(answer.status, MoveStatus.NO_ROOM)
         return granted, again
 
     async def _read(
@@ -381,7 +381,7 @@ class Fetcher:
                 elif result.status.hit and result.size == call.offers[position].size:
                     arrived.append(position)
                 else:
-                    call.statuses[position] = FetchStatus.GONE
+                    call.statuses[position] = MoveStatus.GONE
             if len(later) == len(waiting):
                 if _now() + _ASK_AGAIN_S >= until:
                     break
@@ -396,7 +396,7 @@ class Fetcher:
         (seed,) = block_seeds(call.namespace, call.part, [digest])
         if await self._checksum(extent, seed) == call.offers[position].checksum:
             return True
-        call.statuses[position] = FetchStatus.CORRUPT
+        call.statuses[position] = MoveStatus.CORRUPT
         return False
 
     async def _checksum(self, extent: Extent, seed: int) -> int:
@@ -408,7 +408,7 @@ class Fetcher:
 
     def _count(self, call: FetchCall) -> None:
         counters = self._context.counters
-        corrupt = [i for i, one in enumerate(call.statuses) if one is FetchStatus.CORRUPT]
+        corrupt = [i for i, one in enumerate(call.statuses) if one is MoveStatus.CORRUPT]
         if corrupt:
             first = call.digests[corrupt[0]]
             log.error(
@@ -416,7 +416,7 @@ class Fetcher:
             )
         for position, status in enumerate(call.statuses):
             counters[f"fetch_{status.name.lower()}"] += 1
-            if status is FetchStatus.FETCHED:
+            if status is MoveStatus.DONE:
                 counters["fetched_bytes"] += call.offers[position].size
 
     # --- the source's half -----------------------------------------------------------------------

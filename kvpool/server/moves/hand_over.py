@@ -27,7 +27,7 @@ from kvpool.server.moves.state.wants import (
     name_of,
 )
 from kvpool.server.state.entry import Entry
-from kvpool.types import FetchStatus, ReadStatus
+from kvpool.types import MoveStatus, ReadStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -39,9 +39,9 @@ _ASK_AGAIN_S: Final = 0.02
 PAUSE_S: Final = 0.5
 
 FAILURES: Final = (Unavailable, PeerError, Overloaded)
-_FETCHED: Final = FetchStatus.FETCHED
-_AGAIN: Final = (FetchStatus.NOT_YET, FetchStatus.IN_PROGRESS)
-_REASONS: Final = {FetchStatus.SOURCE_LOST: "not reached"}
+_FETCHED: Final = MoveStatus.DONE
+_AGAIN: Final = (MoveStatus.NOT_YET, MoveStatus.IN_PROGRESS)
+_REASONS: Final = {MoveStatus.LOST: "not reached"}
 
 
 class HandOver:

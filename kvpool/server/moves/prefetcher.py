@@ -25,7 +25,7 @@ from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
 from kvpool.server.state.prefetches import HOLD_S, PrefetchedBlocks
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import TierMover
-from kvpool.types import BATCH_BLOCKS_MAX, Namespace, PrefetchStatus, ServerStats
+from kvpool.types import BATCH_BLOCKS_MAX, MoveStatus, Namespace, ServerStats
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -92,26 +92,26 @@ class Prefetcher(ServerExtension):
 
     def _prefetch(
         self, peer: Peer, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[PrefetchStatus]:
+    ) -> list[MoveStatus]:
         """As `Connection.prefetch`."""
         store, below = self._store, deque[bytes]()
         statuses = []
         for digest in digests:
             if store.front.index.peek(namespace, part, digest) is not None:
-                statuses.append(PrefetchStatus.IN_MEMORY)
+                statuses.append(MoveStatus.HERE)
             elif store.peek(namespace, part, digest) is not None:
                 below.append(digest)
-                statuses.append(PrefetchStatus.COMING)
+                statuses.append(MoveStatus.IN_PROGRESS)
             else:
-                statuses.append(PrefetchStatus.GONE)
+                statuses.append(MoveStatus.GONE)
         if below:
             chain = Chain(namespace, part, below)
             if self._task is not None and self._queue.add(chain, _now() + HOLD_S):
                 self._woken.set()
             else:
                 self._refused_blocks += len(below)
-                refused = PrefetchStatus.REFUSED
-                statuses = [refused if one is PrefetchStatus.COMING else one for one in statuses]
+                refused = MoveStatus.REFUSED
+                statuses = [refused if one is MoveStatus.IN_PROGRESS else one for one in statuses]
         return statuses
 
     # --- inside --------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import Change, Entry, Owner, Stretch
 from kvpool.server.state.store import Store
-from kvpool.types import HintStatus, Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
 #: Departures in one step of an inventory.
 _DEPARTURES_STEP: Final = 512
@@ -129,16 +129,17 @@ class Blocks:
 
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
-    ) -> HintStatus:
+    ) -> bool | None:
         """As `Store.hint`, in every tier."""
         return self.front.hint(name, resume_in, now, age_s=age_s)
 
     def hinted(
         self, hints: Sequence[tuple[str, float, float | None]], now: float
-    ) -> list[tuple[str, int]]:
-        """Apply hints (name, age in s, `resume_in`); what came of those about blocks here."""
+    ) -> list[tuple[str, bool]]:
+        """Apply hints (name, age in s, `resume_in`); of those about blocks here, whether each is
+        followed as it was given."""
         answers = [(name, self.hint(name, due, now, age_s=age_s)) for name, age_s, due in hints]
-        return [(name, int(status)) for name, status in answers if status is not HintStatus.UNKNOWN]
+        return [(name, followed) for name, followed in answers if followed is not None]
 
     def take_changes(self) -> list[Change]:
         """The changes of all tiers since the last call, in order (design: announcements)."""

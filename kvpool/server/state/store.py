@@ -28,7 +28,7 @@ from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.index import BlockIndex
 from kvpool.server.state.room import ASK_AGAIN, STEPS_MAX, BlockRoom
-from kvpool.types import Extent, HintStatus, Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
 _INDEX: Final = attrgetter("index")
 _NO_SPACE: Final = Reservation(WriteStatus.NO_SPACE)
@@ -342,7 +342,7 @@ class Store:
 
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
-    ) -> HintStatus:
+    ) -> bool | None:
         """A hint about blocks, for the order of evictions (design: session-hints)."""
         return self.room.policy.hint(name, resume_in, now, age_s=age_s)
 

@@ -40,7 +40,6 @@ from kvpool.server.state.write_back import WriteBack
 from kvpool.sorting import sorted_runs
 from kvpool.types import (
     Extent,
-    HintStatus,
     Namespace,
     Pin,
     ReadStatus,
@@ -295,12 +294,12 @@ class TieredStore(Blocks):
 
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
-    ) -> HintStatus:
+    ) -> bool | None:
         """The answer is that of the backing tier, where it counts most; of memory, if only that
         has blocks."""
         answers = [store.hint(name, resume_in, now, age_s=age_s) for store in self.stores]
         below = answers[self.backing_tier]
-        return answers[self.front_tier] if below is HintStatus.UNKNOWN else below
+        return answers[self.front_tier] if below is None else below
 
     # --- for the mover -----------------------------------------------------------------------
 

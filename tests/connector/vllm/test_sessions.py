@@ -21,7 +21,6 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from examples.vllm_two_instances import Instance, transfer
-from kvpool.types import HintStatus
 from kvpool_connector.agents import client_requests
 from tests.connector.vllm.helpers import Models
 from tests.support.local_pool import LocalPool
@@ -72,8 +71,8 @@ def test_sessions_of_real_clients_arrive_in_the_pool(
         assert sorted(_sessions(pool)) == sorted(expected)
         # The child has ended, and so has the agent; of the others nobody knows a pause yet.
         _until(lambda: _ended(pool) == {"child", "claude/agent"}, lambda: _ended(pool))
-        _until(lambda: _explained(pool) == [HintStatus.ACCEPTED], lambda: _explained(pool))
-        assert pool.ask(lambda client: client.session("thread").end()) is HintStatus.ACCEPTED
+        _until(lambda: _explained(pool) == [True], lambda: _explained(pool))
+        assert pool.ask(lambda client: client.session("thread").end()) is True
         (member,) = pool.ask(lambda client: client.members())
         assert member.stats.counters["sessions"] == len(expected)
         metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
@@ -138,11 +137,11 @@ def _ended(pool: LocalPool) -> set[str]:
     return {name for name, ended in _sessions(pool).items() if ended}
 
 
-def _explained(pool: LocalPool) -> list[HintStatus]:
+def _explained(pool: LocalPool) -> list[bool]:
     """What the servers made of the child's end, which the pool was told last."""
     report = pool.ask(lambda client: client.session("child").explain())
     assert None in [resume_in for _, resume_in in report.hints]
-    return [status for _, status, _ in report.servers]
+    return [followed for _, followed, _ in report.servers]
 
 
 def _until(holds: Callable[[], bool], shown: Callable[[], object]) -> None:

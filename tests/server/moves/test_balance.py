@@ -20,7 +20,7 @@ from kvpool.server.moves.state.share_plan import ChainOwners, RoomOfOthers
 from kvpool.server.moves.state.wants import PAUSE, BlockName, MoveView, Wants
 from kvpool.server.state.entry import Entry
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import FULL_SHARE, FetchStatus, WriteBlock
+from kvpool.types import FULL_SHARE, MoveStatus, WriteBlock
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.support.moves import (
     SIZE,
@@ -236,10 +236,10 @@ async def test_copies_stay_two_and_what_is_shared_stays() -> None:
         assert handed_over(first) == handed_over(second) == 0
 
 
-def refusing(status: FetchStatus) -> tuple[Any, asyncio.Event]:
+def refusing(status: MoveStatus) -> tuple[Any, asyncio.Event]:
     answered = asyncio.Event()
 
-    async def refuse(*args: Any, **more: Any) -> list[FetchStatus]:
+    async def refuse(*args: Any, **more: Any) -> list[MoveStatus]:
         answered.set()
         return [status] * len(args[2])
 
@@ -250,7 +250,7 @@ async def test_a_block_is_forgotten_only_when_it_was_fetched() -> None:
     async with joining() as running, running.pool() as pool:
         first, second, newcomer = running.servers
         chains = await fill(pool, first)
-        stays = {FetchStatus.NO_ROOM, FetchStatus.ALREADY_HERE, FetchStatus.CORRUPT}
+        stays = {MoveStatus.NO_ROOM, MoveStatus.HERE, MoveStatus.CORRUPT}
         for status in stays:
             refuse, answered = refusing(status)
 
@@ -277,7 +277,7 @@ async def test_what_is_stored_anew_while_another_one_fetches_stays() -> None:
         await known(running)
         fetch = moves_of(other).fetcher.fetch
 
-        async def and_meanwhile(*args: Any, **more: Any) -> list[FetchStatus]:
+        async def and_meanwhile(*args: Any, **more: Any) -> list[MoveStatus]:
             statuses = await fetch(*args, **more)
             first.stack.remove(NAMESPACE, chain[1:])
             options = WriteOptions(NAMESPACE, 0, visible=False)

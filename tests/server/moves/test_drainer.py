@@ -18,7 +18,7 @@ from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import drainer
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.shares import Shares
-from kvpool.types import DrainState, FetchStatus, Left, ReadStatus
+from kvpool.types import Left, MoveStatus, ReadStatus
 from tests.conftest import NAMESPACE, key, keys, patient, value, values
 from tests.support.moves import SIZE, assert_readable, drain, masters_know, movers, moves_of, put
 
@@ -32,7 +32,7 @@ async def test_what_a_server_had_is_read_from_the_others_when_it_has_left() -> N
         await put(pool, leaving, blocks, apart=True)
         await put(pool, others[0], blocks[:20], apart=True)  # has copies already
         report = await drain(leaving, 30.0)
-        assert report.state is DrainState.DONE
+        assert report.state is MoveStatus.DONE
         assert (report.left_blocks, report.left) == (0, ())
         assert (report.moved_blocks, report.moved_bytes) == (180, 180 * SIZE)
         await leaving.close()
@@ -54,13 +54,13 @@ async def test_a_server_that_leaves_is_read_and_gets_no_writes() -> None:
             assert leaving.stack.peek(NAMESPACE, 0, digest) is None
         status = await admin(pool).write_to(leaving.server, NAMESPACE, key("there"), b"x")
         assert status is WriteStatus.NO_SPACE
-        assert set(await fetch_into(pool, leaving, other, [key("new 1")])) == {FetchStatus.REFUSED}
+        assert set(await fetch_into(pool, leaving, other, [key("new 1")])) == {MoveStatus.REFUSED}
         await assert_readable(pool, blocks)
 
 
 async def fetch_into(
     pool: Pool, target: BlockServer, source: BlockServer, digests: Sequence[bytes]
-) -> list[FetchStatus]:
+) -> list[MoveStatus]:
     end = asyncio.get_running_loop().time() + 5
     return await pool._servers.call(
         target.server,
@@ -85,7 +85,7 @@ async def test_parts_of_a_block_are_handed_over_each() -> None:
             other._context.draining = False
         await masters_know(*running.servers)
         report = await drain(leaving, 30.0)
-        assert (report.state, report.moved_blocks) == (DrainState.DONE, 20)
+        assert (report.state, report.moved_blocks) == (MoveStatus.DONE, 20)
         await leaving.close()
         assert (await pool.match(TWO, chain)).length == 10
 
@@ -102,7 +102,7 @@ async def test_what_no_server_takes_is_left_with_its_reason_and_the_best_is_save
         into = [bytearray(SIZE) for _ in range(10)]
         await pool.read(NAMESPACE, blocks[40:50], into)  # the only ones that are newer
         report = await drain(leaving, 1.0)
-        assert report.state is DrainState.INCOMPLETE
+        assert report.state is MoveStatus.NOT_YET
         assert report.moved_blocks >= max(room, 10)
         assert report.moved_blocks == sum(
             other.stack.peek(NAMESPACE, 0, digest) is not None for digest in blocks
@@ -136,13 +136,13 @@ async def test_what_a_receiver_has_evicted_again_is_left(monkeypatch: pytest.Mon
         moves.hand_over.carry_out = carry_out_and_evict  # type: ignore[method-assign]
         leaving.stack.remove(NAMESPACE, gone[2:], ReadStatus.REMOVED, 0)  # nobody misses it
         report = await drain(leaving, 30.0)
-        assert report.state is DrainState.INCOMPLETE
+        assert report.state is MoveStatus.NOT_YET
         assert (report.moved_blocks, report.moved_bytes) == (17, 17 * SIZE)
         assert (report.left_blocks, report.total_blocks) == (2, 19)
         assert report.left == (Left(NAMESPACE.name, "evicted there", 2, 2 * SIZE),)
         moves.hand_over.carry_out = carry_out  # type: ignore[method-assign]
         report = await drain(leaving, 30.0)
-        assert (report.state, report.left_blocks, report.moved_blocks) == (DrainState.DONE, 0, 2)
+        assert (report.state, report.left_blocks, report.moved_blocks) == (MoveStatus.DONE, 0, 2)
         await leaving.close()
         await assert_readable(pool, [one for one in blocks if one != gone[2]])
 
@@ -175,7 +175,7 @@ async def test_a_master_that_does_not_say_at_the_end_what_is_there_holds_no_drai
         begun = asyncio.get_running_loop().time()
         report = await drain(leaving, within_s)
         assert asyncio.get_running_loop().time() - begun < patient(5)
-        assert report.state is DrainState.INCOMPLETE
+        assert report.state is MoveStatus.NOT_YET
         assert report.left == (Left(NAMESPACE.name, "evicted there", 1, SIZE),)[:evicted]
 
 
@@ -183,7 +183,7 @@ async def test_without_another_server_everything_is_left() -> None:
     async with movers(servers=1) as running, running.pool() as pool:
         await put(pool, running.servers[0], keys("block", 5), apart=True)
         report = await drain(running.servers[0], 0.6)
-        assert report.state is DrainState.INCOMPLETE
+        assert report.state is MoveStatus.NOT_YET
         assert report.left == (Left(NAMESPACE.name, "no other server", 5, 5 * SIZE),)
 
 
@@ -191,7 +191,7 @@ async def test_blocks_that_the_drain_had_no_time_to_look_at_are_left() -> None:
     async with movers(servers=2) as running, running.pool() as pool:
         await put(pool, running.servers[0], keys("block", 600), apart=True)
         report = await drain(running.servers[0], 1e-6)
-        assert report.state is DrainState.INCOMPLETE
+        assert report.state is MoveStatus.NOT_YET
         assert report.left == (Left(NAMESPACE.name, "not looked at", 600, 600 * SIZE),)
         assert (report.total_blocks, report.left_blocks) == (600, 600)
 
@@ -230,7 +230,7 @@ async def test_a_new_deadline_while_the_rest_is_counted_is_kept() -> None:
 
         moves_of(leaving).drainer._count_left = more_time  # type: ignore[method-assign]
         report = await drain(leaving, 1e-6)
-        assert (report.state, report.left) == (DrainState.DONE, ())
+        assert (report.state, report.left) == (MoveStatus.DONE, ())
         assert other.store.index.stored == 20
 
 
@@ -250,7 +250,7 @@ async def test_a_new_deadline_while_the_old_one_ends_is_kept() -> None:
 
         drainer._pass = slow_pass  # type: ignore[method-assign]
         report = await drain(leaving, 0.2)
-        assert (report.state, other.store.index.stored) == (DrainState.DONE, 20)
+        assert (report.state, other.store.index.stored) == (MoveStatus.DONE, 20)
 
 
 async def test_two_servers_that_leave_do_not_count_on_each_other() -> None:
@@ -260,7 +260,7 @@ async def test_two_servers_that_leave_do_not_count_on_each_other() -> None:
         await put(pool, first, blocks, apart=True)
         await put(pool, second, blocks, apart=True)
         reports = await asyncio.gather(drain(first, 30.0), drain(second, 30.0))
-        assert {report.state for report in reports} == {DrainState.DONE}
+        assert {report.state for report in reports} == {MoveStatus.DONE}
         await first.close()
         await second.close()
         assert stays.store.index.stored == 60
@@ -284,7 +284,7 @@ async def test_a_copy_on_a_server_that_is_lost_meanwhile_is_made_again() -> None
 
         hand_over._give = lose_one  # type: ignore[method-assign]
         report = await drain(leaving, 30.0)
-        assert (report.state, len(closed)) == (DrainState.DONE, 1)
+        assert (report.state, len(closed)) == (MoveStatus.DONE, 1)
         await leaving.close()
         await assert_readable(pool, blocks)
 
@@ -311,13 +311,13 @@ async def test_a_drain_that_is_cancelled_leaves_an_ordinary_server() -> None:
         blocks = keys("block", 200)
         await put(pool, leaving, blocks, apart=True)
         report = await admin(pool).drain(leaving.server, within_s=60.0)
-        assert report.state is DrainState.RUNNING
+        assert report.state is MoveStatus.IN_PROGRESS
         while (report := await admin(pool).drain_report(leaving.server)).moved_blocks == 0:
-            assert report.state is DrainState.RUNNING
+            assert report.state is MoveStatus.IN_PROGRESS
             await asyncio.sleep(0.02)
         assert 0 < report.left_blocks < 200
         report = await admin(pool).cancel_drain(leaving.server)
-        assert report.state is DrainState.OFF
+        assert report.state is None
         (member,) = [m for m in await pool.members() if m.server == leaving.server]
         assert (await admin(pool).write_to(leaving.server, NAMESPACE, key("new"), b"x")).present
         await masters_know(leaving)
@@ -340,11 +340,11 @@ async def test_a_server_that_comes_back_with_its_file_keeps_what_is_in_it(
         else:
             await admin(pool).drain(leaving.server, within_s=30.0, back_in_s=60.0)
         report = await moves_of(leaving).drainer.wait()
-        assert (report.state, report.moved_blocks) == (DrainState.DONE, 0)
+        assert (report.state, report.moved_blocks) == (MoveStatus.DONE, 0)
         assert leaving.stack.backing.index.stored == 300
         await admin(pool).cancel_drain(leaving.server)
         report = await drain(leaving, 30.0)
-        assert (report.state, report.moved_blocks) == (DrainState.DONE, 300)
+        assert (report.state, report.moved_blocks) == (MoveStatus.DONE, 300)
         await leaving.close()
         await assert_readable(pool, blocks)
 
@@ -379,7 +379,7 @@ async def test_a_file_keeps_what_may_have_no_other_copy(tmp_path: Path, why: str
         await put(pool, leaving, blocks, apart=True)
         if why == "the time was over":
             moves_of(other).fetcher.budget = FetchBudget(4 * SIZE)
-            assert (await drain(leaving, 0.5)).state is DrainState.INCOMPLETE
+            assert (await drain(leaving, 0.5)).state is MoveStatus.NOT_YET
             moved = moves_of(leaving).drainer.report().moved_blocks
             assert 0 < moved < 60
         else:
@@ -413,7 +413,7 @@ async def test_what_the_file_could_not_keep_is_handed_over_although_the_server_c
                 await admin(pool).write_to(leaving.server, namespace, digest, value(digest, SIZE))
         await admin(pool).drain(leaving.server, within_s=30.0, back_in_s=60.0)
         report = await moves_of(leaving).drainer.wait()
-        assert (report.state, report.moved_blocks) == (DrainState.DONE, 4 * 5)
+        assert (report.state, report.moved_blocks) == (MoveStatus.DONE, 4 * 5)
         await leaving.close()
         there = [len(other.stack.front.index.blocks(one, 0)) for one in blocks]
         assert sorted(there) == [0, 0, 5, 5, 5, 5]
@@ -427,7 +427,7 @@ async def test_a_block_that_is_written_when_the_drain_begins_is_handed_over() ->
         await asyncio.sleep(0)
         draining = asyncio.create_task(drain(leaving, 20.0))
         await asyncio.wait([writing])
-        assert (await draining).state is DrainState.DONE
+        assert (await draining).state is MoveStatus.DONE
         await leaving.close()
         if writing.exception() is None:
             await assert_readable(pool, blocks)
@@ -475,7 +475,7 @@ async def test_servers_that_placement_does_not_draw_are_asked_when_others_are_fu
 
         moves_of(leaving).hand_over._place = draw  # type: ignore[method-assign]
         report = await drain(leaving, 30.0)
-        assert (report.state, report.left_blocks) == (DrainState.DONE, 0)
+        assert (report.state, report.left_blocks) == (MoveStatus.DONE, 0)
         assert all(roomy.store.index.peek(NAMESPACE, 0, digest) for digest in blocks)
         await leaving.close()
         await assert_readable(pool, blocks)

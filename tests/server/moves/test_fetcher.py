@@ -19,12 +19,12 @@ from kvpool.server.moves.fetcher import FetchCall, Fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.server.tenancy import Tenancy
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import Cluster, FetchStatus, ReadStatus, SessionHint
+from kvpool.types import Cluster, MoveStatus, ReadStatus, SessionHint
 from kvpool.wire.messages import SESSION_RUNS_MAX, pack_sessions, unpack_sessions
 from tests.conftest import NAMESPACE, key, keys, values
 from tests.support.moves import SIZE, moves_of, now, put
 
-FETCHED, NOT_YET, NO_ROOM = FetchStatus.FETCHED, FetchStatus.NOT_YET, FetchStatus.NO_ROOM
+FETCHED, NOT_YET, NO_ROOM = MoveStatus.DONE, MoveStatus.NOT_YET, MoveStatus.NO_ROOM
 
 
 class Pair:
@@ -42,11 +42,11 @@ class Pair:
 
     async def fetch(
         self, digests: Sequence[bytes], source: str | None = None, within_s: float = 5.0
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         """Ask the target to fetch blocks, as any member of the cluster may."""
         name = self.source.server if source is None else source
 
-        async def ask(channel: Channel) -> list[FetchStatus]:
+        async def ask(channel: Channel) -> list[MoveStatus]:
             assert isinstance(channel, SupportsFetch)
             return await channel.fetch(NAMESPACE, 0, digests, name, deadline=now() + within_s)
 
@@ -89,25 +89,25 @@ async def test_a_server_fetches_blocks_and_serves_them(address: str) -> None:
             assert (copy.checksum, copy.parent) == (entry.checksum, entry.parent)
         match = await both.pool.match(NAMESPACE, chain)
         assert {replica.server for replica in match.runs[0].replicas} == {"dev-0", "dev-1"}
-        assert await both.fetch(chain) == [FetchStatus.ALREADY_HERE] * 100
+        assert await both.fetch(chain) == [MoveStatus.HERE] * 100
         await both.source.close()
         into = [bytearray(SIZE) for _ in chain]
         results = await both.pool.read(NAMESPACE, chain, into)
         assert all(result.status.hit for result in results)
         assert list(map(bytes, into)) == values(chain)
         counters = both.target.stats(now()).counters
-        assert (counters["fetch_fetched"], counters["fetched_bytes"]) == (100, 100 * SIZE)
+        assert (counters["fetch_done"], counters["fetched_bytes"]) == (100, 100 * SIZE)
 
 
 async def test_what_cannot_be_fetched_has_a_reason() -> None:
     async with pair() as both:
         chain = keys("chain", 3)
         await both.put(chain)
-        assert await both.fetch(chain, "nobody") == [FetchStatus.SOURCE_LOST] * 3
-        assert await both.fetch(chain, both.target.server) == [FetchStatus.SOURCE_LOST] * 3
-        assert await both.fetch([key("never written")]) == [FetchStatus.GONE]
+        assert await both.fetch(chain, "nobody") == [MoveStatus.LOST] * 3
+        assert await both.fetch(chain, both.target.server) == [MoveStatus.LOST] * 3
+        assert await both.fetch([key("never written")]) == [MoveStatus.GONE]
         await both.pool.remove(NAMESPACE, chain[1:2])
-        assert await both.fetch(chain) == [FETCHED, FetchStatus.GONE, FETCHED]
+        assert await both.fetch(chain) == [FETCHED, MoveStatus.GONE, FETCHED]
 
 
 async def test_a_tenant_that_has_blocks_fetched_pays_as_for_a_write() -> None:
@@ -121,7 +121,7 @@ async def test_a_tenant_that_has_blocks_fetched_pays_as_for_a_write() -> None:
         moves_of(both.target).fetcher.budget = FetchBudget(1e12)
         asks = both.target.connect(Peer("c", proved=Cluster(tenant="acme")))
 
-        async def fetch(first: int, last: int, within_s: float) -> list[FetchStatus]:
+        async def fetch(first: int, last: int, within_s: float) -> list[MoveStatus]:
             return await asks.fetch(mine, 0, chain[first:last], "dev-0", deadline=now() + within_s)
 
         began = now()
@@ -152,7 +152,7 @@ async def test_what_a_tenant_asks_for_and_does_not_come_costs_it_nothing() -> No
         channel.read = fails  # type: ignore[method-assign]
         asks = both.target.connect(Peer("c", proved=Cluster(tenant="acme")))
         statuses = await asks.fetch(mine, 0, chain, "dev-0", deadline=now() + 5)
-        assert statuses == [FetchStatus.SOURCE_LOST] * 8
+        assert statuses == [MoveStatus.LOST] * 8
         assert Tenancy.of(both.target).guard.rates.wait_s("acme", now()) == 0.0
         asks.close()
 
@@ -188,7 +188,7 @@ async def test_a_frozen_server_keeps_nobody_from_fetching_from_others(where: str
         assert await both.fetch(wanted, fine.server, within_s=1.0) == [FETCHED] * 12
         assert not any(task.done() for task in waits)
         never.set()
-        assert {one for task in waits for one in await task} == {FetchStatus.SOURCE_LOST}
+        assert {one for task in waits for one in await task} == {MoveStatus.LOST}
 
 
 async def test_corrupt_bytes_are_not_stored_and_leave_the_source() -> None:
@@ -198,7 +198,7 @@ async def test_corrupt_bytes_are_not_stored_and_leave_the_source() -> None:
         entry = both.source.store.index.peek(NAMESPACE, 0, chain[1])
         assert entry is not None
         both.source.tier.view(entry.offset, entry.size)[5] ^= 1  # type: ignore[attr-defined]
-        assert await both.fetch(chain) == [FETCHED, FetchStatus.CORRUPT, FETCHED]
+        assert await both.fetch(chain) == [FETCHED, MoveStatus.CORRUPT, FETCHED]
         assert both.has(both.target, chain) == [True, False, True]
         assert both.has(both.source, chain) == [True, False, True]
 
@@ -287,7 +287,7 @@ async def test_a_block_of_another_size_than_was_offered_is_not_fetched(
 
         monkeypatch.setattr(Fetcher, "_turn", replaced)
         statuses = await both.fetch(chain[:2])
-        assert statuses == [FETCHED, FetchStatus.GONE]
+        assert statuses == [FETCHED, MoveStatus.GONE]
         assert both.has(both.target, chain) == [True, False, False]
         assert both.source.store.index.peek(NAMESPACE, 0, chain[1]) is not None
 
@@ -323,7 +323,7 @@ async def test_a_block_that_is_removed_on_its_way_does_not_come_back(
             return await verify(self, *arguments)
 
         monkeypatch.setattr(fetcher_module.Fetcher, "_is_right", remove_meanwhile)
-        gone = FetchStatus.GONE
+        gone = MoveStatus.GONE
         assert await both.fetch(chain) == [FETCHED, gone, gone]
         assert removals[0].result() == [True, True]
         for server in (both.source, both.target):
@@ -341,7 +341,7 @@ async def test_the_budget_holds_and_asking_again_goes_on() -> None:
             statuses = await both.fetch(chain, within_s=1.0)
             here = both.has(both.target, chain)
             assert here == sorted(here, reverse=True), "heads first"
-            assert set(statuses) <= {FETCHED, FetchStatus.ALREADY_HERE, NOT_YET}
+            assert set(statuses) <= {FETCHED, MoveStatus.HERE, NOT_YET}
             asked += 1
             assert asked < 50
         step = fetcher_module._STEP_BLOCKS * SIZE
@@ -356,7 +356,7 @@ async def test_two_calls_fetch_a_block_once() -> None:
         first, second = await asyncio.gather(both.fetch(chain), both.fetch(chain))
         brought = first.count(FETCHED) + second.count(FETCHED)
         assert brought == 100
-        assert set(first + second) == {FETCHED, FetchStatus.IN_PROGRESS}
+        assert set(first + second) == {FETCHED, MoveStatus.IN_PROGRESS}
         assert both.target.stats(now()).counters["fetched_bytes"] == 100 * SIZE
 
 
@@ -371,7 +371,7 @@ async def test_a_caller_that_gives_up_leaves_nothing() -> None:
             await asyncio.wait([calling])
             await asyncio.sleep(0.05)
             both.check()
-        assert set(await both.fetch(chain)) <= {FETCHED, FetchStatus.ALREADY_HERE}
+        assert set(await both.fetch(chain)) <= {FETCHED, MoveStatus.HERE}
 
 
 async def test_a_source_that_ends_meanwhile_costs_a_status(
@@ -392,9 +392,9 @@ async def test_a_source_that_ends_meanwhile_costs_a_status(
         monkeypatch.setattr(fetcher_module.Fetcher, "_step", end_source)
         statuses = await both.fetch(chain)
         count = statuses.count(FETCHED)
-        assert statuses == [FETCHED] * count + [FetchStatus.SOURCE_LOST] * (100 - count)
+        assert statuses == [FETCHED] * count + [MoveStatus.LOST] * (100 - count)
         assert 0 < count < 100
-        assert await both.fetch(chain[count:]) == [FetchStatus.SOURCE_LOST] * (100 - count)
+        assert await both.fetch(chain[count:]) == [MoveStatus.LOST] * (100 - count)
 
 
 async def test_blocks_of_a_disk_are_fetched_into_memory_and_disk(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ async def test_a_master_that_is_late_keeps_the_source_from_forgetting() -> None:
         assert await both.fetch(chain, within_s=0.5) == [NOT_YET] * 3
         assert all(both.has(both.target, chain))
         may_go.set()
-        assert await both.fetch(chain) == [FetchStatus.ALREADY_HERE] * 3
+        assert await both.fetch(chain) == [MoveStatus.HERE] * 3
 
 
 async def test_a_restarted_peer_is_reached_at_its_new_address() -> None:
@@ -441,7 +441,7 @@ async def test_a_restarted_peer_is_reached_at_its_new_address() -> None:
         channel.abort()
         with pytest.raises(LinkBroken):
             await channel.remove(NAMESPACE, chain, deadline=now() + 1)
-        assert await both.fetch(chain) == [FetchStatus.SOURCE_LOST] * 3
+        assert await both.fetch(chain) == [MoveStatus.LOST] * 3
         assert await both.fetch(chain) == [FETCHED] * 3
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.errors import MasterLost
 from kvpool.server.moves.state.wants import BlockName, MovePlanner, Want
-from kvpool.types import FetchStatus
+from kvpool.types import MoveStatus
 from tests.conftest import NAMESPACE, keys
 from tests.support.moves import movers, moves_of, put
 
@@ -36,10 +36,10 @@ async def test_blocks_for_which_there_is_no_time_yet_are_asked_for_again(
         fetcher = moves_of(other).fetcher
         fetch, asked = fetcher.fetch, []
 
-        async def slowly(*arguments: Any, **named: Any) -> list[FetchStatus]:
+        async def slowly(*arguments: Any, **named: Any) -> list[MoveStatus]:
             statuses = await fetch(*arguments, **named)
             asked.append(len(statuses))
-            return statuses[:1] + [FetchStatus.NOT_YET] * (len(statuses) - 1)
+            return statuses[:1] + [MoveStatus.NOT_YET] * (len(statuses) - 1)
 
         monkeypatch.setattr(fetcher, "fetch", slowly)
         told, names = Told(), [BlockName(NAMESPACE, 0, digest) for digest in keys("again", 4)]

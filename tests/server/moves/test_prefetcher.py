@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import Pool, PrefetchStatus, ReadStatus, WriteStatus, dev
+from kvpool import MoveStatus, Pool, ReadStatus, WriteStatus, dev
 from kvpool.errors import InvariantViolated
 from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server.block_server import BlockServer
@@ -30,8 +30,8 @@ from tests.server.test_tiered_store import ONE, PAGE, Server
 from tests.support.moves import prefetcher_of
 
 BLOCK = 64 << 10
-IN_MEMORY, COMING = PrefetchStatus.IN_MEMORY, PrefetchStatus.COMING
-GONE, REFUSED = PrefetchStatus.GONE, PrefetchStatus.REFUSED
+IN_MEMORY, COMING = MoveStatus.HERE, MoveStatus.IN_PROGRESS
+GONE, REFUSED = MoveStatus.GONE, MoveStatus.REFUSED
 
 
 # --- the queue ---------------------------------------------------------------------------

@@ -14,14 +14,12 @@ from kvpool.types import (
     COPIES_MAX,
     DrainOrder,
     DrainReport,
-    DrainState,
-    FetchStatus,
     Holding,
     HoldingsPage,
     Left,
+    MoveStatus,
     Namespace,
     Offer,
-    PrefetchStatus,
     ReadStatus,
     Removal,
     RemovalCursor,
@@ -50,8 +48,7 @@ from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
 
 #: By value; calling an enum takes ten times as long.
-_FETCH: Final = tuple(FetchStatus)
-_PREFETCH: Final = tuple(PrefetchStatus)
+_MOVE: Final = tuple(MoveStatus)
 
 
 class SideRequests:
@@ -105,28 +102,18 @@ class SideRequests:
         *,
         extra: bool = False,
         deadline: float,
-    ) -> list[FetchStatus]:
+    ) -> list[MoveStatus]:
         """Ask the server to fetch blocks from the server `source`; one status each."""
         wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
         request = Fetch(*_keys(namespace, digests), part, source, wait_s, extra)
-        answer = await self._ask(request, StatusReply, deadline)
-        requests.check_count(answer.statuses, len(digests))
-        try:
-            return [_FETCH[value] for value in answer.statuses]
-        except IndexError:
-            raise BadMessage(f"{max(answer.statuses)} is not a valid FetchStatus") from None
+        return _moved(await self._ask(request, StatusReply, deadline), len(digests))
 
     async def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[PrefetchStatus]:
+    ) -> list[MoveStatus]:
         """Ask the server to bring blocks into memory; one status each."""
         request = Prefetch(*_keys(namespace, digests), part)
-        answer = await self._ask(request, StatusReply, deadline)
-        requests.check_count(answer.statuses, len(digests))
-        try:
-            return [_PREFETCH[value] for value in answer.statuses]
-        except IndexError:
-            raise BadMessage(f"{max(answer.statuses)} is not a valid PrefetchStatus") from None
+        return _moved(await self._ask(request, StatusReply, deadline), len(digests))
 
     async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
         """What the server has of the namespaces behind this one."""
@@ -150,7 +137,7 @@ class SideRequests:
         """Ask the server to hand over its blocks, or to stay, or how far it is."""
         answer = await self._ask(Drain(*order), Drained, deadline)
         try:
-            state = DrainState(answer.state)
+            state = None if answer.state is None else MoveStatus(answer.state)
         except ValueError as error:
             raise BadMessage(str(error)) from None
         return DrainReport(
@@ -172,6 +159,14 @@ class SideRequests:
 def _keys(namespace: Namespace, digests: Sequence[bytes]) -> tuple[str, int, int, bytes]:
     """The first fields of every message that names blocks."""
     return namespace.name, namespace.parts, len(digests[0]), b"".join(digests)
+
+
+def _moved(answer: StatusReply, count: int) -> list[MoveStatus]:
+    requests.check_count(answer.statuses, count)
+    try:
+        return [_MOVE[value] for value in answer.statuses]
+    except IndexError:
+        raise BadMessage(f"{max(answer.statuses)} is not a valid MoveStatus") from None
 
 
 def _offers(answer: Proposed, digests: Sequence[bytes]) -> list[Offer]:

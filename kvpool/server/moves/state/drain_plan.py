@@ -20,7 +20,7 @@ from kvpool.server.moves.state.wants import (
 )
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
-from kvpool.types import DrainReport, DrainState, Left, Namespace, ReadStatus
+from kvpool.types import DrainReport, Left, MoveStatus, Namespace, ReadStatus
 
 #: How far up its chain a block is followed, so that its head goes first. Beyond, a later block of
 #: the chain may go before an earlier one, which costs hits at worst.
@@ -222,10 +222,10 @@ class DrainPlanner(MovePlanner):
         if name in self.waiting:
             self.handed.left(name, reason, self.waiting[name])
 
-    def report(self, state: DrainState) -> DrainReport:
+    def report(self, state: MoveStatus | None) -> DrainReport:
         """How far it is, and what is left by reason."""
         lines = [Left(*line) for line in self.handed.problems()]
-        running = state is DrainState.RUNNING
+        running = state is MoveStatus.IN_PROGRESS
         return DrainReport(
             state,
             self._total,
