@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -14,6 +16,11 @@ from kvpool.config import ClientConfig, checked_client, checked_cluster
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.net.control_network import TcpNetwork
 from kvpool.types import Cluster
+
+#: What makes the class of a pool that begins spans, where the environment has this variable.
+TRACED: Final = {
+    "KVPOOL_OTEL": "kvpool.client.traced_pool:pool_class",
+}
 
 
 async def connect(
@@ -76,8 +83,9 @@ async def _connect(config: ClientConfig, cluster: Cluster) -> Pool:
 
 def _pool_class() -> Callable[..., Pool]:
     """One that begins spans, where the environment asks for them."""
-    if "KVPOOL_OTEL" not in os.environ:
-        return Pool
-    from kvpool.client.traced_pool import pool_class
-
-    return pool_class()
+    for variable, where in TRACED.items():
+        if variable in os.environ:
+            module, _, function = where.partition(":")
+            made: Callable[..., Pool] = getattr(import_module(module), function)()
+            return made
+    return Pool

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvpool.arguments import as_int
+from kvpool.client.block_transfers import block_transfers
 from kvpool.client.buffers import BufferLike, check_one_for_each, normalize_buffers
 from kvpool.client.context import ClientContext
 from kvpool.client.extension import ClientExtensions, ClientParts
@@ -52,9 +53,6 @@ from kvpool.types import (
 )
 
 if TYPE_CHECKING:
-    from kvpool.client.device_direct import Devices, DirectReads
-    from kvpool.client.device_staging import Staging
-    from kvpool.client.device_writes import DirectWrites
     from kvpool.client.pool_events import EventPosition, EventReader
 
 
@@ -117,29 +115,15 @@ class Pool:
         self.durations = servers.durations
         self._context = ClientContext(config, cluster.tenant, masters, servers, counters)
         lookup = self._context.lookup
-        self._device_staging: Staging | None = None
-        self._device_work: list[Devices] = []  # of reads, and of writes
-        self._direct_reads: DirectReads | None = None
-        self._direct_writes: DirectWrites | None = None
+        self._memory = memory = block_transfers(config, self._context)
         locations = LocationCache()
         rates = ReadRates()
-        self._reader = reader = Reader(
-            config, lookup, servers, locations, self._staging, self._direct, rates, counters
-        )
+        self._reader = reader = Reader(config, lookup, servers, locations, memory, rates, counters)
         versions = Versions(lookup, reader, servers, counters)
         parts = ClientParts(self._context, rates, on_apart=[])
         self._extensions = ClientExtensions(parts)
         self._writer = Writer(
-            host.id,
-            masters,
-            servers,
-            locations,
-            versions,
-            parts.on_apart,
-            self._staging,
-            config.device_path,
-            self._direct_writer,
-            counters,
+            host.id, masters, servers, locations, versions, parts.on_apart, memory, counters
         )
 
     def __repr__(self) -> str:
@@ -472,10 +456,7 @@ class Pool:
             await self._extensions.close()
             await self._servers.close()
             self._context.masters.close()
-            if self._device_staging is not None:
-                self._device_staging.close()
-            for devices in self._device_work:
-                devices.close()
+            self._memory.close()
             if self._own_network is not None:
                 self._own_network.close()
                 await self._own_network.wait_closed()
@@ -488,45 +469,6 @@ class Pool:
         if session or resume_in is not None:
             return SessionHint(self._context.own_session(session), resume_in)
         return None
-
-    def _staging(self) -> Staging:
-        """The pinned memory for blocks on devices; its module loads numpy (design: layout)."""
-        self._context.check_open()  # a call that was running when the pool was closed
-        if self._device_staging is None:
-            from kvpool.client.device_staging import Staging
-
-            self._device_staging = Staging(self._config.device_staging, self.counters)
-        return self._device_staging
-
-    def _direct(self) -> DirectReads:
-        """What direct reads need; its modules load numpy (design: layout)."""
-        self._context.check_open()
-        if self._direct_reads is None:
-            from kvpool.client.device_direct import DirectReads
-
-            self._direct_reads = DirectReads(self._devices(), self.counters)
-        return self._direct_reads
-
-    def _direct_writer(self) -> DirectWrites:
-        """What direct writes need, as `_direct`."""
-        self._context.check_open()
-        if self._direct_writes is None:
-            from kvpool.client.device_writes import DirectWrites
-
-            self._direct_writes = DirectWrites(
-                self._config.device_path,
-                self._servers,
-                self._devices(),
-                self._staging,
-                self.counters,
-            )
-        return self._direct_writes
-
-    def _devices(self) -> Devices:
-        from kvpool.client.device_direct import Devices
-
-        self._device_work.append(Devices())
-        return self._device_work[-1]
 
 
 async def _remove(

@@ -12,20 +12,20 @@ import enum
 import functools
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvpool import logs
-from kvpool.client.buffers import Buffers, DeviceBlock, HostRows
+from kvpool.client.buffers import Buffers, DeviceBlock
 from kvpool.client.idle_timeout import InactivityTimer, ServerUnresponsive
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.read_rates import MEASURED_BYTES_MIN, ReadRates
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.ways import Attempt, Ways, group_by_server
-from kvpool.config import AUTO, DIRECT, STAGED, ClientConfig
+from kvpool.config import ClientConfig
 from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
@@ -34,23 +34,9 @@ from kvpool.errors import (
     PeerError,
     Unavailable,
 )
-from kvpool.protocols import (
-    Channel,
-    DeviceArrival,
-    DeviceReadBlock,
-    ReadOptions,
-    SupportsDeviceRead,
-    View,
-)
+from kvpool.protocols import Channel, ReadOptions, View
 from kvpool.runtime import task_group
 from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus, rows_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvpool.client.device_direct import DirectReads
-    from kvpool.client.device_staging import Staging
-    from kvpool.device.thread import DeviceFailed
 
 log = logs.get("kvpool.client")
 
@@ -58,6 +44,16 @@ log = logs.get("kvpool.client")
 _HIT, _NOT_YET, _CORRUPT = ReadStatus.HIT, ReadStatus.NOT_YET, ReadStatus.CORRUPT
 #: A server that hands over a block has evicted it: another one may have it (design: movers).
 _EVICTED = ReadStatus.EVICTED
+
+
+class Asker(Protocol):
+    """Asks servers for those blocks of one read that do not come into memory of the host."""
+
+    def takes(self, position: int) -> bool:
+        """Whether it asks for the block at this position now."""
+
+    async def ask(self, attempt: Attempt, hedged: bool) -> list[ReadResult]:
+        """One message to one server, and what came of it, as `Reader._ask`."""
 
 
 class LocationSource(enum.Enum):
@@ -101,12 +97,7 @@ class ReadState:
     unresponsive: set[str] = field(default_factory=set)  # each is given `attempt_s` from now on
     given_up: set[str] = field(default_factory=set)  # not asked again in this read
     corrupt: dict[str, dict[bytes, None]] = field(default_factory=dict)
-    #: Memory on devices that blocks are received into directly, while that is tried.
-    direct: dict[int, torch.Tensor] = field(default_factory=dict)
-    #: Servers that did not bring a block directly, and may through the host: best last.
-    indirect: dict[int, list[str]] = field(default_factory=dict)
-    #: Blocks that came directly with wrong bytes.
-    direct_corrupt: set[int] = field(default_factory=set)
+    asker: Asker | None = None  # of blocks that do not come into memory of the host
 
     def is_hedged(self, attempt: Attempt) -> bool:
         """Whether to leave that server after `hedge_s`: another replica may exist.
@@ -137,9 +128,15 @@ class ReadState:
         return hits
 
 
+class ReadsElsewhere(Protocol):
+    """Reads what is not for memory of the host: `BlockTransfers`."""
+
+    async def read(self, reader: Reader, state: ReadState, blocks: dict[int, DeviceBlock]) -> None:
+        """Read these blocks, by position, and set their results in `state`."""
+
+
 class Reader:
-    """Reads of one client. `staging` makes the pinned memory when a read first needs it, `direct`
-    what direct reads need."""
+    """Reads of one client. `memory` reads what is not for memory of the host."""
 
     def __init__(
         self,
@@ -147,20 +144,16 @@ class Reader:
         lookup: Lookup,
         servers: Servers,
         locations: LocationCache,
-        staging: Callable[[], Staging],
-        direct: Callable[[], DirectReads],
+        memory: ReadsElsewhere,
         rates: ReadRates,
         counters: Counter[str],
     ) -> None:
         self._config = config
-        self._path = config.device_path
-        self._staging_logged = False
         self._lookup = lookup
         self._rates = rates
         self._servers = servers
         self._locations = locations
-        self._staging = staging
-        self._direct = direct
+        self._memory = memory
         self._counters = counters
         self._loop = asyncio.get_running_loop()
 
@@ -197,7 +190,7 @@ class Reader:
         if cached or (match is not None and any(one.status is _EVICTED for one in results)):
             await self._refetch_from_masters(state)
         if state.corrupt:
-            await self._report_corruption(state)
+            await self.report_corruption(state)
         self._count(results)
         return results
 
@@ -221,7 +214,7 @@ class Reader:
         state = ReadState(options, digests, *buffers, results, candidates, deadline, source)
         await self._fetch_all(state, range(len(digests)))
         if state.corrupt:
-            await self._report_corruption(state)
+            await self.report_corruption(state)
         return results
 
     @asynccontextmanager
@@ -270,130 +263,17 @@ class Reader:
     async def _fetch_all(self, state: ReadState, positions: Sequence[int]) -> None:
         """Blocks for the host's memory as they come, those for a device directly or staged."""
         if not state.device:
-            await self._fetch(state, positions)
+            await self.fetch(state, positions)
             return
-        await self._fetch(state, [i for i in positions if i not in state.device])
+        await self.fetch(state, [i for i in positions if i not in state.device])
         # Only for those that have a server: nothing is even made for the others.
         blocks = {
             i: state.device[i] for i in positions if i in state.device and state.candidates[i]
         }
-        if blocks and self._path != STAGED:
-            blocks = await self._fetch_direct(state, blocks)
         if blocks:
-            await self._fetch_staged(state, blocks)
-            self._distrust_direct(state)
+            await self._memory.read(self, state, blocks)
 
-    async def _fetch_staged(self, state: ReadState, blocks: Mapping[int, DeviceBlock]) -> None:
-        """Through pinned memory of the host."""
-
-        async def fetch_rows(rows: HostRows) -> Mapping[int, ReadResult]:
-            for position, row in rows.items():  # rows of the host stand in for the device's
-                state.host[position] = row
-            await self._fetch(state, list(rows))
-            return {position: state.results[position] for position in rows}
-
-        # A hit counts when the device has the bytes, so results are set again here.
-        staged = await self._staging().read(blocks, fetch_rows, state.deadline)
-        for position, result in staged.items():
-            state.results[position] = result
-
-    async def _fetch_direct(
-        self, state: ReadState, blocks: dict[int, DeviceBlock]
-    ) -> dict[int, DeviceBlock]:
-        """From the network into the devices; returns the blocks that are to be staged instead."""
-        # not at the top (design: layout)
-        from kvpool.client import device_direct
-        from kvpool.device.thread import DeviceFailed
-
-        if self._path == DIRECT:
-            device_direct.check_sizes(blocks, "read")
-            chosen = blocks
-        else:
-            chosen = {
-                i: block
-                for i, block in blocks.items()
-                if device_direct.fits(block)
-                and self._servers.reaches_devices(state.candidates[i][-1], only_fabrics=True)
-                and self._direct().is_ready(block)
-            }
-            self._log_what_is_staged(len(blocks) - len(chosen))
-
-        async def fetch_rows(rows: device_direct.DeviceTargets) -> Mapping[int, ReadResult]:
-            state.direct.update(rows)
-            try:
-                await self._fetch(state, list(rows))
-            finally:
-                for position in rows:
-                    del state.direct[position]
-            return {position: state.results[position] for position in rows}
-
-        if not chosen:
-            return blocks
-        candidates = {i: list(state.candidates[i]) for i in chosen}
-        try:
-            found = await self._direct().read(chosen, fetch_rows, state.deadline)
-        except DeviceFailed as error:
-            if self._path == DIRECT:
-                raise
-            self._give_up_direct(state, candidates, error)
-            return blocks
-        for position, result in found.items():
-            state.results[position] = result
-        left = {i: block for i, block in blocks.items() if i not in chosen}
-        if state.direct_corrupt and self._path == AUTO:
-            await self._acquit_the_way(state)
-        for position, servers in state.indirect.items():
-            if state.results[position].status is not _HIT:
-                state.candidates[position] += servers
-                left[position] = blocks[position]
-        state.indirect.clear()
-        return left
-
-    def _log_what_is_staged(self, blocks: int) -> None:
-        """Once: who chose `auto` learns that it is of no use for some blocks, and why."""
-        if blocks and not self._staging_logged:
-            self._staging_logged = True
-            why = self._servers.device_lack or (
-                "their servers are on this host, or no network card is known to reach them, or "
-                "triton is not installed or still compiles, or they are large and in pieces"
-            )
-            log.info("blocks for devices are staged", device_path=AUTO, blocks=blocks, why=why)
-
-    def _give_up_direct(
-        self, state: ReadState, candidates: Mapping[int, list[str]], error: DeviceFailed
-    ) -> None:
-        """All once more, through the host: what has come is in rows that nobody has verified."""
-        if self._path != STAGED:
-            self._path = STAGED
-            log.warning("direct reads failed: staged from now on", error=str(error))
-        for position, servers in candidates.items():
-            state.candidates[position] = servers
-            state.results[position] = ReadResult(ReadStatus.DEADLINE)
-        state.indirect.clear()
-        state.direct_corrupt.clear()
-
-    async def _acquit_the_way(self, state: ReadState) -> None:
-        """Have servers look at their copies before these are read once more: then a wrong one may
-        be gone, and another right, and nobody could say what was wrong."""
-        confirmed = await self._report_corruption(state)
-        state.corrupt.clear()
-        state.direct_corrupt = {
-            i for i in state.direct_corrupt if state.digests[i] not in confirmed
-        }
-
-    def _distrust_direct(self, state: ReadState) -> None:
-        """Bytes that were wrong on the device and right on the host: the server is well, and the
-        way to the device is not."""
-        wrong = [i for i in state.direct_corrupt if state.results[i].status is _HIT]
-        if wrong and self._path == AUTO:
-            self._path = STAGED
-            log.error(
-                "direct reads gave wrong bytes, which were not used: staged from now on",
-                blocks=len(wrong),
-                advice="make gpu-acceptance, and client.device_path: staged",
-            )
-
-    async def _fetch(self, state: ReadState, positions: Sequence[int]) -> None:
+    async def fetch(self, state: ReadState, positions: Sequence[int]) -> None:
         """Attempt after attempt, until the blocks are read or have no candidate left."""
         ways = Ways(
             *(state.candidates, state.sizes, state.results, state.unresponsive),
@@ -458,8 +338,8 @@ class Reader:
 
     async def _ask(self, state: ReadState, attempt: Attempt, hedged: bool) -> list[ReadResult]:
         """One message to one server, and what came of it; its failure is a result, too."""
-        if attempt.positions[0] in state.direct:
-            return await self._ask_direct(state, attempt, hedged)
+        if state.asker is not None and state.asker.takes(attempt.positions[0]):
+            return await state.asker.ask(attempt, hedged)
         server, positions, _ = attempt
         blocks = rows_of(
             ReadBlock,
@@ -468,7 +348,7 @@ class Reader:
             [state.sizes[i] for i in positions],
         )
         try:
-            async with self._timer(state, attempt, hedged) as timer:
+            async with self.timer(state, attempt, hedged) as timer:
                 options = state.options._replace(idle_timeout=timer)
                 return await self._servers.call(
                     server,
@@ -477,49 +357,9 @@ class Reader:
                     "read",
                 )
         except (Unavailable, PeerError, Overloaded) as error:
-            return self._failed(state, attempt, hedged, error)
+            return self.failed(state, attempt, hedged, error)
 
-    async def _ask_direct(
-        self, state: ReadState, attempt: Attempt, hedged: bool
-    ) -> list[ReadResult]:
-        """The same for memory on devices, where the blocks are verified once they are there."""
-        server, positions, _ = attempt
-        blocks = [DeviceReadBlock(state.digests[i], state.direct[i]) for i in positions]
-        only_fabrics = self._path == AUTO
-        try:
-            async with self._timer(state, attempt, hedged) as timer:
-                options = state.options._replace(idle_timeout=timer)
-                arrivals = await self._servers.device_call(
-                    server,
-                    functools.partial(_receive, options, blocks, state.deadline),
-                    state.deadline,
-                    only_fabrics=only_fabrics,
-                    counted_as="read",
-                )
-        except (Unavailable, PeerError, Overloaded) as error:
-            if isinstance(error, ServerUnresponsive):
-                self._servers.avoid_device_paths(server)  # the lane may be at fault
-            elif only_fabrics and not isinstance(error, DeadlineExceeded):
-                self._note_indirect(state, attempt)
-            return self._failed(state, attempt, hedged, error)
-        # Outside of the timer, and no error of a device is one of the server.
-        try:
-            results = await self._direct().verify(options, blocks, arrivals, state.deadline)
-        except DeadlineExceeded:
-            return [ReadResult(ReadStatus.DEADLINE)] * len(positions)
-        wrong = [i for i, one in zip(positions, results, strict=True) if one.status is _CORRUPT]
-        self._counters["direct_corrupt"] += len(wrong)
-        if only_fabrics and wrong:
-            # Is the server's copy wrong, or the way to this device? The next look is the host's.
-            state.direct_corrupt.update(wrong)
-            self._note_indirect(state, Attempt(server, wrong))
-        return results
-
-    def _note_indirect(self, state: ReadState, attempt: Attempt) -> None:
-        for position in attempt.positions:
-            state.indirect.setdefault(position, []).insert(0, attempt.server)
-
-    def _timer(self, state: ReadState, attempt: Attempt, hedged: bool) -> InactivityTimer:
+    def timer(self, state: ReadState, attempt: Attempt, hedged: bool) -> InactivityTimer:
         """A server that has the only copy is worth a longer wait (design: hedging). If only the
         cache says so, a master is asked meanwhile: there may be others by now."""
         silence_s = self._config.hedge_s if hedged else self._config.attempt_s
@@ -539,7 +379,7 @@ class Reader:
         )
         return any(server != attempt.server for servers in candidates for server in servers)
 
-    def _failed(
+    def failed(
         self, state: ReadState, attempt: Attempt, hedged: bool, error: KvpoolError
     ) -> list[ReadResult]:
         """The misses of a call that failed.
@@ -588,7 +428,7 @@ class Reader:
                 state.results[position] = result
         await self._fetch_all(state, missing)
 
-    async def _report_corruption(self, state: ReadState) -> set[bytes]:
+    async def report_corruption(self, state: ReadState) -> set[bytes]:
         """Have each server check its copies itself: only the server removes a block. Returns
         those of which one was wrong."""
         namespace, part = state.options.namespace, state.options.part
@@ -617,14 +457,6 @@ async def _report_to(
     namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float, channel: Channel
 ) -> list[bool]:
     return await channel.report_corruption(namespace, part, digests, deadline=deadline)
-
-
-async def _receive(
-    options: ReadOptions, blocks: Sequence[DeviceReadBlock], deadline: float, channel: Channel
-) -> list[DeviceArrival]:
-    if not isinstance(channel, SupportsDeviceRead):
-        raise Overloaded("this transport receives nothing into memory on devices")
-    return await channel.read_to_device(options, blocks, deadline=deadline)
 
 
 def miss_reason(error: KvpoolError) -> ReadStatus:

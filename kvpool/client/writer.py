@@ -5,28 +5,23 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
-from kvpool.client import buffers as memory
-from kvpool.client.buffers import Buffers, HostRows
+from kvpool.client.block_transfers import BlockTransfers
+from kvpool.client.buffers import Buffers, HostRows, batches
 from kvpool.client.extension import OnApart
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
 from kvpool.client.versions import SourceBlock, Versions, WrittenBlock, differing, rounds
-from kvpool.config import STAGED
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import DeviceWriteBlock, WriteOptions
 from kvpool.runtime import task_group
 from kvpool.shares import Recent
 from kvpool.types import WriteBlock, WriteStatus, rows_of
 from kvpool.wire import messages as wire
-
-if TYPE_CHECKING:
-    from kvpool.client.device_staging import Staging
-    from kvpool.client.device_writes import DirectWrites
 
 T = TypeVar("T")
 
@@ -138,10 +133,8 @@ class BatchState:
 
 
 class Writer:
-    """Writes of one client, which runs on the host with this id.
-
-    `staging` makes the pinned memory when a write first needs it, `direct` what direct writes need.
-    """
+    """Writes of one client, which runs on the host with this id. `memory` writes what is not in
+    memory of the host."""
 
     def __init__(
         self,
@@ -151,9 +144,7 @@ class Writer:
         locations: LocationCache,
         versions: Versions,
         on_apart: Sequence[OnApart],
-        staging: Callable[[], Staging],
-        device_path: str,
-        direct: Callable[[], DirectWrites],
+        memory: BlockTransfers,
         counters: Counter[str],
     ) -> None:
         self._host = host
@@ -162,9 +153,7 @@ class Writer:
         self._locations = locations
         self._versions = versions
         self._on_apart = on_apart
-        self._staging = staging
-        self._device_path = device_path
-        self._direct = direct
+        self._memory = memory
         self._counters = counters
         #: Where this client wrote the last block of a chain, by namespace and digest.
         self._ends: Recent[bytes, str] = Recent(_ENDS_KEPT)
@@ -195,18 +184,14 @@ class Writer:
             return dict(zip(rows, written, strict=True))
 
         statuses = await send({i: views for i, views in enumerate(host) if i not in device})
-        if device and self._device_path != STAGED:
-            direct = self._direct()
-            chosen, device = direct.choose(device)
-            names = {i: (digests[i], parents[i]) for i in chosen}
+        if device:
+            names = {i: (digests[i], parents[i]) for i in device}
             write_blocks = functools.partial(
                 self._write_blocks, options, copies=copies, deadline=deadline
             )
-            written = await direct.write(options, names, chosen, write_blocks, deadline)
-            statuses |= written
-            device |= {i: block for i, block in chosen.items() if i not in written}
-        if device:
-            statuses |= await self._staging().write(device, send, deadline)
+            statuses |= await self._memory.write(
+                options, names, device, write_blocks, send, deadline
+            )
         for value, count in Counter(map(int, statuses.values())).items():
             status = _STATUSES[value]
             self._counters[f"write_{status.name.lower()}"] += count
@@ -273,7 +258,7 @@ class Writer:
     ) -> list[WriteStatus]:
         """As many as there are, in batches; what follows one that is late is late, too."""
         statuses = [WriteStatus.DEADLINE] * len(blocks)
-        for group in memory.batches(range(len(blocks)), [block.size for block in blocks]):
+        for group in batches(range(len(blocks)), [block.size for block in blocks]):
             written = await self._write_batch(options, [blocks[i] for i in group], copies, deadline)
             for position, status in zip(group, written, strict=True):
                 statuses[position] = status
@@ -471,7 +456,7 @@ class Writer:
         if isinstance(blocks[0], DeviceWriteBlock):
             on_device = cast("Sequence[DeviceWriteBlock]", blocks)
             from_host = functools.partial(self._write_from_host, server, options, deadline=deadline)
-            return await self._direct().write_to(server, options, on_device, from_host, deadline)
+            return await self._memory.write_to(server, options, on_device, from_host, deadline)
         on_host = cast("Sequence[WriteBlock]", blocks)
         return await self._write_from_host(server, options, on_host, deadline)
 

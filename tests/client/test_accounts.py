@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
 from kvpool import ClientConfig, ReadResult, ReadStatus, WriteStatus
 from kvpool.client import buffers as memory
+from kvpool.client.block_transfers import BlockTransfers
 from kvpool.client.buffers import Buffers
-from kvpool.client.device_direct import DirectReads
 from kvpool.client.device_staging import Staging
-from kvpool.client.device_writes import DirectWrites
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
@@ -139,8 +138,7 @@ def reader(servers: ScriptedServers, lookup: ScriptedLookup, **settings: float) 
         cast(Lookup, lookup),
         cast(Servers, servers),
         LocationCache(),
-        cast(Callable[[], Staging], None),
-        cast(Callable[[], DirectReads], None),
+        cast(BlockTransfers, None),
         ReadRates(),
         Counter(),
     )
@@ -284,9 +282,7 @@ async def write(
         locations,
         cast(Versions, None),  # with one server there is one version
         [],  # and no other server that could have the parent
-        cast(Callable[[], Staging], None),
-        "staged",
-        cast(Callable[[], DirectWrites], None),
+        cast(BlockTransfers, None),
         Counter(),
     )
     chain = keys("chain", count)

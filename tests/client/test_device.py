@@ -69,7 +69,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[DeviceThread]:
 
     monkeypatch.setattr(staging, "DeviceThread", late)
     monkeypatch.setattr(staging, "pinned", pinned)
-    monkeypatch.setattr("kvpool.client.buffers.record_event", lambda *_: Past())
+    monkeypatch.setattr("kvpool.client.device_buffers.record_event", lambda *_: Past())
     return made
 
 
@@ -184,7 +184,7 @@ async def test_many_calls_share_the_staging_memory(tcp: Pool) -> None:
     reads = [tcp.read(NAMESPACE, [d], [t]) for d, t in zip(chain, targets, strict=True)]
     assert all(hits([result for (result,) in await asyncio.gather(*reads)]))
     assert [content(target) for target in targets] == data
-    assert not tcp._device_staging._used
+    assert not tcp._memory.pinned._used
 
 
 async def test_blocks_are_sent_in_order_while_others_cross(
@@ -311,7 +311,7 @@ async def test_a_copy_waits_for_what_its_caller_asked_the_device_for(
     monkeypatch.setattr(Past, "passed", False)
     writing = asyncio.ensure_future(tcp.write(NAMESPACE, chain, [source]))
     await asyncio.sleep(0.05)
-    assert not tcp._device_staging._used  # it holds nothing that others wait for
+    assert not tcp._memory.pinned._used  # it holds nothing that others wait for
     source.as_subclass(torch.Tensor).copy_(on_gpu(value(name, SIZE)).as_subclass(torch.Tensor))
     monkeypatch.setattr(Past, "passed", True)
     assert await writing == [WriteStatus.STORED]
@@ -354,7 +354,7 @@ async def test_a_call_that_is_cancelled_or_late_waits_for_the_device(
     else:
         (ended,) = await call
         assert (ended.status if reads else ended).name == "DEADLINE"
-    assert not tcp._device_staging._used
+    assert not tcp._memory.pinned._used
 
 
 async def test_closing_the_pool_ends_its_calls(tcp: Pool, threads: list[DeviceThread]) -> None:
@@ -389,7 +389,7 @@ async def test_an_error_of_the_device_is_told(
     got = bytearray(SIZE)
     assert hits(await tcp.read(NAMESPACE, chain, [got])) == [True]
     assert got == value(name, SIZE)
-    assert not tcp._device_staging._used
+    assert not tcp._memory.pinned._used
 
 
 async def test_an_error_of_the_callers_own_work_is_told(
@@ -415,7 +415,7 @@ def test_threads_have_streams_of_their_own(
         marked.append(threading.current_thread().name)
         return Past()
 
-    monkeypatch.setattr("kvpool.client.buffers.record_event", mark)
+    monkeypatch.setattr("kvpool.client.device_buffers.record_event", mark)
     with sync.connect(dev_in_thread.address) as pool:
         chain = keys("thread", 2)
         data = values(chain, SIZE)
@@ -515,8 +515,8 @@ async def test_memory_that_is_pinned_too_late_is_given_back(
     with pytest.raises(Closed):
         await writing
     assert [thread._closed for thread in threads] == [True, True]
-    assert pool._device_staging is not None
-    assert pool._device_staging._pinned is None
+    assert pool._memory.pinned is not None
+    assert pool._memory.pinned._pinned is None
 
 
 async def test_pinned_memory_that_cannot_be_had(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from kvpool import (
     dev,
 )
 from kvpool.client import device_direct as direct
-from kvpool.client import device_writes, reader
+from kvpool.client import device_transfers, device_writes
 from kvpool.client.buffers import DeviceBlock
 from kvpool.client.servers import Servers
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned
@@ -151,7 +151,7 @@ async def test_blocks_are_received_into_the_device(
     for target, block in zip(targets, data, strict=True):
         assert joined(gpu, target if isinstance(target, list) else [target]) == block
     assert client.counters["direct_read_bytes"] == client.counters["read_bytes"] == 9 * SIZE
-    assert client._device_staging is None  # no pinned memory was even made
+    assert client._memory.pinned is None  # no pinned memory was even made
 
 
 async def test_a_batch_is_hashed_in_steps_without_kernels(
@@ -343,7 +343,10 @@ async def compiled(pool: Pool, gpu: FakeGpu) -> None:
     """Both devices have their kernels."""
     for number in range(2):
         block = DeviceBlock((gpu.tensor(b"-", number),), 1, ())
-        for devices in (pool._direct()._devices, pool._direct_writer()._devices):
+        for devices in (
+            pool._memory.direct_reads()._devices,
+            pool._memory.direct_writes()._devices,
+        ):
             await eventually(lambda devices=devices, block=block: devices.is_ready(block))
 
 
@@ -444,7 +447,7 @@ async def test_auto_without_a_fabric_is_staged_and_says_so_once(
         async with served.pool(configured(served, "auto", *transports)) as pool:
             await pool.write(NAMESPACE, chain, values(chain, SIZE))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(reader, "log", Log())
+                patch.setattr(device_transfers, "log", Log())
                 for _ in range(2):
                     targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
                     assert labels(await pool.read(NAMESPACE, chain, targets)) == ["hit"] * 2
@@ -627,7 +630,7 @@ async def still(client: Pool, gpu: FakeGpu, targets: Sequence[Any]) -> None:
     """Nothing writes into this memory any more, and the next read is well."""
     before = [gpu.content(piece) for target in targets for piece in target]
     await asyncio.sleep(0.02)
-    for devices in client._device_work:
+    for devices in client._memory.devices:
         for thread in devices._threads.values():
             await thread.run(lambda: None, lambda _: None)
     assert [gpu.content(piece) for target in targets for piece in target] == before

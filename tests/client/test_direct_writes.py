@@ -108,7 +108,7 @@ async def test_blocks_are_sent_from_the_device(
     """Each in one row, or in the layers of an engine; what is on its way to them is waited for."""
     await blocks_arrive_whole(client, writer, gpu, "sent")
     assert client.counters["direct_write_bytes"] == 14 * SIZE
-    assert client._device_staging is None  # no pinned memory was even made
+    assert client._memory.pinned is None  # no pinned memory was even made
     assert any(isinstance(one, FakeTensor) for one in gpu.registered)
     again = [gpu.tensor(block) for block in values(keys("sent", 14), SIZE)]
     written = await client.write(NAMESPACE, keys("sent", 14), again)
@@ -309,7 +309,7 @@ async def test_a_token_that_arrives_as_another_is_refused(
     client: Pool, writer: Pool, gpu: FakeGpu
 ) -> None:
     """Bytes of the device are wrong on their way: known before a block is sent."""
-    token = await client._direct_writer()._devices.token(
+    token = await client._memory.direct_writes()._devices.token(
         torch.device("cuda", 0), asyncio.get_running_loop().time() + 9
     )
     token.memory.behind[0] ^= 1  # type: ignore[attr-defined]
@@ -474,7 +474,7 @@ async def test_direct_leaves_servers_without_a_path_out(
     written = await client.write(NAMESPACE, chain, [gpu.tensor(one) for one in values(chain, SIZE)])
     assert statuses(written) == ["refused"] * 2
     assert await read_back(writer, chain) == ["never written"] * 2
-    assert client._device_staging is None
+    assert client._memory.pinned is None
 
 
 # --- time, ends and errors -----------------------------------------------------------------------
@@ -575,7 +575,9 @@ async def test_a_write_that_is_cancelled_anywhere_leaves_nothing_behind(
         for source in sources:
             for piece in source:
                 piece.behind.fill_(7)
-        for memory in [one.memory for one in client._direct_writer()._devices._scratch.values()]:
+        for memory in [
+            one.memory for one in client._memory.direct_writes()._devices._scratch.values()
+        ]:
             memory.behind.fill_(8)
         for found, block in zip(await read_back(writer, chain), data, strict=True):
             assert found in (block, "never written", "removed")

@@ -147,7 +147,7 @@ async def test_blocks_go_from_one_device_to_another(
     assert len([one for one in sent if len(one) == SIZE]) == 14
     assert len([one for one in sent if len(one) == 8]) == 1
     assert served.servers[0].stack.hits == [0, 14]
-    assert client._device_staging is None
+    assert client._memory.pinned is None
 
 
 async def test_an_answer_from_memory_and_from_the_device(

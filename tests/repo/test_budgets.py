@@ -119,7 +119,7 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 24_240
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_940
 FILE_LINES = 600
 CLASS_METHODS = 25
 CLASS_ATTRIBUTES = 15
@@ -127,7 +127,6 @@ CLASS_ATTRIBUTES = 15
 SLACK = 20
 
 LONG_FILES = {
-    "kvpool/client/reader.py": 638,
     "kvpool/config.py": 646,
     "kvpool/protocols/transport.py": 634,
     "kvpool/server/state/tiered_store.py": 920,
@@ -140,7 +139,6 @@ LONG_FILES = {
     "kvpool/server/announcer.py": 672,
 }
 WIDE_CLASSES = {
-    "kvpool/client/reader.py:ReadState": (25, 17),
     "kvpool/client/servers.py:Servers": (30, 15),
     "kvpool/server/announcer.py:Announcer": (30, 35),
     "kvpool/server/block_server.py:BlockServer": (25, 18),
@@ -162,23 +160,14 @@ WIDE_CLASSES = {
     "connector/kvpool_connector/plan/tracked_request.py:TrackedRequest": (25, 18),
     "connector/kvpool_transformers/pooled_cache.py:PooledCache": (25, 16),
 }
+#: `kvpool` names what rings offer: for type checkers, and imported when it is first used.
 KERNEL_TO_RING = {
     "kvpool -> kvpool.client.admin",
     "kvpool -> kvpool.client.device_direct",
     "kvpool -> kvpool.client.match_poller",
     "kvpool -> kvpool.client.pool_events",
     "kvpool -> kvpool.sync",
-    "kvpool.client.buffers -> kvpool.device_copy",
-    "kvpool.client.opening -> kvpool.client.traced_pool",
-    "kvpool.client.pool -> kvpool.client.device_direct",
-    "kvpool.client.pool -> kvpool.client.device_staging",
-    "kvpool.client.pool -> kvpool.client.device_writes",
     "kvpool.client.pool -> kvpool.client.pool_events",
-    "kvpool.client.reader -> kvpool.client.device_direct",
-    "kvpool.client.reader -> kvpool.client.device_staging",
-    "kvpool.client.reader -> kvpool.device.thread",
-    "kvpool.client.writer -> kvpool.client.device_staging",
-    "kvpool.client.writer -> kvpool.client.device_writes",
 }
 #: Changes of room (a room is a file) of one call over tcp, (budget, today and some for noise).
 ROOMS = {"write": (130, 280), "read with a match": (60, 124)}

@@ -22,7 +22,10 @@ from tests.repo.test_house import ROOT
 #: Where a ring says that it is there.
 TABLES = (
     "kvpool/guard.py",
+    "kvpool/client/block_transfers.py",
+    "kvpool/client/buffers.py",
     "kvpool/client/extension.py",
+    "kvpool/client/opening.py",
     "kvpool/server/extension.py",
     "kvpool/server/tiers.py",
     "kvpool/server/orders.py",
