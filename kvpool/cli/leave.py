@@ -90,9 +90,7 @@ def drain(
 
     report = run(main())
     if as_json:
-        lines = [line._asdict() for line in report.left]
-        state = _STATES.get(report.state, "unknown")
-        print(json.dumps({**report._asdict(), "state": state, "left": lines}))
+        print(_as_json(report))
     elif cancel:
         console.print(f"server {server} stays", markup=False)
     else:
@@ -120,6 +118,12 @@ async def _follow(operator: Admin, server: str, *, quiet: bool) -> DrainReport:
             if report.state is not MoveStatus.IN_PROGRESS:
                 return report
             await asyncio.sleep(_POLL_S)
+
+
+def _as_json(report: DrainReport) -> str:
+    lines = [line._asdict() for line in report.left]
+    state = _STATES.get(report.state, "unknown")
+    return json.dumps({**report._asdict(), "state": state, "left": lines})
 
 
 def _print(server: str, report: DrainReport) -> None:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvpool import Pool, admin, logs
-from kvpool.cli.leave import _print
+from kvpool.cli.leave import _as_json, _print
 from kvpool.errors import ServerLost
 from kvpool.types import DrainReport, Left, MoveStatus
 from tests.chaos.cluster import Node, ProcessCluster
@@ -142,6 +142,12 @@ def test_names_are_printed_as_they_are(
     assert says in printed
     assert printed.startswith("moved 3 blocks, 2 KiB; ")
     assert ("[b]model" in printed) is (state is MoveStatus.NOT_YET)
+
+
+def test_json_has_a_word_for_each_state() -> None:
+    states = (None, MoveStatus.IN_PROGRESS, MoveStatus.DONE, MoveStatus.NOT_YET)
+    words = [json.loads(_as_json(DrainReport(state)))["state"] for state in states]
+    assert words == ["off", "running", "done", "incomplete"]
 
 
 def test_a_server_that_is_lost_is_one_line_that_says_what_to_do(

@@ -433,6 +433,18 @@ async def test_auto_stages_where_the_direct_path_fails_and_says_why(
     assert len(said) <= 2
 
 
+async def test_auto_stages_what_is_left_where_the_device_fails(
+    auto: Pool, writer: Pool, gpu: FakeGpu
+) -> None:
+    chain = keys("fails to gather", 3)
+    data = values(chain, SIZE)
+    gpu.fails = "CUDA error: an illegal memory access was encountered"
+    written = await auto.write(NAMESPACE, chain, [in_layers(gpu, one) for one in data])
+    assert statuses(written) == ["stored"] * 3
+    assert auto.counters["staged_write_bytes"] == 3 * SIZE
+    assert await read_back(writer, chain) == data
+
+
 async def test_auto_stages_a_batch_that_came_wrong_and_then_all(
     auto: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
