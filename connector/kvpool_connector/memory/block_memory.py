@@ -263,11 +263,6 @@ class DeviceStage(_Lane):
         super().__init__(device, size // 2, READS_MAX)
         self.saves = _Lane(device, size // 2, WRITES_MAX)
 
-    @property
-    def device_bytes(self) -> int:
-        lanes: list[_Lane] = [self, self.saves]
-        return sum(lane.buffer.nbytes + lane.numbers.nbytes for lane in lanes)
-
 
 @functools.cache
 def stage_of(device: torch.device) -> DeviceStage:
