@@ -23,6 +23,7 @@ EXTENSIONS: Final = {
     "removal": "kvpool.client.removal:Removals",
     "room": "kvpool.client.room:PoolRoom",
     "score": "kvpool.client.score:Scorer",
+    "sessions": "kvpool.client.session:SessionCalls",
     "shared copies": "kvpool.client.shared_copies:SharedCopies",
     "spread": "kvpool.client.spread:Spreader",
 }

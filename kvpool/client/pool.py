@@ -24,7 +24,6 @@ from kvpool.client.masters import Masters
 from kvpool.client.read_rates import ReadRates
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, device_lack, gather_errors
-from kvpool.client.session import ClientSession
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
 from kvpool.config import DIRECT, ClientConfig, check_device_path
@@ -54,6 +53,7 @@ from kvpool.types import (
 
 if TYPE_CHECKING:
     from kvpool.client.pool_events import EventPosition, EventReader
+    from kvpool.client.session import ClientSession
 
 
 class Pool:
@@ -349,7 +349,8 @@ class Pool:
 
         Raises UsageError for a name that is none, or too long.
         """
-        return ClientSession(self._context, name)
+        session: ClientSession = self._extensions.get("sessions").named(name)
+        return session
 
     # --- writing -------------------------------------------------------------------------
 

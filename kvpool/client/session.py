@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from kvpool.client.context import ClientContext
+from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.errors import Unavailable
 from kvpool.types import ARRIVED, SessionReport, check_resume_in
 from kvpool.wire import messages as wire
+
+
+class SessionCalls(ClientExtension):
+    """The conversations of one client."""
+
+    def __init__(self, parts: ClientParts) -> None:
+        self._context = parts.context
+
+    def named(self, name: str) -> ClientSession:
+        """As `Pool.session`."""
+        return ClientSession(self._context, name)
 
 
 class ClientSession:

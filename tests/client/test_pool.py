@@ -348,11 +348,10 @@ async def test_parents_must_make_sense(tcp: Pool) -> None:
 
 async def test_a_closed_pool_says_so(pool_dev: dev.Dev) -> None:
     async with pool_dev.pool() as pool:
-        session, operator = pool.session("agent"), admin(pool)
+        operator = admin(pool)
     for call in (
         pool.match(NAMESPACE, [key("a")]),
         pool.remove(NAMESPACE, [key("a")], timeout=1.0),
-        session.end(),
         pool.members(),
         operator.namespaces(),
     ):
@@ -360,7 +359,7 @@ async def test_a_closed_pool_says_so(pool_dev: dev.Dev) -> None:
             await call
     async with pool_dev.pool() as pool:
         with pytest.raises(UsageError, match="expected seconds"):
-            await pool.session("agent").end(timeout=float("nan"))
+            await pool.members(timeout=float("nan"))
 
 
 async def test_another_thread_is_sent_to_the_sync_pool(tcp: Pool) -> None:

@@ -60,6 +60,7 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/server/moves/state/prefetch_queue.py",
     ),
     "sessions": (
+        "kvpool/client/session.py",
         "kvpool/server/eviction/session*.py",
         "kvpool/master/session_hints.py",
         "kvpool/master/state/hint_log.py",
@@ -119,7 +120,7 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_940
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_840
 FILE_LINES = 600
 CLASS_METHODS = 25
 CLASS_ATTRIBUTES = 15
@@ -168,6 +169,7 @@ KERNEL_TO_RING = {
     "kvpool -> kvpool.client.pool_events",
     "kvpool -> kvpool.sync",
     "kvpool.client.pool -> kvpool.client.pool_events",
+    "kvpool.client.pool -> kvpool.client.session",
 }
 #: Changes of room (a room is a file) of one call over tcp, (budget, today and some for noise).
 ROOMS = {"write": (130, 280), "read with a match": (60, 124)}

@@ -6,6 +6,7 @@ import pytest
 
 from kvpool import (
     ClientConfig,
+    Closed,
     Pool,
     SessionReport,
     UsageError,
@@ -72,6 +73,15 @@ async def test_without_a_master_a_hint_is_refused_and_nothing_raised(pool_dev: d
         await pool_dev.master.close()
         assert await pool.session("anybody").end(timeout=0.3) is False
         assert pool.counters["hint_refused"] == 1
+
+
+async def test_a_session_of_a_closed_pool_says_so(pool_dev: dev.Dev) -> None:
+    async with pool_dev.pool() as pool:
+        session = pool.session("agent")
+        with pytest.raises(UsageError, match="expected seconds"):
+            await session.end(timeout=float("nan"))
+    with pytest.raises(Closed, match="the pool is closed"):
+        await session.end()
 
 
 # --- bad input ---------------------------------------------------------------------------
