@@ -139,15 +139,12 @@ def hosts(count: int, mbit: int) -> Iterator[list[str]]:
 
 
 @asynccontextmanager
-async def started(
-    host: str, first: str, *arguments: str, **environment: str
-) -> AsyncIterator[None]:
+async def started(host: str, first: str, *arguments: str) -> AsyncIterator[None]:
     """A kvpool process in a namespace, when it has printed its first line."""
     process = await asyncio.create_subprocess_exec(
         *("ip", "netns", "exec", host, sys.executable, "-m", "kvpool", first, *arguments),
         *("--die-with-parent", "--log-level", "error"),
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, **environment},
     )
     try:
         assert process.stdout is not None
@@ -166,7 +163,6 @@ async def measure(names: Sequence[str], mbit: int) -> dict[str, float]:
     blocks = int(8 * budget / (1 << 20))
     config = ClientConfig(masters=["10.77.0.1:7450"], transports=["tcp"], timeout_s=600)
     seconds: dict[str, float] = {}
-    rate = str(int(budget))
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(
             started(hub, "master", "--bind", "10.77.0.1:7450", "--insecure")
@@ -174,9 +170,7 @@ async def measure(names: Sequence[str], mbit: int) -> dict[str, float]:
         for number, name in enumerate(servers):
             arguments = ("--masters", "10.77.0.1:7450", "--capacity", "1GiB", "--id", f"s{number}")
             listen = ("--listen", f"tcp://10.77.0.{10 + number}:7500", "--insecure")
-            await stack.enter_async_context(
-                started(name, "server", *arguments, *listen, KVPOOL_SERVER_FETCH_RATE=rate)
-            )
+            await stack.enter_async_context(started(name, "server", *arguments, *listen))
         pool = await stack.enter_async_context(await connect(config=config))
         await asyncio.sleep(2.0)  # until all are registered
         assert len(await pool.members()) == len(servers)

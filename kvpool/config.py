@@ -117,9 +117,6 @@ class ServerConfig(_Section, frozen=True):
     #: Client connections at the same time, so that the memory for them is bounded. Clients share
     #: them: where none is left, idle ones end for new ones.
     connections_max: Annotated[int, Meta(ge=1)] = 1024
-    #: Bytes per second that this server fetches from other servers. 0: a quarter of the speed that
-    #: its transfers reach, so that clients have the rest (design: moves).
-    fetch_rate: Size = 0
     #: While this server is full and another one has room, hand over the chains that belong there.
     #: If false, they stay until they are evicted, and a server that joins gets new chains only
     #: (design: movers).
@@ -531,6 +528,7 @@ _GONE: Final = {
     "master.servers_max": "remove it: there is room for 4,096 servers",
     "server.alignment": "remove it: blocks start at multiples of a page, 4096 bytes",
     "server.copies_max": "remove it: lost copies are made again, and kvpool spread makes more",
+    "server.fetch_rate": "remove it: fetches take a quarter of the speed that they reach",
     "server.fetches_max": "remove it: two transfers from one other server run at a time",
     "server.pinned_max": "remove it: readers may pin a quarter of the memory",
     "server.prefault": "remove it, or write server.tiers: dram:8GiB?prefault=no",

@@ -79,7 +79,6 @@ DEFAULTS = {
         "connections_max": 1024,
         "write_mode": "write_through",
         "flush_s": 8.0,
-        "fetch_rate": 0,
         "balance": True,
         "drain_s": 0.0,
         "back_in_s": 0.0,
@@ -189,6 +188,10 @@ def test_a_wrong_duration(text: str) -> None:
         ("server: {capcity: 1GiB}", "did you mean 'server.capacity'"),
         ("sever: {}", "did you mean 'server'"),
         ("server: {copies_max: 2}", "'server.copies_max' is gone: remove it: lost copies"),
+        (
+            "server: {fetch_rate: 1GiB}",
+            "'server.fetch_rate' is gone: remove it: fetches take a quarter",
+        ),
         ("client: {measure: false}", "'client.measure' is gone: remove it: paths are taken"),
         ("server: {zeal_max: 2}", "unknown setting 'server.zeal_max'; known: server.id"),
         ("server: {capacity: 64GB}", "setting 'server.capacity'.*did you mean 64GiB"),

@@ -77,7 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
         "image": {"repository": "[::1]:5000/kvpool", "tag": "1", "pullSecrets": ["1", "b"]},
         "masters": {"replicas": 3, "priorityClassName": "on", "tolerations": []},
         "servers": {"policy": "lease", "memoryBeside": "6GiB", "cpu": "500m", "capacity": "1.5GiB"},
-        "config": {"server": {"connections_max": 4096, "fetch_rate": 3_000_000_000}},
+        "config": {"server": {"connections_max": 4096}, "master": {"blocks_max": 3_000_000_000}},
     },
 }  # fmt: skip
 #: What is refused, and what is said of it: one clear sentence.

@@ -303,7 +303,6 @@ class World:
             listen=[f"{scheme}://127.0.0.1:0" for scheme in transports],
             heartbeat_s=HEARTBEAT_S,
             write_mode=WRITE_BACK if plan.write_back else WRITE_THROUGH,
-            fetch_rate=plan.fetch_rate,
         )
         tiers: list[Tier] = [tier]
         stores: list[Store] = [store]

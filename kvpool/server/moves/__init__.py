@@ -55,7 +55,7 @@ class Moves(ServerExtension):
             network=parts.network,
             transports=parts.transports,
         )
-        self.fetcher = Fetcher(context, self.peers, rate=config.fetch_rate)
+        self.fetcher = Fetcher(context, self.peers)
         durable = isinstance(context.tiers[context.store.backing_tier], PersistentTier)
         self.repair = RepairPlanner(context.store)
         self.balance = BalancePlanner(context.store)

@@ -133,17 +133,16 @@ class FetchCall:
 
 
 class Fetcher:
-    """All that a server does with other servers' blocks. `rate` is bytes per second; 0: a quarter
-    of what is measured. At most `_TRANSFERS_MAX` steps run at a time, half of them from one
-    server."""
+    """All that a server does with other servers' blocks. At most `_TRANSFERS_MAX` steps run at a
+    time, half of them from one server."""
 
-    def __init__(self, context: ServerContext, peers: PeerServers, *, rate: float) -> None:
+    def __init__(self, context: ServerContext, peers: PeerServers) -> None:
         self._context = context
         self._store = context.store
         self._peers = peers
         self.fetches = Fetches()
         self.receivers = Receivers()
-        self.budget = FetchBudget(rate)
+        self.budget = FetchBudget()
         self._transfers = Turns(_TRANSFERS_MAX)
         self._owners = itertools.count(_FIRST_OWNER)
 
