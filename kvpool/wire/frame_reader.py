@@ -1,10 +1,11 @@
 """Frames out of a byte stream, without any I/O: fed bytes, it gives frames or raises PeerError.
 
-The owner of a connection asks for one frame at a time. Header and body collect in the reader's own
-buffer. As soon as they are complete, the owner is asked where the payload goes, and from then on
-`memory` is that memory itself, so payload bytes are never copied (but for those that came
-in one piece with their header). What arrives before a frame is asked for stays in the buffer, at
-most READ_AHEAD bytes of it. (The shape, a table of states that only `_move` follows, is h11's.)
+The owner of a connection asks for one frame at a time, and gets it from the step that completes it.
+Header and body collect in the reader's own buffer. As soon as they are complete, the owner is asked
+where the payload goes, and from then on `memory` is that memory itself, so payload bytes are never
+copied (but for those that came in one piece with their header). What arrives before a frame is
+asked for stays in the buffer, at most READ_AHEAD bytes of it. (The shape, a table of states that
+only `_move` follows, is h11's.)
 """
 
 from __future__ import annotations
@@ -44,22 +45,21 @@ class PayloadTarget(Protocol):
         """The first `count` bytes of `memory` have arrived."""
 
 
-#: Gets a frame (header and body), returns where its payload goes. May raise a KvpoolError.
-ChooseTarget: TypeAlias = Callable[[Frame], PayloadTarget]
+#: Gets a frame (header and body), returns where its payload goes; None: it must have none. May
+#: raise a KvpoolError.
+ChooseTarget: TypeAlias = Callable[[Frame], PayloadTarget | None]
 
 
 # IntEnum, because the members of an Enum are hashed in Python, and each frame looks up four.
 class ReaderState(enum.IntEnum):
     """Where a reader is in its stream."""
 
-    #: `ask` was not called for the next frame yet.
+    #: Nobody has asked for the next frame yet.
     IDLE = enum.auto()
     #: Header or body of the frame that was asked for are incomplete.
     HEAD = enum.auto()
     #: Some of its payload is missing.
     PAYLOAD = enum.auto()
-    #: It is complete, to be taken.
-    COMPLETE = enum.auto()
     #: After an error or `close`: the start of the next frame is unknown, bytes are dropped.
     CLOSED = enum.auto()
 
@@ -70,7 +70,6 @@ class ReaderEvent(enum.IntEnum):
     ASK = enum.auto()
     HEAD_COMPLETE = enum.auto()
     FRAME_COMPLETE = enum.auto()
-    TAKE = enum.auto()
     CLOSE = enum.auto()
 
 
@@ -80,15 +79,11 @@ TRANSITIONS: Final[Mapping[ReaderState, Mapping[ReaderEvent, ReaderState]]] = {
     ReaderState.HEAD: {
         ReaderEvent.HEAD_COMPLETE: ReaderState.PAYLOAD,
         # The frame has no payload, or the payload came together with the head.
-        ReaderEvent.FRAME_COMPLETE: ReaderState.COMPLETE,
+        ReaderEvent.FRAME_COMPLETE: ReaderState.IDLE,
         ReaderEvent.CLOSE: ReaderState.CLOSED,
     },
     ReaderState.PAYLOAD: {
-        ReaderEvent.FRAME_COMPLETE: ReaderState.COMPLETE,
-        ReaderEvent.CLOSE: ReaderState.CLOSED,
-    },
-    ReaderState.COMPLETE: {
-        ReaderEvent.TAKE: ReaderState.IDLE,
+        ReaderEvent.FRAME_COMPLETE: ReaderState.IDLE,
         ReaderEvent.CLOSE: ReaderState.CLOSED,
     },
     ReaderState.CLOSED: {ReaderEvent.CLOSE: ReaderState.CLOSED},
@@ -119,19 +114,11 @@ class FrameReader:
 
     # --- for the owner ---------------------------------------------------------------------
 
-    def ask(self, choose: ChooseTarget) -> bool:
-        """Ask for the next frame; True when it is complete already. Raises as `received`."""
+    def ask(self, choose: ChooseTarget) -> Frame | None:
+        """Ask for the next frame; returns it if it is complete already. Raises as `received`."""
         self._move(ReaderEvent.ASK)
         self._choose = choose
         return self._parse()
-
-    def take(self) -> Frame:
-        """The frame that is complete; its payload is in place."""
-        self._move(ReaderEvent.TAKE)
-        frame, self._frame = self._frame, None
-        self._choose = self._target = None
-        assert frame is not None
-        return frame
 
     def close(self) -> None:
         """Drop everything that arrives from now on. Idempotent.
@@ -149,64 +136,65 @@ class FrameReader:
 
     # --- for the code that receives the bytes ------------------------------------------------
 
-    def received(self, count: int) -> bool:
-        """The first `count` bytes of `memory` have arrived; True when a frame is complete.
+    def received(self, count: int) -> Frame | None:
+        """The first `count` bytes of `memory` have arrived; returns the frame that they complete.
 
         Raises PeerError for what is no frame, or what `choose` raises; then the reader is closed.
         """
         target = self._target
-        if target is not None and self.state is ReaderState.PAYLOAD:
+        if target is not None:
             target.received(count)
             if target.missing:
                 self.memory = target.memory
-                return False
+                return None
+            self._hold(0)
             return self._complete()
         if self.state is ReaderState.CLOSED:
-            return False
+            return None
         self._hold(self._filled + count)
-        return self.state is ReaderState.HEAD and self._parse()
+        return self._parse() if self.state is ReaderState.HEAD else None
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _parse(self) -> bool:
+    def _parse(self) -> Frame | None:
         """Make a frame of what is in the buffer, and hand the rest of it to its target."""
         if self._filled < HEADER_SIZE or self._choose is None:
-            return False
+            return None
         try:
             type, body_size, payload_size = decode_header(self._buffer, self.body_max)
             head_size = HEADER_SIZE + body_size
             if self._filled < head_size:
                 if self._filled == len(self._buffer):
                     self._grow(head_size)
-                return False
+                return None
             frame = Frame(type, bytes(self._buffer[HEADER_SIZE:head_size]), payload_size)
             target = self._choose(frame)
-            if target.missing != payload_size and type != _ERROR:
-                raise BadFrame(f"payload of {payload_size} bytes, expected {target.missing}")
+            expected = target.missing if target is not None else 0
+            if expected != payload_size and type != _ERROR:
+                raise BadFrame(f"payload of {payload_size} bytes, expected {expected}")
         except KvpoolError:
             self.close()
             raise
-        self._frame, self._target = frame, target
-        self._drop(head_size + self._deliver(head_size))
-        if target.missing:
-            self._move(ReaderEvent.HEAD_COMPLETE)
-            self.begun = True
-            self.memory = target.memory
-            return False
-        return self._complete()
+        self._frame = frame
+        if target is None or not payload_size:
+            self._drop(head_size)
+            return self._complete()
+        self._drop(self._deliver(head_size, target))
+        if not target.missing:
+            return self._complete()
+        self._move(ReaderEvent.HEAD_COMPLETE)
+        self._target, self.memory, self.begun = target, target.memory, True
+        return None
 
-    def _deliver(self, start: int) -> int:
-        """Copy the payload bytes that came with the head to their target; returns how many."""
-        frame, target, position = self._frame, self._target, start
-        assert frame is not None
-        assert target is not None
-        while frame.payload_size and position < self._filled and target.missing:
+    def _deliver(self, position: int, target: PayloadTarget) -> int:
+        """Copy the payload bytes that came with the head to their target; returns their end."""
+        while position < self._filled and target.missing:
             memory = target.memory
             count = min(len(memory), self._filled - position)
             memory[:count] = self._buffer[position : position + count]
             target.received(count)
             position += count
-        return position - start
+        return position
 
     def _drop(self, count: int) -> None:
         """Forget the first bytes of the buffer, and what it has grown by."""
@@ -233,10 +221,11 @@ class FrameReader:
         self._buffer = larger
         self._hold(self._filled)
 
-    def _complete(self) -> bool:
+    def _complete(self) -> Frame | None:
         self._move(ReaderEvent.FRAME_COMPLETE)
-        self._hold(self._filled)
-        return True
+        frame = self._frame
+        self._choose = self._target = self._frame = None
+        return frame
 
     def _move(self, event: ReaderEvent) -> None:
         try:
@@ -332,6 +321,5 @@ class PayloadReceiver:
             self._piece = next(self._pieces)
 
 
-def no_payload(frame: Frame) -> PayloadReceiver:
+def no_payload(frame: Frame) -> None:
     """The target of an exchange that expects none."""
-    return PayloadReceiver(())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -23,6 +23,7 @@ from kvpool.wire.frame_reader import (
     PayloadReceiver,
     ReaderEvent,
     ReaderState,
+    no_payload,
 )
 from tests.wire.samples import SAMPLES
 
@@ -53,8 +54,7 @@ class Received:
         """Take frames as long as they are complete."""
         while self._left and self.error is None and self.reader.state is ReaderState.IDLE:
             self._left -= 1
-            if self._step(lambda: self.reader.ask(self.target)):
-                self._take()
+            self._step(lambda: self.reader.ask(self.target))
 
     def feed(self, data: bytes) -> None:
         """Bytes arrive, as many at a time as the reader has room for."""
@@ -66,21 +66,20 @@ class Received:
             room[:count] = left[:count]
             left = left[count:]
             if self._step(lambda count=count: self.reader.received(count)):
-                self._take()
                 self.ask()
 
-    def _take(self) -> None:
-        frame = self.reader.take()
-        self.frames.append((frame, bytes(self._memory)))
-        self._memory = bytearray()
-
-    def _step(self, step: object) -> bool:
+    def _step(self, step: Callable[[], frames.Frame | None]) -> bool:
         try:
-            return bool(step())  # type: ignore[operator]
+            frame = step()
         except PeerError as error:
             self.error = error
             assert self.reader.state is ReaderState.CLOSED
             return False
+        if frame is None:
+            return False
+        self.frames.append((frame, bytes(self._memory)))
+        self._memory = bytearray()
+        return True
 
 
 def received(chunks: Iterable[bytes], count: int, *, ask_first: bool = True) -> Received:
@@ -130,10 +129,11 @@ def test_payloads_go_where_they_belong(sizes: Sequence[int]) -> None:
         count = min(len(room), len(left))
         room[:count] = left[:count]
         left = left[count:]
-        complete = reader.received(count)
-        if complete:
+        frame = reader.received(count)
+        if frame is not None:
             break
-    assert reader.take().payload_size == len(payload)
+    assert frame is not None
+    assert frame.payload_size == len(payload)
     assert b"".join(blocks) == payload
     assert reader.begun is (len(left) == 0)
 
@@ -227,7 +227,7 @@ def test_garbage_is_refused_alike_however_it_is_cut(data: bytes, cut: float, who
 )
 def test_a_bad_head_closes_the_reader(header: bytes, error: type[PeerError]) -> None:
     reader = FrameReader()
-    reader.ask(lambda frame: PayloadReceiver(()))
+    reader.ask(no_payload)
     reader.memory[: len(header)] = header
     with pytest.raises(error):
         reader.received(len(header))
@@ -265,7 +265,6 @@ def test_between_frames_the_reader_holds_no_memory_but_its_own() -> None:
     data = encoded(SAMPLES[0], bytes(10))
     reader.memory[: len(data)] = data
     assert reader.received(len(data))
-    reader.take()
     assert gone() is None
     assert reader.memory.obj is own
     assert reader.position == (0, 0)
@@ -274,18 +273,18 @@ def test_between_frames_the_reader_holds_no_memory_but_its_own() -> None:
 def test_a_large_body_is_received_as_it_arrives() -> None:
     """Memory grows with what has come, not with what a header claims."""
     reader = FrameReader()
-    reader.ask(lambda frame: PayloadReceiver(()))
+    reader.ask(no_payload)
     head = frames.encode_frame(2, bytes(frames.BODY_SIZE_MAX))[: frames.HEADER_SIZE]
     reader.memory[: len(head)] = head
     assert not reader.received(len(head))
     assert len(reader.memory) < READ_AHEAD
-    missing, complete, seen = frames.BODY_SIZE_MAX, False, len(head)
-    while not complete:
+    missing, frame, seen = frames.BODY_SIZE_MAX, None, len(head)
+    while frame is None:
         count = min(missing, len(reader.memory))
         assert count <= max(READ_AHEAD, seen)
         missing, seen = missing - count, seen + count
-        complete = reader.received(count)
-    assert len(reader.take().body) == frames.BODY_SIZE_MAX
+        frame = reader.received(count)
+    assert len(frame.body) == frames.BODY_SIZE_MAX
     assert len(reader.memory) == READ_AHEAD
 
 
@@ -296,7 +295,7 @@ def test_what_nobody_asks_for_waits() -> None:
     assert reader.full
     assert reader.state is ReaderState.IDLE
     with pytest.raises(BadFrame):
-        reader.ask(lambda frame: PayloadReceiver(()))
+        reader.ask(no_payload)
 
 
 def test_nothing_is_written_into_a_target_that_was_given_up() -> None:
@@ -318,8 +317,10 @@ def test_every_state_can_be_closed_and_only_the_table_moves_it() -> None:
     assert set(TRANSITIONS) == set(ReaderState)
     for state, steps in TRANSITIONS.items():
         assert steps[ReaderEvent.CLOSE] is ReaderState.CLOSED, state
+    reader = FrameReader()
+    reader.ask(no_payload)
     with pytest.raises(InvariantViolated):
-        FrameReader().take()
+        reader.ask(no_payload)
 
 
 def test_a_frame_whose_payload_has_not_come_has_begun() -> None:

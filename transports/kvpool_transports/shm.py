@@ -31,7 +31,7 @@ import struct
 from array import array
 
 from kvpool import logs
-from kvpool.errors import BadMessage, ConfigError, LinkBroken, Unauthenticated
+from kvpool.errors import BadMessage, ConfigError, KvpoolError, LinkBroken, Unauthenticated
 from kvpool.huge_pages import HugePageMapping
 from kvpool.protocols import (
     BlockStore,
@@ -49,7 +49,7 @@ from kvpool_transports.streams import requests
 from kvpool_transports.streams.mapped_channel import MappedChannel
 from kvpool_transports.streams.pool import StreamPool, dial_patiently, os_errors
 from kvpool_transports.streams.server import Sessions, StreamSession
-from kvpool_transports.streams.stream import Ending, Stream, encode_message, wait_until
+from kvpool_transports.streams.stream import Stream, encode_message, wait_until
 
 _ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
 _DIAL_AGAIN_S = 0.01  # the server's queue of new connections is full
@@ -437,18 +437,18 @@ class _BareStream:
                 await self._loop.sock_sendall(self._socket, encode_message(message))
 
     async def receive(self, *, deadline: float) -> Frame:
-        complete = self._reader.ask(no_payload)
-        while not complete:
+        frame = self._reader.ask(no_payload)
+        while frame is None:
             await self._wait_until_readable(deadline)
-            complete = self._reader.received(self._read())
-        return self._reader.take()
+            frame = self._reader.received(self._read())
+        return frame
 
     async def expect(self, type: type[M], *, deadline: float) -> M:
         frame = await self.receive(deadline=deadline)
         return decode_answer(type, frame.type, frame.body)
 
     async def _wait_until_readable(self, deadline: float) -> None:
-        readable: Ending = self._loop.create_future()
+        readable: asyncio.Future[KvpoolError | None] = self._loop.create_future()
 
         def wake() -> None:
             if not readable.done():
@@ -456,11 +456,9 @@ class _BareStream:
 
         self._loop.add_reader(self._socket.fileno(), wake)
         try:
-            error = await wait_until(readable, deadline, "the server did not answer in time")
+            await wait_until(readable, deadline, "the server did not answer in time")
         finally:
             self._loop.remove_reader(self._socket.fileno())
-        if error is not None:
-            raise error.fresh()
 
     def _read(self) -> int:
         size, ancillary, flags, _ = self._socket.recvmsg_into(

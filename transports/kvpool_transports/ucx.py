@@ -377,10 +377,10 @@ class _DeviceAnswer:
         self._data = Data(b"", [], [])
         self._on_host: list[memoryview] = []
 
-    def payload_target(self, frame: Frame) -> PayloadTarget:
+    def payload_target(self, frame: Frame) -> PayloadTarget | None:
         """As `streams.channel`'s; a payload that UCX carries goes to the device itself."""
         if frame.type == TYPES[SendToken]:
-            return no_payload(frame)
+            return None
         self._statuses, self._hits, self._data = read_answer(frame, self._blocks)
         sizes = self._data.sizes
         if sum(sizes) <= SMALL:
@@ -654,13 +654,13 @@ class UcxStream(Stream):
         `payload_target` has returned."""
         apart: PayloadReceiver | DevicePayload | None = None
 
-        def aside(frame: Frame) -> PayloadTarget:
+        def aside(frame: Frame) -> PayloadTarget | None:
             nonlocal apart
             target = payload_target(frame)
-            if target.missing <= SMALL or frame.type == TYPES[Error]:
+            if target is None or target.missing <= SMALL or frame.type == TYPES[Error]:
                 return target
             apart = cast("PayloadReceiver | DevicePayload", target)
-            return PayloadReceiver(())  # no payload bytes follow the frame over TCP
+            return None  # no payload bytes follow the frame over TCP
 
         frame = await super().receive(aside, deadline=deadline)
         if apart is not None:

@@ -37,7 +37,7 @@ from kvpool.types import (
     WriteStatus,
 )
 from kvpool.wire import auth
-from kvpool.wire.frame_reader import STEP, PayloadReceiver, Pieces, no_payload
+from kvpool.wire.frame_reader import STEP, PayloadReceiver, Pieces
 from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     PAYLOAD,
@@ -448,7 +448,7 @@ class StreamSession:
         report = await connection.drain(order)
         await self._send(Drained(*report._replace(left=list(report.left))))  # type: ignore[arg-type]
 
-    def _payload_of_request(self, frame: Frame) -> PayloadReceiver:
+    def _payload_of_request(self, frame: Frame) -> PayloadReceiver | None:
         """Where the bytes of a request go, of which only `Write` has some.
 
         Its blocks are reserved here, in the step in which the request is complete: so each byte
@@ -456,7 +456,7 @@ class StreamSession:
         """
         connection = self._connection
         if frame.type != _WRITE or connection is None:
-            return no_payload(frame)
+            return None
         self._idle_since = None
         self._unpin_previous(connection)
         self._lent = False

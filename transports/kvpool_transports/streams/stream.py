@@ -17,7 +17,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeAlias, cast
+from typing import Final, TypeVar, cast
 
 from kvpool.addresses import network_of
 from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken
@@ -29,10 +29,7 @@ from kvpool_transports.streams.payload import writes
 #: Seconds that a request may take to arrive, from its first byte.
 FRAME_S: Final = 30.0
 
-#: How a wait has ended: well (None), or with the error that its owner gets. It is the result and
-#: not the exception of the future, because a future that has raised its exception is in a cycle
-#: with the frame that waited (design: turns).
-Ending: TypeAlias = "asyncio.Future[KvpoolError | None]"
+T = TypeVar("T")
 
 #: Streams whose sockets a child would inherit.
 _open: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -86,8 +83,8 @@ class Stream(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self.reader = FrameReader()
-        self._done: Ending | None = None
-        self._flushed: Ending | None = None
+        self._done: asyncio.Future[Frame | KvpoolError] | None = None
+        self._flushed: asyncio.Future[KvpoolError | None] | None = None
         self._closing: asyncio.Future[None] | None = None
         self._work: asyncio.Timeout | None = None
         self._tls = False
@@ -172,27 +169,24 @@ class Stream(asyncio.BufferedProtocol):
         """
         if self.lost:
             raise self._error()
-        self._done = self._loop.create_future()
+        done: asyncio.Future[Frame | KvpoolError] = self._loop.create_future()
+        self._done = done
         self._no_deadline = deadline is None
-        frame: Frame | None = None
+        arrived = False
         try:
             self._received(self.reader.ask(payload_target))
             self._resume_reading()
-            if self._done.done():  # a peer that sends ahead must not keep other tasks from running
+            if done.done():  # a peer that sends ahead must not keep other tasks from running
                 await asyncio.sleep(0)
-                error = self._done.result()
-            else:
-                error = await wait_until(self._done, deadline, "the peer did not answer in time")
-            if error is not None:
-                raise error.fresh()
-            frame = self.reader.take()
+            frame = await wait_until(done, deadline, "the peer did not answer in time")
+            arrived = True
             return frame
         finally:
             self._done = None
             if self._frame_timer is not None:
                 self._frame_timer.cancel()
                 self._frame_timer = None
-            if frame is None:  # the memory is its owner's again: no later byte may go there
+            if not arrived:  # the memory is its owner's again: no later byte may go there
                 self.reader.close()
 
     async def expect(
@@ -284,14 +278,14 @@ class Stream(asyncio.BufferedProtocol):
 
     def buffer_updated(self, count: int) -> None:
         try:
-            complete = self.reader.received(count)
+            frame = self.reader.received(count)
         except KvpoolError as error:
             self._fail_frame(error)
             return
         timed = not self._no_deadline or self._frame_timer is not None
         if timed and self.reader.state is ReaderState.PAYLOAD:
             return  # the hot path: nothing else changes before the last byte
-        self._received(complete)
+        self._received(frame)
         if self.reader.full and self._transport is not None and not self.lost:
             # The peer sends requests before `receive` asks for them: stop reading (backpressure).
             self._read_paused = True
@@ -332,11 +326,9 @@ class Stream(asyncio.BufferedProtocol):
     async def _flush(self, deadline: float) -> None:
         self._flushed = self._loop.create_future()
         try:
-            error = await wait_until(self._flushed, deadline, "the peer does not read")
+            await wait_until(self._flushed, deadline, "the peer does not read")
         finally:
             self._flushed = None
-        if error is not None:
-            raise error.fresh()
 
     def _resume_reading(self) -> None:
         if self._read_paused and not self.reader.full and not self.lost:
@@ -344,12 +336,12 @@ class Stream(asyncio.BufferedProtocol):
             self._read_paused = False
             self._transport.resume_reading()
 
-    def _received(self, complete: bool) -> None:
-        """Bytes have arrived, now or before `receive` was called."""
+    def _received(self, frame: Frame | None) -> None:
+        """Bytes have arrived, now or before `receive` was called, and perhaps complete a frame."""
         if self._done is None or self._done.done():
             return
-        if complete:
-            self._done.set_result(None)
+        if frame is not None:
+            self._done.set_result(frame)
         elif self._no_deadline and self._frame_timer is None and self.reader.begun:
             late = DeadlineExceeded(f"a frame was not complete within {FRAME_S:g} s")
             self._frame_timer = self._loop.call_later(FRAME_S, self._fail_frame, late)
@@ -372,24 +364,31 @@ class Stream(asyncio.BufferedProtocol):
             self._work.reschedule(self._loop.time())
 
 
-async def wait_until(future: Ending, deadline: float | None, otherwise: str) -> KvpoolError | None:
-    """The result of a future: None, or the error of what it stands for, to be raised as a copy.
+async def wait_until(
+    future: asyncio.Future[T | KvpoolError], deadline: float | None, otherwise: str
+) -> T:
+    """The result of a future. Raises a copy of it if it is an error; at the deadline
+    DeadlineExceeded with the text `otherwise`. One timer and no task.
 
-    At the deadline it is DeadlineExceeded with the text `otherwise`. One timer and no task.
+    An error is the result and not the exception of the future, because a future that has raised its
+    exception is in a cycle with the frame that waited (design: turns).
     """
-    if deadline is None:
-        return await future
-    loop = future.get_loop()
+    timer = None
+    if deadline is not None:
 
-    def expire() -> None:
-        if not future.done():
-            future.set_result(DeadlineExceeded(otherwise))
+        def expire() -> None:
+            if not future.done():
+                future.set_result(DeadlineExceeded(otherwise))
 
-    timer = loop.call_at(deadline, expire)
+        timer = future.get_loop().call_at(deadline, expire)
     try:
-        return await future
+        result = await future
     finally:
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
+    if isinstance(result, KvpoolError):
+        raise result.fresh()
+    return result
 
 
 def address_of(peername: object) -> str:
