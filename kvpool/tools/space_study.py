@@ -26,7 +26,7 @@ from rich.table import Table
 
 from kvpool.protocols import Decision, ReserveRequest
 from kvpool.server.state.clearing import MAKING_ROOM, movable
-from kvpool.server.state.entry import Entry
+from kvpool.server.state.entry import Entry, Index, Owner
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.room import BlockRoom
 from kvpool.server.state.store import Store
@@ -92,10 +92,10 @@ class EmptiesRanges(Store):
     room: RoomOfRanges
     room_type = RoomOfRanges
 
-    def _link_all(self, fresh: dict[bytes, Entry], now: float) -> None:
-        for entry in fresh.values():
+    def _enter(self, index: Index, holder: Owner, fresh: list[Entry], now: float) -> None:
+        for entry in fresh:
             self.room.children.setdefault(entry.parent, []).append(entry)
-        super()._link_all(fresh, now)
+        super()._enter(index, holder, fresh, now)
 
 
 class MovesAside(Store):

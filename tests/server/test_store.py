@@ -581,3 +581,17 @@ def test_a_circle_in_a_file_is_cut(length: int) -> None:
     assert sum(present(books, chain)) <= 1
     assert reserved(books, key("the last"), ROOT, 100.0)
     assert present(books, chain)[1:] == [False, False]
+
+
+def test_a_block_that_its_own_batch_evicts_is_written_anew() -> None:
+    """It was here when the write began: to answer so would leave the writer without it."""
+    books = store(3)
+    old, new = keys("old", 3), keys("new", 2)
+    for now, digest in enumerate(old):
+        write(books, [digest], float(now))
+    batch = [*new, old[0]]
+    answers = books.reserve(1, ReserveRequest(ONE, 0, batch, [ROOT] * 3, [PAGE] * 3), 9.0)
+    assert [answer.status for answer in answers] == [WriteStatus.RESERVED] * 3
+    books.seal_all(1, [answer.id for answer in answers], [1, 2, 3], 10.0)
+    check_invariants(books)
+    assert present(books, batch) == [True] * 3

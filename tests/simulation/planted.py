@@ -265,7 +265,7 @@ BUGS: Sequence[Bug] = (
         "aborted-reservations-stay-charged",
         "G9",
         _HOLDINGS,
-        "        self.charge_write(holder, -self.size_of(entries))\n",
+        "        self.charge_writes(holder, -self.size_of(entries))\n",
         "",
     ),
     Bug(
@@ -516,8 +516,8 @@ for reservation, size in sorted(
         "two-writers-of-one-block",
         "G2",
         _STORE,
-        "if known is not None:\n                self._link_all",
-        "if known is not None and known.checksum:\n                self._link_all",
+        "if known is not None:\n                self._enter",
+        "if known is not None and known.checksum:\n                self._enter",
     ),
     Bug(
         "extents-swapped",
@@ -1261,7 +1261,7 @@ for reservation, size in sorted(
         "limit-off-by-one-extent",
         "G12",
         _STORE,
-        "over = account.used + ((size + mask) & ~mask) > account.limit",
+        "over = account.used + taken > account.limit",
         "over = account.used >= account.limit",
     ),
     Bug(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -69,29 +69,34 @@ class Index:
         self.orphans: dict[bytes, int] = {}  # parent that is not stored -> number of its children
 
     def count(self, size: int) -> None:
-        """A block has got an extent of `size` bytes, or with a negative size given it back."""
+        """Blocks have got extents of `size` bytes, or with a negative size given them back."""
         self.used += size
         self.account.used += size
 
-    def link(self, entry: Entry, *, restored: bool = False) -> None:
-        """Enter a block, and count it as a child, also of a parent that is not here (yet).
+    def link_all(self, entries: Sequence[Entry], *, restored: bool = False) -> None:
+        """Enter new blocks in their order, and count each as a child, also of a parent that is not
+        here (yet).
 
         Counts, not lists: only *whether* a block has children matters (a chain is evicted from its
         tail), and a count costs one int among millions of entries (design: eviction).
         """
-        self.blocks[entry.digest] = entry
-        if self.orphans:
-            entry.children = self.orphans.pop(entry.digest, 0)
-        if entry.parent != ROOT:
-            parent = self.blocks.get(entry.parent)
+        table, mask, orphans = self.blocks.table, self.blocks.mask, self.orphans
+        for entry in entries:
+            table[hash(entry.digest) & mask][entry.digest] = entry
+            if orphans:
+                entry.children = orphans.pop(entry.digest, 0)
+            if entry.parent == ROOT:
+                continue
+            parent = table[hash(entry.parent) & mask].get(entry.parent)
             if parent is None:
-                self.orphans[entry.parent] = self.orphans.get(entry.parent, 0) + 1
-            else:
-                entry.parent = parent.digest  # share the bytes object
-                parent.children += 1
-                # Only a block whose children came first, or that is its own child, can close one.
-                if entry.children and not restored and self._closes_a_circle(entry, parent):
-                    self.leave_parent(entry)
+                orphans[entry.parent] = orphans.get(entry.parent, 0) + 1
+                continue
+            entry.parent = parent.digest  # share the bytes object
+            parent.children += 1
+            # Only a block whose children came first, or that is its own child, can close one.
+            if entry.children and not restored and self._closes_a_circle(entry, parent):
+                self.leave_parent(entry)
+        self.blocks.changed(len(entries))
 
     def unlink(self, entry: Entry) -> Entry | None:
         """Leave; the parent, if it has no child any more. Children that stay are counted for a

@@ -84,9 +84,8 @@ class ConnectionHoldings:
         of_tenant = holder.together.reserved if holder.together is not None else None
         return self.limits.writes.left(holder.reserved_bytes, of_tenant)
 
-    def charge_write(self, holder: Owner, size: int) -> int:
-        """Count a reservation, or with a negative size its end; returns the bytes of its extent."""
-        held = self._rounded(size) if size > 0 else -self._rounded(-size)
+    def charge_writes(self, holder: Owner, held: int) -> None:
+        """Count the extents of reservations, or with a negative size their end."""
         if holder.limited:
             holder.reserved_bytes += held
             self.limits.writes.used += held
@@ -95,14 +94,13 @@ class ConnectionHoldings:
             if holder.lent:
                 self.limits.lent.used += held
                 holder.lent = holder.reserved_bytes > 0
-        return held
 
     def take_reservations(self, owner: int, ids: Sequence[int]) -> list[Entry]:
         """The entries of reservations that end. Raises BadMessage, and takes none, if one of them
         is another owner's."""
         holder = self.owner(owner)
         entries = _take(holder.reservations, ids)
-        self.charge_write(holder, -self.size_of(entries))
+        self.charge_writes(holder, -self.size_of(entries))
         return entries
 
     def lend(self, owner: int) -> bool:

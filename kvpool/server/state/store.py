@@ -23,7 +23,7 @@ from kvpool.server.orders import make_order
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.budget import UNLIMITED
 from kvpool.server.state.clearing import MAKING_ROOM
-from kvpool.server.state.entry import MOVER, Entry
+from kvpool.server.state.entry import MOVER, Entry, Index, Owner
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.index import BlockIndex
@@ -31,6 +31,9 @@ from kvpool.server.state.room import ASK_AGAIN, STEPS_MAX, BlockRoom
 from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
 _INDEX: Final = attrgetter("index")
+#: The states of a block that is in an index.
+_HERE: Final = (State.RESERVED, State.STORED)
+_SEALED: Final = after(State.RESERVED, Event.SEAL)
 _NO_SPACE: Final = Reservation(WriteStatus.NO_SPACE)
 _MISSES: Final = {reason: Pin(reason) for reason in ReadStatus}
 
@@ -87,47 +90,48 @@ class Store:
         sealed the first blocks (design: budgets). `in_steps`, the rest is MAKING_ROOM when the call
         has worked for long enough.
         """
+        rows = _rows(request)
         room, held, allocator = self.room, self.held, self.allocator
         policy, blocks_at = room.policy, room.blocks_at
         index = self.index.of(request.namespace, request.part, policy.account_of)
-        account = index.account
-        holder = held.owner(owner)
+        account, holder = index.account, held.owner(owner)
         reservations = holder.reservations
         left = held.left_to_reserve(holder)
         session = policy.begin_write(index, request, now, moved=owner == MOVER)
-        granted: list[Entry] = []
+        granted: dict[bytes, Entry] = {}
         answers: list[Reservation] = []
         # What is above a lowered limit goes in steps, not all at once for a block that moves.
         refusal = _NO_SPACE if owner == MOVER and account.used > account.limit else None
         in_steps, mask = room.in_steps and owner != MOVER, allocator.alignment - 1
         room.steps_left = STEPS_MAX if in_steps else UNLIMITED
-        # Granted, and not yet linked. A batch is linked at once, and always before the policy is
-        # asked for a victim or touches another block: so its order is that of single calls.
-        fresh: dict[bytes, Entry] = {}
-        for digest, parent, size, stamp, copies in _rows(request):
-            known = index.blocks.get(digest) or fresh.get(digest)
+        # Not yet entered. A batch is entered at once, and always before the policy is asked for a
+        # victim or touches another block: so its order is that of single calls.
+        fresh: list[Entry] = []
+        found = index.blocks.get_all(request.digests)
+        for known, (digest, parent, size, stamp, copies) in zip(found, rows, strict=True):
+            if known is None or known.state not in _HERE:  # it has made room for one before it
+                known = granted.get(digest)
+            taken = (size + mask) & ~mask
             if known is not None:
-                self._link_all(fresh, now)
+                self._enter(index, holder, fresh, now)
                 answers.append(self._already_here(known, session, now, copies))
             elif size > allocator.capacity:
                 answers.append(Reservation(WriteStatus.TOO_LARGE))
             elif refusal is not None or size > account.limit:
                 answers.append(refusal or _NO_SPACE)
             elif left <= 0:
-                refusal = ASK_AGAIN if reservations else Reservation(WriteStatus.NO_SPACE)
-                answers.append(refusal)
+                answers.append(refusal := ASK_AGAIN if reservations else _NO_SPACE)
             elif room.steps_left <= 0:
                 answers.append(MAKING_ROOM)
             else:
                 room.steps_left -= 1
                 held.last_id = id = held.last_id + 1
                 entry = Entry(index, digest, parent, 0, size, id)
-                entry.session = session
-                entry.copies = copies
-                over = account.used + ((size + mask) & ~mask) > account.limit
+                entry.session, entry.copies = session, copies
+                over = account.used + taken > account.limit
                 offset = None if over else allocator.allocate(size)
                 if offset is None:
-                    self._link_all(fresh, now)
+                    self._enter(index, holder, fresh, now)
                     made = room.make(entry, owner, now, stamp)
                     if isinstance(made, Reservation):
                         answers.append(refusal := made)
@@ -135,17 +139,16 @@ class Store:
                     offset = made
                     self.index.keep(index)  # evictions may have emptied it
                 entry.offset = offset
-                blocks_at[offset] = fresh[digest] = reservations[id] = entry
-                taken = held.charge_write(holder, size)
+                blocks_at[offset] = granted[digest] = reservations[id] = entry
+                fresh.append(entry)
                 index.count(taken)
                 left -= taken
-                granted.append(entry)
                 answers.append(Reservation(WriteStatus.RESERVED, id, Extent(offset, size, id)))
-        self._link_all(fresh, now)
+        self._enter(index, holder, fresh, now)
         self.index.drop_if_empty(index)  # perhaps nothing was granted
         if session is not None and granted:
             promoted = owner == MOVER and room.demotes
-            policy.end_write(session, granted, request, promoted=promoted)
+            policy.end_write(session, list(granted.values()), request, promoted=promoted)
         return answers
 
     def seal(self, owner: int, id: int, checksum: int, now: float) -> WriteStatus:
@@ -170,10 +173,9 @@ class Store:
         """
         entries = self.held.take_reservations(owner, ids)
         self.held.owner(owner).sealed_bytes += self.held.size_of(entries)
-        sealed = after(State.RESERVED, Event.SEAL)
         touch = self.room.policy.touch
         for entry, checksum in zip(entries, checksums, strict=True):
-            entry.state = sealed
+            entry.state = _SEALED
             entry.checksum = checksum
             if entry.index.namespace.parts > 1:
                 self.index.raise_copies(entry, max(part.copies for part in self.index.parts(entry)))
@@ -346,8 +348,6 @@ class Store:
         """A hint about blocks, for the order of evictions (design: session-hints)."""
         return self.room.policy.hint(name, resume_in, now, age_s=age_s)
 
-    # --- looking ---------------------------------------------------------------------
-
     # --- inside ----------------------------------------------------------------------
 
     def _already_here(self, entry: Entry, session: Any, now: float, copies: int) -> Reservation:
@@ -359,15 +359,19 @@ class Store:
         self.room.policy.touch(entry, now)
         return Reservation(WriteStatus.ALREADY_STORED)
 
-    def _link_all(self, fresh: dict[bytes, Entry], now: float) -> None:
-        """Enter new blocks, each with one touch; then `fresh` is empty."""
-        touch = self.room.policy.touch
-        for entry in fresh.values():
+    def _enter(self, index: Index, holder: Owner, fresh: list[Entry], now: float) -> None:
+        """Enter and charge new blocks of one write, each with one touch; then `fresh` is empty."""
+        if not fresh:
+            return
+        policy = self.room.policy
+        self.held.charge_writes(holder, self.held.size_of(fresh))
+        touch = policy.touch
+        for entry in fresh:
             touch(entry, now)
-        for entry in fresh.values():
-            entry.index.link(entry)
-            if entry.session is not None:
-                self.room.policy.block_added(entry)
+        index.link_all(fresh)
+        if fresh[0].session is not None:
+            for entry in fresh:
+                policy.block_added(entry)
         fresh.clear()
 
 

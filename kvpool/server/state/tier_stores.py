@@ -52,7 +52,7 @@ class FileStore(Store):
         entry.state = State.STORED
         self.room.blocks_at[offset] = entry
         index.count(self.allocator.rounded(size))
-        index.link(entry, restored=True)
+        index.link_all([entry], restored=True)
         self.index.count(entry, 1)
         return entry
 
