@@ -116,7 +116,7 @@ class Tombstones:
 
     def came_back_all(self, namespace: Namespace, digests: Sequence[bytes]) -> None:
         """The blocks are stored again: drop the records of their departures."""
-        if not len(self._reasons):
+        if not self._held:
             return
         name, parts = namespace.name, namespace.parts
         table, mask = self._reasons.table, self._reasons.mask

@@ -60,18 +60,17 @@ class Masters:
         the preferred master sends nothing for `hedge_s`, all masters are asked at once, that one
         included: it may only be slow (design: hedging).
         """
-        request = wire.encode(message)
         if self._places.locked():
             await self._wait_for_place(deadline)
         else:
             await self._places.acquire()  # at once, and without a timer
         try:
-            return await self._ask_some(request, answer, deadline, patient)
+            return await self._ask_some(message, answer, deadline, patient)
         finally:
             self._places.release()
 
     async def _ask_some(
-        self, request: tuple[int, bytes], answer: type[wire.M], deadline: float, patient: bool
+        self, message: wire.Message, answer: type[wire.M], deadline: float, patient: bool
     ) -> wire.M:
         now = asyncio.get_running_loop().time()
         until = deadline if patient else min(deadline, now + self._config.attempt_s)
@@ -79,11 +78,11 @@ class Masters:
         if len(self._links) > 1:
             # Half of a short deadline: the others need time to answer, too.
             first = min(now + self._config.hedge_s, now + (until - now) / 2)
-            got = await self._ask(self._preferred, request, answer, first, problems, hasty=True)
+            got = await self._ask(self._preferred, message, answer, first, problems, hasty=True)
             if got is not None and _is_whole(got):
                 return got
-            return await self._ask_all(request, answer, until, problems, got)
-        got = await self._ask(0, request, answer, until, problems)
+            return await self._ask_all(message, answer, until, problems, got)
+        got = await self._ask(0, message, answer, until, problems)
         if got is None:
             raise self._lost(problems)
         return got
@@ -111,13 +110,14 @@ class Masters:
     async def _ask(
         self,
         index: int,
-        request: tuple[int, bytes],
+        message: wire.Message,
         answer: type[wire.M],
         deadline: float,
         problems: list[Exception],
         hasty: bool = False,
     ) -> wire.M | None:
         try:
+            request = wire.encode(message)
             got = await self._links[index].request(*request, deadline=deadline, hasty=hasty)
             decoded = wire.decode_answer(answer, *got)
         except (Unavailable, Overloaded, PeerError) as error:
@@ -132,7 +132,7 @@ class Masters:
 
     async def _ask_all(
         self,
-        request: tuple[int, bytes],
+        message: wire.Message,
         answer: type[wire.M],
         deadline: float,
         problems: list[Exception],
@@ -144,7 +144,7 @@ class Masters:
         order = [*range(self._preferred, len(self._links)), *range(self._preferred)]
         hasty = isinstance(partial, wire.FindReply)
         tasks = [
-            loop.create_task(self._ask(index, request, answer, deadline, problems, hasty))
+            loop.create_task(self._ask(index, message, answer, deadline, problems, hasty))
             for index in order[hasty:]
         ]
         try:

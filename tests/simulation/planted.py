@@ -786,7 +786,7 @@ for reservation, size in sorted(
         "one-master-only",
         "G7",
         _MASTERS,
-        "            return await self._ask_all(request, answer, until, problems, got)",
+        "            return await self._ask_all(message, answer, until, problems, got)",
         "            raise self._lost(problems)",
     ),
     Bug(

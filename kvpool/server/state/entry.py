@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -289,12 +289,13 @@ class ChangeLog:
         index = entry.index
         self.changes.append(Change(index.namespace, index.part, entry.digest, status, tier))
 
-    def append_all(
-        self, index: Index, digests: Iterable[bytes], status: ReadStatus, tier: int
-    ) -> None:
-        """The same for several blocks of one index."""
+    def append_arrivals(self, index: Index, digests: Sequence[bytes], tier: int) -> None:
+        """Record that blocks of one index have come to `tier`: their tombstones are dropped."""
         namespace, part = index.namespace, index.part
-        self.changes += [Change(namespace, part, digest, status, tier) for digest in digests]
+        self.changes += [
+            Change(namespace, part, digest, ReadStatus.HIT, tier) for digest in digests
+        ]
+        self.tombstones.came_back_all(namespace, digests)
 
     def append_departure(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
         """Record that a block has left this server, with its tombstone."""

@@ -103,8 +103,7 @@ class BlockIndex:
         self.sealed_bytes += size
         digests = [entry.digest for entry in entries]
         if announced:
-            self.change_log.tombstones.came_back_all(index.namespace, digests)
-            self.change_log.append_all(index, digests, ReadStatus.HIT, self.tier)
+            self.change_log.append_arrivals(index, digests, self.tier)
         if self.count_place is None:
             self.fingerprint.count_all(digests, index.seed, 1)
         else:

@@ -115,7 +115,7 @@ class _ReadAnswer:
         self._statuses: list[ReadStatus] = []
         self._hits: list[int] = []
         self._data = Data(b"", [], [])
-        self._receiver = PayloadReceiver(())
+        self._checksums: list[int] = []  # of the blocks that have arrived, if they are verified
 
     def payload_target(self, frame: Frame) -> PayloadReceiver:
         """The receiver of the payload. Raises BadMessage for an answer that does not fit this read.
@@ -126,19 +126,21 @@ class _ReadAnswer:
         self._statuses, self._hits, self._data = read_answer(frame, blocks)
         hits, data = self._hits, self._data
         memory = [
-            first_bytes(blocks[i].pieces, size) for i, size in zip(hits, data.sizes, strict=True)
+            blocks[i].pieces if blocks[i].size == size else first_bytes(blocks[i].pieces, size)
+            for i, size in zip(hits, data.sizes, strict=True)
         ]
         seeds = None
         if options.verify:
             digests = [blocks[i].digest for i in hits]
             seeds = block_seeds(options.namespace, options.part, digests)
-        self._receiver = PayloadReceiver(memory, seeds, options.idle_timeout)
-        return self._receiver
+        receiver = PayloadReceiver(memory, seeds, options.idle_timeout)
+        self._checksums = receiver.checksums
+        return receiver
 
     def results(self) -> list[ReadResult]:
         """One result for each block, after the whole payload was received."""
         data = self._data
-        got = self._receiver.checksums if self._options.verify else data.checksums
+        got = self._checksums if self._options.verify else data.checksums
         arrived = requests.verified(data.sizes, data.checksums, got)
         if len(arrived) == len(self._blocks):
             return arrived

@@ -129,7 +129,8 @@ async def write(
         return await in_steps(blocks)
     async with streams.stream(deadline) as stream:
         statuses = await write_at_once(stream, options, blocks, deadline)
-    if later := [i for i, status in enumerate(statuses) if status is WriteStatus.NOT_YET]:
+    if WriteStatus.NOT_YET in statuses:
+        later = [i for i, status in enumerate(statuses) if status is WriteStatus.NOT_YET]
         answer = await in_steps([blocks[i] for i in later])
         for position, status in zip(later, answer, strict=True):
             statuses[position] = status
@@ -144,9 +145,11 @@ async def write_at_once(
     NOT_YET where the server would have to wait. Raises BadMessage for an answer that does not fit.
     """
     digests = [block.digest for block in blocks]
+    parents = [block.parent for block in blocks]
+    sizes = [block.size for block in blocks]
+    pieces = [block.pieces for block in blocks]
     digest_size = len(digests[0])
     session_hint = options.session_hint or SessionHint("")
-    pieces = [block.pieces for block in blocks]
     await stream.send(
         Write(
             namespace=options.namespace.name,
@@ -154,8 +157,8 @@ async def write_at_once(
             digest_size=digest_size,
             digests=b"".join(digests),
             part=options.part,
-            parents=pack_parents([block.parent for block in blocks], digest_size),
-            sizes=[block.size for block in blocks],
+            parents=pack_parents(parents, digest_size),
+            sizes=sizes,
             checksums=checksums(options.namespace, options.part, digests, pieces),
             visible=options.visible,
             wait_s=max(0.0, deadline - asyncio.get_running_loop().time()),

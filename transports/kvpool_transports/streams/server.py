@@ -212,7 +212,8 @@ class StreamSession:
         self._connection: Connection | None = None
         self._peer = Peer("")
         self._pins: list[Pin] = []
-        #: Of the `Write` that is arriving or has arrived.
+        #: The `Write` that is arriving or has arrived, and what was reserved for it.
+        self._write_request: Write | None = None
         self._incoming: list[Reservation] = []
         #: Between two exchanges: since when.
         self._idle_since: float | None = None
@@ -251,10 +252,12 @@ class StreamSession:
                 self._idle_since = self._loop.time()
                 frame = await self.stream.receive(self._payload_of_request, deadline=None)
                 self._idle_since = None
-                if self._unpin_previous(self._connection) and frame.type == TYPES[Unpin]:
-                    if decode(Unpin, frame.type, frame.body).confirm:
-                        await self._send(Unpinned())
-                    continue
+                if self._pins:
+                    self._unpin_previous(self._connection)
+                    if frame.type == TYPES[Unpin]:
+                        if decode(Unpin, frame.type, frame.body).confirm:
+                            await self._send(Unpinned())
+                        continue
                 # Work for a client that has hung up must end: it may wait for space for seconds.
                 async with self.stream.cancel_on_disconnect():
                     await self._answer(frame, self._connection)
@@ -371,6 +374,10 @@ class StreamSession:
         await self.stream.send(message, deadline=self._loop.time() + ANSWER_S)
 
     async def _answer(self, frame: Frame, connection: Connection) -> None:
+        write, self._write_request = self._write_request, None
+        if write is not None:  # it was checked before its bytes came
+            await self._seal_written(write, connection)
+            return
         kind = message_type(frame.type)
         answer = _ANSWERS.get(kind) if kind is not None else None
         if kind is None or answer is None:
@@ -475,6 +482,7 @@ class StreamSession:
         if sum(write.sizes) != frame.payload_size:
             raise BadMessage(f"blocks of {sum(write.sizes)} bytes with {frame.payload_size} bytes")
         reservations = self._incoming = connection.reserve_now(request)
+        self._write_request = write
         views = iter(connection.views([r.extent for r in reservations if r.extent is not None]))
         return PayloadReceiver(
             [
@@ -534,12 +542,11 @@ class StreamSession:
         self, granted: list[Reservation], connection: Connection, deadline: float
     ) -> None:
         views = connection.views([r.extent for r in granted if r.extent is not None])
-        blocks = [(view,) for view in views]
 
         def target(frame: Frame) -> PayloadReceiver:
             if frame.type != PAYLOAD:
                 raise BadMessage(f"got type {frame.type}, expected the blocks' bytes")
-            return PayloadReceiver(blocks)
+            return PayloadReceiver([(view,) for view in views])
 
         await self.stream.receive(target, deadline=deadline)
 
@@ -565,13 +572,12 @@ class StreamSession:
             await self._send_payload(pins, connection)
             self._unpin_previous(connection)
 
-    def _unpin_previous(self, connection: Connection) -> bool:
+    def _unpin_previous(self, connection: Connection) -> None:
         """Unpin what the last request has pinned, if it has."""
         if not self._pins:
-            return False
+            return
         connection.unpin(self._pins)
         self._pins = []
-        return True
 
     async def _send_payload(self, pins: list[Pin], connection: Connection) -> None:
         hits = [pin for pin in pins if pin.extent is not None]
@@ -630,23 +636,16 @@ _ANSWERS: Final[
 def _reserve_request(message: Reserve | Write) -> ReserveRequest:
     """The blocks that a client wants to write. Raises BadMessage."""
     namespace, digests = unpack_batch(message)
-    _check_part(namespace, message.part)
     parents = unpack_parents(message.parents, message.digest_size)
-    if not len(digests) == len(parents) == len(message.sizes):
-        raise BadMessage(
-            f"{len(digests)} digests, {len(parents)} parents, {len(message.sizes)} sizes"
-        )
+    _check_part(namespace, message.part)
+    sizes = message.sizes
+    if not len(digests) == len(parents) == len(sizes):
+        raise BadMessage(f"{len(digests)} digests, {len(parents)} parents, {len(sizes)} sizes")
     if any(map(eq, parents, digests)):
         raise BadMessage("a block names itself as its parent")
-    return ReserveRequest(
-        namespace,
-        message.part,
-        digests,
-        parents,
-        message.sizes,
-        _session_hint(message),
-        copies=[message.copies] * len(digests) if message.copies > 1 else None,
-    )
+    hint = _session_hint(message)
+    copies = [message.copies] * len(digests) if message.copies > 1 else None
+    return ReserveRequest(namespace, message.part, digests, parents, sizes, hint, copies=copies)
 
 
 def _nowhere(size: int) -> Pieces:

@@ -136,7 +136,8 @@ class Stream(asyncio.BufferedProtocol):
             first = False
             self._portions += 1
             for together in portion:
-                transport = self._writable()  # the connection may be lost since the last write
+                if self.lost:  # since the last write
+                    raise self._error()
                 if len(together) == 1:
                     transport.write(together[0])
                 elif together:
