@@ -22,7 +22,6 @@ from kvpool.backoff import Backoff
 from kvpool.errors import (
     Closed,
     ConfigError,
-    DeadlineExceeded,
     KvpoolError,
     PeerError,
     Unauthenticated,
@@ -133,51 +132,26 @@ async def refusal_of(address: str, cluster: Cluster) -> KvpoolError | None:
     return None
 
 
-class _Link:
+class _Link(PendingRequests):
     def __init__(
         self, address: str, cluster: Cluster, context: Callable[[], ssl.SSLContext]
     ) -> None:
-        self._address = address
+        super().__init__(address, cluster_id(cluster.name))
         self._host, self._port = master_address(address)
-        self._cluster = cluster
+        self._caller = cluster
         self._context = context
-        self._loop = asyncio.get_running_loop()
-        self._requests = PendingRequests(address, cluster_id(cluster.name))
-        self._unanswered_since: float | None = None
         self._end: _CallerEnd | None = None
         self._connected: set[_CallerEnd] = set()
         self._connecting: asyncio.Task[None] | None = None
         self._retry = Backoff(RETRY_S, RETRY_MAX_S, jitter=0.5, rng=random.Random())
         self._retry_at = 0.0
-        self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<Link {self._address} pending={len(self._requests)}>"
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    async def request(
-        self, type: int, body: bytes, *, deadline: float, hasty: bool = False
-    ) -> tuple[int, bytes]:
-        if self._unanswered_since is None:
-            self._unanswered_since = self._loop.time()
-        try:
-            return await self._requests.send(type, body, self._send, deadline, hasty)
-        except DeadlineExceeded:
-            since = self._unanswered_since
-            if since is not None and self._loop.time() - since >= RECONNECT_AFTER_S:
-                self._connect()  # the connection of now stays until there is another one
-            raise
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         if self._connecting is not None:
             self._connecting.cancel()
         for end in list(self._connected):
             end.abort()
-        self._requests.close()
 
     async def wait_closed(self) -> None:
         if self._connecting is not None:
@@ -185,39 +159,45 @@ class _Link:
         for end in list(self._connected):
             await end.disconnected
 
-    def _send(self, id: int, message: bytes) -> None:
+    def _transmit(self, message: bytes) -> None:
         if self._end is not None:
             self._end.send(message)
         else:
             self._connect()  # and then all that waits is sent
 
-    def _on_reply(self, message: bytes) -> None:
-        self._unanswered_since = None
-        if self._retry.failures:
+    def _late(self) -> None:
+        since = self.silent_since
+        if since is not None and self._loop.time() - since >= RECONNECT_AFTER_S:
+            self._connect()  # the connection of now stays until there is another one
+
+    def _next_delay(self) -> float:
+        """Longer after each failure since the last reply."""
+        if self.heard:
+            self.heard = False
             self._retry.reset()
-        self._requests.on_reply(message)
+        return self._retry.next_delay()
 
     def _on_end(self, end: _CallerEnd) -> None:
         if self._end is end:
             self._end = None
             # The first time at once: a master ends connections that nobody uses.
-            again = self._retry.failures > 0
-            self._retry_at = self._loop.time() + self._retry.next_delay() * again
-            if len(self._requests):
+            again = self._retry.failures > 0 and not self.heard
+            self._retry_at = self._loop.time() + self._next_delay() * again
+            if self.pending:
                 self._connect()
 
     def _connect(self) -> None:
         """Begin to connect, unless that is under way."""
         if not self._closed and (self._connecting is None or self._connecting.done()):
             self._connecting = self._loop.create_task(
-                self._connect_patiently(), name=f"link to master {self._address}"
+                self._connect_patiently(), name=f"link to master {self.address}"
             )
 
     async def _connect_patiently(self) -> None:
         """Try until there is a connection, or nobody waits for one."""
         while True:
             await asyncio.sleep(max(0.0, self._retry_at - self._loop.time()))
-            if not len(self._requests) and self._end is None:
+            if not self.pending and self._end is None:
                 return
             try:
                 end = await self.open()
@@ -229,21 +209,21 @@ class _Link:
             before, self._end = self._end, end
             if before is not None:
                 before.abort()
-            self._unanswered_since = self._loop.time() if len(self._requests) else None
-            self._requests.broken("")
-            for message in self._requests.unanswered():
+            self.silent_since = self._loop.time() if self.pending else None
+            self.broken("")
+            for message in self.unanswered():
                 end.send(message)
             return
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, KvpoolError):
-            log.exception("a connection to a master failed", master=self._address)
+            log.exception("a connection to a master failed", master=self.address)
         if self._end is None:
-            self._requests.broken(str(error))
-        pause_s = self._retry.next_delay()
+            self.broken(str(error))
+        pause_s = self._next_delay()
         if isinstance(error, Unauthenticated | VersionMismatch):
             # It is there, and will say the same again: nobody waits for his deadline.
-            self._requests.fail(type(error)(f"master {self._address}: {error}"))
+            self.fail(type(error)(f"master {self.address}: {error}"))
             pause_s = REFUSED_S
         self._retry_at = self._loop.time() + pause_s
 
@@ -256,8 +236,8 @@ class _Link:
         why = ""
         for family in families:
             end = _CallerEnd(
-                CallerSession(self._cluster, self._context),
-                self._on_reply,
+                CallerSession(self._caller, self._context),
+                self.on_reply,
                 self._on_end,
                 self._connected,
             )

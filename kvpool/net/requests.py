@@ -9,7 +9,6 @@ these bytes in production (`kvpool.net.control_network`), a simulated network in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from kvpool import logs
 from kvpool.errors import (
@@ -31,14 +30,14 @@ PENDING_MAX = 4096
 
 
 class PendingRequests:
-    """Requests to one master that wait for their replies.
+    """A `Link` without its connection: requests to one master that wait for their replies.
 
-    The owner of a socket passes its send function to `send` and every message that it receives to
+    What has the connection is derived from it, and passes every message that it receives to
     `on_reply`. Every request ends: with its reply, at its deadline, or with `close`.
     """
 
     def __init__(self, address: str, cluster: int) -> None:
-        self._address = address
+        self.address = address
         self._cluster = cluster
         self._loop = asyncio.get_running_loop()
         self._next_id = 0
@@ -50,31 +49,33 @@ class PendingRequests:
         self._closed = False
         #: Why there is no connection, as far as that is known.
         self.problem = ""
+        #: Since when the master owes a reply.
+        self.silent_since: float | None = None
+        #: It has sent one since this was reset.
+        self.heard = False
 
-    def __len__(self) -> int:
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.address} pending={self.pending}>"
+
+    @property
+    def pending(self) -> int:
         return len(self._pending)
 
     def unanswered(self) -> list[bytes]:
         """The requests that still wait, as they were transmitted."""
         return list(self._messages.values())
 
-    async def send(
-        self,
-        type: int,
-        body: bytes,
-        transmit: Callable[[int, bytes], None],
-        deadline: float,
-        hasty: bool = False,
+    async def request(
+        self, type: int, body: bytes, *, deadline: float, hasty: bool = False
     ) -> tuple[int, bytes]:
-        """Transmit one request, as (id, message), and wait for its reply: (type, body).
-
-        Raises DeadlineExceeded (a `hasty` one as soon as there is a `problem`), Overloaded (too
-        many wait already), Closed, and PeerError when the reply is not valid.
-        """
+        """As `Link.request`: a `hasty` one ends as soon as there is a `problem`. Raises PeerError,
+        too, for a reply that is not valid."""
         if self._closed:
-            raise Closed(f"the link to master {self._address} is closed")
+            raise Closed(f"the link to master {self.address} is closed")
         if len(self._pending) >= PENDING_MAX:
-            raise Overloaded(f"{PENDING_MAX} requests are pending at master {self._address}")
+            raise Overloaded(f"{PENDING_MAX} requests are pending at master {self.address}")
+        if self.silent_since is None:
+            self.silent_since = self._loop.time()
         id = self._next_id = self._next_id + 1
         future: asyncio.Future[Envelope | KvpoolError] = self._loop.create_future()
         self._pending[id] = future
@@ -82,7 +83,7 @@ class PendingRequests:
         try:
             message = encode_envelope(type, self._cluster, id, body)
             self._messages[id] = message
-            transmit(id, message)
+            self._transmit(message)
             if hasty:
                 self._hasty.add(future)
                 self.broken(self.problem)
@@ -93,11 +94,21 @@ class PendingRequests:
             del self._pending[id]
             self._messages.pop(id, None)
         if isinstance(reply, KvpoolError):
+            if isinstance(reply, DeadlineExceeded):
+                self._late()
             raise reply.fresh()
         return reply.type, reply.body
 
+    def _transmit(self, message: bytes) -> None:
+        """Send a request, now or when there is a connection."""
+        raise NotImplementedError
+
+    def _late(self) -> None:
+        """A request has had no reply in time."""
+
     def on_reply(self, message: bytes) -> None:
         """Give a received message to the caller that waits for it, if there still is one."""
+        self.silent_since, self.heard = None, True
         try:
             envelope = decode_envelope(message, self._cluster)
         except PeerError as error:
@@ -120,7 +131,7 @@ class PendingRequests:
     def close(self) -> None:
         """End every pending request with Closed, and refuse new ones."""
         self._closed = True
-        self.fail(Closed(f"the link to master {self._address} was closed"))
+        self.fail(Closed(f"the link to master {self.address} was closed"))
 
     def fail(self, error: KvpoolError) -> None:
         """End every pending request with this error."""
@@ -131,7 +142,7 @@ class PendingRequests:
     def _expire(self, future: asyncio.Future[Envelope | KvpoolError]) -> None:
         if not future.done():
             why = f": {self.problem}" if self.problem else " in time"
-            late = f"master {self._address} did not answer{why}"
+            late = f"master {self.address} did not answer{why}"
             future.set_result(DeadlineExceeded(late))
 
 

@@ -181,6 +181,20 @@ async def test_a_silent_master_is_left_when_another_connection_is_there(
         assert not before.is_open
 
 
+async def test_after_a_reply_the_next_connection_is_made_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A master ends connections that nobody uses, as often as it likes."""
+    monkeypatch.setattr(control_network, "RETRY_S", 60.0)
+    monkeypatch.setattr(control_network, "RETRY_MAX_S", 60.0)
+    async with served() as master:
+        link = await master.caller()
+        for _ in range(3):
+            (end,) = master.listener._callers
+            end.abort()
+            assert await ask(link, b"again", within_s=5) == b"again"
+
+
 async def test_a_request_that_nobody_waits_for_reaches_no_later_master() -> None:
     async with served() as master:
         callers = TcpNetwork()

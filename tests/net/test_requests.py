@@ -16,22 +16,29 @@ from kvpool.wire import frames
 CLUSTER = 7
 
 
-class Link:
+class Link(PendingRequests):
     """Requests that are sent, and replies to them."""
 
     def __init__(self) -> None:
-        self.pending = PendingRequests("m:1", CLUSTER)
+        super().__init__("m:1", CLUSTER)
         self.sent: list[int] = []
+        self.silences: list[float | None] = []
         self.loop: Any = asyncio.get_running_loop()
 
     def ask(self, timeout_s: float = 60.0) -> asyncio.Task[tuple[int, bytes]]:
-        request: Coroutine[Any, Any, tuple[int, bytes]] = self.pending.send(
-            1, b"question", lambda id, _: self.sent.append(id), self.loop.time() + timeout_s
+        request: Coroutine[Any, Any, tuple[int, bytes]] = self.request(
+            1, b"question", deadline=self.loop.time() + timeout_s
         )
         return asyncio.get_running_loop().create_task(request)
 
+    def _late(self) -> None:
+        self.silences.append(self.silent_since)
+
+    def _transmit(self, message: bytes) -> None:
+        self.sent.append(frames.decode_envelope(message, CLUSTER).id)
+
     def reply(self, id: int, body: bytes = b"answer", cluster: int = CLUSTER) -> None:
-        self.pending.on_reply(frames.encode_envelope(2, cluster, id, body))
+        self.on_reply(frames.encode_envelope(2, cluster, id, body))
 
     def timers(self) -> int:
         return sum(not timer.cancelled() for timer in self.loop._scheduled)
@@ -53,22 +60,22 @@ async def test_each_reply_goes_to_its_request() -> None:
     link = Link()
     before = link.timers()
     first, second = await begun(link, 2)
-    assert len(link.pending.unanswered()) == 2
+    assert len(link.unanswered()) == 2
     assert link.sent[0] != link.sent[1]
     link.reply(link.sent[1], b"two")
     link.reply(link.sent[1], b"a second reply")
     link.reply(link.sent[0], b"one")
     link.reply(12345, b"to nobody")
     assert (await first, await second) == ((2, b"one"), (2, b"two"))
-    assert len(link.pending) == 0
+    assert link.pending == 0
     assert link.timers() == before  # or each would hold its request until its deadline
-    assert link.pending.unanswered() == []  # nor are the messages kept
+    assert link.unanswered() == []  # nor are the messages kept
 
 
 async def test_a_reply_that_is_wrong_ends_its_request_at_once() -> None:
     link = Link()
     (task,) = await begun(link, 1)
-    link.pending.on_reply(b"too short")
+    link.on_reply(b"too short")
     link.reply(link.sent[0], cluster=CLUSTER + 1)
     assert isinstance(await ended(task), PeerError)
 
@@ -77,7 +84,7 @@ async def test_a_link_that_is_closed_ends_every_request() -> None:
     link = Link()
     tasks = await begun(link, 3)
     link.reply(link.sent[0])
-    link.pending.close()
+    link.close()
     assert await tasks[0] == (2, b"answer")
     assert [type(await ended(task)) for task in tasks[1:]] == [Closed, Closed]
     assert isinstance(await ended(link.ask()), Closed)
@@ -103,4 +110,22 @@ async def test_a_deadline_ends_a_request() -> None:
     error = await ended(task)
     assert isinstance(error, DeadlineExceeded)
     assert "m:1" in str(error)
-    assert len(link.pending) == 0
+    assert link.pending == 0
+
+
+async def test_silence_counts_from_the_first_question_since_the_last_reply() -> None:
+    """A master that has just answered is not left because another request was late."""
+    link = Link()
+    (late,) = await begun(link, 1, timeout_s=0.03)
+    began = link.silent_since
+    assert began is not None
+    (heard,) = await begun(link, 1)
+    assert link.silent_since == began
+    link.reply(link.sent[1])
+    await heard
+    await ended(late)
+    (again,) = await begun(link, 1, timeout_s=0.01)
+    await ended(again)
+    assert link.silences[0] is None
+    assert link.silences[1] is not None
+    assert link.silences[1] > began

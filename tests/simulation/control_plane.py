@@ -36,23 +36,14 @@ class SimNetwork:
         pass
 
 
-class _SimLink:
+class _SimLink(PendingRequests):
     def __init__(self, net: Net, process: Process, address: str, cluster: int) -> None:
-        self.address = address
+        super().__init__(address, cluster)
         self._net = net
         self._process = process
-        self._requests = PendingRequests(address, cluster)
 
-    async def request(
-        self, type: int, body: bytes, *, deadline: float, hasty: bool = False
-    ) -> tuple[int, bytes]:
-        return await self._requests.send(type, body, self._send, deadline, hasty)
-
-    def close(self) -> None:
-        self._requests.close()
-
-    def _send(self, id: int, message: bytes) -> None:
-        self._net.request(self._process, self.address, message, self._requests)
+    def _transmit(self, message: bytes) -> None:
+        self._net.request(self._process, self.address, message, self)
 
 
 class _SimListener:
