@@ -25,7 +25,7 @@ from kvpool.protocols import Caller, Handler
 from kvpool.shares import Shares
 from kvpool.strangers import Strangers
 from kvpool.types import Cluster
-from kvpool.wire.frames import cluster_id
+from kvpool.wire.envelopes import cluster_id
 from kvpool.wire.messages import refusal
 
 log = logs.get("kvpool.link")

@@ -35,7 +35,7 @@ from kvpool.net.masters_certificate import masters_certificate
 from kvpool.net.requests import PendingRequests
 from kvpool.protocols import Handler, Link
 from kvpool.types import Cluster
-from kvpool.wire.frames import cluster_id
+from kvpool.wire.envelopes import cluster_id
 
 log = logs.get("kvpool.link")
 

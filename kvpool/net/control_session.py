@@ -24,8 +24,14 @@ from typing import Final
 from kvpool.errors import BadFrame, Unauthenticated, VersionMismatch
 from kvpool.types import Cluster
 from kvpool.wire import auth
-from kvpool.wire.frames import cluster_id, decode_envelope, encode_envelope
-from kvpool.wire.message_stream import MESSAGE_SIZE_MAX, MessageReader, with_size
+from kvpool.wire.envelopes import (
+    MESSAGE_SIZE_MAX,
+    MessageReader,
+    cluster_id,
+    decode_envelope,
+    encode_envelope,
+    with_size,
+)
 from kvpool.wire.messages import Hello, M, Message, Proof, decode, decode_answer, encode
 
 #: What a master says first. ZMTP, which masters of release 0.1 spoke, begins with 0xff.

@@ -25,7 +25,7 @@ from kvpool.net.control_listener import HELLO_S
 from kvpool.net.control_network import REFUSED_S, RETRY_MAX_S, RETRY_S, master_address
 from kvpool.net.control_session import CallerSession, caller_context
 from kvpool.types import Cluster
-from kvpool.wire.frames import cluster_id, encode_envelope
+from kvpool.wire.envelopes import cluster_id, encode_envelope
 
 #: What one call takes of one link at most, and what waits to be sent.
 _RECEIVE_MAX: Final = 1 << 20

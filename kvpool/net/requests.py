@@ -20,7 +20,7 @@ from kvpool.errors import (
     PeerError,
 )
 from kvpool.protocols import Caller, Handler
-from kvpool.wire.frames import Envelope, decode_envelope, encode_envelope, envelope_id
+from kvpool.wire.envelopes import Envelope, decode_envelope, encode_envelope, envelope_id
 from kvpool.wire.messages import encode, refusal
 
 log = logs.get("kvpool.link")

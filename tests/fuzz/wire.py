@@ -9,13 +9,13 @@ import atheris
 
 with atheris.instrument_imports(include=["kvpool"]):
     from kvpool.errors import PeerError
-    from kvpool.wire import frames, messages
+    from kvpool.wire import envelopes, frames, messages
 
 from tests.fuzz.driver import Record, fuzz
 from tests.wire.samples import SAMPLES
 from tests.wire.test_frame_reader import received
 
-CLUSTER = frames.cluster_id("default")
+CLUSTER = envelopes.cluster_id("default")
 
 
 def target(data: bytes) -> None:
@@ -25,8 +25,8 @@ def target(data: bytes) -> None:
             frames.decode_header(rest)
             read_frames(rest)
         elif number == messages.PAYLOAD:
-            frames.envelope_id(rest)
-            frames.decode_envelope(rest, CLUSTER)
+            envelopes.envelope_id(rest)
+            envelopes.decode_envelope(rest, CLUSTER)
         else:
             decode(number, rest)
     except PeerError:
@@ -59,7 +59,7 @@ def decode(number: int, body: bytes) -> None:
 def seeds() -> list[bytes]:
     bodies = [bytes([number]) + body for number, body in map(messages.encode, SAMPLES)]
     header = frames.encode_frame(2, b"body")
-    envelope = frames.encode_envelope(40, CLUSTER, 1, b"body")
+    envelope = envelopes.encode_envelope(40, CLUSTER, 1, b"body")
     return [*bodies, b"\0" + header, bytes([messages.PAYLOAD]) + envelope]
 
 

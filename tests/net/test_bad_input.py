@@ -30,8 +30,8 @@ from kvpool.runtime import resident_bytes
 from kvpool.server import connection
 from kvpool.testing.invariants import check_invariants
 from kvpool.wire import messages as wire
-from kvpool.wire.frames import PROTOCOL_VERSION, cluster_id, encode_envelope, encode_frame
-from kvpool.wire.message_stream import with_size
+from kvpool.wire.envelopes import cluster_id, encode_envelope, with_size
+from kvpool.wire.frames import PROTOCOL_VERSION, encode_frame
 from kvpool_transports.streams import server as serving
 from kvpool_transports.streams import stream as streams
 from tests.conftest import (

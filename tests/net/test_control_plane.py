@@ -41,8 +41,13 @@ from kvpool.tenants import TenantKeys
 from kvpool.types import Cluster
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
-from kvpool.wire.frames import cluster_id, encode_envelope
-from kvpool.wire.message_stream import MESSAGE_SIZE_MAX, MessageReader, with_size
+from kvpool.wire.envelopes import (
+    MESSAGE_SIZE_MAX,
+    MessageReader,
+    cluster_id,
+    encode_envelope,
+    with_size,
+)
 from tests.conftest import eventually
 from tests.support.raw_peers import ControlPeer, control_peer
 

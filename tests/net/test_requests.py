@@ -11,7 +11,7 @@ import pytest
 from kvpool.errors import Closed, DeadlineExceeded, KvpoolError, Overloaded, PeerError
 from kvpool.net import requests as module
 from kvpool.net.requests import PendingRequests
-from kvpool.wire import frames
+from kvpool.wire import envelopes
 
 CLUSTER = 7
 
@@ -35,10 +35,10 @@ class Link(PendingRequests):
         self.silences.append(self.silent_since)
 
     def _transmit(self, message: bytes) -> None:
-        self.sent.append(frames.decode_envelope(message, CLUSTER).id)
+        self.sent.append(envelopes.decode_envelope(message, CLUSTER).id)
 
     def reply(self, id: int, body: bytes = b"answer", cluster: int = CLUSTER) -> None:
-        self.on_reply(frames.encode_envelope(2, cluster, id, body))
+        self.on_reply(envelopes.encode_envelope(2, cluster, id, body))
 
     def timers(self) -> int:
         return sum(not timer.cancelled() for timer in self.loop._scheduled)

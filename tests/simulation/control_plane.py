@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.net.requests import PendingRequests
 from kvpool.protocols import CountedListener, Handler, Link
-from kvpool.wire.frames import cluster_id
+from kvpool.wire.envelopes import cluster_id
 from tests.simulation.loop import PROCESS, Process
 
 if TYPE_CHECKING:

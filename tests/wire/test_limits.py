@@ -20,8 +20,8 @@ from kvpool.errors import (
     VersionMismatch,
 )
 from kvpool.types import BATCH_BLOCKS_MAX, Cluster
-from kvpool.wire import auth, frames, messages
-from kvpool.wire.frame_reader import STEP, PayloadReceiver
+from kvpool.wire import auth, envelopes, frames, messages
+from kvpool.wire.frames import STEP, PayloadReceiver
 from tests.conftest import keys
 from tests.wire.samples import KEYS, SAMPLES
 
@@ -152,12 +152,12 @@ def test_a_body_and_a_payload_have_their_limits() -> None:
     body = bytes(frames.BODY_SIZE_MAX)
     frame = frames.encode_frame(1, body, frames.PAYLOAD_SIZE_MAX)
     assert frames.decode_header(frame)[:3] == (1, len(body), frames.PAYLOAD_SIZE_MAX)
-    envelope = frames.encode_envelope(1, 7, 5, body)
-    assert frames.decode_envelope(envelope, 7)[:3] == (1, 5, body)
+    envelope = envelopes.encode_envelope(1, 7, 5, body)
+    assert envelopes.decode_envelope(envelope, 7)[:3] == (1, 5, body)
     with pytest.raises(BadFrame, match="bytes"):
-        frames.decode_envelope(envelope + b"x", 7)
+        envelopes.decode_envelope(envelope + b"x", 7)
     with pytest.raises(BadFrame, match="limit"):
-        frames.encode_envelope(1, 7, 5, body + b"x")
+        envelopes.encode_envelope(1, 7, 5, body + b"x")
     head = struct.pack("<2sBBIQ", b"kv", frames.PROTOCOL_VERSION, 1, 0, frames.PAYLOAD_SIZE_MAX + 1)
     with pytest.raises(BadFrame, match="limit"):
         frames.decode_header(head)
@@ -165,19 +165,19 @@ def test_a_body_and_a_payload_have_their_limits() -> None:
 
 def test_a_message_that_is_only_a_header_has_an_id() -> None:
     """So it can be refused by its id, whatever else is wrong with it."""
-    header = frames.encode_envelope(1, 7, 2**40 + 1, b"")
+    header = envelopes.encode_envelope(1, 7, 2**40 + 1, b"")
     assert len(header) == frames.HEADER_SIZE
-    assert frames.envelope_id(header) == 2**40 + 1
-    assert frames.envelope_id(header[:-1]) is None
-    assert frames.envelope_id(b"??" + header[2:]) is None
+    assert envelopes.envelope_id(header) == 2**40 + 1
+    assert envelopes.envelope_id(header[:-1]) is None
+    assert envelopes.envelope_id(b"??" + header[2:]) is None
 
 
 def test_clusters_are_told_apart_by_32_bits_of_their_names() -> None:
     names = [f"cluster-{number}" for number in range(2000)]
-    ids = {frames.cluster_id(name) for name in names}
+    ids = {envelopes.cluster_id(name) for name in names}
     assert len(ids) == len(names)
     assert max(ids) < 2**32
-    assert frames.cluster_id("default") == xxhash.xxh3_64_intdigest(b"default") & 0xFFFFFFFF
+    assert envelopes.cluster_id("default") == xxhash.xxh3_64_intdigest(b"default") & 0xFFFFFFFF
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,7 @@ from kvpool.protocols import (
 )
 from kvpool.strangers import Strangers
 from kvpool.types import Cluster
-from kvpool.wire.frame_reader import FrameReader, no_payload
-from kvpool.wire.frames import Frame
+from kvpool.wire.frames import Frame, FrameReader, no_payload
 from kvpool.wire.messages import Error, Hello, M, Message, Welcome, decode_answer
 from kvpool_transports.copy_pool import CopyPool
 from kvpool_transports.streams import requests

@@ -64,14 +64,14 @@ from kvpool.protocols import (
 )
 from kvpool.types import Cluster, Pin, ReadStatus, WriteStatus
 from kvpool.units import human
-from kvpool.wire.frame_reader import (
+from kvpool.wire.frames import (
     ChooseTarget,
+    Frame,
     PayloadReceiver,
     PayloadTarget,
     Pieces,
     no_payload,
 )
-from kvpool.wire.frames import Frame
 from kvpool.wire.messages import (
     PAYLOAD,
     TYPES,

@@ -19,8 +19,7 @@ from kvpool.types import (
     WriteBlock,
     WriteStatus,
 )
-from kvpool.wire.frame_reader import PayloadReceiver
-from kvpool.wire.frames import Frame
+from kvpool.wire.frames import Frame, PayloadReceiver
 from kvpool.wire.messages import Data, decode_answer
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.payload import first_bytes

@@ -1,7 +1,7 @@
 """The payload of a frame on its way out: blocks in pieces of memory, as their owner has them.
 
 The bytes leave straight from the pieces. A block has one checksum over all of its pieces, and is
-hashed in steps while it is in the cache. The way in is `kvpool.wire.frame_reader.PayloadReceiver`.
+hashed in steps while it is in the cache. The way in is `kvpool.wire.frames.PayloadReceiver`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 import xxhash
 
-from kvpool.wire.frame_reader import STEP, Pieces
+from kvpool.wire.frames import STEP, Pieces
 
 #: Sent at most this much at once, so that hashing a large block never stalls the loop.
 SEND_STEP: Final = 1 << 20

@@ -37,8 +37,7 @@ from kvpool.types import (
     WriteStatus,
 )
 from kvpool.wire import auth
-from kvpool.wire.frame_reader import STEP, PayloadReceiver, Pieces
-from kvpool.wire.frames import Frame
+from kvpool.wire.frames import STEP, Frame, PayloadReceiver, Pieces
 from kvpool.wire.messages import (
     PAYLOAD,
     TYPES,

@@ -21,8 +21,15 @@ from typing import Final, TypeVar, cast
 
 from kvpool.addresses import network_of
 from kvpool.errors import DeadlineExceeded, KvpoolError, LinkBroken
-from kvpool.wire.frame_reader import ChooseTarget, FrameReader, Pieces, ReaderState, no_payload
-from kvpool.wire.frames import Frame, encode_frame
+from kvpool.wire.frames import (
+    ChooseTarget,
+    Frame,
+    FrameReader,
+    Pieces,
+    ReaderState,
+    encode_frame,
+    no_payload,
+)
 from kvpool.wire.messages import PAYLOAD, M, Message, decode_answer, encode
 from kvpool_transports.streams.payload import writes
 
