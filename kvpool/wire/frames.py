@@ -8,9 +8,10 @@ are received straight into their destination. All integers are little-endian.
 `FrameReader` is fed bytes, and gives frames or raises PeerError. The owner of a connection asks for
 one frame at a time, and gets it from the step that completes it. Header and body collect in the
 reader's own buffer. As soon as they are complete, the owner is asked where the payload goes, and
-from then on `memory` is that memory itself, so payload bytes are never copied (but for those that
-came in one piece with their header). What arrives before a frame is asked for stays in the buffer,
-at most READ_AHEAD bytes of it. (The shape, a table of states that only `_move` follows, is h11's.)
+from then on `memory` is that memory itself, so payload bytes are not copied (but for those of small
+pieces, and those that came in one piece with their header). What arrives before a frame is asked
+for stays in the buffer, at most READ_AHEAD bytes of it. (The shape, a table of states that only
+`_move` follows, is h11's.)
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ READ_AHEAD: Final = 64 << 10
 
 #: Received at most this much at once: it is then hashed while it is in the cache.
 STEP: Final = 256 << 10
+#: Pieces below this size are filled through the buffer, many at once: a system call and a turn of
+#: the loop for each of them cost more than the copy.
+SMALL: Final = READ_AHEAD // 2
 
 _HEADER = struct.Struct("<2sBBIQ")
 _MAGIC: Final = b"kv"
@@ -55,14 +59,6 @@ class Frame(NamedTuple):
     payload_size: int
 
 
-class Header(NamedTuple):
-    """What stands in front of a data-plane frame."""
-
-    type: int
-    body_size: int
-    payload_size: int
-
-
 def encode_frame(type: int, body: bytes, payload_size: int = 0) -> bytes:
     """Header and body of a frame; the payload follows it on the stream."""
     if len(body) > BODY_SIZE_MAX:
@@ -70,8 +66,10 @@ def encode_frame(type: int, body: bytes, payload_size: int = 0) -> bytes:
     return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, type, len(body), payload_size) + body
 
 
-def decode_header(header: bytes | bytearray | memoryview, body_max: int = BODY_SIZE_MAX) -> Header:
-    """The header of a data-plane frame. Raises PeerError."""
+def decode_header(
+    header: bytes | bytearray | memoryview, body_max: int = BODY_SIZE_MAX
+) -> tuple[int, int, int]:
+    """The type of a frame, and the sizes of its body and payload. Raises PeerError."""
     magic, version, type, body_size, payload_size = _HEADER.unpack_from(header)
     if magic != _MAGIC:
         raise BadFrame(f"frame starts with {bytes(header[:4])!r}, expected {_MAGIC!r}")
@@ -81,7 +79,7 @@ def decode_header(header: bytes | bytearray | memoryview, body_max: int = BODY_S
         raise BadFrame(f"body of {body_size} bytes, limit {body_max}")
     if payload_size > PAYLOAD_SIZE_MAX:
         raise BadFrame(f"payload of {payload_size} bytes, limit {PAYLOAD_SIZE_MAX}")
-    return Header(type, body_size, payload_size)
+    return type, body_size, payload_size
 
 
 def wrong_version(version: int) -> VersionMismatch:
@@ -166,6 +164,8 @@ class FrameReader:
         self.memory = self._buffer
         self._choose: ChooseTarget | None = None
         self._target: PayloadTarget | None = None
+        self._small = False  # its first piece, and so probably all of them
+        self._copies = False  # the next bytes for it come through the buffer
         self._frame: Frame | None = None
 
     def __repr__(self) -> str:
@@ -202,9 +202,12 @@ class FrameReader:
         """
         target = self._target
         if target is not None:
-            target.received(count)
+            if self._copies:
+                self._deliver(0, count, target)
+            else:
+                target.received(count)
             if target.missing:
-                self.memory = target.memory
+                self._aim(target)
                 return None
             self._hold(0)
             return self._complete()
@@ -238,22 +241,30 @@ class FrameReader:
         if target is None or not payload_size:
             self._drop(head_size)
             return self._complete()
-        self._drop(self._deliver(head_size, target))
+        self._small = len(target.memory) < SMALL
+        self._drop(self._deliver(head_size, self._filled, target))
         if not target.missing:
             return self._complete()
         self._move(ReaderEvent.HEAD_COMPLETE)
-        self._target, self.memory, self.begun = target, target.memory, True
+        self._target, self.begun = target, True
+        self._aim(target)
         return None
 
-    def _deliver(self, position: int, target: PayloadTarget) -> int:
-        """Copy the payload bytes that came with the head to their target; returns their end."""
-        while position < self._filled and target.missing:
+    def _aim(self, target: PayloadTarget) -> None:
+        """Choose where the next bytes of a payload go; never more than are missing."""
+        memory = target.memory
+        self._copies = self._small and len(memory) < SMALL and len(memory) < target.missing
+        self.memory = self._buffer[: target.missing] if self._copies else memory
+
+    def _deliver(self, start: int, end: int, target: PayloadTarget) -> int:
+        """Copy payload bytes of the buffer to their target; returns where they end."""
+        while start < end and target.missing:
             memory = target.memory
-            count = min(len(memory), self._filled - position)
-            memory[:count] = self._buffer[position : position + count]
+            count = min(len(memory), end - start)
+            memory[:count] = self._buffer[start : start + count]
             target.received(count)
-            position += count
-        return position
+            start += count
+        return start
 
     def _drop(self, count: int) -> None:
         """Forget the first bytes of the buffer, and what it has grown by."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from kvpool.errors import BadFrame, BadMessage, InvariantViolated, PeerError, Ve
 from kvpool.wire import envelopes, frames, messages
 from kvpool.wire.frames import (
     READ_AHEAD,
+    SMALL,
     STEP,
     TRANSITIONS,
     FrameReader,
@@ -355,3 +357,72 @@ def test_every_piece_that_arrives_shows_that_the_server_is_there() -> None:
     for count in range(1, 21):
         receiver.received(1)
         assert touches.count == count
+
+
+@FUZZ
+@given(
+    sizes=st.lists(st.sampled_from([1, 4096, SMALL - 1, SMALL, READ_AHEAD + 5]), min_size=1),
+    first=st.integers(0, 5000),
+    step=st.integers(1, 2 * READ_AHEAD),
+)
+@example([4096] * 40, 0, READ_AHEAD)
+def test_small_pieces_are_filled_many_at_a_time(sizes: list[int], first: int, step: int) -> None:
+    """Each byte in its place, with its checksum, and none of the next frame is received before."""
+    blocks = [bytearray(size) for size in sizes]
+    payload = random.Random(step).randbytes(sum(sizes))
+    receiver = PayloadReceiver([(memoryview(block),) for block in blocks], [7] * len(blocks))
+    reader = FrameReader()
+    reader.ask(lambda frame: receiver)
+    whole = frames.encode_frame(messages.PAYLOAD, b"", len(payload)) + payload
+    data = memoryview(whole + b"kv, the next frame")
+    at, calls, frame = 0, 0, None
+    while frame is None:
+        count = min(len(reader.memory), step, len(data) - at) if at else 16 + first % sum(sizes)
+        assert count, "no room, or it waits for more than the frame has"
+        reader.memory[:count] = data[at : at + count]
+        at, calls = at + count, calls + 1
+        frame = reader.received(count)
+        assert reader.begun is (frame is None)
+    assert at == len(whole)
+    assert b"".join(blocks) == payload
+    assert receiver.checksums == [xxhash.xxh3_64_intdigest(block, seed=7) for block in blocks]
+    if step >= READ_AHEAD and max(sizes) < SMALL:
+        assert calls <= 2 + len(payload) // READ_AHEAD
+
+
+def test_large_memory_is_filled_in_place() -> None:
+    """No copy of it: only what is in small pieces comes through the buffer."""
+    small, large = bytearray(10), bytearray(2 * STEP)
+    reader = FrameReader()
+    reader.ask(lambda frame: PayloadReceiver([(memoryview(small),), (memoryview(large),)]))
+    head = frames.encode_frame(messages.PAYLOAD, b"", 10 + 2 * STEP)
+    reader.memory[: len(head)] = head
+    assert reader.received(len(head)) is None
+    assert reader.memory.obj is not small
+    reader.received(10)
+    assert reader.memory.obj is large
+
+
+@pytest.mark.parametrize("size", [0, 9, 11])
+def test_a_payload_of_another_size_is_refused(size: int) -> None:
+    """Before one byte of it: a shorter one would be waited for, a longer one read as a frame."""
+    reader = FrameReader()
+    reader.ask(lambda frame: PayloadReceiver([(memoryview(bytearray(10)),)]))
+    head = frames.encode_frame(messages.PAYLOAD, b"", size)
+    reader.memory[: len(head)] = head
+    with pytest.raises(BadFrame, match="expected 10"):
+        reader.received(len(head))
+    assert reader.state is ReaderState.CLOSED
+
+
+def test_the_rest_of_a_large_piece_is_filled_in_place() -> None:
+    """However its bytes are cut: what is left of it is small, and its neighbours are not."""
+    blocks = [bytearray(STEP), bytearray(STEP)]
+    reader = FrameReader()
+    reader.ask(lambda frame: PayloadReceiver([(memoryview(block),) for block in blocks]))
+    head = frames.encode_frame(messages.PAYLOAD, b"", 2 * STEP)
+    reader.memory[: len(head)] = head
+    reader.received(len(head))
+    reader.received(STEP - 10)
+    assert reader.memory.obj is blocks[0]
+    assert len(reader.memory) == 10

@@ -1,7 +1,8 @@
 """The client's half of a transport whose frames carry the payload: tcp and similar ones.
 
-Payload bytes are received directly into the caller's pieces of memory and sent directly from them.
-They are hashed in steps while they are in the CPU's cache (design: streams).
+Payload bytes are sent directly from the caller's pieces of memory, and received directly into them,
+but for small ones (`wire.frames.SMALL`). They are hashed in steps while they are in the CPU's cache
+(design: streams).
 """
 
 from __future__ import annotations
