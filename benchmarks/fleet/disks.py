@@ -13,7 +13,7 @@ from typing import Final
 from benchmarks.fleet.constants import Constants
 from benchmarks.fleet.events import EventQueue
 from benchmarks.fleet.links import QueuedLink
-from kvpool.server.state.tiered_store import TierTransfer
+from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.tools.dry_pool import BLOCK_SIZE, DryPool
 from kvpool.types import Namespace
 
@@ -68,13 +68,13 @@ class ServerDisk:
         store, now = self._pool.servers[self._name].store, self._events.now
         blocks = max(1, int(_WRITTEN_BYTES / self._block_bytes))
         while self._batches < _WRITTEN_BATCHES:
-            copies = store.next_writebacks(blocks * BLOCK_SIZE, blocks, now)
+            copies = store.transfers.next_writebacks(blocks * BLOCK_SIZE, blocks, now)
             if not copies:
                 break
             self._batches += 1
             end = self.writes.take(len(copies) * self._block_bytes, now)
             self._events.at(end, self._written, copies, self._life)
-        store.take_erasable()
+        store.erasures.take()
         self._pool.announce(self._name)
 
     def promote(self, namespace: Namespace, digests: Sequence[bytes]) -> None:
@@ -84,7 +84,9 @@ class ServerDisk:
             return
         store, now = self._pool.servers[self._name].store, self._events.now
         others = [digest for digest in digests if (namespace, digest) not in self._promoting]
-        for copy in store.start_promotions(namespace, 0, others, blocks * BLOCK_SIZE, now):
+        for copy in store.transfers.start_promotions(
+            namespace, 0, others, blocks * BLOCK_SIZE, now
+        ):
             self._read(copy)
         self.pump()
 
@@ -125,7 +127,7 @@ class ServerDisk:
     def _promoted(self, copy: TierTransfer, life: int) -> None:
         if life != self._life:
             return
-        self._pool.servers[self._name].store.transfer_done(copy, good=True, now=self._events.now)
+        self._pool.servers[self._name].store.transfers.done(copy, good=True, now=self._events.now)
         waiting = self._promoting.pop(_key(copy))
         self.pump()
         for waiter in [*waiting, *self._taken_waiting()]:
@@ -137,7 +139,7 @@ class ServerDisk:
         self._batches -= 1
         store = self._pool.servers[self._name].store
         for copy in copies:
-            store.transfer_done(copy, good=True, now=self._events.now)
+            store.transfers.done(copy, good=True, now=self._events.now)
         self.pump()
         for waiter in self._taken_waiting():
             waiter()

@@ -15,6 +15,7 @@ from kvpool import logs
 from kvpool.backoff import Backoff
 from kvpool.errors import Unavailable
 from kvpool.protocols import HasParts, Tier
+from kvpool.server.state.divided_allocator import part_of, parts_of
 from kvpool.server.state.tier_stores import cold_store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_traffic import TierTraffic
@@ -111,7 +112,7 @@ class TierHealth:
 
     def place(self, tier: int, offset: int) -> Place:
         """Where an extent of a tier lies."""
-        return tier, self._store.part_of(tier, offset)
+        return tier, part_of(self._store.stores[tier].allocator, offset)
 
     def lost(self, place: Place) -> asyncio.Event:
         """Set when the place goes offline."""
@@ -127,7 +128,7 @@ class TierHealth:
 
     def open_parts(self, tier: int) -> list[int]:
         """Those of them that take writes, as far as is known; all, where the tier is read-only."""
-        parts = self._store.parts_of(tier)
+        parts = parts_of(self._store.stores[tier].allocator)
         return [one for one in self.parts(tier) if parts is None or one not in parts.closed]
 
     def problems(self, tier: int) -> list[str]:
@@ -212,9 +213,9 @@ class TierHealth:
             return
         if tier != store.backing_tier:
             self.take_offline(tier, one.write_error)
-        elif not self._close(place) and not store.read_only:
+        elif not self._close(place) and not store.queue.read_only:
             log.error("tier is read-only", tier=self._tiers[tier].name, why=one.write_error)
-            stopping = store.stop_writing()
+            stopping = store.queue.stop_writing()
             next(stopping, None)  # at once, before a writer asks for space
             retry = functools.partial(self._retry_writes, tier, stopping)
             self._own(self._supervisor.until_done("try a read-only tier", retry))
@@ -223,7 +224,8 @@ class TierHealth:
 
     def _close(self, place: Place) -> bool:
         """Write to the other parts until this one takes writes. False if no other one is open."""
-        one, parts = self._places[place], self._store.parts_of(place[0])
+        one = self._places[place]
+        parts = parts_of(self._store.stores[place[0]].allocator)
         if parts is None:
             return False
         if place[1] in parts.closed:  # a batch that was under way when it was closed
@@ -238,7 +240,8 @@ class TierHealth:
 
     async def _reopen(self, place: Place) -> None:
         """Open a part again after a while; the next batch that fails closes it."""
-        one, parts = self._places[place], self._store.parts_of(place[0])
+        one = self._places[place]
+        parts = parts_of(self._store.stores[place[0]].allocator)
         await asyncio.sleep(one.retry.next_delay())
         assert parts is not None
         parts.open(place[1])
@@ -250,14 +253,14 @@ class TierHealth:
         for _ in stopping:
             await asyncio.sleep(0)
         self._on_change()
-        while self._store.read_only:
+        while self._store.queue.read_only:
             await asyncio.sleep(self.retry.next_delay())
-            if self._store.read_only and await self._write_one():
+            if self._store.queue.read_only and await self._write_one():
                 log.warning(
                     "tier takes writes again",
                     tier=self._tiers[tier].name,
                     after_s=round(_now() - since, 1),
-                    blocks_to_write=self._store.resume_writing(),
+                    blocks_to_write=self._store.queue.resume_writing(),
                 )
                 self.retry.reset()
                 for (number, _), one in self._places.items():
@@ -267,20 +270,20 @@ class TierHealth:
     def lose(self, place: Place, why: str) -> None:
         """This place goes offline; the whole tier, if it is all that was left of that."""
         tier, part = place
-        parts = self._store.parts_of(tier)
+        parts = parts_of(self._store.stores[tier].allocator)
         if parts is None or self.parts(tier) == [part]:
             self.take_offline(tier, why)
         elif not self.lost(place).is_set():
             log.error("a file is out of service", file=self._name(place), why=why)
             self._leave(place)
             parts.retire(part)
-            self._store.take_erasable(part)
+            self._store.erasures.take(part)
             drop = functools.partial(self._drop, tier, part)
             self._own(self._supervisor.until_done("drop what a file had", drop))
             self._on_change()
 
     def take_offline(self, tier: int, why: str) -> None:
-        if tier not in self._store.offline_tiers and tier != self._store.front_tier:
+        if tier not in self._store.index.offline and tier != self._store.front_tier:
             log.error("tier is out of service", tier=self._tiers[tier].name, why=why)
             self._store.take_offline(tier)
             for part in self.parts(tier):

@@ -28,7 +28,8 @@ from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import front_tier, is_on_a_device, stores_of
-from kvpool.server.state.tiered_store import TieredStore, TierTransfer
+from kvpool.server.state.tier_transfers import TierTransfer
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_health import Place, TierHealth
 from kvpool.server.tiers import Mover
 from kvpool.supervision import Supervisor
@@ -214,7 +215,7 @@ class TierMover(Mover):
 
         Waits for the transfers under way, but not for ever: a stuck device is left behind.
         """
-        lazy = self._store.write_back is not None
+        lazy = self._store.queue.write_back is not None
         await self._flush(_now() + (flush_s if lazy else _DRAIN_S))
         for task in self._tasks:
             task.cancel()
@@ -225,18 +226,18 @@ class TierMover(Mover):
         """Write back what would be lost with the process, the most valuable first."""
         store, began = self._store, _now()
         dirty, size = store.front.room.dirty, store.front.room.dirty_bytes
-        for _ in store.flush():
+        for _ in store.queue.flush():
             if _now() >= until:
                 break
             await asyncio.sleep(0)
         self.wake()
         for _ in range(int((until - _now()) / _POLL_S)):
-            if not store.waiting and not store.front.held.pinned_by(MOVER):
+            if not store.queue.waiting and not store.front.held.pinned_by(MOVER):
                 break
             await asyncio.sleep(_POLL_S)
-        if store.write_back is not None and dirty:
+        if store.queue.write_back is not None and dirty:
             left = store.front.room.dirty_bytes
-            report = log.warning if store.waiting else log.info
+            report = log.warning if store.queue.waiting else log.info
             report(
                 "memory is written back",
                 blocks=dirty - store.front.room.dirty,
@@ -278,7 +279,7 @@ class TierMover(Mover):
     ) -> Mapping[TierTransfer, asyncio.Task[bool]]:
         promoting = self._promoting
         others = [digest for digest in digests if (namespace, part, digest) not in promoting]
-        copies = self._store.start_promotions(
+        copies = self._store.transfers.start_promotions(
             namespace, part, others, size_max, _now(), prefetch=prefetch
         )
         tasks = {}
@@ -319,7 +320,7 @@ class TierMover(Mover):
         try:
             good = await self._move(copy)
         finally:
-            self._store.transfer_done(copy, good=good, now=_now())
+            self._store.transfers.done(copy, good=good, now=_now())
             self._promotion_ended(copy)
             self._on_change()
         return good
@@ -351,22 +352,22 @@ class TierMover(Mover):
 
     async def _write_back(self) -> None:
         """The next batch, or the wait for one."""
-        waited = self._store.waiting
-        copies = self._store.next_writebacks(_DEMOTE_BYTES, _DEMOTE_BLOCKS, _now())
+        waited = self._store.queue.waiting
+        copies = self._store.transfers.next_writebacks(_DEMOTE_BYTES, _DEMOTE_BLOCKS, _now())
         if self._store.change_log.changes:  # the reservations below have evicted blocks
             self._on_change()
         if copies:
             if not await self._demote(copies):
                 await asyncio.sleep(_AFTER_FAILURE_S)
-        elif 0 < self._store.waiting < waited:  # the disk has refused those that were next
+        elif 0 < self._store.queue.waiting < waited:  # the disk has refused those that were next
             await asyncio.sleep(0)
         else:
             self._wake.clear()
-            if self._store.read_only or await self._erase():
+            if self._store.queue.read_only or await self._erase():
                 await self._wake.wait()
             else:
                 await asyncio.sleep(_AFTER_FAILURE_S)
-        if not self._store.is_under_pressure:
+        if not self._store.queue.is_under_pressure:
             await self.wait_for_readers()
 
     async def _demote(self, copies: list[TierTransfer]) -> bool:
@@ -418,7 +419,7 @@ class TierMover(Mover):
         """Report the transfers in `waiting` to the store, once."""
         now = _now()
         for copy in waiting:
-            self._store.transfer_done(copy, good=good[copy], now=now)
+            self._store.transfers.done(copy, good=good[copy], now=now)
         waiting.clear()
         self._on_change()
 
@@ -430,7 +431,7 @@ class TierMover(Mover):
         False, soon, when it is read-only, or a disk fails: then the records are erased later. Of
         a server that is restarted before that the blocks are back.
         """
-        if self._store.read_only or not await self._erase():
+        if self._store.queue.read_only or not await self._erase():
             return False
         tier = self._store.backing_tier
         return self.health.open_parts(tier) == self.health.parts(tier)
@@ -439,11 +440,11 @@ class TierMover(Mover):
         """As `erase`, of these parts or of those that take writes; also while it is read-only."""
         backing_tier = self._store.backing_tier
         if backing_tier not in self._durable:
-            self._store.take_erasable()
+            self._store.erasures.take()
             return True
         if parts is None:
             parts = self.health.open_parts(backing_tier)
-        if self._store.erasable or any(self._records_locks[part].locked() for part in parts):
+        if len(self._store.erasures) or any(self._records_locks[part].locked() for part in parts):
             # The caller may be cancelled; the records must be erased all the same.
             erasing = [self._spawn(self._erase_part(part)) for part in parts]
             return all([await asyncio.shield(one) for one in erasing])
@@ -452,7 +453,7 @@ class TierMover(Mover):
     async def _erase_part(self, part: int) -> bool:
         async with self._records_locks[part]:
             backing_tier = self._store.backing_tier  # after the lock: it may have gone offline
-            erasable = self._store.take_erasable(part)
+            erasable = self._store.erasures.take(part)
             if erasable and backing_tier in self._durable:
                 place = backing_tier, part
                 try:
@@ -460,7 +461,7 @@ class TierMover(Mover):
                         await self._durable[backing_tier].erase(erasable)
                 except Unavailable as error:
                     # Nothing may be written into their extents before: this would erase its record.
-                    self._store.erase_failed(erasable)
+                    self._store.erasures.failed(erasable)
                     self.health.write_failed(place, error)
                     self.health.batch_done(place, good=False)
                     return False
@@ -533,7 +534,7 @@ class TierMover(Mover):
         except Unavailable as error:
             if up:  # this block would fail again; the rest of the tier may be well
                 self.health.read_failed(place, error)
-                store.transfer_failed(copy, ReadStatus.TIER_LOST)
+                store.transfers.failed(copy, ReadStatus.TIER_LOST)
             else:
                 self.health.write_failed(place, error)
             return False
@@ -546,7 +547,7 @@ class TierMover(Mover):
         if up and await _checksum(entry, memory[: entry.size]) != entry.checksum:
             traffic.corrupt += 1
             self.health.read_corrupt(place, entry.digest)
-            store.transfer_failed(copy, ReadStatus.CORRUPT)
+            store.transfers.failed(copy, ReadStatus.CORRUPT)
             return False
         return True
 
@@ -569,7 +570,7 @@ class TierMover(Mover):
         """Try the tier: erase what is to be erased, and write back one block, if there is one."""
         if not await self._erase():
             return False
-        copies = self._store.try_writeback(_now())
+        copies = self._store.transfers.try_writeback(_now())
         return not copies or await self._demote(copies)
 
     def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:

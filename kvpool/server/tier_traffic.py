@@ -73,15 +73,15 @@ def usage(
             TierUsage(
                 name=tier.name,
                 status_text=_status_text(
-                    tier, "; ".join(problems[number]), moved.write_error * store.read_only
+                    tier, "; ".join(problems[number]), moved.write_error * store.queue.read_only
                 ),
                 files_out=len(problems[number]),
-                lost=number in store.offline_tiers,
-                read_only=store.read_only and number == store.backing_tier,
+                lost=number in store.index.offline,
+                read_only=store.queue.read_only and number == store.backing_tier,
                 capacity=one.allocator.capacity,
                 used=one.allocator.allocated,
                 blocks=one.index.stored,
-                hits=store.hits[number],
+                hits=store.index.hits[number],
                 read_bytes=moved.read.size,
                 read_s=moved.read.seconds,
                 read_rate=moved.read.rate,

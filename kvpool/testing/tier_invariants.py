@@ -50,15 +50,15 @@ def _check_front_store(store: FrontStore) -> None:
 def _check_tiered_store(stack: TieredStore) -> None:
     """Each store, and that each block is in a place of the table in `TieredStore`."""
     for tier, store in enumerate(stack.stores):
-        if tier not in stack.offline_tiers:
+        if tier not in stack.index.offline:
             check_invariants(store)
-    waiting = set(map(id, stack._writeback_queue))
+    waiting = set(map(id, stack.queue.dirty))
     check_fingerprint(stack)
     moving = {id(entry) for entry in stack.front.held.pinned_by(MOVER)}
     for entry in stack.front.index.inventory():
         if not entry.clean and id(entry) not in waiting and id(entry) not in moving:
             raise InvariantViolated(f"{entry!r} is dirty and in no queue: a leak")
-    for entry in stack._unwritten:
+    for entry in stack.queue.unwritten:
         if entry.state is not State.STORED or not entry.clean:
             raise InvariantViolated(f"{entry!r} has left or is dirty, but is to be written")
     lowest = len(stack.stores) - 1 - (cold_store(stack.stores) is not None)
@@ -67,7 +67,7 @@ def _check_tiered_store(stack: TieredStore) -> None:
     arriving_bytes = (
         sum(rounded(one.size) for one in arriving.reservations.values()) if arriving else 0
     )
-    if arriving and stack._moving_bytes != arriving_bytes:
+    if arriving and stack.queue.moving_bytes != arriving_bytes:
         raise InvariantViolated("the bytes on their way to the backing tier are wrong")
     mover = stack.front.held.known(MOVER)
     promoted = mover.reservations.values() if mover else ()

@@ -34,7 +34,8 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.tier_stores import FileStore
-from kvpool.server.state.tiered_store import TieredStore, TierTransfer
+from kvpool.server.state.tier_transfers import TierTransfer
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool.tools import traces, workloads
 from kvpool.tools.dry_pool import digest_of
 from kvpool.tools.traces import Request
@@ -149,7 +150,7 @@ class Play:
         """What `TierMover` does: give the disk its next writes."""
         stack = self.stack
         while self._writes < _WRITES_AT_ONCE and stack.backing_tier:
-            copies = stack.next_writebacks(1, 1, self.now)
+            copies = stack.transfers.next_writebacks(1, 1, self.now)
             self._writes += len(copies)
             self.result.to_disk += len(copies)
             for copy in copies:
@@ -157,7 +158,7 @@ class Play:
             if not copies:
                 break
         stack.take_changes()
-        stack.take_erasable()
+        stack.erasures.take()
 
     def _move(self, copy: TierTransfer) -> None:
         self._free_at = max(self._free_at, self.now) + self._transfer_s
@@ -166,7 +167,7 @@ class Play:
         def done() -> None:
             if life == self._life:
                 self._writes -= copy.target != 0
-                self.stack.transfer_done(copy, good=True, now=self.now)
+                self.stack.transfers.done(copy, good=True, now=self.now)
                 for play in self._promoting.pop(copy.entry.digest, ()):
                     self._go_on(play)
                 if copy.target or not self._promoting:
@@ -268,7 +269,7 @@ class Play:
             later = chain[here : min(here + _READ_AHEAD, length)]
             slow.update(d for d in later if stack.front.index.peek(_NAMESPACE, 0, d) is None)
             others = [digest for digest in later if digest not in self._promoting]
-            for copy in stack.start_promotions(
+            for copy in stack.transfers.start_promotions(
                 _NAMESPACE, 0, others, len(others) * _SIZE, self.now
             ):
                 self._promoting[copy.entry.digest] = []

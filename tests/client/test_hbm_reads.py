@@ -118,7 +118,7 @@ async def leave_memory(served: dev.Dev, chain: Sequence[bytes]) -> None:
     await eventually(lambda: all(device.index.peek(NAMESPACE, 0, key) is not None for key in chain))
     await eventually(lambda: not stack.front.held.pins and not device.held.pins)
     stack.front.remove(NAMESPACE, chain, ReadStatus.EVICTED)
-    assert all(stack.is_below(NAMESPACE, 0, key) for key in chain)
+    assert all(stack.index.below(NAMESPACE, 0, key) is not None for key in chain)
 
 
 def promoted(served: dev.Dev, chain: Sequence[bytes]) -> int:
@@ -146,7 +146,7 @@ async def test_blocks_go_from_one_device_to_another(
     sent = [one for one in gpu.registered if one.place.index == 1]  # only the tier is on it
     assert len([one for one in sent if len(one) == SIZE]) == 14
     assert len([one for one in sent if len(one) == 8]) == 1
-    assert served.servers[0].stack.hits == [0, 14]
+    assert served.servers[0].stack.index.hits == [0, 14]
     assert client._memory.pinned is None
 
 

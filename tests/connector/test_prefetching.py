@@ -101,7 +101,7 @@ def test_its_blocks_are_in_memory_when_the_engine_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both halves on a real pool, whose memory has room for 64 blocks."""
-    monkeypatch.setattr("kvpool.server.state.tiered_store.FRESH_S", 0.0)
+    monkeypatch.setattr("kvpool.server.state.tier_transfers.FRESH_S", 0.0)
     pool = LocalPool(tiers=["dram:256KiB", f"nvme:{tmp_path}/tier:8MiB"])
     engines = [Engine(pool.master) for _ in range(2)]
     try:

@@ -33,7 +33,7 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "return ((power - _STEPS_LOG2 + 2) << _STEPS_LOG2) + (",
     ): "Numbers of classes are compared with each other only; eight of them stay unused.",
     (
-        "kvpool/server/state/tiered_store.py",
+        "kvpool/server/state/tier_index.py",
         "return -1 if tier == self.front_tier else tier",
         "return -2 if tier == self.front_tier else tier",
     ): "Ranks are compared with each other only, and tiers count from 0.",
@@ -61,7 +61,7 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "if not 0 <= offset <= self.capacity:",
     ): "No free extent contains the end.",
     (
-        "kvpool/server/state/tiered_store.py",
+        "kvpool/server/state/tier_transfers.py",
         "if taken >= size_max: break",
         "continue",
     ): "Nothing more is taken either way.",

@@ -30,6 +30,7 @@ from kvpool.server.moves.state.copy_demand import RepairPlanner
 from kvpool.server.state import tenants
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.store import Store
+from kvpool.server.state.tier_transfers import TierTransfers
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tenancy import Tenancy
 from kvpool.supervision import Supervisor
@@ -262,12 +263,12 @@ class Step(NamedTuple):
 
 STEPS = {
     "announce to": Step(Announcer, "_send_heartbeat"),
-    "write-back": Step(TieredStore, "next_writebacks", write),
+    "write-back": Step(TierTransfers, "next_writebacks", write),
     "prefetch": Step(Prefetcher, "_step"),
     "moves": Step(RepairPlanner, "wants", read),
     "quotas": Step(tenants, "evict_beyond_limits", lower_a_limit),
     "drop what a tier had": Step(TieredStore, "drop_lost", lose_a_tier),
-    "try a read-only tier": Step(TieredStore, "try_writeback", refuse_writes),
+    "try a read-only tier": Step(TierTransfers, "try_writeback", refuse_writes),
     "try a file": Step(DividedAllocator, "open", close_a_file),
     "drop what a file had": Step(Store, "remove", lose_a_file),
     "cold search": Step(Searcher, "beat"),

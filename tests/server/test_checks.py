@@ -163,21 +163,21 @@ def two_tiers() -> TieredStore:
     stack = TieredStore([FrontStore(8 * PAGE), Store(8 * PAGE)])
     for name in ("down", "moving", "waiting"):
         write(stack, [key(name)], 1.0)
-    down, moving = stack.next_writebacks(2 * PAGE, 2, 2.0)
-    stack.transfer_done(down, good=True, now=3.0)
+    down, moving = stack.transfers.next_writebacks(2 * PAGE, 2, 2.0)
+    stack.transfers.done(down, good=True, now=3.0)
     assert moving.entry.pins == 1
     check_invariants(stack)
     return stack
 
 
 BROKEN_STACKS: dict[str, Callable[[TieredStore], object]] = {
-    "is dirty and in no queue": lambda s: s._writeback_queue.clear(),
+    "is dirty and in no queue": lambda s: s.queue.dirty.clear(),
     "is dirty and in no queue: a leak": lambda s: [
         s.front.unpin(MOVER, id) for id in list(s.front.held.owner(MOVER).pins)
     ],
-    "bytes on their way": lambda s: setattr(s, "_moving_bytes", 0),
+    "bytes on their way": lambda s: setattr(s.queue, "moving_bytes", 0),
     "dirty blocks and bytes": lambda s: setattr(s.front.room, "dirty_bytes", 0),
-    "has left or is dirty, but is to be written": lambda s: s._unwritten.update(s._writeback_queue),
+    "has left or is dirty, but is to be written": lambda s: s.queue.unwritten.update(s.queue.dirty),
     "counted": lambda s: s.front.index.fingerprint.count(key("x"), 7, 1),
     "stored blocks and bytes": lambda s: setattr(s.backing.index, "stored", 0),
 }

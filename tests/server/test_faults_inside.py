@@ -85,7 +85,7 @@ async def test_a_bug_while_blocks_go_to_the_disk_ends_no_write_back(
     tiers = ("dram:32MiB", f"nvme:{tmp_path}/blocks:128MiB")
     async with dev.serve("32MiB", tiers=tiers) as running:
         (server,) = running.servers
-        good: Callable[..., Any] = server.stack.next_writebacks
+        good: Callable[..., Any] = server.stack.transfers.next_writebacks
         left = 2  # one for each of the tasks that write back
 
         def bug(*arguments: Any) -> Any:
@@ -95,7 +95,7 @@ async def test_a_bug_while_blocks_go_to_the_disk_ends_no_write_back(
                 raise ValueError("a bug, twice")
             return good(*arguments)
 
-        monkeypatch.setattr(server.stack, "next_writebacks", bug)
+        monkeypatch.setattr(server.stack.transfers, "next_writebacks", bug)
         writer = server.connect(Peer("w", "tcp"))
         for digest in keys("dirty", 8):  # twice what the memory holds
             await store(writer, digest)
@@ -223,7 +223,9 @@ async def test_what_goes_to_another_tier_is_not_given_up_with_the_disk(tmp_path:
     async with one_server(memory, cache, disk) as server:
         writer = server.connect(Peer("w", "tcp"))
         await store(writer, key("one"), size=4096)
-        server.stack._to_promote.append(server.stack.front.index.peek(NAMESPACE, 0, key("one")))
+        server.stack.transfers._to_promote.append(
+            server.stack.front.index.peek(NAMESPACE, 0, key("one"))
+        )
         server._context.mover.wake()
         await eventually(lambda: bool(cache.running and disk.running))
         server._context.mover.health.take_offline(2, "stuck")

@@ -423,8 +423,8 @@ def write_through(
         request = ReserveRequest(namespace, 0, [digest], [ROOT], [PAGE])
         (answer,) = stack.reserve(1, request, now)
         stack.seal(1, answer.id, 0, now)
-        for copy in stack.next_writebacks(1 << 30, 100, now):
-            stack.transfer_done(copy, good=True, now=now)
+        for copy in stack.transfers.next_writebacks(1 << 30, 100, now):
+            stack.transfers.done(copy, good=True, now=now)
         check_invariants(stack)
 
 
@@ -491,8 +491,8 @@ def test_each_tier_counts_its_own_copies() -> None:
     own = fresh(6)
     write_through(stack, ACME, own, 1.0)
     assert [used(one, "acme") for one in stack.stores] == [4, 6]
-    (copy,) = stack.start_promotions(ACME, 0, own[:1], 1 << 20, 2.0)
-    stack.transfer_done(copy, good=True, now=2.0)
+    (copy,) = stack.transfers.start_promotions(ACME, 0, own[:1], 1 << 20, 2.0)
+    stack.transfers.done(copy, good=True, now=2.0)
     check_invariants(stack)
     assert [used(one, "acme") for one in stack.stores] == [4, 6]
 
@@ -503,8 +503,8 @@ def test_a_promotion_takes_nothing_that_another_tenant_is_guaranteed() -> None:
     write_through(stack, BETA, theirs, 1.0)
     write_through(stack, ACME, own, 2.0)
     for digest in own * 3:
-        for copy in stack.start_promotions(ACME, 0, [digest], 1 << 20, 3.0):
-            stack.transfer_done(copy, good=True, now=3.0)
+        for copy in stack.transfers.start_promotions(ACME, 0, [digest], 1 << 20, 3.0):
+            stack.transfers.done(copy, good=True, now=3.0)
     assert there(stack.front, BETA, theirs) == 2
 
 

@@ -99,7 +99,7 @@ async def test_what_is_written_after_the_look_stays_wherever_old_copies_move(
         assert blocks == 60
         assert await present(pool, OLD, new) == 300
         assert [server.stack.peek(OLD, 0, one) for one in old] == [None] * 60
-        assert server.stack.erasable == 0, "nor is it back after a restart"
+        assert len(server.stack.erasures) == 0, "nor is it back after a restart"
         await put(pool, OLD, old[:1])
         assert await remove(pool, held) == (0, 0), "the same removal again does no harm"
         assert await present(pool, OLD, old[:1]) == 1

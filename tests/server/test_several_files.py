@@ -40,6 +40,9 @@ class Scene:
         self.running, self.pool = running, pool
         (self.server,) = running.servers
         self.stack = self.server.stack
+        parts = self.stack.stores[1].allocator
+        assert isinstance(parts, DividedAllocator)
+        self.parts = parts
         files: Any = self.server.tiers[1]
         self.disks = [FailingDisk.under(file) for file in files.files]
 
@@ -64,8 +67,7 @@ class Scene:
 
     def in_file(self, number: int) -> list[bytes]:
         """Blocks that the file has and memory has not."""
-        stack, parts = self.stack, self.stack.parts_of(1)
-        assert parts is not None
+        stack, parts = self.stack, self.parts
         return [
             entry.digest
             for entry in stack.backing.index.inventory()
@@ -133,14 +135,14 @@ async def test_a_disk_that_takes_no_writes_is_left_out_and_read(
         bad.write_error = WRITE
         await one.write(new)
         await one.written_back()
-        assert not one.stack.read_only
+        assert not one.stack.queue.read_only
         assert "b takes no writes: EROFS: Read-only file system" in one.status_text
         assert set(await one.read([*old, *new])) == {ReadStatus.HIT}
         gone = one.in_file(1)[:3]
         assert await one.pool.remove(NAMESPACE, gone) == [True] * 3
         assert not await one.server._context.mover.erase(), "their records are still there"
         bad.write_error, before = "", bad.written
-        await eventually(lambda: bad.written > before or bool(one.stack.parts_of(1).closed), 1)
+        await eventually(lambda: bad.written > before or bool(one.parts.closed), 1)
         more = keys("more", 100)
         for digest in more:  # it is tried again after a second, or two
             await one.write([digest])
@@ -197,11 +199,11 @@ async def test_when_no_disk_takes_writes_the_level_is_read_only(tmp_path: Path) 
             disk.write_error = WRITE
         for digest in new:
             await one.write([digest])
-        await eventually(lambda: one.stack.read_only, within_s=20)
+        await eventually(lambda: one.stack.queue.read_only, within_s=20)
         assert set(await one.read(old)) == {ReadStatus.HIT}
         for disk in one.disks:
             disk.write_error = ""
-        await eventually(lambda: not one.stack.read_only, within_s=20)
+        await eventually(lambda: not one.stack.queue.read_only, within_s=20)
         await one.written_back()
         for _ in range(100):
             if "takes no writes" not in one.status_text:
@@ -216,7 +218,7 @@ async def test_when_no_disk_takes_writes_the_level_is_read_only(tmp_path: Path) 
 async def test_of_a_dead_disk_its_blocks_only_are_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered_store, "_DROPPED_STEP", 7)
+    monkeypatch.setattr(tiered_store, "DROPPED_STEP", 7)
     chain, new = keys("chain", 300), keys("new", 60)
     async with scene(tmp_path) as one:
         await one.write(chain)
@@ -224,11 +226,11 @@ async def test_of_a_dead_disk_its_blocks_only_are_lost(
         good, dead = one.in_file(0), one.in_file(1)
         one.disks[1].write_error = WRITE
         await one.pool.remove(NAMESPACE, dead[-3:])
-        await eventually(lambda: one.stack.erasable == 3)
+        await eventually(lambda: len(one.stack.erasures) == 3)
         one.disks[1].read_error = READ
         assert set(await one.read(dead[:10])) == {ReadStatus.TIER_LOST}
         await eventually(lambda: "b is out of service" in one.status_text)
-        assert not one.stack.offline_tiers
+        assert not one.stack.index.offline
         await eventually(lambda: not one.in_file(1))
         assert set(await one.read(dead[10:20])) == {ReadStatus.TIER_LOST}
         assert set(await one.read(good)) == {ReadStatus.HIT}
@@ -236,7 +238,7 @@ async def test_of_a_dead_disk_its_blocks_only_are_lost(
         await one.written_back()
         assert set(await one.read(new)) == {ReadStatus.HIT}
         assert await one.server._context.mover.erase()
-        assert not one.stack.erasable
+        assert not len(one.stack.erasures)
         health = one.server._context.mover.health
         with pytest.raises(Unavailable, match="b is out of service"), health.calling((1, 1)):
             pass
@@ -247,7 +249,7 @@ async def test_of_a_dead_disk_its_blocks_only_are_lost(
         assert problem_of(usage) == "does without 1 of its files"
         one.disks[0].read_error = READ
         await one.read(one.in_file(0)[:10])
-        await eventually(lambda: one.stack.offline_tiers == {1})
+        await eventually(lambda: one.stack.index.offline == {1})
     assert sum("a file is out of service" in line for line in caplog.messages) == 1
 
 
@@ -277,7 +279,7 @@ async def test_a_disk_that_hangs_holds_up_nothing_of_the_other(
         await one.written_back()
         assert set(await one.read(new)) == {ReadStatus.HIT}
         assert one.disks[1].calls == calls, "nobody waits for it again"
-        assert not one.stack.erasable
+        assert not len(one.stack.erasures)
         one.disks[1].runs.set()  # late: what it reads now is of no use, and its memory is free
         await eventually(lambda: not held.quarantined)
         assert not held.reservations

@@ -19,7 +19,7 @@ from kvpool import Cluster, Pool, ReadStatus, WriteStatus, connect, dev
 from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError
 from kvpool.registry import tier
-from kvpool.server.state.tiered_store import TierTransfer
+from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.types import Record, Reservation
@@ -71,7 +71,7 @@ async def read(pool: Pool, chain: Sequence[bytes]) -> list[ReadStatus]:
 async def saved(running: dev.Dev) -> None:
     """Wait until everything has been copied to the file, and the master knows what that evicted."""
     (server,) = running.servers
-    await eventually(lambda: not server.stack.waiting and not server.stack.front.held.pins)
+    await eventually(lambda: not server.stack.queue.waiting and not server.stack.front.held.pins)
     await server._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
 
 
@@ -137,7 +137,7 @@ async def test_what_is_evicted_for_copies_that_then_find_no_room_is_announced(
             return []
 
         name = "start_promotions" if promotion else "next_writebacks"
-        monkeypatch.setattr(server.stack, name, evict_and_refuse)
+        monkeypatch.setattr(server.stack.transfers, name, evict_and_refuse)
         if promotion:
             server._context.mover.promote(NAMESPACE, 0, chain)
         else:
@@ -166,7 +166,7 @@ async def test_readers_of_one_block_share_its_way_up(tiered: dev.Dev) -> None:
         assert {status for answer in answers for status in answer} == {ReadStatus.HIT}
         (member,) = await pool.members()
         assert member.tiers == ("dram", "nvme")
-    assert tiered.servers[0].stack.hits[1] == 8
+    assert tiered.servers[0].stack.index.hits[1] == 8
 
 
 async def test_status_tells_what_lies_where(tiered: dev.Dev) -> None:
@@ -256,7 +256,7 @@ async def test_a_dead_disk_is_taken_out_of_service(tiered: dev.Dev) -> None:
         disk = FailingDisk.under(server.tiers[1])
         disk.read_error = disk.write_error = "EIO: the disk is gone"
         assert set(await read(pool, old[:20])) == {ReadStatus.TIER_LOST}
-        await eventually(lambda: server.stack.offline_tiers == {1})
+        await eventually(lambda: server.stack.index.offline == {1})
         for _ in range(3):
             await write(pool, new)
             assert set(await read(pool, new)) == {ReadStatus.HIT}
@@ -283,7 +283,7 @@ async def test_a_disk_that_takes_no_writes_is_read_and_comes_back(
         disk = FailingDisk.under(nvme)
         disk.write_error = error
         await write(pool, new[:1])
-        await eventually(lambda: stack.read_only)
+        await eventually(lambda: stack.queue.read_only)
         for first in range(1, 60):  # more than memory holds: the first of them leave it
             await write(pool, [new[first]])
         for _ in range(2):
@@ -301,7 +301,7 @@ async def test_a_disk_that_takes_no_writes_is_read_and_comes_back(
         assert used == 100 * BLOCK, "what was reserved for writes that failed is given back"
         assert not stack.backing.held.reservations
         disk.write_error = ""
-        await eventually(lambda: not stack.read_only, within_s=10)
+        await eventually(lambda: not stack.queue.read_only, within_s=10)
         await saved(tiered)
         kept = [digest for digest in new if stack.front.index.peek(NAMESPACE, 0, digest)]
         assert set(new[-8:]) <= set(kept)
@@ -326,11 +326,11 @@ async def test_a_second_outage_begins_anew(tiered: dev.Dev) -> None:
         for outage in range(2):
             disk.write_error = f"ENOSPC: No space left on device, outage {outage}"
             await write(pool, keys(f"outage {outage}", 4))
-            await eventually(lambda: stack.read_only)
+            await eventually(lambda: stack.queue.read_only)
             assert disk.write_error in mover.usage(0.0)[1].status_text
             await eventually(lambda: mover.health.retry.failures >= 2, within_s=10)
             disk.write_error = ""
-            await eventually(lambda: not stack.read_only, within_s=10)
+            await eventually(lambda: not stack.queue.read_only, within_s=10)
             await saved(tiered)
             assert mover.health.retry.failures == 0
             disk.write_error = "EIO: Input/output error"
@@ -338,7 +338,7 @@ async def test_a_second_outage_begins_anew(tiered: dev.Dev) -> None:
             await asyncio.sleep(0.15)
             disk.write_error = ""
             await saved(tiered)
-            assert not stack.read_only
+            assert not stack.queue.read_only
 
 
 async def test_writes_that_fail_now_and_then_are_no_outage(tiered: dev.Dev) -> None:
@@ -352,7 +352,7 @@ async def test_writes_that_fail_now_and_then_are_no_outage(tiered: dev.Dev) -> N
             await eventually(lambda before=before: mover.usage(0.0)[1].failures > before)
             disk.write_error = ""
             await saved(tiered)
-            assert not stack.read_only
+            assert not stack.queue.read_only
 
 
 async def test_a_read_only_tier_that_cannot_be_read_either_is_lost(tiered: dev.Dev) -> None:
@@ -365,11 +365,11 @@ async def test_a_read_only_tier_that_cannot_be_read_either_is_lost(tiered: dev.D
         disk = FailingDisk.under(nvme)
         disk.write_error = "EIO: Input/output error"
         await write(pool, keys("new", 4))
-        await eventually(lambda: stack.read_only)
+        await eventually(lambda: stack.queue.read_only)
         disk.read_error = disk.write_error
         assert set(await read(pool, old[:20])) == {ReadStatus.TIER_LOST}
-        await eventually(lambda: stack.offline_tiers == {1})
-        assert not stack.read_only
+        await eventually(lambda: stack.index.offline == {1})
+        assert not stack.queue.read_only
         for digest in keys("more", 60):
             await write(pool, [digest])
         check_invariants(stack)
@@ -390,7 +390,7 @@ async def main(folder):
         stack = running.servers[0].stack
         async with running.pool() as pool:
             await pool.write(NAMESPACE, old, values(old, 65536))
-            await eventually(lambda: not stack.waiting and not stack.front.held.pins)
+            await eventually(lambda: not stack.queue.waiting and not stack.front.held.pins)
             with open(f"{folder}/other", "wb", buffering=0) as other:
                 try:
                     while True:
@@ -398,14 +398,14 @@ async def main(folder):
                 except OSError as error:
                     assert error.errno == errno.ENOSPC
             await pool.write(NAMESPACE, new, values(new, 65536))
-            await eventually(lambda: stack.read_only)
+            await eventually(lambda: stack.queue.read_only)
             results = await pool.read(NAMESPACE, old, buffers(100, 65536))
             assert all(result.status.hit for result in results), results
             late = keys("late", 10)
             await pool.write(NAMESPACE, late, values(late, 65536))
             os.unlink(f"{folder}/other")
-            await eventually(lambda: not stack.read_only, within_s=20)
-            await eventually(lambda: not stack.waiting and not stack.front.held.pins)
+            await eventually(lambda: not stack.queue.read_only, within_s=20)
+            await eventually(lambda: not stack.queue.waiting and not stack.front.held.pins)
             assert all(stack.backing.index.peek(NAMESPACE, 0, digest) for digest in (*old, *late))
     print("ok")
 

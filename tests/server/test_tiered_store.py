@@ -14,7 +14,8 @@ from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import SPAN, ColdStore, FileStore
-from kvpool.server.state.tiered_store import TieredStore, TierTransfer
+from kvpool.server.state.tier_transfers import TierTransfer
+from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants, inventory
 from kvpool.types import (
     ROOT,
@@ -116,12 +117,12 @@ class Server:
         self.open = {held: what for held, what in self.open.items() if held[0] != owner}
 
     def start(self, size: int = 1 << 30) -> None:
-        self.copies += self.stack.next_writebacks(size, 1 << 20, self.now)
+        self.copies += self.stack.transfers.next_writebacks(size, 1 << 20, self.now)
 
     def stage(
         self, namespace: Namespace, part: int, chain: list[bytes], size: int = 1 << 30
     ) -> None:
-        self.copies += self.stack.start_promotions(namespace, part, chain, size, self.now)
+        self.copies += self.stack.transfers.start_promotions(namespace, part, chain, size, self.now)
 
     def keep(self, entry: Entry) -> None:
         """Another object has this block."""
@@ -142,7 +143,7 @@ class Server:
         name = self.memory[copy.source][copy.entry.offset]
         if good:
             self.memory[copy.target][copy.extent.offset] = name
-        self.stack.transfer_done(copy, good=good, now=self.now)
+        self.stack.transfers.done(copy, good=good, now=self.now)
         self.look()
 
     def settle(self) -> None:
@@ -200,7 +201,7 @@ def test_a_block_goes_down_and_comes_back() -> None:
     server.stage(ONE, 0, first)
     server.settle()
     assert server.read(1, ONE, 0, first) == [ReadStatus.HIT] * 4
-    assert server.stack.hits == [4, 4]
+    assert server.stack.index.hits == [4, 4]
     assert server.stack.backing.room.evicted == server.stack.front.room.evicted == 0
 
 
@@ -232,7 +233,7 @@ def flooded_while_read(*, write_back: bool = False) -> tuple[Server, bytes]:
     server = Server(4, 64, write_back=write_back)
     hot = key("hot")
     server.write(1, ONE, 0, [hot])
-    server.copies += server.stack.try_writeback(server.now)
+    server.copies += server.stack.transfers.try_writeback(server.now)
     server.settle()
     for number in range(3):
         assert server.write(1, ONE, 0, [key(f"flood {number}")]) == ["RESERVED"]
@@ -295,7 +296,7 @@ def test_a_writer_waits_for_no_disk_that_takes_no_writes() -> None:
     server, hot = flooded_while_read()
     server.start()
     assert len(server.copies) == 3
-    list(server.stack.stop_writing())
+    list(server.stack.queue.stop_writing())
     assert server.write(1, ONE, 0, [key("late")]) == ["RESERVED"]
     assert server.stack.front.index.peek(ONE, 0, hot) is None
 
@@ -352,7 +353,7 @@ def test_what_the_base_evicts_is_gone_everywhere() -> None:
         ReadStatus.HIT,
         ReadStatus.HIT,
     ]
-    assert sorted(server.stack.take_erasable()) != []
+    assert sorted(server.stack.erasures.take()) != []
 
 
 def test_a_read_above_keeps_a_block_in_the_base() -> None:
@@ -397,7 +398,7 @@ def test_a_block_that_is_removed_on_its_way_does_not_arrive() -> None:
     offsets = sorted(copy.extent.offset for copy in server.copies)
     while server.copies:
         server.finish(server.copies.pop())
-    assert sorted(server.stack.take_erasable()) == offsets  # the disk may know of them already
+    assert sorted(server.stack.erasures.take()) == offsets  # the disk may know of them already
     assert server.read(1, ONE, 0, chain) == [ReadStatus.REMOVED] * 2
     assert server.stack.backing.allocator.allocated == server.stack.front.allocator.allocated == 0
 
@@ -412,7 +413,7 @@ def test_a_rotten_block_below_is_dropped_and_copied_again_from_above() -> None:
     server.stage(ONE, 0, chain)
     (copy,) = server.copies
     server.copies.clear()
-    server.stack.transfer_failed(copy, ReadStatus.CORRUPT)
+    server.stack.transfers.failed(copy, ReadStatus.CORRUPT)
     server.finish(copy, good=False)
     assert server.read(1, ONE, 0, [digest]) == [ReadStatus.CORRUPT]
 
@@ -462,7 +463,7 @@ def test_a_lost_device_keeps_the_memory_it_may_fill_and_not_the_name(
     assert server.write(2, TWO, 0, keys("other", 4)) == ["RESERVED"] * 3 + ["NO_SPACE"]
     assert copy.extent.offset not in {entry.offset for entry in front.index.inventory()}
     server.settle()
-    server.stack.transfer_done(copy, good=good, now=server.now)  # late
+    server.stack.transfers.done(copy, good=good, now=server.now)  # late
     server.look()
     assert (front.held.quarantined, front.held.quarantined_bytes) == (0, 0)
     assert [store.held.pins for store in server.stack.stores] == [0, 0]
@@ -488,7 +489,7 @@ def test_blocks_are_read_where_they_are_if_they_are_enough(above: int | None, hi
     statuses = server.read(2, ONE, 0, chain, above)
     assert statuses == [ReadStatus.HIT] * hits + [ReadStatus.NOT_YET] * (3 - hits)
     assert [pin.tier for _, _, pin in server.pins] == [1] * hits
-    assert server.stack.hits == [0, hits]
+    assert server.stack.index.hits == [0, hits]
     held = server.stack.holders(2)
     assert sum(one.pinned_bytes for one in held) == hits * PAGE
     server.drop(2)
@@ -680,14 +681,14 @@ def test_a_tier_is_lost_in_small_steps(lost: int, write_back: bool) -> None:
     server = Server(600, 600, 900, front_tier=1, write_back=write_back)
     stack = server.stack
     server.write(1, ONE, 0, keys("chain", 300))
-    stack._to_promote.extend(stack.front.index.inventory())
-    for copy in stack.next_writebacks(1 << 30, 1 << 10, server.now):
+    stack.transfers._to_promote.extend(stack.front.index.inventory())
+    for copy in stack.transfers.next_writebacks(1 << 30, 1 << 10, server.now):
         server.memory[copy.target][copy.extent.offset] = ONE, 0, copy.entry.digest
-        stack.transfer_done(copy, good=True, now=server.now)
+        stack.transfers.done(copy, good=True, now=server.now)
     server.write(1, ONE, 0, keys("dirty", 290))
-    server.copies += stack.next_writebacks(9 * PAGE, 9, server.now)
+    server.copies += stack.transfers.next_writebacks(9 * PAGE, 9, server.now)
     server.look()
-    there, order = len(server.map), stack.write_back
+    there, order = len(server.map), stack.queue.write_back
 
     def left() -> tuple[int, int, int]:
         listed = 0 if order is None else len(order._listed)
@@ -768,15 +769,15 @@ def test_while_the_base_is_read_only_memory_is_a_pool_of_its_own() -> None:
     server.write(1, ONE, 0, new[:1])
     server.start()
     server.write(1, ONE, 0, new[1:2])
-    for _ in server.stack.stop_writing():
+    for _ in server.stack.queue.stop_writing():
         pass
-    assert not server.stack.waiting
+    assert not server.stack.queue.waiting
     server.finish(server.copies.pop(), good=False)
     check_invariants(server.stack)
     for digest in new[2:]:
         assert server.write(1, ONE, 0, [digest]) == ["RESERVED"]
-    assert not server.stack.waiting
-    assert not server.stack.next_writebacks(1 << 30, 9, server.now)
+    assert not server.stack.queue.waiting
+    assert not server.stack.transfers.next_writebacks(1 << 30, 9, server.now)
     assert server.read(1, ONE, 0, old) == [ReadStatus.NOT_YET] * 3
     server.stage(ONE, 0, old[:1])  # promotion goes on
     while server.copies:
@@ -785,31 +786,31 @@ def test_while_the_base_is_read_only_memory_is_a_pool_of_its_own() -> None:
     left = [digest for digest in new if server.stack.front.index.peek(ONE, 0, digest)]
     assert 0 < len(left) < len(new)
     for good in (False, True):  # the first try fails: the block's turn comes again
-        (copy,) = server.stack.try_writeback(server.now)
+        (copy,) = server.stack.transfers.try_writeback(server.now)
         assert copy.entry.digest == left[0 if not good else 1]
         server.finish(copy, good=good)
         assert not server.stack.backing.held.reservations
-    assert server.stack.resume_writing() == len(left) - 1
-    assert server.stack.waiting == len(left) - 1
+    assert server.stack.queue.resume_writing() == len(left) - 1
+    assert server.stack.queue.waiting == len(left) - 1
     server.stack.remove(ONE, left[-1:])
-    assert server.stack.waiting == len(left) - 2
+    assert server.stack.queue.waiting == len(left) - 2
     server.settle()
     assert all(server.stack.backing.index.peek(ONE, 0, digest) for digest in left[:-1])
     assert server.write(1, ONE, 0, keys("more", 1)) == ["RESERVED"]
-    assert server.stack.waiting == 1, "as before: dirty, and in the queue"
+    assert server.stack.queue.waiting == 1, "as before: dirty, and in the queue"
 
 
 def test_bytes_of_the_queue_are_given_back_when_writing_stops() -> None:
     """Otherwise readers wait for writes that never come."""
     server = Server(4, 16)
     server.write(1, ONE, 0, keys("one", 3))
-    assert server.stack.is_under_pressure
-    for _ in server.stack.stop_writing():
+    assert server.stack.queue.is_under_pressure
+    for _ in server.stack.queue.stop_writing():
         pass
-    assert not server.stack.is_under_pressure
-    server.stack.resume_writing()
+    assert not server.stack.queue.is_under_pressure
+    server.stack.queue.resume_writing()
     server.settle()
-    assert not server.stack.is_under_pressure
+    assert not server.stack.queue.is_under_pressure
     check_invariants(server.stack)
 
 
@@ -817,20 +818,20 @@ def test_writing_stops_in_steps() -> None:
     server = Server(5000, 6000)
     for number in range(5):
         server.write(1, ONE, 0, keys(f"{number}", 1000))
-    assert sum(1 for _ in server.stack.stop_writing()) == 4
-    assert not server.stack.waiting
+    assert sum(1 for _ in server.stack.queue.stop_writing()) == 4
+    assert not server.stack.queue.waiting
 
 
 def test_a_base_that_is_lost_while_it_is_read_only() -> None:
     server = Server(4, 16)
     server.write(1, ONE, 0, keys("one", 3))
-    for _ in server.stack.stop_writing():
+    for _ in server.stack.queue.stop_writing():
         pass
     server.lose(1)
-    assert not server.stack.read_only
+    assert not server.stack.queue.read_only
     for number in range(8):
         assert server.write(1, ONE, 0, keys(f"{number}", 1)) == ["RESERVED"]
-    assert not server.stack.waiting
+    assert not server.stack.queue.waiting
     server.look()
 
 
@@ -849,7 +850,7 @@ def test_what_was_found_on_disk_is_served() -> None:
         server.memory[1][record.offset] = (ONE, 0, record.digest)
     server.memory[1][9 * PAGE] = (ONE, 0, chain[0])
     list(server.stack.restore(records, 0.0))
-    assert sorted(server.stack.take_erasable()) == [9 * PAGE, 64 * PAGE]
+    assert sorted(server.stack.erasures.take()) == [9 * PAGE, 64 * PAGE]
     assert {entry.digest for entry in inventory(server.stack)} == set(chain)
     server.map = {(ONE, 0, digest): 1 for digest in chain}
     server.stage(ONE, 0, chain)
@@ -937,7 +938,7 @@ def play(seed: int, write_back: bool, *, cold: bool) -> None:
         elif step < 0.85 and server.copies:
             copy = server.copies.pop(rng.randrange(len(server.copies)))
             if rng.random() < 0.1:
-                server.stack.transfer_failed(copy, ReadStatus.CORRUPT)
+                server.stack.transfers.failed(copy, ReadStatus.CORRUPT)
                 server.finish(copy, good=False)
             else:
                 server.finish(copy, good=rng.random() < 0.8)
@@ -947,17 +948,17 @@ def play(seed: int, write_back: bool, *, cold: bool) -> None:
             server.stack.remove(namespace, chain)
         elif step < 0.995:
             server.drop(owner)
-        elif len(pages) - 1 != front_tier and not server.stack.offline_tiers:
+        elif len(pages) - 1 != front_tier and not server.stack.index.offline:
             server.lose(len(pages) - 1)
         server.look()
     for owner in (1, 2, 3):
         server.drop(owner)
     server.settle()
     for tier, store in enumerate(server.stack.stores):
-        if tier not in server.stack.offline_tiers:
+        if tier not in server.stack.index.offline:
             assert store.held.pinned_by(MOVER) == []
             assert store.held.reservations == store.held.pins == 0
-    if not server.stack.offline_tiers:  # else the reached tier is the base, and staging evicts
+    if not server.stack.index.offline:  # else the reached tier is the base, and staging evicts
         for namespace, part, digest in [n for n in server.map if server.map[n] != front_tier]:
             # A block that only the cache has leaves with it when that needs the place.
             in_base = server.stack.backing.index.peek(namespace, part, digest) is not None

@@ -55,7 +55,7 @@ def test_a_quarter_of_the_memory_is_kept_clean_heads_first() -> None:
     server.write(1, ONE, 0, chain[:12])
     server.settle()
     assert on_disk(server, chain[:12]) == [False] * 12
-    assert (server.stack.waiting, server.stack.front.room.dirty_bytes) == (0, 12 * PAGE)
+    assert (server.stack.queue.waiting, server.stack.front.room.dirty_bytes) == (0, 12 * PAGE)
     server.write(1, ONE, 0, chain)
     server.settle()
     assert on_disk(server, chain) == [True] * 3 + [False] * 12
@@ -153,7 +153,7 @@ def test_a_session_that_ends_gives_up_all_parts_of_its_block() -> None:
     server = Server(4, 64, write_back=True)
     stack = server.stack
     server.write(1, TWO, 1, keys("chain", 1))
-    server.copies += stack.try_writeback(server.now)
+    server.copies += stack.transfers.try_writeback(server.now)
     server.settle()
     request = ReserveRequest(TWO, 0, keys("chain", 1), [ROOT], [PAGE], SessionHint("a"))
     (answer,) = stack.reserve(7, request, server.now)
@@ -180,7 +180,7 @@ def test_a_writer_waits_for_no_disk_to_keep_what_a_hint_gives_up(
     server = Server(4, 64, write_back=write_back)
     chain = keys("chain", 1)
     talk(server, "a", chain)
-    server.copies += server.stack.try_writeback(server.now)
+    server.copies += server.stack.transfers.try_writeback(server.now)
     server.settle()
     server.write(1, ONE, 0, keys("flood", 3))
     server.read(2, ONE, 0, chain)
@@ -214,8 +214,8 @@ def test_a_writer_that_finds_only_dirty_blocks_gets_them_written() -> None:
         server.settle()
     assert server.read(1, ONE, 0, late) == [ReadStatus.HIT] * 2
     assert server.stack.backing.index.stored > before
-    assert server.stack.write_back is not None
-    assert server.stack.write_back.wanted_bytes == 0
+    assert server.stack.queue.write_back is not None
+    assert server.stack.queue.write_back.wanted_bytes == 0
 
 
 def test_what_the_disk_evicts_stays_in_memory() -> None:
@@ -249,7 +249,7 @@ def test_two_blocks_that_evict_each_other_from_a_full_disk_do_not_go_on_for_ever
             break
         while True:  # what the mover does: it goes on while a call waits for room
             server.start()
-            if not server.copies and not server.stack.waiting:
+            if not server.copies and not server.stack.queue.waiting:
                 break
             written += len(server.copies)
             while server.copies:
@@ -263,7 +263,7 @@ def test_what_the_disk_evicts_is_written_again_once_for_each_use(
     are_used: bool, writes: int
 ) -> None:
     server = Server(16, 1, write_back=True)
-    assert server.stack.write_back is not None
+    assert server.stack.queue.write_back is not None
     both = [keys("one", 1), keys("other", 1)]
     for chain in both:
         server.write(1, ONE, 0, chain)
@@ -272,7 +272,7 @@ def test_what_the_disk_evicts_is_written_again_once_for_each_use(
         for chain in both * are_used:
             server.read(3, ONE, 0, chain)
             server.drop(3)
-        server.stack.write_back.wanted_bytes = PAGE
+        server.stack.queue.write_back.wanted_bytes = PAGE
         server.start()
         written += len(server.copies)
         while server.copies:
@@ -299,10 +299,10 @@ def test_a_head_that_only_memory_has_makes_no_room_for_its_tail() -> None:
     """The disk refused it: the tail alone would be of no use."""
     server = Server(3, 8)
     chain = keys("chain", 5)
-    list(server.stack.stop_writing())
+    list(server.stack.queue.stop_writing())
     server.write(1, ONE, 0, chain[:3])
     assert server.write(1, ONE, 0, chain) == ["ALREADY_STORED"] * 3 + ["NO_SPACE"] * 2
-    server.stack.resume_writing()
+    server.stack.queue.resume_writing()
     server.settle()
     assert server.write(1, ONE, 0, chain) == ["ALREADY_STORED"] * 3 + ["RESERVED"] * 2
 
@@ -344,14 +344,14 @@ def test_a_stop_writes_the_last_used_chain_first_and_nothing_that_has_ended() ->
     server.drop(1)
     server.now += 1
     server.stack.hint("c", None, server.now)
-    list(server.stack.flush())
+    list(server.stack.queue.flush())
     order = []
-    while copies := server.stack.next_writebacks(PAGE, 1, server.now):
+    while copies := server.stack.transfers.next_writebacks(PAGE, 1, server.now):
         order += [copy.entry.digest for copy in copies]
         for copy in copies:
             server.finish(copy)
     assert order == first + second
-    assert server.stack.waiting == 0
+    assert server.stack.queue.waiting == 0
 
 
 def test_a_stop_writes_no_block_twice() -> None:
@@ -359,9 +359,9 @@ def test_a_stop_writes_no_block_twice() -> None:
     server = Server(8, 4, write_back=True)
     for number in range(4):
         server.write(1, ONE, 0, keys(f"{number}", 2))
-    list(server.stack.flush())
+    list(server.stack.queue.flush())
     written = 0
-    while copies := server.stack.next_writebacks(PAGE, 1, server.now):
+    while copies := server.stack.transfers.next_writebacks(PAGE, 1, server.now):
         written += len(copies)
         assert written <= 8
         for copy in copies:
@@ -373,9 +373,9 @@ def test_a_stop_takes_steps() -> None:
     server = Server(6000, 6000, write_back=True)
     for number in range(4):
         server.write(1, ONE, 0, keys(f"{number}", 1000))
-    assert len(list(server.stack.flush())) > 6
-    assert server.stack.waiting == 4000
-    (copy,) = server.stack.next_writebacks(1, 1, server.now)
+    assert len(list(server.stack.queue.flush())) > 6
+    assert server.stack.queue.waiting == 4000
+    (copy,) = server.stack.transfers.next_writebacks(1, 1, server.now)
     assert copy.entry.digest == keys("3", 1)[0]
 
 
@@ -386,13 +386,13 @@ def test_removed_blocks_leave_the_queue() -> None:
         chain = keys(f"{number}", 4)
         server.write(1, ONE, 0, chain)
         server.stack.remove(ONE, chain)
-    assert len(server.stack._writeback_queue) == 0
+    assert len(server.stack.queue.dirty) == 0
     assert server.stack.front.room.dirty_bytes == 0
 
 
 def test_without_a_slower_tier_there_is_nothing_to_write_back() -> None:
     server = Server(4, write_back=True)
-    assert server.stack.write_back is None
+    assert server.stack.queue.write_back is None
     assert server.write(1, ONE, 0, keys("a", 4)) == ["RESERVED"] * 4
     assert server.write(1, ONE, 0, keys("b", 4)) == ["RESERVED"] * 4
 

@@ -252,7 +252,7 @@ class Nemesis:
             fault.begin(platter)
             node.disk_faults += 1
             tiers, number = node.tiers, node.disk_faults
-            was_writable = tiers is not None and not tiers.stack.read_only
+            was_writable = tiers is not None and not tiers.stack.queue.read_only
             if fault.name == "slow disk":
                 platter.counts["crawled"] += 1
             process, frozen_s = node.process, node.process.frozen_s

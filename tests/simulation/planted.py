@@ -50,6 +50,8 @@ _CLEARING = "kvpool.server.state.clearing"
 _COMPACTOR = "kvpool.server.compactor"
 _FRONT = "kvpool.server.state.front_store"
 _STACK = "kvpool.server.state.tiered_store"
+_TRANSFERS = "kvpool.server.state.tier_transfers"
+_QUEUE = "kvpool.server.state.writeback_queue"
 _FILES = "kvpool.server.state.tier_stores"
 _HOLDINGS = "kvpool.server.state.holdings"
 _MOVER = "kvpool.server.tier_mover"
@@ -858,7 +860,7 @@ for reservation, size in sorted(
         "rotten-block-stays-on-disk",
         "G5",
         _MOVER,
-        "            store.transfer_failed(copy, ReadStatus.CORRUPT)\n",
+        "            store.transfers.failed(copy, ReadStatus.CORRUPT)\n",
         "",
     ),
     Bug(
@@ -908,7 +910,7 @@ for reservation, size in sorted(
     Bug(
         "removed-block-is-sealed-below",
         "G5",
-        _STACK,
+        _TRANSFERS,
         "        if good and not lost and entry.state is State.STORED:\n",
         "        if good and not lost:\n",
     ),
@@ -922,41 +924,40 @@ for reservation, size in sorted(
     Bug(
         "dropped-before-it-is-down",
         "G5",
-        _STACK,
-        "            elif answer is not WriteStatus.RESERVED:\n"
-        "                self.front.room.mark_clean",
-        "            else:\n                self.front.room.mark_clean",
+        _TRANSFERS,
+        "            elif answer is not WriteStatus.RESERVED:\n                queue.done",
+        "            else:\n                queue.done",
     ),
     Bug(
         "source-of-a-copy-is-let-go",
         "G4",
-        _STACK,
-        "        if answer.extent is None:\n            self.stores[source].unpin(MOVER, pin)\n"
+        _TRANSFERS,
+        "        if answer.extent is None:\n            self._stores[source].unpin(MOVER, pin)\n"
         "        else:\n",
-        "        self.stores[source].unpin(MOVER, pin)\n        if answer.extent is not None:\n",
+        "        self._stores[source].unpin(MOVER, pin)\n        if answer.extent is not None:\n",
     ),
     Bug(
         "staging-leaks",
         "liveness",
         _MOVER,
-        "            self._store.transfer_done(copy, good=good, now=_now())\n"
+        "            self._store.transfers.done(copy, good=good, now=_now())\n"
         "            self._promotion_ended",
         "            if good:\n"
-        "                self._store.transfer_done(copy, good=good, now=_now())\n"
+        "                self._store.transfers.done(copy, good=good, now=_now())\n"
         "            self._promotion_ended",
     ),
     Bug(
         "failed-copy-is-not-tried-again",
         "liveness",
-        _STACK,
-        "                self._queue(entry)  # once more",
+        _TRANSFERS,
+        "                queue.add(entry)  # once more",
         "                pass  # once more",
     ),
     Bug(
         "lost-tier-fills-the-other",
         "G4",
-        _STACK,
-        "            if waits and not self.front.room.demotes:\n",
+        _TRANSFERS,
+        "            if waits and not room.demotes:\n",
         "            if False:\n",
     ),
     Bug(
@@ -983,7 +984,7 @@ for reservation, size in sorted(
     Bug(
         "quarantine-of-a-lost-disk-never-ends",
         "liveness",
-        _STACK,
+        _TRANSFERS,
         "        lost = target.writer_exited(-copy.id)  # with its device: it is counted no more\n",
         "        lost = copy.id not in target.held.owner(MOVER).reservations\n",
     ),
@@ -1027,21 +1028,21 @@ for reservation, size in sorted(
         "read-only-for-ever",
         "liveness",
         _HEALTH,
-        "        while self._store.read_only:\n            await asyncio.sleep(self.retry",
-        "        if self._store.read_only:\n            await asyncio.sleep(self.retry",
+        "        while self._store.queue.read_only:\n            await asyncio.sleep(self.retry",
+        "        if self._store.queue.read_only:\n            await asyncio.sleep(self.retry",
     ),
     Bug(
         "failed-write-keeps-its-space",
         "liveness",
-        _STACK,
-        "            target.cancel(MOVER, copy.id)\n            if copy.target",
-        "            if copy.target",
+        _TRANSFERS,
+        "            target.cancel(MOVER, copy.id)\n            if down",
+        "            if down",
     ),
     Bug(
         "unwritten-blocks-are-forgotten",
         "G5",
-        _STACK,
-        "            self._unwritten[entry] = None\n",
+        _QUEUE,
+        "            self.unwritten[entry] = None\n",
         "",
     ),
     Bug(
@@ -1068,7 +1069,7 @@ for reservation, size in sorted(
     Bug(
         "evicted-below-is-written-for-ever",
         "G6",
-        _STACK,
+        _QUEUE,
         "given_up = self._written_again.get(entry) == entry.last_used",
         "given_up = False",
     ),

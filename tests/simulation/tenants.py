@@ -69,7 +69,7 @@ class TenantOracle:
 
     def removing(self, namespace: Namespace) -> None:
         """A block leaves, perhaps because another tier has evicted it."""
-        if not (isinstance(self._stack, TieredStore) and self._stack._evicting):
+        if not (isinstance(self._stack, TieredStore) and self._stack.is_evicting):
             return
         tenant = _name(namespace)
         used, quota = self._used(tenant), self._quota(tenant)

@@ -357,7 +357,7 @@ class TierOracle:
         self.handed_over: set[BlockPart] = set()
         top.index.on_leave = self._left_memory
         base.is_about_to_get = self._goes_to_disk
-        base.is_read_only = lambda: stack.read_only
+        base.is_read_only = lambda: stack.queue.read_only
         base.is_lost = lambda: not self.in_service
         base.above = top
         top.change_log.leaving = base.change_log.leaving = self._leaving
@@ -369,7 +369,7 @@ class TierOracle:
     @property
     def in_service(self) -> bool:
         """The disk tier has not been taken out of service."""
-        return not self.stack.offline_tiers
+        return not self.stack.index.offline
 
     def inspect(self) -> None:
         """Check both stores as soon as both are consistent."""
@@ -380,10 +380,10 @@ class TierOracle:
     def _left_memory(self, entry: Entry, event: Event) -> bool:
         stack = self.stack
         key = entry.index.namespace, entry.digest, entry.index.part
-        if entry in stack._unwritten:
+        if entry in stack.queue.unwritten:
             self._truth.probes.add("a block left before a read-only disk took it")
             self._left_unwritten.add(key)
-        elif stack.write_back is not None and not entry.clean and _is_over(entry):
+        elif stack.queue.write_back is not None and not entry.clean and _is_over(entry):
             self._truth.probes.add("a block of an ended session was not written to the disk")
             self._left_unwritten.add(key)
         return stack._on_leave(entry, event)
@@ -392,7 +392,7 @@ class TierOracle:
         """Write-back: with its prefix, and only if it may be of use."""
         stack, index = self.stack, self.top.index.blocks(namespace, part)
         entry = index.get(digest)
-        if stack.write_back is None or entry is None:
+        if stack.queue.write_back is None or entry is None:
             return
         parts = self.top.index.parts(entry)
         # All of them leave together, and a block may hang on another part than this (seed 943597).
@@ -463,20 +463,20 @@ class TierOracle:
             return (
                 None if self._all_announced() else "the loss of a tier's blocks was not announced"
             )
-        if stack.read_only:
+        if stack.queue.read_only:
             return "a tier is read-only"
         if unwritten := self._unwritten():
             return f"{unwritten} blocks are in memory only, and in no queue"
-        if stack.waiting:
-            return f"{stack.waiting} blocks have yet to be demoted"
+        if stack.queue.waiting:
+            return f"{stack.queue.waiting} blocks have yet to be demoted"
         return self._stray_headers()
 
     def _unwritten(self) -> int:
         """Blocks that the disk has not, and has not refused, and that will not be written."""
         stack = self.stack
-        if stack.write_back is not None:  # they are written when memory would drop them
+        if stack.queue.write_back is not None:  # they are written when memory would drop them
             return 0
-        if stack.waiting or stack.front.held.pinned_by(MOVER):
+        if stack.queue.waiting or stack.front.held.pinned_by(MOVER):
             return 0
         here, below = _keys(self.top.index.inventory()), _keys(self.base.index.inventory())
         return len(here - below - self.base.refused)
@@ -484,7 +484,7 @@ class TierOracle:
     def check_writable(self, after_s: float) -> None:
         """A tier whose disk takes writes again is not read-only for long (G6)."""
         self._truth.probes.add("a disk took writes again")
-        if self.stack.read_only:
+        if self.stack.queue.read_only:
             self._truth.fail(
                 f"G6: the disk has taken writes for {after_s:.0f} s and its tier is still read-only"
             )

@@ -35,7 +35,7 @@ from kvpool.server.cold import writer as cold_writer
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.moves import fetcher, prefetcher
 from kvpool.server.moves.state import share_plan
-from kvpool.server.state import tiered_store
+from kvpool.server.state import tier_transfers
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import inventory
 from kvpool.types import Cluster, Namespace
@@ -590,7 +590,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         (announcer, "_PIECE_BLOCKS"),
         (fetcher, "_STEP_BLOCKS"),
         (prefetcher, "_STEP_BLOCKS"),
-        (tiered_store, "FRESH_S"),
+        (tier_transfers, "FRESH_S"),
         (spans, "SPAN_BLOCKS"),
         (share_plan, "CHAIN_SHARE"),
         (spread, "SpreadPlan"),
@@ -616,7 +616,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
     vars(block_server)["Supervisor"] = vars(service)["Supervisor"] = FaultySupervisor
     vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
     vars(fetcher)["_STEP_BLOCKS"] = vars(prefetcher)["_STEP_BLOCKS"] = plan.step_blocks
-    vars(tiered_store)["FRESH_S"] = plan.fresh_s  # a memory that is seldom too busy
+    vars(tier_transfers)["FRESH_S"] = plan.fresh_s  # a memory that is seldom too busy
     vars(requests)["ONE_REQUEST_MAX"] = plan.one_request_max
     vars(requests)["ONE_REQUEST_MAPPED_MAX"] = plan.one_request_max
     try:

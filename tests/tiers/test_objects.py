@@ -94,7 +94,7 @@ async def test_what_memory_has_dropped_comes_back(fleet: Fleet, pool: Pool) -> N
     await write(pool, server)
     assert server.store.index.stored <= 16
     assert await hits(pool) == len(CHAIN)
-    assert server.stack.hits[1] > 0
+    assert server.stack.index.hits[1] > 0
 
 
 async def test_another_server_has_it_when_all_are_lost(fleet: Fleet, pool: Pool) -> None:

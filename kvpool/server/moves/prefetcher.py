@@ -131,7 +131,7 @@ class Prefetcher(ServerExtension):
             return 0
         namespace, part, digests = chain
         for _ in range(min(len(digests), BATCH_BLOCKS_MAX)):
-            if store.is_below(namespace, part, digests[0]):
+            if store.index.below(namespace, part, digests[0]) is not None:
                 break
             digests.popleft()  # it is in memory, or gone
         left = store.front.room.prefetched.room(store.front.allocator.capacity)

@@ -101,3 +101,13 @@ class DividedAllocator(Allocator):
 
     def _open(self) -> list[int]:
         return [number for number in range(len(self.parts)) if number not in self.closed]
+
+
+def parts_of(allocator: Allocator) -> DividedAllocator | None:
+    """The extents of a tier that has parts; None if it is one."""
+    return allocator if isinstance(allocator, DividedAllocator) else None
+
+
+def part_of(allocator: Allocator, offset: int) -> int:
+    """The number of the part of a tier in which an extent lies; 0 where there is only one."""
+    return allocator.part_of(offset) if isinstance(allocator, DividedAllocator) else 0

@@ -181,9 +181,9 @@ def test_parts_leave_together_so_a_hint_about_one_of_them_counts() -> None:
 
 
 def demote(stack: TieredStore, now: float) -> None:
-    while copies := stack.next_writebacks(1 << 30, 1 << 10, now):
+    while copies := stack.transfers.next_writebacks(1 << 30, 1 << 10, now):
         for copy in copies:
-            stack.transfer_done(copy, good=True, now=now)
+            stack.transfers.done(copy, good=True, now=now)
 
 
 def test_below_memory_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
@@ -219,7 +219,7 @@ def test_a_block_that_the_disk_has_no_room_for_when_its_turn_comes_evicts_nothin
 
 def test_while_the_disk_takes_no_writes_memory_keeps_what_is_newer() -> None:
     stack = TieredStore([FrontStore(2 * PAGE, alignment=PAGE), Store(4 * PAGE, alignment=PAGE)])
-    for _ in stack.stop_writing():
+    for _ in stack.queue.stop_writing():
         pass
     for number, digest in enumerate(keys("only in memory", 2)):
         write(stack, [digest], 10.0 + number)

@@ -17,10 +17,10 @@ from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import prefetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
-from kvpool.server.state import prefetches, tiered_store
+from kvpool.server.state import prefetches, tier_transfers, writeback_queue
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.prefetches import PrefetchedBlocks
-from kvpool.server.state.tiered_store import TierTransfer
+from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.server.tier_mover import TierMover
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ARRIVED, ROOT, Namespace, SessionHint
@@ -92,7 +92,7 @@ class Tiers(Server):
 
     def prefetch(self, chain: list[bytes], size: int = 1 << 30) -> int:
         """How many of the blocks have come up."""
-        copies = self.stack.start_promotions(ONE, 0, chain, size, self.now, prefetch=True)
+        copies = self.stack.transfers.start_promotions(ONE, 0, chain, size, self.now, prefetch=True)
         for copy in copies:
             self.finish(copy)
         return len(copies)
@@ -216,7 +216,7 @@ def test_parts_leave_together_so_a_hint_about_one_of_them_keeps_all() -> None:
 
 def test_a_block_that_is_removed_on_its_way_does_not_come_back() -> None:
     tiers, old, _ = filled()
-    copies = tiers.stack.start_promotions(ONE, 0, old, 1 << 30, tiers.now, prefetch=True)
+    copies = tiers.stack.transfers.start_promotions(ONE, 0, old, 1 << 30, tiers.now, prefetch=True)
     tiers.stack.remove(ONE, old)
     for copy in copies:
         tiers.finish(copy)
@@ -227,7 +227,9 @@ def test_a_block_that_is_removed_on_its_way_does_not_come_back() -> None:
 def test_blocks_on_their_way_take_room_until_they_are_read_or_have_failed() -> None:
     tiers, old, _ = filled()
     memory = prefetches.SHARE * 4 * PAGE
-    copies = tiers.stack.start_promotions(ONE, 0, old[:3], 1 << 30, tiers.now, prefetch=True)
+    copies = tiers.stack.transfers.start_promotions(
+        ONE, 0, old[:3], 1 << 30, tiers.now, prefetch=True
+    )
     assert tiers.blocks.room(memory) == PAGE
     tiers.finish(copies[0])
     assert tiers.blocks.room(memory) == PAGE, "what has come takes the room that it took before"
@@ -288,7 +290,7 @@ async def serving(
 async def put(server: BlockServer, pool: Pool, chain: Sequence[bytes]) -> None:
     statuses = await pool.write(NAMESPACE, chain, values(chain, BLOCK))
     assert set(statuses) == {WriteStatus.STORED}
-    await eventually(lambda: not server.stack.waiting and not server.stack.front.held.pins)
+    await eventually(lambda: not server.stack.queue.waiting and not server.stack.front.held.pins)
 
 
 def in_memory(server: BlockServer, chain: Sequence[bytes]) -> int:
@@ -303,7 +305,7 @@ def counters(server: BlockServer) -> dict[str, int]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What memory has may go at once."""
-    monkeypatch.setattr(tiered_store, "FRESH_S", 0.0)
+    monkeypatch.setattr(tier_transfers, "FRESH_S", 0.0)
 
 
 @pytest.mark.usefixtures("soon")
@@ -315,12 +317,12 @@ async def test_a_chain_comes_up_and_is_read_from_memory(tmp_path: Path) -> None:
         assert await pool.prefetch(NAMESPACE, asked) == [COMING] * 6 + [GONE]
         await eventually(lambda: in_memory(server, chain) == 6)
         assert await pool.prefetch(NAMESPACE, chain) == [IN_MEMORY] * 6
-        hits = server.stack.hits[1]
+        hits = server.stack.index.hits[1]
         got = buffers(6, BLOCK)
         results = await pool.read(NAMESPACE, chain, got)
         assert {result.status for result in results} == {ReadStatus.HIT}
         assert got == values(chain, BLOCK)
-        assert server.stack.hits[1] == hits, "no disk was read for it"
+        assert server.stack.index.hits[1] == hits, "no disk was read for it"
         found = counters(server)
         size = 6 * BLOCK
         assert (found["prefetched_blocks"], found["prefetched_bytes"]) == (6, size)
@@ -431,7 +433,7 @@ async def test_writing_back_lets_readers_go_first_unless_writers_wait_for_it(
 
     monkeypatch.setattr(TierMover, "wait_for_readers", noted)
     pressure = property(lambda _: writers_wait)
-    monkeypatch.setattr(tiered_store.TieredStore, "is_under_pressure", pressure)
+    monkeypatch.setattr(writeback_queue.WritebackQueue, "is_under_pressure", pressure)
     async with serving(tmp_path) as (server, pool):
         for number in range(2):
             await put(server, pool, keys(f"chain {number}", 60))
