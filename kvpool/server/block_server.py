@@ -3,7 +3,7 @@
 context.py       what the connections share: the store, its memory, the counters
 connection.py    one client's reservations and pins
 extension.py     what a server can do besides: moves/ between servers, tenancy.py, removal.py
-announcer.py     one master's view of this server
+announcer.py     one master's view of this server; outbox.py has what it has yet to hear
 tiers.py         the joint of tiers: tier_mover.py moves bytes between them
 state/, eviction/   pure: which block lies where, and which one is evicted next
 """
@@ -174,26 +174,13 @@ class BlockServer:
                 if not transport.same_host:
                     reached = await announced(reached, config.announce, config.masters)
                 self.addresses.append(reached)
-            identity = Identity(
-                self.server,
-                self.epoch,
-                self.host.id,
-                self.addresses,
-                [tier.name for tier in self.tiers],
-                self._secret,
-                kept=self._keeps_secret,
-            )
+            names, kept = [tier.name for tier in self.tiers], self._keeps_secret
+            where = self.host.id, self.addresses, names
+            identity = Identity(self.server, self.epoch, *where, self._secret, kept=kept)
             for master in config.masters:
+                calls = (self.stats, self.extensions.others_have_room, self.tasks)
                 link = self._network.connect(master)
-                announcer = Announcer(
-                    identity,
-                    context.store,
-                    link,
-                    config.heartbeat_s,
-                    stats=self.stats,
-                    others_have_room=self.extensions.others_have_room,
-                    tasks=self.tasks,
-                )
+                announcer = Announcer(identity, context.store, link, config.heartbeat_s, *calls)
                 announcer.start()
                 context.announcers.append(announcer)
         except BaseException:
@@ -208,7 +195,7 @@ class BlockServer:
         """
         while not self.registered:
             if asyncio.get_running_loop().time() >= deadline:
-                raise self._context.announcers[0].problem or Unavailable(
+                raise self._context.announcers[0].master.problem or Unavailable(
                     "no master has answered yet"
                 )
             await asyncio.sleep(0.01)
@@ -278,9 +265,9 @@ class BlockServer:
                 "connections": len(context.connections),
                 "connections_max": self._config.connections_max,
                 "dropped_corrections": store.change_log.missed.shares.refused.total()
-                + sum(one.dropped_corrections for one in context.announcers),
-                "unlisted_blocks": sum(one.unlisted for one in context.announcers),
-                "map_differences": sum(one.differences for one in context.announcers),
+                + sum(one.outbox.missed.shares.refused.total() for one in context.announcers),
+                "unlisted_blocks": sum(one.map.unlisted for one in context.announcers),
+                "map_differences": sum(one.map.differences for one in context.announcers),
                 "moved_blocks": context.compactor.moved_blocks,
                 "moved_bytes": context.compactor.moved_bytes,
                 **store.figures,

@@ -58,13 +58,7 @@ class ServerConnection:
     `id` names it in the store, where it owns reservations and pins.
     """
 
-    def __init__(
-        self,
-        context: ServerContext,
-        extensions: Extensions,
-        id: int,
-        peer: Peer,
-    ) -> None:
+    def __init__(self, context: ServerContext, extensions: Extensions, id: int, peer: Peer) -> None:
         self.peer = peer
         self._context = context
         self._extensions = extensions

@@ -145,8 +145,7 @@ class ServerContext:
         held = self.store.fingerprint if self.announcers else None
         for announcer in self.announcers:
             announcer.enqueue(changes, held)
-            if missed:
-                announcer.correct(missed)
+            announcer.correct(missed)
         self.mover.wake()
 
     def publish_soon(self) -> None:

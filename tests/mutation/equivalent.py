@@ -152,9 +152,9 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "kept: bool = True  # the next process of this server will have the same token",
     ): "The only caller passes it.",
     (
-        "kvpool/server/announcer.py",
-        "self._acknowledged = 0",
-        "self._acknowledged = 1",
+        "kvpool/server/outbox.py",
+        "self.acknowledged = 0",
+        "self.acknowledged = 1",
     ): _EMPTY,
     ("kvpool/server/announcer.py", "self._hints_heard = 0", "self._hints_heard = 1"): _EMPTY,
     (

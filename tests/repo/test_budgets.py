@@ -140,11 +140,9 @@ LONG_FILES = {
     "transports/kvpool_transports/streams/server.py": 671,
     "transports/kvpool_transports/ucx.py": 882,
     "tiers/kvpool_tiers/nvme/file_disk.py": 616,
-    "kvpool/server/announcer.py": 672,
 }
 WIDE_CLASSES = {
     "kvpool/client/servers.py:Servers": (30, 15),
-    "kvpool/server/announcer.py:Announcer": (30, 35),
     "kvpool/server/block_server.py:BlockServer": (25, 18),
     "kvpool/server/connection.py:ServerConnection": (28, 15),
     "kvpool/server/context.py:ServerContext": (25, 16),

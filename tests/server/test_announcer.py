@@ -19,6 +19,7 @@ from kvpool.master.state.server_record import Inventories
 from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Link, ReserveRequest
 from kvpool.server import announcer as module
+from kvpool.server import outbox
 from kvpool.server.announcer import Announcer, AnnouncerState, Identity
 from kvpool.server.block_server import BlockServer
 from kvpool.server.context import ServerContext
@@ -142,7 +143,7 @@ async def test_a_bug_in_a_heartbeat_ends_no_announcements(
         async with asyncio.timeout(1):
             await setup.announcer.flushed()
         await setup.until_known(after)
-        await eventually(lambda: setup.announcer.problem is None)
+        await eventually(lambda: setup.announcer.master.problem is None)
     lines = [line for line in caplog.messages if "runs again" in line]
     assert len(lines) == times
     assert "announce to" in lines[0]
@@ -172,7 +173,7 @@ async def test_a_correction_waits_for_the_changes_that_came_before_it() -> None:
         setup.announcer.correct([(ONE, 0, keys("here", 1)[0])])
         sent = setup.link.sent["Heartbeat"]
         await eventually(lambda: setup.link.sent["Heartbeat"] > sent + 5)
-        assert setup.announcer.differences == 0
+        assert setup.announcer.map.differences == 0
         setup.read(ONE, [])
         await eventually(lambda: len(setup.master.directory) == 1)
         assert setup.link.sent["Inventory"] == 1
@@ -190,7 +191,7 @@ async def test_a_block_that_was_missed_and_is_here_by_then_is_not_corrected() ->
         setup.read(ONE, keys("gone", 1))
         await eventually(lambda: now["Announce"] == 3)
         assert setup.master.directory.match(ONE, late).length == 3
-        assert setup.announcer.differences == 0
+        assert setup.announcer.map.differences == 0
         assert now["Inventory"] == 1
 
 
@@ -220,7 +221,7 @@ async def test_keys_that_never_were_cost_a_master_little_and_others_nothing(
         setup.link.lost = ""
         await eventually(lambda: directory.match(mine, wrong).length == 0)
         assert sum(announced) < 1100
-        assert setup.announcer.dropped_corrections > 190 * 512
+        assert setup.announcer.outbox.missed.shares.refused.total() > 190 * 512
         assert setup.link.sent["Inventory"] == 1
 
 
@@ -355,7 +356,7 @@ async def test_pieces_are_sent_side_by_side_and_again_when_answers_are_late() ->
 async def test_pieces_are_no_larger_than_a_message_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the index may have more blocks than one piece."""
     sizes: list[int] = []
-    monkeypatch.setattr(module, "_PIECE_BLOCKS", 100)
+    monkeypatch.setattr(outbox, "_PIECE_BLOCKS", 100)
     setup, chain = Setup(), keys("c", 1_050)
 
     def watch(type: int, body: bytes) -> None:
@@ -413,7 +414,7 @@ async def test_heartbeats_go_on_between_the_pieces_of_an_inventory(
     monkeypatch: pytest.MonkeyPatch, heartbeat_s: float, least: int, most: int
 ) -> None:
     """Those that are due, and no others: a server with a large inventory is not lost."""
-    monkeypatch.setattr(module, "_PIECE_BLOCKS", 50)
+    monkeypatch.setattr(outbox, "_PIECE_BLOCKS", 50)
     monkeypatch.setattr("tests.server.test_announcer.HEARTBEAT_S", heartbeat_s)
     chain, setup, sent = keys("c", 1000), Setup(), [0]
 
@@ -454,22 +455,28 @@ async def test_blocks_for_which_a_map_has_no_room_are_sent_again_after_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not with each heartbeat: the map is as full then, and an inventory is long."""
-    monkeypatch.setattr(module, "_RELIST_AFTER_S", 10 * HEARTBEAT_S)
+    monkeypatch.setattr(module, "_RELIST_AFTER_S", 50 * HEARTBEAT_S)
     async with running(keys("first", 1)) as setup:
         directory = setup.master.directory
         directory.blocks_max = 4
         setup.write(keys("many", 5))
-        await eventually(lambda: setup.announcer.unlisted == 2)
+        await eventually(lambda: setup.announcer.map.unlisted == 2)
         listed_at, sent = asyncio.get_running_loop().time(), setup.link.sent["Inventory"]
         setup.write(keys("more", 1))
-        await eventually(lambda: setup.announcer.unlisted == 3)
+        await eventually(lambda: setup.announcer.map.unlisted == 3)
         lines = [one for one in caplog.messages if one.startswith("a master does not list")]
         assert len(lines) == 1
+        for number in range(20):  # nothing of what is acknowledged is kept meanwhile
+            setup.write(keys(f"more {number}", 1))
+            await asyncio.sleep(HEARTBEAT_S / 10)
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        assert setup.link.sent["Inventory"] == sent
+        assert len(setup.announcer.outbox._marks) <= 4
         directory.blocks_max = 100
         await eventually(lambda: setup.link.sent["Inventory"] > sent)
-        assert asyncio.get_running_loop().time() - listed_at > 9 * HEARTBEAT_S
-        await eventually(lambda: len(directory) == 7)
-        assert setup.announcer.unlisted == 0
+        assert asyncio.get_running_loop().time() - listed_at > 45 * HEARTBEAT_S
+        await eventually(lambda: len(directory) == 27)
+        assert setup.announcer.map.unlisted == 0
 
 
 async def test_a_map_that_stays_wrong_is_sent_again_with_growing_delays(
@@ -480,9 +487,11 @@ async def test_a_map_that_stays_wrong_is_sent_again_with_growing_delays(
         monkeypatch.setattr(Inventories, "differs", lambda *heartbeat: True)
         # After 0, 1 and 2 heartbeats more or less: the unit of the first delay is a heartbeat.
         await eventually(lambda: setup.link.sent["Inventory"] >= before + 3, within_s=5)
-        await eventually(lambda: setup.announcer.differences >= 30, within_s=20)
+        await eventually(lambda: setup.announcer.map.differences >= 30, within_s=20)
         sent = setup.link.sent["Inventory"] - before
-        assert sent < setup.announcer.differences / 2, "an inventory for each heartbeat is a storm"
+        assert sent < setup.announcer.map.differences / 2, (
+            "an inventory for each heartbeat is a storm"
+        )
         monkeypatch.undo()
         await setup.until_known(keys("block", 3))
 
@@ -516,7 +525,7 @@ async def test_a_server_that_starts_waits_for_a_master_to_know_it(
     monkeypatch.setattr(BlockServer, "registered", False)
     with pytest.raises(Unavailable, match="no master has answered yet"):
         await server.wait_until_registered(asyncio.get_running_loop().time() + 0.1)
-    server._context.announcers[0].problem = Unavailable("its answer")
+    server._context.announcers[0].master.problem = Unavailable("its answer")
     with pytest.raises(Unavailable, match="its answer"):
         await server.wait_until_registered(0.0)
 

@@ -42,6 +42,7 @@ _MASTERS = "kvpool.client.masters"
 _SERVERS = "kvpool.client.servers"
 _CONNECTION = "kvpool.server.connection"
 _ANNOUNCER = "kvpool.server.announcer"
+_OUTBOX = "kvpool.server.outbox"
 _STREAMS = "kvpool_transports.streams.stream"
 _SERVING = "kvpool_transports.streams.server"
 _REQUESTS = "kvpool_transports.streams.requests"
@@ -729,7 +730,7 @@ for reservation, size in sorted(
     Bug(
         "last-stretch-is-left-out",
         "G7",
-        _ANNOUNCER,
+        _OUTBOX,
         "    if piece or not sent:\n        yield piece\n",
         "    if not sent:\n        yield piece\n",
     ),
@@ -817,8 +818,8 @@ for reservation, size in sorted(
         "maps-never-compared",
         "G7",
         _ANNOUNCER,
-        "        elif reply.differs and held is not None:\n",
-        "        elif False:\n",
+        "        if not reply.differs:\n",
+        "        if True:\n",
     ),
     Bug(
         "numbers-never-compared",

@@ -29,7 +29,7 @@ from kvpool.master import service
 from kvpool.master.service import Master
 from kvpool.protocols import Tier, Transport
 from kvpool.runtime import Host
-from kvpool.server import announcer, block_server
+from kvpool.server import block_server, outbox
 from kvpool.server.block_server import BlockServer
 from kvpool.server.cold import writer as cold_writer
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
@@ -587,7 +587,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
     What a world changes in the product stays its own: later tests run in this process, too.
     """
     changed = (
-        (announcer, "_PIECE_BLOCKS"),
+        (outbox, "_PIECE_BLOCKS"),
         (fetcher, "_STEP_BLOCKS"),
         (prefetcher, "_STEP_BLOCKS"),
         (tier_transfers, "FRESH_S"),
@@ -614,7 +614,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         vars(ways)["_SHARED_BYTES_MIN"] = vars(ways)["_PIECE_BYTES_MIN"] = plan.piece_bytes
         vars(ways)["_PIECE_S"] = 0.0
     vars(block_server)["Supervisor"] = vars(service)["Supervisor"] = FaultySupervisor
-    vars(announcer)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
+    vars(outbox)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module
     vars(fetcher)["_STEP_BLOCKS"] = vars(prefetcher)["_STEP_BLOCKS"] = plan.step_blocks
     vars(tier_transfers)["FRESH_S"] = plan.fresh_s  # a memory that is seldom too busy
     vars(requests)["ONE_REQUEST_MAX"] = plan.one_request_max

@@ -114,7 +114,7 @@ class MapFaults:
         listed = record.inventories
         for announcer in node.server._context.announcers:
             sent = announcer._sequence
-            if announcer._link.address == master.address and listed.sequence > sent:
+            if announcer.master.link.address == master.address and listed.sequence > sent:
                 return f"it counts {listed.sequence} messages, the server has sent {sent}"
         if record.registration.epoch == node.server.epoch and listed.differs(
             listed.sequence, held.blocks, held.packed()

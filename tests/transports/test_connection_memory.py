@@ -171,7 +171,7 @@ async def test_a_connection_leaves_nothing(
             # What is missing is announced again for each read, when the master has time: it may be
             # so busy, in this loop, that the server gives up waiting for it in between.
             (announcer,) = client.server._context.announcers
-            await eventually(lambda: announcer._acknowledged >= announcer._enqueued, 60)
+            await eventually(lambda: announcer.outbox.acknowledged >= announcer.outbox.enqueued, 60)
 
         async def after(connections: int) -> Counter[str]:
             for _ in range(connections):
