@@ -1,0 +1,50 @@
+"""What a master has yet to hear: the order of changes, and when its map can be compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.fingerprint import MapFingerprint
+from kvpool.server import outbox
+from kvpool.server.outbox import Outbox
+from kvpool.server.state.blocks import Blocks
+from kvpool.server.state.entry import Change
+from kvpool.server.state.store import Store
+from kvpool.types import ReadStatus
+from tests.conftest import NAMESPACE, keys
+
+HELD = MapFingerprint(3, 7)
+
+
+def came(digests: list[bytes]) -> list[Change]:
+    return [Change(NAMESPACE, 0, digest, ReadStatus.HIT) for digest in digests]
+
+
+async def test_what_does_not_fit_goes_next_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that left and came again must not be applied in the other order."""
+    monkeypatch.setattr(outbox, "_CHANGES_SIZE", 1)  # one group fits into a message
+    one, chain = Outbox(Blocks([Store(1 << 20)])), keys("chain", 6)
+    one.begin()
+    # Digests of different sizes are groups of their own.
+    changes = came([digest[: 8 + number] for number, digest in enumerate(chain)])
+    assert one.add(changes, HELD)
+    told = []
+    while one.pending:
+        groups, count = one.take()
+        one.acknowledge(one.acknowledged + count)
+        told += [group.digests for group in groups]
+    assert told == [change.digest for change in changes]
+
+
+async def test_maps_are_compared_only_when_the_inventory_is_no_later_than_the_changes() -> None:
+    one, chain = Outbox(Blocks([Store(1 << 20)])), keys("chain", 2)
+    one.begin()
+    assert one.add(came(chain[:1]), HELD)  # while the inventory is sent: it may have the block
+    one.comparable_from = one.enqueued
+    assert one.comparable() is None
+    _, count = one.take()
+    one.acknowledge(count)
+    assert one.comparable() == HELD
+    assert one.add(came(chain[1:]), None)
+    one.acknowledge(one.enqueued)
+    assert one.comparable() is None, "what was held then is not known"
