@@ -424,7 +424,7 @@ class TieredStore(Blocks):
             return False
         if tier == self.backing_tier and event is Event.EVICT and self.queue.write_back is None:
             others = (self.backing, cold_store(self.stores))
-            above = [one for one in self.online if one not in others]
+            above = [one for one in self.index.online if one not in others]
             found_in = [(one, one.index.peek(namespace, part, entry.digest)) for one in above]
             copies = [(store, copy) for store, copy in found_in if copy is not None]
             if any(copy.index.account.owns(0) for _, copy in copies):
