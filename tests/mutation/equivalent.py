@@ -91,7 +91,7 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "plan.lost(call, NO_TIME if loop.time() > deadline else SERVER_LOST)",
     ): _MOMENT,
     (
-        "connector/kvpool_connector/scheduler/scheduler.py",
+        "connector/kvpool_connector/scheduler/engine_report.py",
         "if description == self._described and now - self._described_at < _DESCRIBE_EVERY_S:",
         "if description == self._described and now - self._described_at <= _DESCRIBE_EVERY_S:",
     ): _MOMENT,
