@@ -124,7 +124,7 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_840
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_960
 FILE_LINES = 600
 CLASS_METHODS = 25
 CLASS_ATTRIBUTES = 15
@@ -142,7 +142,7 @@ LONG_FILES = {
     "tiers/kvpool_tiers/nvme/file_disk.py": 616,
 }
 WIDE_CLASSES = {
-    "kvpool/client/servers.py:Servers": (30, 15),
+    "kvpool/client/servers.py:Servers": (29, 15),
     "kvpool/server/block_server.py:BlockServer": (25, 18),
     "kvpool/server/connection.py:ServerConnection": (28, 15),
     "kvpool/server/context.py:ServerContext": (25, 16),
@@ -172,7 +172,7 @@ KERNEL_TO_RING = {
     "kvpool.client.pool -> kvpool.client.session",
 }
 #: Changes of room (a room is a file) of one call over tcp, (budget, today and some for noise).
-ROOMS = {"write": (130, 232), "read with a match": (60, 117)}
+ROOMS = {"write": (130, 240), "read with a match": (60, 121)}
 #: Words of a page.
 WORDS = {
     "CHANGELOG.md": 1_500,
