@@ -336,7 +336,7 @@ class Lookup:
         for run in runs:
             servers = [replica.server for replica in run.replicas if replica.part == part]
             if len(servers) > 1:
-                servers = self._servers.rank(servers)[::-1]
+                servers = self._servers.rank(servers, now=True)[::-1]
             for position in range(run.first, min(run.last + 1, count)):
                 candidates[position] = servers[:]  # of its own: each block pops from its list
         return candidates

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Final
 
 #: Bytes per second until a read was measured: memory that is mapped, and a slow local network.
@@ -22,8 +21,6 @@ class ReadRates:
 
     def __init__(self) -> None:
         self._sums: dict[bool | str, tuple[float, float, float]] = {}
-        #: Attempts of all reads that are under way, by server: they share its link.
-        self.under_way: Counter[str] = Counter()
 
     def record(self, source: bool | str, size: int, seconds: float, now: float) -> None:
         """Reads from memory moved `size` bytes in that time."""

@@ -277,7 +277,7 @@ class Reader:
         """Attempt after attempt, until the blocks are read or have no candidate left."""
         ways = Ways(
             *(state.candidates, state.sizes, state.results, state.unresponsive),
-            *(self._servers.standing, self._rates, self._config.hedge_s),
+            *(self._servers.standing, self._rates, self._servers.under_way, self._config.hedge_s),
         )
         with closing(ways):
             attempts = ways.begin(positions, self._loop.time())

@@ -117,6 +117,7 @@ class Servers:
         self._masters = masters
         self._counters = counters
         self.durations = Durations()
+        self.under_way: Counter[str] = Counter()  # attempts to read, by server
         self._rng = rng or random.SystemRandom()
         self._records: dict[str, KnownServer] = {}
         self._host = host
@@ -253,12 +254,14 @@ class Servers:
             if not known:  # one line, however many calls wait for it
                 log.warning("server is silent or slow", server=server, why=why)
 
-    def rank(self, servers: Iterable[str]) -> list[str]:
-        """The same servers, each once, best first: this host's, others, then slow and lost ones."""
+    def rank(self, servers: Iterable[str], *, now: bool = False) -> list[str]:
+        """The same servers, each once, best first: this host's, others, then slow and lost ones.
+        For a read `now` that of equal ones which this client reads least from."""
 
-        def key(server: str) -> tuple[Standing, float]:
+        def key(server: str) -> tuple[Standing, int, float]:
             record = self._records.get(server)
-            return self.standing(server), record.preference if record is not None else 0.0
+            preference = record.preference if record is not None else 0.0
+            return self.standing(server), now and self.under_way[server], preference
 
         return sorted(dict.fromkeys(servers), key=key)
 

@@ -10,7 +10,7 @@ again (design: hedging). Reads of one client share the links: each counts on its
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -76,6 +76,7 @@ class Ways:
     unresponsive: Set[str]
     standing: Callable[[str], Standing]
     rates: ReadRates
+    under_way: Counter[str]  # attempts of all reads of this client, by server: they share its link
     hedge_s: float
     _waiting: dict[tuple[str, ...], deque[int]] = field(default_factory=dict)
     _bytes: dict[tuple[str, ...], int] = field(default_factory=dict)  # that wait
@@ -125,13 +126,13 @@ class Ways:
 
     def _count(self, server: str, more: int) -> None:
         self._asked[server] = self._asked.get(server, 0) + more
-        self.rates.under_way[server] += more
-        if not self.rates.under_way[server]:
-            del self.rates.under_way[server]
+        self.under_way[server] += more
+        if not self.under_way[server]:
+            del self.under_way[server]
 
     def _sharers(self, server: str) -> int:
         """One attempt of this read, and those of others, which share the link."""
-        return 1 + self.rates.under_way[server] - self._asked.get(server, 0)
+        return 1 + self.under_way[server] - self._asked.get(server, 0)
 
     def _is_good(self, server: str) -> bool:
         return server not in self._fruitless and server not in self.unresponsive

@@ -100,6 +100,7 @@ class ScriptedServers:
         self.answers: dict[str, list[Any]] = {}
         self.asked: list[str] = []
         self.left: list[tuple[str, bool]] = []
+        self.under_way = Counter[str]()
 
     def standing(self, server: str) -> Standing:
         return Standing(ailing=False, far=True, networked=True)

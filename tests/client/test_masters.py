@@ -421,6 +421,19 @@ async def test_servers_of_this_host_come_first_and_silent_ones_last() -> None:
     assert servers._records["near"].slow_until <= later(0.4)
 
 
+@virtual_time
+async def test_of_equal_servers_that_comes_first_which_is_read_from_least() -> None:
+    network = ScriptedNetwork(m=listing(member("a"), member("b"), member("near", host="here")))
+    _, servers = client(network)
+    await servers.refresh(later(5))
+    first, second = servers.rank(["a", "b"])
+    servers.under_way[first] += 1
+    assert servers.rank(["a", "b"], now=True) == [second, first]
+    assert servers.rank(["a", "b"]) == [first, second]  # whom all ask, as far as they can
+    servers.under_way["near"] += 9
+    assert servers.rank(["a", "b", "near"], now=True)[0] == "near"  # which has no link
+
+
 async def ping(channel: object) -> str:
     return "pong"
 

@@ -46,6 +46,7 @@ class Load:
             self.unresponsive,
             lambda server: Standing(server in ailing, server not in near, server not in near),
             self.rates,
+            Counter(),
             HEDGE_S,
         )
         self.now = 0.0
@@ -276,7 +277,7 @@ def together(
     loads: list[Load], speeds: dict[str, float], known: dict[str, float] | None = None
 ) -> float:
     """Play loads side by side, which share each server's link; the time until all have ended."""
-    rates = ReadRates()
+    rates, under_way = ReadRates(), Counter[str]()
     for server, speed in (known or speeds).items():
         rates.record(server, round(speed), 1.0, 0.0)
     running: list[tuple[Load, Attempt, float]] = []
@@ -287,7 +288,7 @@ def together(
             running.append((load, attempt, float(sum(load.sizes[i] for i in attempt.positions))))
 
     for load in loads:
-        load.ways.rates = rates
+        load.ways.rates, load.ways.under_way = rates, under_way
         ask(load, load.ways.begin(range(len(load.sizes)), 0.0))
     ticks = 0
     while running:
@@ -307,7 +308,7 @@ def together(
                 running.append((load, attempt, left))
                 continue
             ask(load, load.ways.ended(attempt, now))
-    assert not rates.under_way
+    assert not under_way
     return ticks / 1000
 
 
@@ -333,12 +334,12 @@ def test_a_load_takes_more_from_a_server_that_others_leave_alone() -> None:
 def test_a_piece_is_small_where_many_loads_share_the_links() -> None:
     """What a way that freezes takes with it is a part of a hedge, as for a load alone."""
     loads = [Load(["ab"] * 256) for _ in range(8)]
-    rates = ReadRates()
+    rates, under_way = ReadRates(), Counter[str]()
     for server in "ab":
         rates.record(server, 10**9, 1.0, 0.0)
     sizes = []
     for load in loads:
-        load.ways.rates = rates
+        load.ways.rates, load.ways.under_way = rates, under_way
         pieces = load.ways.begin(range(256), 0.0)
         assert len(pieces) == 2
         sizes.append(len(pieces[1].positions) * MIB)
@@ -353,7 +354,7 @@ def test_a_way_is_not_slow_because_other_loads_came() -> None:
     assert slow.overdue is not None
     while others := [one for _, one in load.running if one is not slow]:
         load.end(others[0], [ReadResult(ReadStatus.HIT, MIB)] * len(others[0].positions))
-    load.rates.under_way["a"] += 7
+    load.ways.under_way["a"] += 7
     assert not slow.overdue(HEDGE_S * 1.5)
     assert slow.overdue(HEDGE_S * 8)
 
@@ -368,9 +369,9 @@ def test_a_slow_way_is_left_also_by_loads_that_share_the_others() -> None:
 def test_a_read_that_ends_in_the_middle_leaves_no_load_behind() -> None:
     load = Load(["ab"] * 64)
     load.ways.begin(range(64), 0.0)
-    assert load.rates.under_way == {"a": 1, "b": 1}
+    assert load.ways.under_way == {"a": 1, "b": 1}
     load.ways.close()
-    assert not load.rates.under_way
+    assert not load.ways.under_way
 
 
 def test_random_loads_read_everything_and_nothing_twice() -> None:

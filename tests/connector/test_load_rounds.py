@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvpool import Namespace, Unavailable
+from kvpool import Match, Namespace, ReadStatus, Unavailable
+from kvpool.types import Replica, Run
 from kvpool_connector.memory.block_memory import READS_MAX
 from kvpool_connector.memory.load_rounds import LoadRounds, Span
 from kvpool_connector.records.messages import GroupBlocks
@@ -47,15 +48,23 @@ def loop() -> Iterator[VirtualLoop]:
     loop.close()
 
 
-def rounds(blocks: int, block_bytes: int = MIB, parts: int = 1) -> LoadRounds:
+def rounds(
+    blocks: int,
+    block_bytes: int = MIB,
+    parts: int = 1,
+    at_once: int = READS_MAX - 1,
+    match: Match | None = None,
+) -> LoadRounds:
     pool: Any = None
     memory: Any = SimpleNamespace(
         parts=parts,
         block_bytes=block_bytes,
         blocks_per_transfer=1 << 30,
-        reads_at_once=READS_MAX - 1,
+        reads_at_once=at_once,
     )
-    chain = GroupBlocks(0, tuple(keys("rounds", blocks)), tuple(range(100, 100 + blocks)))
+    chain = GroupBlocks(
+        0, tuple(keys("rounds", blocks)), tuple(range(100, 100 + blocks)), match=match
+    )
     return LoadRounds(pool, Namespace("rounds"), chain, memory, until=60.0)
 
 
@@ -89,6 +98,18 @@ def test_a_load_takes_little_longer_than_its_slowest_part(
     assert loop.run_until_complete(rounds(64).run(stages.read_part)) == set(range(100, 164))
     assert loop.now <= 1.15 * 64 * max(seconds)
     assert stages.most < READS_MAX  # one is left for another load
+
+
+@pytest.mark.parametrize("servers", [1, 2, 8])
+def test_a_load_into_memory_of_the_host_asks_the_servers_of_its_blocks_at_once(
+    loop: VirtualLoop, servers: int
+) -> None:
+    """However small it is: the client takes different ones for reads at once."""
+    replicas = tuple(Replica(f"s{number}", "dram", 0) for number in range(servers))
+    match = Match((Run(0, 7, replicas),), 8, ReadStatus.HIT)
+    stages = Stages(0.01)
+    loop.run_until_complete(rounds(8, at_once=1, match=match).run(stages.read_part))
+    assert stages.most == min(servers, READS_MAX - 1)
 
 
 @pytest.mark.parametrize("missing", [0, 9, 31])

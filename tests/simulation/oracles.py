@@ -148,18 +148,18 @@ class WatchedWays(Ways):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.under_way: set[int] = set()
+        self.asked_for: set[int] = set()
 
     def begin(self, positions: Sequence[int], now: float) -> list[Attempt]:
         attempts = super().begin(positions, now)
         for position in [i for attempt in attempts for i in attempt.positions]:
-            if position in self.under_way or self.results[position].status.hit:
+            if position in self.asked_for or self.results[position].status.hit:
                 type(self).fail("G1: a block is asked for twice: its buffer has two writers")
-            self.under_way.add(position)
+            self.asked_for.add(position)
         return attempts
 
     def ended(self, attempt: Attempt, now: float) -> list[Attempt]:
-        self.under_way -= set(attempt.positions)
+        self.asked_for -= set(attempt.positions)
         return super().ended(attempt, now)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple, TypeAlias
 
 from kvpool import Match, Namespace, Pool, ReadStatus
-from kvpool_connector.memory.block_memory import BlockMemory
+from kvpool_connector.memory.block_memory import READS_MAX, BlockMemory
 from kvpool_connector.records.messages import GroupBlocks
 from kvpool_connector.records.promises import BlockWait
 
@@ -56,7 +56,7 @@ class LoadRounds:
         self._pool, self._namespace, self._blocks = pool, namespace, blocks
         self._parts, self._until, self._wait = memory.parts, until, wait
         # What is waited for comes one by one, and is counted as waiting: nothing is beside it.
-        self._at_once = memory.reads_at_once if wait is None else 1
+        self._at_once = max(memory.reads_at_once, _ways(blocks.match)) if wait is None else 1
         reads = _READS_PER_LOAD if self._at_once == 1 else _OVERLAPPING_READS
         size = max(len(blocks.digests) * memory.block_bytes // reads, _READ_BYTES_MIN)
         self._step = min(memory.blocks_per_transfer, -(-size // memory.block_bytes))
@@ -118,3 +118,10 @@ class LoadRounds:
                 return None
             await asyncio.sleep(look_s)
             wait.waited(time.monotonic() - began)
+
+
+def _ways(match: Match | None) -> int:
+    """Servers that have blocks: for reads at once the pool's client takes different ones. One read
+    is left for another load."""
+    runs = match.runs if match is not None else ()
+    return min(len({one.server for run in runs for one in run.replicas}), READS_MAX - 1)
