@@ -256,6 +256,18 @@ async def test_a_remembered_server_that_answers_costs_no_question_to_a_master() 
     assert (servers.asked, lookup.asked) == (["a"], 0)
 
 
+@virtual_time
+async def test_a_read_that_is_cancelled_counts_as_no_load_of_a_server_any_more() -> None:
+    """Or others would avoid it for ever."""
+    servers = ScriptedServers("a")
+    reading = asyncio.create_task(read(reader(servers, ScriptedLookup("a")), 2))
+    await asyncio.sleep(0.01)
+    assert servers.under_way == {"a": 1}
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert not servers.under_way
+
+
 # --- writes ----------------------------------------------------------------------------------
 
 
