@@ -161,8 +161,8 @@ class ControlListener:
             self._held.give_back(holder, before - now)
         elif not self._held.take(holder, now - before):
             raise Overloaded(
-                f"its tenant or host makes this master hold {self._held.held(holder) >> 10} KiB of "
-                "requests that are not complete or answered, and of replies that are not read"
+                f"{holder} makes this master hold {self._held.held(holder) >> 10} KiB of requests "
+                "that are not complete or answered, and of replies that are not read"
             )
 
     def left(self, end: _MasterEnd, host: str, error: KvpoolError | None, held: int) -> None:
