@@ -102,7 +102,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.errno not in {errno.EPIPE, *_CANNOT_WRITE}:
+        if error.filename is not None or error.errno not in {errno.EPIPE, *_CANNOT_WRITE}:
             raise
         # What is still buffered would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
