@@ -18,6 +18,10 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 
+from kvpool.wire.frames import PROTOCOL_VERSION
+
+#: The longest body of a first message to a server.
+FIRST_BODY_MAX = 4 << 10
 #: Where they come from.
 ADDRESSES = [f"127.{number}.0.9" for number in range(1, 41)]
 #: SO_LINGER with zero seconds: closing resets.
@@ -73,7 +77,7 @@ async def half_hello(one: Stranger) -> None:
 
 async def half_frame(one: Stranger) -> None:
     """A first frame of the greatest size, but for its last byte."""
-    await one.say(_header(1, 1 << 20, 0) + bytes((1 << 20) - 1))
+    await one.say(_header(1, FIRST_BODY_MAX, 0) + bytes(FIRST_BODY_MAX - 1))
     await one.wait()
 
 
@@ -156,7 +160,7 @@ KINDS: dict[str, tuple[Callable[[Stranger], Awaitable[None]], int]] = {
 
 def _header(type: int, body: int, payload: int) -> bytes:
     """Of a frame of the data plane: docs/wire.md."""
-    return struct.pack("<2sBBIQ", b"kv", 4, type, body, payload)
+    return struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, type, body, payload)
 
 
 @cache
