@@ -295,7 +295,7 @@ def write(client: Connection, space: Namespace, blocks: list[bytes], session: st
 def work_of(
     server: BlockServer, client: Connection, space: Namespace, found: list[bytes]
 ) -> dict[str, Work]:
-    stack, policy = server.stack, cast(Any, server.store.room.policy)
+    stack, policy = server.stack, cast(Any, server.store.extents.policy)
     missing = digests(len(found))
     order: list[list[bytes]] = []
 

@@ -59,7 +59,7 @@ def cost(name: str, blocks: int, hinted: bool) -> tuple[float, float]:
     chains = list(_chains(blocks))
     _write(store, chains, 0.0, hinted)
     meter = Meter()
-    policy = store.room.policy
+    policy = store.extents.policy
     assert isinstance(policy, SessionAwarePolicy)
     policy.touch = meter.timed(policy.touch)
     for method in (

@@ -107,7 +107,7 @@ async def _leave_memory(running: dev.Dev, keys: Sequence[bytes]) -> None:
     stack = running.servers[0].stack
     device = stack.stores[1]
     until = time.monotonic() + 10
-    while stack.front.room.dirty or any(
+    while stack.front.extents.dirty or any(
         device.index.peek(direct._NAMESPACE, 0, key) is None for key in keys
     ):
         if time.monotonic() > until:

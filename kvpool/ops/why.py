@@ -66,7 +66,7 @@ def why_page(server: BlockServer, cluster: Cluster) -> dict[str, PageView]:
             digest = bytes.fromhex(key)
         except ValueError:
             raise UsageError("expected a field key, of at most 64 hex digits") from None
-        found = [store.room.policy.inferred().why(digest) for store in server.stack.stores]
+        found = [store.extents.policy.inferred().why(digest) for store in server.stack.stores]
         text = next(filter(None, found), "not known: it is here, never was, or left long ago")
         return Page(HTTPStatus.OK, f"{text}\n".encode())
 

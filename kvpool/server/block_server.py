@@ -254,7 +254,7 @@ class BlockServer:
             oldest_pin_s=max((client.oldest_pin_s for client in clients), default=0.0),
             reserved_bytes=sum(client.reserved_bytes for client in clients),
             rss=self.host.resident(),
-            victim_age_s=base.room.policy.victim_age(now),
+            victim_age_s=base.extents.policy.victim_age(now),
             counters={
                 # Prometheus sees no increase from nothing to one: what alerts ask for is there.
                 "corrupt_blocks": 0,
@@ -273,7 +273,7 @@ class BlockServer:
                 **store.figures,
                 "quarantined": front.held.quarantined,
                 "quarantined_bytes": front.held.quarantined_bytes,
-                **base.room.policy.figures,
+                **base.extents.policy.figures,
             },
             usage=context.mover.usage(now),
             clients=clients[:_CLIENTS_SHOWN],

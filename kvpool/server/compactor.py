@@ -40,14 +40,14 @@ class Compactor:
         self.inline_max = _INLINE_MAX
         self.moved_blocks = 0
         self.moved_bytes = 0
-        store.room.in_steps = True
+        store.extents.in_steps = True
 
     async def make_room(self, owner: int, deadline: float) -> bool:
         """One step for a `reserve` that answered MAKING_ROOM; then call it again.
 
         False when the range is being emptied for another call: wait until the space has changed.
         """
-        clearing = self._store.room.clearing
+        clearing = self._store.extents.clearing
         if clearing is None:
             await asyncio.sleep(0)  # `reserve` has worked long enough: others have their turn
             return True
@@ -59,7 +59,7 @@ class Compactor:
 
     def stop(self, owner: int) -> None:
         """This owner needs no more room. The next one that waits for its turn begins."""
-        clearing = self._store.room.clearing
+        clearing = self._store.extents.clearing
         if clearing is not None and clearing.owner == owner:
             clearing.abandon()
             self._on_change()

@@ -76,7 +76,7 @@ class Consumers:
         of_programs: dict[str, Counter[str]] = defaultdict(Counter)
         for tier, store in stores:
             listed = 0
-            for account in store.room.policy.accounts:
+            for account in store.extents.policy.accounts:
                 of_tenants[account.name][tier] += account.used
                 listed += account.used
             for index in islice(store.index.by_part.values(), _INDEXES_MAX):
@@ -84,9 +84,9 @@ class Consumers:
                 listed -= index.used
             if listed:
                 of_namespaces[OTHERS][tier] += listed
-            for program, size in store.room.policy.bytes_of_programs().items():
+            for program, size in store.extents.policy.bytes_of_programs().items():
                 of_programs[program][tier] += size
-        accounts = self._store.backing.room.policy.accounts
+        accounts = self._store.backing.extents.policy.accounts
         evicted = {one.name: one.evicted_by for one in accounts if isinstance(one, TenantAccount)}
         return [
             *self._largest("tenant", of_tenants, evicted),

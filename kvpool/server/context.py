@@ -83,7 +83,7 @@ class ServerContext:
         self.connections: dict[Holder, None] = {}
         self.shares = ConnectionShares(connections_max)
         for one in store.stores:
-            one.room.on_rejected_victim = self._policy_is_wrong
+            one.extents.on_rejected_victim = self._policy_is_wrong
         #: This server will leave: it takes no blocks any more (design: movers).
         self.draining = False
         self.guard = guard or make_guard()

@@ -41,7 +41,7 @@ class QuotaKeeper:
         if any(
             one.used > one.limit
             for store in self._store.stores
-            for one in store.room.policy.accounts
+            for one in store.extents.policy.accounts
         ):
             self._trimming = self._tasks.until_done("quotas", self._trim)
 

@@ -225,7 +225,7 @@ class TierMover(Mover):
     async def _flush(self, until: float) -> None:
         """Write back what would be lost with the process, the most valuable first."""
         store, began = self._store, _now()
-        dirty, size = store.front.room.dirty, store.front.room.dirty_bytes
+        dirty, size = store.front.extents.dirty, store.front.extents.dirty_bytes
         for _ in store.queue.flush():
             if _now() >= until:
                 break
@@ -236,11 +236,11 @@ class TierMover(Mover):
                 break
             await asyncio.sleep(_POLL_S)
         if store.queue.write_back is not None and dirty:
-            left = store.front.room.dirty_bytes
+            left = store.front.extents.dirty_bytes
             report = log.warning if store.queue.waiting else log.info
             report(
                 "memory is written back",
-                blocks=dirty - store.front.room.dirty,
+                blocks=dirty - store.front.extents.dirty,
                 bytes=size - left,
                 not_written_bytes=left,
                 seconds=round(_now() - began, 2),
@@ -345,7 +345,7 @@ class TierMover(Mover):
                 front = self._store.front
                 front.quarantine(MOVER, one.copy.id, -one.copy.id)
                 if one.copy.prefetch:  # it comes no more
-                    front.room.prefetched.coming -= front.allocator.rounded(one.copy.entry.size)
+                    front.extents.prefetched.coming -= front.allocator.rounded(one.copy.entry.size)
                 self._promotion_ended(one.copy)
 
     # --- demotion -------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def check_store(store: Store) -> None:
     check_invariants(store.allocator)
     held: dict[int, Entry] = {}
     blocks = [e for index in store.index.by_part.values() for e in index.blocks.values()]
-    store.room.policy.check(blocks)
+    store.extents.policy.check(blocks)
     for (namespace, part), index in store.index.by_part.items():
         if (index.namespace, index.part) != (namespace, part):
             raise InvariantViolated(f"index of {namespace} part {part} is misfiled")
@@ -99,15 +99,15 @@ def check_store(store: Store) -> None:
                 raise InvariantViolated(f"{entry!r} has a wrong count of children")
             if (
                 entry.clean
-                and store.room.evictable(entry)
-                and not any(map(store.room.policy.holds, store.index.parts(entry)))
+                and store.extents.evictable(entry)
+                and not any(map(store.extents.policy.holds, store.index.parts(entry)))
             ):
                 raise InvariantViolated(f"{entry!r} is evictable but no candidate: a leak")
         if children != index.orphans:
             raise InvariantViolated("the count of children of absent parents is wrong")
     quarantined = [entry for entries in store.held._quarantine.values() for entry in entries]
     for state, entries in (
-        (State.PENDING_FREE, list(store.room.pending_free.values())),
+        (State.PENDING_FREE, list(store.extents.pending_free.values())),
         (State.QUARANTINED, quarantined),
     ):
         for entry in entries:
@@ -116,10 +116,10 @@ def check_store(store: Store) -> None:
             if entry.offset in held:
                 raise InvariantViolated(f"{entry!r} shares its extent with another block")
             held[entry.offset] = entry
-    if held != store.room.blocks_at:
+    if held != store.extents.blocks_at:
         raise InvariantViolated("blocks and what lies at their offsets disagree")
     sizes = {offset: store.allocator.rounded(entry.size) for offset, entry in held.items()}
-    for offset, size in store.room.move_targets.items():
+    for offset, size in store.extents.move_targets.items():
         sizes[offset] = store.allocator.rounded(size)
     if sizes != store.allocator.extents():
         raise InvariantViolated("allocated extents and blocks disagree (G3)")
@@ -133,7 +133,7 @@ def _check_accounts(store: Store, held: Iterable[Entry]) -> None:
     for entry in held:
         used[entry.index.account] += store.allocator.rounded(entry.size)
     indexes = Counter(index.account for index in store.index.by_part.values())
-    accounts = set(store.room.policy.accounts)
+    accounts = set(store.extents.policy.accounts)
     for account in accounts.union(used, indexes):
         if (account.used, account.indexes) != (used[account], indexes[account]):
             raise InvariantViolated(f"{account!r}: its blocks have {used[account]} bytes")
@@ -145,7 +145,7 @@ def _check_accounts(store: Store, held: Iterable[Entry]) -> None:
     for index in store.index.by_part.values():
         if index.used != sizes[index]:
             raise InvariantViolated(f"{index.namespace}: its blocks have {sizes[index]} bytes")
-        if index.account is not store.room.policy.account_of(index.namespace.name):
+        if index.account is not store.extents.policy.account_of(index.namespace.name):
             raise InvariantViolated(f"{index.namespace} counts for {index.account!r}")
 
 

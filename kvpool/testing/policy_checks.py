@@ -386,7 +386,7 @@ class History:
         self.rng = random.Random(seed)
         self.store = Store(24 * PAGE, policy=make(24 * PAGE))
         self.wrong: list[Entry] = []  # victims that may not be evicted
-        self.store.room.on_rejected_victim = self.wrong.append
+        self.store.extents.on_rejected_victim = self.wrong.append
         self.now = 0.0
         self.held: list[tuple[int, int]] = []  # (owner, id) of reservations
         self.pins: list[tuple[int, int]] = []

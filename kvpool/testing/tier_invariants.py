@@ -36,9 +36,9 @@ def _check_front_store(store: FrontStore) -> None:
     check_store(store)
     dirty = [entry for entry in store.index.inventory() if not entry.clean]
     size = sum(store.allocator.rounded(entry.size) for entry in dirty)
-    if (len(dirty), size) != (store.room.dirty, store.room.dirty_bytes):
+    if (len(dirty), size) != (store.extents.dirty, store.extents.dirty_bytes):
         raise InvariantViolated("the counts of dirty blocks and bytes are wrong")
-    blocks = store.room.prefetched
+    blocks = store.extents.prefetched
     counts = sum(entry.size for entry in blocks), store.held.size_of(blocks)
     if (blocks.bytes, blocks.held) != counts:
         raise InvariantViolated("the count of prefetched bytes is wrong")
@@ -71,5 +71,5 @@ def _check_tiered_store(stack: TieredStore) -> None:
         raise InvariantViolated("the bytes on their way to the backing tier are wrong")
     mover = stack.front.held.known(MOVER)
     promoted = mover.reservations.values() if mover else ()
-    if not 0 <= stack.front.room.prefetched.coming <= sum(rounded(one.size) for one in promoted):
+    if not 0 <= stack.front.extents.prefetched.coming <= sum(rounded(one.size) for one in promoted):
         raise InvariantViolated("more is prefetched than is on its way to the front tier")

@@ -410,7 +410,7 @@ class DryPool:
         stats = ServerStats(
             used=store.used_bytes,
             blocks=store.stored,
-            victim_age_s=store.backing.room.policy.victim_age(now),
+            victim_age_s=store.backing.extents.policy.victim_age(now),
             draining=server.draining,
         )
         self.directory.servers.heartbeat(server.name, self._epochs[server.name], stats, now)

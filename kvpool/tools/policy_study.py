@@ -183,7 +183,7 @@ def _row(options: StudyOptions, name: str, capacity: int, servers: int) -> Study
     played, stores = pool.played, pool.stores
     counters: dict[str, int] = {}
     for store in stores:
-        for counter, count in store.room.policy.figures.items():
+        for counter, count in store.extents.policy.figures.items():
             counters[counter] = counters.get(counter, 0) + count
     counters["bypassed"] = played.statuses[WriteStatus.BYPASSED]
     return StudyRow(
@@ -192,7 +192,7 @@ def _row(options: StudyOptions, name: str, capacity: int, servers: int) -> Study
         workloads.hit_rate(played.hits, options.requests),
         time.monotonic() - started,
         servers,
-        sum(store.room.evicted for store in stores),
+        sum(store.extents.evicted for store in stores),
         min((loss.worst for loss in played.losses), default=0.0),
         statistics.fmean([loss.mean for loss in played.losses] or [0.0]),
         played.servers_of_hits / max(1, played.hit_prompts),

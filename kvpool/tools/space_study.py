@@ -28,7 +28,7 @@ from kvpool.protocols import Decision, ReserveRequest
 from kvpool.server.state.clearing import MAKING_ROOM, movable
 from kvpool.server.state.entry import Entry, Index, Owner
 from kvpool.server.state.extent_state import Event, State
-from kvpool.server.state.room import BlockRoom
+from kvpool.server.state.extents import Extents
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Namespace, ReadStatus, Reservation, WriteStatus
 
@@ -38,11 +38,11 @@ _NAMESPACE = Namespace("space")
 T = TypeVar("T")
 
 
-class RoomOfRanges(BlockRoom):
+class ExtentsOfRanges(Extents):
     """The alternative that moves nothing: all blocks of the cheapest range are evicted."""
 
     def __init__(self, *arguments: Any) -> None:
-        """As `BlockRoom`."""
+        """As `Extents`."""
         super().__init__(*arguments)
         self.children: dict[bytes, list[Entry]] = {}
 
@@ -89,12 +89,12 @@ class RoomOfRanges(BlockRoom):
 class EmptiesRanges(Store):
     """With the blocks of each parent."""
 
-    room: RoomOfRanges
-    room_type = RoomOfRanges
+    extents: ExtentsOfRanges
+    extents_type = ExtentsOfRanges
 
     def _enter(self, index: Index, holder: Owner, fresh: list[Entry], now: float) -> None:
         for entry in fresh:
-            self.room.children.setdefault(entry.parent, []).append(entry)
+            self.extents.children.setdefault(entry.parent, []).append(entry)
         super()._enter(index, holder, fresh, now)
 
 
@@ -103,7 +103,7 @@ class MovesAside(Store):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.room.in_steps = True
+        self.extents.in_steps = True
 
 
 class PlayedStore:
@@ -124,18 +124,18 @@ class PlayedStore:
     def write(self, digest: bytes, size: int, parent: bytes = ROOT) -> bool:
         store = self.store
         self.now += 0.001
-        evicted = store.room.evicted_bytes
+        evicted = store.extents.evicted_bytes
         request = ReserveRequest(_NAMESPACE, 0, [digest], [parent], [size])
         while True:
             (answer,) = self._timed(lambda: store.reserve(1, request, self.now))
             if answer is not MAKING_ROOM:
                 break
-            if store.room.clearing is not None:
+            if store.extents.clearing is not None:
                 self._timed(self._move)
         if answer.status is WriteStatus.RESERVED:
             store.seal(1, answer.id, 0, self.now)
         store.index.change_log.take()
-        self.costs.append((size, store.room.evicted_bytes - evicted))
+        self.costs.append((size, store.extents.evicted_bytes - evicted))
         self.use.append(store.allocator.allocated / store.allocator.capacity)
         return answer.status is WriteStatus.RESERVED
 
@@ -165,7 +165,7 @@ class PlayedStore:
         ]
 
     def _move(self) -> None:
-        clearing = self.store.room.clearing
+        clearing = self.store.extents.clearing
         assert clearing is not None
         for move in clearing.next_moves(64, _MIB):
             self.moved += move.entry.size
@@ -195,7 +195,7 @@ def alternating(run: PlayedStore, small: int, large: int) -> None:
     """One small block, one large block, and so on, until three times the capacity is written."""
     written = number = 0
     while written < 3 * run.store.allocator.capacity:
-        if number == len(run.use) and run.store.room.evicted:  # once: the store has become full
+        if number == len(run.use) and run.store.extents.evicted:  # once: the store has become full
             run.begin()
         size = large if number % 2 else small
         run.write(_digest(number), size)

@@ -117,7 +117,7 @@ class Play:
         stores = [front, *(FileStore(size, alignment=_SIZE) for size in disks)]
         stack = TieredStore(stores, write_back=self._mode.write_back)
         if self._mode.only_read:
-            policy = stack.front.room.policy
+            policy = stack.front.extents.policy
             is_over = policy.is_over
 
             def is_refused(entry: Entry) -> bool:

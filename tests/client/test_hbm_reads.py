@@ -460,12 +460,14 @@ async def test_the_source_is_pinned_until_the_last_byte_has_left(
             if held[-1] and len([o for o in gpu.registered if len(o) == size]) >= 1:
                 removed = True
                 served.servers[0].stack.remove(NAMESPACE, chain)
-                for entry in store.room.pending_free.values():
+                for entry in store.extents.pending_free.values():
                     assert entry.pins
                 # A new block of the same size gets another place.
                 other: Any = hbm(served).device_view(0, 64 << 20)
                 for hole in range(0, 64 << 20, size):
-                    if all(abs(hole - e.offset) >= size for e in store.room.pending_free.values()):
+                    if all(
+                        abs(hole - e.offset) >= size for e in store.extents.pending_free.values()
+                    ):
                         other.behind[hole : hole + size] = 0
         look(transfer)
 
@@ -474,7 +476,7 @@ async def test_the_source_is_pinned_until_the_last_byte_has_left(
     assert await read(client, chain, targets) == ["hit"] * 2
     assert removed
     assert [gpu.content(target) for target in targets] == data
-    await eventually(lambda: store.held.pins == 0 and not store.room.pending_free)
+    await eventually(lambda: store.held.pins == 0 and not store.extents.pending_free)
 
 
 # --- a peer that dies or stops in mid-transfer ----------------------------------------------------

@@ -38,7 +38,7 @@ def arrive(books: Books, session: str = "old", age_s: float = 0.0) -> bool | Non
 
 
 def waiting(books: Books) -> int:
-    return books.store.room.policy.figures["waiting_sessions"]
+    return books.store.extents.policy.figures["waiting_sessions"]
 
 
 # --- what stays --------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_a_prompt_that_is_served_waits_no_more(books: Books, ended_by: str) -> N
     else:
         books.write("old", keys("more", 1), parent=keys("old", 8)[-1])
     assert waiting(books) == 0
-    assert books.store.room.policy.figures["announced_bytes"] == 0
+    assert books.store.extents.policy.figures["announced_bytes"] == 0
     books.fill(20)
     assert books.here(keys("old", 8)) == 0
 
@@ -146,10 +146,10 @@ def test_a_read_in_one_tier_ends_the_wait_in_all() -> None:
         (answer,) = store.reserve(1, request, 1.0)
         store.seal(1, answer.id, 0, 1.0)
     stack.hint("a", ARRIVED, 5.0)
-    assert [store.room.policy.waiting for store in stack.stores] == [1, 1]
+    assert [store.extents.policy.waiting for store in stack.stores] == [1, 1]
     (pin,) = stack.pin(1, ONE, 0, keys("a", 1), 6.0, [PAGE])
     assert pin.status is ReadStatus.HIT
-    assert [store.room.policy.waiting for store in stack.stores] == [0, 0]
+    assert [store.extents.policy.waiting for store in stack.stores] == [0, 0]
 
 
 # --- its bounds --------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_an_arrival_that_nothing_follows_lapses(books: Books) -> None:
     books.fill(12)
     assert books.here(keys("old", 8)) == 0
     assert waiting(books) == 0
-    assert books.store.room.policy.figures["arrivals_lapsed"] == 1
+    assert books.store.extents.policy.figures["arrivals_lapsed"] == 1
 
 
 def test_a_prompt_that_waits_for_long_is_repeated_and_not_for_ever(books: Books) -> None:
@@ -209,7 +209,7 @@ def test_a_store_full_of_waiting_sessions_is_not_frozen() -> None:
 def test_an_unknown_session_costs_nothing(books: Books) -> None:
     for number in range(100):
         assert arrive(books, f"stranger {number}") is None
-    assert books.store.room.policy.figures["sessions"] == 1
+    assert books.store.extents.policy.figures["sessions"] == 1
     assert waiting(books) == 0
 
 
@@ -232,7 +232,7 @@ def test_a_waiting_session_whose_blocks_are_removed_is_forgotten(books: Books) -
     arrive(books)
     books.store.remove(ONE, keys("old", 8))
     check_invariants(books.store)
-    assert (waiting(books), books.store.room.policy.figures["announced_bytes"]) == (0, 0)
+    assert (waiting(books), books.store.extents.policy.figures["announced_bytes"]) == (0, 0)
 
 
 # --- what a lease learns -----------------------------------------------------------------
@@ -248,7 +248,7 @@ def take_turns(books: Books, pause_s: float, turns: int) -> Lease[object]:
         books.store.remove(ONE, chain)
         books.store.hint(name, ARRIVED, books.now)
         books.store.hint(name, ARRIVED, books.now)  # repeated: one pause
-    policy = books.store.room.policy.policy  # type: ignore[attr-defined]
+    policy = books.store.extents.policy.policy  # type: ignore[attr-defined]
     assert isinstance(policy, Lease)
     return policy
 
@@ -277,7 +277,7 @@ def test_sessions_without_blocks_are_remembered_for_a_while_only(
         books.store.remove(ONE, keys(f"{number}", 1))
     for number in range(9):
         books.store.hint(f"{number}", ARRIVED, books.now + 5.0)
-    policy = books.store.room.policy.policy  # type: ignore[attr-defined]
+    policy = books.store.extents.policy.policy  # type: ignore[attr-defined]
     assert isinstance(policy, Lease)
     assert policy._pauses._total == 3
     assert SESSIONS_MAX < 1 << 20
@@ -295,9 +295,9 @@ async def test_a_match_with_a_session_reaches_the_servers(pool: Pool, pool_dev: 
     await pool.match(NAMESPACE, keys("elsewhere", 1), session="nobody")
     assert pool_dev.master.hints.last == 1
     assert (await pool.match(NAMESPACE, chain, session="agent")).length == 4
-    await eventually(lambda: server.store.room.policy.figures["waiting_sessions"] == 1)
+    await eventually(lambda: server.store.extents.policy.figures["waiting_sessions"] == 1)
     await pool.read(NAMESPACE, chain, [bytearray(64) for _ in chain])
-    assert server.store.room.policy.figures["waiting_sessions"] == 0
+    assert server.store.extents.policy.figures["waiting_sessions"] == 0
     await asyncio.sleep(0.15)
     assert await pool.session("agent").arrived() is True
-    await eventually(lambda: server.store.room.policy.figures["waiting_sessions"] == 1)
+    await eventually(lambda: server.store.extents.policy.figures["waiting_sessions"] == 1)

@@ -241,7 +241,7 @@ def test_who_has_stored_nothing_evicts_little() -> None:
     answers = books.reserve(1, keys("stranger", 1024))
     assert statuses(answers).count("RESERVED") == START // PAGE
     assert set(statuses(answers)) == {"RESERVED", "NOT_YET"}
-    assert books.store.room.evicted == START // PAGE
+    assert books.store.extents.evicted == START // PAGE
 
 
 def test_reserving_and_aborting_again_evicts_no_more() -> None:
@@ -252,7 +252,7 @@ def test_reserving_and_aborting_again_evicts_no_more() -> None:
         books.reserve(stranger, keys(stranger, 1024))
         books.store.drop_owner(stranger)
         check_invariants(books.store)
-    assert books.store.room.evicted == START // PAGE
+    assert books.store.extents.evicted == START // PAGE
     assert [budget.used for budget in books.store.held.limits] == [0, 0, 0, 0]
 
 
@@ -283,7 +283,7 @@ def test_what_a_stranger_may_evict_is_a_share_of_what_all_may_reserve(
     for stranger in strangers:
         books.reserve(stranger, keys(stranger, 64), 256 * PAGE)
         books.store.drop_owner(stranger)
-    assert books.store.room.evicted_bytes == min(start, max(START, reserved_max // 2))
+    assert books.store.extents.evicted_bytes == min(start, max(START, reserved_max // 2))
 
 
 def test_free_memory_is_reserved_at_once() -> None:
@@ -327,7 +327,7 @@ def test_a_chain_that_does_not_fit_keeps_its_head() -> None:
         rest = rest[hits:]
     assert stored == chain[:8]
     assert statuses(answers) == ["NO_SPACE"] * 4
-    assert books.store.room.evicted == 0
+    assert books.store.extents.evicted == 0
 
 
 def _continue(books: Books, chain: list[bytes], rest: list[bytes]) -> list[Reservation]:
@@ -341,10 +341,10 @@ def test_a_block_takes_the_place_of_a_victim_of_its_size() -> None:
     books.fill(keys("old", 8))
     before = dict(books.store.allocator.extents())
     books.seal(1, books.reserve(1, keys("new", 3)))
-    assert books.store.room.evicted == 3
+    assert books.store.extents.evicted == 3
     assert books.store.allocator.extents() == before
     books.seal(1, books.reserve(1, keys("larger", 1), 2 * PAGE))  # two leave for it
-    assert books.store.room.evicted == 5
+    assert books.store.extents.evicted == 5
 
 
 def test_quarantine_and_what_may_come_into_it_have_one_budget() -> None:
@@ -497,7 +497,7 @@ async def test_silent_reservers_stop_nobody(
             await peer.ask(wire.Hello("default", "silent"), wire.Welcome)
             await peer.ask(blocks_of(str(peer), 64), wire.Reserved)
         assert server.store.held.limits.writes.used == 2 * START
-        assert server.store.room.evicted == 2 * START // BLOCK
+        assert server.store.extents.evicted == 2 * START // BLOCK
         (status,) = await pool.write(NAMESPACE, [key("new")], [bytes(BLOCK)])
         assert status is WriteStatus.STORED
         assert server.stats(0.0).counters["cut_connections"] >= 1

@@ -46,7 +46,7 @@ def in_every_state() -> Store:
 
 
 def block(store: Store, digest: bytes) -> Entry:
-    return next(entry for entry in store.room.blocks_at.values() if entry.digest == digest)
+    return next(entry for entry in store.extents.blocks_at.values() if entry.digest == digest)
 
 
 def index(store: Store) -> Index:
@@ -80,7 +80,7 @@ def forget_a_leaf(store: Store) -> None:
     write(store, [key("leaf")], 1.0, session="ended")
     leaf = block(store, key("leaf"))
     assert leaf.session is not None
-    store.room.policy.end("ended", 2.0)
+    store.extents.policy.end("ended", 2.0)
     check_invariants(store)
     leaf.is_candidate = False
     check_invariants(store)
@@ -106,7 +106,7 @@ BROKEN_STORES: dict[str, Callable[[Store], object]] = {
     "is evictable but no candidate: a leak": forget_a_leaf,
     "is listed as PENDING_FREE": misfile_pending,
     "shares its extent": share_an_extent,
-    "disagree$": lambda s: s.room.blocks_at.popitem(),
+    "disagree$": lambda s: s.extents.blocks_at.popitem(),
     "allocated extents and blocks": lambda s: s.allocator.allocate(1),
     "is pinned, but its extent was freed": lambda s: s.held._owners[READER].pins.update(
         {99: Entry(index(s), key("x"), ROOT, 15 * PAGE, PAGE, 9)}
@@ -127,7 +127,7 @@ BROKEN_STORES: dict[str, Callable[[Store], object]] = {
     "knows blocks that have left": lambda s: block(s, CHAIN[0]).session.chain_ends.update(  # type: ignore[union-attr]
         {index(s): Entry(index(s), key("x"), ROOT, 0, PAGE, 9)}
     ),
-    "bytes announced": lambda s: setattr(s.room.policy, "announced_bytes", 1),
+    "bytes announced": lambda s: setattr(s.extents.policy, "announced_bytes", 1),
     # of its allocator
     "expected one at": lambda s: s.allocator._sizes.pop(block(s, CHAIN[1]).offset),
     "extents end at": lambda s: setattr(s.allocator, "capacity", 17 * PAGE),
@@ -176,7 +176,7 @@ BROKEN_STACKS: dict[str, Callable[[TieredStore], object]] = {
         s.front.unpin(MOVER, id) for id in list(s.front.held.owner(MOVER).pins)
     ],
     "bytes on their way": lambda s: setattr(s.queue, "moving_bytes", 0),
-    "dirty blocks and bytes": lambda s: setattr(s.front.room, "dirty_bytes", 0),
+    "dirty blocks and bytes": lambda s: setattr(s.front.extents, "dirty_bytes", 0),
     "has left or is dirty, but is to be written": lambda s: s.queue.unwritten.update(s.queue.dirty),
     "counted": lambda s: s.front.index.fingerprint.count(key("x"), 7, 1),
     "stored blocks and bytes": lambda s: setattr(s.backing.index, "stored", 0),

@@ -27,7 +27,7 @@ KIB, MIB, PAGE = 1 << 10, 1 << 20, 4096
 def stepwise(capacity: int) -> Store:
     """A store as servers have it."""
     store = Store(capacity)
-    store.room.in_steps = True
+    store.extents.in_steps = True
     return store
 
 
@@ -46,20 +46,20 @@ class Writer:
         store = self.store
         self.now += 0.001
         self.largest = max(self.largest, size)
-        before = store.room.evicted_bytes
+        before = store.extents.evicted_bytes
         request = ReserveRequest(ONE, 0, [digest], [parent], [size])
         for _ in range(20_000):
-            evicted = store.room.evicted
+            evicted = store.extents.evicted
             (answer,) = store.reserve(1, request, self.now)
-            self.evicted_at_once = max(self.evicted_at_once, store.room.evicted - evicted)
+            self.evicted_at_once = max(self.evicted_at_once, store.extents.evicted - evicted)
             if answer is not MAKING_ROOM:
                 break
-            if store.room.clearing is not None:
-                self.step(store.room.clearing)
+            if store.extents.clearing is not None:
+                self.step(store.extents.clearing)
         assert answer is not MAKING_ROOM, "no end"
         if answer.status is WriteStatus.RESERVED:
             store.seal(1, answer.id, 0, self.now)
-        self.beyond.append(store.room.evicted_bytes - before - 2 * size - self.largest)
+        self.beyond.append(store.extents.evicted_bytes - before - 2 * size - self.largest)
         store.index.change_log.take()
         return answer.status
 
@@ -113,9 +113,9 @@ def full(small: int, capacity: int) -> Writer:
 )
 def test_one_large_write_evicts_what_it_needs(small: int, large: int, capacity: int) -> None:
     writer = full(small, capacity)
-    before = writer.store.room.evicted_bytes
+    before = writer.store.extents.evicted_bytes
     assert writer.write(key("large"), large) is WriteStatus.RESERVED
-    assert large <= writer.store.room.evicted_bytes - before <= 2 * large + small
+    assert large <= writer.store.extents.evicted_bytes - before <= 2 * large + small
     assert writer.use > 0.85 or large == 16 * MIB
     check_invariants(writer.store)
 
@@ -195,8 +195,8 @@ def begin(writer: Writer, owner: int = 2, size: int = MIB) -> tuple[Clearing, li
     store = writer.store
     for _ in range(100):
         assert store.reserve(owner, request, writer.now)[0] is MAKING_ROOM
-        if store.room.clearing is not None:
-            return store.room.clearing, store.room.clearing.next_moves(8, MIB)
+        if store.extents.clearing is not None:
+            return store.extents.clearing, store.extents.clearing.next_moves(8, MIB)
     raise AssertionError("no clearing")
 
 
@@ -267,7 +267,7 @@ def test_others_do_not_get_what_was_made_free_for_a_block() -> None:
     (answer,) = store.reserve(2, request, writer.now)
     assert answer.extent is not None
     assert answer.extent.offset == start
-    assert store.room.clearing is None
+    assert store.extents.clearing is None
     check_invariants(store)
 
 
@@ -275,7 +275,7 @@ def test_a_step_of_moves_has_its_size() -> None:
     """Nobody reads or writes a block while it is copied: so few are, for a short time."""
     writer = full(16 * KIB, 8 * MIB)
     request = ReserveRequest(ONE, 0, [key("large")], [ROOT], [MIB])
-    while (clearing := writer.store.room.clearing) is None:
+    while (clearing := writer.store.extents.clearing) is None:
         writer.store.reserve(2, request, writer.now)
     assert len(clearing.next_moves(64, 16 * KIB)) == 1
     assert len(clearing.next_moves(64, 32 * KIB)) == 2
@@ -323,11 +323,11 @@ def test_a_range_that_would_reach_beyond_the_end_is_given_up() -> None:
     writer = full(16 * KIB, 8 * MIB)
     store = writer.store
     first, *_, last = sorted(entry.offset for entry in store.index.inventory())
-    store.remove(ONE, [store.room.blocks_at[first].digest])  # a place for the last block
-    store.room.clearing = clearing = Clearing(store.room, 2, key("large"), MIB, last)
+    store.remove(ONE, [store.extents.blocks_at[first].digest])  # a place for the last block
+    store.extents.clearing = clearing = Clearing(store.extents, 2, key("large"), MIB, last)
     assert clearing.next_moves(64, MIB) == []
     assert clearing.over
-    assert store.room.clearing is None
+    assert store.extents.clearing is None
     check_invariants(store)
 
 
@@ -341,7 +341,7 @@ def test_a_store_that_works_at_once_waits_for_no_order() -> None:
     request = ReserveRequest(ONE, 0, [key("new")], [ROOT], [PAGE])
     (answer,) = writer.store.reserve(MOVER, request, writer.now)
     assert answer.status is WriteStatus.RESERVED
-    assert writer.store.room.evicted == 1
+    assert writer.store.extents.evicted == 1
 
 
 def test_an_abandoned_range_is_free_for_all() -> None:
@@ -350,7 +350,7 @@ def test_an_abandoned_range_is_free_for_all() -> None:
     clearing, moves = begin(writer)
     clearing.abandon()
     check_invariants(store)
-    assert store.room.clearing is None
+    assert store.extents.clearing is None
     for move in moves:
         clearing.move_done(move, good=True)
     assert store.allocator.available == store.allocator.free
@@ -363,9 +363,9 @@ def test_a_few_pinned_blocks_do_not_let_one_write_empty_the_pool() -> None:
     for entry in store.index.inventory():
         if entry.offset % (256 * KIB) == 0:
             store.pin(3, ONE, 0, [entry.digest], writer.now)
-    before = store.room.evicted_bytes
+    before = store.extents.evicted_bytes
     assert writer.write(key("large"), MIB) is WriteStatus.NO_SPACE
-    assert store.room.evicted_bytes - before <= 5 * MIB
+    assert store.extents.evicted_bytes - before <= 5 * MIB
     store.drop_owner(3)
     assert writer.write(key("large"), MIB) is WriteStatus.RESERVED
     check_invariants(store)
@@ -379,7 +379,7 @@ def test_a_range_that_its_writer_needs_no_more_is_given_up() -> None:
     rest = ReserveRequest(ONE, 0, [key("next")], [key("large")], [MIB])
     (answer,) = store.reserve(2, rest, writer.now)
     assert clearing.over
-    assert answer.extent is not None or store.room.clearing is not clearing
+    assert answer.extent is not None or store.extents.clearing is not clearing
     check_invariants(store)
 
 
@@ -413,7 +413,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
-        clearing = self.store.room.clearing
+        clearing = self.store.extents.clearing
         if clearing is not None:
             for move in clearing.next_moves(count, 64 * PAGE):
                 self.moves.append((clearing, move))
@@ -430,7 +430,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(owner=st.integers(1, 3))
     def give_up(self, owner: int) -> None:
-        clearing = self.store.room.clearing
+        clearing = self.store.extents.clearing
         if clearing is not None and clearing.owner == owner:
             clearing.abandon()
 
@@ -463,8 +463,8 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for clearing, move in self.moves:
             clearing.move_done(move, good=False)
-        if self.store.room.clearing is not None:
-            self.store.room.clearing.abandon()
+        if self.store.extents.clearing is not None:
+            self.store.extents.clearing.abandon()
         self.store.drop_owner(4)
         self.store.remove(ONE, self.digests)
         assert self.store.allocator.allocated == 0

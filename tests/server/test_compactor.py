@@ -75,8 +75,8 @@ async def test_large_blocks_find_room_among_small_ones(server: dev.Dev, pool: Po
     assert await right(pool, large, LARGE) == 4
     there = sum([await right(pool, small[i : i + 128], SMALL) for i in range(0, 1024, 128)])
     store = server.servers[0].store
-    assert store.room.evicted_bytes <= 2 * 4 * LARGE + SMALL
-    assert there == 1024 - store.room.evicted
+    assert store.extents.evicted_bytes <= 2 * 4 * LARGE + SMALL
+    assert there == 1024 - store.extents.evicted
     stats = server.servers[0].stats(0.0)
     assert stats.counters["moved_blocks"] > 0
     assert stats.counters["moved_bytes"] == stats.counters["moved_blocks"] * SMALL
@@ -101,7 +101,7 @@ async def test_no_turn_of_the_loop_is_long() -> None:
         now = time.thread_time()
         longest, turns, last = max(longest, now - last), turns + 1, now
     assert (await call) == "RESERVED"
-    assert store.room.evicted_bytes <= 16 * MIB + 4 * KIB
+    assert store.extents.evicted_bytes <= 16 * MIB + 4 * KIB
     assert turns > 20
     assert longest < 0.1  # before: more than a second, all in one turn
 
@@ -127,12 +127,12 @@ async def test_a_cancelled_writer_frees_a_target_only_when_its_copy_has_ended(
         call.cancel()
         await asyncio.sleep(0.01)
     assert not call.done()
-    assert len(store.room.move_targets) == 1
+    assert len(store.extents.move_targets) == 1
     end.set()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert not store.room.move_targets
-    assert store.room.clearing is None
+    assert not store.extents.move_targets
+    assert store.extents.clearing is None
     assert not store.held.pins
     check_invariants(store)
 

@@ -113,8 +113,8 @@ def test_programs_are_bounded() -> None:
     for n in range(PROGRAMS_MAX + 10):
         session = f"program=p{n};1"
         stores.write(stack.front, keys(n, 1), 1.0, namespace=POOL, session=session, check=False)
-    assert len(stack.front.room.policy.bytes_of_programs()) == PROGRAMS_MAX + 1
-    assert stack.front.room.policy.bytes_of_programs()[OTHERS] == 10 * PAGE
+    assert len(stack.front.extents.policy.bytes_of_programs()) == PROGRAMS_MAX + 1
+    assert stack.front.extents.policy.bytes_of_programs()[OTHERS] == 10 * PAGE
     check_invariants(stack)
 
 

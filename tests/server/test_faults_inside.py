@@ -99,7 +99,7 @@ async def test_a_bug_while_blocks_go_to_the_disk_ends_no_write_back(
         writer = server.connect(Peer("w", "tcp"))
         for digest in keys("dirty", 8):  # twice what the memory holds
             await store(writer, digest)
-        await eventually(lambda: not server.stack.front.room.dirty_bytes)
+        await eventually(lambda: not server.stack.front.extents.dirty_bytes)
         assert not left
     lines = [line for line in caplog.messages if "runs again" in line]
     assert lines

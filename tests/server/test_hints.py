@@ -39,7 +39,7 @@ async def test_an_ended_session_makes_room_first(pool: Pool, pool_dev: dev.Dev) 
     await put(pool, old, "old")
     await put(pool, ended, "ended")
     assert await pool.session("ended").end() is True
-    await eventually(lambda: server.store.room.policy.figures.get("hints_accepted", 0) == 1)
+    await eventually(lambda: server.store.extents.policy.figures.get("hints_accepted", 0) == 1)
     await put(pool, keys("new", 8))
     assert (await length(pool, old), await length(pool, ended)) == (7, 1)
 
@@ -49,9 +49,9 @@ async def test_a_write_tells_when_its_session_resumes(pool: Pool, pool_dev: dev.
     chain = keys("chain", 4)
     buffers = values(chain, SIZE)
     await pool.write(NAMESPACE, chain, buffers, session="agent", resume_in=60.0)
-    assert server.store.room.policy.figures["announced_bytes"] == 4 * SIZE
+    assert server.store.extents.policy.figures["announced_bytes"] == 4 * SIZE
     assert await pool.session("agent").hint(resume_in=5.0) is True
-    await eventually(lambda: server.store.room.policy.figures.get("hints_accepted", 0) == 2)
+    await eventually(lambda: server.store.extents.policy.figures.get("hints_accepted", 0) == 2)
     await eventually(
         lambda: pool_dev.master.directory.servers.members(0.0)[0].stats.counters["sessions"] == 1
     )
@@ -65,7 +65,9 @@ async def test_every_server_hears_a_hint(two_servers: dev.Dev) -> None:
         await pool.session("wide").end()
     stores = [server.store for server in two_servers.servers]
     assert all(store.index.stored for store in stores)
-    await eventually(lambda: all(s.room.policy.figures.get("hints_accepted") == 1 for s in stores))
+    await eventually(
+        lambda: all(s.extents.policy.figures.get("hints_accepted") == 1 for s in stores)
+    )
 
 
 async def test_without_a_master_a_hint_is_refused_and_nothing_raised(pool_dev: dev.Dev) -> None:

@@ -119,7 +119,7 @@ def test_what_was_used_a_moment_ago_stays_and_the_newcomer_is_refused_at_once() 
     new = keys("new", 3)
     assert write(store, new, now + 1.0) == [WriteStatus.BYPASSED] * 3
     assert here(store, keys("training", 10)) == 10
-    assert store.room.bypassed == 1
+    assert store.extents.bypassed == 1
 
 
 def test_leases_end_by_themselves() -> None:
@@ -496,7 +496,7 @@ def test_the_store_asks_again_before_it_evicts(policy: Callable[[int], Policy[En
     """A wrong policy hands no pinned extent to a writer (G4), and does not stop the store."""
     store = Store(4 * PAGE, policy=policy(4 * PAGE))
     rejected: list[Entry] = []
-    store.room.on_rejected_victim = rejected.append
+    store.extents.on_rejected_victim = rejected.append
     chain = keys("chain", 4)
     for now, digest in enumerate(chain):
         write(store, [digest], float(now))

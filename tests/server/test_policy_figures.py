@@ -73,7 +73,7 @@ class Traffic:
                 check_invariants(self.store)
             self.store.index.change_log.take()
         check_invariants(self.store)
-        return Figures(self.hits, self.store.room.evicted, self.store.room.bypassed)
+        return Figures(self.hits, self.store.extents.evicted, self.store.extents.bypassed)
 
     def talk(self, number: int) -> None:
         self.turns[number] += 1
@@ -136,5 +136,5 @@ def test_figures_of_a_policy_with_sessions(name: str) -> None:
     policy = SessionAwarePolicy(make(PAGES * PAGE), PAGES * PAGE // 3)
     traffic = Traffic(policy, hints=True)
     assert traffic.run() == WITH_HINTS[name]
-    counters = traffic.store.room.policy.figures
+    counters = traffic.store.extents.policy.figures
     assert counters["hints_accepted"] > 0

@@ -149,13 +149,13 @@ def test_an_extent_that_goes_from_one_tenant_to_another_counts_for_the_new_one()
 
 def test_a_block_that_moves_to_make_room_counts_once() -> None:
     books = store(8, acme=(8, 8))
-    books.room.in_steps = True
+    books.extents.in_steps = True
     for digest in (blocks := fresh(8)):
         write(books, ACME, [digest], 1.0)
     books.remove(ACME, blocks[::2])
     request = ReserveRequest(ACME, 0, fresh(1), [ROOT], [3 * PAGE])
     books.reserve(1, request, 2.0)
-    clearing = books.room.clearing
+    clearing = books.extents.clearing
     assert clearing is not None
     while not (clearing.over or clearing.is_ready):
         for move in clearing.next_moves(8, 1 << 20):
@@ -169,7 +169,7 @@ def test_a_block_that_moves_to_make_room_counts_once() -> None:
 def test_without_tenants_all_is_the_pools() -> None:
     books = FileStore(4 * PAGE)
     assert stored(write(books, ACME, fresh(2), 1.0))
-    assert [account.name for account in books.room.policy.accounts] == [""]
+    assert [account.name for account in books.extents.policy.accounts] == [""]
     with pytest.raises(InvariantViolated, match="begin to have tenants"):
         set_quotas(books, {})
 
@@ -273,14 +273,14 @@ def test_ten_thousand_protected_blocks_are_not_walked_past() -> None:
     write(books, ACME, fresh(10_000), 1.0)
     write(books, POOL, fresh(1_000), 2.0)
     looked = 0
-    evictable = books.room.evictable
+    evictable = books.extents.evictable
 
     def counted(entry: Entry) -> bool:
         nonlocal looked
         looked += 1
         return evictable(entry)
 
-    books.room.evictable = counted  # type: ignore[method-assign]
+    books.extents.evictable = counted  # type: ignore[method-assign]
     request = ReserveRequest(POOL, 0, fresh(500), [ROOT] * 500, [PAGE] * 500)
     books.reserve(1, request, 3.0)
     assert looked < 4 * 500
@@ -372,7 +372,7 @@ def test_a_quota_that_comes_changes_and_goes_takes_effect_at_once() -> None:
     write(books, POOL, fresh(20), 5.0)
     assert used(books, "acme") == 0
     set_quotas(books, {})
-    assert [account.name for account in books.room.policy.accounts] == [""]
+    assert [account.name for account in books.extents.policy.accounts] == [""]
     check_invariants(books)
     set_quotas(books, pages(acme=(4, 4)))
     write(books, ACME, fresh(9), 6.0)
@@ -517,7 +517,7 @@ def test_the_orders_of_many_tenants_cost_little_each() -> None:
         request = ReserveRequest(Namespace(f"@t{n}/x"), 0, fresh(3), [ROOT] * 3, [PAGE] * 3)
         for answer in books.reserve(1, request, 1.0 + n):
             books.seal(1, answer.id, 0, 1.0 + n)
-    orders = books.room.policy
+    orders = books.extents.policy
     assert isinstance(orders, TenantOrders)
     compared = 0
     ranks = orders._ranks

@@ -90,7 +90,7 @@ async def test_what_is_written_after_the_look_stays_wherever_old_copies_move(
         server.stack.backing.held.last_id = 10_000  # as in a file that has seen some restarts
         old, new = keys("old", 60), keys("new", 300)
         await put(pool, OLD, old)
-        assert server.stack.front.room.dirty == 60, "in memory alone"
+        assert server.stack.front.extents.dirty == 60, "in memory alone"
         held = (await admin(pool).removals.held(of(OLD), timeout=10)).found
         await put(pool, OLD, new)
         await eventually(lambda: server.stack.front.index.peek(OLD, 0, old[0]) is None)

@@ -157,11 +157,11 @@ def test_two_conversations_with_one_name_do_not_drop_each_other(books: Books) ->
     books.write("both", one[:3])
     books.write("both", two[:3])
     books.write("both", one[3:5], parent=one[2])
-    assert books.store.room.policy.figures["branches_resumed"] == 1
+    assert books.store.extents.policy.figures["branches_resumed"] == 1
     books.write("both", two[3:5], parent=two[2])
     books.write("both", one[5:], parent=one[4])
     books.write("both", two[5:], parent=two[4])
-    assert books.store.room.policy.figures["branches_resumed"] == 1
+    assert books.store.extents.policy.figures["branches_resumed"] == 1
     books.fill(8)
     assert (books.here(old), books.here(one), books.here(two)) == (0, 6, 6)
 
@@ -175,7 +175,7 @@ def test_a_branch_that_was_partly_evicted_may_go_on_too(books: Books) -> None:
     assert (books.here(one), books.here(two)) == (4, 6)
     books.read(one[:4])
     books.write("both", one[4:], parent=one[3])
-    assert books.store.room.policy.figures["branches_resumed"] == 1
+    assert books.store.extents.policy.figures["branches_resumed"] == 1
     books.read(two)
     books.fill(6)
     assert (books.here(one), books.here(two)) == (6, 6)
@@ -192,7 +192,7 @@ def test_a_history_that_is_rewritten_twice_is_one_conversation(books: Books) -> 
     for kept in (old, second, chain[:2]):
         books.read(kept)
     books.write("one", third, parent=chain[1])
-    assert books.store.room.policy.figures.get("branches_resumed", 0) == 0
+    assert books.store.extents.policy.figures.get("branches_resumed", 0) == 0
     books.fill(4, "more")
     assert (books.here(old), books.here(second), books.here(third)) == (4, 0, 4)
 
@@ -267,7 +267,7 @@ def test_hints_beyond_the_budget_take_no_room_from_others() -> None:
     assert statuses == [True] * 3 + [False]
     books.fill(4)
     assert sum(books.here(keys(f"{number}", 5)) for number in range(4)) == 16
-    assert books.store.room.policy.figures["announced_bytes"] == 16 * PAGE
+    assert books.store.extents.policy.figures["announced_bytes"] == 16 * PAGE
 
 
 def test_the_budget_of_hints_counts_whole_extents() -> None:
@@ -279,7 +279,7 @@ def test_the_budget_of_hints_counts_whole_extents() -> None:
     for answer in books.store.reserve(1, request, 1.0):
         books.store.seal(1, answer.id, 0, 1.0)
     check_invariants(books.store)
-    assert books.store.room.policy.figures["announced_bytes"] == 17 * PAGE
+    assert books.store.extents.policy.figures["announced_bytes"] == 17 * PAGE
     assert books.write("", keys("other", 4)) == [WriteStatus.RESERVED] * 4
     assert books.here(chain) == 16
 
@@ -293,7 +293,9 @@ def test_hints_are_counted_and_bounded(books: Books) -> None:
     assert store.hint("a", 1.0, books.now, age_s=60.0) is False
     assert store.hint("a", 1.0, books.now) is True
     assert store.hint("a", None, books.now) is True
-    counted = {name: n for name, n in store.room.policy.figures.items() if name.startswith("hints")}
+    counted = {
+        name: n for name, n in store.extents.policy.figures.items() if name.startswith("hints")
+    }
     assert counted == {"hints_clipped": 1, "hints_refused": 1, "hints_accepted": 2}
     check_invariants(store)
 
@@ -312,7 +314,7 @@ def test_only_so_many_sessions_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
     books = Books(20)
     for number in range(15):
         books.write(f"{number}", keys(f"{number}", 1), resume_in=500.0)
-    assert books.store.room.policy.figures["sessions"] == 10
+    assert books.store.extents.policy.figures["sessions"] == 10
     assert books.store.hint("0", 5.0, books.now) is None
     assert books.store.hint("14", 5.0, books.now) is not None
     assert SESSIONS_MAX < 1 << 20
@@ -322,8 +324,8 @@ def test_a_session_without_blocks_is_forgotten(books: Books) -> None:
     books.write("gone", keys("gone", 5), resume_in=900.0)
     books.store.remove(ONE, keys("gone", 5))
     check_invariants(books.store)
-    assert books.store.room.policy.figures["sessions"] == 0
-    assert books.store.room.policy.figures["announced_bytes"] == 0
+    assert books.store.extents.policy.figures["sessions"] == 0
+    assert books.store.extents.policy.figures["announced_bytes"] == 0
 
 
 def test_a_full_store_of_announced_sessions_is_not_frozen() -> None:
@@ -333,7 +335,7 @@ def test_a_full_store_of_announced_sessions_is_not_frozen() -> None:
     for number in range(4):
         books.write(f"{number}", keys(f"{number}", 5), resume_in=1.0)
     assert books.write("", keys("new", 1)) == [WriteStatus.RESERVED]
-    assert isinstance(books.store.room.policy, SessionAwarePolicy)
+    assert isinstance(books.store.extents.policy, SessionAwarePolicy)
 
 
 def test_what_was_used_just_now_outlives_what_is_announced_far_away(books: Books) -> None:

@@ -53,7 +53,7 @@ class Scene:
             assert set(statuses) <= {WriteStatus.STORED, WriteStatus.ALREADY_STORED}
 
     async def written_back(self) -> None:
-        await eventually(lambda: not self.stack.front.room.dirty, within_s=20)
+        await eventually(lambda: not self.stack.front.extents.dirty, within_s=20)
 
     async def read(self, chain: Sequence[bytes]) -> list[ReadStatus]:
         """One by one: what became of each block. Those that came have the right bytes."""
@@ -306,7 +306,7 @@ async def test_what_a_hanging_disk_was_to_bring_takes_no_room_of_what_others_bri
         )
         one.disks[1].runs.set()
         await eventually(lambda: not front.held.quarantined)
-        assert front.room.prefetched.coming == 0
+        assert front.extents.prefetched.coming == 0
 
 
 @pytest.mark.parametrize("seed", range(6))

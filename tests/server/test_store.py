@@ -349,7 +349,7 @@ def test_a_batch_is_sealed_as_its_blocks_would_be_one_by_one(seed: int) -> None:
             other.index.stored_bytes,
             other.index.sealed_bytes,
         )
-    assert one.room.evicted == other.room.evicted > 100
+    assert one.extents.evicted == other.extents.evicted > 100
 
 
 def test_parts_leave_together() -> None:

@@ -202,7 +202,7 @@ def test_a_block_goes_down_and_comes_back() -> None:
     server.settle()
     assert server.read(1, ONE, 0, first) == [ReadStatus.HIT] * 4
     assert server.stack.index.hits == [4, 4]
-    assert server.stack.backing.room.evicted == server.stack.front.room.evicted == 0
+    assert server.stack.backing.extents.evicted == server.stack.front.extents.evicted == 0
 
 
 def test_what_is_below_is_not_written_again() -> None:
@@ -666,7 +666,7 @@ def test_a_copy_belongs_to_its_session_unless_that_has_ended(
         write("second")
     server.settle()
     assert stack.backing.index.stored == 1 + writes_again
-    assert stack.backing.room.policy.figures["sessions"] == known
+    assert stack.backing.extents.policy.figures["sessions"] == known
 
 
 def test_the_most_blocks_are_those_of_all_tiers() -> None:
@@ -692,7 +692,7 @@ def test_a_tier_is_lost_in_small_steps(lost: int, write_back: bool) -> None:
 
     def left() -> tuple[int, int, int]:
         listed = 0 if order is None else len(order._listed)
-        return stack.stores[lost].index.stored, stack.front.room.dirty, listed
+        return stack.stores[lost].index.stored, stack.front.extents.dirty, listed
 
     before = left()
     stack.take_offline(lost)
@@ -881,7 +881,7 @@ def test_what_was_found_on_disk_may_be_evicted_by_any_policy(policy: str) -> Non
     entries = [entry for record in records if (entry := store.restore(record)) is not None]
     list(store.activate_restored(entries, 1.0))
     check_invariants(store)
-    assert store.room.policy.victim_age(5.0) == pytest.approx(4.0, abs=0.1)
+    assert store.extents.policy.victim_age(5.0) == pytest.approx(4.0, abs=0.1)
     statuses = [
         store.reserve(1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), 1e6 + second)[0].status
         for second, digest in enumerate(keys("new", 4))

@@ -236,7 +236,7 @@ def test_each_tenant_has_its_own_and_operators_see_the_sum() -> None:
         for name in ("acme", "beta"):
             space, digest = Namespace(f"@{name}/n"), key(f"{name} {number}")
             tenants_write(store, space, [digest], 60.0 * number)
-    order = store.room.policy
+    order = store.extents.policy
     indexes = {one.account.name: one for one in store.index.by_part.values()}
     assert isinstance(order, TenantOrders)
     figures = order.figures

@@ -55,11 +55,11 @@ def test_a_quarter_of_the_memory_is_kept_clean_heads_first() -> None:
     server.write(1, ONE, 0, chain[:12])
     server.settle()
     assert on_disk(server, chain[:12]) == [False] * 12
-    assert (server.stack.queue.waiting, server.stack.front.room.dirty_bytes) == (0, 12 * PAGE)
+    assert (server.stack.queue.waiting, server.stack.front.extents.dirty_bytes) == (0, 12 * PAGE)
     server.write(1, ONE, 0, chain)
     server.settle()
     assert on_disk(server, chain) == [True] * 3 + [False] * 12
-    assert server.stack.front.room.dirty_bytes == 12 * PAGE
+    assert server.stack.front.extents.dirty_bytes == 12 * PAGE
 
 
 def test_what_is_dirty_counts_whole_extents() -> None:
@@ -73,7 +73,7 @@ def test_what_is_dirty_counts_whole_extents() -> None:
         server.stack.seal(1, answer.id, 0, 1.0)
     server.settle()
     assert on_disk(server, chain) == [True] * 3 + [False] * 12
-    assert server.stack.front.room.dirty_bytes == 12 * PAGE
+    assert server.stack.front.extents.dirty_bytes == 12 * PAGE
 
 
 def test_a_writer_does_not_wait_for_the_disk() -> None:
@@ -139,7 +139,7 @@ def test_a_writer_waits_for_dirty_blocks_where_only_announced_ones_are_clean() -
     server.write(2, ONE, 0, keys("held", 6))
     server.settle()
     assert on_disk(server, keys("announced", 2)) == [True] * 2
-    assert server.stack.front.room.dirty_bytes == 6 * PAGE
+    assert server.stack.front.extents.dirty_bytes == 6 * PAGE
     assert server.write(1, ONE, 0, keys("new", 1)) == ["NO_SPACE"]
     server.settle()
     assert server.write(1, ONE, 0, keys("new", 1)) == ["RESERVED"]
@@ -278,7 +278,7 @@ def test_what_the_disk_evicts_is_written_again_once_for_each_use(
         while server.copies:
             server.finish(server.copies.pop(0))
     assert written == writes
-    assert server.stack.front.room.dirty == are_used
+    assert server.stack.front.extents.dirty == are_used
 
 
 def test_a_parent_that_comes_back_goes_to_the_disk_before_its_children() -> None:
@@ -322,7 +322,7 @@ def test_a_head_that_comes_up_is_no_new_branch() -> None:
     server.settle()
     tail = server.stack.front.index.peek(ONE, 0, chain[-1])
     assert tail is not None
-    assert not server.stack.front.room.policy.is_over(tail)
+    assert not server.stack.front.extents.policy.is_over(tail)
 
 
 @pytest.mark.parametrize("write_back", [False, True])
@@ -331,7 +331,7 @@ def test_when_a_session_resumes_is_known_below_too(write_back: bool) -> None:
     talk(server, "a", keys("a", 7), resume_in=60.0)
     server.settle()
     assert on_disk(server, keys("a", 1)) == [True]
-    due = server.stack.backing.room.policy._sessions["a"].due
+    due = server.stack.backing.extents.policy._sessions["a"].due
     assert due == pytest.approx(server.now + 60.0)
 
 
@@ -387,7 +387,7 @@ def test_removed_blocks_leave_the_queue() -> None:
         server.write(1, ONE, 0, chain)
         server.stack.remove(ONE, chain)
     assert len(server.stack.queue.dirty) == 0
-    assert server.stack.front.room.dirty_bytes == 0
+    assert server.stack.front.extents.dirty_bytes == 0
 
 
 def test_without_a_slower_tier_there_is_nothing_to_write_back() -> None:
@@ -429,13 +429,15 @@ async def test_more_than_memory_holds_and_what_status_shows(tmp_path: Path) -> N
             if number < 4:
                 await pool.session(f"{number}").end()
                 await eventually(
-                    lambda n=number: server.stack.front.room.policy.counters["hints_accepted"] > n,
+                    lambda n=number: (
+                        server.stack.front.extents.policy.counters["hints_accepted"] > n
+                    ),
                     within_s=10,
                 )
         assert [await hits(pool, chain) for chain in chains[4:]] == [10] * 8
         stats = server.stats(asyncio.get_running_loop().time())
         assert stats.counters["spared_writes"] > 0
-        assert stats.counters["dirty_bytes"] == server.stack.front.room.dirty_bytes > 0
+        assert stats.counters["dirty_bytes"] == server.stack.front.extents.dirty_bytes > 0
         assert stats.usage[1].written_blocks < 90
         check_invariants(server.stack)
 

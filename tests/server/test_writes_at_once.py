@@ -93,7 +93,7 @@ async def test_no_range_is_emptied_for_a_write_that_does_not_wait(
     # The first ones evict; for the last one blocks would move.
     for size in (MIB, MIB // 4, MIB // 16):
         assert statuses(connection, request("large", size)) == [WriteStatus.NOT_YET]
-        assert server.store.room.clearing is None
+        assert server.store.extents.clearing is None
 
 
 async def test_what_a_write_evicts_is_told_with_what_it_stores(

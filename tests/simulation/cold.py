@@ -20,7 +20,7 @@ from kvpool.server.cold.state.book import OBJECTS
 from kvpool.server.cold.state.format import TAIL, ColdBlock, ObjectKeys, parse_index, parse_tail
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event
-from kvpool.server.state.tier_stores import SPAN, ColdRoom, ColdStore
+from kvpool.server.state.tier_stores import SPAN, ColdExtents, ColdStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, Record
 from tests.simulation.blocks import values
@@ -219,7 +219,7 @@ class SimCold:
         pass
 
 
-class WatchedColdRoom(ColdRoom):
+class WatchedColdExtents(ColdExtents):
     """The real departures, each of them checked."""
 
     oracle: ColdOracle
@@ -236,8 +236,8 @@ class WatchedColdRoom(ColdRoom):
 class WatchedColdStore(ColdStore):
     """The index of the cold tier of one process, compared with what is in the store."""
 
-    room: WatchedColdRoom
-    room_type = WatchedColdRoom
+    extents: WatchedColdExtents
+    extents_type = WatchedColdExtents
 
     def __init__(self, life: str, capacity: int, alignment: int, truth: GroundTruth) -> None:
         super().__init__(capacity, alignment)
@@ -248,7 +248,7 @@ class WatchedColdStore(ColdStore):
         entry = super().add(record, born)
         if entry is not None:
             key = record.namespace, record.digest, record.part
-            self.room.oracle.comes(entry)
+            self.extents.oracle.comes(entry)
             if key not in self._truth.held_by(self._life):
                 self._truth.sealed(self._life, key)
                 self._truth.probes.add("a block was found in the object store")
@@ -270,7 +270,7 @@ class ColdOracle:
         self._due = False
         #: When a block was removed here, and where it lay in the store or on its way there.
         self.removed: defaultdict[BlockPart, list[tuple[float, Place]]] = defaultdict(list)
-        cold.room.oracle = self
+        cold.extents.oracle = self
         top.inspect = self.inspect
         server.extensions.on_removed.append(self._removed_on_its_way)
 

@@ -124,10 +124,10 @@ class Copies:
 
     def evicted(self, store: WatchedStore, victim: Entry) -> None:
         """An extra copy goes before any other, also one that became unpinned just now."""
-        if not victim.copies or store.room.policy.is_over(victim):
+        if not victim.copies or store.extents.policy.is_over(victim):
             return
         for extra in list(store.order_of(victim)._extra_listed):
-            if not extra.copies and extra.is_candidate and store.room.evictable(extra):
+            if not extra.copies and extra.is_candidate and store.extents.evictable(extra):
                 self._world.loop.fail(f"copies: {victim!r} goes, and {extra!r} is extra")
 
     def _check_has(

@@ -250,11 +250,13 @@ class Judge:
                     return True
                 assert isinstance(stack.front, FrontStore)
                 leaves = [
-                    one for one in stack.front.index.inventory() if stack.front.room.evictable(one)
+                    one
+                    for one in stack.front.index.inventory()
+                    if stack.front.extents.evictable(one)
                 ]
                 parents = [leaf for leaf in leaves if leaf.digest == entry.parent]
                 only_parents = len(parents) == len(leaves)
-                if only_parents or not all(map(stack.front.room.has_copy, parents)):
+                if only_parents or not all(map(stack.front.extents.has_copy, parents)):
                     self._full.add(node.name)
                     return True
         return False

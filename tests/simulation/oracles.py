@@ -30,10 +30,10 @@ from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, Account, ChangeLog, Entry, Index
 from kvpool.server.state.extent_state import Event, State
-from kvpool.server.state.front_store import FrontRoom, FrontStore
+from kvpool.server.state.extents import Extents
+from kvpool.server.state.front_store import FrontExtents, FrontStore
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.prefetches import HOLD_S
-from kvpool.server.state.room import BlockRoom
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
@@ -191,7 +191,7 @@ class WatchedHoldings(ConnectionHoldings):
         return super().take_pins(owner, ids)
 
 
-class WatchedRoom(BlockRoom):
+class WatchedExtents(Extents):
     """The real evictions, each of them checked."""
 
     watch: WatchedStore
@@ -250,7 +250,7 @@ class WatchedRoom(BlockRoom):
 class WatchedStore(Store):
     """The real store, with a second list of all holds that is kept independently."""
 
-    room_type: ClassVar[type[BlockRoom]] = WatchedRoom
+    extents_type: ClassVar[type[Extents]] = WatchedExtents
 
     def __init__(
         self,
@@ -263,9 +263,9 @@ class WatchedStore(Store):
     ) -> None:
         allocator = WatchedAllocator(memory.capacity, memory.alignment)
         super().__init__(memory.capacity, policy=policy, allocator=allocator)
-        assert isinstance(self.room, WatchedRoom)
-        self.room.watch = self
-        self.held = self.room.held = WatchedHoldings(memory.alignment, self)
+        assert isinstance(self.extents, WatchedExtents)
+        self.extents.watch = self
+        self.held = self.extents.held = WatchedHoldings(memory.alignment, self)
         self.index.change_log = WatchedChangeLog(life, truth)
         self.life = life
         self.memory = memory
@@ -309,7 +309,7 @@ class WatchedStore(Store):
         return self._order(entry.index)
 
     def _order(self, index: Index) -> SessionAwarePolicy:
-        order = self.room.policy.order_of(index)
+        order = self.extents.policy.order_of(index)
         assert isinstance(order, SessionAwarePolicy)
         return order
 
@@ -396,7 +396,7 @@ class WatchedStore(Store):
     def fits_beside_quarantine(self, size: int) -> bool:
         """Whether a block of `size` bytes has room between the extents that cannot be moved."""
         at = 0
-        for offset, entry in sorted(self.room.blocks_at.items()):
+        for offset, entry in sorted(self.extents.blocks_at.items()):
             if entry.state is State.QUARANTINED:
                 if offset - at >= self.allocator.rounded(size):
                     return True
@@ -461,7 +461,7 @@ class WatchedStore(Store):
         if (
             self.prefetches is not None
             and owner == MOVER
-            and self.room.demotes
+            and self.extents.demotes
             and request.last_used
         ):
             named = request.session_hint
@@ -470,7 +470,7 @@ class WatchedStore(Store):
             session = orders.get(named.session) if named is not None else None
             for victim in self.victims:
                 self.prefetches.evicted(now, victim, session)
-        newest = max(request.last_used) if request.last_used and not self.room.demotes else None
+        newest = max(request.last_used) if request.last_used and not self.extents.demotes else None
         brings_extra = request.copies is not None and not all(request.copies)
         for entry in self.evicted_now:
             is_newer = newest is not None and entry.last_used >= newest
@@ -606,7 +606,7 @@ class WatchedStore(Store):
         return self.entries.pop((kind, owner, id), None)
 
 
-class WatchedFrontRoom(WatchedRoom, FrontRoom):
+class WatchedFrontExtents(WatchedExtents, FrontExtents):
     """Also of what came up before it was read."""
 
     def drop_lapsed(self, now: float) -> None:
@@ -734,11 +734,11 @@ class WatchedServers(ServerTable):
 class WatchedFront(WatchedStore, FrontStore):
     """The memory of a server with several tiers."""
 
-    room: FrontRoom
-    room_type = WatchedFrontRoom
+    extents: FrontExtents
+    extents_type = WatchedFrontExtents
 
     def is_kept_below(self, entry: Entry) -> bool:
-        return self.room.has_copy(entry)
+        return self.extents.has_copy(entry)
 
 
 class WatchedDirectory(Directory):

@@ -26,7 +26,7 @@ class Bug(NamedTuple):
 _SUPERVISION = "kvpool.supervision"
 _STORE = "kvpool.server.state.store"
 _SERVER_TABLE = "kvpool.master.state.server_table"
-_ROOM = "kvpool.server.state.room"
+_EXTENTS = "kvpool.server.state.extents"
 _INDEX = "kvpool.server.state.index"
 _ENTRY = "kvpool.server.state.entry"
 _PLACEMENT = "kvpool.master.state.placement"
@@ -153,21 +153,21 @@ BUGS: Sequence[Bug] = (
     Bug(
         "evict-pinned",
         "G4",
-        _ROOM,
+        _EXTENTS,
         "return entry.state is State.STORED and not entry.pins and not entry.children\n",
         "return entry.state is State.STORED and not entry.children\n",
     ),
     Bug(
         "head-before-tail",
         "chains",
-        _ROOM,
+        _EXTENTS,
         "return entry.state is State.STORED and not entry.pins and not entry.children\n",
         "return entry.state is State.STORED and not entry.pins\n",
     ),
     Bug(
         "part-evicted-alone",
         "parts",
-        _ROOM,
+        _EXTENTS,
         "for entry in self.index.parts(victim):",
         "for entry in [victim]:",
     ),
@@ -182,13 +182,13 @@ BUGS: Sequence[Bug] = (
         "leak-on-cancel",
         "G3",
         _STORE,
-        "self.room.unlink(entry)\n        self.room.free(entry)\n\n    def cancel_rest",
-        "self.room.unlink(entry)\n\n    def cancel_rest",
+        "self.extents.unlink(entry)\n        self.extents.free(entry)\n\n    def cancel_rest",
+        "self.extents.unlink(entry)\n\n    def cancel_rest",
     ),
     Bug(
         "double-free",
         "G3",
-        _ROOM,
+        _EXTENTS,
         "        elif free:\n            self.free(entry)\n",
         "        if free:\n            self.free(entry)\n",
     ),
@@ -364,7 +364,7 @@ for reservation, size in sorted(
     Bug(
         "fetched-in-place-of-newer",
         "G9",
-        _ROOM,
+        _EXTENTS,
         " and self._last_use(victim) >= last_used\n",
         " and self._last_use(victim) < 0\n",
     ),
@@ -958,7 +958,7 @@ for reservation, size in sorted(
         "lost-tier-fills-the-other",
         "G4",
         _TRANSFERS,
-        "            if waits and not room.demotes:\n",
+        "            if waits and not extents.demotes:\n",
         "            if False:\n",
     ),
     Bug(
@@ -1085,7 +1085,7 @@ for reservation, size in sorted(
         "disk-evicts-and-memory-forgets",
         "G5",
         _STACK,
-        "            self.front.room.mark_dirty(found)\n",
+        "            self.front.extents.mark_dirty(found)\n",
         "",
     ),
     # --- an object store below all servers
@@ -1150,7 +1150,7 @@ for reservation, size in sorted(
         "prefetched-blocks-that-are-read-stay-unread",
         "advice",
         _STACK,
-        "                    front.room.prefetched.read(entry)\n",
+        "                    front.extents.prefetched.read(entry)\n",
         "                    pass\n",
     ),
     # --- prompts that wait
@@ -1231,19 +1231,19 @@ for reservation, size in sorted(
         "G12",
         _FILES,
         "        index.count(self.allocator.rounded(size))\n",
-        "        self.room.policy.accounts.pool.used += self.allocator.rounded(size)\n",
+        "        self.extents.policy.accounts.pool.used += self.allocator.rounded(size)\n",
     ),
     Bug(
         "passed-on-extent-counts-twice",
         "G12",
-        _ROOM,
+        _EXTENTS,
         "                entry.index.count(-self.allocator.rounded(entry.size))\n",
         "",
     ),
     Bug(
         "moved-block-is-not-counted",
         "G12",
-        _ROOM,
+        _EXTENTS,
         """\
         del self.blocks_at[entry.offset]
         self.allocator.release(entry.offset)

@@ -71,7 +71,7 @@ class Prefetches:
 
     def check(self, store: WatchedFront) -> None:
         """The account of what came up, by a list that is kept independently."""
-        blocks = store.room.prefetched
+        blocks = store.extents.prefetched
         if set(blocks) - store.unread.keys():
             self._world.truth.fail("a block counts as prefetched and unread, but was read or left")
         if blocks.came != blocks.used + blocks.wasted + blocks.bytes:

@@ -63,7 +63,7 @@ class TenantOracle:
         if used + self._store.allocator.rounded(1) > quota.limit:
             self._store.truth.probes.add("a tenant reached its limit")
         bypassed = any(answer.status is WriteStatus.BYPASSED for answer in answers)
-        largest = max((one.size for one in self._store.room.blocks_at.values()), default=0)
+        largest = max((one.size for one in self._store.extents.blocks_at.values()), default=0)
         if bypassed and used + 2 * self._store.allocator.rounded(largest) <= quota.guaranteed:
             self._fail(f"tenant {tenant!r} is refused a place within its guarantee")
 
@@ -86,7 +86,7 @@ class TenantOracle:
 
     def _used(self, tenant: str) -> int:
         return self._store.held.size_of(
-            one for one in self._store.room.blocks_at.values() if _tenant(one) == tenant
+            one for one in self._store.extents.blocks_at.values() if _tenant(one) == tenant
         )
 
     def _fail(self, what: str) -> None:

@@ -26,7 +26,7 @@ from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slo
 from kvpool_tiers.nvme.tier import Nvme
 from tests.simulation.disk import SimDisk
 from tests.simulation.memory import SimTier
-from tests.simulation.oracles import WatchedFront, WatchedRoom, WatchedStore
+from tests.simulation.oracles import WatchedExtents, WatchedFront, WatchedStore
 from tests.simulation.platter import PAGE, Damage
 from tests.simulation.truth import BlockPart, GroundTruth
 
@@ -144,7 +144,7 @@ class PreviousDisk(NamedTuple):
     unerased: frozenset[int]  # offsets of blocks that were removed while the tier was read-only
 
 
-class WatchedDiskRoom(WatchedRoom):
+class WatchedDiskExtents(WatchedExtents):
     """Tells the store of each block that leaves."""
 
     def remove(self, entry: Entry, event: Event, reason: ReadStatus, *, free: bool = True) -> None:
@@ -157,7 +157,7 @@ class WatchedDiskStore(WatchedStore, FileStore):
     """The store of the disk tier, compared with the platter."""
 
     memory: DiskMemory
-    room_type = WatchedDiskRoom
+    extents_type = WatchedDiskExtents
 
     def __init__(
         self,
@@ -402,7 +402,7 @@ class TierOracle:
         if parent is None or parent.clean or parent.pins:
             return
         # What comes back into the queue, or loses its copy on a full disk, may be behind.
-        if self.base.memory.platter.counts or self.base.room.evicted:
+        if self.base.memory.platter.counts or self.base.extents.evicted:
             return
         self._truth.fail(f"G8: {entry!r} goes to the disk before its parent")
 

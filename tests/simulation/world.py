@@ -290,8 +290,8 @@ class World:
         kind = WatchedStore if self.shelf is None and node.platter is None else WatchedFront
         store = kind(life, tier, truth, every=plan.check_every)
         if plan.sessions:
-            assert isinstance(store.room.policy, SessionAwarePolicy)
-            store.arrivals = ArrivalOracle(store.room.policy, truth.fail)
+            assert isinstance(store.extents.policy, SessionAwarePolicy)
+            store.arrivals = ArrivalOracle(store.extents.policy, truth.fail)
         store.moves = self.moves
         store.copies = self.copies
         store.unsent = lambda: self.net.unsent(node.process, tier.memory)
@@ -458,8 +458,8 @@ class World:
                     f"{store.held.pins} pins, {store.held.reservations} reservations, "
                     f"{store.held.quarantined} extents in quarantine remain"
                 )
-            if store.room.clearing is not None or store.room.move_targets:
-                return f"{node.name}: {store.room.clearing!r} is left, and nobody needs it"
+            if store.extents.clearing is not None or store.extents.move_targets:
+                return f"{node.name}: {store.extents.clearing!r} is left, and nobody needs it"
             if node.tiers is not None and (problem := node.tiers.first_problem()) is not None:
                 return f"{node.name}: {problem}"
         if self.shelf is not None and (problem := self.shelf.first_problem()) is not None:

@@ -34,7 +34,7 @@ class ColdIndex:
         self.bucket = bucket
         self.keys = keys
         self.book = Book(store.allocator.capacity)
-        store.room.on_left = self.book.left
+        store.extents.on_left = self.book.left
         #: What was written before that, by the clock of the store, is too old.
         self.oldest = float("-inf")
         #: One request at a time says what was removed: the last one has all of it.
@@ -43,7 +43,7 @@ class ColdIndex:
     async def read_into(self, address: int, buffer: memoryview) -> None:
         """The block at this address, and zeros behind it. Raises Unavailable, also for one that is
         not there any more."""
-        one, entry = self.book.at(address), self.store.room.blocks_at.get(address)
+        one, entry = self.book.at(address), self.store.extents.blocks_at.get(address)
         if one is None or entry is None:
             raise Unavailable("object store: the block is not there any more")
         position, size = address % SPAN, entry.size
@@ -104,7 +104,7 @@ class ColdIndex:
     async def drop(self, one: ColdObject) -> None:
         """Take an object and its blocks out of the index."""
         for number, place in enumerate(one.places, 1):
-            entry = self.store.room.blocks_at.get(one.start + place)
+            entry = self.store.extents.blocks_at.get(one.start + place)
             if entry is not None and entry.state is State.STORED:
                 index = entry.index
                 self.store.remove(index.namespace, [entry.digest], ReadStatus.EVICTED, index.part)

@@ -437,7 +437,7 @@ class Fetcher:
             self.receivers.add(namespace, part, digest, receiver)
             session = entry.session
             if session not in hints:
-                hints[session] = self._store.front.room.policy.hint_of(session, now)
+                hints[session] = self._store.front.extents.policy.hint_of(session, now)
             age_s = min(1e9, max(0.0, now - entry.last_used / 1e6))
             offers.append(
                 Offer(

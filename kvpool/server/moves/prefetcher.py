@@ -64,7 +64,7 @@ class Prefetcher(ServerExtension):
         """What came up, and what became of it; blocks that wait to come up are in none of them."""
         store = self._store
         found = (
-            store.front.room.prefetched if isinstance(store, TieredStore) else PrefetchedBlocks()
+            store.front.extents.prefetched if isinstance(store, TieredStore) else PrefetchedBlocks()
         )
         counters = {
             **stats.counters,
@@ -118,7 +118,7 @@ class Prefetcher(ServerExtension):
 
     async def _bring_up(self, store: TieredStore, mover: TierMover) -> None:
         self._woken.clear()
-        store.front.room.drop_lapsed(_now())
+        store.front.extents.drop_lapsed(_now())
         if not await self._step(store, mover):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
@@ -134,7 +134,7 @@ class Prefetcher(ServerExtension):
             if store.index.below(namespace, part, digests[0]) is not None:
                 break
             digests.popleft()  # it is in memory, or gone
-        left = store.front.room.prefetched.room(store.front.allocator.capacity)
+        left = store.front.extents.prefetched.room(store.front.allocator.capacity)
         if not digests or left <= 0:
             return 0
         await mover.wait_for_readers()

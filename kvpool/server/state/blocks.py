@@ -117,8 +117,8 @@ class Blocks:
         """Something keeps memory from being reused, so it is worth a wait. A full store in which
         nothing is held has no room later either: the chain is larger than the server."""
         front = self.front
-        held = not front.held.is_empty or bool(front.room.pending_free)
-        return bool(held or front.room.clearing or self.is_writing_back)
+        held = not front.held.is_empty or bool(front.extents.pending_free)
+        return bool(held or front.extents.clearing or self.is_writing_back)
 
     @property
     def is_writing_back(self) -> bool:
@@ -203,6 +203,6 @@ class Blocks:
         """Counters for `ServerStats`."""
         return {
             "dirty_bytes": 0,
-            "evicted_blocks": sum(store.room.evicted for store in self.stores),
-            "evicted_bytes": sum(store.room.evicted_bytes for store in self.stores),
+            "evicted_blocks": sum(store.extents.evicted for store in self.stores),
+            "evicted_bytes": sum(store.extents.evicted_bytes for store in self.stores),
         }

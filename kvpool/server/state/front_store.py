@@ -8,8 +8,8 @@ from typing import Any, Final
 from kvpool.server.eviction.order import JUST_NOW
 from kvpool.server.state.entry import MOVER, Account, Entry, Owner
 from kvpool.server.state.extent_state import Event, State
+from kvpool.server.state.extents import Extents
 from kvpool.server.state.prefetches import PrefetchedBlocks
-from kvpool.server.state.room import BlockRoom
 from kvpool.server.state.store import Store
 from kvpool.types import ReadStatus
 
@@ -17,15 +17,15 @@ from kvpool.types import ReadStatus
 _FLOOD_WAIT_S: Final = 1.0
 
 
-class FrontRoom(BlockRoom):
-    """The room of the memory that clients write into and read out of, above other tiers.
+class FrontExtents(Extents):
+    """The extents of the memory that clients write into and read out of, above other tiers.
 
     A block that was sealed here and that no other tier has is *dirty*. It is not evicted before it
     is clean, nor is one that came up for a reader who has yet to come (design: tiers).
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        """As `BlockRoom`."""
+        """As `Extents`."""
         super().__init__(*arguments, **settings)
         #: Dirty blocks of sessions that have ended may go, too.
         self.drops_useless = False
@@ -143,5 +143,5 @@ class FrontRoom(BlockRoom):
 class FrontStore(Store):
     """The store that clients write into and read out of, on a server with several tiers."""
 
-    room: FrontRoom
-    room_type = FrontRoom
+    extents: FrontExtents
+    extents_type = FrontExtents

@@ -5,9 +5,9 @@ the moment at which it gets its extent until that is free again:
 
 | counted in                        | not counted any more in                                     |
 |-----------------------------------|-------------------------------------------------------------|
-| `Store.reserve`: a block of a     | `BlockRoom.free`: cancelled, evicted, removed, corrupt;     |
+| `Store.reserve`: a block of a     | `Extents.free`: cancelled, evicted, removed, corrupt;       |
 | client, of another server, or of  | after the last unpin; after the quarantine                  |
-| another tier                      | `BlockRoom.evict`: its extent goes to another block at once |
+| another tier                      | `Extents.evict`: its extent goes to another block at once   |
 | `FileStore.restore`: from a file  |                                                             |
 
 So blocks that are reserved, pinned after their removal, or in quarantine count, and so do extra

@@ -1,4 +1,4 @@
-"""The blocks of one tier: what is here (`index`), who holds it (`held`), where it lies (`room`).
+"""The blocks of one tier: what is here (`index`), who holds it (`held`), where it lies (`extents`).
 
 Pure: a method takes `now`, changes the state, and returns. It moves no bytes and awaits nothing,
 so between two calls every invariant holds (`testing.invariants`).
@@ -25,9 +25,9 @@ from kvpool.server.state.budget import UNLIMITED
 from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.server.state.entry import MOVER, Entry, Index, Owner
 from kvpool.server.state.extent_state import Event, State, after
+from kvpool.server.state.extents import ASK_AGAIN, STEPS_MAX, Extents
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.index import BlockIndex
-from kvpool.server.state.room import ASK_AGAIN, STEPS_MAX, BlockRoom
 from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
 _INDEX: Final = attrgetter("index")
@@ -52,7 +52,7 @@ class Store:
     | FREE         | no          | nothing                  | back in the allocator               |
     """
 
-    room_type: ClassVar[type[BlockRoom]] = BlockRoom
+    extents_type: ClassVar[type[Extents]] = Extents
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Store:
         self.index = BlockIndex(tombstones_max)
         #: What connections have reserved and pinned.
         self.held = ConnectionHoldings(self.allocator.alignment)
-        self.room = self.room_type(self.allocator, order, self.index, self.held)
+        self.extents = self.extents_type(self.allocator, order, self.index, self.held)
 
     def __repr__(self) -> str:
         return f"<Store {self.index.stored} blocks, {self.allocator!r}>"
@@ -91,8 +91,8 @@ class Store:
         has worked for long enough.
         """
         rows = _rows(request)
-        room, held, allocator = self.room, self.held, self.allocator
-        policy, blocks_at = room.policy, room.blocks_at
+        extents, held, allocator = self.extents, self.held, self.allocator
+        policy, blocks_at = extents.policy, extents.blocks_at
         index = self.index.of(request.namespace, request.part, policy.account_of)
         account, holder = index.account, held.owner(owner)
         reservations = holder.reservations
@@ -102,8 +102,8 @@ class Store:
         answers: list[Reservation] = []
         # What is above a lowered limit goes in steps, not all at once for a block that moves.
         refusal = _NO_SPACE if owner == MOVER and account.used > account.limit else None
-        in_steps, mask = room.in_steps and owner != MOVER, allocator.alignment - 1
-        room.steps_left = STEPS_MAX if in_steps else UNLIMITED
+        in_steps, mask = extents.in_steps and owner != MOVER, allocator.alignment - 1
+        extents.steps_left = STEPS_MAX if in_steps else UNLIMITED
         # Not yet entered. A batch is entered at once, and always before the policy is asked for a
         # victim or touches another block: so its order is that of single calls.
         fresh: list[Entry] = []
@@ -121,10 +121,10 @@ class Store:
                 answers.append(refusal or _NO_SPACE)
             elif left <= 0:
                 answers.append(refusal := ASK_AGAIN if reservations else _NO_SPACE)
-            elif room.steps_left <= 0:
+            elif extents.steps_left <= 0:
                 answers.append(MAKING_ROOM)
             else:
-                room.steps_left -= 1
+                extents.steps_left -= 1
                 held.last_id = id = held.last_id + 1
                 entry = Entry(index, digest, parent, 0, size, id)
                 entry.session, entry.copies = session, copies
@@ -132,7 +132,7 @@ class Store:
                 offset = None if over else allocator.allocate(size)
                 if offset is None:
                     self._enter(index, holder, fresh, now)
-                    made = room.make(entry, owner, now, stamp)
+                    made = extents.make(entry, owner, now, stamp)
                     if isinstance(made, Reservation):
                         answers.append(refusal := made)
                         continue
@@ -147,7 +147,7 @@ class Store:
         self._enter(index, holder, fresh, now)
         self.index.drop_if_empty(index)  # perhaps nothing was granted
         if session is not None and granted:
-            promoted = owner == MOVER and room.demotes
+            promoted = owner == MOVER and extents.demotes
             policy.end_write(session, list(granted.values()), request, promoted=promoted)
         return answers
 
@@ -173,7 +173,7 @@ class Store:
         """
         entries = self.held.take_reservations(owner, ids)
         self.held.owner(owner).sealed_bytes += self.held.size_of(entries)
-        touch = self.room.policy.touch
+        touch = self.extents.policy.touch
         for entry, checksum in zip(entries, checksums, strict=True):
             entry.state = _SEALED
             entry.checksum = checksum
@@ -186,15 +186,15 @@ class Store:
             self.index.came(index, list(group), announced=not from_other_tier)
         for entry in entries:
             if not entry.children:  # most blocks of a chain have one
-                self.room.add_candidate(entry)
+                self.extents.add_candidate(entry)
         return [WriteStatus.STORED] * len(entries)
 
     def cancel(self, owner: int, id: int) -> None:
         """Give a reservation back; nothing of it was ever visible."""
         (entry,) = self.held.take_reservations(owner, [id])
         entry.state = after(entry.state, Event.CANCEL)
-        self.room.unlink(entry)
-        self.room.free(entry)
+        self.extents.unlink(entry)
+        self.extents.free(entry)
 
     def cancel_rest(self, owner: int) -> None:
         """Give back every reservation that this owner still has."""
@@ -267,7 +267,7 @@ class Store:
             for at, reason in zip(missed, log.tombstones.reasons(namespace, absent), strict=True):
                 answers[at] = _MISSES[reason]
         if used:
-            order = self.room.policy.order_of(used[-1].index)
+            order = self.extents.policy.order_of(used[-1].index)
             touch = order.touch
             for entry in used:
                 touch(entry, now)
@@ -280,7 +280,7 @@ class Store:
 
     def unpin_all(self, owner: int, ids: Sequence[int]) -> None:
         """Release the pins of a read. With one that the owner does not hold none is released."""
-        self.room.unpinned(self.held.take_pins(owner, ids))
+        self.extents.unpinned(self.held.take_pins(owner, ids))
 
     # --- removing --------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Store:
                         continue
                     removed[position] = True
                     event = Event.REMOVE_PINNED if entry.pins else Event.REMOVE
-                    self.room.remove(entry, event, reason)
+                    self.extents.remove(entry, event, reason)
         return removed
 
     def drop_owner(self, owner: int, *, writer_may_be_alive: bool = False) -> bool:
@@ -332,38 +332,38 @@ class Store:
         extent is not reused until `writer_exited`."""
         (entry,) = self.held.take_reservations(owner, [id])
         entry.state = after(entry.state, Event.WRITER_LOST)
-        self.room.unlink(entry)
+        self.extents.unlink(entry)
         self.held.quarantine(writer, entry)
 
     def writer_exited(self, writer: int) -> bool:
         """It has stopped writing, or its process has ended. True if something was in quarantine."""
         for entry in (entries := self.held.release_quarantine(writer)):
             entry.state = after(entry.state, Event.WRITER_EXITED)
-            self.room.free(entry)
+            self.extents.free(entry)
         return bool(entries)
 
     def hint(
         self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
     ) -> bool | None:
         """A hint about blocks, for the order of evictions (design: session-hints)."""
-        return self.room.policy.hint(name, resume_in, now, age_s=age_s)
+        return self.extents.policy.hint(name, resume_in, now, age_s=age_s)
 
     # --- inside ----------------------------------------------------------------------
 
     def _already_here(self, entry: Entry, session: Any, now: float, copies: int) -> Reservation:
         self.index.raise_copies(entry, copies)  # an extra copy that a writer relies on is none
         if entry.session is not session:
-            self.room.policy.block_shared(entry)
+            self.extents.policy.block_shared(entry)
         if entry.state is State.RESERVED:
             return Reservation(WriteStatus.IN_PROGRESS)
-        self.room.policy.touch(entry, now)
+        self.extents.policy.touch(entry, now)
         return Reservation(WriteStatus.ALREADY_STORED)
 
     def _enter(self, index: Index, holder: Owner, fresh: list[Entry], now: float) -> None:
         """Enter and charge new blocks of one write, each with one touch; then `fresh` is empty."""
         if not fresh:
             return
-        policy = self.room.policy
+        policy = self.extents.policy
         self.held.charge_writes(holder, self.held.size_of(fresh))
         touch = policy.touch
         for entry in fresh:

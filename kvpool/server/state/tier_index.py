@@ -67,8 +67,8 @@ class TierIndex:
                 for digest in digests:
                     entry = blocks.get(digest)
                     if entry is not None and entry.state is State.STORED:
-                        store.room.policy.touch(entry, now)
-                        store.room.policy.answered(entry, now)
+                        store.extents.policy.touch(entry, now)
+                        store.extents.policy.answered(entry, now)
 
     # --- fingerprints -----------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event, State
+from kvpool.server.state.extents import Extents
 from kvpool.server.state.front_store import FrontStore
-from kvpool.server.state.room import BlockRoom
 from kvpool.server.state.store import Store
 from kvpool.sorting import sorted_runs
 from kvpool.types import ALIGNMENT, ReadStatus, Record
@@ -43,14 +43,14 @@ class FileStore(Store):
             return None
         if not self.allocator.claim(offset, size):
             return None
-        index = self.index.of(namespace, part, self.room.policy.account_of)
+        index = self.index.of(namespace, part, self.extents.policy.account_of)
         self.held.last_id = max(self.held.last_id, generation)
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
         entry.copies = copies
         entry.born = 0  # before all that is written from now on
         entry.state = State.STORED
-        self.room.blocks_at[offset] = entry
+        self.extents.blocks_at[offset] = entry
         index.count(self.allocator.rounded(size))
         index.link_all([entry], restored=True)
         self.index.count(entry, 1)
@@ -85,14 +85,14 @@ class FileStore(Store):
             yield
         ordered: list[Entry] = []
         for number, entry in enumerate(merge(*runs, key=_GENERATION), 1):
-            self.room.policy.touch(entry, now)
+            self.extents.policy.touch(entry, now)
             # Twice, as for a new block, which is reserved and sealed: policies rely on it
-            self.room.policy.touch(entry, now)
+            self.extents.policy.touch(entry, now)
             ordered.append(entry)
             if number % RESTORED_AT_ONCE == 0:
                 yield
         for number, entry in enumerate(ordered, 1):
-            self.room.add_candidate(entry)
+            self.extents.add_candidate(entry)
             if number % RESTORED_AT_ONCE == 0:
                 yield
 
@@ -113,11 +113,11 @@ class Addresses(Allocator):
         return size
 
 
-class ColdRoom(BlockRoom):
+class ColdExtents(Extents):
     """Nothing is evicted here one by one."""
 
     def __init__(self, *arguments: Any) -> None:
-        """As `BlockRoom`."""
+        """As `Extents`."""
         super().__init__(*arguments)
         #: A block has left, with its address and the reason.
         self.on_left: Callable[[int, ReadStatus], None] = lambda offset, reason: None
@@ -140,8 +140,8 @@ class ColdStore(FileStore):
     object has been written or found, and leave with it, or because they are removed.
     """
 
-    room: ColdRoom
-    room_type = ColdRoom
+    extents: ColdExtents
+    extents_type = ColdExtents
 
     def __init__(self, capacity: int, alignment: int) -> None:
         super().__init__(
@@ -155,7 +155,7 @@ class ColdStore(FileStore):
 
     def add(self, record: Record, born: int) -> Entry | None:
         """As `restore`, at any time. None also where its tenant's limit has no room for it."""
-        account = self.room.policy.account_of(record.namespace.name)
+        account = self.extents.policy.account_of(record.namespace.name)
         if account.exceeds(self.allocator.rounded(record.size)):
             return None
         self.held.last_id += 1

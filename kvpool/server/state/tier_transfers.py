@@ -205,7 +205,7 @@ class TierTransfers:
                 [entry.digest],
                 [entry.parent],
                 [entry.size],
-                self._front.room.policy.hint_of(entry.session, now),
+                self._front.extents.policy.hint_of(entry.session, now),
                 evicts_before,
                 [entry.copies],
             ),
@@ -217,8 +217,8 @@ class TierTransfers:
             if target > self._front_tier:
                 self._queue.moving_bytes += self._front.allocator.rounded(entry.size)
             if prefetch:
-                self._front.room.prefetched.coming += self._front.allocator.rounded(entry.size)
-            store.room.blocks_at[answer.extent.offset].born = entry.born
+                self._front.extents.prefetched.coming += self._front.allocator.rounded(entry.size)
+            store.extents.blocks_at[answer.extent.offset].born = entry.born
             copy = TierTransfer(source, target, entry, pin, answer.id, answer.extent, prefetch)
             copies.append(copy)
         return answer.status
@@ -226,15 +226,15 @@ class TierTransfers:
     def done(self, copy: TierTransfer, *, good: bool, now: float) -> None:
         """The bytes were moved (`good`) or not: seal or cancel the target, unpin the source."""
         source, target = self._stores[copy.source], self._stores[copy.target]
-        entry, queue, room = copy.entry, self._queue, self._front.room
+        entry, queue, extents = copy.entry, self._queue, self._front.extents
         if copy.target > self._front_tier:
-            queue.moving_bytes -= room.allocator.rounded(entry.size)
+            queue.moving_bytes -= extents.allocator.rounded(entry.size)
             # A block with children in memory makes no room there before they are written, too.
             if not good or not entry.children:
                 queue.refused(0)
         lost = target.writer_exited(-copy.id)  # with its device: it is counted no more
         if copy.prefetch and not lost:
-            room.prefetched.coming -= room.allocator.rounded(entry.size)
+            extents.prefetched.coming -= extents.allocator.rounded(entry.size)
         if self._index.offline.intersection((copy.source, copy.target)):
             good = False  # `take_offline` has already removed these blocks from the pool
         down = copy.target == self._blocks.backing_tier != self._front_tier
@@ -253,8 +253,8 @@ class TierTransfers:
             if down:
                 self._erasures.add(copy.extent.offset)  # its record may be written already
             waits = entry.state is State.STORED and not entry.clean
-            if waits and not room.demotes:
-                room.mark_clean(entry)  # its tier is lost
+            if waits and not extents.demotes:
+                extents.mark_clean(entry)  # its tier is lost
             elif waits and copy.target == self._blocks.backing_tier:
                 queue.add(entry)  # once more
         source.unpin(MOVER, copy.pin)
@@ -266,9 +266,9 @@ class TierTransfers:
         index = entry.index
         came = front.index.blocks(index.namespace, index.part)[entry.digest]
         if copy.prefetch:
-            front.room.prefetched.add(came, front.allocator.rounded(came.size), now)
-        if front.room.demotes and self._stores[copy.source] is cold_store(self._stores):
-            front.room.mark_dirty(came)  # the disk is to have it again
+            front.extents.prefetched.add(came, front.allocator.rounded(came.size), now)
+        if front.extents.demotes and self._stores[copy.source] is cold_store(self._stores):
+            front.extents.mark_dirty(came)  # the disk is to have it again
             self._queue.add(came)
 
     def failed(self, copy: TierTransfer, reason: ReadStatus) -> None:

@@ -89,9 +89,9 @@ class TieredStore(Blocks):
         self.backing_tier = len(self.stores) - 1 - (cold is not None)
         #: Where readers find a block.
         self.index = TierIndex(self.stores, front_tier)
-        front.room.demotes = self.backing_tier != front_tier
+        front.extents.demotes = self.backing_tier != front_tier
         #: What the backing tier has yet to get. With `write_back` it waits until memory is full.
-        self.queue = WritebackQueue(front, write_back=write_back and front.room.demotes)
+        self.queue = WritebackQueue(front, write_back=write_back and front.extents.demotes)
         #: Whose records must go.
         self.erasures = Erasures(self)
         #: What is on its way from tier to tier.
@@ -107,8 +107,8 @@ class TieredStore(Blocks):
             store.index.on_leave = self._on_leave
             store.index.count_place = count
         # Sealed blocks of the front tier can be written back, which makes them evictable.
-        front.room.has_copy = self.index.has_copy
-        front.room.older_waits = self.queue.older_waits
+        front.extents.has_copy = self.index.has_copy
+        front.extents.older_waits = self.queue.older_waits
 
     # --- for connections ------------------------------------------------------------------
 
@@ -145,11 +145,11 @@ class TieredStore(Blocks):
 
         Else they would be written to memory, and then refused below (design: moves).
         """
-        if not self.front.room.demotes or self.queue.read_only:
+        if not self.front.extents.demotes or self.queue.read_only:
             return True
         backing, last_used = self.backing, request.last_used or ()
-        free = backing.allocator.available - self.front.room.dirty_bytes
-        oldest = int((now - backing.room.policy.victim_age(now)) * 1e6)
+        free = backing.allocator.available - self.front.extents.dirty_bytes
+        oldest = int((now - backing.extents.policy.victim_age(now)) * 1e6)
         size = sum(map(backing.allocator.rounded, request.sizes))
         return size <= free or min(last_used, default=oldest) >= oldest
 
@@ -165,12 +165,12 @@ class TieredStore(Blocks):
         """The blocks are written back when their turn comes."""
         front = self.front
         entries: list[Entry] = []
-        if front.room.demotes:
+        if front.extents.demotes:
             reserved = front.held.owner(owner).reservations
             entries = [reserved[id] for id in ids if id in reserved]
         statuses = front.seal_all(owner, ids, checksums, now, last_used=last_used)
         for entry in entries:  # no other tier has it
-            front.room.mark_dirty(entry)
+            front.extents.mark_dirty(entry)
             self.queue.add(entry)
             if last_used is not None:
                 self.queue.fetched.add(entry)
@@ -218,10 +218,10 @@ class TieredStore(Blocks):
         else:
             pins = front.pin(owner, namespace, part, digests, now, buffer_sizes, view=view)
         hits = [digest for digest, pin in zip(digests, pins, strict=True) if pin.id]
-        if front.room.prefetched:
+        if front.extents.prefetched:
             for entry in front.index.blocks(namespace, part).get_all(hits):
                 if entry is not None:
-                    front.room.prefetched.read(entry)
+                    front.extents.prefetched.read(entry)
         self.index.hits[self.front_tier] += len(hits)
         self.index.touch_others(namespace, part, hits, now)
         if self.transfers.cache_tiers:
@@ -312,8 +312,8 @@ class TieredStore(Blocks):
 
     @property
     def is_writing_back(self) -> bool:
-        if not self.front.room.demotes:  # the tier below is lost: soon all of it may be evicted
-            return bool(self.front.room.dirty)
+        if not self.front.extents.demotes:  # the tier below is lost: soon all of it may be evicted
+            return bool(self.front.extents.dirty)
         return bool(self.queue.waiting or self.front.held.pinned_by(MOVER))
 
     # --- tiers that fail --------------------------------------------------------------------
@@ -331,7 +331,7 @@ class TieredStore(Blocks):
 
     def drop_lost(self, tier: int, part: int | None = None) -> Iterator[None]:
         """Remove and announce what an offline tier or a lost part has, in steps; may begin anew."""
-        if part is None and not self.front.room.demotes:
+        if part is None and not self.front.extents.demotes:
             yield from self.queue.forget(self._dropping.get(tier))
         store = self.stores[tier]
         for index, entries in store.index.inventory_steps():
@@ -386,21 +386,21 @@ class TieredStore(Blocks):
     @property
     def stored(self) -> int:
         """Approximate number of sealed blocks: one that waits for writing back may count twice."""
-        return self.backing.index.stored + self.front.room.dirty + len(self.queue.unwritten)
+        return self.backing.index.stored + self.front.extents.dirty + len(self.queue.unwritten)
 
     @property
     def used_bytes(self) -> int:
         backing = self.backing.allocator
-        return min(backing.allocated + self.front.room.dirty_bytes, backing.capacity)
+        return min(backing.allocated + self.front.extents.dirty_bytes, backing.capacity)
 
     @property
     def figures(self) -> dict[str, int]:
         """With write-back also what memory dropped without writing it to the backing tier, because
         its session had ended or its branch was superseded."""
-        room = self.front.room
-        found = {**super().figures, "dirty_bytes": room.dirty_bytes}
+        extents = self.front.extents
+        found = {**super().figures, "dirty_bytes": extents.dirty_bytes}
         if self.queue.write_back is not None:
-            found |= {"spared_writes": room.spared, "spared_write_bytes": room.spared_bytes}
+            found |= {"spared_writes": extents.spared, "spared_write_bytes": extents.spared_bytes}
         return found
 
     @property
@@ -444,6 +444,6 @@ class TieredStore(Blocks):
         if kept and not (event is Event.EVICT and self.queue.is_given_up(found)):
             # The backing tier lost its copy because that was corrupt: write it again. Or, with
             # write-back, it evicted what memory still uses, perhaps below blocks that are dirty.
-            self.front.room.mark_dirty(found)
+            self.front.extents.mark_dirty(found)
             self.queue.add(found)
         return False

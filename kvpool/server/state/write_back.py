@@ -17,7 +17,7 @@ from typing import Final
 from kvpool.errors import InvariantViolated
 from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.state.entry import ANCESTORS_MAX, Entry
-from kvpool.server.state.front_store import FrontRoom
+from kvpool.server.state.front_store import FrontExtents
 
 #: The share of the memory that may be dirty. The rest can be given to writers at once.
 DIRTY_SHARE: Final = 3 / 4
@@ -36,7 +36,7 @@ class WriteBack:
     more than ANCESTORS_MAX blocks are dirty, which go in stretches).
     """
 
-    def __init__(self, front: FrontRoom, queue: OrderedDict[Entry, None]) -> None:
+    def __init__(self, front: FrontExtents, queue: OrderedDict[Entry, None]) -> None:
         """`queue` has the dirty blocks that are not on their way; it is kept by the caller, who
         calls `queued` for each that enters it."""
         self._front = front

@@ -33,7 +33,7 @@ class WritebackQueue:
     """
 
     def __init__(self, front: FrontStore, *, write_back: bool) -> None:
-        self._room = front.room
+        self._extents = front.extents
         self._held = front.held
         #: Not a dict, see `unwritten`.
         self.dirty: OrderedDict[Entry, None] = OrderedDict()
@@ -49,7 +49,7 @@ class WritebackQueue:
         #: Evicted by the backing tier and kept by memory: their last use at that time.
         self._written_again: dict[Entry, int] = {}
         #: None: write-through. What is in the queue is written as soon as possible.
-        self.write_back = WriteBack(self._room, self.dirty) if write_back else None
+        self.write_back = WriteBack(self._extents, self.dirty) if write_back else None
 
     def __len__(self) -> int:
         return len(self.dirty) + len(self.unwritten)
@@ -63,7 +63,7 @@ class WritebackQueue:
     @property
     def due_bytes(self) -> int:
         """How much is to be written back now; blocks of a tier that was read-only are overdue."""
-        if not self._room.demotes:
+        if not self._extents.demotes:
             return 0
         if self.write_back is None or self.unwritten:
             return _ALL
@@ -74,13 +74,13 @@ class WritebackQueue:
         """True when writers must soon wait for the backing tier: too much of memory is dirty."""
         if self.write_back is not None:
             return self.write_back.is_late
-        return self._room.dirty_bytes * 4 > self._room.allocator.capacity
+        return self._extents.dirty_bytes * 4 > self._extents.allocator.capacity
 
     def add(self, entry: Entry) -> None:
         """A dirty block is to be written when its turn comes."""
         if self.read_only:
             self.unwritten[entry] = None
-            self._room.mark_clean(entry)
+            self._extents.mark_clean(entry)
         else:
             self.dirty[entry] = None
             if self.write_back is not None:
@@ -94,12 +94,12 @@ class WritebackQueue:
             entry, _ = self.dirty.popitem(last=False)
         else:
             entry, _ = self.unwritten.popitem(last=False)
-            self._room.mark_dirty(entry)
+            self._extents.mark_dirty(entry)
         return entry
 
     def done(self, entry: Entry) -> None:
         """The backing tier has the block, or refuses it: memory may evict it."""
-        self._room.mark_clean(entry)
+        self._extents.mark_clean(entry)
         self.fetched.discard(entry)
 
     def left(self, entry: Entry) -> None:
@@ -176,7 +176,7 @@ class WritebackQueue:
 
     def end(self) -> WriteBack | None:
         """The backing tier is lost: nothing is due any more. `forget` takes what this returns."""
-        self._room.demotes = self._room.drops_useless = self.read_only = False
+        self._extents.demotes = self._extents.drops_useless = self.read_only = False
         write_back, self.write_back = self.write_back, None
         return write_back
 
@@ -185,7 +185,7 @@ class WritebackQueue:
         for queue in (self.dirty, self.unwritten):
             while queue:
                 for _ in range(min(DROPPED_STEP, len(queue))):
-                    self._room.mark_clean(queue.popitem(last=False)[0])
+                    self._extents.mark_clean(queue.popitem(last=False)[0])
                 yield
         if write_back is not None:
             yield from write_back.forget()

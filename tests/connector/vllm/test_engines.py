@@ -287,7 +287,7 @@ def test_sessions_and_hints_reach_the_pool(reader: Engine, shared_pool: LocalPoo
     reader.generate(prompts, params={"session_id": "a chat", "resume_in_s": 30.0})
     shared_pool.settled()
     (server,) = shared_pool.dev.servers
-    wait_for(lambda: server.store.room.policy.figures.get("hints_accepted", 0) > 0)
+    wait_for(lambda: server.store.extents.policy.figures.get("hints_accepted", 0) > 0)
     bad = reader.generate(prompts, params={"session_id": 7, "resume_in_s": "soon"})
     assert bad["finish"] == ["length"]
     assert reader.metrics()["vllm:kvpool_bad_hints"] == 1

@@ -143,7 +143,7 @@ async def test_as_much_moves_as_is_written_and_then_they_are_alike() -> None:
                 lambda: max(fill_of(first), fill_of(second)) + 5 * SIZE / (1 << 20) <= 1,
                 within_s=10,
             )
-        evicted = sum(server.store.room.evicted for server in running.servers)
+        evicted = sum(server.store.extents.evicted for server in running.servers)
         assert evicted == 0, "nothing is lost while one has room"
 
         def alike() -> bool:
@@ -175,7 +175,7 @@ async def test_a_chain_for_which_another_one_would_evict_stays() -> None:
         await join(running)
         await asyncio.sleep(1.5)
         assert handed_over(first) == 0
-        assert newcomer.store.room.evicted == 0
+        assert newcomer.store.extents.evicted == 0
         await assert_readable(pool, theirs)
 
 

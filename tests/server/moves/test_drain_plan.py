@@ -50,7 +50,7 @@ def test_any_forest_is_handed_over_once_and_heads_first() -> None:
         for digest in rng.sample(known[1:], 100):
             entry = store.index.peek(ONE, 0, digest)
             assert entry is not None
-            store.room.policy.touch(entry, 1000.0 + rng.random())
+            store.extents.policy.touch(entry, 1000.0 + rng.random())
         order = [entry.digest for stretch in planned(store) for entry in stretch]
         assert sorted(order) == sorted(known[1:])
         place = {digest: number for number, digest in enumerate(order)}

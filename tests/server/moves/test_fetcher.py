@@ -219,9 +219,9 @@ async def test_blocks_that_a_client_wants_stay_in_a_full_server() -> None:
             entry = both.source.store.index.peek(NAMESPACE, 0, digest)
             assert entry is not None
             entry.last_used = 1
-        before = both.target.store.room.evicted
+        before = both.target.store.extents.evicted
         assert set(await both.fetch(more)) <= {NO_ROOM, FETCHED}
-        assert both.target.store.room.evicted == before
+        assert both.target.store.extents.evicted == before
 
 
 async def test_without_room_for_a_head_its_tail_stays_where_it_is() -> None:
@@ -236,7 +236,7 @@ async def test_without_room_for_a_head_its_tail_stays_where_it_is() -> None:
         assert head is not None
         assert room == 2
         assert await both.fetch([*chain, *other]) == [FETCHED, FETCHED, NO_ROOM, NO_ROOM, NO_ROOM]
-        assert both.target.store.room.evicted == 0
+        assert both.target.store.extents.evicted == 0
 
 
 async def test_what_waits_for_its_turn_does_not_become_younger(
@@ -261,9 +261,10 @@ async def test_what_waits_for_its_turn_does_not_become_younger(
         await asyncio.sleep(0.3)
         goes_on.set()
         assert await moved == [FETCHED] * 2 + [NO_ROOM] * 6
-        assert both.target.store.room.evicted == 0
+        assert both.target.store.extents.evicted == 0
         due = [
-            server.store.room.policy._sessions["one"].due for server in (both.source, both.target)
+            server.store.extents.policy._sessions["one"].due
+            for server in (both.source, both.target)
         ]
         assert due == [pytest.approx(due[0], abs=0.3)] * 2, "nor is the session expected later"
 
@@ -520,7 +521,7 @@ async def test_fetched_blocks_keep_their_session_and_when_it_resumes() -> None:
         entries = [store.index.peek(NAMESPACE, 0, digest) for digest in (*chain, *ended)]
         sessions = [one.session.name if one and one.session else "" for one in entries]
         assert sessions == ["one"] * 100 + [""] * 3
-        due = store.room.policy._sessions["one"].due
+        due = store.extents.policy._sessions["one"].due
         assert due is not None
         assert 50.0 < due - now() < 60.0
         assert not any(one.superseded_at for one in entries if one)
@@ -536,7 +537,7 @@ async def test_what_the_receiver_knows_of_a_session_stays() -> None:
         await both.put(chain, session_hint=SessionHint("one", 60.0))
         await both.put(more, both.target, session_hint=SessionHint("one", 5.0))
         assert await both.fetch(chain) == [FETCHED] * 4
-        due = both.target.store.room.policy._sessions["one"].due
+        due = both.target.store.extents.policy._sessions["one"].due
         assert due is not None
         assert due - now() < 5.0
 

@@ -143,7 +143,7 @@ def test_a_fetched_block_takes_the_place_of_an_older_one_only() -> None:
         write(store, [digest], 10.0 + number)
     assert fetch(store, "colder", 9.0, 100.0) is WriteStatus.NO_SPACE
     check_invariants(store)
-    assert store.room.evicted == 0
+    assert store.extents.evicted == 0
     assert fetch(store, "as cold", 10.0, 100.0) is WriteStatus.NO_SPACE
     assert fetch(store, "warmer", 10.5, 100.0) is WriteStatus.RESERVED
     assert store.index.peek(ONE, 0, old[0]) is None
@@ -159,7 +159,7 @@ def test_a_fetched_block_does_not_take_the_place_of_an_announced_session() -> No
     write(store, [key("a")], 10.0, session="agent", resume_in=60.0)
     write(store, [key("b")], 11.0, session="agent", resume_in=60.0)
     assert fetch(store, "fetched", 19.0, 20.0) in (WriteStatus.NO_SPACE, WriteStatus.BYPASSED)
-    assert store.room.evicted == 0
+    assert store.extents.evicted == 0
     check_invariants(store)
 
 
@@ -213,7 +213,7 @@ def test_a_block_that_the_disk_has_no_room_for_when_its_turn_comes_evicts_nothin
         (answer,) = stack.backing.reserve(9, request, 60.0 + number)
         stack.backing.seal_all(9, [answer.id], [7], 60.0 + number, from_other_tier=True)
     demote(stack, 70.0)
-    assert stack.backing.room.evicted == 0
+    assert stack.backing.extents.evicted == 0
     assert stack.peek(ONE, 0, key("fetched")) is not None, "in memory, until that is full"
 
 

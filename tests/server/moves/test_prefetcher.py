@@ -99,7 +99,7 @@ class Tiers(Server):
 
     @property
     def blocks(self) -> PrefetchedBlocks:
-        return self.stack.front.room.prefetched
+        return self.stack.front.extents.prefetched
 
     def in_memory(self, chain: Sequence[bytes]) -> list[bool]:
         return [self.stack.front.index.peek(ONE, 0, digest) is not None for digest in chain]
@@ -135,7 +135,7 @@ def test_what_nobody_reads_is_evicted_next() -> None:
     tiers.prefetch(old[:2])
     assert tiers.in_memory(new) == [True] * 6 + [False] * 2
     tiers.now += prefetches.HOLD_S
-    tiers.stack.front.room.drop_lapsed(tiers.now)
+    tiers.stack.front.extents.drop_lapsed(tiers.now)
     assert (tiers.blocks.wasted, tiers.blocks.bytes) == (2 * PAGE, 0)
     tiers.store(keys("more", 2))
     assert tiers.in_memory(old[:2]) == [False, False]
@@ -264,7 +264,7 @@ def test_giving_up_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     tiers.prefetch(old)
     assert len(tiers.blocks.give_up(lambda entry: True)) == 3
     assert [entry.digest for entry in tiers.blocks] == old[:1], "tails first"
-    assert len(FrontStore(PAGE).room.prefetched.give_up(lambda entry: True)) == 0
+    assert len(FrontStore(PAGE).extents.prefetched.give_up(lambda entry: True)) == 0
 
 
 # --- a server ----------------------------------------------------------------------------

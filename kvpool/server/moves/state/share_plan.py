@@ -103,7 +103,7 @@ class SharePlan:
     def is_end(self, entry: Entry) -> bool:
         """Whether a chain ends here that may be read again: nobody reads the blocks of sessions
         that have ended, and of superseded branches, so these stay."""
-        policy = self._store.stores[entry.index.tier].room.policy
+        policy = self._store.stores[entry.index.tier].extents.policy
         return not _children(self._store, entry) and not policy.is_over(entry)
 
     def add(self, end: Entry, first: Entry) -> None:

@@ -30,14 +30,14 @@ _SEARCHES: Final = 8
 ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
 
 
-class BlockRoom:
+class Extents:
     """The memory of one tier, in extents, and the order in which blocks leave it.
 
     A STORED block without pins and children *may* be evicted: then it is a candidate of the policy
     (`testing.invariants`), and `evictable` is asked again before it goes.
     """
 
-    #: Blocks sealed here must be copied to another tier before they may go: in a `FrontRoom` only.
+    #: Blocks sealed here must be copied to another tier before they may go: of `FrontExtents` only.
     demotes = False
     dirty = 0  # those that must still be copied
 
