@@ -1,6 +1,7 @@
 """The block server: puts the parts together, starts them in order, and closes them in order.
 
 context.py       what the connections share: the store, its memory, the counters
+clients.py       who is connected, and holds how much
 connection.py    one client's reservations and pins
 extension.py     what a server can do besides: moves/ between servers, tenancy.py, removal.py
 announcer.py     one master's view of this server; outbox.py has what it has yet to hear
@@ -34,6 +35,7 @@ from kvpool.protocols import (
 from kvpool.protocols.policy import Policy
 from kvpool.runtime import Host, this_host
 from kvpool.server.announcer import Announcer, Identity
+from kvpool.server.clients import HeldByClient
 from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions, ServerParts
@@ -222,12 +224,10 @@ class BlockServer:
     def connect(self, peer: Peer) -> Connection:
         """One more client. Raises Overloaded when it may not have one more connection."""
         context = self._context
-        peer = _as_shown(peer)
-        context.admit(peer, asyncio.get_running_loop().time())
         self._connection_id += 1
-        connection = ServerConnection(context, self.extensions, self._connection_id, peer)
-        context.connected(connection)
-        return connection
+        held = HeldByClient(context.store, self._connection_id, _as_shown(peer))
+        context.clients.admit(held, asyncio.get_running_loop().time())
+        return ServerConnection(context, self.extensions, held)
 
     def count(self, event: str) -> None:
         self._context.counters[event] += 1
@@ -244,7 +244,7 @@ class BlockServer:
         context, store = self._context, self._context.store
         self.guard.flush(now)
         front, base = store.front, store.backing
-        clients = context.clients(now)
+        clients = context.clients.usage(now)
         stats = ServerStats(
             used=store.used_bytes,
             blocks=store.stored,
@@ -262,7 +262,7 @@ class BlockServer:
                 "refused_connections": 0,
                 "rejected_victims": 0,
                 **context.counters,
-                "connections": len(context.connections),
+                "connections": len(context.clients.connections),
                 "connections_max": self._config.connections_max,
                 "dropped_corrections": store.change_log.missed.shares.refused.total()
                 + sum(one.outbox.missed.shares.refused.total() for one in context.announcers),

@@ -12,14 +12,13 @@ from typing import Final, cast
 
 from kvpool import logs
 from kvpool.checksum import block_seed, hasher, namespace_seed
-from kvpool.errors import Overloaded
-from kvpool.protocols import DeviceAddressable, Peer, ReserveRequest
+from kvpool.protocols import DeviceAddressable, ReserveRequest
+from kvpool.server.clients import HeldByClient
 from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions
 from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.server.state.entry import Entry
 from kvpool.types import (
-    ClientUsage,
     DrainOrder,
     DrainReport,
     Extent,
@@ -48,32 +47,24 @@ _REMOVE_VISIBLE_S: Final = 1.0
 _PIN_WAIT_S: Final = 0.05
 _NO_ROOM: Final = Pin(ReadStatus.REFUSED)
 _ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
-#: A client that moves no byte for so long is cut off while others wait for what it holds.
-STALLED_S: Final = 2.0
 
 
 class ServerConnection:
-    """One client's connection: all that it has reserved and pinned is freed when it closes.
+    """One client's connection: all that it has reserved and pinned is freed when it closes."""
 
-    `id` names it in the store, where it owns reservations and pins.
-    """
-
-    def __init__(self, context: ServerContext, extensions: Extensions, id: int, peer: Peer) -> None:
-        self.peer = peer
+    def __init__(self, context: ServerContext, extensions: Extensions, held: HeldByClient) -> None:
+        self.peer = peer = held.peer
+        self._held = held
         self._context = context
         self._extensions = extensions
         self._store = context.store
-        self._id = id
-        #: What `peer.link` and the store showed when they were last looked at, and since when.
-        self._sample: object = None
-        self._sampled_at = 0.0
+        self._id = held.id
         self._loop = asyncio.get_running_loop()
         self._open = True
-        self._quarantined_bytes = 0
         #: Asked before the blocks of a tenant's client are reserved.
         self._writes = extensions.tenant_writes if peer.tenant else None
         if peer.tenant:
-            self._store.front.held.join_tenant(id, peer.tenant)
+            self._store.front.held.join_tenant(held.id, peer.tenant)
 
     async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
         now = self._loop.time()
@@ -337,9 +328,8 @@ class ServerConnection:
                 for pin in pins:
                     tier = self._store.front_tier if pin.tier is None else pin.tier
                     entry = self._store.stores[tier].index.blocks(namespace, part).get(digest)
-                    if pin.extent is not None and await self._is_corrupt(
-                        pin, pin.extent, block_seed(half, digest)
-                    ):
+                    seed = block_seed(half, digest)
+                    if await _is_corrupt(self._context, pin, seed):
                         corrupt[position] = True
                         bad.setdefault(tier, {})[digest] = entry
             finally:
@@ -358,69 +348,12 @@ class ServerConnection:
             await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
         return corrupt
 
-    async def _is_corrupt(self, pin: Pin, extent: Extent, seed: int) -> bool:
-        """Whether a pinned block has other bytes than its writer had. False where its tier cannot
-        be read."""
-        if pin.tier is None:
-            (data,) = self.views([extent])
-            return await _checksum_of(data, seed) != pin.checksum
-        got = await self._context.mover.checksum_in(pin.tier, extent, seed)
-        return got is not None and got != pin.checksum
-
     def device_tier(self, tier: int) -> DeviceAddressable:
         return cast(DeviceAddressable, self._context.tiers[tier])
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         view = self._context.memory.view
         return list(map(view, [e.offset for e in extents], [e.size for e in extents]))
-
-    def usage(self, now: float) -> ClientUsage | None:
-        """What it holds at the moment, for `kvpool status`; None if that is nothing."""
-        if not self._open:
-            return ClientUsage(
-                self.peer.name, self.peer.transport, quarantined_bytes=self._quarantined_bytes
-            )
-        held = self._store.holders(self._id)
-        pinned, reserved = sum(h.pinned_bytes for h in held), sum(h.reserved_bytes for h in held)
-        if not (pinned or reserved):
-            return None
-        return ClientUsage(
-            self.peer.name,
-            self.peer.transport,
-            pinned_bytes=pinned,
-            oldest_pin_s=max([0.0, *(now - h.pinned_at for h in held if h.pins)]),
-            reserved_bytes=reserved,
-        )
-
-    def cut_if_stalled(self, now: float) -> None:
-        """End the connection if it holds memory that may be taken back and moved no byte for
-        STALLED_S. Called while others wait (design: budgets)."""
-        held, link = self._store.holders(self._id), self.peer.link
-        if link is None or not held:
-            return
-        holds_pins = any(h.pinned_bytes and not h.views for h in held)
-        reserved = sum(h.reserved_bytes for h in held)
-        sample = (link.progress(), *((h.pinned_at, h.sealed_bytes) for h in held))
-        if not (holds_pins or reserved) or sample != self._sample:
-            self._sample, self._sampled_at = sample, now
-        elif now - self._sampled_at >= STALLED_S:
-            self._sampled_at = now
-            self._context.counters["cut_connections"] += 1
-            log.warning(
-                "client is cut off",
-                why="it moves no bytes, and others wait for the memory that it holds",
-                client=self.peer.name,
-                transport=self.peer.transport,
-                pinned_bytes=sum(h.pinned_bytes for h in held),
-                reserved_bytes=reserved,
-                stalled_s=STALLED_S,
-            )
-            link.hang_up(
-                Overloaded(
-                    f"no byte moved for {STALLED_S:g} s, and others waited for the memory that "
-                    "this connection held"
-                )
-            )
 
     def close(self, *, writer_may_be_alive: bool = False) -> bool:
         if not self._open:
@@ -429,9 +362,9 @@ class ServerConnection:
         front = self._store.front
         before = front.held.quarantined_bytes
         quarantined = self._store.drop_owner(self._id, writer_may_be_alive=writer_may_be_alive)
-        self._quarantined_bytes = front.held.quarantined_bytes - before
+        self._held.quarantined_bytes = front.held.quarantined_bytes - before
         if not quarantined:  # else it counts as connected, until its client has disconnected
-            self._context.disconnected(self)
+            self._context.clients.disconnected(self._held)
         else:
             log.warning(
                 "memory is in quarantine",
@@ -445,9 +378,21 @@ class ServerConnection:
         return quarantined
 
     def writer_exited(self) -> None:
-        self._context.disconnected(self)
+        self._context.clients.disconnected(self._held)
         self._store.front.writer_exited(self._id)
         self._context.on_change()
+
+
+async def _is_corrupt(context: ServerContext, pin: Pin, seed: int) -> bool:
+    """Whether a pinned block has other bytes than its writer had. False where its tier cannot be
+    read, and of what is not there."""
+    if (extent := pin.extent) is None:
+        return False
+    if pin.tier is None:
+        data = context.memory.view(extent.offset, extent.size)
+        return await _checksum_of(data, seed) != pin.checksum
+    got = await context.mover.checksum_in(pin.tier, extent, seed)
+    return got is not None and got != pin.checksum
 
 
 async def _checksum_of(data: memoryview, seed: int) -> int:

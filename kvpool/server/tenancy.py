@@ -95,7 +95,7 @@ class Tenancy(ServerExtension):
         rates = {one.name: one.rate for one in tenants.values()}
         self.guard.rates.replace(rates, asyncio.get_running_loop().time())
         ended: Counter[str] = Counter()
-        for connection in list(self._context.connections):
+        for connection in list(self._context.clients.connections):
             proved, link = connection.peer.proved, connection.peer.link
             if proved is None or proved.secret in self.guard.secrets_of(proved.tenant):
                 continue

@@ -27,7 +27,7 @@ from kvpool.checksum import block_seeds, checksum
 from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Link, Peer, ReserveRequest
 from kvpool.runtime import resident_bytes
-from kvpool.server import connection
+from kvpool.server import clients
 from kvpool.testing.invariants import check_invariants
 from kvpool.wire import messages as wire
 from kvpool.wire.envelopes import cluster_id, encode_envelope, with_size
@@ -429,7 +429,7 @@ async def test_a_silent_writer_ends_when_others_wait_for_its_memory(
 ) -> None:
     """It has more than half of what writers may reserve, and no byte of it comes any more."""
     (server,) = watched.servers
-    monkeypatch.setattr(connection, "STALLED_S", 0.2)
+    monkeypatch.setattr(clients, "STALLED_S", 0.2)
     size = 12 << 20
     async with raw(watched, scheme) as peer, watched.pool() as pool:
         await peer.send(HELLO + encode_frame(*wire.encode(write(key("a"), size=size)), size))
@@ -471,7 +471,8 @@ async def test_a_write_that_arrives_is_no_idle_connection(watched: dev.Dev, sche
     whole = frame(write(key("a")), bytes(64))
     async with raw(watched, scheme) as peer:
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
-        idle = {c for c in server._context.connections if c.peer.link.idle_since() is not None}  # type: ignore[union-attr]
+        links = {one: one.peer.link for one in server._context.clients.connections}
+        idle = {one for one, link in links.items() if link and link.idle_since() is not None}
         await peer.send(whole[:-1])
         await eventually(lambda: server.store.held.reservations == 1)
         (busy,) = [c for c in idle if c.peer.link.idle_since() is None]  # type: ignore[union-attr]

@@ -144,8 +144,6 @@ LONG_FILES = {
 WIDE_CLASSES = {
     "kvpool/client/servers.py:Servers": (29, 15),
     "kvpool/server/block_server.py:BlockServer": (25, 18),
-    "kvpool/server/connection.py:ServerConnection": (28, 15),
-    "kvpool/server/context.py:ServerContext": (25, 16),
     "kvpool/server/eviction/session_hints.py:SessionAwarePolicy": (37, 15),
     "kvpool/server/eviction/tenant_orders.py:TenantOrders": (26, 15),
     "kvpool/server/moves/peer_servers.py:PeerServers": (25, 16),

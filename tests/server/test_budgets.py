@@ -14,7 +14,7 @@ from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.errors import Overloaded
 from kvpool.protocols import Peer, ReserveRequest
-from kvpool.server import connection, context
+from kvpool.server import clients
 from kvpool.server.block_server import default_reserved_max
 from kvpool.server.state.budget import START, Budget, Limits
 from kvpool.server.state.entry import MOVER, Owner
@@ -421,8 +421,8 @@ def large(each: int = SIZE // 2) -> Limits:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers cut stalled clients after 0.5 s."""
-    monkeypatch.setattr(connection, "STALLED_S", 0.5)
-    monkeypatch.setattr(context, "SAMPLE_S", 0.05)
+    monkeypatch.setattr(clients, "STALLED_S", 0.5)
+    monkeypatch.setattr(clients, "SAMPLE_S", 0.05)
 
 
 @pytest.fixture
@@ -595,7 +595,7 @@ async def test_a_writer_that_sends_its_bytes_leaves_nothing_in_quarantine(
         reserved = await peer.ask(reserve(key("a"), size=BLOCK), wire.Reserved)
         assert (len(reserved.ids), reserved.offsets) == (1, [])
         await peer.send(payload(BLOCK)[: BLOCK // 2])
-        (link,) = (one.peer.link for one in server._context.connections)
+        (link,) = (one.peer.link for one in server._context.clients.connections)
         link.hang_up(Overloaded("enough"))
         await eventually(lambda: server.store.held.reservations == 0)
         assert (server.store.held.quarantined, server.store.allocator.allocated) == (0, 0)
@@ -656,11 +656,11 @@ async def test_a_reader_that_was_cut_reads_again(
 
         async def interrupted(self: CopyPool, jobs: object, **options: object) -> object:
             if not cuts:
-                for one in list(server._context.connections):
-                    holder = server.store.held.known(one._id)  # type: ignore[attr-defined]
+                for one in list(server._context.clients.connections):
+                    holder = server.store.held.known(one.id)
                     if holder is not None and holder.pins:
                         cuts.append(one)
-                        one.peer.link.hang_up(connection.Overloaded("test"))  # type: ignore[attr-defined]
+                        one.peer.link.hang_up(Overloaded("test"))  # type: ignore[attr-defined]
                 await eventually(lambda: server.store.held.pins == 0)
                 for entry in server.store.index.inventory():  # another writer has the memory now
                     kept = bytes(server.tier.view(entry.offset, 64))  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from kvpool import ClientConfig, Cluster, Pool, ReadStatus, WriteStatus, dev, re
 from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.doctor import crowded
 from kvpool.runtime import Host, this_host
-from kvpool.server.state.connection_shares import SHARE_MIN, ConnectionShares
+from kvpool.server.clients import SHARE_MIN, ConnectionShares
 from kvpool.types import Member, ServerStats
 from tests.conftest import NAMESPACE, buffers, key, keys, values
 
@@ -25,7 +25,7 @@ Connects = Callable[[str], AbstractAsyncContextManager[Pool]]
 async def clients(request: pytest.FixtureRequest) -> AsyncIterator[tuple[dev.Dev, Connects]]:
     """A server with LIMIT connections, and what makes clients of it in processes of that name."""
     async with dev.serve("32MiB") as running:
-        running.servers[0]._context.shares.limit = LIMIT
+        running.servers[0]._context.clients.shares.limit = LIMIT
         config = ClientConfig(masters=[running.address], transports=[request.param])
 
         @asynccontextmanager

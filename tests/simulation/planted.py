@@ -281,9 +281,9 @@ BUGS: Sequence[Bug] = (
     Bug(
         "stalled-clients-stay",
         "G9",
-        _CONNECTION,
-        "        elif now - self._sampled_at >= STALLED_S:\n",
-        "        elif now - self._sampled_at >= STALLED_S * 1e6:\n",
+        "kvpool.server.clients",
+        "        if now - self._sampled_at < STALLED_S:\n",
+        "        if now - self._sampled_at < STALLED_S * 1e6:\n",
     ),
     # --- writes that begin before their place is known
     Bug(

@@ -190,7 +190,7 @@ async def test_a_name_of_another_client_takes_no_share_of_its_connections(
         )
         await peer.ask(own, wire.Reserved)
         assert [one.name for one in pool.server.stats(0.0).clients] == ["@blue/raw"]
-        shares = pool.server._context.shares
+        shares = pool.server._context.clients.shares
         assert shares.held("@blue/") == 1
         assert shares.held("raw") == 0
 

@@ -68,12 +68,12 @@ async def test_a_tenants_client_takes_tcp_where_an_operators_maps_memory(pool: T
         assert got == FOREIGN
         async with acme.read_view(MODEL, CHAIN) as views:
             assert not any(one.status.hit for one in views)
-        transports = {one.peer.transport for one in pool.server._context.connections}
+        transports = {one.peer.transport for one in pool.server._context.clients.connections}
         assert transports == {"tcp"}
         assert not acme.counters["failed_shm"]
     async with await pool.client(OPERATOR, **settings) as operator:
         await operator.read(Namespace("@acme/llama"), CHAIN, buffers(4, len(SECRET_BYTES)))
-        transports = {one.peer.transport for one in pool.server._context.connections}
+        transports = {one.peer.transport for one in pool.server._context.clients.connections}
         assert "shm" in transports
 
 

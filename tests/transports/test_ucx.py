@@ -424,7 +424,7 @@ async def test_more_clients_than_a_server_takes(installed: None) -> None:
         config = ClientConfig(masters=[running.address], transports=["ucx"])
         pool = await s.enter_async_context(running.pool(config))
         chain = await stored(pool, "before", 2)
-        free = 1024 - len(server._context.connections)
+        free = 1024 - len(server._context.clients.connections)
         held = [server.connect(Peer(f"test-{number}")) for number in range(free)]
         late = await s.enter_async_context(running.pool(config))
         written = await admin(late).write_to(
