@@ -45,9 +45,7 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Write: _OWN,
     wire.Read: _OWN,
     wire.Data: _NO_REQUEST,
-    wire.Pinned: _NO_REQUEST,
     wire.Unpin: _ANSWERED,  # what this connection has pinned
-    wire.Unpinned: _NO_REQUEST,
     wire.Remove: _OWN,
     wire.ReportCorruption: _OWN,
     wire.Propose: _OPERATOR,  # only servers fetch

@@ -29,7 +29,7 @@ from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX
 from kvpool.wire.messages import TYPES, Error
 
 #: All processes of a pool speak the same (design: streams).
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 BODY_SIZE_MAX: Final = 1 << 20
 PAYLOAD_SIZE_MAX: Final = BATCH_BLOCKS_MAX * BLOCK_SIZE_MAX
 HEADER_SIZE: Final = 16

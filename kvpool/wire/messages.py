@@ -217,7 +217,7 @@ class Write(Keys, frozen=True, omit_defaults=True):
 
 
 class Read(Keys, frozen=True, omit_defaults=True):
-    """Blocks to be sent (`Data`), or with shm to be pinned (`Pinned`).
+    """Blocks to be sent, or with shm to be pinned.
 
     With `view` the client uses the pinned memory itself, not a copy of it. A client that reads
     `to_device` can receive from memory of a device, and answers a `SendToken` before the `Data`.
@@ -229,31 +229,26 @@ class Read(Keys, frozen=True, omit_defaults=True):
     to_device: bool = False
 
 
-class Data(Message, frozen=True):
-    """A status byte per block; sizes and checksums of the hits, whose bytes are the payload."""
+class Data(Message, frozen=True, omit_defaults=True):
+    """A status byte per block; sizes and checksums of the hits, whose bytes are the payload.
+
+    With shm there is none: the hits lie at `offsets`, and stay pinned until `Unpin` or EOF.
+    """
 
     statuses: Statuses
     sizes: Counts
     checksums: Hashes
-
-
-class Pinned(Message, frozen=True):
-    """A status byte per block; where the hits lie. They stay pinned until `Unpin` or EOF."""
-
-    statuses: Statuses
-    offsets: Counts
-    sizes: Counts
-    checksums: Hashes
+    offsets: Counts = []
 
 
 class Unpin(Message, frozen=True, omit_defaults=True):
-    """The reader has finished with every block pinned on this stream. Answered only if it asks."""
+    """The reader has finished with every block pinned on this stream.
+
+    Answered only if it asks, by a `StatusReply` of no blocks: they were pinned until this came
+    (design: budgets).
+    """
 
     confirm: bool = False
-
-
-class Unpinned(Message, frozen=True):
-    """The blocks of this stream were pinned until its `Unpin` came (design: budgets)."""
 
 
 class Remove(Keys, frozen=True, omit_defaults=True):
@@ -754,13 +749,11 @@ TYPES: Final[dict[type[Message], int]] = {
     StatusReply: 8,
     Read: 9,
     Data: 10,
-    Pinned: 11,
     Unpin: 12,
     Remove: 13,
     ReportCorruption: 14,
     Challenge: 16,
     Proof: 17,
-    Unpinned: 18,
     Propose: 19,
     Proposed: 20,
     Fetch: 21,

@@ -204,9 +204,7 @@ async def test_many_requests_at_once_let_others_in(watched: dev.Dev, scheme: str
                 turns += 1
 
         other = asyncio.create_task(others())
-        answer = frame(
-            wire.Data(b"\1", [], []) if scheme == "tcp" else wire.Pinned(b"\1", [], [], [])
-        )
+        answer = frame(wire.Data(b"\1", [], []))
         await peer._exactly(asked * len(answer))
         other.cancel()
     assert turns >= asked
@@ -493,7 +491,7 @@ async def test_pins(watched: dev.Dev, name: str) -> None:
     (server,) = watched.servers
     async with raw(watched, "shm") as peer:
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
-        await peer.ask(read(*CHAIN), wire.Pinned)
+        await peer.ask(read(*CHAIN), wire.Data)
         assert server.store.held.pins == 3
         await peer.send(PINNED[name])
         assert await peer.refusal() in ("BadMessage", "BadFrame")
@@ -504,7 +502,7 @@ async def test_a_small_write_lets_go_of_what_the_read_before_it_held(watched: de
     (server,) = watched.servers
     async with raw(watched, "shm") as peer:
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
-        await peer.ask(read(*CHAIN), wire.Pinned)
+        await peer.ask(read(*CHAIN), wire.Data)
         await peer.send(frame(write(key("a")), bytes(64))[:-1])
         await eventually(lambda: server.store.held.reservations == 1)
         assert server.store.held.pins == 0
@@ -517,8 +515,8 @@ async def test_a_request_lets_go_of_what_the_one_before_it_held(
     (server,) = watched.servers
     async with raw(watched, "shm") as peer:
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
-        await peer.ask(read(*CHAIN), wire.Pinned)
-        await peer.ask(request_, wire.Pinned if pins else wire.Reserved)
+        await peer.ask(read(*CHAIN), wire.Data)
+        await peer.ask(request_, wire.Data if pins else wire.Reserved)
         assert server.store.held.pins == pins
 
 

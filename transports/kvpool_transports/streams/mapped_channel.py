@@ -23,7 +23,7 @@ from kvpool.types import (
     WriteStatus,
     rows_of,
 )
-from kvpool.wire.messages import Pinned, Unpin, Unpinned
+from kvpool.wire.messages import Data, StatusReply, Unpin
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
@@ -142,7 +142,7 @@ class MappedChannel(SideRequests):
                     # Not verified, or not right: were the blocks pinned until now? A server takes
                     # the pins of a client back that was frozen for long (design: budgets).
                     await stream.send(Unpin(confirm=True), deadline=deadline)
-                    await stream.expect(Unpinned, deadline=deadline)
+                    await stream.expect(StatusReply, deadline=deadline)
         if not hits:
             return [ReadResult(status) for status in statuses]
         expected = pinned.checksums if options.verify else [0] * len(hits)
@@ -199,9 +199,9 @@ class MappedChannel(SideRequests):
         deadline: float,
         *,
         view: bool = False,
-    ) -> tuple[list[ReadStatus], Pinned, list[int], list[memoryview]]:
+    ) -> tuple[list[ReadStatus], Data, list[int], list[memoryview]]:
         await stream.send(requests.read_request(options, blocks, view=view), deadline=deadline)
-        pinned = await stream.expect(Pinned, deadline=deadline)
+        pinned = await stream.expect(Data, deadline=deadline)
         if options.idle_timeout is not None:
             options.idle_timeout.disarm()
         statuses = requests.read_statuses(pinned.statuses, len(blocks))

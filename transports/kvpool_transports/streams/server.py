@@ -51,7 +51,6 @@ from kvpool.wire.messages import (
     Holdings,
     HoldingsReply,
     Message,
-    Pinned,
     Prefetch,
     Proof,
     Propose,
@@ -66,7 +65,6 @@ from kvpool.wire.messages import (
     Seal,
     StatusReply,
     Unpin,
-    Unpinned,
     Welcome,
     Write,
     checked_namespace,
@@ -255,7 +253,7 @@ class StreamSession:
                     self._unpin_previous(self._connection)
                     if frame.type == TYPES[Unpin]:
                         if decode(Unpin, frame.type, frame.body).confirm:
-                            await self._send(Unpinned())
+                            await self._send(StatusReply(b""))
                         continue
                 # Work for a client that has hung up must end: it may wait for space for seconds.
                 async with self.stream.cancel_on_disconnect():
@@ -605,11 +603,11 @@ class StreamSession:
         """
         extents = [pin.extent for pin in pins if pin.extent is not None]
         await self._send(
-            Pinned(
+            Data(
                 bytes([pin.status for pin in pins]),
-                [extent.offset for extent in extents],
                 [extent.size for extent in extents],
                 [pin.checksum for pin in pins if pin.status is ReadStatus.HIT],
+                [extent.offset for extent in extents],
             )
         )
 
