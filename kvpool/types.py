@@ -621,7 +621,7 @@ class Figure(NamedTuple):
     grows: bool = False
 
 
-class TierUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class TierUsage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One tier of a server: how full it is, and how much is read and written.
 
     Sizes are bytes. `read_s` and `write_s` are the seconds in which at least one transfer ran.
@@ -658,7 +658,7 @@ class TierUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     files_out: Annotated[Count, Figure("files_out", "out of service, or taking no writes")] = 0
 
 
-class ClientUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ClientUsage(msgspec.Struct, frozen=True, omit_defaults=True):
     """The memory that one client keeps a server from reusing at the moment, over one transport.
 
     Bytes are the sum of its `connections` that hold any; `oldest_pin_s` is the age of its oldest
@@ -690,7 +690,7 @@ def program_of(session: str) -> str:
     return found[1] + found[2] if found is not None else ""
 
 
-class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Consumer(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one tenant, namespace or program has of a server, and what its readers got there.
 
     `by` is which of the three. An empty `name` is the pool itself, or no program; OTHERS stands for
@@ -712,7 +712,7 @@ class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     ] = {}
 
 
-class ServerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ServerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """The figures of one server, as every heartbeat carries them. Bytes, counts and seconds.
 
     A new figure is a field here, and a line in `BlockServer.stats`, which measures it: masters

@@ -1,9 +1,9 @@
 """Every message, and the one place that decodes them.
 
 Each type has its own bounded decoder; nothing is decoded untyped, nothing by union, nothing by
-name. Structs are maps that forbid unknown fields: in array form a deeply nested extra element
-raises RecursionError inside msgspec instead of a decoding error. `decode` maps everything that
-can come out of msgspec to `BadMessage`, so that any bytes either parse or raise `PeerError`.
+name. Structs are maps, and forbid unknown fields in all that an older peer must not misunderstand;
+see `Tolerant`. `decode` maps everything that can come out of msgspec to `BadMessage`, so that any
+bytes either parse or raise `PeerError`.
 
 Digests travel packed: one bytes object of `digest_size` each. A list of 640 bytes objects costs
 msgspec, both ends and the allocator more than the lookup itself.
@@ -105,6 +105,12 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
 
+class Tolerant(Message, frozen=True, forbid_unknown_fields=False):
+    """Base of answers and figures, in which a newer peer may say more than the receiver knows; not
+    of those that say where bytes lie. What changes the meaning of other fields is no such field: a
+    request has to ask for it."""
+
+
 class Keys(Message, frozen=True):
     """Blocks of one namespace; base of the messages that name some."""
 
@@ -146,7 +152,7 @@ class Proof(Message, frozen=True):
     proof: ProofBytes
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Tolerant, frozen=True):
     """The server is who it says; with shm, the size of the segment whose descriptors come along."""
 
     server: Name
@@ -189,7 +195,7 @@ class Seal(Message, frozen=True):
     wait_s: Seconds
 
 
-class StatusReply(Message, frozen=True):
+class StatusReply(Tolerant, frozen=True):
     """One byte per block or id: a `WriteStatus` (`Seal`, `Write`), a `MoveStatus` (`Fetch`,
     `Prefetch`), or 1 where one was removed (`Remove`, `ReportCorruption`).
 
@@ -288,7 +294,7 @@ class Propose(Keys, frozen=True):
     receiver: Name
 
 
-class Proposed(Message, frozen=True, omit_defaults=True):
+class Proposed(Tolerant, frozen=True, omit_defaults=True):
     """A status byte per block; of the hits sizes, checksums, parents (packed, as in `Reserve`), the
     seconds since their last use, and a byte each: with how many copies it was written.
 
@@ -333,7 +339,7 @@ class Drain(Message, frozen=True, omit_defaults=True):
     back_in_s: Seconds = 0.0
 
 
-class Drained(Message, frozen=True):
+class Drained(Tolerant, frozen=True):
     """How far it is. `state`: a `MoveStatus`, or none; `left`: namespace, reason, blocks, bytes."""
 
     state: Small | None
@@ -352,7 +358,7 @@ class Holdings(Message, frozen=True):
     parts: Annotated[int, Meta(ge=0, le=256)] = 0
 
 
-class HoldingsReply(Message, frozen=True):
+class HoldingsReply(Tolerant, frozen=True):
     """Name, parts, blocks and bytes of each, in order; with `more`, ask again after the last one.
     `begin`: where a removal of what is there now begins."""
 
@@ -373,7 +379,7 @@ class RemoveAll(Message, frozen=True):
     at: WireCursor
 
 
-class RemovedAll(Message, frozen=True):
+class RemovedAll(Tolerant, frozen=True):
     """What was removed; with `at`, ask again from there."""
 
     blocks: Count
@@ -381,7 +387,7 @@ class RemovedAll(Message, frozen=True):
     at: WireCursor | None
 
 
-class Error(Message, frozen=True):
+class Error(Tolerant, frozen=True):
     """The request was refused; the name of the error and a sentence. Both planes."""
 
     code: Name
@@ -416,7 +422,7 @@ class Register(ServerMessage, frozen=True, omit_defaults=True):
     blocks_max: Count = 0
 
 
-class Registered(Message, frozen=True, omit_defaults=True):
+class Registered(Tolerant, frozen=True, omit_defaults=True):
     """`hints_heard` is the number of the last hint so far: the server receives only later ones.
     Announcements go on from `sequence`.
 
@@ -433,7 +439,7 @@ class Registered(Message, frozen=True, omit_defaults=True):
     lasting: bool = False
 
 
-class Heartbeat(ServerMessage, frozen=True, omit_defaults=True):
+class Heartbeat(ServerMessage, frozen=True, omit_defaults=True, forbid_unknown_fields=False):
     """Sent regularly: the server is alive. With its statistics, the number of the last hint that it
     received (`hints_heard`), and that of its last announcement (`sequence`). `hint_answers` are of
     sessions that have blocks here.
@@ -449,7 +455,7 @@ class Heartbeat(ServerMessage, frozen=True, omit_defaults=True):
     hint_answers: Annotated[list[WireHintAnswer], Meta(max_length=HINT_ANSWERS_MAX)] = []
 
 
-class HeartbeatReply(Message, frozen=True, omit_defaults=True):
+class HeartbeatReply(Tolerant, frozen=True, omit_defaults=True):
     """False asks the server to register and send its inventory.
 
     The reply to a heartbeat has the hints after `hints_heard`, and the number of the last one; the
@@ -495,7 +501,7 @@ class Inventory(ServerMessage, frozen=True):
     changes: Annotated[list[BlockChanges], Meta(max_length=ANNOUNCED_BLOCKS_MAX)]
 
 
-class Announced(Message, frozen=True, omit_defaults=True):
+class Announced(Tolerant, frozen=True, omit_defaults=True):
     """False: there is a gap, send the inventory.
 
     For `unlisted` blocks of this message the map has no room; `problem` is the limit.
@@ -537,7 +543,7 @@ class FindChain(Keys, frozen=True, omit_defaults=True):
     observes: bool = False
 
 
-class FindReply(Message, frozen=True, omit_defaults=True):
+class FindReply(Tolerant, frozen=True, omit_defaults=True):
     """Runs of blocks, and a status byte for each position that is in none (with `prefix`, one).
 
     With `more` it is about the first blocks only, as many as fit well into a message: runs and
@@ -564,7 +570,7 @@ class Place(Keys, frozen=True, omit_defaults=True):
     session: SessionName = ""
 
 
-class PlaceReply(Message, frozen=True):
+class PlaceReply(Tolerant, frozen=True):
     """Servers, best first; a byte per block: how many copies the pool has."""
 
     servers: Annotated[list[Name], Meta(max_length=4096)]
@@ -577,7 +583,7 @@ class Members(Message, frozen=True):
     after: Name = ""
 
 
-class MemberInfo(Message, frozen=True, omit_defaults=True):
+class MemberInfo(Tolerant, frozen=True, omit_defaults=True):
     """One server; `stats` are those of its last heartbeat."""
 
     server: Name
@@ -592,7 +598,7 @@ class MemberInfo(Message, frozen=True, omit_defaults=True):
     left: bool = False
 
 
-class MembersReply(Message, frozen=True):
+class MembersReply(Tolerant, frozen=True):
     """As many as fit well into one message; with `more`, ask again after the last one."""
 
     master: Name
@@ -610,7 +616,7 @@ class Hint(Message, frozen=True):
     resume_s: Seconds | None
 
 
-class HintReply(Message, frozen=True):
+class HintReply(Tolerant, frozen=True):
     """Whether this master passes it on."""
 
     accepted: bool
@@ -622,7 +628,7 @@ class ExplainSession(Message, frozen=True):
     session: Annotated[SessionName, Meta(min_length=1)]
 
 
-class SessionExplained(Message, frozen=True):
+class SessionExplained(Tolerant, frozen=True):
     """The last hint of each kind, as its age and `resume_s`; and for each server that has answered,
     its name, whether it follows the last one, and the age of that."""
 
@@ -634,7 +640,7 @@ class Explain(Keys, frozen=True):
     pass
 
 
-class Explained(Message, frozen=True, omit_defaults=True):
+class Explained(Tolerant, frozen=True, omit_defaults=True):
     """Per block: status, sentence, replicas. With `more` of the first ones only, as many as fit
     well: ask again for the others."""
 
@@ -652,7 +658,7 @@ class Namespaces(Message, frozen=True):
     parts: Annotated[int, Meta(ge=0, le=256)] = 0
 
 
-class NamespacesReply(Message, frozen=True):
+class NamespacesReply(Tolerant, frozen=True):
     """Name, parts and blocks of each, as many as fit; with `more`, ask again after the last one."""
 
     namespaces: Annotated[
@@ -666,7 +672,7 @@ class Demands(Message, frozen=True):
     """What clients ask this master for."""
 
 
-class DemandsReply(Message, frozen=True):
+class DemandsReply(Tolerant, frozen=True):
     """`Demand` of the types: seconds of observation; name, parts, bytes and blocks of each live
     working set; blocks of all matches, and those found; bytes of the mean prompt of each set."""
 
@@ -682,7 +688,7 @@ class DemandsReply(Message, frozen=True):
     prompts: Annotated[list[Total], Meta(max_length=NAMESPACES_MAX)] = []
 
 
-class MapChange(Message, frozen=True, omit_defaults=True):
+class MapChange(Tolerant, frozen=True, omit_defaults=True):
     """One change at one server: `kind` is a `ChangeKind`. Digests are packed, as in `Keys`."""
 
     kind: Small
@@ -703,7 +709,7 @@ class Changes(Message, frozen=True):
     after: SequenceNumber
 
 
-class ChangesReply(Message, frozen=True):
+class ChangesReply(Tolerant, frozen=True):
     """Changes in order, of which the last one has the number `last`; with `more`, ask again.
 
     With `gap` there are none: it is not that stream, or it does not have what follows any more.
@@ -724,7 +730,7 @@ class Snapshot(Message, frozen=True):
     piece: Count = 0
 
 
-class SnapshotReply(Message, frozen=True):
+class SnapshotReply(Tolerant, frozen=True):
     """That part as it is after change `last` of the stream, and where to go on while there is
     `more`. The first one begins with every server."""
 
