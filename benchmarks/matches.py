@@ -92,7 +92,7 @@ def by_keys(packed: bytes) -> wire.Message:
 def by_marks(packed: bytes) -> wire.Message:
     marks = marks_of(packed, _DIGEST)[: len(packed) // _DIGEST // SPAN_BLOCKS - 1]
     rest = packed[len(marks) * SPAN_BLOCKS * _DIGEST :]
-    return wire.FindChain(NAMESPACE.name, 1, _DIGEST, rest, pack_marks(marks))
+    return wire.Find(NAMESPACE.name, 1, _DIGEST, rest, True, before=pack_marks(marks))
 
 
 class Asked(NamedTuple):

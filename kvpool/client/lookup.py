@@ -102,9 +102,7 @@ class _Page:
         self._unknown = False  # the last answer ended at a mark
         self._was_unknown = False  # an earlier one did
 
-    def question(
-        self, at: int, session: str, observes: bool
-    ) -> tuple[wire.Find | wire.FindChain, int]:
+    def question(self, at: int, session: str, observes: bool) -> tuple[wire.Find, int]:
         """About the blocks from position `at` on; and how many they are."""
         first, size = at // spans.SPAN_BLOCKS, self._size
         where = self._namespace.name, self._namespace.parts, size
@@ -125,12 +123,9 @@ class _Page:
         last = end // spans.SPAN_BLOCKS
         # What follows was asked for with the first question.
         behind = self._marks[last : last + wire.SPANS_MAX] if not at else []
-        if not known and not behind:
-            return wire.Find(*where, keys, True, session, observes), end - at
         before = spans.pack_marks(self._marks[first : first + known])
-        return wire.FindChain(
-            *where, keys, before, spans.pack_marks(behind), session, observes
-        ), end - at
+        marks = before, spans.pack_marks(behind)
+        return wire.Find(*where, keys, True, session, observes, *marks), end - at
 
     def learn(self, at: int, reached: int, *, missed: bool) -> None:
         """The answer to the last question, which was about the blocks from `at` on."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvpool import spans
+from kvpool.errors import BadMessage
 from kvpool.master.hints import NoHints
 from kvpool.master.state.change_ring import PAGE_SIZE, size_of
 from kvpool.master.state.demand import DemandMeter
@@ -58,7 +59,9 @@ class ClientRequests:
 
     def find(self, m: wire.Find) -> wire.FindReply:
         if m.prefix:
-            return self.match(m)
+            return self._match(m)
+        if m.before or m.behind:
+            raise BadMessage("marks of spans in a question that is no match")
         if m.session:
             self._hints.asked(m.session)
         namespace, digests = wire.unpack_question(m)
@@ -67,9 +70,9 @@ class ClientRequests:
             self._demand.asked(namespace, digests, self._now())
         return _found(runs, reasons, partial=self.partial)
 
-    def match(self, m: wire.Find | wire.FindChain) -> wire.FindReply:
+    def _match(self, m: wire.Find) -> wire.FindReply:
         namespace, chain = wire.unpack_chain(m)
-        behind = wire.unpacked_marks(m.behind) if isinstance(m, wire.FindChain) else ()
+        behind = wire.unpacked_marks(m.behind)
         if m.session:
             self._hints.asked(m.session)
         match = self._directory.match_chain(namespace, chain)

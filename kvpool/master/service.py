@@ -82,7 +82,6 @@ class Master:
         self._handle(wire.Inventory, self.servers.from_owner(self.servers.announce))
         self.clients = ClientRequests(directory, self.hints, self._now)
         self._handle(wire.Find, _from_anyone(self.clients.find))
-        self._handle(wire.FindChain, _from_anyone(self.clients.match))
         self._handle(wire.Place, _from_anyone(self.clients.place))
         self._handle(wire.Explain, _from_anyone(self.clients.explain))
         self._handle(wire.Namespaces, self.clients.namespaces)

@@ -67,8 +67,7 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Announce: _OPERATOR,
     wire.Inventory: _OPERATOR,
     wire.Announced: _NO_REQUEST,
-    wire.Find: _OWN,
-    wire.FindChain: _OWN,  # marks are looked up in its namespace
+    wire.Find: _OWN,  # marks are looked up in its namespace
     wire.FindReply: _NO_REQUEST,
     wire.Place: _OWN,
     wire.PlaceReply: _NO_REQUEST,

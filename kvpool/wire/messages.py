@@ -523,24 +523,17 @@ class Find(Keys, frozen=True, omit_defaults=True):
 
     With a `session`, a prompt of that session has arrived: as `Hint` with a `resume_s` of 0. Who
     only `observes` does not want the blocks: the question is no demand.
+
+    Of a match not all keys need be sent (design: match): `before` are marks of spans in front of
+    the keys, 8 bytes each, `behind` those of the spans that follow the keys: these are not looked
+    up, and count as asked for.
     """
 
     prefix: bool
     session: SessionName = ""
     observes: bool = False
-
-
-class FindChain(Keys, frozen=True, omit_defaults=True):
-    """A match of a chain of which not all keys are sent (design: match).
-
-    `before` are marks of spans in front of the keys, 8 bytes each, `behind` those of the spans that
-    follow the keys: these are not looked up, and count as asked for.
-    """
-
     before: Marks = b""
     behind: Marks = b""
-    session: SessionName = ""
-    observes: bool = False
 
 
 class FindReply(Tolerant, frozen=True, omit_defaults=True):
@@ -550,8 +543,8 @@ class FindReply(Tolerant, frozen=True, omit_defaults=True):
     bytes tell how many. Ask again for the others. A miss is `partial` of a master that was just
     started and does not have all inventories: another one may know the block.
 
-    An answer to `FindChain` that has no such byte, and ends inside of the spans of `before`: the
-    master does not know the next one, and has to be asked for the keys of its blocks.
+    An answer that has no such byte, and ends inside of the spans of `before`: the master does not
+    know the next one, and has to be asked for the keys of its blocks.
     """
 
     runs: Annotated[list[WireRun], Meta(max_length=DIGESTS_MAX)]
@@ -796,7 +789,6 @@ TYPES: Final[dict[type[Message], int]] = {
     ChangesReply: 57,
     Snapshot: 58,
     SnapshotReply: 59,
-    FindChain: 60,
     Holdings: 63,
     HoldingsReply: 64,
     RemoveAll: 65,
@@ -890,9 +882,7 @@ def unpack_keys(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
     return checked_namespace(keys.namespace, keys.parts), digests
 
 
-def unpack_question(
-    keys: Find | FindChain | Place | Explain,
-) -> tuple[Namespace, tuple[bytes, ...]]:
+def unpack_question(keys: Find | Place | Explain) -> tuple[Namespace, tuple[bytes, ...]]:
     """As `unpack_keys`, of a question to a master. Raises BadMessage, also for too many keys."""
     count = len(keys.digests) // keys.digest_size
     if count > QUESTION_KEYS_MAX:
@@ -900,13 +890,12 @@ def unpack_question(
     return unpack_keys(keys)
 
 
-def unpack_chain(keys: Find | FindChain) -> tuple[Namespace, MarkedChain]:
+def unpack_chain(keys: Find) -> tuple[Namespace, MarkedChain]:
     """Namespace and blocks of a chain, of which at least one has a key. Raises BadMessage."""
     count, rest = divmod(len(keys.digests), keys.digest_size)
     if rest or not 0 < count <= QUESTION_KEYS_MAX:
         unpack_question(keys)  # says what is wrong
-    before = unpacked_marks(keys.before) if isinstance(keys, FindChain) else ()
-    chain = MarkedChain(keys.digest_size, keys.digests, before)
+    chain = MarkedChain(keys.digest_size, keys.digests, unpacked_marks(keys.before))
     return checked_namespace(keys.namespace, keys.parts), chain
 
 

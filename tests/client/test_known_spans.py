@@ -35,7 +35,7 @@ class NearMaster:
 
     def __init__(self) -> None:
         self.master = Master(MasterConfig(), cast(Any, None))
-        self.asked: list[wire.Find | wire.FindChain] = []
+        self.asked: list[wire.Find] = []
         self.is_silent = False
         self._sent: dict[str, int] = {}
         for server in ("s", "t"):
@@ -50,7 +50,7 @@ class NearMaster:
         kind = wire.message_type(type)
         assert kind is not None
         message = wire.decode(kind, type, body)
-        assert isinstance(message, wire.Find | wire.FindChain)
+        assert isinstance(message, wire.Find)
         self.asked.append(message)
         return self.master.handle(type, body)
 
@@ -77,8 +77,8 @@ class NearMaster:
         asked, self.asked = self.asked, []
         return [
             (
-                type(one).__name__,
-                len(getattr(one, "before", b"")) // 8,
+                "marks" if one.before or one.behind else "keys",
+                len(one.before) // 8,
                 len(one.digests) // one.digest_size,
             )
             for one in asked
@@ -133,15 +133,15 @@ async def test_what_was_found_is_asked_for_with_marks() -> None:
     lookup = lookup_of(master)
     master.announce(CHAIN)
     assert await found(lookup) == (len(CHAIN), ReadStatus.HIT)
-    assert master.taken() == [("FindChain", 0, 512), ("Find", 0, len(CHAIN) - 512)]
+    assert master.taken() == [("marks", 0, 512), ("keys", 0, len(CHAIN) - 512)]
     assert await found(lookup) == (len(CHAIN), ReadStatus.HIT)
-    assert master.taken() == [("FindChain", 60, 5)]
+    assert master.taken() == [("marks", 60, 5)]
     # The next prompt of the conversation: one question, too.
     longer = [*CHAIN, *keys("new", 300)]
     assert await found(lookup, longer) == (len(CHAIN), ReadStatus.NEVER_WRITTEN)
-    assert master.taken() == [("FindChain", 60, 305)]
+    assert master.taken() == [("marks", 60, 305)]
     assert await found(lookup, CHAIN[: 2 * SPAN_BLOCKS]) == (2 * SPAN_BLOCKS, ReadStatus.HIT)
-    assert master.taken() == [("FindChain", 1, SPAN_BLOCKS)]
+    assert master.taken() == [("marks", 1, SPAN_BLOCKS)]
 
 
 @pytest.mark.parametrize("position", [0, 31, 32, 1000, len(CHAIN) - 1])
@@ -158,7 +158,7 @@ async def test_a_block_that_is_gone_is_found_missing(position: int) -> None:
     master.announce([CHAIN[position]])
     for _ in range(2):
         assert await found(lookup) == (len(CHAIN), ReadStatus.HIT)
-    assert master.taken()[-1] == ("FindChain", 60, 5)
+    assert master.taken()[-1] == ("marks", 60, 5)
 
 
 async def test_a_hole_in_the_first_page_does_not_cost_the_keys_of_all_others() -> None:
@@ -171,7 +171,7 @@ async def test_a_hole_in_the_first_page_does_not_cost_the_keys_of_all_others() -
     master.announce([CHAIN[40]])
     master.taken()
     assert await found(lookup) == (len(CHAIN), ReadStatus.HIT)
-    assert master.taken() == [("FindChain", 60, 5), ("Find", 0, 512), ("FindChain", 43, 5)]
+    assert master.taken() == [("marks", 60, 5), ("keys", 0, 512), ("marks", 43, 5)]
 
 
 async def test_parts_and_runs_are_those_of_a_match_by_keys() -> None:
@@ -248,7 +248,7 @@ async def test_a_prompt_counts_once_and_all_of_it_is_asked_for() -> None:
     chain = keys("cold", 4000)
     for _ in range(3):
         assert await found(lookup, chain) == (0, ReadStatus.NEVER_WRITTEN)
-    assert master.taken() == [("FindChain", 0, 512)] * 3
+    assert master.taken() == [("marks", 0, 512)] * 3
     assert master.master.clients.matches[ReadStatus.NEVER_WRITTEN] == 3
     # The rest of it by its marks.
     assert len(master.master.clients._demand._samples[""].asked) == 4000 // SPAN_BLOCKS
@@ -312,14 +312,16 @@ async def test_a_master_that_always_asks_for_more_ends_the_match(answer: wire.Fi
 @pytest.mark.parametrize(
     "wrong",
     [
-        wire.FindChain("one", 1, 32, b"".join(CHAIN[:2]), before=bytes(9)),
-        wire.FindChain("one", 1, 32, b"".join(CHAIN[:2]), behind=bytes(7)),
-        wire.FindChain("one", 1, 32, b"", before=bytes(8)),
-        wire.FindChain("one", 1, 32, bytes(33), before=bytes(8)),
-        wire.FindChain("one", 1, 32, CHAIN[0], before=bytes(8 * wire.SPANS_MAX + 8)),
+        wire.Find("one", 1, 32, b"".join(CHAIN[:2]), True, before=bytes(9)),
+        wire.Find("one", 1, 32, b"".join(CHAIN[:2]), True, behind=bytes(7)),
+        wire.Find("one", 1, 32, b"", True, before=bytes(8)),
+        wire.Find("one", 1, 32, CHAIN[0], False, before=bytes(8)),
+        wire.Find("one", 1, 32, CHAIN[0], False, behind=bytes(8)),
+        wire.Find("one", 1, 32, bytes(33), True, before=bytes(8)),
+        wire.Find("one", 1, 32, CHAIN[0], True, before=bytes(8 * wire.SPANS_MAX + 8)),
     ],
 )
-async def test_what_no_client_sends_is_refused(wrong: wire.FindChain) -> None:
+async def test_what_no_client_sends_is_refused(wrong: wire.Find) -> None:
     with pytest.raises(PeerError):
         NearMaster().handle(wrong)
 

@@ -200,8 +200,7 @@ async def test_a_name_of_another_client_takes_no_share_of_its_connections(
 CONTROL_PLANE = [
     wire.Find(**ACME, prefix=True),
     wire.Find(**{**ACME, "namespace": "@blue/llama"}, prefix=True, session="@acme/chat"),
-    wire.FindChain(**ACME, before=bytes(8)),
-    wire.FindChain(**{**ACME, "namespace": "@blue/llama"}, session="@acme/chat"),
+    wire.Find(**ACME, prefix=True, before=bytes(8)),
     wire.Place(**ACME, parent=b"", size=64, host="h", copies=1),
     wire.Place(
         **{**ACME, "namespace": "@blue/llama"},

@@ -124,7 +124,7 @@ def about(keys: dict[str, Any], count: int) -> list[wire.Message]:
         wire.Prefetch(**keys, part=0),
         wire.Find(**keys, prefix=False),
         wire.Find(**keys, prefix=True, session="@blue/chat"),
-        wire.FindChain(**keys, before=bytes(8)),
+        wire.Find(**keys, prefix=True, before=bytes(8)),
         wire.Place(**keys, parent=parent, size=64, host="h", copies=2),
         wire.Explain(**keys),
     ]  # fmt: skip

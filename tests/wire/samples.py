@@ -113,8 +113,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.NamespacesReply([("n", 1, 5)], False),
     messages.Find(**KEYS, prefix=True, session="chat"),
     messages.Find(**KEYS, prefix=False, observes=True),
-    messages.FindChain(**KEYS),
-    messages.FindChain(**KEYS, before=bytes(8), behind=bytes(16), session="chat", observes=True),
+    messages.Find(**KEYS, prefix=True, before=bytes(8), behind=bytes(16)),
     messages.Changes(7, 3),
     messages.ChangesReply(
         7, 4, [messages.MapChange(0, "s", "n", 1, 0, "dram", 16, bytes(16))], True, False

@@ -30,7 +30,7 @@ PAGED = {
     wire.SnapshotReply,
     wire.PlaceReply,
 }
-REQUESTS = {wire.Announce, wire.Inventory, wire.Place, wire.Find, wire.FindChain}
+REQUESTS = {wire.Announce, wire.Inventory, wire.Place, wire.Find}
 REQUESTS |= {wire.Heartbeat, wire.Reserve, wire.Write}
 LONG = "\N{BANKNOTE WITH DOLLAR SIGN}"  # takes the most bytes of what a name may have
 BLOCKS = keys("sizes", 40)

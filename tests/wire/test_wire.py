@@ -110,7 +110,7 @@ def test_digests_travel_packed(count: int, size: int) -> None:
         lambda where: messages.unpack_question(messages.Explain(*where)),
         lambda where: messages.unpack_question(messages.Place(*where, b"", 1, "", 1)),
         lambda where: messages.unpack_chain(messages.Find(*where, True)),
-        lambda where: messages.unpack_chain(messages.FindChain(*where)),
+        lambda where: messages.unpack_chain(messages.Find(*where, True, before=bytes(8))),
     ],
 )
 def test_a_question_has_as_many_keys_as_one_turn_of_a_master_bears(
