@@ -30,6 +30,8 @@ def parse_size(text: str | int | float) -> int:
         raise ConfigError(f"size {text!r}: unit {unit!r} is not one of KiB, MiB, GiB, TiB{hint}")
     if number < 0:
         raise ConfigError(f"size {text!r} is negative")
+    if factors[unit] == 1 and number % 1:
+        raise ConfigError(f"size {text!r}: expected a whole number, or a unit")
     return int(number * factors[unit])
 
 

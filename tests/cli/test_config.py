@@ -135,7 +135,15 @@ def test_the_smallest_and_the_largest_value_of_a_setting(
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("64GiB", 64 << 30), ("1.5MiB", 3 << 19), ("4096", 4096), (7, 7), (" 2 KiB ", 2048)],
+    [
+        ("64GiB", 64 << 30),
+        ("1.5MiB", 3 << 19),
+        ("0.3KiB", 307),
+        ("4096", 4096),
+        ("4096.0", 4096),
+        (7, 7),
+        (" 2 KiB ", 2048),
+    ],
 )
 def test_sizes(text: str | int, expected: int) -> None:
     assert parse_size(text) == expected
@@ -150,6 +158,8 @@ def test_sizes(text: str | int, expected: int) -> None:
         ("lots", "lots"),
         ("", "expected"),
         ("1..2GiB", "no number"),
+        ("0.5", "a whole number"),
+        ("4096.7B", "a whole number"),
         ("1" * 400, "1111"),
         ("\u0663MiB", "expected"),  # an Arabic 3
     ],

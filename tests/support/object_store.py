@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import ClassVar
 
 import pytest
 
@@ -105,6 +106,7 @@ def shelf_in(monkeypatch: pytest.MonkeyPatch) -> Shelf:
 
     class ShelfTier(Objects):
         name = "shelf"
+        bounds: ClassVar = {**Objects.bounds, "beat_s": (0.01, 3600)}
 
         def objects(self, prefix: str) -> ShelfObjects:
             return ShelfObjects(made, prefix)

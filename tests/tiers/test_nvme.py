@@ -168,8 +168,9 @@ def test_settings_that_make_no_sense_are_refused(path: Path) -> None:
     for alignment in (0, 512, 4095, 5000, 2 << 20):
         with pytest.raises(ConfigError, match="alignment"):
             Nvme(CAPACITY, path=path, alignment=alignment)
-    with pytest.raises(ConfigError, match="queue_depth is 0"):
-        Nvme(CAPACITY, path=path, queue_depth=0)
+    for queue_depth in (0, 1025):
+        with pytest.raises(ConfigError, match=rf"queue_depth is {queue_depth}, expected 1 to 1024"):
+            Nvme(CAPACITY, path=path, queue_depth=queue_depth)
     with pytest.raises(ConfigError, match="has 4 KiB, capacity 1 MiB needs 11 MiB"):
         Nvme(CAPACITY, path=path, disk=MemoryDisk(4096))
     assert not path.exists()

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvpool import Cluster, Pool, ReadStatus, WriteStatus
+from kvpool.config import parse_tier
+from kvpool.errors import ConfigError
+from kvpool.registry import tier
 from kvpool.server.block_server import BlockServer
 from kvpool.server.state.tier_stores import cold_store
 from kvpool.testing.invariants import check_invariants
@@ -369,6 +372,25 @@ async def test_a_budget_of_requests_leaves_reads_the_last_part(
             await hits(pool, CHAIN[:24])
         assert shelf.requests.total() - began <= 44
         assert server.stats(0.0).counters["cold_over_budget"] > 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("object_size=1", "65,536 to 1,073,741,824"),
+        ("object_size=2GiB", "65,536 to 1,073,741,824"),
+        ("wait_s=0", "0.01 to 3,600"),
+        ("keep_s=1s", "60 to "),
+        ("hedge_s=1us", "0.01 to 60"),
+        ("beat_s=499ms", "0.5 to 3,600"),
+        ("beat_s=9999h", "0.5 to 3,600"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused(setting: str, expected: str) -> None:
+    """A server that shows 1,000 times in a second that it lives has no budget for that."""
+    name, _, value = setting.partition("=")
+    with pytest.raises(ConfigError, match=rf"{name}=[\d.e-]+, expected {expected}"):
+        tier(parse_tier(f"file:///any:4GiB?{name}={value}"))
 
 
 async def test_the_oldest_objects_go_where_there_is_no_room(shelf: Shelf) -> None:

@@ -41,6 +41,7 @@ PAGE: Final = 4096
 #: passing a call to a thread costs more than reading a small block.
 _BATCH_BYTES: Final = 256 << 10
 _BATCH_CALLS: Final = 16
+_QUEUE_DEPTH_MAX: Final = 1024
 #: Large reads are split into pieces of so many bytes for several threads: then parallel reads end
 #: one after the other instead of all late at once, and devices are faster. Writes are not split: no
 #: reader waits for them, and more pieces would take the GIL from readers more often.
@@ -119,8 +120,8 @@ class FileDisk:
         one stays as it is, until `truncate`. `queue_depth` threads read and write. Raises
         ConfigError, which names the path and what to do.
         """
-        if queue_depth < 1:
-            raise ConfigError(f"queue_depth is {queue_depth}, expected at least 1")
+        if not 1 <= queue_depth <= _QUEUE_DEPTH_MAX:
+            raise ConfigError(f"queue_depth is {queue_depth}, expected 1 to {_QUEUE_DEPTH_MAX}")
         self.path = Path(path)
         self._fd = _open(self.path)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import ClassVar, Final
 
 from kvpool.errors import Closed, ConfigError, Unavailable
 from kvpool.protocols.cold_tier import ColdSettings, ObjectStore, ReadInto
@@ -24,6 +24,15 @@ class Objects:
     alignment = ALIGNMENT
     survives_restart = True
     is_cold = True
+    #: Of settings. An object is in memory once; signs of life are outside of the budget.
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {
+        "object_size": (64 << 10, 1 << 30),
+        "wait_s": (0.01, 3600),
+        "keep_s": (60, 1e9),
+        "requests": (0, 1e9),
+        "hedge_s": (0.01, 60),
+        "beat_s": (0.5, 3600),
+    }
 
     def __init__(
         self,
@@ -41,29 +50,11 @@ class Objects:
         beat_s: float = _DEFAULT.beat_s,
     ) -> None:
         """Raises ConfigError, also where the store's address or a package is not right."""
-        smallest = max(_SIZE_MIN, object_size)
-        if capacity < smallest:
-            raise ConfigError(
-                f"tier {self.name!r}: a size of {human(capacity)}, expected at least that of one "
-                f"object, {human(smallest)} (setting object_size)"
-            )
-        above_0 = {
-            "object_size": object_size,
-            "wait_s": wait_s,
-            "keep_s": keep_s,
-            "hedge_s": hedge_s,
-            "beat_s": beat_s,
-        }
-        for setting, value in above_0.items():
-            if not value > 0:
-                raise ConfigError(f"tier {self.name!r}: {setting}={value}, expected more than 0")
-        if requests < 0:
-            raise ConfigError(f"tier {self.name!r}: requests={requests}, expected 0 or more")
+        settings = ColdSettings(encrypt, object_size, wait_s, keep_s, requests, hedge_s, beat_s)
+        self._check(capacity, settings)
         self.capacity = capacity - capacity % self.alignment
         self.url = f"{self.name}:{place}"
-        self.cold_settings = ColdSettings(
-            encrypt, object_size, wait_s, keep_s, requests, hedge_s, beat_s
-        )
+        self.cold_settings = settings
         self._where = endpoint, region
         self._read_into: ReadInto | None = None
         self._text: Callable[[], str] = str
@@ -72,6 +63,20 @@ class Objects:
 
     def __repr__(self) -> str:
         return f"<Objects {self.url}>"
+
+    def _check(self, capacity: int, settings: ColdSettings) -> None:
+        """Raises ConfigError."""
+        for setting, (least, most) in self.bounds.items():
+            if not least <= (value := getattr(settings, setting)) <= most:
+                raise ConfigError(
+                    f"tier {self.name!r}: {setting}={value}, expected {least:,} to {most:,}"
+                )
+        smallest = max(_SIZE_MIN, settings.object_size)
+        if capacity < smallest:
+            raise ConfigError(
+                f"tier {self.name!r}: a size of {human(capacity)}, expected at least that of one "
+                f"object, {human(smallest)} (setting object_size)"
+            )
 
     def objects(self, prefix: str) -> ObjectStore:
         from kvpool_tiers.objects.remote import ObstoreObjects
