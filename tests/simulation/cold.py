@@ -334,7 +334,7 @@ class ColdOracle:
             if known is not None and place not in known.removed:
                 return f"{name}: what was removed at {place} of {object_name} would come back"
         for one in book.by_name.values():
-            if one.lost:
+            if one.name in book.lost:
                 return f"{name}: blocks of {one.name} were left out, and are not found again"
             if one.name not in self._shelf.objects:
                 if self._shelf.deleted_by[one.name] == name:

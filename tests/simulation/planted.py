@@ -1121,7 +1121,7 @@ for reservation, size in sorted(
         "cold-blocks-that-were-left-out-stay-out",
         "house",
         _COLD_SEARCH,
-        "if living.servers != self._living.servers or self._any_lost():",
+        "if living.servers != self._living.servers or self._index.book.lost:",
         "if living.servers != self._living.servers:",
     ),
     Bug(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -181,6 +181,60 @@ def test_which_object_goes() -> None:
     assert one.removed == {0}
     assert book.unsaved
     assert book.next_to_go(0, -1.0) is one
+
+
+class Looked(OrderedDict[str, ColdObject]):
+    """Counts the objects that somebody looks at on the way to another one."""
+
+    looked = 0
+
+    def values(self) -> Iterator[ColdObject]:  # type: ignore[override]
+        for one in super().values():
+            self.looked += 1
+            yield one
+
+
+def test_which_object_goes_is_known_without_a_look_at_all_of_them() -> None:
+    """A server may have 100,000, and asks after each of those that go."""
+    count = 5000
+    book, tail = Book(9 * count), Tail(False, SALT, 0, 0, b"")
+    objects = [book.enter(f"blocks/a/{n}", 9, float(n), tail) for n in range(count)]
+    for one in objects:
+        one.blocks = 1
+    book.by_name = looked = Looked(book.by_name)
+    assert book.next_to_go(0, 0.0) is None
+    gone = objects[-1]
+    gone.gone = True
+    book.look_at(gone)
+    book.left(objects[-2].start, ReadStatus.EVICTED)
+    assert book.next_to_go(0, 0.0) is book.next_to_go(0, 0.0), "until it has left"
+    went: list[ColdObject] = []
+    while (one := book.next_to_go(0, 100.0)) is not None:
+        went.append(one)
+        book.leave(one)
+    assert set(went) == {*objects[:100], gone, objects[-2]}
+    while (one := book.next_to_go(1000 * 9, 0.0)) is not None:
+        went.append(one)
+        book.leave(one)
+    assert went[102:] == objects[100:998], "that which was read longest ago first"
+    assert looked.looked <= len(went)
+
+
+def test_an_object_of_which_something_is_found_again_stays() -> None:
+    book, tail = Book(100), Tail(False, SALT, 0, 0, b"")
+    one = book.enter("blocks/a/1", 9, 0.0, tail)
+    assert book.next_to_go(0, -1.0) is None, "its blocks are about to come"
+    one.blocks = 1
+    book.left(one.start, ReadStatus.TIER_LOST)
+    assert (book.lost, book.next_to_go(0, -1.0)) == ({one.name}, None)
+    book.lost.discard(one.name)
+    book.look_at(one)
+    one.blocks = 1
+    assert book.next_to_go(0, -1.0) is None
+    book.left(one.start, ReadStatus.EVICTED)
+    assert book.next_to_go(0, -1.0) is one
+    book.leave(one)
+    assert book.next_to_go(100, 1.0) is None
 
 
 def test_who_has_written_what_is_here() -> None:

@@ -428,6 +428,50 @@ async def test_objects_are_deleted_after_their_time(shelf: Shelf, ahead_s: float
         check_invariants(other.stack)
 
 
+async def test_an_object_that_somebody_has_deleted_is_forgotten(
+    fleet: Fleet, pool: Pool, shelf: Shelf
+) -> None:
+    server = await fleet.start("a")
+    await write(pool, server)
+    shelf.objects.clear()
+    assert await hits(pool, CHAIN[:1]) == 0
+    await eventually(lambda: not is_cold(server, CHAIN[1]))  # in the same object
+    assert is_cold(server, CHAIN[8]), "nobody has noticed yet"
+
+
+async def test_an_object_of_which_all_was_removed_is_deleted_by_who_finds_it(
+    fleet: Fleet, pool: Pool, shelf: Shelf
+) -> None:
+    server = await fleet.start("a")
+    await write(pool, server, CHAIN[:8])
+    shelf.fails("not now", "delete")
+    await pool.remove(NAMESPACE, CHAIN[:8])
+    await eventually(lambda: len(shelf.names("removed")) == len(shelf.names("blocks")) > 0)
+    await fleet.lose("a")
+    shelf.works()
+    await fleet.start("b")
+    await eventually(lambda: not shelf.names("removed") and not shelf.names("blocks"))
+
+
+async def test_a_server_deletes_its_own_objects_after_their_time_too(shelf: Shelf) -> None:
+    """Without a restart: nobody else answers for them while it lives."""
+    async with running([MEMORY, COLD + "&keep_s=1h"]) as (fleet, pool):
+        server = await fleet.start("a")
+        await write(pool, server, CHAIN[:16])
+        old = set(shelf.names("blocks"))
+        shelf.ahead_s, signs = 3500, shelf.requests["list"]
+        await eventually(lambda: shelf.requests["list"] > signs + 2)  # it knows what time it is
+        await write(pool, server, CHAIN[16:24])
+        new = set(shelf.names("blocks")) - old
+        shelf.ahead_s = 3700
+        await eventually(lambda: not old & set(shelf.names("blocks")))
+        await eventually(lambda: not is_cold(server, CHAIN[0]))
+        assert new
+        assert new == set(shelf.names("blocks"))
+        assert is_cold(server, CHAIN[16])
+        check_invariants(server.stack)
+
+
 async def test_another_secret_finds_nothing(shelf: Shelf) -> None:
     for secret, expected in ((b"a" * 32, 0), (b"b" * 32, 0), (b"a" * 32, 8)):
         async with running([MEMORY, COLD], secret) as (fleet, pool):

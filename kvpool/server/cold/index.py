@@ -37,6 +37,8 @@ class ColdIndex:
         store.extents.on_left = self.book.left
         #: What was written before that, by the clock of the store, is too old.
         self.oldest = float("-inf")
+        #: By that clock, when this server showed last that it lives.
+        self.now = 0.0
         #: One request at a time says what was removed: the last one has all of it.
         self._saving = asyncio.Lock()
 
@@ -52,6 +54,7 @@ class ColdIndex:
             data = await self.bucket.read(one.name, position, hidden)
         except Gone:
             one.gone = True
+            self.book.look_at(one)
             raise Unavailable("object store: somebody has deleted the object") from None
         if len(data) != hidden:
             raise Unavailable(f"object store: {len(data)} bytes instead of {hidden}")
@@ -69,15 +72,18 @@ class ColdIndex:
         self, one: ColdObject, blocks: Sequence[ColdBlock], born: Sequence[int] = ()
     ) -> None:
         """Enter the blocks of an object that are not removed, and announce them."""
-        one.lost = False
-        for number, block in enumerate(blocks, 1):
-            if one.name not in self.book.by_name:
-                return  # it was dropped meanwhile
-            if block.position not in one.removed:
-                self._enter_block(one, block, born[number - 1] if born else 0)
-            if number % _STEP == 0 or number == len(blocks):
-                self._context.on_change()
-                await asyncio.sleep(0)
+        self.book.lost.discard(one.name)
+        try:
+            for number, block in enumerate(blocks, 1):
+                if one.name not in self.book.by_name:
+                    return  # it was dropped meanwhile
+                if block.position not in one.removed:
+                    self._enter_block(one, block, born[number - 1] if born else 0)
+                if number % _STEP == 0 or number == len(blocks):
+                    self._context.on_change()
+                    await asyncio.sleep(0)
+        finally:
+            self.book.look_at(one)
 
     def _enter_block(self, one: ColdObject, block: ColdBlock, born: int) -> None:
         namespace, part, digest, parent, position, size, checksum, copies = block

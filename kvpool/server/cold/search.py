@@ -77,10 +77,11 @@ class Searcher:
         folder = f"{names.LIVING}/"
         beats = await self._index.bucket.show(folder, names.folder(self._me), self._sign)
         living = Living.of(beats, self._me, _LOST_BEATS * self._settings.beat_s)
-        if living.servers != self._living.servers or self._any_lost():
+        if living.servers != self._living.servers or self._index.book.lost:
+            # Of those blocks were left out while the store did not answer, which it does again.
             self._search_at = 0.0
         self._living = living
-        self._index.oldest = living.now - self._settings.keep_s
+        self._index.now, self._index.oldest = living.now, living.now - self._settings.keep_s
         if _now() >= self._search_at:
             await self._search(beats)
             self._search_at = _now() + _SEARCH_S
@@ -89,10 +90,6 @@ class Searcher:
     async def end(self) -> None:
         """Another server may answer for the objects at once. Raises Unavailable."""
         await self._index.bucket.delete(f"{names.LIVING}/{names.folder(self._me)}")
-
-    def _any_lost(self) -> bool:
-        """Blocks were left out while the store did not answer, which it does again."""
-        return any(one.lost for one in self._index.book.by_name.values())
 
     async def _search(self, beats: Sequence[Listed]) -> None:
         """Find the objects that this server answers for, the newest first."""
@@ -142,7 +139,9 @@ class Searcher:
                 removed[one.name] = one
         async for known in _in_turns(list(self._index.book.by_name.values()), step):
             answers = responsible(known.name, living.servers)
-            if answers != self._me or (known.name not in found and known.lost):
+            if answers != self._me or (
+                known.name not in found and known.name in self._index.book.lost
+            ):
                 await self._index.drop(known)
         return found, removed
 
@@ -163,7 +162,7 @@ class Searcher:
     def _is_wanted(self, one: Listed) -> bool:
         known = self._index.book.by_name.get(one.name)
         if known is not None:
-            return known.lost
+            return one.name in self._index.book.lost
         return one.name not in self._drafts and one.name not in self._damaged
 
     async def _load(self, listed: Listed, removed: Mapping[str, Listed]) -> ColdObject | None:

@@ -204,7 +204,7 @@ class ObjectWriter:
                     return
                 await asyncio.sleep(_AFTER_FAILURE_S)
         tail = parse_tail(end[-TAIL.size :], size)
-        one = self._index.book.enter(draft.name, size, float("inf"), tail)
+        one = self._index.book.enter(draft.name, size, self._index.now, tail)
         one.places = array("Q", [block.position for block in draft.blocks])
         if draft.removed:
             self._index.book.unsaved[one.name] = one

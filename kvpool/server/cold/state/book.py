@@ -17,6 +17,7 @@ from urllib.parse import quote, unquote
 
 from kvpool.protocols.cold_tier import Listed
 from kvpool.server.cold.state.format import Tail
+from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.state.tier_stores import SPAN
 from kvpool.shares import Recent
 from kvpool.tenant_names import tenant_of
@@ -84,21 +85,18 @@ class ColdObject:
     __slots__ = (
         "blocks",
         "gone",
-        "lost",
         "name",
         "number",
         "places",
         "removed",
         "size",
         "tail",
-        "written_at",
     )
 
-    def __init__(self, name: str, number: int, size: int, written_at: float, tail: Tail) -> None:
+    def __init__(self, name: str, number: int, size: int, tail: Tail) -> None:
         self.name = name
         self.number = number
         self.size = size
-        self.written_at = written_at
         self.tail = tail
         #: Blocks of it that are in the index.
         self.blocks = 0
@@ -106,8 +104,6 @@ class ColdObject:
         self.places = array("Q")
         #: The places of those that must not come back.
         self.removed: set[int] = set()
-        #: Blocks were left out because they could not be read: to be found once more.
-        self.lost = False
         #: Somebody has deleted it.
         self.gone = False
 
@@ -130,15 +126,23 @@ class Book:
         self.by_name: OrderedDict[str, ColdObject] = OrderedDict()
         #: How many objects each server has written. There may be too many to count them.
         self.written_by: Counter[str] = Counter()
+        #: Names of those of which blocks were left out because they could not be read: to be found
+        #: once more.
+        self.lost: set[str] = set()
         self._by_number: dict[int, ColdObject] = {}
         self._numbers = 0
+        #: Objects that may have to go, so that nobody has to look at all of them.
+        self._doubtful: dict[int, ColdObject] = {}
+        #: When each was written, with its number.
+        self._ages: LazyHeap[tuple[float, int]] = LazyHeap(lambda age: age[1] in self._by_number)
         #: Objects of which something was removed that the store does not know yet.
         self.unsaved: dict[str, ColdObject] = {}
 
     def enter(self, name: str, size: int, written_at: float, tail: Tail) -> ColdObject:
         self._numbers += 1
-        one = ColdObject(name, self._numbers, size, written_at, tail)
+        one = ColdObject(name, self._numbers, size, tail)
         self.by_name[name] = self._by_number[one.number] = one
+        self._ages.push((written_at, one.number), len(self.by_name))
         self.written_by[owner_of(name)] += 1
         self.size += size
         return one
@@ -147,6 +151,9 @@ class Book:
         """Idempotent."""
         if self.by_name.pop(one.name, None) is not None:
             del self._by_number[one.number]
+            self._doubtful.pop(one.number, None)
+            self.lost.discard(one.name)
+            self._ages.tidy(len(self.by_name))
             self.unsaved.pop(one.name, None)
             self.written_by.subtract((owner_of(one.name),))
             self.size -= one.size
@@ -166,9 +173,18 @@ class Book:
             return
         one.blocks -= 1
         if reason is ReadStatus.TIER_LOST:
-            one.lost = True
+            self.lost.add(one.name)
         elif reason is not ReadStatus.EVICTED:
             self.remove(one, address % SPAN)
+        self.look_at(one)
+
+    def look_at(self, one: ColdObject) -> None:
+        """It has changed, and may have to go."""
+        if self._is_useless(one) and one.name in self.by_name:
+            self._doubtful[one.number] = one
+
+    def _is_useless(self, one: ColdObject) -> bool:
+        return one.gone or not (one.blocks or one.name in self.lost)
 
     def remove(self, one: ColdObject, place: int) -> None:
         """What lies there must not come back."""
@@ -181,9 +197,15 @@ class Book:
     def next_to_go(self, coming: int, written_before: float) -> ColdObject | None:
         """Gone, too old, without a block, or, where `coming` bytes have no room, that which was
         read longest ago."""
-        for one in self.by_name.values():
-            if one.gone or one.written_at < written_before or not (one.blocks or one.lost):
+        while self._doubtful:
+            number, one = self._doubtful.popitem()
+            if self._is_useless(one):
+                self._doubtful[number] = one  # until it has left
                 return one
+        while (age := self._ages.first()) is not None and age[0] < written_before:
+            if (old := self._by_number.get(age[1])) is not None:
+                return old
+            self._ages.pop()
         if self.by_name and not self.has_room(coming):
             return next(iter(self.by_name.values()))
         return None
