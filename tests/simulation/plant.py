@@ -27,13 +27,13 @@ if __name__ == "__main__" and not __package__:
     # modules of the same name. The repository root takes its place.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from tests.simulation.planted import BUGS, FIRST_SEED, Bug
+from tests.simulation.planted import BUGS, Bug
 from tests.simulation.planted_devices import DEVICE_BUGS
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 #: Operations of each history.
 OPS: Final = 120
-#: What is left out of the worlds that a seed of `FIRST_SEED` may be of: nothing, or what could not
+#: What is left out of the worlds that the seed of a bug may be of: nothing, or what could not
 #: be drawn yet when it was found.
 _WORLDS: Final = (
     frozenset[str](),
@@ -136,8 +136,7 @@ def main() -> None:
     play = _player(bug)
     caught = None
     seeds: range = arguments.seeds
-    first = FIRST_SEED.get(bug.name)
-    known = [] if first is None else [(first, without) for without in _WORLDS]
+    known = [] if bug.seed is None else [(bug.seed, without) for without in _WORLDS]
     for seed, without in (*known, *((seed, frozenset[str]()) for seed in seeds)):
         failure = play(seed, without)
         if failure is not None and not _fails_without(bug, seed, without):

@@ -8,141 +8,71 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.simulation.planted import Bug
+from tests.simulation.planted import Bug, read
 
-_DIRECT = "kvpool.client.device_direct"
-_WRITES = "kvpool.client.device_writes"
-_THREAD = "kvpool.device.thread"
-_COPY = "kvpool.device_copy"
-_TIERED = "kvpool.server.state.tiered_store"
-_MOVER = "kvpool.server.tier_mover"
-_SERVING = "kvpool_transports.streams.server"
-_UCX = "kvpool_transports.ucx"
-
-DEVICE_BUGS: Sequence[Bug] = (
-    Bug(
-        "hashed-before-the-copy-has-ended",
-        "G1",
-        _WRITES,
-        "            await wait_for_stream(blocks.values(), deadline)\n",
-        "",
-    ),
-    Bug(
-        "received-before-the-owners-work-has-ended",
-        "G1",
-        _DIRECT,
-        "            await wait_for_stream(blocks.values(), deadline)\n",
-        "            pass\n",
-    ),
-    Bug(
-        "another-stream-is-waited-for",
-        "G1",
-        _THREAD,
-        """\
-        with self._inference_mode(), self.on_stream():
-            try:
-                queued = queue()
-            finally:  # whatever was queued before an error runs, too
-                self._event.record()
-                self._event.synchronize()
-            return finish(queued)""",
-        """\
-        try:
-            with self._inference_mode(), self.on_stream():
-                queued = queue()
-        finally:  # whatever was queued before an error runs, too
-            self._event.record()
-            self._event.synchronize()
-        with self._inference_mode(), self.on_stream():
-            return finish(queued)""",
-    ),
-    Bug(
-        "scratch-memory-without-turns",
-        "G1",
-        _DIRECT,
-        """\
-        try:
-            yield scratch.memory
-        finally:
-            scratch.turn.release()""",
-        """\
-        scratch.turn.release()
-        yield scratch.memory""",
-    ),
-    Bug(
-        "given-back-before-the-bytes-have-left",
-        "G1",
-        _WRITES,
-        """\
-                    # The scratch memory is this round's until no transfer uses it any more.
-                    written = await write_blocks(ready)
-                    done.update(zip(one.numbers, written, strict=True))""",
-        """\
-                written = await write_blocks(ready)
-                done.update(zip(one.numbers, written, strict=True))""",
-    ),
-    Bug(
-        "pieces-swapped",
-        "G1",
-        _WRITES,
-        "sources = [row for number in one.in_rows for row in blocks[number].rows]",
-        "sources = [row for number in one.in_rows for row in blocks[number].rows[::-1]]",
-    ),
-    Bug(
-        "scattered-from-the-start-of-the-block",
-        "G1",
-        _DIRECT,
-        "                    taken += len(row)\n",
-        "",
-    ),
-    Bug(
-        "what-has-arrived-is-trusted",
-        "G1",
-        _DIRECT,
-        "if checksum != arrivals[position].checksum:",
-        "if checksum < 0:",
-    ),
-    Bug(
-        "a-cancelled-call-leaves-its-kernels",
-        "G1",
-        _COPY,
-        """\
-            cancelled = True
-            give_up()""",
-        """\
-            give_up()
-            raise""",
-    ),
-    Bug(
-        "sent-when-the-pins-are-gone",
-        "G4",
-        _SERVING,
-        """\
-            await self._send_payload(pins, connection)
-            self._unpin_previous(connection)""",
-        """\
-            self._unpin_previous(connection)
-            await self._send_payload(pins, connection)""",
-    ),
-    Bug(
-        "pins-on-a-device-outlive-their-connection",
-        "G4",
-        _TIERED,
-        "            self.stores[tier].drop_owner(owner)\n",
-        "            pass\n",
-    ),
-    Bug(
-        "sent-from-the-other-memory",
-        "G4",
-        _UCX,
-        "            if pin.tier is None:\n",
-        "            if pin.tier != 0:\n",
-    ),
-    Bug(
-        "a-copy-on-a-device-is-looked-at-elsewhere",
-        "G1",
-        _MOVER,
-        "read_into(extent.offset + start, part)",
-        "read_into(start, part)",
-    ),
+DEVICE_BUGS: Sequence[Bug] = read(
+    r"""
+@@ hashed-before-the-copy-has-ended  G1  kvpool.client.device_writes
+-            await wait_for_stream(blocks.values(), deadline)
+@@ received-before-the-owners-work-has-ended  G1  kvpool.client.device_direct
+-            await wait_for_stream(blocks.values(), deadline)
++            pass
+@@ another-stream-is-waited-for  G1  kvpool.device.thread
+-        with self._inference_mode(), self.on_stream():
+-            try:
+-                queued = queue()
+-            finally:  # whatever was queued before an error runs, too
+-                self._event.record()
+-                self._event.synchronize()
+-            return finish(queued)
++        try:
++            with self._inference_mode(), self.on_stream():
++                queued = queue()
++        finally:  # whatever was queued before an error runs, too
++            self._event.record()
++            self._event.synchronize()
++        with self._inference_mode(), self.on_stream():
++            return finish(queued)
+@@ scratch-memory-without-turns  G1  kvpool.client.device_direct
+-        try:
+-            yield scratch.memory
+-        finally:
+-            scratch.turn.release()
++        scratch.turn.release()
++        yield scratch.memory
+# The scratch memory is this round's until no transfer uses it any more.
+@@ given-back-before-the-bytes-have-left  G1  kvpool.client.device_writes
+-                    # The scratch memory is this round's until no transfer uses it any more.
+-                    written = await write_blocks(ready)
+-                    done.update(zip(one.numbers, written, strict=True))
++                written = await write_blocks(ready)
++                done.update(zip(one.numbers, written, strict=True))
+@@ pieces-swapped  G1  kvpool.client.device_writes
+-sources = [row for number in one.in_rows for row in blocks[number].rows]
++sources = [row for number in one.in_rows for row in blocks[number].rows[::-1]]
+@@ scattered-from-the-start-of-the-block  G1  kvpool.client.device_direct
+-                    taken += len(row)
+@@ what-has-arrived-is-trusted  G1  kvpool.client.device_direct
+-if checksum != arrivals[position].checksum:
++if checksum < 0:
+@@ a-cancelled-call-leaves-its-kernels  G1  kvpool.device_copy
+-            cancelled = True
+-            give_up()
++            give_up()
++            raise
+@@ sent-when-the-pins-are-gone  G4  kvpool_transports.streams.server
+-            await self._send_payload(pins, connection)
+-            self._unpin_previous(connection)
++            self._unpin_previous(connection)
++            await self._send_payload(pins, connection)
+@@ pins-on-a-device-outlive-their-connection  G4  kvpool.server.state.tiered_store
+-            self.stores[tier].drop_owner(owner)
++            pass
+@@ sent-from-the-other-memory  G4  kvpool_transports.ucx
+-            if pin.tier is None:
++            if pin.tier != 0:
+@@ a-copy-on-a-device-is-looked-at-elsewhere  G1  kvpool.server.tier_mover
+-read_into(extent.offset + start, part)
++read_into(start, part)
+"""
 )

@@ -7,116 +7,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.simulation.planted import Bug
+from tests.simulation.planted import Bug, read
 
-_STREAM = "kvpool.ops.pool_stream"
-_PUBLISHER = "kvpool.net.event_publisher"
-_SUBSCRIBER = "kvpool.net.event_subscriber"
-_RING = "kvpool.master.state.change_ring"
-_FOLLOWERS = "kvpool.master.follower_requests"
-_PROMISES = "kvpool_connector.records.promises"
-_PLANNER = "kvpool_connector.plan.planner"
-#: Events and promises are hints: what is wrong about them costs time, and is bounded.
-_TIME = "G10"
-
-BUGS: Sequence[Bug] = (
-    # --- events
-    Bug(
-        "lost-removal",
-        _TIME,
-        _STREAM,
-        "case PoolEventKind.STORED | PoolEventKind.REMOVED:",
-        "case PoolEventKind.STORED:",
-    ),
-    Bug(
-        "removed-from-all-tiers-but-one",
-        _TIME,
-        _STREAM,
-        "            if was != now and not copies.lost:",
-        "            if was is None and not copies.lost:",
-    ),
-    Bug(
-        "blocks-of-a-lost-server",
-        _TIME,
-        _STREAM,
-        "            if was != now and not copies.lost:",
-        "            if was != now:",
-    ),
-    Bug(
-        "snapshot-older-than-an-event-before-it",
-        _TIME,
-        _FOLLOWERS,
-        """\
-            self._directory.changes.last,
-            [_map_change(one) for one in changes],
-            *(at or MapCursor()),""",
-        """\
-            self._directory.changes.last + 1,
-            [_map_change(one) for one in changes],
-            *(at or MapCursor()),""",
-    ),
-    Bug(
-        "part-of-a-snapshot-with-a-later-number",
-        _TIME,
-        _PUBLISHER,
-        "reader.held = (_NUMBER.pack(self.buffer.next - 1), encode_batch(batch))",
-        "reader.held = (_NUMBER.pack(self.buffer.next), encode_batch(batch))",
-    ),
-    Bug(
-        "gap-in-the-masters-log",
-        _TIME,
-        _RING,
-        "if first < 0 or number > self.last:",
-        "if number > self.last:",
-    ),
-    Bug(
-        "replay-that-begins-too-late",
-        _TIME,
-        _SUBSCRIBER,
-        "if self.next is not None and number != self.next:",
-        "if self.next is not None and number < self.next:",
-    ),
-    Bug(
-        "gap-is-not-noticed",
-        _TIME,
-        _SUBSCRIBER,
-        "if self.next is None or number == self.next:",
-        "if self.next is None or number >= self.next:",
-    ),
-    # --- promises
-    Bug(
-        "promise-for-ever",
-        _TIME,
-        _PROMISES,
-        "left_s = limit_s - self.waited_s",
-        "left_s = limit_s",
-    ),
-    Bug(
-        "promise-of-a-producer-that-has-gone",
-        _TIME,
-        _PROMISES,
-        "left_s = min(left_s, silence_s - self._silent_s, whole_s - self.waited_s)",
-        "left_s = min(left_s, whole_s - self.waited_s)",
-    ),
-    Bug(
-        "silence-is-not-counted",
-        _TIME,
-        _PROMISES,
-        "        self._silent_s += seconds\n",
-        "",
-    ),
-    Bug(
-        "promise-of-a-request-that-has-ended",
-        _TIME,
-        _PLANNER,
-        "        self.quiet.forget(request_id)\n        _give_up_promise(request)\n",
-        "        self.quiet.forget(request_id)\n",
-    ),
-    Bug(
-        "load-of-a-request-that-has-ended",
-        _TIME,
-        _PLANNER,
-        "        self._end_load(request)\n        self.saves.queue.expedite(",
-        "        self.saves.queue.expedite(",
-    ),
+BUGS: Sequence[Bug] = read(
+    r"""
+# --- events
+@@ lost-removal  G10  kvpool.ops.pool_stream  seed 3
+-case PoolEventKind.STORED | PoolEventKind.REMOVED:
++case PoolEventKind.STORED:
+@@ removed-from-all-tiers-but-one  G10  kvpool.ops.pool_stream  seed 1
+-            if was != now and not copies.lost:
++            if was is None and not copies.lost:
+@@ blocks-of-a-lost-server  G10  kvpool.ops.pool_stream  seed 2
+-            if was != now and not copies.lost:
++            if was != now:
+@@ snapshot-older-than-an-event-before-it  G10  kvpool.master.follower_requests  seed 13
+-            self._directory.changes.last,
+-            [_map_change(one) for one in changes],
+-            *(at or MapCursor()),
++            self._directory.changes.last + 1,
++            [_map_change(one) for one in changes],
++            *(at or MapCursor()),
+@@ part-of-a-snapshot-with-a-later-number  G10  kvpool.net.event_publisher  seed 1
+-reader.held = (_NUMBER.pack(self.buffer.next - 1), encode_batch(batch))
++reader.held = (_NUMBER.pack(self.buffer.next), encode_batch(batch))
+@@ gap-in-the-masters-log  G10  kvpool.master.state.change_ring  seed 2
+-if first < 0 or number > self.last:
++if number > self.last:
+@@ replay-that-begins-too-late  G10  kvpool.net.event_subscriber  seed 3
+-if self.next is not None and number != self.next:
++if self.next is not None and number < self.next:
+@@ gap-is-not-noticed  G10  kvpool.net.event_subscriber  seed 1
+-if self.next is None or number == self.next:
++if self.next is None or number >= self.next:
+# --- promises
+@@ promise-for-ever  G10  kvpool_connector.records.promises  seed 0
+-left_s = limit_s - self.waited_s
++left_s = limit_s
+@@ promise-of-a-producer-that-has-gone  G10  kvpool_connector.records.promises  seed 2
+-left_s = min(left_s, silence_s - self._silent_s, whole_s - self.waited_s)
++left_s = min(left_s, whole_s - self.waited_s)
+@@ silence-is-not-counted  G10  kvpool_connector.records.promises  seed 2
+-        self._silent_s += seconds
+@@ promise-of-a-request-that-has-ended  G10  kvpool_connector.plan.planner  seed 0
+-        self.quiet.forget(request_id)
+-        _give_up_promise(request)
++        self.quiet.forget(request_id)
+@@ load-of-a-request-that-has-ended  G10  kvpool_connector.plan.planner  seed 0
+-        self._end_load(request)
+-        self.saves.queue.expedite(
++        self.saves.queue.expedite(
+"""
 )

@@ -14,8 +14,6 @@ from tests.simulation.planted import Bug
 from tests.simulation.planted_pots import BUGS
 
 ROOT = Path(__file__).parents[2]
-#: With these seeds the bugs are found, of which the real code passes all; 0 where nothing is said.
-FOUND = {"claims-of-others-are-believed": 9}
 
 
 @pytest.mark.parametrize("world", pots.WORLDS)
@@ -25,7 +23,7 @@ def test_who_asks_for_little_gets_it(world: str) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    seed = FOUND.get(bug.name, 0)
+    seed = bug.seed or 0
     command = [sys.executable, "-m", "tests.simulation.pots", "--bug", bug.name]
     command += ["--seeds", f"{seed}:{seed + 1}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
