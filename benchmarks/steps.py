@@ -80,12 +80,13 @@ def measure(quick: bool = False) -> list[Row]:
 
 def decode(requests: int, context: int) -> StepTimes:
     """Decode steps of so many requests with so much context each, which they share."""
-    scheduler, prompts = _scheduler(requests, context), _Prompts()
+    scheduler, prompts = _scheduler(requests, context), _Prompts(requests)
     worker = _PlayedWorker(scheduler)
     names = [f"r{number}" for number in range(requests)]
     for number, name in enumerate(names):
-        # Each begins elsewhere in a block, so that the steps complete blocks evenly.
-        scheduler.add_request(prompts.request(name, context - number % BLOCK))
+        # One begins with each step, and each 16 of them elsewhere in a block, so that the steps
+        # complete blocks evenly.
+        scheduler.add_request(prompts.request(name, context - number // BLOCK % BLOCK))
         while name not in worker.decoding:
             worker.step()
     for _ in range(BLOCK):
@@ -95,7 +96,7 @@ def decode(requests: int, context: int) -> StepTimes:
     worker.times = StepTimes([], [], [])
     for _ in range(STEPS):
         worker.step()
-    assert len(worker.decoding) == requests
+    assert len(scheduler.running) == requests
     assert worker.saved >= requests * (STEPS // BLOCK)
     scheduler.connector.shutdown()
     return worker.times
@@ -108,7 +109,7 @@ def whole_prompts(context: int) -> StepTimes:
     """
     from vllm.v1.request import RequestStatus
 
-    scheduler, prompts = _scheduler(1, context), _Prompts()
+    scheduler, prompts = _scheduler(1, context), _Prompts(1)
     worker = _PlayedWorker(scheduler)
     times = StepTimes([], [], [])
     for number in range(PROMPTS):
@@ -165,7 +166,8 @@ class _PlayedWorker:
         output = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: number for number, name in enumerate(ids)},
-            sampled_token_ids=[[7] for _ in ids],
+            # Each generates something of its own: of equal blocks one is saved.
+            sampled_token_ids=[[int(name[1:])] for name in ids],
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=None,
@@ -199,7 +201,7 @@ def _scheduler(requests: int, context: int) -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    blocks = context // BLOCK + requests * 2 * STEPS // BLOCK
+    blocks = context // BLOCK + requests * _generated(requests) // BLOCK
     config = _config(requests, context, blocks)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
     return Scheduler(
@@ -228,7 +230,7 @@ def _config(requests: int, context: int, blocks: int) -> Any:
 
     from examples import tiny_model
 
-    longest = context + 2 * STEPS
+    longest = context + _generated(requests)
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     cache.kv_cache_layout, cache.num_gpu_blocks = "LBHNC", blocks
     # Nothing listens there: lookups and saves go nowhere, and the worker is played.
@@ -265,20 +267,21 @@ def _config(requests: int, context: int, blocks: int) -> Any:
 class _Prompts:
     """Requests that share their context, and the hashes of it: to make those takes longest."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: int) -> None:
         from vllm.utils.hashing import sha256_cbor
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
         init_none_hash(sha256_cbor)
         self._hash_blocks = get_request_block_hasher(BLOCK, sha256_cbor)
         self._known: list[Any] = []
+        self._generated = _generated(requests)
 
     def request(self, name: str, tokens: int, *, own: bool = False) -> Any:
         """`own`: it shares nothing with the others."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        sampling = SamplingParams(max_tokens=2 * STEPS, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=self._generated, ignore_eos=True)
         sampling.update_from_generation_config({}, 2)
         return Request(
             request_id=name,
@@ -295,6 +298,11 @@ class _Prompts:
         if not self._known:
             self._known = list(self._hash_blocks(request))
         return self._known[: request.num_tokens // BLOCK]
+
+
+def _generated(requests: int) -> int:
+    """Tokens that the first of so many requests may generate: the others begin beside it."""
+    return 2 * (requests + STEPS)
 
 
 def _what(requests: int, context: int) -> str:
