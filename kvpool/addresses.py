@@ -20,11 +20,20 @@ def split(address: str) -> tuple[str, str, int] | None:
     scheme, separator, rest = address.rpartition("://")
     try:
         parts = urlsplit(f"//{rest}")
-        if parts.hostname and parts.port is not None and bool(scheme) == bool(separator):
-            return scheme, parts.hostname, parts.port
+        host, port = parts.hostname, parts.port
+        if host and port is not None and bool(scheme) == bool(separator) and _may_be_host(host):
+            return scheme, host, port
     except ValueError:
         pass
     return None
+
+
+def _may_be_host(host: str) -> bool:
+    """Whether it is an address, or may be a name: `a..b` and `a b` are none."""
+    if numeric(host) is not None:
+        return True
+    labels = host.removesuffix(".").split(".")
+    return not any(map(str.isspace, host)) and all(0 < len(label) < 64 for label in labels)
 
 
 def join(host: str, port: int) -> str:

@@ -30,7 +30,14 @@ from kvpool.cli.shared import (
     settings_of,
     stderr,
 )
-from kvpool.config import Config, MasterConfig, ServerConfig, cluster_of, local_secret_file
+from kvpool.config import (
+    Config,
+    MasterConfig,
+    ServerConfig,
+    check_bind,
+    cluster_of,
+    local_secret_file,
+)
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.units import human
 
@@ -145,6 +152,7 @@ def master(
         },
     )
 
+    _check_http("master", settings.master, settings)
     _say_who_may_use_it(settings, insecure=settings.master.insecure)
 
     async def main() -> None:
@@ -248,6 +256,7 @@ def server(
             "local_only": local_only or None,
         },
     )
+    _check_http("server", settings.server, settings)
     _say_who_may_use_it(settings, insecure=settings.server.insecure)
     run(_serve(settings), log_level)
 
@@ -408,6 +417,21 @@ async def _master_pages(
             yield
 
 
+def _http_is_public(wanted: MasterConfig | ServerConfig, settings: Config) -> bool:
+    """The pages may be for other machines. They ask for no secret: a scraper or a browser need not
+    have it."""
+    return wanted.insecure or bool(settings.secret_file)
+
+
+def _check_http(section: str, wanted: MasterConfig | ServerConfig, settings: Config) -> None:
+    """A wrong address for the pages ends the command before it starts anything."""
+    try:
+        if wanted.http:
+            check_bind(wanted.http, _http_is_public(wanted, settings))
+    except ConfigError as error:
+        fail(ConfigError(f"--http (setting {section}.http): {error}"))
+
+
 @asynccontextmanager
 async def _pages(
     served: Routes,
@@ -417,9 +441,7 @@ async def _pages(
     from kvpool.net.announced import reachable
     from kvpool.net.http_server import pages
 
-    # Not protected by the cluster's secret: a scraper or a browser need not have it.
-    public = wanted.insecure or bool(settings.secret_file)
-    async with pages(served, wanted.http, public) as serving:
+    async with pages(served, wanted.http, _http_is_public(wanted, settings)) as serving:
         if serving is not None:
             what = "status page, metrics" if "/" in served else "metrics"
             shown = await reachable(serving.address)

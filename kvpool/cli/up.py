@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,7 +37,9 @@ def up(
     systemd: Annotated[
         Path | None, typer.Option(help="Write units into this directory instead of starting.")
     ] = None,
-    dry: Annotated[bool, typer.Option("--dry", help="Only show what would be started.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Only show what would be started or written.")
+    ] = False,
 ) -> None:
     """Run a master and a server with what this host has, and say why they are as they are."""
     from kvpool.memory_limits import MemoryLimits, tightest
@@ -50,17 +53,48 @@ def up(
             )
         disks = [look_at(one) for one in disk or []]
         memory = tightest(MemoryLimits().memory())
-        size = parse_size(capacity) if capacity else 0
+        size = _size_of(capacity)
         plan = planned(memory, disks, size, address, port, secret)
+        _check_address(address)
         if systemd is not None:
             _check_folder(systemd)
         _show(plan)
         if systemd is not None:
-            _write_units(plan, systemd)
+            _write_units(plan, systemd, dry=dry)
         elif not dry:
             run(_started(plan))
     except KvpoolError as error:
         fail(error)
+
+
+def _size_of(capacity: str | None) -> int:
+    """Bytes; 0 where none are given. Raises ConfigError."""
+    if capacity is None:
+        return 0
+    try:
+        size = parse_size(capacity)
+    except ConfigError as error:
+        raise ConfigError(f"--capacity: {error}") from None
+    if not size:
+        raise ConfigError(
+            f"--capacity {capacity!r}: expected a size such as 64GiB; without it, it is half of "
+            "the memory that is left"
+        )
+    return size
+
+
+def _check_address(host: str) -> None:
+    """Raises ConfigError for what no program of this host could listen on."""
+    try:
+        for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[:1]:
+            with socket.socket(family, kind) as trial:
+                trial.bind(where)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no name of a host"
+        raise ConfigError(
+            f"--address {host}: {why}; expected an address of this host, as `ip -brief address` "
+            "lists them"
+        ) from None
 
 
 def _show(plan: HostPlan) -> None:
@@ -88,7 +122,8 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-def _write_units(plan: HostPlan, folder: Path) -> None:
+def _write_units(plan: HostPlan, folder: Path, *, dry: bool) -> None:
+    """Those that are not there. `dry`: they are shown instead."""
     from kvpool.ops.host_plan import unit
 
     program = (sys.executable, "-m", "kvpool")
@@ -96,6 +131,11 @@ def _write_units(plan: HostPlan, folder: Path) -> None:
         _MASTER_UNIT: unit("master", (*program, *plan.master)),
         _SERVER_UNIT: unit("server", (*program, *plan.server), _MASTER_UNIT),
     }
+    if dry:
+        for name, text in units.items():
+            console.print(f"{folder / name} would have:\n")
+            console.print(text, soft_wrap=True, markup=False, highlight=False)
+        return
     try:
         for name, text in units.items():
             with (folder / name).open("x") as file:

@@ -54,9 +54,25 @@ def look_at(folder: Path) -> DiskSpace:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"--disk {folder}: expected a directory that this user may write")
     space, file = os.statvfs(folder), folder / "kvpool"
+    if file.exists() and not file.is_file():
+        raise ConfigError(
+            f"--disk {folder}: {file} is in the way, expected a file of blocks or nothing: name "
+            "another directory, or move it"
+        )
     return DiskSpace(
         folder, space.f_bavail * space.f_frsize, file.stat().st_size if file.exists() else 0
     )
+
+
+def _size_on(disk: DiskSpace) -> int:
+    """Raises ConfigError for a disk that is full."""
+    size = disk.file_size or int(disk.free * _DISK_SHARE) // _STEP * _STEP
+    if not size:
+        raise ConfigError(
+            f"--disk {disk.folder}: {human(disk.free)} are free there, too few for a file of "
+            "blocks: free some, or name another directory"
+        )
+    return size
 
 
 def planned(
@@ -84,9 +100,13 @@ def planned(
     else:
         why = "as --capacity says"
     choices.append(PlannedPart("memory", human(capacity), why))
+    folders = [disk.folder for disk in disks]
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise ConfigError(f"--disk {folder} is given twice: name each directory once")
     tiers = [f"dram:{_text(capacity)}"] if disks else []
     for disk in disks:
-        size = disk.file_size or int(disk.free * _DISK_SHARE) // _STEP * _STEP
+        size = _size_on(disk)
         tiers.append(f"nvme:{disk.folder / 'kvpool'}:{_text(size)}")
         why = (
             "as its file has" if disk.file_size else f"80 % of the {human(disk.free)} that are free"

@@ -122,6 +122,19 @@ async def test_a_port_in_use_is_named(cluster: ProcessCluster) -> None:
     assert "in use" in done.err
 
 
+@pytest.mark.parametrize("part", ["master", "server"])
+@pytest.mark.parametrize(
+    ("http", "said"),
+    [("a..b:9", "expected host:port"), ("10.0.0.1:9", "reachable from other machines")],
+)
+def test_wrong_pages_end_it_before_anything_is_up(part: str, http: str, said: str) -> None:
+    done = kvpool(part, "--http", http)
+    assert done.code == 2
+    assert f"--http (setting {part}.http)" in done.err
+    assert said in done.err
+    assert "is up" not in done.err
+
+
 async def test_an_id_in_use_is_named(cluster: ProcessCluster) -> None:
     where = ("--masters", *cluster.masters_of("clients"))
     done = await running_kvpool("server", "--id", "server-0", *where, "--capacity", "1MiB")

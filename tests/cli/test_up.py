@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from kvpool.cli.app import app
 from kvpool.config import load
 from kvpool.errors import ConfigError
 from kvpool.memory_limits import Limit
-from kvpool.ops.host_plan import DiskSpace, HostPlan, planned, unit
+from kvpool.ops.host_plan import DiskSpace, HostPlan, look_at, planned, unit
 from tests.support.commands import kvpool
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -61,6 +62,17 @@ def test_a_disk_gives_most_of_what_is_free_and_a_file_stays_as_it_is() -> None:
     assert tiers == ["dram:5GiB", "nvme:/a/kvpool:8GiB", "nvme:/b/kvpool:7GiB"]
     assert why(plan(disks=disks), "disk")[1] == "/b/kvpool, 7 GiB: as its file has"
     load(flags={"server.tiers": tiers})
+
+
+def test_what_cannot_hold_a_file_of_blocks_is_refused(tmp_path: Path) -> None:
+    full = DiskSpace(Path("/full"), MIB, 0)
+    with pytest.raises(ConfigError, match=r"--disk /full: 1 MiB are free there, too few"):
+        plan(disks=(full,))
+    with pytest.raises(ConfigError, match=r"--disk /a is given twice"):
+        plan(disks=(DiskSpace(Path("/a"), GIB, 0),) * 2)
+    (tmp_path / "kvpool").mkdir()
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/kvpool is in the way"):
+        look_at(tmp_path)
 
 
 def test_other_hosts_need_a_secret() -> None:
@@ -107,13 +119,35 @@ def test_units_are_written_and_none_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "kvpool-master.service").exists()
 
 
+def test_dry_shows_the_units_and_writes_none(tmp_path: Path) -> None:
+    done = up("--capacity", "64MiB", "--systemd", tmp_path, "--dry")
+    assert done.exit_code == 0, done.output
+    assert list(tmp_path.iterdir()) == []
+    assert "kvpool-server.service would have:" in done.stdout
+    assert '"--capacity" "64MiB"' in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    up("--capacity", "64MiB", "--systemd", tmp_path)
+    command = ["systemd-analyze", "verify", *map(str, tmp_path.glob("kvpool-*.service"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert len(command) == 4
+    assert (done.returncode, [one for one in done.stderr.splitlines() if "kvpool" in one]) == (
+        0,
+        [],
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--disk", "/there/is/none"], "expected a directory"),
         (["--secret-file", "/there/is/none"], "`kvpool secret FILE` makes it"),
         (["--address", "10.0.0.1"], "--secret-file"),
+        (["--address", "a b"], "expected an address of this host"),
         (["--capacity", "64GB"], "did you mean 64GiB"),
+        (["--capacity", "0"], "--capacity '0': expected a size"),
         (["--systemd", "/there/is/none"], "expected a directory that this user may write"),
     ],
 )
@@ -121,6 +155,14 @@ def test_what_is_wrong_is_said_before_anything_starts(arguments: list[str], said
     done = up(*arguments, "--dry")
     assert done.exit_code == 2, done.output
     assert said in " ".join(done.stderr.split())
+
+
+def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    kvpool("secret", str(secret))
+    done = up("--address", "203.0.113.9", "--secret-file", secret, "--dry")
+    assert done.exit_code == 2
+    assert "--address 203.0.113.9: Cannot assign" in " ".join(done.stderr.split())
 
 
 def test_it_runs_a_pool_until_it_is_stopped() -> None:

@@ -59,6 +59,11 @@ def way_out(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ("10.0.0.1:65536", None),
         ("shm://", None),
         ("://10.0.0.1:1", None),
+        ("a..b:9", None),
+        ("a b:9", None),
+        ("tcp://.a:9", None),
+        ("a.example.:9", ("", "a.example.", 9)),
+        ("a_b:9", ("", "a_b", 9)),
     ],
 )
 def test_an_address_is_taken_apart(text: str, parts: tuple[str, str, int] | None) -> None:
