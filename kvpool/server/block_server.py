@@ -268,8 +268,6 @@ class BlockServer:
                 + sum(one.outbox.missed.shares.refused.total() for one in context.announcers),
                 "unlisted_blocks": sum(one.map.unlisted for one in context.announcers),
                 "map_differences": sum(one.map.differences for one in context.announcers),
-                "moved_blocks": context.compactor.moved_blocks,
-                "moved_bytes": context.compactor.moved_bytes,
                 **store.figures,
                 "quarantined": front.held.quarantined,
                 "quarantined_bytes": front.held.quarantined_bytes,

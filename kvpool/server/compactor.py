@@ -10,11 +10,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from kvpool.protocols import Addressable
-from kvpool.server.state.clearing import Clearing, Move
+from kvpool.server.context import RoomMaker
+from kvpool.server.extension import ServerExtension, ServerParts
+from kvpool.server.state.clearing import Clearing, Move, let_blocks_move
 from kvpool.server.state.store import Store
+from kvpool.types import ServerStats
 
 #: Moved in one turn of the loop, at most.
 _BLOCKS_MAX: Final = 64
@@ -23,7 +27,21 @@ _INLINE_MAX: Final = 1 << 20
 _PINNED_WAIT_S: Final = 0.001
 
 
-class Compactor:
+class Compaction(ServerExtension):
+    """Large blocks get room between small ones."""
+
+    def __init__(self, parts: ServerParts) -> None:
+        context = parts.context
+        self._compactor = Compactor(context.store.front, context.memory, context.on_change)
+        context.room_maker = self._compactor
+
+    def completed(self, stats: ServerStats) -> ServerStats:
+        moved = self._compactor.moved_blocks, self._compactor.moved_bytes
+        counters = dict(zip(("moved_blocks", "moved_bytes"), moved, strict=True))
+        return msgspec.structs.replace(stats, counters={**stats.counters, **counters})
+
+
+class Compactor(RoomMaker):
     """Empties the range of a store's `clearing`; the call that needs the range does the work.
 
     A block is pinned and its target allocated while its bytes are copied, so neither is used for
@@ -40,25 +58,22 @@ class Compactor:
         self.inline_max = _INLINE_MAX
         self.moved_blocks = 0
         self.moved_bytes = 0
-        store.extents.in_steps = True
+        let_blocks_move(store.extents)
 
     async def make_room(self, owner: int, deadline: float) -> bool:
-        """One step for a `reserve` that answered MAKING_ROOM; then call it again.
-
-        False when the range is being emptied for another call: wait until the space has changed.
-        """
+        """As `RoomMaker`; False when the range is being emptied for another call."""
         clearing = self._store.extents.clearing
         if clearing is None:
-            await asyncio.sleep(0)  # `reserve` has worked long enough: others have their turn
-            return True
+            return await super().make_room(owner, deadline)
         if clearing.owner != owner:
             return False
+        assert isinstance(clearing, Clearing)
         while not (clearing.over or clearing.is_ready) and _now() < deadline:
             await self._step(clearing)
         return True
 
     def stop(self, owner: int) -> None:
-        """This owner needs no more room. The next one that waits for its turn begins."""
+        """The next one that waits for its turn begins."""
         clearing = self._store.extents.clearing
         if clearing is not None and clearing.owner == owner:
             clearing.abandon()

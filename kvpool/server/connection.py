@@ -16,8 +16,8 @@ from kvpool.protocols import DeviceAddressable, ReserveRequest
 from kvpool.server.clients import HeldByClient
 from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions
-from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.server.state.entry import Entry
+from kvpool.server.state.extents import MAKING_ROOM
 from kvpool.types import (
     DrainOrder,
     DrainReport,
@@ -86,7 +86,7 @@ class ServerConnection:
             answers = self._already_stored(request)
         else:
             answers = store.reserve(self._id, request, now)
-            context.compactor.stop(self._id)  # room is made for callers that wait for it
+            context.room_maker.stop(self._id)  # room is made for callers that wait for it
         granted = any(answer.extent for answer in answers)
         if granted:
             context.publish_soon()  # with what is sealed when its bytes are here

@@ -14,10 +14,9 @@ from kvpool.protocols import Addressable, Peer, ReserveRequest, Tier
 from kvpool.server import clients
 from kvpool.server.announcer import Announcer
 from kvpool.server.clients import ConnectedClients
-from kvpool.server.compactor import Compactor
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.server.state.entry import Entry
+from kvpool.server.state.extents import MAKING_ROOM
 from kvpool.server.tiers import mover_for
 from kvpool.supervision import Supervisor
 from kvpool.types import Reservation, WriteStatus
@@ -27,6 +26,18 @@ log = logs.get("kvpool.server")
 #: What a write evicts waits so long for what it stores, if the bytes of that are on their way: one
 #: message to each master instead of two, and the caller waits for both.
 _PUBLISH_SOON_S: Final = 0.002
+
+
+class RoomMaker:
+    """What a `reserve` does that answered MAKING_ROOM. Here blocks only leave, and none moves."""
+
+    async def make_room(self, owner: int, deadline: float) -> bool:
+        """One step; then call `reserve` again. False: wait until the space has changed."""
+        await asyncio.sleep(0)  # `reserve` has worked long enough: others have their turn
+        return True
+
+    def stop(self, owner: int) -> None:
+        """This owner needs no more room."""
 
 
 class ServerContext:
@@ -59,7 +70,8 @@ class ServerContext:
         #: The long-lived tasks of this server.
         self.tasks = tasks
         self.mover = mover_for(tiers)(store, tiers, self.on_change, self.tasks)
-        self.compactor = Compactor(store.front, memory, self.on_change)
+        store.front.extents.in_steps = True
+        self.room_maker = RoomMaker()
         self.announcers: list[Announcer] = []
         self.counters: Counter[str] = Counter()
         self.clients = ConnectedClients(connections_max, self.counters)
@@ -123,7 +135,7 @@ class ServerContext:
         try:
             while rest := [i for i, answer in enumerate(answers) if answer is MAKING_ROOM]:
                 self.publish()
-                if not await self.compactor.make_room(owner, wait_until):
+                if not await self.room_maker.make_room(owner, wait_until):
                     await self.wait_for_space(wait_until)
                 retried = [Reservation(WriteStatus.NO_SPACE)] * len(rest)
                 if is_open() and now() < wait_until:
@@ -131,7 +143,7 @@ class ServerContext:
                 for position, answer in zip(rest, retried, strict=True):
                     answers[position] = answer
         finally:
-            self.compactor.stop(owner)
+            self.room_maker.stop(owner)
         return answers
 
     async def wait_until_announced(self, deadline: float) -> bool:

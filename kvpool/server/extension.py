@@ -21,6 +21,7 @@ from kvpool.wire import messages as wire
 
 #: What every server has: `module:class`, made with the `ServerParts`.
 EXTENSIONS: Final = (
+    "kvpool.server.compactor:Compaction",
     "kvpool.server.tenancy:Tenancy",
     "kvpool.server.removal:NamespaceRemoval",
     "kvpool.server.moves:Moves",

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool.protocols import Decision, ReserveRequest
-from kvpool.server.state.clearing import MAKING_ROOM, movable
+from kvpool.server.state.clearing import Clearing, let_blocks_move, movable
 from kvpool.server.state.entry import Entry, Index, Owner
 from kvpool.server.state.extent_state import Event, State
-from kvpool.server.state.extents import Extents
+from kvpool.server.state.extents import MAKING_ROOM, Extents
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Namespace, ReadStatus, Reservation, WriteStatus
 
@@ -103,7 +103,7 @@ class MovesAside(Store):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.extents.in_steps = True
+        let_blocks_move(self.extents)
 
 
 class PlayedStore:
@@ -166,7 +166,7 @@ class PlayedStore:
 
     def _move(self) -> None:
         clearing = self.store.extents.clearing
-        assert clearing is not None
+        assert isinstance(clearing, Clearing)
         for move in clearing.next_moves(64, _MIB):
             self.moved += move.entry.size
             clearing.move_done(move, good=True)

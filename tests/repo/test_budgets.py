@@ -83,6 +83,7 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/server/state/tenants.py",
         "kvpool/wire/access.py",
     ),
+    "clearing": ("kvpool/server/compactor.py", "kvpool/server/state/clearing.py"),
     "heaps": ("kvpool/server/eviction/lazy_heap.py",),  # of sessions and write-back
     "gpu": (
         "kvpool/device/*.py",
@@ -124,7 +125,7 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_960
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_680
 FILE_LINES = 600
 CLASS_METHODS = 25
 CLASS_ATTRIBUTES = 15

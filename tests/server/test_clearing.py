@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision
 from kvpool.server.eviction.lru import LRU
-from kvpool.server.state.clearing import MAKING_ROOM, Clearing, Move
+from kvpool.server.state.clearing import Clearing, Move, let_blocks_move
 from kvpool.server.state.entry import MOVER, Entry
+from kvpool.server.state.extents import MAKING_ROOM
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace, Reservation, WriteStatus
@@ -27,7 +28,7 @@ KIB, MIB, PAGE = 1 << 10, 1 << 20, 4096
 def stepwise(capacity: int) -> Store:
     """A store as servers have it."""
     store = Store(capacity)
-    store.extents.in_steps = True
+    let_blocks_move(store.extents)
     return store
 
 
@@ -117,6 +118,19 @@ def test_one_large_write_evicts_what_it_needs(small: int, large: int, capacity: 
     assert writer.write(key("large"), large) is WriteStatus.RESERVED
     assert large <= writer.store.extents.evicted_bytes - before <= 2 * large + small
     assert writer.use > 0.85 or large == 16 * MIB
+    check_invariants(writer.store)
+
+
+def test_where_no_block_moves_a_large_one_gets_its_room_by_evictions() -> None:
+    """As in a server without what moves them: in steps, and the block is stored."""
+    writer = Writer(Store(16 * MIB))
+    writer.store.extents.in_steps = True
+    small = keys("small", 16 * MIB // (16 * KIB))
+    for digest in small:
+        assert writer.write(digest, 16 * KIB) is WriteStatus.RESERVED
+    writer.read(small[::2])  # which are then used last: holes lie between them
+    assert writer.write(key("large"), MIB) is WriteStatus.RESERVED
+    assert writer.evicted_at_once <= 128
     check_invariants(writer.store)
 
 

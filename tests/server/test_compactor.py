@@ -16,7 +16,7 @@ from kvpool.errors import Closed
 from kvpool.protocols import ReserveRequest
 from kvpool.server import compactor
 from kvpool.server.compactor import Compactor
-from kvpool.server.state.clearing import MAKING_ROOM
+from kvpool.server.state.extents import MAKING_ROOM
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Namespace

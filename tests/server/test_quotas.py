@@ -17,6 +17,7 @@ from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.programs import Programs
 from kvpool.server.eviction.tenant_orders import TenantOrders
+from kvpool.server.state.clearing import Clearing, let_blocks_move
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.quota import Quota
@@ -149,14 +150,14 @@ def test_an_extent_that_goes_from_one_tenant_to_another_counts_for_the_new_one()
 
 def test_a_block_that_moves_to_make_room_counts_once() -> None:
     books = store(8, acme=(8, 8))
-    books.extents.in_steps = True
+    let_blocks_move(books.extents)
     for digest in (blocks := fresh(8)):
         write(books, ACME, [digest], 1.0)
     books.remove(ACME, blocks[::2])
     request = ReserveRequest(ACME, 0, fresh(1), [ROOT], [3 * PAGE])
     books.reserve(1, request, 2.0)
     clearing = books.extents.clearing
-    assert clearing is not None
+    assert isinstance(clearing, Clearing)
     while not (clearing.over or clearing.is_ready):
         for move in clearing.next_moves(8, 1 << 20):
             clearing.move_done(move, good=True)

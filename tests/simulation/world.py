@@ -32,6 +32,7 @@ from kvpool.runtime import Host
 from kvpool.server import block_server, outbox
 from kvpool.server.block_server import BlockServer
 from kvpool.server.cold import writer as cold_writer
+from kvpool.server.compactor import Compactor
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.moves import fetcher, prefetcher
 from kvpool.server.moves.state import share_plan
@@ -333,7 +334,9 @@ class World:
         self.joins.watch(node)
         self.prefetches.watch(node)
         if plan.copy_s > 0.001:
-            server._context.compactor.inline_max = 0  # moves take time, as those of large blocks
+            compactor = server._context.room_maker
+            assert isinstance(compactor, Compactor)
+            compactor.inline_max = 0  # moves take time, as those of large blocks
         truth.life_began(life)
         base = stores[-1]
         if isinstance(base, WatchedDiskStore):

@@ -18,8 +18,8 @@ from typing import Final, Protocol
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import State
+from kvpool.server.state.extents import EmptiedRange, Extents
 from kvpool.server.state.holdings import ConnectionHoldings
-from kvpool.types import Reservation, WriteStatus
 
 #: Holes at which a range may begin that are compared with each other.
 _STARTS: Final = 16
@@ -29,10 +29,6 @@ _EXTENTS_MAX: Final = 4096
 _MOVE_COST: Final = 64 << 10
 #: Calls of `next_moves` in a row that find only pinned blocks, after which the range is given up.
 _STUCK_MAX: Final = 8
-
-#: The answer of a `Store.reserve` that needs more steps, compared with `is`. It never leaves the
-#: server: whoever sees it helps (`Store.clearing`) and asks again for these blocks.
-MAKING_ROOM: Final = Reservation(WriteStatus.NOT_YET)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +48,7 @@ class MovableBlocks(Protocol):
 
     allocator: Allocator
     held: ConnectionHoldings
-    clearing: Clearing | None
+    clearing: EmptiedRange | None
     blocks_at: dict[int, Entry]
     move_targets: dict[int, int]
 
@@ -175,6 +171,16 @@ class Clearing:
                 self.abandon()
             elif offset >= 0:
                 self._waiting.append(offset)
+
+
+def let_blocks_move(extents: Extents) -> None:
+    """From now on a range is emptied for a block that fits in no hole."""
+
+    def clear(owner: int, digest: bytes, size: int) -> tuple[Clearing | None, bool]:
+        start, pinned = cheapest_start(extents, size)
+        return None if start is None else Clearing(extents, owner, digest, size, start), pinned
+
+    extents.in_steps, extents.clear = True, clear
 
 
 def movable(entry: Entry) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from kvpool.protocols.policy import Decision
 from kvpool.server.eviction.order import JUST_NOW, Order
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.budget import UNLIMITED
-from kvpool.server.state.clearing import MAKING_ROOM, Clearing, cheapest_start
 from kvpool.server.state.entry import MOVER, Account, Entry
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.holdings import ConnectionHoldings
@@ -28,6 +27,24 @@ _FREE_MAX: Final = 4
 _SEARCHES: Final = 8
 #: A writer that may hold no more asks again.
 ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
+#: The answer of a `Store.reserve` that needs more steps, compared with `is`. It never leaves the
+#: server: whoever sees it makes the next one (`context.RoomMaker`) and asks again for these blocks.
+MAKING_ROOM: Final = Reservation(WriteStatus.NOT_YET)
+
+
+class EmptiedRange(Protocol):
+    """A range whose blocks move elsewhere, for one block of one owner (`state/clearing.py`)."""
+
+    owner: int
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def is_for(self, digest: bytes, size: int) -> bool: ...
+
+    def take(self) -> int: ...
+
+    def abandon(self) -> None: ...
 
 
 class Extents:
@@ -54,8 +71,10 @@ class Extents:
         #: NOT_YET. The caller makes the moves, and asks again (design: allocator).
         self.in_steps = False
         self.steps_left = UNLIMITED
-        #: The range that is being emptied for one block (design: allocator).
-        self.clearing: Clearing | None = None
+        #: The range that is being emptied for one block, and what begins that where blocks can be
+        #: moved: None, and whether pins were in the way, where no range can be emptied.
+        self.clearing: EmptiedRange | None = None
+        self.clear: Callable[[int, bytes, int], tuple[EmptiedRange | None, bool]] | None = None
         self.move_targets: dict[int, int] = {}  # offset -> size, of moves that are under way
         self.evicted = 0
         self.evicted_bytes = 0
@@ -155,9 +174,10 @@ class Extents:
         """Choose a range to empty, if there is one; None when a few more victims may help."""
         # If the range cannot be emptied after all, the next attempt is made with more free bytes.
         self.held.owner(owner).gave_up = newcomer.digest, self.allocator.available
-        start, pinned = cheapest_start(self, size)
-        if start is not None:
-            self.clearing = Clearing(self, owner, newcomer.digest, size, start)
+        if self.clear is None:
+            return None
+        self.clearing, pinned = self.clear(owner, newcomer.digest, size)
+        if self.clearing is not None:
             return MAKING_ROOM
         # Evicting does not help against pins: without this, a few pinned blocks between all others
         # would let one large write empty the pool.

@@ -22,10 +22,9 @@ from kvpool.server.eviction.order import JUST_NOW, Order
 from kvpool.server.orders import make_order
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.budget import UNLIMITED
-from kvpool.server.state.clearing import MAKING_ROOM
 from kvpool.server.state.entry import MOVER, Entry, Index, Owner
 from kvpool.server.state.extent_state import Event, State, after
-from kvpool.server.state.extents import ASK_AGAIN, STEPS_MAX, Extents
+from kvpool.server.state.extents import ASK_AGAIN, MAKING_ROOM, STEPS_MAX, Extents
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.index import BlockIndex
 from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
