@@ -172,7 +172,7 @@ class EventReader(AsyncIterator[PoolEvent]):
         at: EventPosition | None = None
         cursor = wire.Snapshot()
         while True:
-            page = await self._masters.ask(cursor, wire.SnapshotReply, self._deadline())
+            page = await self._masters.ask(cursor, wire.ChangesReply, self._deadline())
             reached = EventPosition(page.stream, page.last)
             if at is None:
                 at = reached

@@ -25,11 +25,10 @@ class FollowerRequests:
         if found is None:
             return wire.ChangesReply(self._stream, log.last, [], False, True)
         changes, last = found
-        return wire.ChangesReply(
-            self._stream, last, [_map_change(one) for one in changes], last < log.last, False
-        )
+        listed = [_map_change(one) for one in changes]
+        return wire.ChangesReply(self._stream, last, listed, last < log.last)
 
-    def snapshot(self, m: wire.Snapshot) -> wire.SnapshotReply:
+    def snapshot(self, m: wire.Snapshot) -> wire.ChangesReply:
         """All servers come first, in pages, and then their blocks."""
         changes: list[LoggedChange] = []
         at: MapCursor | None = MapCursor(m.namespace, m.parts, m.piece)
@@ -41,13 +40,9 @@ class FollowerRequests:
             left = PAGE_SIZE - sum([one.size for one in changes])
             part, at = snapshot(self._directory, at, _SNAPSHOT_BLOCKS, left, self._stream)
             changes += part
-        return wire.SnapshotReply(
-            self._stream,
-            self._directory.changes.last,
-            [_map_change(one) for one in changes],
-            *(at or MapCursor()),
-            at is not None,
-        )
+        last, listed = self._directory.changes.last, [_map_change(one) for one in changes]
+        following = (at is not None, False, *(at or MapCursor()))
+        return wire.ChangesReply(self._stream, last, listed, *following)
 
 
 def _map_change(one: LoggedChange) -> wire.MapChange:

@@ -86,7 +86,6 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Changes: _OPERATOR,  # every change in the pool, with its key
     wire.ChangesReply: _NO_REQUEST,
     wire.Snapshot: _OPERATOR,
-    wire.SnapshotReply: _NO_REQUEST,
 }
 
 

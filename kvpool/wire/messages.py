@@ -702,19 +702,6 @@ class Changes(Message, frozen=True):
     after: SequenceNumber
 
 
-class ChangesReply(Tolerant, frozen=True):
-    """Changes in order, of which the last one has the number `last`; with `more`, ask again.
-
-    With `gap` there are none: it is not that stream, or it does not have what follows any more.
-    """
-
-    stream: Id
-    last: SequenceNumber
-    changes: Annotated[list[MapChange], Meta(max_length=ANNOUNCED_BLOCKS_MAX * 4)]
-    more: bool
-    gap: bool
-
-
 class Snapshot(Message, frozen=True):
     """A part of the map: what follows this piece of this namespace; both empty: the beginning."""
 
@@ -723,17 +710,23 @@ class Snapshot(Message, frozen=True):
     piece: Count = 0
 
 
-class SnapshotReply(Tolerant, frozen=True):
-    """That part as it is after change `last` of the stream, and where to go on while there is
-    `more`. The first one begins with every server."""
+class ChangesReply(Tolerant, frozen=True, omit_defaults=True):
+    """Changes in order, of which the last one has the number `last`; with `more`, ask again.
+
+    With `gap` there are none: it is not that stream, or it does not have what follows any more.
+
+    To a `Snapshot`: what makes up that part as it is after change `last`; with `more`, ask for the
+    one behind `namespace`, `parts` and `piece`. The first part begins with every server.
+    """
 
     stream: Id
     last: SequenceNumber
     changes: Annotated[list[MapChange], Meta(max_length=1 << 16)]
-    namespace: NamespaceName
-    parts: Annotated[int, Meta(ge=0, le=256)]
-    piece: Count
     more: bool
+    gap: bool = False
+    namespace: NamespaceName = ""
+    parts: Annotated[int, Meta(ge=0, le=256)] = 0
+    piece: Count = 0
 
 
 #: The type byte in the frame header. Numbers are for ever; new messages get new ones.
@@ -788,7 +781,6 @@ TYPES: Final[dict[type[Message], int]] = {
     Changes: 56,
     ChangesReply: 57,
     Snapshot: 58,
-    SnapshotReply: 59,
     Holdings: 63,
     HoldingsReply: 64,
     RemoveAll: 65,

@@ -204,7 +204,7 @@ SURFACE = {
     "settings of the pool": (30, 31),
     "settings of the connector": (15, 15),
     "statuses": (30, 35),
-    "messages": (46, 61),
+    "messages": (46, 60),
     "methods of Pool": (15, 15),
     "extras": (12, 12),
     "targets of make": (16, 16),

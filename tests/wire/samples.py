@@ -119,9 +119,7 @@ SAMPLES: Final[list[messages.Message]] = [
         7, 4, [messages.MapChange(0, "s", "n", 1, 0, "dram", 16, bytes(16))], True, False
     ),
     messages.Snapshot("n", 1, 2),
-    messages.SnapshotReply(
-        7, 4, [messages.MapChange(4, "s", host="here"), messages.MapChange(3, "s")], "n", 1, 3, True
-    ),
+    messages.ChangesReply(7, 4, [messages.MapChange(4, "s", host="here")], True, False, "n", 1, 3),
     messages.Demands(),
     messages.DemandsReply(60.0, [("n", 1, 1 << 40, 5)], 1.5, 0.25),
 ]

@@ -28,7 +28,7 @@ SAY_MORE = {
     *(messages.Registered, messages.Heartbeat, messages.HeartbeatReply, messages.Announced),
     *(messages.FindReply, messages.PlaceReply, messages.MembersReply, messages.HintReply),
     *(messages.SessionExplained, messages.Explained, messages.NamespacesReply),
-    *(messages.DemandsReply, messages.ChangesReply, messages.SnapshotReply),
+    *(messages.DemandsReply, messages.ChangesReply),
 }
 EVERY = pytest.mark.parametrize("sample", SAMPLES, ids=lambda m: type(m).__name__)
 

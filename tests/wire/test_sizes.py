@@ -27,7 +27,6 @@ PAGED = {
     wire.Explained,
     wire.MembersReply,
     wire.ChangesReply,
-    wire.SnapshotReply,
     wire.PlaceReply,
 }
 REQUESTS = {wire.Announce, wire.Inventory, wire.Place, wire.Find}
