@@ -273,7 +273,7 @@ class ServerConnection:
     # Of the extensions: the table says who answers, or that nobody does.
 
     async def holdings(self, after: tuple[str, int]) -> HoldingsPage:
-        page: HoldingsPage = await self._extensions.handler(wire.Holdings)(self.peer, after)
+        page: HoldingsPage = await self._extensions.handler(wire.Namespaces)(self.peer, after)
         return page
 
     async def remove_all(self, namespace: Namespace, at: RemovalCursor) -> Removal:

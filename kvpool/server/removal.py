@@ -35,7 +35,7 @@ class NamespaceRemoval(ServerExtension):
 
     @property
     def handlers(self) -> Handlers:
-        return {wire.Holdings: self._holdings, wire.RemoveAll: self._remove_all}
+        return {wire.Namespaces: self._holdings, wire.RemoveAll: self._remove_all}
 
     async def _holdings(self, peer: Peer, after: tuple[str, int]) -> HoldingsPage:
         return await holdings(self._context, peer.tenant, after)

@@ -53,7 +53,6 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Fetch: _OWN,  # from another server of the pool, which knows the cluster's secret
     wire.Prefetch: _OWN,
     wire.SendToken: _ANSWERED,  # it is about this connection
-    wire.Holdings: _ANSWERED,  # of its own namespaces
     wire.HoldingsReply: _NO_REQUEST,
     wire.RemoveAll: _OWN,
     wire.RemovedAll: _NO_REQUEST,

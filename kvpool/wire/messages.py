@@ -351,13 +351,6 @@ class Drained(Tolerant, frozen=True):
     left: Annotated[list[tuple[NamespaceName, Name, Count, Count]], Meta(max_length=64)]
 
 
-class Holdings(Message, frozen=True):
-    """What does this server have of the namespaces whose names, and parts, come after these?"""
-
-    after: NamespaceName = ""
-    parts: Annotated[int, Meta(ge=0, le=256)] = 0
-
-
 class HoldingsReply(Tolerant, frozen=True):
     """Name, parts, blocks and bytes of each, in order; with `more`, ask again after the last one.
     `begin`: where a removal of what is there now begins."""
@@ -645,7 +638,8 @@ class Explained(Tolerant, frozen=True, omit_defaults=True):
 
 
 class Namespaces(Message, frozen=True):
-    """The namespaces whose names, and parts, come after these, in order."""
+    """The namespaces whose names, and parts, come after these, in order. A master answers with
+    `NamespacesReply`, a server with `HoldingsReply`."""
 
     after: NamespaceName = ""
     parts: Annotated[int, Meta(ge=0, le=256)] = 0
@@ -781,7 +775,6 @@ TYPES: Final[dict[type[Message], int]] = {
     Changes: 56,
     ChangesReply: 57,
     Snapshot: 58,
-    Holdings: 63,
     HoldingsReply: 64,
     RemoveAll: 65,
     RemovedAll: 66,

@@ -79,8 +79,6 @@ def messages() -> list[wire.Message]:
     questions: list[wire.Message] = [
         wire.Seal([1, 2, 3], [0, 0, 0], True, 0.1),
         wire.Unpin(),
-        wire.Holdings(),
-        wire.Holdings("@z", 1),
         wire.RemoveAll("@blue/llama", 1, (0, 0, 0, 0, 0)),
         wire.RemoveAll("@zebra/llama", 1, (0, 0, 0, 0, 0)),
         wire.Drain(),

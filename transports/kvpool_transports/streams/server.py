@@ -48,9 +48,9 @@ from kvpool.wire.messages import (
     Drained,
     Fetch,
     Hello,
-    Holdings,
     HoldingsReply,
     Message,
+    Namespaces,
     Prefetch,
     Proof,
     Propose,
@@ -434,7 +434,7 @@ class StreamSession:
         _check_part(namespace, prefetch.part)
         await self._send(StatusReply(bytes(connection.prefetch(namespace, prefetch.part, digests))))
 
-    async def _holdings(self, ask: Holdings, connection: Connection) -> None:
+    async def _holdings(self, ask: Namespaces, connection: Connection) -> None:
         found = await connection.holdings((ask.after, ask.parts))
         held = [(one.namespace.name, one.namespace.parts, *one[1:]) for one in found.held]
         await self._send(HoldingsReply((*found.begin,), held, found.more))
@@ -625,7 +625,7 @@ _ANSWERS: Final[
     Fetch: StreamSession._fetch,
     Prefetch: StreamSession._prefetch,
     Drain: StreamSession._drain,
-    Holdings: StreamSession._holdings,
+    Namespaces: StreamSession._holdings,
     RemoveAll: StreamSession._remove_all,
 }
 

@@ -28,10 +28,10 @@ from kvpool.wire.messages import (
     Drain,
     Drained,
     Fetch,
-    Holdings,
     HoldingsReply,
     M,
     Message,
+    Namespaces,
     Prefetch,
     Propose,
     Proposed,
@@ -117,7 +117,7 @@ class SideRequests:
 
     async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
         """What the server has of the namespaces behind this one."""
-        answer = await self._ask(Holdings(*after), HoldingsReply, deadline)
+        answer = await self._ask(Namespaces(*after), HoldingsReply, deadline)
         held = (
             Holding(checked_namespace(name, parts), blocks, size)
             for name, parts, blocks, size in answer.held
