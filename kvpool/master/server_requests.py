@@ -185,8 +185,7 @@ def _all_checked(changes: Sequence[wire.BlockChanges]) -> list[_Checked]:
 
 def _checked(change: wire.BlockChanges) -> _Checked:
     namespace, digests = wire.unpack_keys(change)
-    if change.part >= namespace.parts:
-        raise BadMessage(f"part {change.part} of a namespace with {namespace.parts} parts")
+    wire.check_part(namespace, change.part)
     try:
         return change, namespace, digests, ReadStatus(change.status)
     except ValueError as error:

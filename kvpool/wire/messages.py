@@ -902,6 +902,12 @@ def unpack_batch(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
     return namespace, digests
 
 
+def check_part(namespace: Namespace, part: int) -> None:
+    """Raises BadMessage for a part that the namespace does not have."""
+    if part >= namespace.parts:
+        raise BadMessage(f"part {part} of a namespace with {namespace.parts} parts")
+
+
 @lru_cache(maxsize=1024)
 def checked_namespace(name: str, parts: int) -> Namespace:
     try:

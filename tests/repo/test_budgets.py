@@ -138,7 +138,6 @@ LONG_FILES = {
     "kvpool/testing/harness.py": 732,
     "kvpool/types.py": 897,
     "kvpool/wire/messages.py": 941,
-    "transports/kvpool_transports/streams/server.py": 671,
     "transports/kvpool_transports/ucx.py": 882,
     "tiers/kvpool_tiers/nvme/file_disk.py": 616,
 }
@@ -154,7 +153,6 @@ WIDE_CLASSES = {
     "kvpool/tools/dry_pool.py:DryPool": (28, 18),
     "kvpool/tools/replay_report.py:ReplayReport": (25, 22),
     "kvpool/tools/tier_study.py:Play": (25, 17),
-    "transports/kvpool_transports/streams/server.py:StreamSession": (32, 15),
     "transports/kvpool_transports/streams/stream.py:Stream": (29, 17),
     "tiers/kvpool_tiers/nvme/tier.py:Nvme": (34, 18),
     "connector/kvpool_connector/plan/tracked_request.py:TrackedRequest": (25, 18),

@@ -27,11 +27,8 @@ from kvpool.protocols import BlockStore, Connection, Peer, ReserveRequest
 from kvpool.strangers import Strangers
 from kvpool.types import (
     Cluster,
-    DrainOrder,
-    Namespace,
     Pin,
     ReadStatus,
-    RemovalCursor,
     Reservation,
     SessionHint,
     WriteStatus,
@@ -44,22 +41,10 @@ from kvpool.wire.messages import (
     WRITE_BYTES_MAX,
     Challenge,
     Data,
-    Drain,
-    Drained,
-    Fetch,
     Hello,
-    HoldingsReply,
     Message,
-    Namespaces,
-    Prefetch,
     Proof,
-    Propose,
-    Proposed,
     Read,
-    Remove,
-    RemoveAll,
-    RemovedAll,
-    ReportCorruption,
     Reserve,
     Reserved,
     Seal,
@@ -67,15 +52,14 @@ from kvpool.wire.messages import (
     Unpin,
     Welcome,
     Write,
-    checked_namespace,
+    check_part,
     decode,
     message_type,
-    pack_parents,
-    pack_sessions,
     refusal,
     unpack_batch,
     unpack_parents,
 )
+from kvpool_transports.streams.side_answers import SIDE_ANSWERS, WAIT_S_MAX
 from kvpool_transports.streams.stream import Stream
 
 #: A handshake must be complete after this time.
@@ -83,9 +67,7 @@ HELLO_S = 5.0
 #: Bytes of a message of a handshake, and of a request for as many blocks as there may be.
 _HELLO_MAX: Final = 4 << 10
 _REQUEST_MAX: Final = 128 << 10
-#: What a client may ask us to wait for space, and how long after its deadline a writer that has
-#: not sealed is taken for frozen.
-WAIT_S_MAX = 60.0
+#: How long after its deadline a writer that has not sealed is taken for frozen.
 GRACE_S = 5.0
 #: An answer that the client does not read within this time ends the connection.
 ANSWER_S = 60.0
@@ -376,8 +358,7 @@ class StreamSession:
             await self._seal_written(write, connection)
             return
         kind = message_type(frame.type)
-        answer = _ANSWERS.get(kind) if kind is not None else None
-        if kind is None or answer is None:
+        if kind is None or not (kind in _TRANSFERS or kind in SIDE_ANSWERS):
             name = kind.__name__ if kind is not None else f"type {frame.type}"
             raise BadMessage(f"{name} is no request")
         request = decode(kind, frame.type, frame.body)
@@ -386,71 +367,10 @@ class StreamSession:
         except Forbidden as error:
             self._store.forbidden(self._peer, kind.__name__, str(error))
             raise
-        await answer(self, request, connection)
-
-    async def _remove(self, remove: Remove, connection: Connection) -> None:
-        namespace, digests = unpack_batch(remove)
-        if remove.part is not None:
-            _check_part(namespace, remove.part)
-        if remove.checksums and (remove.part is None or len(remove.checksums) != len(digests)):
-            raise BadMessage("Remove: one checksum per block, of one part")
-        flags = await connection.remove(namespace, digests, remove.part, remove.checksums)
-        await self._send(StatusReply(bytes(flags)))
-
-    async def _report_corruption(self, report: ReportCorruption, connection: Connection) -> None:
-        namespace, digests = unpack_batch(report)
-        _check_part(namespace, report.part)
-        flags = await connection.report_corruption(namespace, report.part, digests)
-        await self._send(StatusReply(bytes(flags)))
-
-    async def _offer(self, propose: Propose, connection: Connection) -> None:
-        namespace, digests = unpack_batch(propose)
-        _check_part(namespace, propose.part)
-        offers = connection.offer(namespace, propose.part, digests, propose.receiver)
-        hits = [offer for offer in offers if offer.status.hit]
-        await self._send(
-            Proposed(
-                bytes([offer.status for offer in offers]),
-                [offer.size for offer in hits],
-                [offer.checksum for offer in hits],
-                pack_parents([offer.parent for offer in hits], propose.digest_size),
-                [offer.age_s for offer in hits],
-                bytes([offer.copies for offer in hits]),
-                pack_sessions([offer.session_hint for offer in hits]),
-            )
-        )
-
-    async def _fetch(self, fetch: Fetch, connection: Connection) -> None:
-        namespace, digests = unpack_batch(fetch)
-        _check_part(namespace, fetch.part)
-        deadline = self._loop.time() + min(fetch.wait_s, WAIT_S_MAX)
-        statuses = await connection.fetch(
-            namespace, fetch.part, digests, fetch.source, extra=fetch.extra, deadline=deadline
-        )
-        await self._send(StatusReply(bytes(statuses)))
-
-    async def _prefetch(self, prefetch: Prefetch, connection: Connection) -> None:
-        namespace, digests = unpack_batch(prefetch)
-        _check_part(namespace, prefetch.part)
-        await self._send(StatusReply(bytes(connection.prefetch(namespace, prefetch.part, digests))))
-
-    async def _holdings(self, ask: Namespaces, connection: Connection) -> None:
-        found = await connection.holdings((ask.after, ask.parts))
-        held = [(one.namespace.name, one.namespace.parts, *one[1:]) for one in found.held]
-        await self._send(HoldingsReply((*found.begin,), held, found.more))
-
-    async def _remove_all(self, remove: RemoveAll, connection: Connection) -> None:
-        namespace = checked_namespace(remove.namespace, remove.parts)
-        done = await connection.remove_all(namespace, RemovalCursor(*remove.at))
-        at = (*done.at,) if done.at is not None else None
-        await self._send(RemovedAll(done.blocks, done.bytes, at))
-
-    async def _drain(self, drain: Drain, connection: Connection) -> None:
-        if drain.begin and drain.cancel:
-            raise BadMessage("a drain to begin and to cancel")
-        order = DrainOrder(drain.begin, drain.cancel, drain.within_s, drain.back_in_s)
-        report = await connection.drain(order)
-        await self._send(Drained(*report._replace(left=list(report.left))))  # type: ignore[arg-type]
+        if kind in _TRANSFERS:
+            await _TRANSFERS[kind](self, request, connection)
+        else:
+            await self._send(await SIDE_ANSWERS[kind](request, connection))
 
     def _payload_of_request(self, frame: Frame) -> PayloadReceiver | None:
         """Where the bytes of a request go, of which only `Write` has some.
@@ -550,7 +470,7 @@ class StreamSession:
     async def _read(self, read: Read, connection: Connection) -> None:
         """Pin, then send, or show."""
         namespace, digests = unpack_batch(read)
-        _check_part(namespace, read.part)
+        check_part(namespace, read.part)
         if len(read.buffer_sizes) != len(digests):
             raise BadMessage(f"{len(digests)} digests, {len(read.buffer_sizes)} sizes")
         view = read.view and self._mapped
@@ -612,21 +532,13 @@ class StreamSession:
         )
 
 
-#: What begins an exchange, and who answers it.
-_ANSWERS: Final[
+#: What begins an exchange that moves the bytes of blocks, and who answers it.
+_TRANSFERS: Final[
     dict[type[Message], Callable[[StreamSession, Any, Connection], Awaitable[None]]]
 ] = {
     Read: StreamSession._read,
     Reserve: StreamSession._write,
     Write: StreamSession._seal_written,
-    Remove: StreamSession._remove,
-    ReportCorruption: StreamSession._report_corruption,
-    Propose: StreamSession._offer,
-    Fetch: StreamSession._fetch,
-    Prefetch: StreamSession._prefetch,
-    Drain: StreamSession._drain,
-    Namespaces: StreamSession._holdings,
-    RemoveAll: StreamSession._remove_all,
 }
 
 
@@ -634,7 +546,7 @@ def _reserve_request(message: Reserve | Write) -> ReserveRequest:
     """The blocks that a client wants to write. Raises BadMessage."""
     namespace, digests = unpack_batch(message)
     parents = unpack_parents(message.parents, message.digest_size)
-    _check_part(namespace, message.part)
+    check_part(namespace, message.part)
     sizes = message.sizes
     if not len(digests) == len(parents) == len(sizes):
         raise BadMessage(f"{len(digests)} digests, {len(parents)} parents, {len(sizes)} sizes")
@@ -660,8 +572,3 @@ def _session_hint(reserve: Reserve | Write) -> SessionHint | None:
     if not reserve.session.isprintable():
         raise BadMessage(f"session {reserve.session[:40]!r} is not printable")
     return SessionHint(reserve.session, reserve.resume_s)
-
-
-def _check_part(namespace: Namespace, part: int) -> None:
-    if part >= namespace.parts:
-        raise BadMessage(f"part {part} of a namespace with {namespace.parts} parts")
