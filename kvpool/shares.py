@@ -138,6 +138,11 @@ class Recent(Generic[K, V]):
         """Holder, key and value of the oldest entry of all."""
         return next(((*name, value) for name, (_, value) in self._entries.items()), None)
 
+    def of(self, holder: str) -> Iterator[tuple[K, V]]:
+        """The entries of a holder, the oldest first."""
+        group = self._groups.get(holder if holder in self._groups else _OTHERS, ())
+        return ((name[1], self._entries[name][1]) for name in group if name[0] == holder)
+
     def pop(self, holder: str, key: K) -> V | None:
         """Forget this entry, if it is there; its value."""
         group, value = self._entries.pop((holder, key), ("", None))

@@ -166,6 +166,15 @@ def test_what_is_put_again_is_the_youngest() -> None:
     assert recent.get("acme", "a") == 1
 
 
+def test_entries_of_one_holder_the_oldest_first() -> None:
+    recent: Recent[str, int] = Recent(4)
+    for holder, key, value in (("a", "x", 1), ("b", "x", 2), ("a", "y", 3), ("a", "x", 4)):
+        recent.put(holder, key, value)
+    assert list(recent.of("a")) == [("y", 3), ("x", 4)]
+    assert list(recent.of("b")) == [("x", 2)]
+    assert list(recent.of("c")) == []
+
+
 def test_what_is_forgotten_makes_room_and_is_not_counted_as_dropped() -> None:
     recent: Recent[str, int] = Recent(2)
     recent.put("acme", "a", 1)

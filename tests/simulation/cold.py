@@ -318,10 +318,11 @@ class ColdOracle:
         self, namespace: Namespace, digests: Sequence[bytes], part: int | None
     ) -> None:
         for draft in self.ring._writer.drafts.values():
-            for (of, which, digest), place in draft.places.items():
-                if of == namespace and digest in digests and part in (None, which):
-                    where = self._world.loop.now, (draft.name, place)
-                    self.removed[of, digest, which].append(where)
+            for digest in digests:
+                for which, place in draft.places.get((namespace, digest), {}).items():
+                    if part in (None, which):
+                        where = self._world.loop.now, (draft.name, place)
+                        self.removed[namespace, digest, which].append(where)
 
     def first_problem(self) -> str | None:
         """What is not finished some time after the last fault; None when all is."""

@@ -552,9 +552,9 @@ BUGS: Sequence[Bug] = read(
 -        one.removed |= gone
 @@ removed-on-its-way-to-the-object-store  G8  kvpool.server.cold.writer  seed 19
 -        for draft in self.drafts.values():
--            for which
+-            for digest
 +        for draft in ():
-+            for which
++            for digest
 @@ objects-of-the-living-are-everybodys  house  kvpool.server.cold.search  seed 9
 -            if answers != self._me or (
 +            if answers != self._me and (

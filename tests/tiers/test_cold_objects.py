@@ -303,13 +303,48 @@ def test_what_waits_to_be_written() -> None:
     assert waiting.due_in(10, 5.0, 0.0) is None
     waiting.add((ONE, 0, b"a"), 6, 1.0)
     waiting.add((ONE, 0, b"a"), 6, 2.0)
-    assert waiting.due_in(10, 5.0, 2.0) == 4.0
-    assert waiting.due_in(10, 5.0, 9.0) == 0.0
+    assert waiting.due_in(10, 5.0, 2.0) == (4.0, "")
+    assert waiting.due_in(10, 5.0, 9.0) == (0.0, "")
     waiting.add((ONE, 0, b"b"), 6, 2.0)
     waiting.add((ONE, 0, b"c"), 6, 2.0)
-    assert waiting.due_in(10, 5.0, 2.0) == 0.0
-    assert [key[2] for key in waiting.take(10, 9)] == [b"a", b"b"]
+    assert waiting.due_in(10, 5.0, 2.0) == (0.0, "")
+    assert [key[2] for key in waiting.take("", 10)] == [b"a", b"b"]
     assert waiting.size == 6
+
+
+def test_an_object_has_blocks_of_one_tenant() -> None:
+    """The one that has waited for its time, else one that has enough for an object."""
+    waiting, globex = Waiting(), Namespace("@globex/m")
+    for n in range(4):
+        waiting.add((ONE, 0, b"%d" % n), 1, 10.0)
+        waiting.add((TWO, 0, b"%d" % n), 5, 11.0)
+        waiting.add((globex, 0, b"%d" % n), 4, 12.0)
+    assert waiting.due_in(99, 5.0, 12.0) == (3.0, "")
+    assert waiting.due_in(17, 5.0, 12.0) == (0.0, "acme")
+    assert waiting.due_in(17, 5.0, 15.0) == (0.0, "")
+    assert waiting.take("acme", 17) == [(TWO, 0, b"%d" % n) for n in range(4)]
+    assert waiting.take("acme", 17) == []
+    assert waiting.take("globex", 8) == [(globex, 0, b"0"), (globex, 0, b"1")]
+    assert (waiting.size, waiting.due_in(8, 9.0, 12.0)) == (4 + 8, (0.0, "globex"))
+
+
+def test_the_index_of_an_object_is_one_that_readers_accept() -> None:
+    """Else a tenant with long names would take all that lies in the object out of it."""
+    waiting = Waiting()
+    for n in range(5000):
+        space = Namespace("@acme/" + "\N{MUSICAL SYMBOL G CLEF}" * 500 + f"{n:06}")
+        waiting.add((space, 0, n.to_bytes(32, "little")), 100, 1.0)
+    keys = waiting.take("acme", 1 << 20)
+    blocks = [
+        ColdBlock(*key, b"p" * 32, 100 * n, 100, (1 << 64) - 1, 16) for n, key in enumerate(keys)
+    ]
+    data = packed(blocks, start=100 * len(keys))
+    assert parse(data) == blocks
+    waiting = Waiting()
+    for n in range(5000):
+        waiting.add((ONE, 0, n.to_bytes(32, "little")), 1, 1.0)
+    assert len(waiting.take("", 1 << 20)) == 2048, "their index is made in one turn of the loop"
+    assert waiting.size == 5000 - 2048
 
 
 def test_what_waits_of_one_tenant_does_not_drive_out_the_others() -> None:
@@ -322,11 +357,12 @@ def test_what_waits_of_one_tenant_does_not_drive_out_the_others() -> None:
     assert len(waiting) == WAITING_MAX
     assert waiting.left_out == 5100
     assert waiting.size == 100 * 1000 + (WAITING_MAX - 100) * 10
-    taken = waiting.take(100 * 1000 + 1, WAITING_MAX)
-    assert [key[0] for key in taken] == [mine] * 100 + [TWO]
-    assert taken[-1][2] == b"%016d" % 5100, "its own oldest were left out"
-    assert waiting.take(1 << 40, 1 << 40)[-1][2] == b"%016d" % (WAITING_MAX + 4999)
-    assert (waiting.size, waiting.take(1, 1), waiting.due_in(1, 1.0, 9.0)) == (0, [], None)
+    assert len(waiting.take("globex", 1 << 40)) == 100
+    assert waiting.take("acme", 1)[0][2] == b"%016d" % 5100, "its own oldest were left out"
+    while taken := waiting.take("acme", 1 << 40):
+        last = taken[-1]
+    assert last[2] == b"%016d" % (WAITING_MAX + 4999)
+    assert (waiting.size, len(waiting), waiting.due_in(1, 1.0, 9.0)) == (0, 0, None)
 
 
 class FailingDisk:
@@ -373,6 +409,11 @@ async def test_a_removal_of_what_could_not_be_read_takes_no_other_block_along(wh
     assert [(one.digest, one.position) for one in draft.blocks] == [(b"good", 0)]
     assert draft.removed == set()
     assert counters == {"cold_not_written": 1}
+    writer.removed(ONE, [b"good"], 3)
+    writer.removed(TWO, [b"good"], None)
+    assert draft.removed == set(), "another part, another block"
+    writer.removed(ONE, [b"good"], None)
+    assert draft.removed == {0}
 
 
 class Flaky:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import Cluster, Pool, ReadStatus, WriteStatus
+from kvpool import Cluster, Namespace, Pool, ReadStatus, WriteStatus
 from kvpool.config import parse_tier
 from kvpool.errors import ConfigError
 from kvpool.registry import tier
@@ -451,6 +451,29 @@ async def test_an_object_of_which_all_was_removed_is_deleted_by_who_finds_it(
     shelf.works()
     await fleet.start("b")
     await eventually(lambda: not shelf.names("removed") and not shelf.names("blocks"))
+
+
+async def test_nothing_is_left_of_a_tenant_that_was_removed(
+    fleet: Fleet, pool: Pool, shelf: Shelf
+) -> None:
+    """Its blocks came between those of another one."""
+    server = await fleet.start("a")
+    shelf.fails("not now", "put")
+    acme, globex = Namespace("@acme/m"), Namespace("@globex/m")
+    for first in range(0, 8, 2):
+        for space in (acme, globex):
+            some = CHAIN[first : first + 2]
+            assert set(await pool.write(space, some, values(some, BLOCK))) == {WriteStatus.STORED}
+    shelf.works()
+    cold = cold_store(server.stack.stores)
+    assert cold is not None
+    await eventually(lambda: cold.index.peek(acme, 0, CHAIN[7]) and len(shelf.names("blocks")) > 3)
+    await pool.remove(acme, CHAIN[:8])
+    await eventually(lambda: not shelf.names("removed"))
+    left = b"".join(shelf.objects[one] for one in shelf.names("blocks"))
+    assert left.count(b"@globex/m") == len(shelf.names("blocks")) == 2
+    assert b"@acme" not in left
+    assert len(left) < 9 * BLOCK
 
 
 async def test_a_server_deletes_its_own_objects_after_their_time_too(shelf: Shelf) -> None:

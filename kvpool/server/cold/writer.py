@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -16,7 +16,6 @@ from kvpool.server.cold.index import ColdIndex
 from kvpool.server.cold.state import book as names
 from kvpool.server.cold.state.book import Key, Waiting
 from kvpool.server.cold.state.format import (
-    BLOCKS_MAX,
     SALT_SIZE,
     TAIL,
     ColdBlock,
@@ -30,6 +29,7 @@ from kvpool.types import ROOT, Namespace
 
 #: Bytes that are copied in one turn of the loop.
 _COPY_STEP: Final = 2 << 20
+_BLOCKS_STEP: Final = 128
 #: Pause after a write that failed; the bucket has its own, longer one.
 _AFTER_FAILURE_S: Final = 1.0
 #: Of the pins for copies of blocks. Connections count from 1, fetches from 1 << 48.
@@ -45,7 +45,8 @@ class _Draft:
         self.payload = bytearray()
         self.blocks: list[ColdBlock] = []
         self.born: list[int] = []
-        self.places: dict[Key, int] = {}
+        #: By block and part.
+        self.places: defaultdict[tuple[Namespace, bytes], dict[int, int]] = defaultdict(dict)
         self.removed: set[int] = set()
 
 
@@ -89,18 +90,19 @@ class ObjectWriter:
     def offer(self, entry: Entry) -> None:
         """A block has come to this server."""
         waiting, index = self.waiting, entry.index
-        before = waiting.size
-        waiting.add((index.namespace, index.part, entry.digest), entry.size, _now())
-        if not before or before < self._settings.object_size <= waiting.size:
+        key = index.namespace, index.part, entry.digest
+        size, full = waiting.add(key, entry.size, _now()), self._settings.object_size
+        if len(waiting) == 1 or size - entry.size < full <= size:
             self._wake.set()
 
     def removed(self, namespace: Namespace, digests: Sequence[bytes], part: int | None) -> None:
         """Blocks that are on their way into an object are removed there, too."""
         for draft in self.drafts.values():
-            for which in range(namespace.parts) if part is None else (part,):
-                for digest in digests:
-                    if (place := draft.places.get((namespace, which, digest))) is not None:
-                        draft.removed.add(place)
+            for digest in digests:
+                places = draft.places.get((namespace, digest), {})
+                draft.removed.update(
+                    place for which, place in places.items() if part in (None, which)
+                )
 
     async def save_removed(self) -> None:
         """Of what is on its way, too. Raises Unavailable."""
@@ -116,13 +118,13 @@ class ObjectWriter:
                 break
             await asyncio.sleep(0)
         due = self.waiting.due_in(settings.object_size, settings.wait_s, _now())
-        if self._kept is None or due is None or (due > 0 and not self._leaving):
+        if self._kept is None or due is None or (due[0] > 0 and not self._leaving):
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(due if self._kept is not None else None):
+                async with asyncio.timeout(due[0] if due and self._kept is not None else None):
                     await self._wake.wait()
             return
-        keys = self.waiting.take(settings.object_size, BLOCKS_MAX)
+        keys = self.waiting.take(due[1], settings.object_size)
         self._written += 1
         draft = _Draft(f"{self._folder}-{self._written:08d}")
         self.drafts[draft.name] = draft
@@ -143,22 +145,23 @@ class ObjectWriter:
     async def _gather(self, draft: _Draft, keys: Sequence[Key]) -> None:
         """Copy the blocks that are still here and in no object."""
         copied = 0
-        for namespace, part, digest in keys:
+        for number, (namespace, part, digest) in enumerate(keys, 1):
             entry = self._stack.peek(namespace, part, digest)
             if entry is None:
                 self._counters["cold_not_written"] += 1
             elif self._index.store.index.peek(namespace, part, digest) is None:
                 await self._copy(draft, entry)
                 copied += entry.size
-                if copied >= _COPY_STEP:
-                    copied = 0
-                    await asyncio.sleep(0)
+            if copied >= _COPY_STEP or number % _BLOCKS_STEP == 0:
+                copied = 0
+                await asyncio.sleep(0)
 
     async def _copy(self, draft: _Draft, entry: Entry) -> None:
         index, stack = entry.index, self._stack
         store, position = stack.stores[index.tier], len(draft.payload)
         key = index.namespace, index.part, entry.digest
-        draft.places[key] = position  # a removal from now on finds it
+        places = draft.places[index.namespace, entry.digest]
+        places[index.part] = position  # a removal from now on finds it
         pin = store.held.pin(_OWNER, entry)
         try:
             if store is stack.front:
@@ -176,7 +179,7 @@ class ObjectWriter:
                         await asyncio.sleep(0)
         except Unavailable:  # the disk has failed, and says so
             # The next block has its place, and is not what was, or will be, removed.
-            del draft.payload[position:], draft.places[key]
+            del draft.payload[position:], places[index.part]
             draft.removed.discard(position)
             self._counters["cold_not_written"] += 1
             return

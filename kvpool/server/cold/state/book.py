@@ -29,6 +29,10 @@ REMOVED: Final = "removed"
 LIVING: Final = "servers"
 #: Blocks that wait to be written, at most.
 WAITING_MAX: Final = 65_536
+#: Blocks that one object gets, and namespaces of them: so that its index, of which all is made in
+#: one turn of the loop, is one that readers accept (`INDEX_MAX`), however long the names are.
+BLOCKS_WRITTEN: Final = 2048
+NAMESPACES_WRITTEN: Final = 256
 
 Key = tuple[Namespace, int, bytes]
 
@@ -213,11 +217,16 @@ class Book:
 
 class Waiting:
     """Blocks that have come to this server and are to be written, the oldest first. Where too many
-    wait, the oldest of a tenant that has more than its part are left out."""
+    wait, the oldest of a tenant that has more than its part are left out.
+
+    An object has blocks of one tenant: it is deleted with its last block, so nothing is left of a
+    tenant that is removed, and nobody's reads keep what is another's.
+    """
 
     def __init__(self) -> None:
-        self._blocks: Recent[Key, tuple[int, float]] = Recent(WAITING_MAX)
-        self.size = 0
+        self._blocks: Recent[Key, tuple[str, int, float]] = Recent(WAITING_MAX)
+        #: By tenant.
+        self._sizes: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -227,27 +236,53 @@ class Waiting:
         """Blocks that were left out because too many waited."""
         return self._blocks.dropped
 
-    def add(self, key: Key, size: int, now: float) -> None:
-        tenant = tenant_of(key[0].name)
-        if self._blocks.get(tenant, key) is None:
-            dropped = self._blocks.put(tenant, key, (size, now))
-            self.size += size - (dropped[0] if dropped else 0)
+    @property
+    def size(self) -> int:
+        """Bytes that wait."""
+        return self._sizes.total()
 
-    def due_in(self, size: int, wait_s: float, now: float) -> float | None:
-        """Seconds until an object of `size` bytes is to be written; None: nothing waits."""
+    def add(self, key: Key, size: int, now: float) -> int:
+        """Of its tenant so many bytes wait now; 0: it did so before."""
+        tenant = tenant_of(key[0].name)
+        if self._blocks.get(tenant, key) is not None:
+            return 0
+        dropped = self._blocks.put(tenant, key, (tenant, size, now))
+        if dropped is not None:
+            self._count(*dropped)
+        self._sizes[tenant] += size
+        return self._sizes[tenant]
+
+    def due_in(self, size: int, wait_s: float, now: float) -> tuple[float, str] | None:
+        """Seconds until an object of `size` bytes is to be written, and of which tenant; None:
+        nothing waits."""
         oldest = self._blocks.oldest()
         if oldest is None:
             return None
-        _, _, (_, since) = oldest
-        return 0.0 if self.size >= size else max(0.0, since + wait_s - now)
+        _, _, (tenant, _, since) = oldest
+        seconds = max(0.0, since + wait_s - now)
+        if seconds:
+            most = max(self._sizes, key=self._sizes.__getitem__)
+            if self._sizes[most] >= size:
+                return 0.0, most
+        return seconds, tenant
 
-    def take(self, size: int, count: int) -> Sequence[Key]:
-        """For one object of about `size` bytes."""
-        keys: list[Key] = []
-        left = self.size - size
-        while self.size > left and len(keys) < count and (oldest := self._blocks.oldest()):
-            tenant, key, (its, _) = oldest
+    def take(self, tenant: str, size: int) -> Sequence[Key]:
+        """The oldest of one tenant, for one object of about `size` bytes."""
+        taken: list[tuple[Key, tuple[str, int, float]]] = []
+        left, spaces = size, set[Namespace]()
+        for key, waits in self._blocks.of(tenant):
+            if left <= 0 or len(taken) == BLOCKS_WRITTEN or len(spaces) == NAMESPACES_WRITTEN:
+                break
+            taken.append((key, waits))
+            spaces.add(key[0])
+            left -= waits[1]
+        for key, waits in taken:
             self._blocks.pop(tenant, key)
-            self.size -= its
-            keys.append(key)
-        return keys
+            self._count(*waits)
+        return [key for key, _ in taken]
+
+    def _count(self, tenant: str, size: int, since: float) -> None:
+        """It waits no longer."""
+        self._sizes[tenant] -= size
+        if not self._sizes[tenant]:
+            del self._sizes[tenant]
