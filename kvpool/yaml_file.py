@@ -15,9 +15,10 @@ _VALUE_MAX: Final = 1 << 12
 _ALIASES_MAX: Final = 16
 
 
-def read_yaml(path: Path, what: str, *, size_max: int) -> Any:
-    """What stands there; `what` names the file in the ConfigError, which quotes nothing of it: who
-    took a file of secrets for this one must not find them in a log."""
+def read_yaml(path: Path, what: str, *, size_max: int, whole: bool = False) -> Any:
+    """What stands there; the last line of a file that must be `whole` has an end. `what` names the
+    file in the ConfigError, which quotes nothing of it: who took a file of secrets for this one
+    must not find them in a log."""
     import yaml  # not at the top (design: layout)
 
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # tens of times faster
@@ -40,6 +41,8 @@ def read_yaml(path: Path, what: str, *, size_max: int) -> Any:
             text = file.read(size_max + 1)
         if len(text) > size_max:
             raise ConfigError(f"{what}: larger than {size_max} bytes")
+        if whole and text and not text.endswith(b"\n"):
+            raise ConfigError(f"{what}: its last line does not end: it may be cut off")
         depth = aliases = 0
         for count, event in enumerate(yaml.parse(text, base)):
             depth += isinstance(event, yaml.CollectionStartEvent)

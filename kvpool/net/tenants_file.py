@@ -118,7 +118,9 @@ class TenantsFile:
     def _read(self, stamps: dict[Path, Stamp]) -> _Loaded:
         """Read every file, in a thread, and write down in `stamps` what it was before."""
         stamps[self._path] = stamp(self._path)
-        raw = read_yaml(self._path, f"tenants file {self._path}", size_max=_FILE_SIZE_MAX)
+        what = f"tenants file {self._path}"
+        # Cut off in its last line, `limit: 60%` is 60 bytes, which is a limit, too.
+        raw = read_yaml(self._path, what, size_max=_FILE_SIZE_MAX, whole=True)
         tenants = parse_tenants(raw, str(self._path))
         secrets: dict[str, tuple[bytes, ...]] = {}
         owners = {self._cluster.secret: "the cluster"}

@@ -235,7 +235,7 @@ async def watch_a_file(one: World) -> None:
     folder = Path(one.stack.enter_context(TemporaryDirectory()))
     (folder / "acme").write_bytes(b"0123456789abcdef-acme")
     path = folder / "tenants.yaml"
-    path.write_text("tenants: [{name: acme, secret_file: acme}]")
+    path.write_text("tenants: [{name: acme, secret_file: acme}]\n")
     file = TenantsFile(path, Cluster("default", b"0123456789abcdef-cluster"))
     await one.stack.enter_async_context(file.watched(one.others))
 

@@ -154,6 +154,7 @@ async def test_a_proof_that_is_none_is_refused(pool: TenantPool, proof: str) -> 
         ("tenants:\n- {name: acme, secret_file: cluster}", "is that of the cluster, expected"),
         ("tenants:\n- {name: acme, secret_file: short}", "holds 5 bytes"),
         ("tenants:\n- {name: acme, secret_file: acme.secret, limit: 1GB}", "unit 'GB'"),
+        ("tenants:\n- {name: acme, secret_file: acme.secret}", "its last line .* cut off$"),
         (None, "No such file"),
     ],
 )
@@ -165,7 +166,7 @@ async def test_a_bad_file_is_refused_and_the_one_before_stays(
     if text is None:
         pool.path.unlink()
     else:
-        pool.path.write_text(text)
+        pool.path.write_text(text + "\n" * ("cut off" not in why))
     with pytest.raises(ConfigError, match=why) as raised:
         TenantsFile(str(pool.path), OPERATOR)
     assert str(pool.path) in str(raised.value)
@@ -181,6 +182,19 @@ async def test_a_bad_file_is_refused_and_the_one_before_stays(
     pool.write_tenants(only="blue")
     assert await pool.read_again() == [True, True]
     assert not await works(pool, tenant("acme"))
+
+
+async def test_a_file_that_is_cut_off_in_a_line_says_nothing_else(pool: TenantPool) -> None:
+    """As by a full disk, or read while it is written: `limit: 6` is right, too."""
+    pool.write_tenants(limit="60%", rate="500MiB")
+    whole = pool.path.read_text()
+    assert await pool.read_again() == [True, True]
+    for end in range(len(whole)):
+        pool.path.write_text(whole[:end])
+        if await pool.of_server.look():
+            assert whole[:end].endswith("\n")
+            assert {one.rate for one in pool.of_server.tenants.values()} <= {500 << 20, 0}
+            assert {str(one.limit) for one in pool.of_server.tenants.values()} <= {"60%", "100%"}
 
 
 async def test_a_secret_that_is_replaced_in_its_file_is_noticed(pool: TenantPool) -> None:
@@ -228,7 +242,7 @@ async def test_the_loop_is_not_held_up_by_many_tenants(tmp_path: Path) -> None:
         files = f"[{number}.old, {number}.new]"
         lines.append(f"- {{name: t{number}, secret_file: {files}, guaranteed: 0.3%}}")
     path = tmp_path / "tenants.yaml"
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join([*lines, ""]))
     loaded = TenantsFile(str(path), OPERATOR)
     slowest = 0.0
     reading = asyncio.create_task(loaded.look(asked=True))
