@@ -17,6 +17,7 @@ from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import fetcher as fetcher_module
 from kvpool.server.moves.fetcher import FetchCall, Fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
+from kvpool.server.state.entry import Entry
 from kvpool.server.tenancy import Tenancy
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Cluster, MoveStatus, ReadStatus, SessionHint
@@ -33,6 +34,12 @@ class Pair:
     def __init__(self, running: dev.Dev, pool: Pool) -> None:
         self.pool = pool
         self.source, self.target, *self.others = running.servers
+
+    async def chain(self, count: int, **more: Any) -> list[bytes]:
+        """A new chain, stored at the source."""
+        chain = keys("chain", count)
+        await self.put(chain, **more)
+        return chain
 
     async def put(
         self, chain: Sequence[bytes], server: BlockServer | None = None, **more: Any
@@ -51,6 +58,19 @@ class Pair:
             return await channel.fetch(NAMESPACE, 0, digests, name, deadline=now() + within_s)
 
         return await self.pool._servers.call(self.target.server, ask, now() + within_s)
+
+    async def remove(self, digests: Sequence[bytes], **more: Any) -> list[bool]:
+        """Have the source remove blocks."""
+
+        async def ask(channel: Channel) -> list[bool]:
+            return await channel.remove(NAMESPACE, digests, deadline=now() + 5, **more)
+
+        return await self.pool._servers.call(self.source.server, ask, now() + 5)
+
+    def entry(self, server: BlockServer, digest: bytes) -> Entry:
+        entry = server.store.index.peek(NAMESPACE, 0, digest)
+        assert entry is not None
+        return entry
 
     def has(self, server: BlockServer, digests: Sequence[bytes]) -> list[bool]:
         return [server.stack.peek(NAMESPACE, 0, digest) is not None for digest in digests]
@@ -78,14 +98,12 @@ async def pair(
 async def test_a_server_fetches_blocks_and_serves_them(address: str) -> None:
     listen = () if address.startswith("inproc") else (address,)
     async with pair(listen=listen) as both:
-        chain = keys("chain", 100)
-        await both.put(chain)
+        chain = await both.chain(100)
         if listen:  # between the two servers only the transport that is tried
             del moves_of(both.target).peers._transports["inproc"]  # type: ignore[attr-defined]
         assert await both.fetch(chain) == [FETCHED] * 100
         for entry in both.source.store.index.inventory():
-            copy = both.target.store.index.peek(NAMESPACE, 0, entry.digest)
-            assert copy is not None
+            copy = both.entry(both.target, entry.digest)
             assert (copy.checksum, copy.parent) == (entry.checksum, entry.parent)
         match = await both.pool.match(NAMESPACE, chain)
         assert {replica.server for replica in match.runs[0].replicas} == {"dev-0", "dev-1"}
@@ -101,8 +119,7 @@ async def test_a_server_fetches_blocks_and_serves_them(address: str) -> None:
 
 async def test_what_cannot_be_fetched_has_a_reason() -> None:
     async with pair() as both:
-        chain = keys("chain", 3)
-        await both.put(chain)
+        chain = await both.chain(3)
         assert await both.fetch(chain, "nobody") == [MoveStatus.LOST] * 3
         assert await both.fetch(chain, both.target.server) == [MoveStatus.LOST] * 3
         assert await both.fetch([key("never written")]) == [MoveStatus.GONE]
@@ -114,8 +131,7 @@ async def test_a_tenant_that_has_blocks_fetched_pays_as_for_a_write() -> None:
     """And it alone: what the pool moves for its own reasons is nobody's."""
     mine = Namespace("@acme/m")
     async with pair() as both:
-        chain = keys("chain", 48)
-        await both.put(chain, namespace=mine)
+        chain = await both.chain(48, namespace=mine)
         rates = Tenancy.of(both.target).guard.rates
         rates.replace({"acme": 16 * SIZE}, now())
         moves_of(both.target).fetcher.budget = FetchBudget(1e12)
@@ -141,8 +157,7 @@ async def test_a_tenant_that_has_blocks_fetched_pays_as_for_a_write() -> None:
 async def test_what_a_tenant_asks_for_and_does_not_come_costs_it_nothing() -> None:
     mine = Namespace("@acme/m")
     async with pair() as both:
-        chain = keys("chain", 8)
-        await both.put(chain, namespace=mine)
+        chain = await both.chain(8, namespace=mine)
         Tenancy.of(both.target).guard.rates.replace({"acme": SIZE}, now())
         channel = await moves_of(both.target).peers.channel("dev-0", now() + 5)
 
@@ -193,10 +208,8 @@ async def test_a_frozen_server_keeps_nobody_from_fetching_from_others(where: str
 
 async def test_corrupt_bytes_are_not_stored_and_leave_the_source() -> None:
     async with pair() as both:
-        chain = keys("chain", 3)
-        await both.put(chain)
-        entry = both.source.store.index.peek(NAMESPACE, 0, chain[1])
-        assert entry is not None
+        chain = await both.chain(3)
+        entry = both.entry(both.source, chain[1])
         both.source.tier.view(entry.offset, entry.size)[5] ^= 1  # type: ignore[attr-defined]
         assert await both.fetch(chain) == [FETCHED, MoveStatus.CORRUPT, FETCHED]
         assert both.has(both.target, chain) == [True, False, True]
@@ -216,9 +229,7 @@ async def test_blocks_that_a_client_wants_stay_in_a_full_server() -> None:
         more = keys("older", 4)
         for digest in more:
             await both.put([digest])
-            entry = both.source.store.index.peek(NAMESPACE, 0, digest)
-            assert entry is not None
-            entry.last_used = 1
+            both.entry(both.source, digest).last_used = 1
         before = both.target.store.extents.evicted
         assert set(await both.fetch(more)) <= {NO_ROOM, FETCHED}
         assert both.target.store.extents.evicted == before
@@ -232,8 +243,6 @@ async def test_without_room_for_a_head_its_tail_stays_where_it_is() -> None:
         await asyncio.sleep(0.05)
         await both.put(keys("new", 126), both.target)
         room = both.target.store.allocator.available // SIZE
-        head = both.source.store.index.peek(NAMESPACE, 0, chain[0])
-        assert head is not None
         assert room == 2
         assert await both.fetch([*chain, *other]) == [FETCHED, FETCHED, NO_ROOM, NO_ROOM, NO_ROOM]
         assert both.target.store.extents.evicted == 0
@@ -296,14 +305,9 @@ async def test_a_block_of_another_size_than_was_offered_is_not_fetched(
 async def test_a_removal_follows_a_block_to_where_it_was_fetched() -> None:
     """The removal came to the target before it fetched the block, and to the source after that."""
     async with pair() as both:
-        chain = keys("chain", 3)
-        await both.put(chain)
+        chain = await both.chain(3)
         await both.fetch(chain)
-
-        async def remove(channel: Channel) -> list[bool]:
-            return await channel.remove(NAMESPACE, chain[2:], deadline=now() + 5)
-
-        assert await both.pool._servers.call(both.source.server, remove, now() + 5) == [True]
+        assert await both.remove(chain[2:]) == [True]
         assert both.has(both.target, chain) == [True, True, False]
         assert both.source.stats(now()).counters["passed_on_removals"] == 1
 
@@ -312,8 +316,7 @@ async def test_a_block_that_is_removed_on_its_way_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with pair() as both:
-        chain = keys("chain", 3)
-        await both.put(chain)
+        chain = await both.chain(3)
         verify = fetcher_module.Fetcher._is_right
         removals = []
 
@@ -334,8 +337,7 @@ async def test_a_block_that_is_removed_on_its_way_does_not_come_back(
 
 async def test_the_budget_holds_and_asking_again_goes_on() -> None:
     async with pair() as both:
-        chain = keys("chain", 200)
-        await both.put(chain)
+        chain = await both.chain(200)
         moves_of(both.target).fetcher.budget = FetchBudget(1e6)  # 200 blocks in 1.6 s
         began, asked = now(), 0
         while not all(both.has(both.target, chain)):
@@ -352,8 +354,7 @@ async def test_the_budget_holds_and_asking_again_goes_on() -> None:
 
 async def test_two_calls_fetch_a_block_once() -> None:
     async with pair() as both:
-        chain = keys("chain", 100)
-        await both.put(chain)
+        chain = await both.chain(100)
         first, second = await asyncio.gather(both.fetch(chain), both.fetch(chain))
         brought = first.count(FETCHED) + second.count(FETCHED)
         assert brought == 100
@@ -363,8 +364,7 @@ async def test_two_calls_fetch_a_block_once() -> None:
 
 async def test_a_caller_that_gives_up_leaves_nothing() -> None:
     async with pair() as both:
-        chain = keys("chain", 400)
-        await both.put(chain)
+        chain = await both.chain(400)
         for delay_s in (0.0, 0.001, 0.003, 0.01, 0.02):
             calling = asyncio.create_task(both.fetch(chain))
             await asyncio.sleep(delay_s)
@@ -379,8 +379,7 @@ async def test_a_source_that_ends_meanwhile_costs_a_status(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with pair() as both:
-        chain = keys("chain", 100)
-        await both.put(chain)
+        chain = await both.chain(100)
         step = fetcher_module.Fetcher._step
         steps = []
 
@@ -418,8 +417,7 @@ async def test_blocks_of_a_disk_are_fetched_into_memory_and_disk(tmp_path: Path)
 async def test_a_master_that_is_late_keeps_the_source_from_forgetting() -> None:
     """FETCHED means that every living master knows of the copy."""
     async with pair() as both:
-        chain = keys("chain", 3)
-        await both.put(chain)
+        chain = await both.chain(3)
         (announcer,) = both.target._context.announcers
         deliver, may_go = announcer._deliver, asyncio.Event()
 
@@ -436,8 +434,7 @@ async def test_a_master_that_is_late_keeps_the_source_from_forgetting() -> None:
 
 async def test_a_restarted_peer_is_reached_at_its_new_address() -> None:
     async with pair() as both:
-        chain = keys("chain", 3)
-        await both.put(chain)
+        chain = await both.chain(3)
         channel = await moves_of(both.target).peers.channel(both.source.server, now() + 5)
         channel.abort()
         with pytest.raises(LinkBroken):
@@ -449,16 +446,11 @@ async def test_a_restarted_peer_is_reached_at_its_new_address() -> None:
 async def test_a_removal_is_passed_on_over_a_fresh_connection() -> None:
     """The one that is kept may lead to the process before a restart."""
     async with pair() as both:
-        chain = keys("chain", 2)
-        await both.put(chain)
+        chain = await both.chain(2)
         await both.fetch(chain)
         channel = await moves_of(both.source).peers.channel(both.target.server, now() + 5)
         channel.abort()
-
-        async def remove(channel: Channel) -> list[bool]:
-            return await channel.remove(NAMESPACE, chain, deadline=now() + 5)
-
-        assert await both.pool._servers.call(both.source.server, remove, now() + 5) == [True, True]
+        assert await both.remove(chain) == [True, True]
         assert both.has(both.target, chain) == [False, False]
 
 
@@ -466,8 +458,7 @@ async def test_a_removal_reaches_the_others_when_one_of_them_fails_oddly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with pair(servers=3) as both:
-        chain = keys("chain", 2)
-        await both.put(chain)
+        chain = await both.chain(2)
         source, (third,) = both.source, both.others
         assert await moves_of(third).fetcher.fetch(
             NAMESPACE, 0, chain, source.server, deadline=now() + 5
@@ -490,22 +481,14 @@ async def test_a_removal_reaches_the_others_when_one_of_them_fails_oddly(
 async def test_a_removal_of_one_version_is_passed_on_as_such() -> None:
     """And it is not the removal of every version that may still come."""
     async with pair() as both:
-        chain = keys("chain", 2)
-        await both.put(chain)
+        chain = await both.chain(2)
         await both.fetch(chain)
-        entries = [both.source.store.index.peek(NAMESPACE, 0, digest) for digest in chain]
-        checksums = [entry.checksum for entry in entries if entry is not None]
+        checksums = [both.entry(both.source, digest).checksum for digest in chain]
         checksums[1] ^= 1
-
-        async def remove(channel: Channel) -> list[bool]:
-            return await channel.remove(
-                NAMESPACE, chain, part=0, checksums=checksums, deadline=now() + 5
-            )
-
-        assert await both.pool._servers.call(both.source.server, remove, now() + 5) == [True, False]
+        assert await both.remove(chain, part=0, checksums=checksums) == [True, False]
         assert both.has(both.target, chain) == [False, True]
         checksums[1] ^= 1
-        assert await both.pool._servers.call(both.source.server, remove, now() + 5) == [False, True]
+        assert await both.remove(chain, part=0, checksums=checksums) == [False, True]
         assert both.has(both.target, chain) == [False, False]
 
 
@@ -517,15 +500,14 @@ async def test_fetched_blocks_keep_their_session_and_when_it_resumes() -> None:
         both.source.store.hint("two", None, now())
         assert await both.fetch(chain[60:]) == [FETCHED] * 40  # its end comes first
         assert await both.fetch([*chain[:60], *ended]) == [FETCHED] * 63
-        store = both.target.store
-        entries = [store.index.peek(NAMESPACE, 0, digest) for digest in (*chain, *ended)]
-        sessions = [one.session.name if one and one.session else "" for one in entries]
+        entries = [both.entry(both.target, digest) for digest in (*chain, *ended)]
+        sessions = [one.session.name if one.session else "" for one in entries]
         assert sessions == ["one"] * 100 + [""] * 3
-        due = store.extents.policy._sessions["one"].due
+        due = both.target.store.extents.policy._sessions["one"].due
         assert due is not None
         assert 50.0 < due - now() < 60.0
-        assert not any(one.superseded_at for one in entries if one)
-        session = entries[0].session if entries[0] else None
+        assert not any(one.superseded_at for one in entries)
+        session = entries[0].session
         assert session is not None
         assert [end.digest for end in session.chain_ends.values()] == chain[-1:]
         assert session.last_use == 0.0, "it was used elsewhere, and not by a client here"
