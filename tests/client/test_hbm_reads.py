@@ -4,6 +4,8 @@ As in `test_direct.py` all of the path is real but the driver: here both the ser
 client's memory are on fake devices.
 """
 
+# ruff: noqa: F811  # fixtures
+
 from __future__ import annotations
 
 import asyncio
@@ -19,52 +21,45 @@ from kvpool.server.state.budget import Limits
 from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of
 from kvpool.types import Pin
-from tests.client.test_direct import (
+from kvpool_tiers.hbm import Hbm
+from tests.client.direct_blocks import (  # noqa: F401
+    LISTEN,
     SIZE,
     SMALL,
-    auto,  # noqa: F401
+    Blocks,
+    Make,
+    auto,
+    client,
     configured,
-    damage,
-    joined,
-    labels,
-    layers,
-    read_while_it_ends,
-    still,
-    warm,  # noqa: F401
+    gpu,
+    in_both,
+    in_rows,
+    of_kind,
+    partly_on_the_host,
+    to_read,
+    torch,
+    transports,
+    ucx,
+    warm,
+    writer,
 )
-from tests.conftest import NAMESPACE, buffers, eventually, keys, value, values
+from tests.client.test_direct import damage, read_while_it_ends, still
+from tests.conftest import NAMESPACE, buffers, eventually, key
 from tests.support.fake_device import FakeGpu, FakeTensor
 
-torch = pytest.importorskip("torch", reason="devices need torch")
-pytest.importorskip("ucxx", reason="direct reads need ucxx: pip install kvpool[ucx]")
-
-from kvpool_tiers.hbm import Hbm  # noqa: E402
-from kvpool_transports import ucx  # noqa: E402
-from kvpool_transports.inproc import InprocTransport  # noqa: E402
-from kvpool_transports.tcp import TcpTransport  # noqa: E402
-from kvpool_transports.ucx import UcxTransport  # noqa: E402
-from kvpool_transports.ucx_worker import Transfer  # noqa: E402
+Transfer = ucx.Transfer
+Patch = pytest.MonkeyPatch
+MIB = 1 << 20
 
 
 @pytest.fixture
-def gpu(warm: None, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:  # noqa: F811
-    return FakeGpu(monkeypatch)
-
-
-@pytest.fixture
-async def served(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dev.Dev]:
+async def served(gpu: FakeGpu, monkeypatch: Patch) -> AsyncIterator[dev.Dev]:
     """A server whose blocks are demoted to a device."""
     monkeypatch.setattr(ucx, "SMALL", SMALL)
-    transports = {
-        "ucx": UcxTransport(tls="tcp,cuda_copy,self"),
-        "tcp": TcpTransport(),
-        "inproc": InprocTransport(),
-    }
-    listen = ("ucx://127.0.0.1:0", "tcp://127.0.0.1:0", "inproc://")
     with gpu.on_stream(torch.cuda.Stream(torch.device("cuda", 0))):
         serving = dev.serve(
-            listen=listen,
-            transports=transports,
+            listen=LISTEN,
+            transports=transports(),
             tiers=["dram:16MiB", "hbm:64MiB?device=cuda:1"],
         )
         running = await serving.__aenter__()
@@ -78,18 +73,6 @@ async def served(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         await serving.__aexit__(None, None, None)
 
 
-@pytest.fixture
-async def writer(served: dev.Dev) -> AsyncIterator[Pool]:
-    async with served.pool(configured(served, "staged", "tcp")) as pool:
-        yield pool
-
-
-@pytest.fixture
-async def client(served: dev.Dev) -> AsyncIterator[Pool]:
-    async with served.pool(configured(served, "direct")) as pool:
-        yield pool
-
-
 def pins(served: dev.Dev) -> int:
     return sum(store.held.pins for store in served.servers[0].stack.stores)
 
@@ -100,15 +83,12 @@ def hbm(served: dev.Dev) -> Hbm:
     return tier
 
 
-async def on_the_device(
-    served: dev.Dev, writer: Pool, name: str, count: int, size: int = SIZE
-) -> tuple[list[bytes], list[bytes]]:
-    """Blocks that the server has in its HBM tier alone."""
-    chain = keys(name, count)
-    data = values(chain, size)
-    await writer.write(NAMESPACE, chain, data)
-    await leave_memory(served, chain)
-    return chain, data
+def rot(served: dev.Dev, digest: bytes) -> None:
+    """The last byte of the tier's copy changes."""
+    entry = served.servers[0].stack.stores[1].index.peek(NAMESPACE, 0, digest)
+    assert entry is not None
+    rotten: Any = hbm(served).device_view(entry.offset, SIZE)
+    rotten.behind[SIZE - 1] ^= 1
 
 
 async def leave_memory(served: dev.Dev, chain: Sequence[bytes]) -> None:
@@ -121,97 +101,94 @@ async def leave_memory(served: dev.Dev, chain: Sequence[bytes]) -> None:
     assert all(stack.index.below(NAMESPACE, 0, key) is not None for key in chain)
 
 
-def promoted(served: dev.Dev, chain: Sequence[bytes]) -> int:
+@pytest.fixture
+def on_the_device(served: dev.Dev, to_read: Make) -> Make:
+    """Makes blocks that the server has in its HBM tier alone."""
+
+    async def make(name: str, *arguments: Any, **options: Any) -> Blocks:
+        made = await to_read(name, *arguments, **options)
+        await leave_memory(served, made.chain)
+        return made
+
+    return make
+
+
+def promoted(served: dev.Dev, blocks: Blocks) -> int:
     """How many of them have come to the server's host memory."""
     front = served.servers[0].store
-    return sum(front.index.peek(NAMESPACE, 0, key) is not None for key in chain)
-
-
-async def read(client: Pool, chain: Sequence[bytes], targets: Sequence[Any]) -> list[str]:
-    return labels(await client.read(NAMESPACE, chain, targets))
+    return sum(front.index.peek(NAMESPACE, 0, digest) is not None for digest in blocks.chain)
 
 
 # --- the same bytes ---------------------------------------------------------------------------
 
 
 async def test_blocks_go_from_one_device_to_another(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu
+    served: dev.Dev, client: Pool, on_the_device: Make, gpu: FakeGpu
 ) -> None:
-    chain, data = await on_the_device(served, writer, "hbm", 7)
+    blocks = await on_the_device("hbm", [SIZE] * 7, in_both)
     for _ in range(2):  # the second time the lanes are proved
-        targets = [layers(gpu) if i % 2 else [gpu.tensor(bytes(SIZE))] for i in range(7)]
-        assert await read(client, chain, targets) == ["hit"] * 7
-        assert [joined(gpu, target) for target in targets] == data
-    assert promoted(served, chain) == 0
-    sent = [one for one in gpu.registered if one.place.index == 1]  # only the tier is on it
-    assert len([one for one in sent if len(one) == SIZE]) == 14
-    assert len([one for one in sent if len(one) == 8]) == 1
+        await blocks.arrive(client)
+        blocks.refill(in_both)
+    assert promoted(served, blocks) == 0
+    sent = [len(one) for one in gpu.registered if one.place.index == 1]  # only the tier is on it
+    assert (sent.count(SIZE), sent.count(8)) == (14, 1)
     assert served.servers[0].stack.index.hits == [0, 14]
     assert client._memory.pinned is None
 
 
 async def test_an_answer_from_memory_and_from_the_device(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu
+    served: dev.Dev, client: Pool, to_read: Make, gpu: FakeGpu
 ) -> None:
     """Sizes of their own, in any order, and a miss among them."""
-    chain = keys("mixed", 6)
-    sizes = (SIZE, 100, 3 * SIZE, 5, SIZE, 2 * SIZE)
-    data = [value(k, size) for k, size in zip(chain, sizes, strict=True)]
-    await writer.write(NAMESPACE, chain, data)
-    await leave_memory(served, [chain[i] for i in (0, 1, 4)])
-    asked = [chain[4], keys("never", 1)[0], *chain[:4], chain[5]]
-    wanted = [data[4], b"", *data[:4], data[5]]
-    targets = [gpu.tensor(b"-" * (len(one) + 9)) for one in wanted]
-    assert await read(client, asked, targets) == ["hit", "never written"] + ["hit"] * 5
-    assert [gpu.content(t) for t in targets] == [one + b"-" * 9 for one in wanted]
-    assert promoted(served, chain) == 3
+    blocks = await to_read("mixed", [SIZE, 100, 3 * SIZE, 5, SIZE, 2 * SIZE], in_rows, spare=9)
+    await leave_memory(served, [blocks.chain[i] for i in (0, 1, 4)])
+    blocks.chain.insert(1, key("never"))
+    blocks.data.insert(1, b"")
+    for row in (blocks.chain, blocks.data):
+        row.insert(0, row.pop(5))
+    blocks.refill(in_rows)
+    assert await blocks.move(client) == ["hit"] * 2 + ["never written"] + ["hit"] * 4
+    assert await blocks.there() == [one + b"-" * 9 for one in blocks.data]
+    assert promoted(served, blocks) == 3
 
 
 async def test_a_block_that_the_host_has_is_sent_from_there(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu
+    served: dev.Dev, client: Pool, writer: Pool, on_the_device: Make, gpu: FakeGpu
 ) -> None:
-    chain, data = await on_the_device(served, writer, "both", 3)
-    assert await read(writer, chain, buffers(3, SIZE)) == ["hit"] * 3
-    assert promoted(served, chain) == 3
-    targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
-    assert await read(client, chain, targets) == ["hit"] * 3
-    assert [gpu.content(target) for target in targets] == data
+    blocks = await on_the_device("both")
+    await writer.read(NAMESPACE, blocks.chain, buffers(3, SIZE))
+    assert promoted(served, blocks) == 3
+    await blocks.arrive(client)
     assert not [one for one in gpu.registered if one.place.index == 1]
 
 
 @pytest.mark.parametrize("size", [1, SMALL // 2, SMALL // 2 + 1])
 async def test_small_answers_come_from_the_hosts_memory(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu, size: int
+    served: dev.Dev, client: Pool, on_the_device: Make, size: int
 ) -> None:
     """They go with their frame; one byte more for each of the two, and they do not."""
-    chain, data = await on_the_device(served, writer, "small", 2, size)
-    targets = [gpu.tensor(b"-" * size) for _ in chain]
-    assert await read(client, chain, targets) == ["hit"] * 2
-    assert [gpu.content(target) for target in targets] == data
-    assert promoted(served, chain) == (2 if 2 * size <= SMALL else 0)
+    blocks = await on_the_device("small", [size] * 2, in_rows)
+    await blocks.arrive(client)
+    assert promoted(served, blocks) == (2 if 2 * size <= SMALL else 0)
 
 
 async def test_readers_without_a_device_are_served_from_memory(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu
+    served: dev.Dev, client: Pool, on_the_device: Make
 ) -> None:
     """Over the same transport, and in the same call."""
-    chain, data = await on_the_device(served, writer, "hosts", 4)
-    host = buffers(2, SIZE)
-    targets = [gpu.tensor(bytes(SIZE)), host[0], gpu.tensor(bytes(SIZE)), host[1]]
-    assert await read(client, chain, targets) == ["hit"] * 4
-    assert host == [data[1], data[3]]
-    assert [gpu.content(targets[i]) for i in (0, 2)] == [data[0], data[2]]
-    assert promoted(served, chain) == 2
+    blocks = await on_the_device("hosts", [SIZE] * 4, partly_on_the_host)
+    await blocks.arrive(client)
+    assert promoted(served, blocks) == 2
 
 
 async def test_a_connection_may_pin_a_part_of_the_device(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu
+    served: dev.Dev, client: Pool, on_the_device: Make
 ) -> None:
     """The rest comes in further answers, from the host's memory, or when the pins are gone."""
     store = served.servers[0].stack.stores[1]
-    assert store.held.limits.copies.total == 16 << 20  # a quarter
-    assert store.held.limits.copies.each == 8 << 20
-    chain, data = await on_the_device(served, writer, "much", 7)
+    assert store.held.limits.copies.total == 16 * MIB  # a quarter
+    assert store.held.limits.copies.each == 8 * MIB
+    blocks = await on_the_device("much", [SIZE] * 7)
     extent = store.allocator.rounded(SIZE)
     store.held.limits = Limits.of(4 * extent, 4 * extent)
     most, pin = 0, store.pin
@@ -223,9 +200,7 @@ async def test_a_connection_may_pin_a_part_of_the_device(
         return found
 
     store.pin = watched  # type: ignore[method-assign]
-    targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
-    assert await read(client, chain, targets) == ["hit"] * 7
-    assert [gpu.content(target) for target in targets] == data
+    await blocks.arrive(client)
     assert most == 2 * extent
 
 
@@ -233,107 +208,81 @@ async def test_a_connection_may_pin_a_part_of_the_device(
 
 
 async def test_bytes_that_rot_in_the_tier_are_found_on_the_other_device(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu
+    served: dev.Dev, client: Pool, on_the_device: Make
 ) -> None:
     """The server looks at its copy, and drops it."""
-    chain, data = await on_the_device(served, writer, "rot", 4)
+    blocks = await on_the_device("rot", [SIZE] * 4)
+    for digest in blocks.chain[1:3]:
+        rot(served, digest)
+    assert await blocks.move(client) == ["hit", "corrupt", "corrupt", "hit"]
+    nothing = b"-" * SIZE
+    assert await blocks.there() == [blocks.data[0], nothing, nothing, blocks.data[3]]
     stack = served.servers[0].stack
-    for number in (1, 2):
-        entry = stack.stores[1].index.peek(NAMESPACE, 0, chain[number])
-        assert entry is not None
-        rotten: Any = hbm(served).device_view(entry.offset, SIZE)
-        rotten.behind[SIZE - 1] ^= 1
-    targets = [gpu.tensor(b"-" * SIZE), gpu.tensor(b"-" * SIZE), layers(gpu), layers(gpu)]
-    assert await read(client, chain, targets) == ["hit", "corrupt", "corrupt", "hit"]
-    assert gpu.content(targets[0]) == data[0]
-    assert joined(gpu, targets[2]) == b"-" * SIZE
-    assert joined(gpu, targets[3]) == data[3]
-    assert [stack.peek(NAMESPACE, 0, key) is not None for key in chain] == [
-        True,
-        False,
-        False,
-        True,
-    ]
-    assert await read(client, chain[1:2], targets[1:2]) == ["corrupt"]  # and says why it is gone
+    kept = [stack.peek(NAMESPACE, 0, digest) is not None for digest in blocks.chain]
+    assert kept == [True, False, False, True]
+    assert await blocks.move(client, slice(1, 2)) == ["corrupt"]  # and says why it is gone
 
 
 async def test_a_report_about_a_block_that_is_right_leaves_it(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    client: Pool, on_the_device: Make, monkeypatch: Patch
 ) -> None:
-    chain, data = await on_the_device(served, writer, "wire", 3)
+    blocks = await on_the_device("wire")
     with monkeypatch.context() as patch:
         damage(patch)
-        targets = [layers(gpu) for _ in chain]
-        assert await read(client, chain, targets) == ["corrupt", "hit", "hit"]
-    assert joined(gpu, targets[0]) == b"-" * SIZE
-    assert await read(client, chain, targets) == ["hit"] * 3
-    assert [joined(gpu, target) for target in targets] == data
+        assert await blocks.move(client) == ["corrupt", "hit", "hit"]
+    assert (await blocks.there())[0] == b"-" * SIZE
+    await blocks.arrive(client)
 
 
 async def test_a_tier_that_cannot_be_read_is_not_accused(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    client: Pool, on_the_device: Make, gpu: FakeGpu, monkeypatch: Patch
 ) -> None:
-    chain, _ = await on_the_device(served, writer, "unread", 2)
+    blocks = await on_the_device("unread", [SIZE] * 2, in_rows)
+    read_into = Hbm.read_into
+
+    async def fails(self: Hbm, offset: int, buffer: memoryview) -> None:
+        gpu.fails = "CUDA error: unspecified launch failure"
+        await read_into(self, offset, buffer)
+
     with monkeypatch.context() as patch:
         damage(patch)
-        gpu_fails = "CUDA error: unspecified launch failure"
-        read_into = Hbm.read_into
-
-        async def fails(self: Hbm, offset: int, buffer: memoryview) -> None:
-            gpu.fails = gpu_fails
-            await read_into(self, offset, buffer)
-
         patch.setattr(Hbm, "read_into", fails)
-        targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
-        assert await read(client, chain, targets) == ["corrupt", "hit"]
-    assert await read(client, chain, targets) == ["hit"] * 2
-
-
-# --- auto ---------------------------------------------------------------------------------------
+        assert await blocks.move(client) == ["corrupt", "hit"]
+    await blocks.arrive(client)
 
 
 async def test_a_rotten_copy_is_not_the_ways_fault(
-    served: dev.Dev,
-    auto: Pool,  # noqa: F811
-    writer: Pool,
-    gpu: FakeGpu,
-    monkeypatch: pytest.MonkeyPatch,
+    served: dev.Dev, auto: Pool, writer: Pool, on_the_device: Make, monkeypatch: Patch
 ) -> None:
     """It is gone when the block is read once more, and another copy may be right."""
-    chain, data = await on_the_device(served, writer, "acquitted", 3)
-    stack = served.servers[0].stack
-    entry = stack.stores[1].index.peek(NAMESPACE, 0, chain[1])
-    assert entry is not None
-    rotten: Any = hbm(served).device_view(entry.offset, SIZE)
-    rotten.behind[7] ^= 1
+    blocks = await on_the_device("acquitted")
+    rot(served, blocks.chain[1])
     report = reader._report_to
 
     async def and_written_again(*arguments: Any) -> list[bool]:
         answer = await report(*arguments)
-        assert [status.name for status in await writer.write(NAMESPACE, chain, data)]
+        await writer.write(NAMESPACE, blocks.chain, blocks.data)
         return answer
 
     monkeypatch.setattr(reader, "_report_to", and_written_again)
-    targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
-    assert await read(auto, chain, targets) == ["hit"] * 3
-    assert [gpu.content(target) for target in targets] == data
+    await blocks.arrive(auto)
     assert auto.counters["direct_corrupt"] == 1
-    again = auto.counters["direct_read_bytes"]
-    assert await read(auto, chain, targets) == ["hit"] * 3
-    assert auto.counters["direct_read_bytes"] == again + 3 * SIZE  # the way is still used
+    before = auto.counters["direct_read_bytes"]
+    await blocks.arrive(auto)
+    assert auto.counters["direct_read_bytes"] == before + 3 * SIZE  # the way is still used
 
 
 # --- lanes that do not send from a device ---------------------------------------------------------
 
 
-def sends_without_rendezvous(patch: pytest.MonkeyPatch) -> None:
+def sends_without_rendezvous(patch: Patch) -> None:
     send = Transfer.send
     patch.setattr(
         Transfer, "send", lambda self, one: send(self, one) or isinstance(one, FakeTensor)
     )
 
 
-def changes_what_it_sends(patch: pytest.MonkeyPatch) -> None:
+def changes_what_it_sends(patch: Patch) -> None:
     send = Transfer.send
 
     def wrong(self: Transfer, buffer: Any) -> bool:
@@ -346,7 +295,7 @@ def changes_what_it_sends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transfer, "send", wrong)
 
 
-def cannot_register(patch: pytest.MonkeyPatch) -> None:
+def cannot_register(patch: Patch) -> None:
     send = Transfer.send
 
     def fails(self: Transfer, buffer: Any) -> bool:
@@ -358,93 +307,80 @@ def cannot_register(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lane", [sends_without_rendezvous, changes_what_it_sends, cannot_register])
-@pytest.mark.parametrize("path", ["direct", "auto"])
+@pytest.mark.parametrize("path", ["client", "auto"])
 async def test_a_lane_that_cannot_send_from_a_device_is_not_asked_again(
     served: dev.Dev,
     client: Pool,
-    auto: Pool,  # noqa: F811
-    writer: Pool,
+    auto: Pool,
+    on_the_device: Make,
     gpu: FakeGpu,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
+    caplog: pytest.LogCaptureFixture,
     lane: Any,
     path: str,
 ) -> None:
     """The blocks come through the server's memory, into the client's device, in the same call."""
-    pool = client if path == "direct" else auto
-    said: list[Any] = []
-    monkeypatch.setattr(ucx.log, "warning", lambda text, **fields: said.append((text, fields)))
+    pool = client if path == "client" else auto
     lane(monkeypatch)
     for number in range(2):
-        chain, data = await on_the_device(served, writer, f"lane {number}", 3)
-        targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
-        assert await read(pool, chain, targets) == ["hit"] * 3
-        assert [gpu.content(target) for target in targets] == data
-        assert promoted(served, chain) == 3
+        blocks = await on_the_device(f"lane {number}", memory=in_rows)
+        await blocks.arrive(pool)
+        assert promoted(served, blocks) == 3
     assert pool.counters["direct_read_bytes"] == 6 * SIZE
     assert not pool.counters["failed_ucx"]
-    ((text, _),) = said
-    assert text == "blocks on the server's device come through its memory"
+    assert caplog.text.count("blocks on the server's device come through its memory") == 1
     if lane is not cannot_register:
         assert all(len(one) in (8, SIZE) for one in gpu.registered)
 
 
 async def test_a_lane_that_is_silent_is_not_asked_again(
-    served: dev.Dev, gpu: FakeGpu, writer: Pool, monkeypatch: pytest.MonkeyPatch
+    served: dev.Dev, on_the_device: Make, monkeypatch: Patch
 ) -> None:
     send = Transfer.send
     monkeypatch.setattr(
-        Transfer,
-        "send",
-        lambda self, one: False if isinstance(one, FakeTensor) else send(self, one),
+        Transfer, "send", lambda self, one: not isinstance(one, FakeTensor) and send(self, one)
     )
-    chain, data = await on_the_device(served, writer, "silent", 2)
-    config = configured(served, "direct")
-    async with served.pool(config) as pool:
-        targets = [gpu.tensor(bytes(SIZE)) for _ in chain]
-        late = await pool.read(NAMESPACE, chain, targets, timeout=0.3)
-        assert not any(result.status.hit for result in late)
-        again = await pool.read(NAMESPACE, chain, targets, timeout=4.0)
-        assert labels(again) == ["hit"] * 2
-        assert [gpu.content(target) for target in targets] == data
-        assert promoted(served, chain) == 2
+    blocks = await on_the_device("silent", [SIZE] * 2, in_rows)
+    async with served.pool(configured(served, "direct")) as pool:
+        assert "hit" not in await blocks.move(pool, timeout=0.3)
+        await blocks.arrive(pool, timeout=4.0)
+        assert promoted(served, blocks) == 2
 
 
 # --- pins, ends -----------------------------------------------------------------------------------
 
 
 async def test_a_read_that_is_cancelled_anywhere_leaves_nothing_behind(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu
+    served: dev.Dev, client: Pool, on_the_device: Make, gpu: FakeGpu
 ) -> None:
     """After every number of turns of the loop, until one has ended by itself."""
-    chain, data = await on_the_device(served, writer, "cancelled", 4)
+    blocks = await on_the_device("cancelled", [SIZE] * 4, in_both)
     turns = cancelled = 0
     while True:
-        targets = [[gpu.tensor(b"-" * SIZE)] if i % 2 else layers(gpu) for i in range(4)]
-        reading = asyncio.ensure_future(client.read(NAMESPACE, chain, targets))
+        blocks.refill(in_both)
+        reading = asyncio.ensure_future(blocks.move(client))
         for _ in range(turns):
             await asyncio.sleep(0)
         reading.cancel()
         await asyncio.wait([reading])
         if not reading.cancelled():
-            assert labels(reading.result()) == ["hit"] * 4
+            assert reading.result() == ["hit"] * 4
             break
         cancelled += 1
-        await still(client, gpu, targets)
-        for number, target in enumerate(targets):
-            if number % 2 == 0:
-                assert joined(gpu, target) in (b"-" * SIZE, data[number])
+        await still(client, gpu, blocks.memory)
+        there = await blocks.there()
+        assert all(there[n] in (b"-" * SIZE, blocks.data[n]) for n in (1, 3)), "those in layers"
         turns += 1 + turns // 6
     assert cancelled > 10
     await eventually(lambda: pins(served) == 0)
-    assert promoted(served, chain) == 0
+    assert promoted(served, blocks) == 0
 
 
 async def test_the_source_is_pinned_until_the_last_byte_has_left(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    served: dev.Dev, client: Pool, on_the_device: Make, gpu: FakeGpu, monkeypatch: Patch
 ) -> None:
     """Also when the block is removed meanwhile: its place is nobody else's."""
-    size = 1 << 20
-    chain, data = await on_the_device(served, writer, "pinned", 2, size)
+    blocks = await on_the_device("pinned", [MIB] * 2, in_rows)
     store = served.servers[0].stack.stores[1]
     held: list[int] = []
     look = Transfer.look
@@ -457,25 +393,23 @@ async def test_the_source_is_pinned_until_the_last_byte_has_left(
         )
         if sending and not removed:
             held.append(store.held.pins)
-            if held[-1] and len([o for o in gpu.registered if len(o) == size]) >= 1:
+            if held[-1] and len([o for o in gpu.registered if len(o) == MIB]) >= 1:
                 removed = True
-                served.servers[0].stack.remove(NAMESPACE, chain)
+                served.servers[0].stack.remove(NAMESPACE, blocks.chain)
                 for entry in store.extents.pending_free.values():
                     assert entry.pins
                 # A new block of the same size gets another place.
-                other: Any = hbm(served).device_view(0, 64 << 20)
-                for hole in range(0, 64 << 20, size):
+                other: Any = hbm(served).device_view(0, 64 * MIB)
+                for hole in range(0, 64 * MIB, MIB):
                     if all(
-                        abs(hole - e.offset) >= size for e in store.extents.pending_free.values()
+                        abs(hole - e.offset) > MIB - 1 for e in store.extents.pending_free.values()
                     ):
-                        other.behind[hole : hole + size] = 0
+                        other.behind[hole : hole + MIB] = 0
         look(transfer)
 
     monkeypatch.setattr(Transfer, "look", watched)
-    targets = [gpu.tensor(bytes(size)) for _ in chain]
-    assert await read(client, chain, targets) == ["hit"] * 2
+    await blocks.arrive(client)
     assert removed
-    assert [gpu.content(target) for target in targets] == data
     await eventually(lambda: store.held.pins == 0 and not store.extents.pending_free)
 
 
@@ -493,7 +427,7 @@ async def apart() -> AsyncIterator[tuple[str, Child]]:
 
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_server_that_ends_in_mid_transfer(
-    apart: tuple[str, Child], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, signal_: int
+    apart: tuple[str, Child], gpu: FakeGpu, monkeypatch: Patch, signal_: int
 ) -> None:
     taken = ucx.UcxStream.take_device_token
     proved: list[bytes] = []
@@ -511,17 +445,17 @@ async def test_a_server_that_ends_in_mid_transfer(
 
 
 async def test_a_reader_that_is_killed_gives_its_pins_back(
-    served: dev.Dev, client: Pool, writer: Pool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    served: dev.Dev, client: Pool, on_the_device: Make, gpu: FakeGpu, monkeypatch: Patch
 ) -> None:
     """Its kernel ends the connection while the server sends; nothing is sent from there after."""
-    chain, _ = await on_the_device(served, writer, "cut", 8, 1 << 20)
+    blocks = await on_the_device("cut", [MIB] * 8, in_rows)
     store = served.servers[0].stack.stores[1]
     send, pinned_at_end = Transfer.send, []
     stop, killed = Transfer.stop, []
 
     def cut(transfer: Transfer, buffer: Any) -> bool:
         at_once = send(transfer, buffer)
-        if isinstance(buffer, FakeTensor) and len(buffer) == 1 << 20 and not killed:
+        if isinstance(buffer, FakeTensor) and len(buffer) == MIB and not killed:
             killed.append(transfer)
             for stream in list(client_streams(client)):
                 stream._transport.abort()  # a reset, as of a process that is gone
@@ -536,8 +470,7 @@ async def test_a_reader_that_is_killed_gives_its_pins_back(
 
     monkeypatch.setattr(Transfer, "send", cut)
     monkeypatch.setattr(Transfer, "stop", stopped)
-    targets = [gpu.tensor(bytes(1 << 20)) for _ in chain]
-    await client.read(NAMESPACE, chain, targets)
+    await blocks.move(client)
     assert killed
     await eventually(lambda: len(pinned_at_end) == 2)
     assert all(pinned_at_end)  # until UCX uses the memory no more

@@ -39,7 +39,7 @@ from kvpool_connector.records.messages import (
 )
 from kvpool_connector.records.provenance import MARK_BYTES
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
-from tests.client.test_direct import gpu, served, torch, warm  # noqa: F401
+from tests.client.direct_blocks import gpu, served, torch, warm  # noqa: F401
 from tests.conftest import eventually, keys
 from tests.connector.test_connector_parts import LAYOUTS
 from tests.support.fake_device import FakeGpu, FakeTensor
