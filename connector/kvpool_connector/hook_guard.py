@@ -152,10 +152,8 @@ class Owed:
         """These pins were given back."""
         pinned = self._pinned
         for block in blocks:
-            if pinned[block] > 1:
-                pinned[block] -= 1
-            else:
-                del pinned[block]
+            if left := pinned.pop(block) - 1:
+                pinned[block] = left
 
     def idle_pins(self) -> list[int]:
         """Blocks whose pins no worker's job needs."""

@@ -120,7 +120,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.hooks.blocks_of = kv_cache_manager.get_blocks
+        self.hooks.blocks_of = kv_cache_manager.coordinator.get_blocks
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.hooks.block_pool = gpu_block_pool

@@ -215,7 +215,7 @@ def test_what_one_rank_has_met_the_whole_load_has_met(order: tuple[int, int]) ->
     for one in order:
         played.planner.on_load_result(results[one], played.now + 0.1)
     assert played.planner.counters["loads_refused"] == 1
-    assert played.planner.verifier.watches("a")
+    assert played.planner.verifier.watched == "a"
     assert played.planner.verifier.writers.due == {writer.id}
 
 

@@ -138,10 +138,10 @@ def test_a_request_that_ends_too_early_is_replaced_by_the_next() -> None:
     one = verifier()
     one.choose("r", 0, 640, (match(40),))
     one.release("another")
-    assert one.watches("r")
+    assert one.watched == "r"
     assert one.take(ScheduledRequest("r", 0, 600, [[]]), keys("r", 40), None) is None
     one.release("r")
-    assert not one.watches("r")
+    assert one.watched is None
     assert one.take(ScheduledRequest("r", 600, 640, [[]]), keys("r", 40), None) is None
     assert one.idle
 
@@ -291,7 +291,7 @@ def test_what_was_found_under_old_names_does_not_concern_the_new_ones() -> None:
     assert not one.writers.wrong
     one.choose("r", 0, 64, (match(4),))
     one.reset()
-    assert not one.watches("r")
+    assert one.watched is None
 
 
 def test_the_servers_of_the_block_are_named() -> None:

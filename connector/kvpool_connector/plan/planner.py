@@ -21,7 +21,7 @@ from kvpool_connector.plan.known_writers import KnownWriters
 from kvpool_connector.plan.load_or_recompute import LoadDecision, LoadOrRecompute, Wanted
 from kvpool_connector.plan.probing import Prober
 from kvpool_connector.plan.promised_loads import PromisedLoads
-from kvpool_connector.plan.quiet_requests import QuietRequests
+from kvpool_connector.plan.quiet_requests import NEVER, QuietRequests
 from kvpool_connector.plan.request_lookups import RequestLookups
 from kvpool_connector.plan.request_saves import RequestSaves
 from kvpool_connector.plan.running_loads import RunningLoad, RunningLoads, SharedLoad
@@ -292,16 +292,22 @@ class Planner:
         plan = StepPlan(loads=self._loads, probe=self._prober.take())
         self._loads = []
         saves = self._limits.save and not self.verifier.writers.odd
+        watched = self.verifier.watched
         for one in scheduled:
             request = self.requests.get(one.request_id)
             if request is None:
                 continue
-            watched = self.verifier.watches(one.request_id)
-            if watched and plan.verify is None:
-                plan.verify = self.verifier.take(one, request.hashes, request.hints.adapter)
-            if saves and not (request.hints.skip_save or request.stale):
-                self.saves.on_scheduled(request, one)
-            left = 0 if watched else self.saves.tokens_left(request, one)
+            left = 0
+            if not self._limits.save or request.hints.skip_save or request.stale:
+                # Until its prompt is computed each step tells how fast that is.
+                left = NEVER if one.end >= request.prompt else 0
+            elif saves:
+                left = self.saves.on_scheduled(request, one)
+            if one.request_id == watched:
+                plan.verify, left = (
+                    self.verifier.take(one, request.hashes, request.hints.adapter),
+                    0,
+                )
             self.quiet.sleep(one.request_id, left)
         if plan.verify is not None:
             plan.blocks_to_pin += [one for blocks in plan.verify.blocks for one in blocks.block_ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, MutableMapping, Sequence
 
 from kvpool.types import ROOT
@@ -36,30 +37,18 @@ class RequestSaves:
             gather_s=limits.save_gather_s,
         )
         #: What this step completes, by session and when that is expected to return.
-        self._completed: dict[tuple[str, float | None], list[SaveRun]] = {}
+        self._completed: defaultdict[tuple[str, float | None], list[SaveRun]] = defaultdict(list)
         self._at_once: set[tuple[str, float | None]] = set()
 
-    def on_scheduled(self, request: TrackedRequest, one: ScheduledRequest) -> None:
-        """Save the blocks that are complete after this step, and neither stored nor being saved."""
-        if not (runs := self._complete_blocks(request, one)):
-            return
-        session = request.hints.session, request.hints.resume_in_s
-        self._completed.setdefault(session, []).extend(runs)
-        if one.start < request.prompt:  # other engines may wait for it
-            self._at_once.add(session)
+    def on_scheduled(self, request: TrackedRequest, one: ScheduledRequest) -> int:
+        """Save the blocks that are complete after this step, and neither stored nor being saved.
 
-    def tokens_left(self, request: TrackedRequest, one: ScheduledRequest) -> int:
-        """How many the request computes after this step until its next block is complete."""
+        Returns how many tokens the request computes after it until its next block is complete.
+        """
+        next_at = self._complete_blocks(request, one)
         if one.end < request.prompt:
             return 0
-        if not (self._limits.save and self._limits.save_decode) or request.hints.skip_save:
-            return NEVER
-        next_at = NEVER
-        for blocks, group in zip(request.blocks_saved, self._groups, strict=True):
-            at = (blocks + 1) * group.block_size
-            if at < next_at:
-                next_at = at
-        return max(0, next_at - one.end)
+        return max(0, next_at - one.end) if self._limits.save_decode else NEVER
 
     def take(
         self, still_cached: Callable[[int, int, bytes], bool], now: float, *, idle: bool
@@ -69,10 +58,10 @@ class RequestSaves:
         `idle`: nothing is computed, so that no block comes that a save could wait for.
         `still_cached(block_id, group, digest)` says whether a block still has these contents.
         """
-        completed, self._completed = self._completed, {}
+        completed, self._completed = self._completed, defaultdict(list)
         at_once, self._at_once = self._at_once, set()
         if retries := self.queue.take_due(still_cached, now):
-            completed.setdefault(("", None), []).extend(retries)
+            completed["", None] += retries
             at_once.add(("", None))
         pinned: list[int] = []
         for session, runs in completed.items():
@@ -81,29 +70,34 @@ class RequestSaves:
             self.queue.expedite_all()
         return self.queue.take_saves(now), pinned
 
-    def _complete_blocks(self, request: TrackedRequest, one: ScheduledRequest) -> list[SaveRun]:
-        runs: list[SaveRun] = []
+    def _complete_blocks(self, request: TrackedRequest, one: ScheduledRequest) -> int:
+        """Returns the token with which the next block is complete."""
+        hashes, hints, next_at = request.hashes, request.hints, NEVER
         end = one.end if self._limits.save_decode else min(one.end, request.prompt)
         for number, group in enumerate(self._groups):
             first = request.blocks_saved[number]
-            hashed = len(request.hashes) // group.hashes_per_block
-            stop = min(end // group.block_size, hashed)
-            if stop <= first:
-                continue
-            ids = one.block_ids[number][first:stop]
-            run = SaveRun(
-                one.request_id,
-                number,
-                first,
-                digests_of(request.hashes, group, first, first + len(ids)),
-                digest_of(request.hashes, group, first - 1) if first else ROOT,
-                ids,
-                request.asked_at,
-                request.hints.adapter,
-            )
-            if all(ids):
-                runs.append(run)
-            else:  # id 0 is no block
-                runs += [part for there, part in run.split([bool(one) for one in ids]) if there]
-            request.blocks_saved[number] = first + len(ids)
-        return runs
+            stop = min(end // group.block_size, len(hashes) // group.hashes_per_block)
+            if stop > first:
+                ids = one.block_ids[number][first:stop]
+                saved = request.blocks_saved[number] = first + len(ids)
+                run = SaveRun(
+                    one.request_id,
+                    number,
+                    first,
+                    digests_of(hashes, group, first, saved),
+                    digest_of(hashes, group, first - 1) if first else ROOT,
+                    ids,
+                    request.asked_at,
+                    hints.adapter,
+                )
+                session = hints.session, hints.resume_in_s
+                if one.start < request.prompt:  # other engines may wait for it
+                    self._at_once.add(session)
+                runs = self._completed[session]
+                if all(ids):
+                    runs.append(run)
+                else:  # id 0 is no block
+                    runs += [part for there, part in run.split([*map(bool, ids)]) if there]
+                first = saved
+            next_at = min(next_at, (first + 1) * group.block_size)
+        return next_at

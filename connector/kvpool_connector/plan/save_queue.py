@@ -78,6 +78,7 @@ class SaveRun(NamedTuple):
 @dataclass(slots=True)
 class _SaveJob:
     runs: list[SaveRun]
+    blocks: tuple[GroupBlocks, ...]  # the same
     ranks_left: int
     refused: dict[tuple[int, bytes], WriteStatus] = field(default_factory=dict)
     forgotten: bool = False  # its blocks are of weights that the engine has no longer
@@ -227,23 +228,33 @@ class SaveQueue:
         del self._jobs[result.job]
         ids = _ids(job.runs)
         self._pinned -= len(ids)
-        stored: list[SaveRun] = []
+        for blocks in job.blocks:
+            self._saving[blocks.group].difference_update(blocks.digests)
+        if job.forgotten:
+            self._counters["dropped reset"] += len(job.refused)
+            return ids, []
+        stored = self._without_refused(job, now) if job.refused else job.runs
+        for run in stored:
+            self._stored[run.group].update(dict.fromkeys(run.digests, now))
+            self._counters["saved_blocks"] += len(run.digests)
+        if sum(map(len, self._stored.values())) > _STORED_BLOCKS_MAX // 2:
+            self._stored_before, self._stored = self._stored, defaultdict(dict)
+        return ids, stored
+
+    def _without_refused(self, job: _SaveJob, now: float) -> list[SaveRun]:
+        """What the pool has taken. Of the rest, what it may take later waits."""
+        stored = []
         for run in job.runs:
-            self._saving[run.group].difference_update(run.digests)
             refusals = [job.refused.get((run.group, digest)) for digest in run.digests]
-            for refusal, part in run.split(refusals) if job.refused else [(None, run)]:
-                if job.forgotten:
-                    if refusal is not None:
-                        self._counters["dropped reset"] += len(part.digests)
-                elif refusal is None:
-                    self._remember(part, now)
+            for refusal, part in run.split(refusals):
+                if refusal is None:
                     stored.append(part)
                 elif refusal in _RETRYABLE and part.attempts < self._retries_max:
                     again = part._replace(attempts=part.attempts + 1)
                     self._enqueue(again, now + _RETRY_AFTER_S * 2**again.attempts)
                 else:
                     self._counters[f"dropped {refusal.label}"] += len(part.digests)
-        return ids, stored
+        return stored
 
     def reset(self) -> None:
         """The engine's weights have changed: nothing of what they computed is saved from now on.
@@ -293,7 +304,6 @@ class SaveQueue:
     def _start(self, runs: list[SaveRun], session: str, resume_in_s: float | None) -> SaveRequest:
         job = self._next_job
         self._next_job += 1
-        self._jobs[job] = _SaveJob(runs, self._ranks)
         groups: dict[int, tuple[list[bytes], list[int], list[bytes]]] = {}
         for run in runs:
             digests, ids, parents = groups.setdefault(run.group, ([], [], []))
@@ -305,6 +315,7 @@ class SaveQueue:
             GroupBlocks(group, tuple(digests), tuple(ids), tuple(parents))
             for group, (digests, ids, parents) in groups.items()
         )
+        self._jobs[job] = _SaveJob(runs, blocks, self._ranks)
         adapters = frozenset([run.adapter for run in runs if run.adapter is not None])
         return SaveRequest(job, blocks, session, resume_in_s, adapters)
 
@@ -341,13 +352,6 @@ class SaveQueue:
             for digest in digests
         ]
         return [part for is_new, part in run.split(new) if is_new]
-
-    def _remember(self, run: SaveRun, now: float) -> None:
-        """The pool has these now."""
-        self._counters["saved_blocks"] += len(run.digests)
-        self._stored[run.group].update(dict.fromkeys(run.digests, now))
-        if sum(map(len, self._stored.values())) > _STORED_BLOCKS_MAX // 2:
-            self._stored_before, self._stored = self._stored, defaultdict(dict)
 
     def _enqueue(self, run: SaveRun, due_at: float) -> None:
         """These wait; of a block that waits already this request's bytes are the newer ones."""

@@ -129,13 +129,14 @@ class Verifier:
         self._state = VerifierState.CHOSEN
         self._choice = _Choice(request_id, first, last, matches)
 
-    def watches(self, request_id: str) -> bool:
-        """Whether each step of this request must be known."""
-        return self._state is VerifierState.CHOSEN and self._choice.request_id == request_id
+    @property
+    def watched(self) -> str | None:
+        """The request of which each step must be known."""
+        return self._choice.request_id if self._state is VerifierState.CHOSEN else None
 
     def release(self, request_id: str) -> None:
         """The request ends, or loses its blocks. The next load is chosen instead."""
-        if self.watches(request_id):
+        if self.watched == request_id:
             self._state = VerifierState.IDLE
         if self._asked == request_id:
             self._asked = ""
@@ -144,7 +145,7 @@ class Verifier:
         self, one: ScheduledRequest, hashes: Sequence[bytes], adapter: AdapterKey | None
     ) -> VerifyRequest | None:
         """What workers compare after this step, if it completes the last block of the choice."""
-        if not self.watches(one.request_id):
+        if self.watched != one.request_id:
             return None
         choice = self._choice
         if not choice.computing:

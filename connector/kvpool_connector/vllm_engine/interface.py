@@ -44,6 +44,8 @@ try:
     from vllm.multimodal.processing.inputs import ProcessorInputs
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import (
@@ -116,7 +118,8 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     (BlockPool, "blocks", "pinning blocks by their ids"),
     (KVCacheBlock, "ref_cnt", "whether only a pin keeps a block"),
     (KVCacheBlock, "block_hash", "whether a block still has the contents to save"),
-    (SchedulerOutput, "kv_connector_block_state", "where the blocks of a request are"),
+    (KVCacheManager, "coordinator", "where the blocks of a request are"),
+    (KVCacheCoordinator, "get_blocks", "where the blocks of a request are"),
     (SchedulerOutput, "num_scheduled_tokens", "which blocks a step completes"),
     (SchedulerOutput, "preempted_req_ids", "whose blocks were taken away"),
     (KVConnectorOutput, "kv_connector_worker_meta", "what workers report to the scheduler"),

@@ -129,7 +129,7 @@ class SchedulerHooks:
         self._tainted: dict[str, int] = {}
         #: Of the engine: its pool of blocks, and what has a request's blocks.
         self.block_pool: Any = None
-        self.blocks_of: Callable[[str], Any]
+        self.blocks_of: Callable[[str], tuple[list[Any], ...]]
 
     @_guarded(_nothing)
     def on_new_request(self, request: Any) -> None:
@@ -214,14 +214,14 @@ class SchedulerHooks:
         began = time.perf_counter()
         scheduled: list[ScheduledRequest] = []
         prefill: list[tuple[int, int]] = []
-        counts = scheduler_output.num_scheduled_tokens
+        counts, blocks_of = scheduler_output.num_scheduled_tokens, self.blocks_of
         for request_id in self.scheduler.planner.quiet.awake(counts):
             request = self._requests.get(request_id)
             if request is None:
                 continue
             start = request.num_computed_tokens
             end = start + counts[request_id]
-            ids = [BlockIds(blocks) for blocks in self.blocks_of(request_id).blocks]
+            ids = [BlockIds(blocks) for blocks in blocks_of(request_id)]
             scheduled.append(ScheduledRequest(request_id, start, end, ids))
             if start < request.num_prompt_tokens:
                 prefill.append((start, end))
@@ -353,7 +353,7 @@ class SchedulerHooks:
             start = self._tainted[request_id]
             end = self._requests[request_id].num_computed_tokens + scheduled[request_id]
             self._tainted[request_id] = end
-            of_groups = self.blocks_of(request_id).blocks
+            of_groups = self.blocks_of(request_id)
             for size, blocks in zip(self._block_sizes, of_groups, strict=True):
                 self.block_pool.evict_blocks(set(BlockIds(blocks)[start // size : end // size]))
 
