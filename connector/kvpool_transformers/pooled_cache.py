@@ -104,7 +104,7 @@ class PooledCache:
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._origin: _Origin | None = None
         self._refused = ""
-        self._namespace = self._look(ModelState(model)).namespace
+        self._look(ModelState(model))
         self._compute_s = 0.0  # recent seconds per computed token; 0 before the first
         self._load_s = 0.0  # the same of loaded ones
         self._saves: set[Future[None]] = set()
@@ -120,7 +120,7 @@ class PooledCache:
         self._pool = EnginePool(pool, cluster=cluster, log=log)
 
     def __repr__(self) -> str:
-        return f"<PooledCache {self._namespace.name} {self.last}>"
+        return f"<PooledCache {self.namespace.name} {self.last}>"
 
     def __enter__(self) -> PooledCache:
         return self
@@ -131,7 +131,8 @@ class PooledCache:
     @property
     def namespace(self) -> Namespace:
         """The name under which this model's blocks were shared at the last prompt."""
-        return self._namespace
+        assert self._origin is not None
+        return self._origin.namespace
 
     def prefill(self, ids: Sequence[int] | torch.Tensor) -> DynamicCache:
         """The keys and values of all tokens but the last, which `model.generate` computes.
@@ -244,8 +245,10 @@ class PooledCache:
         else:
             layout = last.layout
         if last is None or (state.structure, digest) != (last.structure, last.digest):
-            self._namespace = namespace_of(self._model, state, digest, layout, self._salt)
-        self._origin = _Origin(state.structure, digest, self._namespace, layout, [])
+            namespace = namespace_of(self._model, state, digest, layout, self._salt)
+        else:
+            namespace = last.namespace
+        self._origin = _Origin(state.structure, digest, namespace, layout, [])
         return self._origin
 
     @torch.no_grad()

@@ -78,7 +78,7 @@ def test_the_beginning_of_a_long_load_is_not_waited_for() -> None:
     loading(played, "long", 6400)
     played.look_up("b", 100, 6, "p")
     assert played.offer("b", 100) == 96
-    assert played.planner.requests["b"].estimates.load_s == pytest.approx(0.2)
+    assert played.planner.requests["b"].choice.estimates.load_s == pytest.approx(0.2)
 
 
 def test_nobody_waits_longer_than_computing_takes() -> None:
@@ -180,7 +180,7 @@ def test_a_request_that_starts_anew_waits_for_nothing() -> None:
     assert played.offer("b", 100) is None
     lookup = played.planner.on_restart("b", 100, played.now)
     assert lookup is not None
-    assert played.planner.requests["b"].shared is None
+    assert played.planner.requests["b"].choice.shared is None
     played.planner.lookups.on_result("b", lookup.serial, [matched(6)], "")
     assert played.offer("b", 100) is None  # and then for that load again, with a new deadline
     played.now += 0.4
@@ -265,7 +265,7 @@ def test_groups_of_other_block_sizes_share_loads_in_whole_units() -> None:
     ids = [list(range(1, 11)), list(range(1, 6))]
     played.planner.on_blocks_allocated("a", ids, 256, played.now)
     assert played.offer("b", 290) is None
-    shared = played.planner.requests["b"].shared
+    shared = played.planner.requests["b"].choice.shared
     assert shared is not None
     assert shared.last == 64, "96 equal tokens are one and a half units"
 

@@ -155,8 +155,6 @@ WIDE_CLASSES = {
     "kvpool/tools/tier_study.py:Play": (25, 17),
     "transports/kvpool_transports/streams/stream.py:Stream": (29, 17),
     "tiers/kvpool_tiers/nvme/tier.py:Nvme": (34, 18),
-    "connector/kvpool_connector/plan/tracked_request.py:TrackedRequest": (25, 18),
-    "connector/kvpool_transformers/pooled_cache.py:PooledCache": (25, 16),
 }
 #: `kvpool` names what rings offer: for type checkers, and imported when it is first used.
 KERNEL_TO_RING = {

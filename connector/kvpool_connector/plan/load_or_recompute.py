@@ -50,9 +50,6 @@ class Estimates(NamedTuple):
     prefill_s: float | None = None  # None: no prefill was measured yet
 
 
-NO_ESTIMATES: Final = Estimates()
-
-
 class Wanted(NamedTuple):
     """Tokens `first` to `last` (excluded) that the pool has of a prompt with these hashes.
 
@@ -70,9 +67,12 @@ class Wanted(NamedTuple):
 class Choice(NamedTuple):
     """What is done, the estimates that were compared, and with WAIT what is waited for."""
 
-    decision: LoadDecision
-    estimates: Estimates = NO_ESTIMATES
+    decision: LoadDecision | None = None
+    estimates: Estimates = Estimates()
     shared: SharedLoad | None = None
+
+
+NO_CHOICE: Final = Choice()
 
 
 class LoadOrRecompute:

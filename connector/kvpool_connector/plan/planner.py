@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from kvpool.types import Match
 from kvpool_connector.plan.cost_model import PrefillCost, TransferCost
 from kvpool_connector.plan.known_writers import KnownWriters
-from kvpool_connector.plan.load_or_recompute import LoadDecision, LoadOrRecompute, Wanted
+from kvpool_connector.plan.load_or_recompute import NO_CHOICE, LoadDecision, LoadOrRecompute, Wanted
 from kvpool_connector.plan.probing import Prober
 from kvpool_connector.plan.promised_loads import PromisedLoads
 from kvpool_connector.plan.quiet_requests import NEVER, QuietRequests
 from kvpool_connector.plan.request_lookups import RequestLookups
 from kvpool_connector.plan.request_saves import RequestSaves
-from kvpool_connector.plan.running_loads import RunningLoad, RunningLoads, SharedLoad
+from kvpool_connector.plan.running_loads import RunningLoad, RunningLoads
 from kvpool_connector.plan.save_queue import SaveRun
 from kvpool_connector.plan.tracked_request import RequestState, TrackedRequest, digest_of
 from kvpool_connector.plan.verifier import Verifier
@@ -135,9 +135,8 @@ class Planner:
         """A preempted request is scheduled again, now with `tokens`. Returns what to look up."""
         request = self.requests[request_id]
         request.serial, request.asked_at = self.lookups.next_serial(), now
-        request.matches, request.prefixes, request.decision = (), (), None
+        request.matches, request.choice, request.waits_until = (), NO_CHOICE, None
         self.lookups.prefetches.drop(request_id)
-        request.shared = request.waits_until = None
         request.blocks_saved = [0] * len(self._groups)
         self.quiet.wake(request_id)
         self._end_load(request)
@@ -168,13 +167,16 @@ class Planner:
             return 0
         if request.state is RequestState.LOOKING_UP:
             return None
-        if (shared := request.shared) is not None:
+        if (shared := request.choice.shared) is not None:
             assert request.waits_until is not None
             if shared.load.running and now < request.waits_until:
                 return None
-            self._end_wait(request_id, request, shared, computed, now)
+            self.counters["load_wait_s"] += now - shared.since
+            if shared.load.lost and computed < shared.last:
+                # The pool has these blocks no more, although the lookup found them.
+                self._forget_matches(request_id, request, computed)
         request.move_to(RequestState.ANSWERED)
-        request.decision = None
+        request.choice = NO_CHOICE
         if not request.matches or self.verifier.writers.odd:
             return 0
         there = self.windows.available(request.matches)
@@ -187,11 +189,13 @@ class Planner:
         if (most := request.hints.max_load_tokens) is not None:
             last = min(last, self.windows.whole_units(computed + most))
         wanted = Wanted(request.hashes, computed, last, request.waits_until, last > there)
-        decision, request.estimates, request.shared = self.choice.choose(wanted, now)
-        if request.shared is not None:
-            self._begin_wait(request, now)
+        request.choice = self.choice.choose(wanted, now)
+        if (decision := request.choice.decision) is LoadDecision.WAIT:
+            request.move_to(RequestState.WAITING)
+            if request.waits_until is None:
+                self.counters["load_waits"] += 1
+                request.waits_until = now + self.choice.timeout_s(request.choice.estimates)
             return None
-        request.decision = decision
         if decision is not LoadDecision.LOAD:
             slow = decision in (LoadDecision.SLOWER, LoadDecision.MEASURING)
             if slow and self._prober.due(now):
@@ -230,8 +234,8 @@ class Planner:
             last,
             size,
             started_at=now,
-            expected_s=request.estimates.load_s,
-            prefill_s=request.estimates.prefill_s,
+            expected_s=request.choice.estimates.load_s,
+            prefill_s=request.choice.estimates.prefill_s,
             timeout_s=load.timeout_s,
             ranks_left=self._ranks,
             size_beside=self._running.bytes_beside(size),
@@ -328,7 +332,7 @@ class Planner:
         self.lookups.prefetches.clear()
         for request in self.requests.values():
             request.stale = True
-            request.matches = request.prefixes = ()
+            request.matches = ()
             if request.state is RequestState.LOOKING_UP:
                 self.counters["miss reset"] += 1
                 request.move_to(RequestState.ANSWERED)
@@ -390,26 +394,6 @@ class Planner:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _begin_wait(self, request: TrackedRequest, now: float) -> None:
-        request.move_to(RequestState.WAITING)
-        if request.waits_until is None:
-            self.counters["load_waits"] += 1
-            request.waits_until = now + self.choice.timeout_s(request.estimates)
-
-    def _end_wait(
-        self,
-        request_id: str,
-        request: TrackedRequest,
-        shared: SharedLoad,
-        computed: int,
-        now: float,
-    ) -> None:
-        request.shared = None
-        self.counters["load_wait_s"] += now - shared.since
-        if shared.load.lost and computed < shared.last:
-            # The pool does not have these blocks any more, although the lookup found them.
-            self._forget_matches(request_id, request, computed)
-
     def _forget_matches(self, request_id: str, request: TrackedRequest, tokens: int) -> None:
         """What the pool has lost behind so many tokens is computed, and can be saved again."""
         request.matches = ()
@@ -451,22 +435,23 @@ class Planner:
         return LoadRequest(
             request_id,
             tuple(blocks),
-            self.choice.timeout_s(request.estimates),
+            self.choice.timeout_s(request.choice.estimates),
             self.promises.wait_limits(request, first, last),
             self.verifier.asks(request_id),
         )
 
     def _count_decision(self, request: TrackedRequest, tokens: int) -> None:
-        decision, request.decision = request.decision, None
-        if decision is None:
+        decision = request.choice.decision
+        if decision is None or decision is LoadDecision.WAIT:
             return
         if decision is LoadDecision.LOAD and tokens <= 0:
             decision = LoadDecision.NOT_CHOSEN
         self.counters[f"decision {decision.value}"] += 1
         if decision in (LoadDecision.LOAD, LoadDecision.SLOWER):
-            load_s, prefill_s = request.estimates
+            load_s, prefill_s = request.choice.estimates
             self.counters["estimated_load_s"] += load_s
             self.counters["estimated_prefill_s"] += prefill_s or 0.0
+        request.choice = request.choice._replace(decision=None)
 
     def _count_hits(self, match: Match, first: int, last: int) -> None:
         """Tokens `first` to `last` by the tier that they are read from; groups have the same."""

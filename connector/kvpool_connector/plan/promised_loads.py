@@ -81,7 +81,7 @@ class PromisedLoads:
             return None
         promise.move_to(PromiseState.AWAITED)
         always = self._limits.load == "always"
-        prefill_s = math.inf if always else request.estimates.prefill_s
+        prefill_s = math.inf if always else request.choice.estimates.prefill_s
         return promise.wait_limits(first, last, prefill_s, self._limits.promise_wait_s)
 
     def on_load(self, request: TrackedRequest, load: RunningLoad, *, refused: bool) -> None:

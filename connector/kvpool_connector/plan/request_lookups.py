@@ -95,15 +95,14 @@ class RequestLookups:
             return None
         if request.state is not RequestState.LOOKING_UP:
             return None
-        if prefixes := request.prefixes:
-            request.prefixes = ()
+        if prefixes := request.matches:
             matches = self._windows.joined(prefixes, matches)
         elif (
             matches and request.hints.max_load_tokens is None and not self._limits.drops_last_block
         ):
             chains = self._windows.wanted(matches, request.hashes)
             if chains:
-                request.prefixes = tuple(matches)
+                request.matches = tuple(matches)
                 return LookupRequest(request_id, serial, tuple(chains.values()), tuple(chains))
         request.move_to(RequestState.ANSWERED)
         if not matches:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.types import Match
-from kvpool_connector.plan.load_or_recompute import NO_ESTIMATES, Estimates, LoadDecision
-from kvpool_connector.plan.running_loads import RunningLoad, SharedLoad
+from kvpool_connector.plan.load_or_recompute import NO_CHOICE, Choice
+from kvpool_connector.plan.running_loads import RunningLoad
 from kvpool_connector.records.promises import GivenPromise
 from kvpool_connector.records.values import CacheGroup, RequestHints
 
@@ -64,12 +64,10 @@ class TrackedRequest:
     state: RequestState = RequestState.LOOKING_UP
     begun: bool = False  # the engine has given it blocks
     stale: bool = False  # the weights have changed since it began: nothing of it is saved
+    #: While LOOKING_UP, of prefixes: the ends of sliding windows are looked up.
     matches: tuple[Match, ...] = ()
-    prefixes: tuple[Match, ...] = ()  # while the ends of sliding windows are looked up
-    decision: LoadDecision | None = None  # not counted yet
+    choice: Choice = NO_CHOICE  # the last one; its decision is not counted yet
     offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED
-    estimates: Estimates = NO_ESTIMATES
-    shared: SharedLoad | None = None  # while WAITING
     waits_until: float | None = None  # since it first waited
     load: RunningLoad | None = None  # while LOADING
     promise: GivenPromise | None = None
