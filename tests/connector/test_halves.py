@@ -935,7 +935,7 @@ def asked(start: Start) -> tuple[Engine, FakePoller, Callable[[str], float]]:
     """An engine whose masters are the test, and how many requests of a name miss for a reason."""
     engine = start(load_timeout_s=0.1)
     poller = FakePoller()
-    engine.scheduler._lookups._lookups._poller = poller  # type: ignore[assignment]
+    engine.scheduler._lookups._poller = poller  # type: ignore[assignment]
     counters = engine.scheduler.planner.counters
 
     def misses(reason: str) -> float:
@@ -1030,7 +1030,7 @@ def test_no_request_waits_for_a_master_that_is_not_connected(asked: Any) -> None
     assert [misses("no master") for _ in range(5)] == [1] * 5
     assert engine.clock.ahead_s - began_s < 0.1  # none has waited
     # But at the start the engine waits for the connection, within the lookup's time.
-    engine.scheduler._lookups._lookups._first_at = None
+    engine.scheduler._lookups._first_at = None
     poller.connected = False
     assert misses("no master") == 1
     assert engine.clock.ahead_s - began_s > 0.1
@@ -1094,7 +1094,7 @@ def test_a_workers_silence_is_its_own_reason(start: Start) -> None:
 
 def test_a_lookup_that_began_with_the_names_is_late_as_any_other(start: Start) -> None:
     engine = start(connected=False, load_timeout_s=0.1)
-    engine.scheduler._lookups._lookups._poller = FakePoller()  # type: ignore[assignment]
+    engine.scheduler._lookups._poller = FakePoller()  # type: ignore[assignment]
     engine.scheduler.on_new_request("r", keys("held", 2), 2 * BLOCK + 1, RequestHints())
     engine.until(lambda: bool(engine.scheduler.namespaces))
     assert engine.scheduler._lookups.waiting
@@ -1157,7 +1157,7 @@ def test_an_idle_engine_waits_only_while_something_runs(start: Start) -> None:
     engine.load("r", hashes, [3, 4])
     transfers = worker._ended._one_ended = Waits(worker._ended._one_ended)  # type: ignore[assignment]
     poller = FakePoller()
-    engine.scheduler._lookups._lookups._poller = poller  # type: ignore[assignment]
+    engine.scheduler._lookups._poller = poller  # type: ignore[assignment]
     for _ in range(3):
         engine.step()
     assert (transfers.count, poller.waited_s) == (0, [])

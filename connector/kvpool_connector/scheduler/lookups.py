@@ -6,13 +6,20 @@ request, and its answer ends the silence. (design: pool-thread)
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Final
 
-from kvpool import KvpoolError, Match, MatchPoller, Namespace, ReadStatus
+from kvpool import KvpoolError, Match, MatchPoller, ReadStatus
 from kvpool.backoff import Backoff
+from kvpool_connector.identity.naming import EngineNames
+from kvpool_connector.plan.planner import Planner
+from kvpool_connector.pool_thread import START_WAIT_S
 from kvpool_connector.records.values import LookupRequest
+from kvpool_connector.scheduler.pool_messages import PoolMessages
+from kvpool_connector.scheduler.sharing_watch import LATE, NO_MASTER, NO_NAMESPACE, SILENT
 
 #: After so many lookups in a row without an answer in time the pool is silent, for `_PAUSE_S` at
 #: least, doubled when the first lookup after it is late as well.
@@ -21,45 +28,40 @@ _PAUSE_S: Final = 0.5
 _PAUSE_S_MAX: Final = 5.0
 #: Between two reports of the metrics.
 _DURATIONS_MAX: Final = 4096
-#: Why a lookup ended without an answer, labels of a metric: the request has waited as long as it
-#: may; the workers have not reported yet, so there are no names to ask for; no master is connected,
-#: or each one refused; earlier lookups were late.
-LATE: Final = "lookup timeout"
-NO_NAMESPACE: Final = "no namespace"
-NO_MASTER: Final = "no master"
-SILENT: Final = "silent pool"
-LATE_REASONS: Final = (LATE, NO_NAMESPACE, NO_MASTER, SILENT)
-
-
-class LookupResult(NamedTuple):
-    """The answer to a `LookupRequest`: a match for each group, or none and the reason."""
-
-    request_id: str
-    serial: int
-    matches: tuple[Match, ...]
-    reason: str
-
-
-class _Waiting(NamedTuple):
-    """A lookup that a request waits for."""
-
-    request_id: str
-    began: float
+#: A master answers within a millisecond as a rule. Where the engine computes for other requests, a
+#: lookup that is not waited for so long costs its request a whole step. So long in all per step.
+_WAIT_S: Final = 0.001
 
 
 class Lookups:
-    """Asks masters for one engine, and notices when none answers."""
+    """Asks masters what the planner of one engine wants to look up, gives it the answers, and
+    notices when none comes.
+
+    Names come with the first step, which may be slow: that is no reason to miss. So lookups are
+    held for `START_WAIT_S` at most, and their own time begins when there are names.
+    """
 
     def __init__(
-        self, poller: MatchPoller, connect_wait_s: float, clock: Callable[[], float]
+        self,
+        planner: Planner,
+        names: EngineNames,
+        poller: MatchPoller,
+        messages: PoolMessages,
+        clock: Callable[[], float],
     ) -> None:
+        self._planner = planner
+        self._names = names
         self._poller = poller
-        self._connect_wait_s = connect_wait_s
+        self._messages = messages
         self._clock = clock
+        self._held: dict[int, LookupRequest] = {}  # by serial, until there are names
+        self._names_by = math.inf  # they are held no longer, with or without names
+        self._wait_left_s = _WAIT_S
         self._first_at: float | None = None
-        #: By serial, those that a request waits for. What else the poller has runs on alone.
-        self._waiting: dict[int, _Waiting] = {}
-        self._results: list[LookupResult] = []  # not taken yet
+        #: By serial, the requests that wait for a lookup, and since when. What else the poller has
+        #: runs on alone.
+        self._waiting: dict[int, tuple[str, float]] = {}
+        self._answers: list[tuple[str, int, tuple[Match, ...]]] = []  # not given to the planner yet
         #: How long requests waited for lookups, in seconds; the owner takes them out.
         self.durations: deque[float] = deque(maxlen=_DURATIONS_MAX)
         self._late = 0  # in a row
@@ -72,9 +74,90 @@ class Lookups:
         """A request waits for a lookup."""
         return bool(self._waiting)
 
-    def start(self, lookup: LookupRequest, namespaces: Sequence[Namespace]) -> str:
-        """Start a lookup. Returns why its request need not wait for it, as a rule "" (it must)."""
+    def start(self, lookup: LookupRequest | None) -> None:
+        if lookup is None:
+            return
         now = self._clock()
+        if self._names.namespaces:
+            reason = self._ask(lookup, now)
+        else:
+            self._names_by = min(self._names_by, now + START_WAIT_S)
+            reason = NO_NAMESPACE if self._names.problem or now > self._names_by else ""
+            if not reason:
+                self._planner.lookups.began(lookup.request_id, self._names_by)
+                self._held[lookup.serial] = lookup
+        if reason:
+            self._planner.lookups.on_result(lookup.request_id, lookup.serial, (), reason)
+
+    def take(self, wait_s: float = 0.0) -> None:
+        """Give the planner what has been answered. Waits for one answer at most `wait_s` (up to
+        5 ms) if there is none."""
+        self._poll(0.0 if self._answers else wait_s)
+        answers, self._answers = self._answers, []
+        for request_id, serial, matches in answers:
+            self.start(self._planner.lookups.on_result(request_id, serial, matches, NO_MASTER))
+
+    def take_for(self, request_id: str) -> None:
+        """The same, for a request that may wait a moment: as long as the hooks of a step may."""
+        self.take()
+        if self.waiting and self._planner.lookups.is_running(request_id) and self._wait_left_s > 0:
+            began = time.perf_counter()
+            self.take(_WAIT_S)
+            self._wait_left_s -= time.perf_counter() - began
+
+    def end_late(self, request_id: str, tokens: int, computed: int, now: float) -> None:
+        """A request whose lookup takes longer than it may goes on without its answer."""
+        late = self._planner.lookups.late(request_id, tokens, computed, now)
+        if late is None:
+            return
+        reason = NO_NAMESPACE
+        if self._held.pop(late, None) is None:
+            self._stop_waiting(late)
+            self._count_late()
+            reason = LATE if self._poller.is_sent(late) else NO_MASTER
+        self._planner.lookups.on_result(request_id, late, (), reason)
+
+    def waits_for_names(self, request_id: str, now: float) -> bool:
+        """Whether a request that is not looked up waits until its blocks have a name.
+
+        An engine that only saves would otherwise compute its first prompt before there are names,
+        and a prompt that generates one token ends with that step: it would never be saved.
+        """
+        named = self._names.namespaces or self._names.problem
+        if named or self._planner.lookups.is_running(request_id):
+            return False
+        self._names_by = min(self._names_by, now + START_WAIT_S)
+        return now < self._names_by and self._planner.wants_names(request_id)
+
+    def on_step(self) -> None:
+        """A new step: its hooks may wait once more."""
+        self._wait_left_s = _WAIT_S
+
+    def names_are_late(self, now: float) -> bool:
+        """Whether lookups that were held for a name have waited too long."""
+        return now >= self._names_by
+
+    def on_names(self) -> None:
+        """The blocks have a name: what was held begins now."""
+        held, self._held = self._held, {}
+        for lookup in held.values():
+            self._planner.lookups.began(lookup.request_id, self._clock())
+            self.start(lookup)
+
+    def reset(self) -> None:
+        """The blocks have no name any more. What was held is looked up by nobody."""
+        self._held.clear()
+        self._names_by = math.inf
+
+    def close(self) -> None:
+        self._poller.close()
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _ask(self, lookup: LookupRequest, now: float) -> str:
+        """Returns why its request need not wait for the answer, as a rule "" (it must)."""
+        if lookup.session:
+            self._messages.request_waits(lookup.request_id, lookup.session, now)
         if self._first_at is None:
             self._first_at = now
         silent = self._is_silent(now)
@@ -83,6 +166,7 @@ class Lookups:
             silent = self._is_silent(now)
         if silent and len(self._poller):
             return SILENT
+        namespaces = self._names.namespaces
         try:
             groups = range(len(namespaces)) if lookup.groups is None else lookup.groups
             asked = [namespaces[group] for group in groups]
@@ -94,54 +178,39 @@ class Lookups:
             return SILENT
         if not self._is_connecting(now) and not self._poller.is_sent(lookup.serial):
             return NO_MASTER
-        self._waiting[lookup.serial] = _Waiting(lookup.request_id, now)
+        self._waiting[lookup.serial] = lookup.request_id, now
         return ""
-
-    def take(self, wait_s: float = 0.0) -> list[LookupResult]:
-        """The lookups that have ended. Waits for one at most `wait_s` (up to 5 ms) if none has."""
-        self._poll(0.0 if self._results else wait_s)
-        results, self._results = self._results, []
-        return results
-
-    def give_up(self, serial: int) -> str:
-        """The request of this lookup waits no longer. Returns why there was no answer."""
-        self._stop_waiting(serial)
-        self._count_late()
-        return LATE if self._poller.is_sent(serial) else NO_MASTER
-
-    def close(self) -> None:
-        self._poller.close()
 
     def _poll(self, wait_s: float) -> None:
         for serial, matches in self._poller.poll(wait_s):
             assert isinstance(serial, int)
             answered = not any(match.stopped is ReadStatus.NO_MASTER for match in matches)
             self._answered |= answered
-            waiting = self._stop_waiting(serial)
-            if waiting is None:
+            request_id = self._stop_waiting(serial)
+            if request_id is None:
                 continue
             if answered:
                 self._late = 0
                 self._pause.reset()
             else:
                 self._count_late()
-            self._results.append(LookupResult(waiting.request_id, serial, matches, NO_MASTER))
+            self._answers.append((request_id, serial, matches))
         if self._waiting and not self._poller.connected and not self._is_connecting(self._clock()):
             for serial in tuple(self._waiting):
-                if (waiting := self._stop_waiting(serial)) is not None:
-                    self._results.append(LookupResult(waiting.request_id, serial, (), NO_MASTER))
+                if (request_id := self._stop_waiting(serial)) is not None:
+                    self._answers.append((request_id, serial, ()))
 
-    def _stop_waiting(self, serial: int) -> _Waiting | None:
-        """What was waited for under this serial; counts how long."""
-        waiting = self._waiting.pop(serial, None)
-        if waiting is not None:
-            self.durations.append(self._clock() - waiting.began)
-        return waiting
+    def _stop_waiting(self, serial: int) -> str | None:
+        """The request that was waiting for this lookup; counts how long."""
+        request_id, began = self._waiting.pop(serial, (None, 0.0))
+        if request_id is not None:
+            self.durations.append(self._clock() - began)
+        return request_id
 
     def _is_connecting(self, now: float) -> bool:
         """No master was ever connected, and the first lookup began a moment ago."""
         since = now if self._first_at is None else self._first_at
-        return not self._poller.connected and now < since + self._connect_wait_s
+        return not self._poller.connected and now < since + START_WAIT_S
 
     def _count_late(self) -> None:
         self._late += 1

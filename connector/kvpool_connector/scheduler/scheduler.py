@@ -28,7 +28,6 @@ from kvpool_connector.records.values import PlannerLimits, RequestHints, Schedul
 from kvpool_connector.scheduler.adapter_requests import AdapterRequest, AdapterRequests
 from kvpool_connector.scheduler.engine_report import EngineReport
 from kvpool_connector.scheduler.lookups import Lookups
-from kvpool_connector.scheduler.named_lookups import NamedLookups
 from kvpool_connector.scheduler.pool_messages import PoolMessages
 from kvpool_connector.scheduler.scheduler_log import SchedulerLog
 from kvpool_connector.scheduler.sharing_watch import SharingWatch
@@ -129,12 +128,11 @@ class ConnectorScheduler:
             thread, self.planner.counters, log_line, log_warning or log_line
         )
         poller = MatchPoller(settings.client(), settings.member())
-        lookups = Lookups(poller, START_WAIT_S, clock)
-        self._lookups = NamedLookups(
-            self.planner, self.names, lookups, self._messages, START_WAIT_S, clock
-        )
+        self._lookups = Lookups(self.planner, self.names, poller, self._messages, clock)
         watch = SharingWatch(log_line)
-        self.report = EngineReport(self.planner, self.names, lookups, watch, self._messages, clock)
+        self.report = EngineReport(
+            self.planner, self.names, self._lookups, watch, self._messages, clock
+        )
         if replaces is not None:
             replaces._lookups.close()
             self._step, self.names.serial = replaces._step, replaces.names.serial

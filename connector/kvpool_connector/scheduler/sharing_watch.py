@@ -12,8 +12,15 @@ from typing import Final
 
 from kvpool import Namespace
 from kvpool_connector.records.promises import PromiseState
-from kvpool_connector.scheduler.lookups import LATE_REASONS
 
+#: Why a lookup ended without an answer, labels of a metric: the request has waited as long as it
+#: may; the workers have not reported yet, so there are no names to ask for; no master is connected,
+#: or each one refused; earlier lookups were late.
+LATE: Final = "lookup timeout"
+NO_NAMESPACE: Final = "no namespace"
+NO_MASTER: Final = "no master"
+SILENT: Final = "silent pool"
+LATE_REASONS: Final = (LATE, NO_NAMESPACE, NO_MASTER, SILENT)
 _EVERY_S: Final = 60.0
 #: Lookups after which the engine's name is compared with those of other engines, once.
 LOOKUPS_BEFORE_COMPARED: Final = 1000
