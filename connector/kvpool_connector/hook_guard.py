@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool_connector.records.messages import GroupBlocks, LoadRequest, StepWork, WorkerReport
@@ -49,19 +50,14 @@ class Fuse:
         self.blown = False
 
 
+@dataclass
 class FailureLog:
     """Counts every failure, and writes each reason once."""
 
-    def __init__(
-        self,
-        whose: str,
-        write: Callable[[str, Exception], None],
-        count: Callable[[str, float], None],
-    ) -> None:
-        self._whose = whose
-        self._write = write
-        self._count = count
-        self._seen: set[str] = set()
+    _whose: str
+    _write: Callable[[str, Exception], None]
+    _count: Callable[[str, float], None]
+    _seen: set[str] = field(default_factory=set)
 
     def add(
         self, what: str, error: Exception, consequence: str = "the engine goes on without"

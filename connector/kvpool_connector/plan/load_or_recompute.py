@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvpool_connector.plan.cost_model import PrefillCost, TransferCost
@@ -75,25 +76,17 @@ class Choice(NamedTuple):
 NO_CHOICE: Final = Choice()
 
 
+@dataclass
 class LoadOrRecompute:
     """Decides for one engine, from what it has measured. `bytes_of(first, last)` are those that one
     rank moves for these tokens."""
 
-    def __init__(
-        self,
-        limits: PlannerLimits,
-        transfer_cost: TransferCost,
-        prefill_cost: PrefillCost,
-        loads: RunningLoads,
-        prober: Prober,
-        bytes_of: Callable[[int, int], int],
-    ) -> None:
-        self._limits = limits
-        self.transfer_cost = transfer_cost
-        self.prefill_cost = prefill_cost
-        self._loads = loads
-        self._prober = prober
-        self._bytes_of = bytes_of
+    _limits: PlannerLimits
+    transfer_cost: TransferCost
+    prefill_cost: PrefillCost
+    _loads: RunningLoads
+    _prober: Prober
+    _bytes_of: Callable[[int, int], int]
 
     def choose(self, wanted: Wanted, now: float) -> Choice:
         """What ends first: to load, to wait for a load of the same blocks, or to compute. (G10)

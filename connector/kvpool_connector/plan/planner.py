@@ -19,6 +19,7 @@ from kvpool.types import Match
 from kvpool_connector.plan.cost_model import PrefillCost, TransferCost
 from kvpool_connector.plan.known_writers import KnownWriters
 from kvpool_connector.plan.load_or_recompute import NO_CHOICE, LoadDecision, LoadOrRecompute, Wanted
+from kvpool_connector.plan.prefetching import Prefetches
 from kvpool_connector.plan.probing import Prober
 from kvpool_connector.plan.promised_loads import PromisedLoads
 from kvpool_connector.plan.quiet_requests import NEVER, QuietRequests
@@ -87,7 +88,13 @@ class Planner:
             self.windows.bytes_of,
         )
         self.lookups = RequestLookups(
-            self.counters, self._groups, limits, self.windows, self.choice, self.requests
+            self.counters,
+            self._groups,
+            limits,
+            self.windows,
+            self.choice,
+            self.requests,
+            Prefetches(groups),
         )
         self.promises = PromisedLoads(
             self.counters, self._groups, limits, self.windows, self._running, prefill_cost

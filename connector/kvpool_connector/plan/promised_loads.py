@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 
 from kvpool.types import ReadStatus
 from kvpool_connector.plan.cost_model import PrefillCost
@@ -17,26 +18,18 @@ from kvpool_connector.records.promises import GivenPromise, PromisedBlocks, Prom
 from kvpool_connector.records.values import CacheGroup, PlannerLimits
 
 
+@dataclass
 class PromisedLoads:
     """The promises of one engine: those that it makes, and those that its requests were given."""
 
-    def __init__(
-        self,
-        counters: MutableMapping[str, float],
-        groups: Sequence[CacheGroup],
-        limits: PlannerLimits,
-        windows: Windows,
-        running: RunningLoads,
-        prefill_cost: PrefillCost,
-    ) -> None:
-        #: What promises call the names that this engine shares under; empty until there are any.
-        self.name = ""
-        self._counters = counters
-        self._groups = groups
-        self._limits = limits
-        self._windows = windows
-        self._running = running
-        self._prefill_cost = prefill_cost
+    _counters: MutableMapping[str, float]
+    _groups: Sequence[CacheGroup]
+    _limits: PlannerLimits
+    _windows: Windows
+    _running: RunningLoads
+    _prefill_cost: PrefillCost
+    #: What promises call the names that this engine shares under; empty until there are any.
+    name: str = ""
 
     def make(self, request: TrackedRequest, computed: int) -> PromisedBlocks | None:
         """What the engine that decodes may wait for, of a prompt of which `computed` tokens are.

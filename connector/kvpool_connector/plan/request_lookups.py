@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 
 from kvpool.types import Match
 from kvpool_connector.plan.load_or_recompute import LoadOrRecompute
@@ -12,27 +13,19 @@ from kvpool_connector.plan.windows import Windows
 from kvpool_connector.records.values import CacheGroup, LookupRequest, PlannerLimits
 
 
+@dataclass
 class RequestLookups:
     """The lookups of one engine's `requests`, at most one of each; a serial tells old answers."""
 
-    def __init__(
-        self,
-        counters: MutableMapping[str, float],
-        groups: Sequence[CacheGroup],
-        limits: PlannerLimits,
-        windows: Windows,
-        choice: LoadOrRecompute,
-        requests: Mapping[str, TrackedRequest],
-    ) -> None:
-        #: The prompts of which some blocks lie below memory, until the engine begins them.
-        self.prefetches = Prefetches(groups)
-        self._counters = counters
-        self._groups = groups
-        self._limits = limits
-        self._windows = windows
-        self._choice = choice
-        self._requests = requests
-        self._serial = 0
+    _counters: MutableMapping[str, float]
+    _groups: Sequence[CacheGroup]
+    _limits: PlannerLimits
+    _windows: Windows
+    _choice: LoadOrRecompute
+    _requests: Mapping[str, TrackedRequest]
+    #: The prompts of which some blocks lie below memory, until the engine begins them.
+    prefetches: Prefetches
+    _serial: int = 0
 
     def next_serial(self) -> int:
         self._serial += 1

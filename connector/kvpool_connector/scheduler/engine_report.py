@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool_connector.identity.naming import EngineNames
@@ -20,27 +21,19 @@ _DESCRIBE_EVERY_S: Final = 60.0
 _RATE_TOKENS: Final = 1024
 
 
+@dataclass
 class EngineReport:
     """Of one engine. Each report of metrics goes to `watch`, too."""
 
-    def __init__(
-        self,
-        planner: Planner,
-        names: EngineNames,
-        lookups: Lookups,
-        watch: SharingWatch,
-        messages: PoolMessages,
-        clock: Callable[[], float],
-    ) -> None:
-        self._planner = planner
-        self._names = names
-        self._lookups = lookups
-        self._watch = watch
-        self._messages = messages
-        self._clock = clock
-        self._metrics_at = -_METRICS_EVERY_S
-        self._described: dict[str, str] = {}
-        self._described_at = -math.inf
+    _planner: Planner
+    _names: EngineNames
+    _lookups: Lookups
+    _watch: SharingWatch
+    _messages: PoolMessages
+    _clock: Callable[[], float]
+    _metrics_at: float = -_METRICS_EVERY_S
+    _described: dict[str, str] = field(default_factory=dict)
+    _described_at: float = -math.inf
 
     def on_names(self) -> None:
         """The engine's blocks are called otherwise from here on."""

@@ -6,6 +6,8 @@ mend what this file or `tests/connector/vllm/test_shape.py` reports. The other m
 only from here; `vllm_plugin.py` alone must work with any version.
 """
 
+# ruff: noqa: F401 - the other modules import it from here
+
 from __future__ import annotations
 
 import inspect
@@ -63,35 +65,6 @@ except ImportError as error:
     raise ImportError(
         f"KVPoolConnector supports vLLM {SUPPORTED}; {vllm.__version__} lacks a name: {error}"
     ) from error
-
-__all__ = [
-    "LAYERWISE_INFO",
-    "BlockRemoved",
-    "BlockStored",
-    "CacheHitSource",
-    "KVConnectorBase_V1",
-    "KVConnectorFactory",
-    "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
-    "KVTransferConfig",
-    "ProcessorInputs",
-    "SupportsHMA",
-    "VllmConfig",
-    "WorkerWrapperBase",
-    "engine_resets",
-    "get_kv_cache_spec_kind",
-    "get_kv_cache_spec_sliding_window",
-    "get_pp_group",
-    "get_tp_group",
-    "group_kernel_blocks",
-    "init_logger",
-    "kv_cache_utils",
-    "worker_updates",
-]
 
 #: Attributes of vLLM's objects that are not documented for connectors, and what needs them.
 PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from kvpool import ROOT, KvpoolError, Namespace, Pool, WriteStatus
@@ -47,25 +48,17 @@ class TransferContext(NamedTuple):
     mark: bytes = b""
 
 
+@dataclass
 class WorkerChecks:
     """The checks of one rank, whose first part of a block is `part`. Comparisons take a slot of
     those of saves: loads go first."""
 
-    def __init__(
-        self,
-        rank: int,
-        part: int,
-        slots: asyncio.Semaphore,
-        form: BlockForm,
-        *,
-        compares: bool = False,
-    ) -> None:
-        self._compares = compares
-        self._saves_beside = 0  # that have met blocks which the pool had
-        self.rank = rank
-        self.part = part
-        self.slots = slots
-        self.form = form
+    rank: int
+    part: int
+    slots: asyncio.Semaphore
+    form: BlockForm
+    compares: bool = False
+    _saves_beside: int = 0  # that have met blocks which the pool had
 
     async def probe(
         self,
@@ -147,7 +140,7 @@ class WorkerChecks:
         """Compare what the pool had already of a save, by the statuses of its parts; of most saves,
         None. It computes nothing, and an engine that loads nothing has nothing else to go by."""
         there = [set(parts) == {WriteStatus.ALREADY_STORED} for parts in zip(*written, strict=True)]
-        if not self._compares or True not in there:
+        if not self.compares or True not in there:
             return None
         self._saves_beside += 1
         if self._saves_beside % _SAVES_PER_CHECK != 1:
@@ -164,24 +157,20 @@ class WorkerChecks:
         return await self.verify(pool, {blocks.group: memory}, request, context)
 
 
+@dataclass
 class _Comparison:
     """Compares blocks of one chain, one by one: memory has at most one of the pool's."""
 
-    def __init__(
-        self,
-        checks: WorkerChecks,
-        pool: Pool,
-        context: TransferContext,
-        memory: BlockMemory,
-        blocks: GroupBlocks,
-        timeout_s: float,
-    ) -> None:
-        self._checks, self._pool, self._context = checks, pool, context
-        self._memory, self._blocks, self._timeout_s = memory, blocks, timeout_s
-        self.difference = 0.0
-        #: By place: who wrote what is equal; what is not.
-        self.equal: dict[int, set[bytes]] = {}
-        self.differing: dict[int, Mismatch] = {}
+    _checks: WorkerChecks
+    _pool: Pool
+    _context: TransferContext
+    _memory: BlockMemory
+    _blocks: GroupBlocks
+    _timeout_s: float
+    difference: float = 0.0
+    #: By place: who wrote what is equal; what is not.
+    equal: dict[int, set[bytes]] = field(default_factory=dict)
+    differing: dict[int, Mismatch] = field(default_factory=dict)
 
     async def run(self, count: int) -> int | None:
         """Compare about so many; the place of the first one that differs."""
