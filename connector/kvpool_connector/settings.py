@@ -236,11 +236,7 @@ def _expected(kind: msgspec.inspect.Type) -> str:
             number = "a whole number" if isinstance(kind, msgspec.inspect.IntType) else "a number"
             limits = [
                 f"{words} {limit}"
-                for words, limit in (
-                    ("above", kind.gt),
-                    ("from", kind.ge),
-                    ("to", kind.le),
-                )
+                for words, limit in (("above", kind.gt), ("from", kind.ge), ("to", kind.le))
                 if limit is not None
             ]
             return " ".join([number, *limits])

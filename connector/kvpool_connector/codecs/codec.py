@@ -21,9 +21,7 @@ Flat: TypeAlias = bytes | bytearray | memoryview
 
 GROUP: Final = "kvpool.codecs"
 #: Those that come with the connector.
-_OWN: Final = {
-    "lossless": "kvpool_connector.codecs.lossless:Lossless",
-}
+_OWN: Final = {"lossless": "kvpool_connector.codecs.lossless:Lossless"}
 
 
 class BadEncoding(ValueError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple, overload
+from typing import Any, Final, NamedTuple
 
 from kvpool_connector.records.messages import AdapterInfo
 
@@ -86,11 +86,7 @@ class SaltedHashes(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._hashes)
 
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [salted(one, self._fingerprints) for one in self._hashes[index]]
         return salted(self._hashes[index], self._fingerprints)

@@ -137,13 +137,7 @@ def _float8(exponent_bits: int, bias: int) -> Floats:
 
 
 _E4M3, _E5M2 = _float8(4, 7), _float8(5, 15)
-_SIZES: Final = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+_SIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _DECODERS: Final[Mapping[str, Any]] = {
     "float32": lambda data: np.frombuffer(data, np.float32),
     "float16": lambda data: np.frombuffer(data, np.float16).astype(np.float32),

@@ -80,12 +80,7 @@ class Planner:
         )
         self._prober = Prober(limits, transfer_cost, ranks)
         self.choice = LoadOrRecompute(
-            limits,
-            transfer_cost,
-            prefill_cost,
-            self._running,
-            self._prober,
-            self.windows.bytes_of,
+            limits, transfer_cost, prefill_cost, self._running, self._prober, self.windows.bytes_of
         )
         self.lookups = RequestLookups(
             self.counters,
@@ -117,12 +112,7 @@ class Planner:
     # --- looking up -----------------------------------------------------------------------
 
     def on_new_request(
-        self,
-        request_id: str,
-        hashes: Sequence[bytes],
-        tokens: int,
-        hints: RequestHints,
-        now: float,
+        self, request_id: str, hashes: Sequence[bytes], tokens: int, hints: RequestHints, now: float
     ) -> LookupRequest | None:
         """Track a new request. Returns what to look up, if it has a whole block.
 

@@ -32,12 +32,7 @@ TRANSITIONS: Final[Mapping[RequestState, frozenset[RequestState]]] = {
     RequestState.LOOKING_UP: frozenset({RequestState.LOOKING_UP, RequestState.ANSWERED}),
     # loadable_tokens decides to load, or to wait; on_restart
     RequestState.ANSWERED: frozenset(
-        {
-            RequestState.OFFERED,
-            RequestState.WAITING,
-            RequestState.LOOKING_UP,
-            RequestState.ANSWERED,
-        }
+        {RequestState.OFFERED, RequestState.WAITING, RequestState.LOOKING_UP, RequestState.ANSWERED}
     ),
     # that load has ended, or takes too long: loadable_tokens decides again; on_restart
     RequestState.WAITING: frozenset({RequestState.ANSWERED, RequestState.LOOKING_UP}),

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeVar, cast, overload
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 from kvpool_connector.agents.request_params import OWN, Asked, Mistakes, parse_request
 from kvpool_connector.hook_guard import FailureLog, Fuse, Owed
@@ -50,15 +50,9 @@ class BlockIds(Sequence[int]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [block.block_id for block in self._blocks[index]]
-        block_id: int = self._blocks[index].block_id
-        return block_id
+    def __getitem__(self, index: Any) -> Any:
+        found = self._blocks[index]
+        return [block.block_id for block in found] if isinstance(found, list) else found.block_id
 
 
 def _guarded(otherwise: Callable[..., Any]) -> Callable[[Hook], Hook]:
@@ -226,10 +220,7 @@ class SchedulerHooks:
             if start < request.num_prompt_tokens:
                 prefill.append((start, end))
         step = EngineStep(
-            scheduled,
-            list(scheduler_output.preempted_req_ids or ()),
-            prefill,
-            idle=not counts,
+            scheduled, list(scheduler_output.preempted_req_ids or ()), prefill, idle=not counts
         )
         if self._tainted:
             self._evict_tainted(counts)
