@@ -102,8 +102,10 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None or error.errno not in {errno.EPIPE, *_CANNOT_WRITE}:
+        if error.errno not in {errno.EPIPE, *_CANNOT_WRITE}:
             raise
+        if error.filename is not None:  # not the output
+            sys.exit(f"error: {error.filename}: {error.strerror}")
         # What is still buffered would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:

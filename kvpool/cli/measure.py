@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from kvpool import runtime
 from kvpool.cli.shared import Json, console, fail, run, stderr
-from kvpool.errors import ConfigError, KvpoolError
+from kvpool.errors import ConfigError, KvpoolError, Unavailable
 from kvpool.units import parse_size
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def replay(
     """
     from kvpool.tools import replay as replays
 
+    _check_picture(picture)
     if dry:
         try:
             name, requests = replays.requests_of(
@@ -178,6 +180,30 @@ def replay(
     _play(options, picture, as_json)
 
 
+def _check_picture(path: Path | None) -> None:
+    """Ends the command before it plays for nothing."""
+    if path is None:
+        return
+    there = path if path.exists() else path.parent
+    if not path.parent.is_dir() or path.is_dir() or not os.access(there, os.W_OK):
+        fail(
+            ConfigError(
+                f"--picture {path}: expected a file in a directory that this user may write"
+            )
+        )
+
+
+def _write_picture(path: Path, picture: str) -> None:
+    """Whole, or an error: part of a picture is none."""
+    before = path.exists()
+    try:
+        path.write_text(picture)
+    except OSError as error:
+        if not before:
+            path.unlink(missing_ok=True)
+        fail(Unavailable(f"--picture {path}: {error.strerror}"))
+
+
 def _one_count(servers: str, hints: bool) -> int:
     """How many servers a run without --dry has. Raises ConfigError."""
     from kvpool.tools import replay as replays
@@ -194,10 +220,6 @@ def _play(options: ReplayOptions, picture: Path | None, as_json: bool) -> None:
     from kvpool.tools import replay as replays
 
     report = run(replays.replay(options, stderr if as_json else console))
-    if picture is not None:
-        from kvpool.tools.charts import draw
-
-        picture.write_text(draw(report))
     if as_json:
         print(json.dumps(report.as_dict()))
     else:
@@ -205,8 +227,12 @@ def _play(options: ReplayOptions, picture: Path | None, as_json: bool) -> None:
 
         for table in tables(report):
             console.print(table)
-        if picture is not None:
-            console.print(f"picture: {picture.resolve()}")
+    if picture is not None:
+        from kvpool.tools.charts import draw
+
+        _write_picture(picture, draw(report))
+        if not as_json:
+            console.print(f"picture: {picture.resolve()}", soft_wrap=True, markup=False)
     raise typer.Exit(0 if report.wrong_bytes == 0 else 1)
 
 
@@ -237,15 +263,15 @@ def _dry(
         fail(error)
     runtime.freeze_gc()  # a collection would visit millions of block ids
     done = dries.study(options, lambda line: stderr.print(line, highlight=False))
-    if picture is not None:
-        from kvpool.tools.charts import curves
-
-        picture.write_text(curves(done))
     if as_json:
         print(json.dumps(done.as_dict()))
     else:
         for table in dries.tables(done):
             console.print(table)
+    if picture is not None:
+        from kvpool.tools.charts import curves
+
+        _write_picture(picture, curves(done))
 
 
 def bench(

@@ -35,11 +35,24 @@ class _Output(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
+class _Notes(Console):
+    """stderr. What is told besides ends nothing: a server goes on where its log file is full."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            self.quiet = True  # else what it could not write comes again with each line
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 #: Piped output is for grep: one line per row, not wrapped at 80 columns.
 # Names are printed as they are: rich would make a picture of `:x:`.
 # A caller may have closed stdout: it is None then.
 console = _Output(width=None if sys.stdout and sys.stdout.isatty() else 200, emoji=False)
-stderr = Console(stderr=True, emoji=False)
+stderr = _Notes(stderr=True, emoji=False)
 T = TypeVar("T")
 
 #: Deadline of a command that queries the pool.

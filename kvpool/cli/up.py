@@ -136,13 +136,18 @@ def _write_units(plan: HostPlan, folder: Path, *, dry: bool) -> None:
             console.print(f"{folder / name} would have:\n")
             console.print(text, soft_wrap=True, markup=False, highlight=False)
         return
+    made: list[Path] = []
     try:
         for name, text in units.items():
             with (folder / name).open("x") as file:
+                made.append(folder / name)
                 file.write(text)
-            console.print(f"written: {folder / name}", soft_wrap=True, markup=False)
     except OSError as error:
-        raise ConfigError(f"{folder / name}: {error.strerror}") from None
+        for path in made:  # they would be in the way of the next attempt
+            path.unlink(missing_ok=True)
+        raise ConfigError(f"--systemd: {folder / name}: {error.strerror}") from None
+    for path in made:
+        console.print(f"written: {path}", soft_wrap=True, markup=False)
     console.print("add User= to them; then: systemctl daemon-reload, enable --now")
 
 

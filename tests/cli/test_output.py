@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvpool.cli import app
+from tests.support.commands import kvpool
 from tests.support.local_pool import LocalPool
 
 KVPOOL = [sys.executable, "-m", "kvpool"]
@@ -28,6 +33,49 @@ def test_output_that_cannot_be_written_is_a_sentence(words: list[str]) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == "error: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_server_starts_and_stays_where_its_log_cannot_be_written() -> None:
+    """Nobody has a secret here, nor is there a master: both are told on stderr."""
+    words = [*KVPOOL, "server", "--masters", "127.0.0.1:9", "--capacity", "1MiB"]
+    environment = os.environ | {"KVPOOL_MASTER_TIMEOUT_S": "100ms"}
+    with Path("/dev/full").open("w") as full, pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run(words, stderr=full, timeout=6, env=environment)
+
+
+def test_a_file_that_cannot_be_written_is_not_taken_for_the_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/blocks")
+
+    monkeypatch.setattr(app, "app", full)
+    with pytest.raises(SystemExit, match=r"^error: /data/blocks: No space left on device$"):
+        app.main()
+
+
+def test_a_picture_is_whole_or_none(tmp_path: Path) -> None:
+    """The figures are printed also where the picture cannot be written."""
+    play = ["--dry", "--sessions", "1", "--limit", "3"]
+    for wrong in (tmp_path, tmp_path / "none" / "p.svg"):
+        done = kvpool("replay", *play, "--picture", str(wrong))
+        assert (done.code, done.out) == (2, "")  # before it plays
+        assert f"--picture {wrong}: expected a file" in done.err
+    full = tmp_path / "p.svg"
+    command = [*KVPOOL, "replay", *play, "--json", "--picture", str(full)]
+    limit = (0, resource.RLIM_INFINITY)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+    assert done.returncode == 1
+    assert f"--picture {full}: File too large" in done.stderr
+    assert json.loads(done.stdout)["requests"] == 3
+    assert not full.exists()
 
 
 def test_closed_streams_are_replaced_before_a_socket_takes_their_place() -> None:
