@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from kvpool.cli.shared import (
     FOR_OPERATORS,
+    NO_SERVER,
     QUERY_S,
     ClusterName,
     ConfigFile,
@@ -86,6 +87,8 @@ def status(
     hidden = bool(cluster_of(settings).tenant)
     if as_json:
         print(json.dumps([as_json_object(member, hidden=hidden) for member in members]))
+    elif not members:
+        console.print(NO_SERVER, soft_wrap=True)
     else:
         console.print(Fitted(members_table(members, hidden=hidden), names=3))
         console.print()

@@ -59,6 +59,10 @@ T = TypeVar("T")
 QUERY_S = 1.5
 #: Instead of figures that masters do not tell a tenant.
 FOR_OPERATORS = "what servers hold and do is for operators: this key is a tenant's"
+#: Of a pool that is empty.
+NO_SERVER = (
+    "no server has registered: `kvpool server` starts one, `kvpool doctor` says what is wrong"
+)
 #: So many names of servers a message lists.
 _NAMES_MAX = 8
 

@@ -10,6 +10,7 @@ import typer
 
 from kvpool.cli.shared import (
     FOR_OPERATORS,
+    NO_SERVER,
     QUERY_S,
     ClusterName,
     ConfigFile,
@@ -61,10 +62,12 @@ def usage(
     found = usage_by(by.value, members)
     if as_json:
         print(json.dumps([as_json_object(one) for one in found]))
+    elif not members:
+        console.print(NO_SERVER, soft_wrap=True)
     else:
         console.print(Fitted(usage_table(by.value, found)))
         if cluster_of(settings).tenant:
             console.print(FOR_OPERATORS)
         elif not found:
-            console.print("nobody yet" if members else "no server has registered")
+            console.print("nobody yet")
     raise typer.Exit(0 if any(member.alive for member in members) else 1)

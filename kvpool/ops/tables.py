@@ -34,8 +34,6 @@ def members_table(members: list[Member], *, hidden: bool = False) -> Table:
     for m in sorted(members):
         names = (escape(m.server), _state(m, hidden), escape(", ".join(m.tiers)))
         table.add_row(*names, human(m.capacity), *(() if hidden else _figures(m)))
-    if not members:
-        table.add_row("no server has registered")
     return table
 
 

@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvpool import Namespace, Pool, runtime
+from kvpool import Cluster, Namespace, Pool, runtime
 from kvpool.cli import shared
 from kvpool.cli.app import app
+from kvpool.config import MasterConfig
 from kvpool.errors import MasterLost
+from kvpool.master.service import Master
+from kvpool.net.control_network import TcpNetwork
 from tests.conftest import keys, value
+from tests.support.commands import running_kvpool
 from tests.support.local_pool import LocalPool
 
 NAMESPACE = Namespace("commands")
@@ -57,6 +61,22 @@ def test_status(pool: LocalPool) -> None:
     [member] = as_json("status", "--masters", pool.master)
     assert member["server"] == "dev-0"
     assert member["blocks"] == 3
+
+
+@pytest.mark.parametrize("command", ["status", "usage"])
+async def test_a_pool_without_servers_is_a_sentence(command: str) -> None:
+    network = TcpNetwork(Cluster("default"))
+    master = Master(MasterConfig(bind="127.0.0.1:0"), network)
+    await master.start()
+    try:
+        where = ("--masters", master.address)
+        done = await running_kvpool(command, *where)
+        assert (done.code, done.out.count("\n")) == (1, 1)
+        assert done.out.startswith("no server has registered: `kvpool server` starts one")
+        assert (await running_kvpool(command, *where, "--json")).out == "[]\n"
+    finally:
+        await master.close()
+        network.close()
 
 
 def test_a_shell_completes_commands_and_options() -> None:
