@@ -271,7 +271,7 @@ async def test_a_disk_that_hangs_holds_up_nothing_of_the_other(
         assert held.quarantined == 1  # the memory that the hanging call would fill
         await one.write(stuck[:1])  # but not the block's name
         assert await one.read(stuck[:1]) == [ReadStatus.HIT]
-        assert not one.server._context.mover._promoting_bytes
+        assert not one.server._context.mover.promotions.size
         calls = one.disks[1].calls
         assert set(await one.read(good)) == {ReadStatus.HIT}
         for digest in new:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvpool import dev
-from kvpool.server.tier_mover import PROMOTED_BYTES_MIN, _PromotionWaiter
+from kvpool.server.promotions import PROMOTED_BYTES_MIN, PromotionWaiter
 from kvpool.server.tier_traffic import TransferStats
 from tests.support.moves import moves_of
 
@@ -46,7 +46,7 @@ def test_rates_are_of_the_last_seconds() -> None:
 async def test_a_reader_waits_for_all_of_its_blocks_or_for_enough_bytes(
     count: int, size: int, enough: int
 ) -> None:
-    waiter = _PromotionWaiter(asyncio.get_running_loop().create_future())
+    waiter = PromotionWaiter(asyncio.get_running_loop().create_future())
     waiter.remaining = count
     for number in range(1, count + 1):
         waiter.arrived(size)

@@ -431,27 +431,27 @@ BUGS: Sequence[Bug] = read(
 -            if piece or sequence != self.sequence + 1:
 +            if piece:
 # --- tiers
-@@ staged-without-a-look  G1  kvpool.server.tier_mover
+@@ staged-without-a-look  G1  kvpool.server.tier_bytes
 -if up and await _checksum(entry, memory[: entry.size]) != entry.checksum:
 +if False:
-@@ rotten-block-stays-on-disk  G5  kvpool.server.tier_mover  seed 40
+@@ rotten-block-stays-on-disk  G5  kvpool.server.tier_bytes  seed 40
 -            store.transfers.failed(copy, ReadStatus.CORRUPT)
 @@ record-before-payload  G8  kvpool.server.tier_mover  seed 35
--        moved = await wait_for_all(map(self._move, copies))
+-        moved = await wait_for_all(map(self._bytes.move, copies))
 -        done = dict(zip(copies, moved, strict=True))
--        await self._persist(place, done)
-+        await self._persist(place, dict.fromkeys(copies, True))
-+        moved = await wait_for_all(map(self._move, copies))
+-        await self.records.persist(place, done)
++        await self.records.persist(place, dict.fromkeys(copies, True))
++        moved = await wait_for_all(map(self._bytes.move, copies))
 +        done = dict(zip(copies, moved, strict=True))
 @@ copied-without-a-record  G8  kvpool.server.tier_mover
--        await self._persist(place, done)
+-        await self.records.persist(place, done)
 @@ old-records-stay  G8  kvpool.server.tier_mover  seed 6
--        if place[0] == self._store.backing_tier and not await self._erase([place[1]]):
+-        if place[0] == self._store.backing_tier and not await self.records.erase([place[1]]):
 -            return False
 @@ removal-does-not-wait-for-the-disk  G8  kvpool.server.connection  seed 53
 -await self._context.mover.erase()
 +await asyncio.sleep(0)
-@@ record-of-a-removed-block  G8  kvpool.server.tier_mover  seed 346
+@@ record-of-a-removed-block  G8  kvpool.server.tier_records  seed 346
 -if is_good and copy.target == backing_tier and copy.entry.state is State.STORED
 +if is_good and copy.target == backing_tier
 @@ removed-block-is-sealed-below  G5  kvpool.server.state.tier_transfers
@@ -475,10 +475,10 @@ BUGS: Sequence[Bug] = read(
 +        if answer.extent is not None:
 @@ staging-leaks  liveness  kvpool.server.tier_mover
 -            self._store.transfers.done(copy, good=good, now=_now())
--            self._promotion_ended
+-            self.promotions.end
 +            if good:
 +                self._store.transfers.done(copy, good=good, now=_now())
-+            self._promotion_ended
++            self.promotions.end
 @@ failed-copy-is-not-tried-again  liveness  kvpool.server.state.tier_transfers  seed 31
 -                queue.add(entry)  # once more
 +                pass  # once more
@@ -492,13 +492,13 @@ BUGS: Sequence[Bug] = read(
 -        alarms = [loop.call_later(_STUCK_S, late)]
 +        alarms = [loop.call_later(_STUCK_S, self.lose, place, 'stuck')]
 @@ lost-disk-gives-back-what-it-fills  G4  kvpool.server.tier_mover  seed 103
--                front.quarantine(MOVER, one.copy.id, -one.copy.id)
-+                front.cancel(MOVER, one.copy.id)
+-            front.quarantine(MOVER, copy.id, -copy.id)
++            front.cancel(MOVER, copy.id)
 @@ quarantine-of-a-lost-disk-never-ends  liveness  kvpool.server.state.tier_transfers  seed 103
 -        lost = target.writer_exited(-copy.id)  # with its device: it is counted no more
 +        lost = copy.id not in target.held.owner(MOVER).reservations
-@@ hanging-disk-is-waited-for  G6  kvpool.server.tier_mover  seed 362
--                    with self.health.calling(place):
+@@ hanging-disk-is-waited-for  G6  kvpool.server.tier_records  seed 362
+-                    with self._health.calling(place):
 -                        await self._du
 +                    if True:
 +                        await self._du

@@ -71,7 +71,7 @@ DEVICE_BUGS: Sequence[Bug] = read(
 @@ sent-from-the-other-memory  G4  kvpool_transports.ucx
 -            if pin.tier is None:
 +            if pin.tier != 0:
-@@ a-copy-on-a-device-is-looked-at-elsewhere  G1  kvpool.server.tier_mover
+@@ a-copy-on-a-device-is-looked-at-elsewhere  G1  kvpool.server.tier_bytes
 -read_into(extent.offset + start, part)
 +read_into(start, part)
 """

@@ -137,10 +137,10 @@ class Prefetcher(ServerExtension):
         left = store.front.extents.prefetched.room(store.front.allocator.capacity)
         if not digests or left <= 0:
             return 0
-        await mover.wait_for_readers()
+        await mover.promotions.wait_for_readers()
         while (wait_s := self.budget.wait_s(_now())) > 0:
             await asyncio.sleep(max(wait_s, _TURN_MIN_S))  # it may end a moment too early
-            await mover.wait_for_readers()
+            await mover.promotions.wait_for_readers()
         began = _now()
         following = list(islice(digests, _STEP_BLOCKS))
         running = mover.prefetch(namespace, part, following, min(left, _STEP_BYTES))

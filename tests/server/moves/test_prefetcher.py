@@ -17,11 +17,12 @@ from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import prefetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
+from kvpool.server.promotions import Promotions
 from kvpool.server.state import prefetches, tier_transfers, writeback_queue
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.server.state.tier_transfers import TierTransfer
-from kvpool.server.tier_mover import TierMover
+from kvpool.server.tier_bytes import TierBytes
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ARRIVED, ROOT, Namespace, SessionHint
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
@@ -364,15 +365,15 @@ async def test_no_more_comes_up_when_the_disk_is_slower_than_a_step_may_take(
 ) -> None:
     """The blocks of a step that is left behind still come: they take their part of the eighth."""
     monkeypatch.setattr(prefetcher, "_STEP_S", 0.05)
-    moves, disk = TierMover._move, asyncio.Event()
+    moves, disk = TierBytes.move, asyncio.Event()
 
-    async def slow(mover: TierMover, copy: TierTransfer) -> bool:
+    async def slow(mover: TierBytes, copy: TierTransfer) -> bool:
         await disk.wait()
         return await moves(mover, copy)
 
     chain = keys("chain", 40)
     async with serving(tmp_path, chain) as (server, pool):
-        monkeypatch.setattr(TierMover, "_move", slow)
+        monkeypatch.setattr(TierBytes, "move", slow)
         await pool.prefetch(NAMESPACE, chain)
         await asyncio.sleep(0.5)
         assert in_memory(server, chain) == 0
@@ -424,14 +425,14 @@ async def test_a_damaged_block_is_no_sign_of_a_fast_disk(tmp_path: Path) -> None
 async def test_writing_back_lets_readers_go_first_unless_writers_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers_wait: bool
 ) -> None:
-    waited: list[TierMover] = []
-    wait = TierMover.wait_for_readers
+    waited: list[Promotions] = []
+    wait = Promotions.wait_for_readers
 
-    async def noted(mover: TierMover) -> None:
+    async def noted(mover: Promotions) -> None:
         waited.append(mover)
         await wait(mover)
 
-    monkeypatch.setattr(TierMover, "wait_for_readers", noted)
+    monkeypatch.setattr(Promotions, "wait_for_readers", noted)
     pressure = property(lambda _: writers_wait)
     monkeypatch.setattr(writeback_queue.WritebackQueue, "is_under_pressure", pressure)
     async with serving(tmp_path) as (server, pool):
