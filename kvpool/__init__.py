@@ -26,9 +26,6 @@ if TYPE_CHECKING:
         Config,
         MasterConfig,
         ServerConfig,
-        local_secret,
-        read_cluster,
-        read_secret,
     )
     from kvpool.errors import (
         BadBuffer,
@@ -42,6 +39,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from kvpool.registry import check_transports
+    from kvpool.secret_file import local_secret, read_cluster, read_secret
     from kvpool.types import (
         ROOT,
         BlockKey,
@@ -124,7 +122,7 @@ _MODULES: Final = {
     "connect": "kvpool.client.opening",
     **dict.fromkeys(("EventPosition", "PoolEvent", "PoolEventKind"), "kvpool.client.pool_events"),
     **dict.fromkeys(("ClientConfig", "Config", "MasterConfig", "ServerConfig"), "kvpool.config"),
-    **dict.fromkeys(("local_secret", "read_cluster", "read_secret"), "kvpool.config"),
+    **dict.fromkeys(("local_secret", "read_cluster", "read_secret"), "kvpool.secret_file"),
     **dict.fromkeys(("BadBuffer", "BadKey", "Closed", "ConfigError"), "kvpool.errors"),
     **dict.fromkeys(("KvpoolError", "MasterLost", "TooLarge"), "kvpool.errors"),
     **dict.fromkeys(("Unavailable", "UsageError"), "kvpool.errors"),

@@ -25,9 +25,10 @@ from kvpool.arguments import as_float
 from kvpool.client import admin as administration
 from kvpool.client import opening, session
 from kvpool.client.buffers import with_device_blocks
-from kvpool.config import ClientConfig, checked_cluster
+from kvpool.config import ClientConfig
 from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
+from kvpool.secret_file import checked_cluster
 from kvpool.types import Cluster, Match, Namespace
 
 P = ParamSpec("P")

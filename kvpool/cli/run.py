@@ -30,15 +30,9 @@ from kvpool.cli.shared import (
     settings_of,
     stderr,
 )
-from kvpool.config import (
-    Config,
-    MasterConfig,
-    ServerConfig,
-    check_bind,
-    cluster_of,
-    local_secret_file,
-)
+from kvpool.config import Config, MasterConfig, ServerConfig, check_bind, cluster_of
 from kvpool.errors import ConfigError, Unavailable
+from kvpool.secret_file import local_secret_file
 from kvpool.units import human
 
 if TYPE_CHECKING:

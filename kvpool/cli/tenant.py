@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.shared import ClusterName, ConfigFile, SecretFile, console, fail, settings_of
-from kvpool.config import TenantKey, cluster_of, read_secret
+from kvpool.config import cluster_of
 from kvpool.errors import ConfigError, KvpoolError
+from kvpool.secret_file import TenantKey, read_secret
 from kvpool.tenant_names import is_tenant_name
 from kvpool.types import Cluster
 

@@ -12,9 +12,10 @@ from msgspec.structs import replace
 
 from kvpool import registry
 from kvpool.client.pool import Pool
-from kvpool.config import ClientConfig, checked_client, checked_cluster
+from kvpool.config import ClientConfig, checked_client
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.net.control_network import TcpNetwork
+from kvpool.secret_file import checked_cluster
 from kvpool.types import Cluster
 
 #: What makes the class of a pool that begins spans, where the environment has this variable.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvpool import logs
-from kvpool.config import read_secret
 from kvpool.errors import ConfigError
 from kvpool.file_stamp import Stamp, stamp
+from kvpool.secret_file import read_secret
 from kvpool.supervision import Supervisor
 from kvpool.tenants import Tenant, TenantKeys, parse_tenants
 from kvpool.types import Cluster

@@ -26,9 +26,7 @@ from kvpool.config import (
     Config,
     ServerConfig,
     cluster_of,
-    local_secret_file,
     parse_transport,
-    secret_problem,
 )
 from kvpool.device_copy import first_line
 from kvpool.errors import ConfigError, KvpoolError
@@ -41,6 +39,7 @@ from kvpool.ops.pool_health import same_id, untold, unwell
 from kvpool.ops.unreachable_master import unreachable
 from kvpool.protocols import SupportsStatusText
 from kvpool.runtime import host_id
+from kvpool.secret_file import local_secret_file, secret_problem
 from kvpool.types import Cluster, Member, Namespace
 from kvpool.units import human
 

@@ -98,7 +98,7 @@ LOCAL_ONLY = """
 import asyncio, json, os, sys, tempfile
 import kvpool
 from kvpool import ClientConfig, Cluster
-from kvpool.config import local_secret
+from kvpool import local_secret
 from kvpool.errors import KvpoolError
 master, theirs = json.loads(sys.argv[1])
 

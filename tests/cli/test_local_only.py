@@ -19,8 +19,9 @@ import pytest
 import kvpool
 from kvpool import ClientConfig, Cluster, MasterLost, WriteStatus, local_secret
 from kvpool.cli import other_users
-from kvpool.config import load, local_secret_file
+from kvpool.config import load
 from kvpool.errors import ConfigError, Unauthenticated
+from kvpool.secret_file import local_secret_file
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, key, keys, values
 from tests.net.test_secret import command

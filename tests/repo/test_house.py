@@ -81,7 +81,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("protocols", "config", "wire"),
         *("audit", "checksum", "fingerprint", "tombstones", "device_copy", "huge_pages"),
         *("shares", "strangers", "device", "supervision", "memory_limits"),
-        *("tenancy", "write_rates"),
+        *("secret_file", "tenancy", "write_rates"),
     ),
     ("net", "registry"),
     ("client", "server", "master"),
@@ -95,7 +95,7 @@ NEIGHBOURS = {
     "tenants": {"units", "tenant_names"},
     "tenancy": {"audit", "wire", "write_rates"},
     "wire": {"protocols", "fingerprint"},
-    "config": {"wire"},
+    "config": {"secret_file", "wire"},
     "checksum": set(),
     "device": {"checksum", "device_copy"},
     "memory_limits": {"huge_pages"},
@@ -109,7 +109,7 @@ PURE = (
     "kvpool.master.state",
 )
 #: The root package re-exports what a program imports.
-ROOT_EXPORTS = {"client", "config", "errors", "registry", "types", "sync", "dev"}
+ROOT_EXPORTS = {"client", "config", "errors", "registry", "secret_file", "types", "sync", "dev"}
 
 
 def room_of(name: str) -> str:

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from kvpool import WriteStatus, admin, logs
 from kvpool.cli.app import app
 from kvpool.client.pool import Pool
-from kvpool.config import TenantKey
 from kvpool.errors import BadMessage, InvariantViolated, KvpoolError
 from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.client_metrics import PoolMetrics
+from kvpool.secret_file import TenantKey
 from kvpool.types import Namespace, ServerStats
 from kvpool.wire import messages as wire
 from kvpool.wire.access import TENANT_MAY, Access

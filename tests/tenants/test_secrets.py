@@ -313,7 +313,7 @@ async def test_the_commands_of_a_pool_with_tenants(tmp_path: Path) -> None:
 def test_a_key_file_is_no_secret_and_is_never_printed(tmp_path: Path) -> None:
     import msgspec
 
-    from kvpool.config import TenantKey
+    from kvpool.secret_file import TenantKey
 
     cluster = tenant("acme")
     key = TenantKey(2, "bank", "acme", cluster.fingerprint, SECRETS["acme"])

@@ -85,7 +85,7 @@ async def test_where_nothing_serves_tenants_it_is_a_sentence(pool: TenantPool) -
 SCAN = """
 import asyncio, os, sys
 import kvpool
-from kvpool.config import read_cluster
+from kvpool import read_cluster
 
 async def main():
     cluster = read_cluster("default", sys.argv[2])
@@ -112,7 +112,7 @@ async def test_a_process_of_a_tenant_has_no_shared_mapping(
     and no memory that it shares with another process."""
     import msgspec
 
-    from kvpool.config import TenantKey
+    from kvpool.secret_file import TenantKey
 
     cluster = tenant("blue")
     key = TenantKey(2, "default", "blue", cluster.fingerprint, cluster.secret)
