@@ -430,23 +430,32 @@ def test_no_extent_crosses_and_every_byte_is_accounted_for() -> None:
 
 
 async def test_others_have_their_turn_while_what_was_found_is_put_together() -> None:
-    records = [
-        Record(NAMESPACE, 0, digest, ROOT, n * 4096, 64, 7, n, 1)
-        for n, digest in enumerate(keys("b", 5000))
-    ]
+    """And while what the files have found is given back."""
+    freed = 0
 
-    class Found:
+    class Found(Record):
+        def __del__(self) -> None:
+            nonlocal freed
+            freed += 1
+
+    def records() -> list[Record]:
+        names = enumerate(keys("b", 5000))
+        return [Record(NAMESPACE, 0, digest, ROOT, n * 4096, 64, 7, n, 1) for n, digest in names]
+
+    class File:
         path, encrypted, alignment, capacity = Path("any"), False, 4096, 1 << 30
 
         async def recover(self) -> list[Record]:
-            return records
+            return [Found(*one) for one in records()]
 
-    files = NvmeFiles([Found(), Found()])  # type: ignore[list-item]
-    recovering, turns = asyncio.create_task(files.recover()), 0
+    files = NvmeFiles([File(), File()])  # type: ignore[list-item]
+    recovering, turns, most = asyncio.create_task(files.recover()), 0, 0
     while not recovering.done():
+        before = freed
         await asyncio.sleep(0)
-        turns += 1
+        turns, most = turns + 1, max(most, freed - before)
     found = await recovering
     assert turns >= 10_000 // 512
-    assert list(found[:5000]) == records
-    assert [one.offset - (1 << 30) for one in found[5000:]] == [one.offset for one in records]
+    assert (freed, most <= 512) == (10_000, True)
+    assert list(found[:5000]) == records()
+    assert [one.offset - (1 << 30) for one in found[5000:]] == [n * 4096 for n in range(5000)]
