@@ -148,7 +148,6 @@ WIDE_CLASSES = {
     "kvpool/server/block_server.py:BlockServer": (25, 18),
     "kvpool/server/eviction/session_hints.py:SessionAwarePolicy": (37, 15),
     "kvpool/server/eviction/tenant_orders.py:TenantOrders": (26, 15),
-    "kvpool/server/moves/peer_servers.py:PeerServers": (25, 16),
     "kvpool/server/state/entry.py:Entry": (25, 19),
     "kvpool/testing/harness.py:Recorder": (25, 20),
     "kvpool/tools/dry_pool.py:DryPool": (28, 18),

@@ -10,8 +10,9 @@ from typing import Final
 from kvpool import logs
 from kvpool.runtime import task_group
 from kvpool.server.context import ServerContext
+from kvpool.server.moves.asked_masters import REFRESH_S
 from kvpool.server.moves.hand_over import FAILURES, PAUSE_S, REQUEST_S, HandOver
-from kvpool.server.moves.peer_servers import REFRESH_S, PeerServers
+from kvpool.server.moves.peer_servers import PeerServers
 from kvpool.server.moves.state.drain_plan import DrainPlanner
 from kvpool.server.moves.state.wants import name_of
 from kvpool.server.state.entry import Entry
@@ -173,7 +174,7 @@ class Drainer:
             async with asyncio.timeout_at(max(self._deadline, _now() + _MASTERS_S)):
                 view = await self._hand_over.look()
                 for names in handed.moved_batches(_CHECK_STEP):
-                    held = await self._peers.holders(names, view.others, _now() + REQUEST_S)
+                    held = await self._peers.masters.holders(names, view.others, _now() + REQUEST_S)
                     evicted += [name for name in names if not held[name]]
         except (TimeoutError, *FAILURES) as error:
             why = str(error) or "no time was left"
@@ -221,7 +222,7 @@ class Drainer:
         forgotten = 0
         for names in handed.moved_batches(_FORGET_STEP):
             namespace, part, _ = names[0]
-            held = await self._peers.holders(names, holders, _now() + REQUEST_S)
+            held = await self._peers.masters.holders(names, holders, _now() + REQUEST_S)
             digests = [name.digest for name in names if held[name]]
             removed = self._store.remove(namespace, digests, ReadStatus.EVICTED, part)
             forgotten += sum(removed)

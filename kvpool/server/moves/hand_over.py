@@ -77,7 +77,7 @@ class HandOver:
 
     async def look(self) -> MoveView:
         """The view as of now. Raises MasterLost."""
-        members = await self._peers.members(_now() + REQUEST_S)
+        members = await self._peers.masters.members(_now() + REQUEST_S)
         self.view.now = _now()
         self.view.staying = {
             name: Staying(info.epoch, info.capacity, info.stats.used, info.heard_s)
@@ -134,7 +134,7 @@ class HandOver:
             await asyncio.sleep(0)
             return
         view = await self.look()
-        holders = await self._peers.holders(list(entries), view.staying, _now() + REQUEST_S)
+        holders = await self._peers.masters.holders(list(entries), view.staying, _now() + REQUEST_S)
         left = planner.missing(entries, holders, view)
         if not left:
             return
@@ -168,7 +168,7 @@ class HandOver:
             "",
             copies,
         )
-        return (await self._peers.ask(request, wire.PlaceReply, _now() + REQUEST_S)).servers
+        return (await self._peers.masters.ask(request, wire.PlaceReply, _now() + REQUEST_S)).servers
 
     async def _offer(
         self, planner: MovePlanner, target: str, wanted: Sequence[BlockName]

@@ -157,8 +157,8 @@ async def test_a_master_that_does_not_say_at_the_end_what_is_there_holds_no_drai
     async with movers(servers=2) as running, running.pool() as pool:
         leaving, other = running.servers
         await put(pool, leaving, keys("block", 20))
-        peers, asked = moves_of(leaving).peers, 0
-        planned = peers.holders
+        masters, asked = moves_of(leaving).peers.masters, 0
+        planned = masters.holders
 
         async def holders(names: Sequence[Any], *rest: Any) -> dict[Any, set[str]]:
             nonlocal asked
@@ -171,7 +171,7 @@ async def test_a_master_that_does_not_say_at_the_end_what_is_there_holds_no_drai
                 raise MasterLost("none answers")
             return {name: {other.server} if n >= evicted else set() for n, name in enumerate(names)}
 
-        monkeypatch.setattr(peers, "holders", holders)
+        monkeypatch.setattr(masters, "holders", holders)
         begun = asyncio.get_running_loop().time()
         report = await drain(leaving, within_s)
         assert asyncio.get_running_loop().time() - begun < patient(5)

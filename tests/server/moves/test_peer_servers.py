@@ -32,7 +32,11 @@ async def test_what_is_not_used_is_closed_and_opened_again(monkeypatch: pytest.M
                 lambda: not any(moves_of(server).peers._channels for server in running.servers)
             )
             await eventually(
-                lambda: not any(moves_of(server).peers._links for server in running.servers)
+                lambda: (
+                    not any(
+                        moves_of(server).peers.masters.are_connected for server in running.servers
+                    )
+                )
             )
             await eventually(lambda: connections() == 0)  # the other side notices a moment later
 
