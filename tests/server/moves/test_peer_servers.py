@@ -54,3 +54,17 @@ async def test_a_call_that_fails_late_leaves_the_connection_that_was_opened_sinc
         peers.failed(name, None)
         assert await peers.channel(name, until) is fresh
         assert await fresh.remove(NAMESPACE, keys("none", 1), deadline=until) == [False]
+
+
+async def test_masters_are_left_although_no_other_server_was_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_servers, "_IDLE_S", 0.1)
+    async with dev.serve("16MiB") as running:
+        masters = moves_of(running.servers[0]).peers.masters
+        for _ in range(3):  # the last question is younger than the first timer
+            await masters.members(asyncio.get_running_loop().time() + 5)
+            masters.members_changed()
+            await asyncio.sleep(0.04)
+        assert masters.are_connected
+        await eventually(lambda: not masters.are_connected)
