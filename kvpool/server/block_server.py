@@ -79,16 +79,13 @@ class BlockServer:
         keeps_secret: bool = False,
         tenants: TenantSecrets | None = None,
     ) -> None:
-        self._config = config
         self.guard = make_guard(tenants)
         self.host = host or this_host()
-        self._network = network
-        self._transports = transports
-        self._rng = rng or random.SystemRandom()
+        rng = rng or random.SystemRandom()
         self.cluster = cluster
-        self.server = config.id or f"{self.host.name}-{self._rng.getrandbits(24):06x}"
-        self.epoch = self._rng.getrandbits(63)
-        self._secret = secret or self._rng.randbytes(32)
+        self.server = config.id or f"{self.host.name}-{rng.getrandbits(24):06x}"
+        self.epoch = rng.getrandbits(63)
+        self._secret = secret or rng.randbytes(32)
         self._keeps_secret = keeps_secret
         self.tiers = list(tiers)
         store = mover_for(tiers).blocks_of(tiers, stores, policy, config)
@@ -96,14 +93,15 @@ class BlockServer:
         # What connections may pin and reserve of it.
         store.front.held.limits = Limits.of(memory // 4, default_reserved_max(memory))
         #: The long-lived tasks of this server.
-        self.tasks = tasks = Supervisor(self._rng)
+        self.tasks = tasks = Supervisor(rng)
         self._context = ServerContext(
             self.server, store, self.tiers, config.connections_max, tasks, self.epoch, self.guard
         )
         context = self._context
         self.extensions = Extensions()
         others = (self.host, cluster, network, transports)
-        self.extensions.add_all(ServerParts(config, context, self.extensions, *others))
+        self._parts = ServerParts(config, context, self.extensions, *others)
+        self.extensions.add_all(self._parts)
         self._listeners: list[Listener] = []
         #: Where clients reach this server, one for each transport.
         self.addresses: list[str] = []
@@ -138,7 +136,7 @@ class BlockServer:
         Raises ConfigError, or Unavailable for a tier that cannot be read; then nothing is left
         open.
         """
-        config, context = self._config, self._context
+        config, context = self._parts.config, self._context
         try:
             if self.cluster.tenant:
                 raise ConfigError(
@@ -149,8 +147,8 @@ class BlockServer:
                 extension.check()
             addresses = [parse_transport(text).address or text for text in config.listen]
             for address in addresses:
-                check_scheme(address, self._transports)
-                transport = self._transports[address.partition("://")[0]]
+                check_scheme(address, self._parts.transports)
+                transport = self._parts.transports[address.partition("://")[0]]
                 if not transport.same_host:
                     certified = (
                         isinstance(transport, RequiresCertificates)
@@ -169,7 +167,7 @@ class BlockServer:
                 extension.start()
             for address in addresses:
                 scheme, _, rest = address.partition("://")
-                transport = self._transports[scheme]
+                transport = self._parts.transports[scheme]
                 listener = await transport.listen(address if rest else "", self)
                 self._listeners.append(listener)
                 reached = listener.address
@@ -181,7 +179,7 @@ class BlockServer:
             identity = Identity(self.server, self.epoch, *where, self._secret, kept=kept)
             for master in config.masters:
                 calls = (self.stats, self.extensions.others_have_room, self.tasks)
-                link = self._network.connect(master)
+                link = self._parts.network.connect(master)
                 announcer = Announcer(identity, context.store, link, config.heartbeat_s, *calls)
                 announcer.start()
                 context.announcers.append(announcer)
@@ -215,7 +213,7 @@ class BlockServer:
             await listener.close()
         for extension in self.extensions.all:
             await extension.close()
-        await context.mover.close(self._config.flush_s)
+        await context.mover.close(self._parts.config.flush_s)
         for tier in self.tiers:
             tier.close()
 
@@ -263,7 +261,7 @@ class BlockServer:
                 "rejected_victims": 0,
                 **context.counters,
                 "connections": len(context.clients.connections),
-                "connections_max": self._config.connections_max,
+                "connections_max": self._parts.config.connections_max,
                 "dropped_corrections": store.change_log.missed.shares.refused.total()
                 + sum(one.outbox.missed.shares.refused.total() for one in context.announcers),
                 "unlisted_blocks": sum(one.map.unlisted for one in context.announcers),
