@@ -146,7 +146,6 @@ LONG_FILES = {
 WIDE_CLASSES = {
     "kvpool/client/servers.py:Servers": (29, 15),
     "kvpool/server/eviction/session_hints.py:SessionAwarePolicy": (37, 15),
-    "kvpool/server/eviction/tenant_orders.py:TenantOrders": (26, 15),
     "kvpool/server/state/entry.py:Entry": (25, 19),
     "kvpool/testing/harness.py:Recorder": (25, 20),
     "kvpool/tools/dry_pool.py:DryPool": (28, 18),

@@ -521,14 +521,15 @@ def test_the_orders_of_many_tenants_cost_little_each() -> None:
     orders = books.extents.policy
     assert isinstance(orders, TenantOrders)
     compared = 0
-    ranks = orders._ranks
+    oldest = orders._oldest
+    ranks = oldest._ranks
 
     def counted(*arguments: object) -> object:
         nonlocal compared
         compared += 1
         return ranks(*arguments)  # type: ignore[arg-type]
 
-    orders._ranks = counted  # type: ignore[method-assign, assignment]
+    oldest._ranks = counted  # type: ignore[method-assign, assignment]
     write(books, POOL, fresh(400), 2000.0)
     assert used(books, "") == 400
     assert compared <= 400

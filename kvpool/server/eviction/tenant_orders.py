@@ -49,6 +49,64 @@ def check_orders(
         orders._order(account).check(blocks, account.name)
 
 
+class OldestOrder:
+    """The order that evicts next what was used least recently, of those beyond their guarantee.
+
+    To compare all of them for each block would take a time that grows with the tenants. So the
+    order that was found keeps its turn for some evictions, while it stays the oldest.
+    """
+
+    def __init__(self, orders: dict[Any, Order]) -> None:
+        self._orders = orders
+        #: Orders that have no victim until one of their blocks or sessions changes.
+        self.dry: set[Account] = set()
+        #: Whose turn it is, up to which rank, and for how many evictions more.
+        self._turn: TenantAccount | None = None
+        self._until = _NEVER
+        self._left = 0
+
+    def forget(self) -> None:
+        """What was found may not be the oldest any more."""
+        self._turn = None
+
+    def is_younger(self, account: Account, victim: Entry) -> bool:
+        """Whether another order is older than this victim, so that the turn has ended."""
+        return account is self._turn and (2, victim.last_used / 1e6) > self._until
+
+    def find(
+        self, asked: set[Account], now: float
+    ) -> tuple[TenantAccount | None, tuple[int, float]]:
+        """The account whose order it is, of those that were not asked yet, and its rank."""
+        turn = self._turn
+        if (
+            turn is not None
+            and self._left
+            and turn.spare >= turn.needed
+            and turn not in asked
+            and turn not in self.dry
+        ):
+            rank = self._orders[turn].rank(now)
+            if rank <= self._until:
+                self._left -= 1
+                return turn, rank
+        ranked = sorted(self._ranks(asked, now), key=lambda one: one[0])[:2]
+        if not ranked:
+            self._turn = None
+            return None, _NEVER
+        rank, self._turn = ranked[0]
+        self._until = ranked[1][0] if len(ranked) > 1 else _NEVER
+        self._left = _TURNS
+        return self._turn, rank
+
+    def _ranks(
+        self, asked: set[Account], now: float
+    ) -> Iterator[tuple[tuple[int, float], TenantAccount]]:
+        for account, order in self._orders.items():
+            is_open = account not in asked and account not in self.dry
+            if is_open and account.spare >= account.needed:
+                yield order.rank(now), account
+
+
 class TenantOrders(Order):
     """What the store calls instead of one `Order`, when it has tenants.
 
@@ -74,12 +132,8 @@ class TenantOrders(Order):
         self._make = make
         self._extent = extent
         self._rounded = rounded
-        #: Orders that have no victim until one of their blocks or sessions changes.
-        self._dry: set[Account] = set()
-        #: The order with the least recently used victim, how long it stays so, and turns left.
-        self._turn: TenantAccount | None = None
-        self._until = _NEVER
-        self._turns = 0
+        self._oldest = OldestOrder(self._orders)
+        self._dry = self._oldest.dry
         self._useless_of: Account = accounts.pool
 
     def evicting(self, victim: Entry, by: Account) -> int:
@@ -104,7 +158,7 @@ class TenantOrders(Order):
         for account in accounts:
             self._orders.pop(account, None)
             self._dry.discard(account)
-        self._turn = None
+        self._oldest.forget()
         self._useless_of = self.accounts.pool
 
     # --- about one block or session ----------------------------------------------------------
@@ -215,14 +269,13 @@ class TenantOrders(Order):
                 asked.add(account)
             elif (
                 younger < _YOUNGER_MAX
-                and account is self._turn
+                and self._oldest.is_younger(account, found)
                 and found.copies
                 and not order.is_over(found)
-                and (2, found.last_used / 1e6) > self._until
             ):
                 younger += 1  # its place in the order was old: it was used again
                 order.add_candidate(found)
-                self._turn = None
+                self._oldest.forget()
             else:
                 return found
         return Decision.NOT_YET
@@ -261,43 +314,10 @@ class TenantOrders(Order):
         self, mine: TenantAccount, owed: bool, asked: set[Account], now: float
     ) -> TenantAccount | None:
         """The account whose order gives up a block for a newcomer of `mine`, by rules 2 to 4."""
-        found, rank = self._oldest(asked, now)
+        found, rank = self._oldest.find(asked, now)
         # What is beyond its guarantee is compared above, as that of others is.
         if not owed and mine.spare < mine.needed and mine not in asked and mine not in self._dry:
             order = self._orders.get(mine)
             if order is not None and order.rank(now) <= rank:
                 return mine
         return found
-
-    def _oldest(
-        self, asked: set[Account], now: float
-    ) -> tuple[TenantAccount | None, tuple[int, float]]:
-        """The account that is beyond its guarantee with the least recently used victim."""
-        turn = self._turn
-        if (
-            turn is not None
-            and self._turns
-            and turn.spare >= turn.needed
-            and turn not in asked
-            and turn not in self._dry
-        ):
-            rank = self._orders[turn].rank(now)
-            if rank <= self._until:
-                self._turns -= 1
-                return turn, rank
-        ranked = sorted(self._ranks(asked, now), key=lambda one: one[0])[:2]
-        if not ranked:
-            self._turn = None
-            return None, _NEVER
-        rank, self._turn = ranked[0]
-        self._until = ranked[1][0] if len(ranked) > 1 else _NEVER
-        self._turns = _TURNS
-        return self._turn, rank
-
-    def _ranks(
-        self, asked: set[Account], now: float
-    ) -> Iterator[tuple[tuple[int, float], TenantAccount]]:
-        for account, order in self._orders.items():
-            is_open = account not in asked and account not in self._dry
-            if is_open and account.spare >= account.needed:
-                yield order.rank(now), account

@@ -1,0 +1,82 @@
+"""Which tenant's order evicts next, of orders of which the test says how old they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool.server.eviction.tenant_orders import OldestOrder
+from kvpool.server.state.entry import Account
+from kvpool.server.state.quota import TenantAccount
+
+
+class Aged:
+    """An order whose next victim was used at `used`."""
+
+    def __init__(self, used: float) -> None:
+        self.used = used
+        self.asked = 0
+
+    def rank(self, now: float) -> tuple[int, float]:
+        self.asked += 1
+        return 2, self.used
+
+
+class Three:
+    """Accounts a, b, c, used at 1, 2 and 3, each beyond its guarantee."""
+
+    def __init__(self) -> None:
+        self.accounts = {name: TenantAccount(name) for name in "abc"}
+        for account in self.accounts.values():
+            account.used = 100
+        self.aged = {one: Aged(1.0 + n) for n, one in enumerate(self.accounts.values())}
+        orders: dict[Any, Any] = dict(self.aged)
+        self.oldest = OldestOrder(orders)
+
+    def found(self, *asked: str) -> str:
+        done: set[Account] = {self.accounts[name] for name in asked}
+        account, _ = self.oldest.find(done, 10.0)
+        return account.name if account is not None else ""
+
+    def order(self, name: str) -> Aged:
+        return self.aged[self.accounts[name]]
+
+
+@pytest.fixture
+def three() -> Three:
+    return Three()
+
+
+def test_the_oldest_keeps_its_turn_and_the_others_are_compared_now_and_then(three: Three) -> None:
+    assert [three.found() for _ in range(99)] == ["a"] * 99
+    assert three.order("b").asked == three.order("c").asked == 3
+
+
+def test_the_turn_ends_when_another_one_is_older(three: Three) -> None:
+    assert three.found() == "a"
+    three.order("a").used = 2.0
+    assert three.found() == "a", "as old as the next"
+    three.order("a").used = 2.5
+    assert three.found() == "b"
+
+
+def test_who_was_asked_has_no_victim_or_is_within_its_guarantee_is_passed_over(
+    three: Three,
+) -> None:
+    assert three.found() == "a"
+    three.oldest.dry.add(three.accounts["a"])
+    assert three.found() == "b", "although it was the turn of a"
+    assert three.found("b") == "c"
+    three.accounts["c"].used = 0
+    assert three.found("b") == ""
+    three.oldest.dry.clear()
+    assert three.found() == "a"
+
+
+def test_what_changed_elsewhere_is_compared_when_it_is_told(three: Three) -> None:
+    assert three.found() == "a"
+    three.order("c").used = 0.0
+    assert three.found() == "a"
+    three.oldest.forget()
+    assert three.found() == "c"
