@@ -280,37 +280,6 @@ class Offer(NamedTuple):
     copies: int = 1
 
 
-class SpreadTo(NamedTuple):
-    """What `Admin.spread` has brought to one server.
-
-    `blocks`: so many it has now, from the head of the chain on; `fetched`: blocks that it fetched
-    in this call, each part counted. `problem` is empty when it has the whole chain; else `no room`,
-    `no such name` (neither a server nor a host), `server lost`, `leaving`, `not reached`, `gone`,
-    `corrupt`, `it cannot fetch`, or `no time was left`.
-    """
-
-    server: str
-    blocks: int
-    fetched: int
-    problem: str
-
-
-class SpreadReport(NamedTuple):
-    """Of a chain's blocks the pool has the first `length`; why there are no more says `stopped`.
-
-    One entry for each server that was to get it (design: movers).
-    """
-
-    length: int
-    stopped: ReadStatus
-    servers: tuple[SpreadTo, ...]
-
-    @property
-    def complete(self) -> bool:
-        """Every server has all that the pool has."""
-        return not any(one.problem for one in self.servers)
-
-
 class DrainOrder(NamedTuple):
     """What a server is to do about its drain; with neither `begin` nor `cancel` it only reports.
 

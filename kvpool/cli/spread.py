@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -28,8 +28,11 @@ from kvpool.cli.shared import (
     stderr,
 )
 from kvpool.errors import ConfigError, UsageError
-from kvpool.types import Namespace, SpreadReport
+from kvpool.types import Namespace
 from kvpool.units import parse_duration
+
+if TYPE_CHECKING:
+    from kvpool.client.spread import SpreadReport
 
 #: Of so many wrong names a line of its own says which ones there are.
 _WRONG_NAMES_MAX = 4

@@ -19,7 +19,6 @@ from kvpool.types import (
     DrainReport,
     Explanation,
     Namespace,
-    SpreadReport,
     WriteBlock,
     WriteStatus,
     check_digests,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from kvpool.client.lookup import Asks
     from kvpool.client.removal import Removals
     from kvpool.client.room import Room
+    from kvpool.client.spread import SpreadReport
 
 #: Pages of a list that a master may send.
 _PAGES_MAX: Final = 1000

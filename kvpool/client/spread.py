@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from kvpool.arguments import as_int
 from kvpool.client.extension import ClientExtension, ClientParts
@@ -26,12 +26,43 @@ from kvpool.client.spread_plan import (
 )
 from kvpool.errors import Forbidden, MasterLost, Overloaded, Unavailable, UsageError
 from kvpool.protocols import Channel, SupportsFetch
-from kvpool.types import Match, MoveStatus, Namespace, ReadStatus, SpreadReport, SpreadTo
+from kvpool.types import Match, MoveStatus, Namespace, ReadStatus
 
 #: One request to a server to fetch a piece.
 _FETCH_S: Final = 5.0
 #: A receiver that could fetch nothing now is asked again after so long.
 _ASK_AGAIN_S: Final = 0.05
+
+
+class SpreadTo(NamedTuple):
+    """What `Admin.spread` has brought to one server.
+
+    `blocks`: so many it has now, from the head of the chain on; `fetched`: blocks that it fetched
+    in this call, each part counted. `problem` is empty when it has the whole chain; else `no room`,
+    `no such name` (neither a server nor a host), `server lost`, `leaving`, `not reached`, `gone`,
+    `corrupt`, `it cannot fetch`, or `no time was left`.
+    """
+
+    server: str
+    blocks: int
+    fetched: int
+    problem: str
+
+
+class SpreadReport(NamedTuple):
+    """Of a chain's blocks the pool has the first `length`; why there are no more says `stopped`.
+
+    One entry for each server that was to get it (design: movers).
+    """
+
+    length: int
+    stopped: ReadStatus
+    servers: tuple[SpreadTo, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Every server has all that the pool has."""
+        return not any(one.problem for one in self.servers)
 
 
 class Spreader(ClientExtension):

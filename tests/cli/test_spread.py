@@ -13,8 +13,9 @@ import pytest
 from kvpool import Pool, admin
 from kvpool.cli.progress import Show
 from kvpool.cli.spread import _print
+from kvpool.client.spread import SpreadReport, SpreadTo
 from kvpool.protocols import WriteOptions
-from kvpool.types import ROOT, ReadStatus, SpreadReport, SpreadTo, WriteBlock
+from kvpool.types import ROOT, ReadStatus, WriteBlock
 from tests.chaos.cluster import ProcessCluster
 from tests.conftest import NAMESPACE, buffers, keys, value
 from tests.support.commands import running_kvpool

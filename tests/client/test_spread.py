@@ -10,13 +10,14 @@ import pytest
 
 from kvpool import MasterLost, Namespace, Pool, UsageError, admin, dev
 from kvpool.client import spread as spread_module
+from kvpool.client.spread import SpreadTo
 from kvpool.errors import BadMessage
 from kvpool.server.block_server import BlockServer
 from kvpool.server.connection import ServerConnection
 from kvpool.server.moves.fetcher import Fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import MoveStatus, ReadStatus, SpreadTo, WriteStatus
+from kvpool.types import MoveStatus, ReadStatus, WriteStatus
 from tests.conftest import NAMESPACE, buffers, keys, values
 from tests.support.moves import masters_know, moves_of
 

@@ -138,7 +138,7 @@ SLACK = 20
 LONG_FILES = {
     "kvpool/protocols/transport.py": 634,
     "kvpool/testing/harness.py": 732,
-    "kvpool/types.py": 897,
+    "kvpool/types.py": 866,
     "kvpool/wire/messages.py": 941,
     "transports/kvpool_transports/ucx.py": 882,
     "tiers/kvpool_tiers/nvme/file_disk.py": 616,
