@@ -7,6 +7,15 @@ OSError. `kvpool.testing` checks an implementation against these contracts.
     A transport never retries.   A channel never caches.   A tier never allocates.
 """
 
+from kvpool.protocols.device_transport import (
+    BlocksToHost,
+    DeviceArrival,
+    DeviceReadBlock,
+    DeviceWriteBlock,
+    ReachesDevices,
+    SupportsDeviceRead,
+    SupportsDeviceWrite,
+)
 from kvpool.protocols.network import Caller, CountedListener, Handler, Link, Network
 from kvpool.protocols.policy import B, Decision, Evictable, LearnsFromArrivals, Policy
 from kvpool.protocols.tier import (
@@ -26,23 +35,16 @@ from kvpool.protocols.tier import (
     TierPart,
 )
 from kvpool.protocols.transport import (
-    BlocksToHost,
     BlockStore,
     Channel,
     Connection,
-    DeviceArrival,
-    DeviceReadBlock,
-    DeviceWriteBlock,
     IdleTimeout,
     Listener,
     OverFabric,
     Peer,
-    ReachesDevices,
     ReadOptions,
     RequiresCertificates,
     ReserveRequest,
-    SupportsDeviceRead,
-    SupportsDeviceWrite,
     SupportsDrain,
     SupportsFetch,
     SupportsPrefetch,

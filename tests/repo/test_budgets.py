@@ -136,7 +136,6 @@ CLASS_ATTRIBUTES = 15
 SLACK = 20
 
 LONG_FILES = {
-    "kvpool/protocols/transport.py": 634,
     "kvpool/testing/harness.py": 732,
     "kvpool/types.py": 866,
     "kvpool/wire/messages.py": 941,
