@@ -207,7 +207,10 @@ class FrameReader:
             else:
                 target.received(count)
             if target.missing:
-                self._aim(target)
+                if self._small:
+                    self._aim(target)
+                else:  # as `_aim`, for each of many chunks
+                    self.memory = target.memory
                 return None
             self._hold(0)
             return self._complete()
