@@ -19,11 +19,12 @@ from kvpool.client.block_transfers import (
 )
 from kvpool.client.buffers import DeviceBlock, HostRows
 from kvpool.client.context import ClientContext
+from kvpool.client.device_paths import DevicePaths
 from kvpool.client.idle_timeout import ServerUnresponsive
 from kvpool.client.reader import Reader, ReadState
 from kvpool.client.ways import Attempt
 from kvpool.config import AUTO, DIRECT, STAGED, ClientConfig
-from kvpool.errors import DeadlineExceeded, Overloaded, PeerError, Unavailable
+from kvpool.errors import ConfigError, DeadlineExceeded, Overloaded, PeerError, Unavailable
 from kvpool.protocols import (
     Channel,
     DeviceArrival,
@@ -55,6 +56,11 @@ class DeviceTransfers(BlockTransfers):
         #: Of reads: `auto` becomes staged once direct reads gave wrong bytes, or their device
         #: failed.
         self.path = config.device_path
+        self.paths = DevicePaths(context.servers)
+        if self.path == DIRECT and (lack := self.paths.lack):
+            raise ConfigError(
+                f"setting 'client.device_path' is {DIRECT}: {lack}; or set it to auto or staged"
+            )
         self._staging_logged = False
         self.pinned: Staging | None = None
         self.devices: list[Devices] = []  # of reads, and of writes
@@ -152,6 +158,7 @@ class DeviceTransfers(BlockTransfers):
             self._writes = DirectWrites(
                 self._config.device_path,
                 self._context.servers,
+                self.paths,
                 self._new_devices(),
                 self.staging,
                 self._context.counters,
@@ -162,7 +169,7 @@ class DeviceTransfers(BlockTransfers):
         """Once: who chose `auto` learns that it is of no use for some blocks, and why."""
         if blocks and not self._staging_logged:
             self._staging_logged = True
-            why = self._context.servers.device_lack or (
+            why = self.paths.lack or (
                 "their servers are on this host, or no network card is known to reach them, or "
                 "triton is not installed or still compiles, or they are large and in pieces"
             )
@@ -212,7 +219,7 @@ class DirectRead:
                 i: block
                 for i, block in blocks.items()
                 if device_direct.fits(block)
-                and self._servers.reaches_devices(state.candidates[i][-1], only_fabrics=True)
+                and memory.paths.reach(state.candidates[i][-1], only_fabrics=True)
                 and memory.direct_reads().is_ready(block)
             }
             memory.log_what_is_staged(len(blocks) - len(chosen))
@@ -250,7 +257,7 @@ class DirectRead:
         try:
             async with reader.timer(state, attempt, hedged) as timer:
                 options = state.options._replace(idle_timeout=timer)
-                arrivals = await self._servers.device_call(
+                arrivals = await self._memory.paths.call(
                     server,
                     functools.partial(_receive, options, blocks, state.deadline),
                     state.deadline,
@@ -259,7 +266,7 @@ class DirectRead:
                 )
         except (Unavailable, PeerError, Overloaded) as error:
             if isinstance(error, ServerUnresponsive):
-                self._servers.avoid_device_paths(server)  # the lane may be at fault
+                self._memory.paths.avoid(server)  # the lane may be at fault
             elif only_fabrics and not isinstance(error, DeadlineExceeded):
                 self._note_indirect(server, positions)
             return reader.failed(state, attempt, hedged, error)

@@ -22,6 +22,7 @@ from kvpool.checksum import block_seeds
 from kvpool.client import device_direct as direct
 from kvpool.client.buffers import DeviceBlock, HostRows
 from kvpool.client.device_direct import Devices, DeviceTargets, Round
+from kvpool.client.device_paths import DevicePaths
 from kvpool.client.device_staging import until, wait_for_stream
 from kvpool.client.servers import Servers
 from kvpool.config import AUTO, DIRECT
@@ -67,12 +68,14 @@ class DirectWrites:
         self,
         path: str,
         servers: Servers,
+        paths: DevicePaths,
         devices: Devices,
         staging: Callable[[], Staging],
         counters: Counter[str],
     ) -> None:
         self._path = path
         self._servers = servers
+        self._paths = paths
         self._devices = devices
         self._staging = staging
         self._counters = counters
@@ -90,7 +93,7 @@ class DirectWrites:
         if self._path == DIRECT:
             direct.check_sizes(blocks, "write")
             return dict(blocks), {}
-        if self._distrusted or not self._servers.some_reach_devices(only_fabrics=True):
+        if self._distrusted or not self._paths.reach_some(only_fabrics=True):
             return {}, dict(blocks)
         chosen = {
             i: block
@@ -148,14 +151,14 @@ class DirectWrites:
         deadline: float,
     ) -> list[WriteStatus]:
         """`Channel.write` to one server, directly, or with `auto` through the host where that is
-        no way. Raises what `Servers.device_call` and `through_host` raise."""
+        no way. Raises what `DevicePaths.call` and `through_host` raise."""
         auto = self._path == AUTO
         if auto and self._distrusted:
             return await self._through_host(blocks, through_host, deadline)
         try:
             token = await self._devices.token(_tensor(blocks[0]).device, deadline)
             send = partial(_send, options, blocks, token, self._to_host(deadline), deadline)
-            statuses = await self._servers.device_call(
+            statuses = await self._paths.call(
                 server, send, deadline, only_fabrics=auto, counted_as="write"
             )
         except DeadlineExceeded:

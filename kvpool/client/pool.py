@@ -23,10 +23,10 @@ from kvpool.client.location_cache import LocationCache
 from kvpool.client.masters import Masters
 from kvpool.client.read_rates import ReadRates
 from kvpool.client.reader import Reader
-from kvpool.client.servers import Servers, device_lack, gather_errors
+from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
-from kvpool.config import DIRECT, ClientConfig, check_device_path
+from kvpool.config import ClientConfig, check_device_path
 from kvpool.errors import BadBuffer, BadKey, ConfigError, KvpoolError, TooLarge, UsageError
 from kvpool.protocols import Channel, Network, Transport, View, WriteOptions
 from kvpool.runtime import Host, this_host
@@ -102,10 +102,6 @@ class Pool:
         self._config = config
         if cluster.tenant:
             transports = _for_tenants(transports)
-        if config.device_path == DIRECT and (lack := device_lack(transports)):
-            raise ConfigError(
-                f"setting 'client.device_path' is {DIRECT}: {lack}; or set it to auto or staged"
-            )
         self._own_network = network if owns_network else None
         self.counters: Counter[str] = Counter()
         masters = Masters(network, config)

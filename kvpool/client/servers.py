@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import random
 from collections import Counter
@@ -38,7 +37,6 @@ from kvpool.errors import (
 from kvpool.protocols import (
     Channel,
     OverFabric,
-    ReachesDevices,
     SupportsReachability,
     SupportsZeroCopyView,
     Transport,
@@ -60,7 +58,7 @@ _REFRESH_S: Final = 0.5
 _MEMBERS_MAX: Final = 4096
 
 
-class _Path(NamedTuple):
+class Path(NamedTuple):
     """One way to reach one server."""
 
     scheme: str
@@ -89,8 +87,8 @@ class KnownServer:
         self.backoff = Backoff(_BACKOFF_S, _BACKOFF_S_MAX, jitter=0.5, rng=rng)
         self.host = ""
         self.epoch = 0
-        self.paths: list[_Path] = []  # best first: those inside this host, then the remote ones
-        self.channels: dict[_Path, Channel] = {}
+        self.paths: list[Path] = []  # best first: those inside this host, then the remote ones
+        self.channels: dict[Path, Channel] = {}
         self.connecting = asyncio.Lock()
         self.retry_at = 0.0
         self.slow_until = 0.0
@@ -113,7 +111,7 @@ class Servers:
     ) -> None:
         self._config = config
         self._cluster = cluster
-        self._transports = transports
+        self.transports = transports
         self._masters = masters
         self._counters = counters
         self.durations = Durations()
@@ -123,12 +121,17 @@ class Servers:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._refreshed_at = 0.0
-        self._broken_until: dict[_Path, float] = {}  # paths that failed are tried last until then
+        self._broken_until: dict[Path, float] = {}  # paths that failed are tried last until then
         self._closing: set[asyncio.Task[None]] = set()
         self._renewal: asyncio.Task[None] | None = None  # asks a master for all addresses
 
     def __repr__(self) -> str:
         return f"servers={sorted(self._records)}"
+
+    @property
+    def known(self) -> Mapping[str, KnownServer]:
+        """What this client knows of servers, by name."""
+        return self._records
 
     async def refresh(self, deadline: float, *, patient: bool = False) -> list[Member]:
         """The members that a master knows. Raises MasterLost, as `Masters.ask` does.
@@ -183,54 +186,24 @@ class Servers:
         order = self._paths_in_order(record)
         return await self._call(record, order, operation, deadline, counted_as)
 
-    async def device_call(
+    async def call_over(
         self,
         server: str,
+        choose: Callable[[KnownServer], Sequence[Path]],
+        what_for: str,
         operation: Callable[[Channel], Awaitable[T]],
         deadline: float,
-        *,
-        only_fabrics: bool,
         counted_as: str,
     ) -> T:
-        """As `call`, on paths whose channels receive into memory on devices, and send from it.
+        """As `call`, on the chosen paths alone.
 
-        Raises Overloaded where there is none that works: over another path the server may be well.
-        With `only_fabrics` none inside this host counts, nor one that nothing shows to be fast:
-        there the host's memory is on the way in any case.
+        Raises Overloaded where none of them works: over another path the server may be well.
         """
         record = await self._resolve(server, deadline)
-        order = self._device_paths(record, only_fabrics=only_fabrics)
-
-        if order:
+        if order := choose(record):
             with contextlib.suppress(ServerLost):
                 return await self._call(record, order, operation, deadline, counted_as)
-        raise Overloaded(f"server {server} has no path to devices here that works")
-
-    def reaches_devices(self, server: str, *, only_fabrics: bool) -> bool:
-        """Whether `device_call` has a path to this server, as far as it is known."""
-        record = self._records.get(server)
-        return record is not None and bool(self._device_paths(record, only_fabrics=only_fabrics))
-
-    def some_reach_devices(self, *, only_fabrics: bool) -> bool:
-        """The same for any server that this client knows by now."""
-        return any(self.reaches_devices(s, only_fabrics=only_fabrics) for s in self._records)
-
-    def avoid_device_paths(self, server: str) -> None:
-        """They were silent: `device_call` does not take them for a while."""
-        record = self._records.get(server)
-        if record is not None:
-            for path in self._device_paths(record, only_fabrics=False):
-                self._mark_broken(path)
-
-    @functools.cached_property
-    def _to_devices(self) -> frozenset[str]:
-        """The schemes of those that reach devices: asked once, because they look at files."""
-        return frozenset(s for s, one in self._transports.items() if not device_lack({s: one}))
-
-    @property
-    def device_lack(self) -> str:
-        """Why no transport of this client reaches devices; empty if one does."""
-        return device_lack(self._transports)
+        raise Overloaded(f"server {server} has no path {what_for} here that works")
 
     def mark_unresponsive(self, server: str, why: str, *, given_up: bool) -> None:
         """A call to it was cancelled because it was silent or slow: for a while it is ranked last.
@@ -247,9 +220,9 @@ class Servers:
             if given_up:
                 # The network may be at fault instead: where there are other ways to that host,
                 # they are taken for a while.
-                remote = [p for p in record.paths if not self._transports[p.scheme].same_host]
+                remote = [p for p in record.paths if not self.transports[p.scheme].same_host]
                 for path in record.channels.keys() & set(remote) if len(remote) > 1 else set():
-                    self._mark_broken(path)
+                    self.mark_broken(path)
                 self._close_channels(record)
             if not known:  # one line, however many calls wait for it
                 log.warning("server is silent or slow", server=server, why=why)
@@ -271,7 +244,7 @@ class Servers:
         if record is None:
             return Standing(ailing=False, far=True, networked=True)
         now = self._loop.time()
-        mapped = record.paths and self._transports[record.paths[0].scheme].same_host
+        mapped = record.paths and self.transports[record.paths[0].scheme].same_host
         return Standing(
             ailing=now < record.slow_until or now < record.retry_at,
             far=record.host != self._host.id,
@@ -373,10 +346,10 @@ class Servers:
         """The paths that this client can take, in its order of preference."""
         by_scheme = {address.partition("://")[0]: address for address in addresses}
         local, remote = [], []
-        for scheme, transport in self._transports.items():
+        for scheme, transport in self.transports.items():
             if scheme not in by_scheme:
                 continue
-            path = _Path(scheme, by_scheme[scheme])
+            path = Path(scheme, by_scheme[scheme])
             if isinstance(transport, SupportsReachability) and not transport.can_reach(
                 path.address
             ):
@@ -386,7 +359,7 @@ class Servers:
             else:
                 remote.append(path)
         # Over tcp's lanes ucx is slower than tcp (design: ucx).
-        remote.sort(key=lambda path: not _is_fast(self._transports[path.scheme]))
+        remote.sort(key=lambda path: not is_fast(self.transports[path.scheme]))
         record.paths = [*local, *remote]
 
     # --- calls ---------------------------------------------------------------------------
@@ -394,7 +367,7 @@ class Servers:
     async def _call(
         self,
         record: KnownServer,
-        order: Sequence[_Path],
+        order: Sequence[Path],
         operation: Callable[[Channel], Awaitable[T]],
         deadline: float,
         counted_as: str,
@@ -438,33 +411,21 @@ class Servers:
                 return result
         raise ServerLost(f"server {record.server}: {problem}")
 
-    def _paths_in_order(self, record: KnownServer) -> list[_Path]:
+    def _paths_in_order(self, record: KnownServer) -> list[Path]:
         """Preference order, except that a path that failed lately comes last."""
         if not self._broken_until:
             return record.paths
         now = self._loop.time()
-        return sorted(record.paths, key=lambda path: self._is_broken(path, now))
+        return sorted(record.paths, key=lambda path: self.is_broken(path, now))
 
-    def _is_broken(self, path: _Path, now: float) -> bool:
+    def is_broken(self, path: Path, now: float) -> bool:
+        """It failed lately."""
         return self._broken_until.get(path, 0.0) > now
-
-    def _device_paths(self, record: KnownServer, *, only_fabrics: bool) -> list[_Path]:
-        now = self._loop.time()
-        if only_fabrics and record.host == self._host.id:
-            return []
-        paths = []
-        for path in record.paths:
-            if path.scheme not in self._to_devices:
-                continue
-            transport = self._transports[path.scheme]
-            if not (self._is_broken(path, now) or (only_fabrics and not _is_fast(transport))):
-                paths.append(path)
-        return paths
 
     # --- channels ------------------------------------------------------------------------
 
     async def _connect(
-        self, record: KnownServer, path: _Path, deadline: float, *, last: bool = True
+        self, record: KnownServer, path: Path, deadline: float, *, last: bool = True
     ) -> Channel:
         """The channel of a path. While there are other paths, it may take half of an attempt."""
         broken_until = self._broken_until.get(path, 0.0)
@@ -483,7 +444,7 @@ class Servers:
                 began = self._loop.time()
                 until = min(deadline, began + self._config.attempt_s / (1 if last else 2))
                 try:
-                    channel = await self._transports[path.scheme].connect(
+                    channel = await self.transports[path.scheme].connect(
                         path.address,
                         cluster=self._cluster,
                         client=self._host.process,
@@ -496,7 +457,7 @@ class Servers:
                 except asyncio.CancelledError:
                     # Hedged while it connected: the next call takes another path first.
                     if not last and self._loop.time() - began >= self._config.hedge_s:
-                        self._mark_broken(path)
+                        self.mark_broken(path)
                     raise
                 record.channels[path] = channel
                 log.debug("connected", server=record.server, address=path.address)
@@ -505,21 +466,21 @@ class Servers:
         return channel
 
     def _path_failed(
-        self, record: KnownServer, path: _Path, channel: Channel | None, error: KvpoolError
+        self, record: KnownServer, path: Path, channel: Channel | None, error: KvpoolError
     ) -> None:
         """A channel that failed is not used again, and its path comes last for a while."""
         # Another call may have replaced it already: a fresh channel is not closed for an old one.
         if channel is not None and record.channels.get(path) is channel:
             self._abort_and_close(record.channels.pop(path))
-        known = self._is_broken(path, self._loop.time())
-        self._mark_broken(path)
+        known = self.is_broken(path, self._loop.time())
+        self.mark_broken(path)
         record.path_failed = True
         self._counters[f"failed_{path.scheme}"] += 1
         if not known:
             why = str(error)
             log.warning("transport failed", server=record.server, address=path.address, why=why)
 
-    def _mark_broken(self, path: _Path) -> None:
+    def mark_broken(self, path: Path) -> None:
         """The path comes last for a while. Paths whose time is over are forgotten: a server that
         restarts has new ones each time."""
         now = self._loop.time()
@@ -538,17 +499,9 @@ class Servers:
         task.add_done_callback(self._closing.discard)
 
 
-def _is_fast(transport: Transport) -> bool:
+def is_fast(transport: Transport) -> bool:
     """False for one that is fast over a fabric only, where there is none."""
     return not isinstance(transport, OverFabric) or transport.has_fabric
-
-
-def device_lack(transports: Mapping[str, Transport]) -> str:
-    """Why none of these reaches memory on devices; empty if one does."""
-    lacks = [one.device_lack for one in transports.values() if isinstance(one, ReachesDevices)]
-    if lacks and not all(lacks):
-        return ""
-    return "; ".join(lacks) or f"none of {', '.join(transports)} reaches devices"
 
 
 async def gather_errors(calls: Sequence[Awaitable[T]]) -> list[T | KvpoolError]:

@@ -22,7 +22,7 @@ import pytest
 from kvpool import Pool, TooLarge, Unavailable, connect, dev
 from kvpool.client import device_direct as direct
 from kvpool.client import device_writes
-from kvpool.client.servers import Servers
+from kvpool.client.device_paths import DevicePaths
 from kvpool.device.checksum import copy_rows
 from kvpool.device.thread import DeviceThread
 from kvpool.errors import Closed, ConfigError
@@ -279,7 +279,7 @@ async def test_direct_leaves_servers_without_a_path_out(
     client: Pool, made: Make, monkeypatch: Patch
 ) -> None:
     """It is what `direct` says: no pinned memory, no other way; a miss with its reason."""
-    monkeypatch.setattr(Servers, "_device_paths", lambda *_, **__: [])
+    monkeypatch.setattr(DevicePaths, "_paths", lambda *_, **__: [])
     blocks = await made("refused")
     assert await blocks.move(client) == ["refused"] * 3
     await blocks.have_not_come()

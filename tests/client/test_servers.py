@@ -19,7 +19,7 @@ BACKOFF_S = 0.05
 def fail(servers: servers_module.Servers, address: str) -> None:
     """A path to the only server has failed."""
     (record,) = servers._records.values()
-    path = servers_module._Path("tcp", address)
+    path = servers_module.Path("tcp", address)
     servers._path_failed(record, path, None, LinkBroken("gone"))
 
 
@@ -88,7 +88,7 @@ async def test_a_server_with_other_addresses_is_called_there_at_once(pool_dev: d
     async with pool_dev.pool() as pool:
         await pool.members()
         (record,) = pool._servers._records.values()
-        record.paths = [servers_module._Path("tcp", "tcp://127.0.0.1:1")]
+        record.paths = [servers_module.Path("tcp", "tcp://127.0.0.1:1")]
         statuses = await pool.write(NAMESPACE, keys("moved", 1), [b"a" * 100])
         assert statuses == [WriteStatus.STORED]
         assert not record.retry_at
@@ -106,7 +106,7 @@ async def test_addresses_are_renewed_when_one_path_of_several_fails(
         match = await pool.match(NAMESPACE, chain)
         (record,) = pool._servers._records.values()
         paths = record.paths
-        record.paths = [servers_module._Path("tcp", "tcp://127.0.0.1:1"), *paths]
+        record.paths = [servers_module.Path("tcp", "tcp://127.0.0.1:1"), *paths]
         if views:
             async with pool.read_view(NAMESPACE, chain, match=match):
                 pass
@@ -160,7 +160,7 @@ async def test_memory_is_shown_over_the_next_path_when_the_first_is_broken(
     async with pool_dev.pool() as pool:
         await pool.members()
         (record,) = pool._servers._records.values()
-        record.paths = [servers_module._Path("tcp", "tcp://127.0.0.1:1"), *record.paths]
+        record.paths = [servers_module.Path("tcp", "tcp://127.0.0.1:1"), *record.paths]
         deadline = asyncio.get_running_loop().time() + 5
         channel = await pool._servers.zero_copy_channel(record.server, deadline)
         assert isinstance(channel, SupportsZeroCopyView)

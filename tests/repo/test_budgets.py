@@ -143,7 +143,6 @@ LONG_FILES = {
     "tiers/kvpool_tiers/nvme/file_disk.py": 616,
 }
 WIDE_CLASSES = {
-    "kvpool/client/servers.py:Servers": (29, 15),
     "kvpool/server/eviction/session_hints.py:SessionAwarePolicy": (37, 15),
     "kvpool/server/state/entry.py:Entry": (25, 19),
     "kvpool/testing/harness.py:Recorder": (25, 20),

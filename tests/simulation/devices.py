@@ -104,7 +104,7 @@ class World:
         self.reads = device_direct.DirectReads(device_direct.Devices(), self.counters)
         no_servers: Any = None  # blocks go to this world's card
         self.writes = device_writes.DirectWrites(
-            DIRECT, no_servers, device_direct.Devices(), _nothing_staged, self.counters
+            DIRECT, no_servers, no_servers, device_direct.Devices(), _nothing_staged, self.counters
         )
         #: What the pool has under each key: bytes, and the checksum that was sealed with them.
         self.stored: dict[bytes, tuple[bytes, int]] = {}
