@@ -75,9 +75,11 @@ CASES: dict[str, dict[str, Any]] = {
         "cluster": "two",
         "secret": {"name": "7"},
         "image": {"repository": "[::1]:5000/kvpool", "tag": "1", "pullSecrets": ["1", "b"]},
-        "masters": {"replicas": 3, "priorityClassName": "on", "tolerations": []},
+        "masters": {
+            "replicas": 3, "blocksMax": 3 << 30, "priorityClassName": "on", "tolerations": [],
+        },
         "servers": {"policy": "lease", "memoryBeside": "6GiB", "cpu": "500m", "capacity": "1.5GiB"},
-        "config": {"server": {"connections_max": 4096}, "master": {"blocks_max": 3_000_000_000}},
+        "config": {"server": {"connections_max": 4_000_000}, "master": {"forget_s": "900s"}},
     },
 }  # fmt: skip
 #: What is refused, and what is said of it: one clear sentence.
