@@ -205,10 +205,11 @@ LMCACHE_VERSION := 0.5.6
 	@touch $@
 
 # The same beside vLLM's packages, for `.ci/run short`: that has torch and transformers already.
+beside_vllm = echo $(abspath $(VLLM_VENV))/lib/python3*/site-packages > $$($(1)/bin/python -c \
+	'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
 .venv-short/ready: pyproject.toml $(VLLM_VENV)/ready
 	@$(call venv,$(@D))
-	echo $(abspath $(VLLM_VENV))/lib/python3*/site-packages > $$($(@D)/bin/python -c \
-		'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
+	$(call beside_vllm,$(@D))
 	@$(@D)/$(PIP_INSTALL) --no-deps lmcache==$(LMCACHE_VERSION)
 	@$(@D)/$(PIP_INSTALL) -e . $(call group,lmcache)
 	@touch $@
@@ -219,6 +220,13 @@ SGLANG_VERSION := 0.5.23
 	@$(call venv,$(@D))
 	$(@D)/$(PIP_INSTALL) --no-deps sglang==$(SGLANG_VERSION) xgrammar==0.2.7
 	$(@D)/$(PIP_INSTALL) -e . $(call group,sglang)
+	@touch $@
+
+.venv-short-sglang/ready: pyproject.toml $(VLLM_VENV)/ready
+	@$(call venv,$(@D))
+	$(call beside_vllm,$(@D))
+	@$(@D)/$(PIP_INSTALL) --no-deps sglang==$(SGLANG_VERSION) xgrammar==0.2.7
+	@$(@D)/$(PIP_INSTALL) -e . $(call group,sglang)
 	@touch $@
 
 # mkdocstrings reads the sources without importing them, so kvpool itself is not installed.
