@@ -155,6 +155,7 @@ class WrittenBlocks:
             answer = self._answer(newcomer, self.now + after_s)
             if answer is not Decision.NOT_YET:
                 break
+        self.promise.expect(answer is not newcomer, "a block that is stored", "the new one")
         self.promise.expect(
             not isinstance(answer, Decision), f"no BYPASS after {LONG_S:g} s", str(answer)
         )

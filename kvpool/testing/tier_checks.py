@@ -241,6 +241,8 @@ async def closing_ends_running_calls(scene: Scene, make: MakeTier) -> None:
         async with opened(make) as tier:
             size = tier.capacity // 2 // tier.alignment * tier.alignment
             buffer, source = blank(size), bytearray(size)
+            written = content(b"before", size)
+            await tier.write_from(0, memoryview(written))
             calls = [
                 asyncio.ensure_future(tier.read_into(0, memoryview(buffer))),
                 asyncio.ensure_future(tier.write_from(size, memoryview(source))),
@@ -248,9 +250,12 @@ async def closing_ends_running_calls(scene: Scene, make: MakeTier) -> None:
             for _ in range(after):
                 await asyncio.sleep(0)
             tier.close()
-            for outcome in await scene.promptly(calls, "when its tier is closed"):
+            outcomes = await scene.promptly(calls, "when its tier is closed")
+            for outcome in outcomes:
                 fine = outcome is None or isinstance(outcome, KvpoolError)
                 scene.expect(fine, "a result, or an error of kvpool's", describe(outcome))
+            whole = outcomes[0] is not None or buffer == written
+            scene.expect(whole, "the bytes that were written, from a read that has not failed")
             buffer[:] = blank(size)
             await asyncio.sleep(0.002)
             scene.expect(buffer == blank(size), "no byte in the buffer after the call has ended")

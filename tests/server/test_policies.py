@@ -423,6 +423,14 @@ class Hesitant(LRU[Entry]):
         return Decision.NOT_YET
 
 
+class Sacrifices(LRU[Entry]):
+    """Where nothing can go, the new block does."""
+
+    def victim(self, newcomer: Entry, evictable: Evictable, now: float) -> Answer:
+        answer = super().victim(newcomer, evictable, now)
+        return newcomer if answer is None else answer
+
+
 class LeavesItToRemove(LRU[Entry]):
     """A victim is in the queue until the store takes it out."""
 
@@ -471,6 +479,7 @@ class OneStamp(LRU[Entry]):
         (ScansInC, "a_call_does_as_much_with_many_blocks"),
         (Thorough, "no_call_is_long"),
         (Hesitant, "every_candidate_is_a_victim_once"),
+        (Sacrifices, "every_candidate_is_a_victim_once"),
         (LeavesItToRemove, "a_victim_has_left_the_queue"),
         (Meddles, "a_policy_changes_its_own_fields_only"),
         (LearnsTooMuch, "what_it_learns_from_arrivals_is_bounded"),

@@ -939,6 +939,15 @@ class Closing(PlainDram):
         buffer[:] = self._kept[: len(buffer)]
 
 
+class Inventive(PlainDram):
+    """Its memory is gone while a read waits, which gets zeros."""
+
+    async def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.view(offset, len(buffer))
+        await asyncio.sleep(0.001)
+        buffer[:] = bytes(len(buffer)) if self.fd < 0 else self.view(offset, len(buffer))
+
+
 class Hoarding(PlainDram):
     """Is closed, and has its memory."""
 
@@ -1030,6 +1039,7 @@ def unsealed(capacity: int) -> Tier:
         ("another_key_reads_nothing", Keyless),
         ("what_an_operator_is_shown_is_a_line", Discreet),
         ("closing_ends_running_calls", Closing),
+        ("closing_ends_running_calls", Inventive),
         ("a_closed_tier_keeps_no_memory", Hoarding),
         ("closing_twice_is_closing_once", Regretful),
         ("other_processes_map_the_same_memory", Generous),
