@@ -188,18 +188,6 @@ async def test_the_next_transport_is_used_when_one_fails(
         assert pool.counters[f"failed_{scheme}"] == 1
 
 
-async def test_a_silent_server_that_comes_back_is_simply_back(pool_dev: dev.Dev) -> None:
-    chain = keys("back", 5)
-    async with pool_dev.pool() as pool:
-        await pool.write(NAMESPACE, chain, values(chain))
-        directory = pool_dev.master.directory
-        directory.servers.leave("dev-0", pool_dev.servers[0].epoch)
-        gone = await pool.match(NAMESPACE, chain)
-        assert (gone.length, gone.stopped) == (0, ReadStatus.SERVER_LOST)
-        await asyncio.sleep(1.2)  # its next heartbeat
-        assert (await pool.match(NAMESPACE, chain)).length == 5
-
-
 async def test_a_writer_that_dies_leaves_nothing(pool_dev: dev.Dev) -> None:
     """A connection that ends with reservations gives their space back at once."""
     (server,) = pool_dev.servers

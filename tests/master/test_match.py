@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,7 +13,7 @@ from kvpool.master.state.server_table import ServerTable
 from kvpool.master.state.sweeper import Sweeper
 from kvpool.spans import SPAN_BLOCKS, MarkedChain, marks_of, pack_marks, unpack_marks
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import Match, Namespace, ReadStatus, Run, ServerStats
+from kvpool.types import Match, Namespace, ReadStatus, ServerStats
 from tests.conftest import key, keys
 from tests.master.test_directory import directory_of, registered
 from tests.support.sweeping import sweep_all
@@ -86,7 +86,7 @@ def test_spans_and_single_blocks_give_one_answer(seed: int) -> None:
         if step < 0.4:
             first = rng.choice([0, 0, rng.randrange(len(chain))])
             some = chain[first : rng.choice([len(chain), rng.randint(first, len(chain))])]
-            directory.stored(server, namespace, part, 0, some)
+            directory.stored(server, namespace, part, rng.choice([0, 0, 1]), some)
             has[server] |= {(namespace, part, one) for one in some}
         elif step < 0.7:
             some = rng.choice([chain[-rng.randint(1, 9) :], [rng.choice(chain)]])
@@ -145,19 +145,6 @@ def test_a_hole_ends_the_match_where_it_is_and_has_its_reason(position: int) -> 
     assert by_marks(directory, CHAIN, SPANS).stopped is ReadStatus.HIT
 
 
-def test_a_block_that_moves_to_another_place_leaves_its_span() -> None:
-    directory = learned("s", "t")
-    directory.removed("t", ONE, 0, [CHAIN[40]], ReadStatus.EVICTED)
-    runs = directory.match(ONE, CHAIN).runs
-    assert [(run.first, run.last, len(run.replicas)) for run in runs] == [
-        (0, 39, 2),
-        (40, 40, 1),
-        (41, len(CHAIN) - 1, 2),
-    ]
-    assert spans_of(directory) == SPANS - 1
-    check_invariants(directory)
-
-
 def test_a_server_that_is_lost_in_the_middle_of_a_chain_ends_the_match_there() -> None:
     """Its spans stay known: the server may come back with all of them."""
     directory = directory_of("s", "t")
@@ -176,19 +163,6 @@ def test_a_server_that_is_lost_in_the_middle_of_a_chain_ends_the_match_there() -
     sweep_all(directory)
     check_invariants(directory)
     assert spans_of(directory) == 2
-
-
-def test_every_part_of_a_span_is_there_or_it_is_none() -> None:
-    directory = directory_of("s", "t")
-    directory.stored("s", TWO, 0, 0, CHAIN)
-    assert directory.match(TWO, CHAIN).length == 0
-    directory.stored("t", TWO, 1, 0, CHAIN)
-    assert directory.match(TWO, CHAIN).length == len(CHAIN)
-    assert by_marks(directory, CHAIN, SPANS, TWO).stopped is ReadStatus.HIT
-    directory.removed("t", TWO, 1, [CHAIN[33]], ReadStatus.EVICTED)
-    assert directory.match(TWO, CHAIN)[1:] == (33, ReadStatus.PART_MISSING)
-    assert by_marks(directory, CHAIN, SPANS, TWO)[1:] == (SPAN_BLOCKS, None)
-    check_invariants(directory)
 
 
 def test_a_master_that_knows_nothing_asks_for_the_keys() -> None:
@@ -233,28 +207,6 @@ def test_the_order_of_blocks_is_part_of_a_span() -> None:
     assert by_marks(directory, swapped, 1)[1:] == (0, None)
 
 
-@pytest.mark.parametrize("change", ["tier", "copy", "inventory"])
-def test_what_servers_say_again_or_otherwise_leaves_spans_right(change: str) -> None:
-    directory = learned("s")
-    changes: dict[str, Callable[[], object]] = {
-        "tier": lambda: directory.stored("s", ONE, 0, 1, CHAIN[:3]),
-        "copy": lambda: registered(directory, "t") or directory.stored("t", ONE, 0, 0, CHAIN),
-        "inventory": lambda: (
-            directory.servers.check_piece("s", 1, 1, 0, last=True),
-            directory.stored("s", ONE, 0, 0, CHAIN[:50]),
-            directory.servers.end_inventory("s"),
-        ),
-    }
-    changes[change]()
-    check_invariants(directory)
-    assert directory.match(ONE, CHAIN) == block_by_block(directory, ONE, CHAIN)
-    sweep_all(directory)
-    check_invariants(directory)
-    exact = block_by_block(directory, ONE, CHAIN)
-    assert directory.match(ONE, CHAIN) == exact
-    assert exact.length == (50 if change == "inventory" else len(CHAIN))
-
-
 def test_spans_take_no_more_than_a_32nd_of_the_blocks_and_go_with_them() -> None:
     directory = learned("s")
     for first in range(len(CHAIN)):
@@ -263,12 +215,6 @@ def test_spans_take_no_more_than_a_32nd_of_the_blocks_and_go_with_them() -> None
     directory.removed("s", ONE, 0, CHAIN, ReadStatus.EVICTED)
     assert spans_of(directory) == 0
     assert len(directory) == 0
-
-
-def test_a_run_goes_on_over_spans_and_single_blocks() -> None:
-    directory = learned("s")
-    match = directory.match(ONE, CHAIN)
-    assert match.runs == (Run(0, len(CHAIN) - 1, match.runs[0].replicas),)
 
 
 def test_marks_travel_as_they_are() -> None:

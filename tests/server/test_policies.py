@@ -9,8 +9,6 @@ from operator import attrgetter
 
 import pytest
 
-from kvpool.errors import BadMessage
-from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, Policy
 from kvpool.server.eviction.arc import ARC
 from kvpool.server.eviction.density import Density, LifetimeHistogram
@@ -22,8 +20,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
 from kvpool.testing import POLICY_CHECKS, ConformanceError, NotDeclared, check_policy
-from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, SessionHint, WriteStatus
+from kvpool.types import WriteStatus
 from tests.conftest import keys
 from tests.support.stores import ONE, PAGE, here, read, write
 
@@ -194,23 +191,6 @@ def test_densities_of_lives_that_end_at_two_ages() -> None:
     assert lives.began == pytest.approx(90.0)
     lives.learn()  # all counts are nine tenths: the densities are what they were
     assert lives.density(0.27) == pytest.approx(second)
-
-
-def test_density_is_hits_for_the_time_that_they_take() -> None:
-    """Half of the blocks are used again after 10 s, the others never are: one in 20 block-seconds.
-
-    After 20 s nothing is to be expected any more.
-    """
-    lives = LifetimeHistogram()
-    assert lives.density(1.0) == 0.0
-    lives.began = 2000.0
-    for _ in range(1000):
-        lives.ended(10.0)
-    lives.learn()
-    assert lives.density(0.0) == pytest.approx(1 / 20, rel=0.2)
-    assert lives.density(7.0) > 2 * lives.density(0.0)
-    assert lives.density(20.0) == 0.0
-    assert lives.rank(7.0) > lives.rank(0.0) > lives.rank(20.0)
 
 
 def cycle(pages: int, count: int, rounds: int) -> tuple[int, int]:
@@ -520,14 +500,3 @@ def test_the_store_asks_again_before_it_evicts(policy: Callable[[int], Policy[En
     assert answers == [WriteStatus.NO_SPACE if policy is Insists else WriteStatus.RESERVED]
     store.unpin(2, pin.id)
     assert write(store, keys("newer", 1), 7.0) == [WriteStatus.RESERVED]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_holds_what_another_reserved(policy: str) -> None:
-    store = books(policy, 4)
-    (answer,) = store.reserve(
-        1, ReserveRequest(ONE, 0, keys("a", 1), [ROOT], [PAGE], SessionHint("s", 1.0)), 0.0
-    )
-    with pytest.raises(BadMessage):
-        store.seal(2, answer.id, 0, 0.0)
-    check_invariants(store)

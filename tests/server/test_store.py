@@ -19,9 +19,7 @@ from hypothesis.stateful import (
 
 from kvpool.errors import BadMessage
 from kvpool.protocols import ReserveRequest
-from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import FileStore
 from kvpool.testing.invariants import check_invariants
@@ -232,21 +230,6 @@ def test_eviction_is_least_recently_used_tail_first() -> None:
         assert {d for d in model if not books.index.peek(ONE, 0, d)} == set()
 
 
-def test_a_chain_is_cut_from_its_end() -> None:
-    books = store(10)
-    chain = keys("chain", 10)
-    write(books, chain, 1.0)
-    write(books, keys("other", 4), 2.0)
-    assert present(books, chain) == [True] * 6 + [False] * 4
-
-
-def test_a_chain_longer_than_the_segment_keeps_its_head() -> None:
-    books = store(5)
-    chain = keys("long", 8)
-    assert write(books, chain) == [WriteStatus.RESERVED] * 5 + [WriteStatus.NO_SPACE] * 3
-    assert present(books, chain) == [True] * 5 + [False] * 3
-
-
 def test_what_is_pinned_stays_and_a_full_segment_says_so() -> None:
     books = store(3)
     chain = keys("pinned", 3)
@@ -427,20 +410,6 @@ def test_changes_come_in_order() -> None:
         (c, ReadStatus.REMOVED),
     ]
     assert books.index.change_log.take() == []
-
-
-def test_removals_do_not_make_the_policy_grow() -> None:
-    policy = LRU[Entry]()
-    books = Store(8 * PAGE, policy=policy)
-    for number in range(20_000):
-        write_quietly(books, key(number), float(number))
-        books.remove(ONE, [key(number)])
-    assert len(policy._heap) < 5_000
-
-
-def write_quietly(books: Store, digest: bytes, now: float) -> None:
-    (answer,) = books.reserve(1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), now)
-    books.seal(1, answer.id, 0, now)
 
 
 @pytest.mark.parametrize("seed", range(20))

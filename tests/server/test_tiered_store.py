@@ -189,22 +189,6 @@ class Server:
         return tier
 
 
-def test_a_block_goes_down_and_comes_back() -> None:
-    server = Server(4, 64)
-    first, second = keys("first", 4), keys("second", 4)
-    assert server.write(1, ONE, 0, first) == ["RESERVED"] * 4
-    server.settle()
-    assert server.write(1, ONE, 0, second) == ["RESERVED"] * 4  # dropped what had been copied
-    server.look()
-    assert server.read(1, ONE, 0, first) == [ReadStatus.NOT_YET] * 4
-    server.settle()
-    server.stage(ONE, 0, first)
-    server.settle()
-    assert server.read(1, ONE, 0, first) == [ReadStatus.HIT] * 4
-    assert server.stack.index.hits == [4, 4]
-    assert server.stack.backing.extents.evicted == server.stack.front.extents.evicted == 0
-
-
 def test_what_is_below_is_not_written_again() -> None:
     server = Server(4, 64)
     chain = keys("chain", 4)

@@ -6,7 +6,7 @@ import itertools
 import random
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import pytest
@@ -30,7 +30,6 @@ from kvpool.wire.frames import (
 from tests.wire.samples import SAMPLES
 
 FUZZ = settings(max_examples=400, derandomize=True, deadline=None, database=None)
-PAYLOADS = ((), (1,), (15, 16, 17), (1, 5), (READ_AHEAD + 3,), (STEP + 1, 7))
 
 
 class Received:
@@ -115,29 +114,6 @@ def test_every_message_however_it_is_cut(sample: messages.Message) -> None:
         for split in range(len(data) + 1):
             halves = [data[:split], data[split:]]
             assert received(halves, 1, ask_first=ask_first).frames == wanted
-
-
-@pytest.mark.parametrize("sizes", PAYLOADS, ids=str)
-def test_payloads_go_where_they_belong(sizes: Sequence[int]) -> None:
-    """Straight into the blocks, one after the other; what follows is the next frame's."""
-    blocks = [bytearray(size) for size in sizes]
-    payload = bytes(n * 7 % 251 for n in range(sum(sizes)))
-    head = frames.encode_frame(messages.PAYLOAD, b"", len(payload))
-    reader = FrameReader()
-    reader.ask(lambda frame: PayloadReceiver([(memoryview(block),) for block in blocks]))
-    left = memoryview(head + payload + b"kv")
-    while left:
-        room = reader.memory
-        count = min(len(room), len(left))
-        room[:count] = left[:count]
-        left = left[count:]
-        frame = reader.received(count)
-        if frame is not None:
-            break
-    assert frame is not None
-    assert frame.payload_size == len(payload)
-    assert b"".join(blocks) == payload
-    assert reader.begun is (len(left) == 0)
 
 
 @FUZZ

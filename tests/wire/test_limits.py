@@ -30,13 +30,6 @@ def naming(digests: list[bytes]) -> messages.Keys:
     return messages.Keys("test", 1, 16, b"".join(digest[:16] for digest in digests))
 
 
-def test_a_message_has_at_most_so_many_digests() -> None:
-    most = messages.DIGESTS_MAX
-    assert len(messages.unpack_digests(bytes(16 * most), 16)) == most
-    with pytest.raises(BadMessage, match="limit"):
-        messages.unpack_digests(bytes(16 * (most + 1)), 16)
-
-
 def test_a_batch_has_at_most_so_many_blocks_and_none_twice() -> None:
     chain = keys("batch", BATCH_BLOCKS_MAX + 1)
     _, digests = messages.unpack_batch(naming(chain[:-1]))
