@@ -270,7 +270,6 @@ async def test_bytes_that_fail_their_checksum_never_reach_the_device(
     chain = keys("rot", 3)
     await client.write(NAMESPACE, chain, values(chain, SIZE))
     entry = server.store.index.peek(NAMESPACE, 0, chain[1])
-    assert entry is not None
     server.tier.view(entry.offset, SIZE)[77] ^= 1  # type: ignore[attr-defined]
     targets = [on_gpu(b"-" * SIZE) for _ in chain]
     results = await client.read(NAMESPACE, chain, targets)

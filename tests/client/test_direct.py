@@ -418,7 +418,6 @@ async def test_bytes_that_rot_in_the_server_are_found_on_the_device(
     blocks = await to_read("rot", [SIZE] * 4)
     for digest in blocks.chain[1:3]:
         entry = server.store.index.peek(NAMESPACE, 0, digest)
-        assert entry is not None
         server.tier.view(entry.offset, SIZE)[SIZE - 1] ^= 1  # type: ignore[attr-defined]
     assert await blocks.move(client) == ["hit", "corrupt", "corrupt", "hit"]
     nothing = b"-" * SIZE  # no wrong byte reaches an engine's layers

@@ -116,7 +116,6 @@ async def test_where_says_which_blocks_are_there_in_whatever_order(pool_dev: dev
         first, second, third = await pool.where(NAMESPACE, [chain[2], chain[0], chain[1]])
         assert second is None
         assert first == third
-        assert first is not None
         assert (first.near, first.tier) == (True, "dram")
         assert first.replicas == (Replica(server, "dram"),)
         assert await pool.where(Namespace("nothing"), chain) == [None] * 3

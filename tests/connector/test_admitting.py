@@ -136,7 +136,6 @@ async def test_the_pool_is_asked_in_its_own_thread(
         await eventually(lambda: thread.pool is not None)
         await ask(middleware, "one")
         gate = middleware._gate
-        assert gate is not None
         await eventually(lambda: gate._share == 0.25)
         await asyncio.to_thread(thread.close, 2.0)
         assert await ask(middleware, "one") == b"0.0s"

@@ -151,7 +151,6 @@ async def test_blocks_leave_and_come_back_without_a_stage(
             assert finished.bad_blocks == {5}
             engine.expect({2: 1, 0: 4, 7: 6})
             pool = engine.thread.pool
-            assert pool is not None
             assert pool._memory.pinned is None
             moved = 3 * (engine.memory.block_bytes + parts * MARK_BYTES)
             assert pool.counters["direct_write_bytes"] == moved

@@ -6,7 +6,8 @@ import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final
 
 import pytest
 import torch
@@ -216,13 +217,16 @@ class Engine:
                 memory[block] = values.byte()
 
     def compute(
-        self, request: str, hashes: list[bytes], blocks: list[int], adapter: Adapter | None = None
+        self,
+        request: str,
+        hashes: list[bytes],
+        blocks: list[int],
+        adapter: Adapter | None = None,
+        hints: RequestHints = RequestHints(),  # noqa: B008
     ) -> None:
-        """A new request that the pool is not asked for, computed in one step."""
-        tokens = len(hashes) * BLOCK
-        self.scheduler.on_new_request(request, hashes, tokens, RequestHints(), adapter)
-        self.until(lambda: self.loadable(request, tokens) is not None)
-        self.step([ScheduledRequest(request, 0, tokens, [blocks])])
+        """A new request that loads nothing, computed in one step."""
+        self.ask(request, hashes, 0, adapter, hints)
+        self.step([ScheduledRequest(request, 0, len(hashes) * BLOCK, [blocks])])
 
     def change_weights(self, weights: str) -> None:
         """In place, by a call that the workers see."""
@@ -263,12 +267,23 @@ class Engine:
     def loadable(self, request: str, tokens: int, computed: int = 0) -> int | None:
         return self.scheduler.loadable_tokens(request, tokens, computed)
 
-    def ask(self, request: str, hashes: list[bytes], extra_tokens: int = 1) -> int:
+    def ask(
+        self,
+        request: str,
+        hashes: list[bytes],
+        extra_tokens: int = 1,
+        adapter: Adapter | None = None,
+        hints: RequestHints = RequestHints(),  # noqa: B008
+    ) -> int:
         """A new request; how many of its tokens the pool has."""
         tokens = len(hashes) * BLOCK + extra_tokens
-        self.scheduler.on_new_request(request, hashes, tokens, RequestHints())
-        self.until(lambda: self.loadable(request, tokens) is not None)
-        return self.loadable(request, tokens) or 0
+        self.scheduler.on_new_request(request, hashes, tokens, hints, adapter)
+        return self.answered(request, tokens)
+
+    def answered(self, request: str, tokens: int, computed: int = 0) -> int:
+        """Go on until a request has its answer: how many of its tokens it can load."""
+        self.until(lambda: self.loadable(request, tokens, computed) is not None)
+        return self.loadable(request, tokens, computed) or 0
 
     def begin_load(self, name: str, hashes: list[bytes], blocks: list[int]) -> None:
         """A request whose whole prompt the pool has, into these blocks."""
@@ -471,11 +486,9 @@ def test_a_prompt_in_the_queue_is_looked_up_anew_after_a_reset(start: Start) -> 
     hashes = keys("in the queue", 3)
     writer.save(hashes[:2], [1, 2])
     tokens = 3 * BLOCK
-    engine.scheduler.on_new_request("r", hashes, tokens, RequestHints())
-    engine.until(lambda: engine.loadable("r", tokens) is not None)
+    engine.ask("r", hashes, 0)
     engine.scheduler.reset()
-    engine.until(lambda: engine.loadable("r", tokens) is not None)
-    assert engine.loadable("r", tokens) == 2 * BLOCK
+    assert engine.answered("r", tokens) == 2 * BLOCK
     engine.scheduler.on_blocks_allocated("r", [[10, 11]], 2 * BLOCK)
     engine.until(lambda: engine.loaded == ["r"])
     engine.step([ScheduledRequest("r", 2 * BLOCK, tokens, [[10, 11, 12]])])
@@ -538,8 +551,7 @@ def test_what_was_computed_with_the_old_weights_is_not_saved_under_the_new_name(
     engine.step([ScheduledRequest("old", 2 * BLOCK, 3 * BLOCK, [[1, 2, 3]])])
     assert engine.ask("r", hashes) == 0
     engine.step(preempted=["old"])
-    assert engine.loadable("old", 3 * BLOCK) in (None, 0)
-    engine.until(lambda: engine.loadable("old", 3 * BLOCK) is not None)
+    assert engine.answered("old", 3 * BLOCK) == 0
     engine.step([ScheduledRequest("old", 0, 2 * BLOCK, [[1, 2, 3]])])
     engine.until(lambda: engine.stored == 4)
 
@@ -562,11 +574,7 @@ def test_the_first_prompt_of_an_engine_that_only_saves_is_saved(start: Start) ->
     engine = start(connected=False, engine={"loads": False})
     for thread in engine.threads:
         assert thread.wait(10)
-    hashes = keys("a producer's first", 2)
-    engine.scheduler.on_new_request("r", hashes, 2 * BLOCK, RequestHints())
-    engine.until(lambda: engine.loadable("r", 2 * BLOCK) is not None)
-    assert engine.loadable("r", 2 * BLOCK) == 0
-    engine.step([ScheduledRequest("r", 0, 2 * BLOCK, [[1, 2]])])
+    engine.compute("r", keys("a producer's first", 2), [1, 2])
     engine.scheduler.on_request_finished("r")
     engine.until(lambda: engine.stored == 2)
 
@@ -593,26 +601,21 @@ def test_a_request_may_ask_for_no_load_no_save_and_fewer_tokens(start: Start) ->
     hashes = keys("by request", 4)
     writer.save(hashes, [1, 2, 3, 4])
 
-    def offered(tokens_computed: int = 0, **params: Any) -> int | None:
+    def offered(tokens_computed: int = 0, **params: Any) -> int:
         hints, mistakes, _ = parse_request(Asked(params))
         assert not mistakes
-        name = f"r{len(reader.loaded)}{params}{tokens_computed}"
-        tokens = 4 * BLOCK + 1
+        name, tokens = f"r{params}{tokens_computed}", 4 * BLOCK + 1
         reader.scheduler.on_new_request(name, hashes, tokens, hints)
-        reader.until(lambda: reader.loadable(name, tokens, tokens_computed) is not None)
-        return reader.loadable(name, tokens, tokens_computed)
+        return reader.answered(name, tokens, tokens_computed)
 
     assert offered() == 4 * BLOCK
     assert offered(skip_load=True) == 0
-    assert offered(max_load_tokens=0) == 0
-    assert offered(max_load_tokens=BLOCK - 1) == 0
-    assert offered(max_load_tokens=2 * BLOCK + 1) == 2 * BLOCK
+    for limit, blocks in ((0, 0), (BLOCK - 1, 0), (2 * BLOCK + 1, 2), (99 * BLOCK, 4)):
+        assert offered(max_load_tokens=limit) == blocks * BLOCK
     assert offered(BLOCK, max_load_tokens=2 * BLOCK) == 2 * BLOCK
-    assert offered(max_load_tokens=99 * BLOCK) == 4 * BLOCK
 
     hints = parse_request(Asked({"skip_save": True})).hints
-    reader.scheduler.on_new_request("secret", keys("not to be saved", 2), 2 * BLOCK, hints)
-    reader.step([ScheduledRequest("secret", 0, 2 * BLOCK, [[7, 8]])])
+    reader.compute("secret", keys("not to be saved", 2), [7, 8], hints=hints)
     assert not reader.pinned
     assert reader.scheduler.planner.quiet.left("secret") > 1 << 40
 
@@ -743,11 +746,9 @@ def test_a_block_whose_adapter_was_reloaded_is_not_saved(start: Start) -> None:
     engine.step()
     engine.compute("first", keys("adapted", 2), [1, 2], adapter)
     engine.until(lambda: engine.stored == 2)
-    tokens = 2 * BLOCK
-    engine.scheduler.on_new_request("r", keys("again", 2), tokens, RequestHints(), adapter)
-    engine.until(lambda: engine.loadable("r", tokens) is not None)
+    engine.ask("r", keys("again", 2), 0, adapter)
     engine.adapters = {1: "v2"}
-    engine.step([ScheduledRequest("r", 0, tokens, [[3, 4]])])
+    engine.step([ScheduledRequest("r", 0, 2 * BLOCK, [[3, 4]])])
     engine.settle()
     assert engine.stored == 2
     assert engine.workers[0].take_counters()["save_error ModelChanged"] == 1
@@ -773,8 +774,7 @@ def test_a_lookup_waits_for_the_workers_first_message(start: Start) -> None:
         assert thread.wait(10)
     engine.scheduler.on_new_request("r", hashes, 2 * BLOCK + 1, RequestHints())
     assert engine.loadable("r", 2 * BLOCK + 1) is None
-    engine.until(lambda: engine.loadable("r", 2 * BLOCK + 1) is not None)
-    assert engine.loadable("r", 2 * BLOCK + 1) == 2 * BLOCK
+    assert engine.answered("r", 2 * BLOCK + 1) == 2 * BLOCK
 
 
 def test_a_preempted_request_is_looked_up_again(start: Start) -> None:
@@ -783,9 +783,7 @@ def test_a_preempted_request_is_looked_up_again(start: Start) -> None:
     assert reader.ask("r", hashes) == 0
     writer.save(hashes, [1, 2, 3])
     reader.step(preempted=["r", "unknown"])
-    tokens = 3 * BLOCK + 1
-    reader.until(lambda: reader.loadable("r", tokens) is not None)
-    assert reader.loadable("r", tokens) == 3 * BLOCK
+    assert reader.answered("r", 3 * BLOCK + 1) == 3 * BLOCK
     assert reader.scheduler.planner.counters["lookups"] == 2
 
 
@@ -799,22 +797,14 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def session(self, name: str) -> RecordedSession:
-        return RecordedSession(name, self.sent)
+    def session(self, name: str) -> Any:
+        def recorded(what: str) -> Callable[..., Any]:
+            async def send(*, resume_in: float | None = None) -> None:
+                self.sent.append((what, name, resume_in))
 
+            return send
 
-class RecordedSession(NamedTuple):
-    name: str
-    sent: list[tuple[str, str, float | None]]
-
-    async def end(self) -> None:
-        self.sent.append(("end", self.name, None))
-
-    async def hint(self, *, resume_in: float) -> None:
-        self.sent.append(("hint", self.name, resume_in))
-
-    async def arrived(self) -> None:
-        self.sent.append(("arrived", self.name, None))
+        return SimpleNamespace(**{what: recorded(what) for what in ("end", "hint", "arrived")})
 
 
 @pytest.mark.parametrize(
@@ -1024,7 +1014,12 @@ def test_a_pool_whose_answers_are_late_costs_one_request_a_pause(asked: Any) -> 
 
 
 def test_no_request_waits_for_a_master_that_is_not_connected(asked: Any) -> None:
+    """Nor for one that refuses."""
     engine, poller, misses = asked
+    engine.scheduler.on_new_request("r", keys("refused", 2), 2 * BLOCK + 1, RequestHints())
+    poller.end(ReadStatus.NO_MASTER)
+    assert engine.loadable("r", 2 * BLOCK + 1) == 0
+    assert engine.scheduler.planner.counters["miss no master"] == 1
     began_s = engine.clock.ahead_s
     poller.sends = False
     assert [misses("no master") for _ in range(5)] == [1] * 5
@@ -1041,15 +1036,6 @@ def test_no_request_waits_for_a_master_that_is_not_connected(asked: Any) -> None
     began_s = engine.clock.ahead_s
     assert misses("no master") == 1
     assert engine.clock.ahead_s - began_s < 0.1
-
-
-def test_a_lookup_that_masters_refuse_is_a_miss(asked: Any) -> None:
-    engine, poller, _ = asked
-    tokens = 2 * BLOCK + 1
-    engine.scheduler.on_new_request("r", keys("refused", 2), tokens, RequestHints())
-    poller.end(ReadStatus.NO_MASTER)
-    assert engine.loadable("r", tokens) == 0
-    assert engine.scheduler.planner.counters["miss no master"] == 1
 
 
 def test_the_hooks_of_a_step_wait_a_millisecond_in_all(
@@ -1122,10 +1108,7 @@ def test_transfers_end_when_the_pool_has_gone(monkeypatch: pytest.MonkeyPatch) -
         # Blocks of a save that failed are unpinned, pinned for one more attempt, and unpinned.
         engine.pinned.clear()
         engine.unpinned.clear()
-        more = keys("never stored", 2)
-        engine.scheduler.on_new_request("s", more, 2 * BLOCK, RequestHints())
-        engine.until(lambda: engine.loadable("s", 2 * BLOCK) is not None)
-        engine.step([ScheduledRequest("s", 0, 2 * BLOCK, [[7, 8]])])
+        engine.compute("s", keys("never stored", 2), [7, 8])
         engine.until(lambda: len(engine.unpinned) == 4)
         assert sorted(engine.pinned) == [7, 7, 8, 8]
         assert engine.stored == 2  # those of the first save
@@ -1190,9 +1173,7 @@ def test_a_client_ends_no_session_of_another_tenant(start: Start, pool: LocalPoo
     def saves_for(tenant: str) -> None:
         engine = start(tenant=tenant)
         hints = RequestHints("chat", ends=tenant == "default")
-        engine.scheduler.on_new_request("r", keys(f"tenant {tenant}", 1), BLOCK, hints)
-        engine.until(lambda: engine.loadable("r", BLOCK) is not None)
-        engine.step([ScheduledRequest("r", 0, BLOCK, [[1]])])
+        engine.compute("r", keys(f"tenant {tenant}", 1), [1], hints=hints)
         engine.until(lambda: engine.stored == 1)
         engine.scheduler.on_request_finished("r")
 
@@ -1221,13 +1202,9 @@ def test_a_save_that_the_pool_refused_reports_why(
     engine = start(save_retries=0)
     # As before the first connection. (monkeypatch ends before the engine is closed.)
     monkeypatch.setattr(engine.workers[0]._thread, "pool", None)
-    engine.fill([1], 1)
-    engine.scheduler.on_new_request("s", keys("refused", 1), BLOCK, RequestHints())
-    engine.until(lambda: engine.loadable("s", BLOCK) is not None)
-    report = engine.step([ScheduledRequest("s", 0, BLOCK, [[1]])])
-    while not report.saves:
-        report = engine.step()
-    [saved] = report.saves
+    engine.compute("s", keys("refused", 1), [1])
+    engine.until(lambda: any(report.saves for report in engine.reports))
+    [saved] = [save for report in engine.reports for save in report.saves]
     assert saved.size == 0
     assert saved.refused == ((0, keys("refused", 1)[0], WriteStatus.NO_MASTER),)
     assert engine.unpinned == [1]

@@ -95,7 +95,6 @@ class PlayedEngine:
 
     def settle(self) -> None:
         engine = self.engine
-        assert engine is not None
         engine.settle()
         engine.until(lambda: not self._pinned())
 
@@ -106,7 +105,6 @@ class PlayedEngine:
     def _ask(self, prompt: Sequence[int], hashes: list[bytes]) -> tuple[str, int]:
         """A new request, and how many of its blocks the pool has."""
         engine = self.engine
-        assert engine is not None
         self.requests += 1
         request, tokens = f"request {self.requests}", len(prompt)
         engine.scheduler.on_new_request(request, hashes, tokens, RequestHints())
@@ -116,7 +114,6 @@ class PlayedEngine:
     def _load(self, request: str, blocks: list[int], found: int) -> int:
         """Load the first blocks; how many of them are good. vLLM computes from a bad one on."""
         engine = self.engine
-        assert engine is not None
         engine.bad_blocks.clear()
         engine.scheduler.on_blocks_allocated(request, [blocks], found * BLOCK)
         engine.until(lambda: self._has_ended(request))

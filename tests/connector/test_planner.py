@@ -75,7 +75,6 @@ class Played:
         """A new request, of which the pool has so much of each group; what is asked next."""
         digests = list(chain) or hashes(prompt or name, tokens)
         lookup = self.planner.on_new_request(name, digests, tokens, hints, self.now)
-        assert lookup is not None
         each = [found] if isinstance(found, int) else found
         matches = [matched(one) if isinstance(one, int) else one for one in each]
         return self.planner.lookups.on_result(name, lookup.serial, matches, "")
@@ -121,7 +120,6 @@ def test_a_lookup_covers_what_can_be_used() -> None:
     """The last token is always computed: without it there is nothing to go on from."""
     for tokens, blocks in ((100, 6), (96, 5), (97, 6), (17, 1)):
         lookup = Played().arrive("a", tokens)
-        assert lookup is not None
         assert [len(chain) for chain in lookup.chains] == [blocks]
     assert Played().arrive("a", 16) is None
     assert Played(load="never").arrive("a", 100) is None
@@ -161,7 +159,6 @@ def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
     """Before a prefill was measured, and where it has no more."""
     played = Played(load="always", load_timeout_s=0.5)
     lookup = played.arrive("a", 100)
-    assert lookup is not None
     for _ in range(2):
         assert played.offer("a", 100) is None
         played.now += 0.25
@@ -192,7 +189,6 @@ def test_a_lookup_may_take_a_share_of_what_it_can_save(
     if prefill_s is not None:
         played.planner.choice.prefill_cost.observe([(0, 100)], prefill_s)
     lookup = played.arrive("a", 100)
-    assert lookup is not None
     played.now += waits_s * 0.99
     assert played.planner.lookups.late("a", 100, computed, played.now) is None
     played.now += waits_s * 0.02
@@ -204,7 +200,6 @@ def test_a_lookup_may_take_a_share_of_what_it_can_save(
 def test_a_lookup_that_could_not_begin_has_its_time_from_its_beginning() -> None:
     played = Played(lookup_timeout_s=0.05)
     lookup = played.arrive("a", 100)
-    assert lookup is not None
     assert played.offer("a", 100) is None
     played.now += 1.0
     played.planner.lookups.began("a", played.now)
@@ -244,7 +239,6 @@ def test_what_the_engine_has_itself_is_not_loaded() -> None:
     assert load.blocks[0].block_ids == (4, 5)
     assert load.blocks[0].digests == tuple(hashes("a", 100)[3:5])
     match = load.blocks[0].match
-    assert match is not None
     assert (match.runs[0].first, match.runs[0].last) == (0, 1)
 
 
@@ -332,7 +326,6 @@ def test_probes_grow_until_they_tell_latency_from_rate() -> None:
         if offered:
             break
         probe = played.idle().probe
-        assert probe is not None
         sizes.append(len(probe.blocks[0].digests))
         seconds = 0.01 + sizes[-1] / 4096
         played.planner.on_probe_result(ProbeResult(sizes[-1] << 20, seconds))
@@ -366,7 +359,6 @@ def test_one_slow_load_changes_nothing_when_a_probe_is_fast(before: int, complet
     assert played.planner.counters["decision measuring"] == 1
     assert played.planner.has_pending_work  # the engine goes on stepping, for this
     probe = played.idle().probe
-    assert probe is not None
     assert probe.blocks[0].digests == tuple(hashes("a", 96 if before else 64))
     assert played.planner.has_pending_work  # and to hear of its end
     played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
@@ -483,7 +475,6 @@ def test_what_is_saved_first_is_read_back_to_learn_how_long_that_takes() -> None
     assert not played.planner.choice.transfer_cost.samples  # nothing came, and nobody waited
     played.saved(save.job)
     probe = played.idle().probe
-    assert probe is not None
     assert (probe.blocks[0].group, probe.blocks[0].digests) == (0, tuple(hashes("a", 64)))
     assert played.idle().probe is None
     played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
@@ -595,7 +586,6 @@ def test_a_preempted_request_starts_anew() -> None:
     (save,) = played.step("a", 0, 64).saves
     played.planner.on_preempted("a")
     lookup = played.planner.on_restart("a", 70, played.now)
-    assert lookup is not None
     played.planner.lookups.on_result("a", 1, [matched(1)], "")  # an answer to the first lookup
     assert played.offer("a", 70) is None
     played.planner.lookups.on_result("a", lookup.serial, [matched(4)], "")
@@ -620,7 +610,6 @@ def test_with_several_groups_all_must_have_it() -> None:
     played = Played(groups=(CacheGroup(32, 2), CacheGroup(16, 1)))
     chain = hashes("a", 128)
     lookup = played.planner.on_new_request("a", chain, 130, RequestHints(), played.now)
-    assert lookup is not None
     assert lookup.chains[0] == (chain[1], chain[3], chain[5], chain[7])
     played.planner.lookups.on_result("a", lookup.serial, [matched(3), matched(5)], "")
     assert played.offer("a", 130) == 64  # 5 fine blocks are 80 tokens, aligned 64
@@ -628,7 +617,6 @@ def test_with_several_groups_all_must_have_it() -> None:
     (load,) = played.idle().loads
     assert [blocks.block_ids for blocks in load.blocks] == [(1, 2), (13, 14)]
     match = load.blocks[1].match
-    assert match is not None
     assert match.length == 2
 
 

@@ -71,7 +71,6 @@ def test_a_probe_reads_one_block_although_that_is_larger_than_a_probe() -> None:
     played.look_up("a", 100, 6)
     assert played.offer("a", 100) == 0
     probe = played.idle().probe
-    assert probe is not None
     assert probe.blocks[0].digests == tuple(hashes("a", 16))
 
 
@@ -158,7 +157,6 @@ def test_a_preempted_request_takes_no_offer_and_saves_its_blocks_anew() -> None:
 def test_a_late_answer_does_not_take_back_what_was_saved_meanwhile() -> None:
     played = Played()
     lookup = played.arrive("a", 100)
-    assert lookup is not None
     (save,) = played.step("a", 0, 100).saves
     played.saved(save.job)
     played.planner.lookups.on_result("a", lookup.serial, [matched(2)], "")
@@ -292,7 +290,6 @@ def test_a_probe_reads_what_was_not_loaded() -> None:
     played.look_up("a", 100, 6)
     assert played.offer("a", 100, 48) == 0
     probe = played.idle().probe
-    assert probe is not None
     (blocks,) = probe.blocks
     assert blocks.group == 0
     assert blocks.digests == tuple(hashes("a", 100)[3:6])

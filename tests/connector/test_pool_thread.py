@@ -259,7 +259,6 @@ def test_without_a_thread_every_transfer_ends_at_once(closed: PoolThread) -> Non
     finished = worker.take_finished()
     assert (finished.loaded | finished.failed, finished.bad_blocks) == ({"r"}, {1, 2})
     report = worker.take_report()
-    assert report is not None
     assert [(one.request_id, one.size, one.complete) for one in report.loads] == [("r", 0, False)]
     (saved,) = report.saves
     assert (saved.job, saved.size) == (7, 0)

@@ -65,7 +65,6 @@ def looked_up(hints: RequestHints | None = None, **limits: Any) -> Planner:
     planner = Planner(GROUPS, PlannerLimits(**limits))
     hashes = keys("prompt", 6)
     lookup = planner.on_new_request("r", hashes, 6 * BLOCK, hints or RequestHints(), 1.0)
-    assert lookup is not None
     planner.lookups.on_result("r", lookup.serial, [match((5, DISK))], "")
     return planner
 

@@ -65,7 +65,6 @@ def test_an_engine_promises_what_it_has_computed_in_whole_blocks() -> None:
     promise = producer.planner.make_promise("a", 100)
     assert promise == (96, hashes("p", 96)[-1], NAME, pytest.approx(0.96))
     half = producer.planner.make_promise("a", 63)
-    assert half is not None
     assert (half.tokens, half.tail) == (48, hashes("p", 48)[-1])
     generated = producer.planner.make_promise("a", 200)  # nothing that was generated
     assert generated == promise
@@ -190,27 +189,25 @@ def test_a_load_that_is_refused_uses_no_promise_and_compares_what_was_there() ->
     assert len(plan.verify.blocks[0].digests) == 2
 
 
-def test_what_is_there_at_once_is_an_ordinary_load() -> None:
-    consumer = played()
-    given(consumer, length=6)
-    load = consumer.begin("d")
-    assert load.wait_limits is None
-    assert load.blocks[0].match is not None
-    assert outcomes(consumer) == {"found": 1}
-
-
-def test_what_the_engine_has_itself_is_not_waited_for() -> None:
-    consumer = played()
-    given(consumer)
-    assert consumer.offer("d", 100, computed=96) == 0
-    consumer.allocate("d", 7, 0)
-    assert outcomes(consumer) == {"found": 1}
-
-
-def test_a_prompt_of_whole_blocks_keeps_its_last_token() -> None:
-    consumer = played()
-    given(consumer, tokens=96)
-    assert consumer.offer("d", 96) == 80
+@pytest.mark.parametrize(
+    ("tokens", "length", "computed", "offered", "limits", "outcome"),
+    [
+        (100, 6, 0, 96, {}, {"found": 1}),  # an ordinary load
+        (100, 0, 96, 0, {}, {"found": 1}),  # the engine has it itself
+        (96, 0, 0, 80, {}, {}),  # the last token is computed, so the wait is for one block less
+        (100, 2, 0, 32, {"promise_wait_s": 0.0}, {}),  # this engine may not wait
+    ],
+)
+def test_only_what_is_missing_is_waited_for(
+    tokens: int, length: int, computed: int, offered: int, limits: Any, outcome: Any
+) -> None:
+    consumer = played(**limits)
+    given(consumer, tokens=tokens, length=length)
+    assert consumer.offer("d", tokens, computed) == offered
+    consumer.allocate("d", 7, offered)
+    loads = consumer.idle().loads
+    assert [load.wait_limits is not None for load in loads] == ([offered == 80] if offered else [])
+    assert outcomes(consumer) == outcome
 
 
 @pytest.mark.parametrize(
@@ -273,7 +270,6 @@ def test_a_promise_ends_with_its_request(end: str) -> None:
         consumer.planner.on_request_finished("d")
     if end == "preempted":
         lookup = consumer.planner.on_restart("d", 100, consumer.now)
-        assert lookup is not None
         consumer.planner.lookups.on_result("d", lookup.serial, [matched(0)], "")
         assert consumer.offer("d", 100) == 0
     assert outcomes(consumer) == {"not used": 1}
@@ -283,19 +279,11 @@ def test_a_promise_ends_with_its_request(end: str) -> None:
 def test_nothing_is_waited_for_where_no_master_answers() -> None:
     consumer = played()
     lookup = consumer.arrive("d", 100, RequestHints(promise=GOOD), "p")
-    assert lookup is not None
     nothing = Match((), 0, ReadStatus.NO_MASTER)
     consumer.planner.lookups.on_result("d", lookup.serial, [nothing], "no master")
     assert consumer.offer("d", 100) == 0
     consumer.allocate("d", 7, 0)
     assert outcomes(consumer) == {"not used": 1}
-
-
-def test_an_engine_that_may_not_wait_does_not() -> None:
-    consumer = played(promise_wait_s=0.0)
-    given(consumer, length=2)
-    assert consumer.offer("d", 100) == 32
-    assert not outcomes(consumer)
 
 
 def test_promises_that_clients_make_up_leave_half_of_the_loads_to_others() -> None:
@@ -311,31 +299,19 @@ def test_promises_that_clients_make_up_leave_half_of_the_loads_to_others() -> No
     assert consumer.offer("a", 100) == 96
 
 
-def test_two_requests_with_one_promise_load_it_once() -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_two_requests_with_one_promise_wait_once(kept: bool) -> None:
     consumer = played()
-    given(consumer, "d")
-    given(consumer, "e")
+    for name in ("d", "e"):
+        given(consumer, name)
     assert consumer.offer("d", 100) == 96
     consumer.allocate("d", 7, 96)
     assert consumer.offer("e", 100) is None
-    consumer.planner.on_load_result(LoadResult("d", 6 * MIB, True, 0.1), consumer.now)
-    assert consumer.offer("e", 100, computed=96) == 0
-    consumer.allocate("e", 7, 0)
-    assert outcomes(consumer) == {"kept": 1, "found": 1}
-
-
-def test_two_requests_with_one_broken_promise_wait_once() -> None:
-    consumer = played()
-    given(consumer, "d")
-    given(consumer, "e")
-    assert consumer.offer("d", 100) == 96
-    consumer.allocate("d", 7, 96)
-    assert consumer.offer("e", 100) is None
-    ended = LoadResult("d", 0, False, 0.0, 0.5)
+    ended = LoadResult("d", 6 * MIB if kept else 0, kept, 0.1, 0.4)
     consumer.planner.on_load_result(ended, consumer.now)
-    assert consumer.offer("e", 100) == 0
+    assert consumer.offer("e", 100, computed=96 if kept else 0) == 0
     consumer.allocate("e", 7, 0)
-    assert outcomes(consumer) == {"broken": 1, "not used": 1}
+    assert outcomes(consumer) == ({"kept": 1, "found": 1} if kept else {"broken": 1, "not used": 1})
 
 
 def test_a_promise_that_a_client_made_up_delays_nobody_with_the_same_beginning() -> None:

@@ -179,7 +179,6 @@ def test_a_request_that_starts_anew_waits_for_nothing() -> None:
     played.look_up("b", 100, 6, "p")
     assert played.offer("b", 100) is None
     lookup = played.planner.on_restart("b", 100, played.now)
-    assert lookup is not None
     assert played.planner.requests["b"].choice.shared is None
     played.planner.lookups.on_result("b", lookup.serial, [matched(6)], "")
     assert played.offer("b", 100) is None  # and then for that load again, with a new deadline
@@ -242,7 +241,6 @@ def test_the_load_that_brings_most_is_found() -> None:
     assert loads.bringing(hashes("p", 320), 64, 320) is None
     forked = hashes("p", 32) + hashes("fork", 320)
     found = loads.bringing(forked, 0, 320)
-    assert found is not None
     assert found[1] == 32
     loads.end(long)
     assert loads.bringing(hashes("p", 320), 32, 320) is None
@@ -266,7 +264,6 @@ def test_groups_of_other_block_sizes_share_loads_in_whole_units() -> None:
     played.planner.on_blocks_allocated("a", ids, 256, played.now)
     assert played.offer("b", 290) is None
     shared = played.planner.requests["b"].choice.shared
-    assert shared is not None
     assert shared.last == 64, "96 equal tokens are one and a half units"
 
 

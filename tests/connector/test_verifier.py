@@ -151,7 +151,6 @@ def test_a_request_that_ends_too_early_is_replaced_by_the_next() -> None:
 
 def test_blocks_of_the_whole_prompt_are_compared() -> None:
     request = verify(verifier(), blocks=31)
-    assert request is not None
     [blocks] = request.blocks
     assert blocks.block_ids == tuple(range(100, 131))
     assert blocks.digests == tuple(keys("r", 31))
@@ -161,7 +160,6 @@ def test_blocks_of_the_whole_prompt_are_compared() -> None:
 
 def test_a_long_prompt_pins_so_many_blocks_and_no_more() -> None:
     request = verify(verifier(), blocks=400, first=3)
-    assert request is not None
     [blocks] = request.blocks
     assert blocks.block_ids == tuple(range(103, 103 + 256))
 
@@ -169,10 +167,8 @@ def test_a_long_prompt_pins_so_many_blocks_and_no_more() -> None:
 def test_only_blocks_that_the_request_has_computed_are_compared() -> None:
     """Those before may have come from the pool, with an earlier request."""
     request = verify(verifier(), blocks=12, first=3)
-    assert request is not None
     assert request.blocks[0].block_ids == tuple(range(103, 112))
     request = verify(verifier(), blocks=12, first=3, start=9 * 16 + 1)
-    assert request is not None
     assert request.blocks[0].block_ids == (110, 111)
 
 
@@ -183,7 +179,6 @@ def test_later_steps_do_not_move_the_beginning() -> None:
     assert one.take(ScheduledRequest("r", 0, 40, ids), keys("r", 4), None) is None
     assert one.take(ScheduledRequest("s", 0, 400, ids), keys("s", 4), None) is None
     request = one.take(ScheduledRequest("r", 40, 64, ids), keys("r", 4), None)
-    assert request is not None
     assert request.blocks[0].block_ids == (7, 8, 9, 10)
 
 
@@ -192,7 +187,6 @@ def test_what_lies_before_a_sliding_window_is_left_out() -> None:
     one.choose("r", 0, 64, (match(4), match(2)))
     ids = [[0, 0, 3, 4], [5, 6]]
     request = one.take(ScheduledRequest("r", 0, 64, ids), keys("r", 4), None)
-    assert request is not None
     assert [(blocks.group, blocks.block_ids) for blocks in request.blocks] == [
         (0, (3, 4)),
         (1, (5, 6)),
@@ -213,7 +207,6 @@ def test_a_request_without_a_block_to_compare_ends_the_verification() -> None:
 def test_blocks_are_unpinned_once_when_every_rank_has_reported() -> None:
     one = verifier(ranks=2)
     request = verify(one, blocks=2)
-    assert request is not None
     equal = frozenset([PEER.id])
     assert one.on_result(VerifyResult(request.job, 2, 0.01, equal=equal)) == ([], None, False)
     assert one.running
@@ -229,7 +222,6 @@ def test_blocks_are_unpinned_once_when_every_rank_has_reported() -> None:
 def test_a_result_of_an_earlier_verification_is_ignored() -> None:
     one = verifier()
     first = verify(one)
-    assert first is not None
     one.on_result(VerifyResult(first.job, 16))
     second = verify(one)
     assert second is not None
@@ -242,7 +234,6 @@ def test_a_result_of_an_earlier_verification_is_ignored() -> None:
 def test_the_mismatch_of_one_rank_counts(order: tuple[int, int]) -> None:
     one = verifier(ranks=2)
     request = verify(one, blocks=1)
-    assert request is not None
     equal = frozenset([LIAR.id])
     results = [
         VerifyResult(request.job, 1, equal=equal),
@@ -259,7 +250,6 @@ def test_of_blocks_that_differ_the_first_of_the_chain_is_blamed() -> None:
     """Whoever computed the next one may have loaded it, and is right otherwise."""
     one = verifier(ranks=2)
     request = verify(one, blocks=8)
-    assert request is not None
     first = WRONG._replace(digest=keys("r", 8)[3])
     later = WRONG._replace(digest=keys("r", 8)[5], difference=2.0, writer=PEER)
     one.on_result(VerifyResult(request.job, 8, 2.0, later))
@@ -270,7 +260,6 @@ def test_of_blocks_that_differ_the_first_of_the_chain_is_blamed() -> None:
 def test_a_rank_that_could_not_compare_proves_nothing() -> None:
     one = verifier(ranks=2)
     request = verify(one, blocks=1)
-    assert request is not None
     one.on_result(VerifyResult(request.job, 1, equal=frozenset([PEER.id])))
     one.on_result(VerifyResult(request.job, 0))
     assert one._counters == {"verification not compared": 1, "verified_blocks": 1}
@@ -280,12 +269,10 @@ def test_a_rank_that_could_not_compare_proves_nothing() -> None:
 def test_what_was_found_under_old_names_does_not_concern_the_new_ones() -> None:
     one = verifier()
     request = verify(one)
-    assert request is not None
     one.reset()
     assert one.on_result(VerifyResult(request.job, 16, 1.0, WRONG)).mismatch is None
     assert not one.running
     request = verify(one)
-    assert request is not None
     assert one.on_result(VerifyResult(request.job, 16, 1.0, WRONG)).mismatch == WRONG
     one.reset()
     assert not one.writers.wrong

@@ -33,7 +33,6 @@ def look_up(
 def test_the_end_of_the_window_is_asked_for_where_its_beginning_is_lost() -> None:
     played = Played(groups=GROUPS)
     asked = look_up(played, 0, 8)
-    assert asked is not None
     assert asked.groups == (0,)
     assert asked.chains == (tuple(hashes("a", TOKENS)[5:8]),)
     assert played.offer("a", TOKENS) is None  # the request waits for that as well
@@ -64,7 +63,6 @@ def test_the_end_of_the_window_is_asked_for_where_its_beginning_is_lost() -> Non
 def test_what_is_offered(window: int, whole: int, end: int | None, tokens: int) -> None:
     played = Played(groups=GROUPS)
     asked = look_up(played, window, whole)
-    assert asked is not None
     assert len(asked.chains[0]) == min(3, whole)
     found = () if end is None else (matched(end),)
     played.planner.lookups.on_result("a", asked.serial, found, "lookup timeout")
@@ -88,7 +86,6 @@ def test_only_what_was_found_is_compared_with_what_is_computed() -> None:
     """The pool lost the beginning of the window's group: its blocks there prove nothing."""
     played = Played(groups=GROUPS, loads_per_check=1)
     asked = look_up(played, 0, 8)
-    assert asked is not None
     played.planner.lookups.on_result("a", asked.serial, [matched(3)], "")
     loadable = played.offer("a", TOKENS)
     ids = [list(range(10, 21)), list(range(30, 41))]
@@ -109,11 +106,9 @@ def test_a_speed_is_measured_with_what_was_found() -> None:
     played.planner.choice.transfer_cost.observe(1 << 20, 1.0)
     played.planner.choice.prefill_cost.observe([(0, 64 * BLOCK)], 0.001)
     asked = look_up(played, 0, 8)
-    assert asked is not None
     played.planner.lookups.on_result("a", asked.serial, [matched(3)], "")
     assert played.offer("a", TOKENS) == 0
     probe = played.idle().probe
-    assert probe is not None
     (blocks,) = probe.blocks
     assert blocks.digests == tuple(hashes("a", TOKENS)[5 : 5 + len(blocks.digests)])
     assert blocks.match is not None
@@ -123,9 +118,7 @@ def test_a_speed_is_measured_with_what_was_found() -> None:
 def test_a_request_that_restarts_forgets_what_it_has_asked() -> None:
     played = Played(groups=GROUPS)
     asked = look_up(played, 0, 8)
-    assert asked is not None
     again = played.planner.on_restart("a", TOKENS, played.now)
-    assert again is not None
     assert played.planner.lookups.on_result("a", asked.serial, [matched(3)], "") is None
     assert played.offer("a", TOKENS) is None
     assert played.planner.lookups.on_result("a", again.serial, [matched(8), matched(8)], "") is None
@@ -161,7 +154,6 @@ def test_whatever_the_pool_has_lost_what_is_offered_is_there() -> None:
         has = [{i for i in range(12) if chance.random() < 0.85} for _ in MIXED]
         planner = Played(groups=MIXED).planner
         asked = planner.on_new_request("a", CHAIN, 12 * BLOCK + 1, RequestHints(), 0.0)
-        assert asked is not None
         prefixes = answered(asked, has)
         again = planner.lookups.on_result("a", asked.serial, prefixes, "")
         if again is not None:

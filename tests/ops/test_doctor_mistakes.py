@@ -32,7 +32,7 @@ from kvpool.runtime import host_id
 from kvpool.types import ClientUsage, Cluster, Demand, Namespace, ServerStats, TierUsage, WorkingSet
 from tests.net.test_secret import pool_of
 from tests.net.test_versions import THEIRS, process
-from tests.ops.test_doctor import member, named
+from tests.ops.test_doctor import member
 from tests.support.commands import kvpool
 
 SECRET = b"0123456789abcdef-the-secret"
@@ -252,49 +252,36 @@ def tier(**figures: Any) -> TierUsage:
     return TierUsage("nvme", "/mnt/pool, O_DIRECT", **figures)
 
 
-@mistake("tier nvme of s", "warn", "takes no writes: /mnt/pool", "is the disk full")
-async def a_full_disk(place: Place) -> Iterable[Finding]:
-    return figures(usage=[TierUsage("dram"), tier(read_only=True)])
+#: Of a tier's figures: a value that is a mistake, its verdict, and what is said.
+TIER: dict[str, tuple[Any, str, str, str]] = {
+    "read_only": (True, "warn", "takes no writes: /mnt/pool", "is the disk full"),
+    "lost": (True, "fail", "is out of service", "dmesg"),
+    "files_out": (2, "warn", "does without 2 of its files", "dmesg"),
+    "failures": (7, "warn", "7 reads and writes failed", "health of the disk"),
+}
+#: Of a server's counters: what is said when there are three.
+COUNTERS = {
+    "corrupt_blocks": ("3 blocks failed their checksum", "memory and disks"),
+    "over_limit_blocks": ("for the limit of their tenant", "kvpool usage --by tenant"),
+    "unlisted_blocks": ("a master has no room for", "master.blocks_max"),
+    "refused_connections": ("did not show the secret", "a stranger"),
+    "rejected_victims": ("may not be evicted", "POLICY_CHECKS"),
+}
 
 
-@mistake("tier nvme of s", "fail", "is out of service", "dmesg")
-async def a_lost_disk(place: Place) -> Iterable[Finding]:
-    return figures(usage=[tier(lost=True)])
+def reported(**stats: Any) -> Plant:
+    async def plant(_: Place) -> Iterable[Finding]:
+        return figures(**stats)
+
+    return plant
 
 
-@mistake("tier nvme of s", "warn", "does without 2 of its files", "dmesg")
-async def two_of_several_disks_lost(place: Place) -> Iterable[Finding]:
-    return figures(usage=[tier(files_out=2)])
-
-
-@mistake("tier nvme of s", "warn", "7 reads and writes failed", "health of the disk")
-async def a_disk_that_fails_at_times(place: Place) -> Iterable[Finding]:
-    return figures(usage=[tier(failures=7)])
-
-
-@mistake("figures of s", "warn", "3 blocks failed their checksum", "memory and disks")
-async def memory_that_forgets(place: Place) -> Iterable[Finding]:
-    return figures(counters={"corrupt_blocks": 3, "rejected_victims": 0})
-
-
-@mistake("figures of s", "warn", "for the limit of their tenant", "kvpool usage --by tenant")
-async def a_tenant_over_its_limit(place: Place) -> Iterable[Finding]:
-    return figures(counters={"over_limit_blocks": 1})
-
-
-@mistake("figures of s", "warn", "a master has no room for", "master.blocks_max")
-async def a_master_without_room(place: Place) -> Iterable[Finding]:
-    return figures(counters={"unlisted_blocks": 5})
-
-
-@mistake("figures of s", "warn", "did not show the secret", "a stranger")
-async def an_engine_with_another_secret(place: Place) -> Iterable[Finding]:
-    return figures(counters={"refused_connections": 4})
-
-
-@mistake("figures of s", "warn", "may not be evicted", "POLICY_CHECKS")
-async def a_wrong_policy(place: Place) -> Iterable[Finding]:
-    return figures(counters={"rejected_victims": 1})
+for field, (wrong, *said) in TIER.items():
+    of_tiers = reported(usage=[TierUsage("dram"), tier(**{field: wrong})])
+    MISTAKES[f"tier {field}"] = Mistake(of_tiers, "tier nvme of s", *said)
+for counter, texts in COUNTERS.items():
+    of_counters = reported(counters={**dict.fromkeys(COUNTERS, 0), counter: 3})
+    MISTAKES[counter] = Mistake(of_counters, "figures of s", "warn", *texts)
 
 
 @mistake("memory of s", "warn", "75% is held by clients, for 61 s, most by engine-2", "does that")
@@ -333,16 +320,6 @@ async def too_many_clients(place: Place) -> Iterable[Finding]:
     return doctor.crowded([member("s", stats=ServerStats(counters=counters))])
 
 
-@mistake("memory of servers", "warn", "more than 4 times the median", "usual size")
-async def one_large_server(place: Place) -> Iterable[Finding]:
-    return doctor.differing([member("a"), member("b"), member("c", capacity=9 << 30)])
-
-
-@mistake("tiers of servers", "warn", "survives a restart", "the same tiers")
-async def a_server_without_the_disk_of_the_others(place: Place) -> Iterable[Finding]:
-    return doctor.differing([member("a", tiers=("dram", "nvme")), member("b")])
-
-
 class Told(NamedTuple):
     """The operator's half of a pool that says what clients ask for."""
 
@@ -364,12 +341,6 @@ async def chains_with_holes(place: Place) -> Iterable[Finding]:
     sets = (WorkingSet(Namespace("n"), 1, 9),)
     place.patch.setattr(doctor, "admin", lambda _: Told(Demand(600.0, sets, 1.0, 0.2)))
     return await doctor._memory(None, [member("s")])  # type: ignore[arg-type]
-
-
-@mistake("model qwen", "warn", "seed 0 and unset", "PYTHONHASHSEED")
-async def engines_that_do_not_share(place: Place) -> Iterable[Finding]:
-    one, other = (named(model="qwen", seed=seed) for seed in ("0", "unset"))
-    return doctor.compared([(one, 9), (other, 3)])
 
 
 # --- this host, and settings for a server ---------------------------------------------------------
@@ -457,14 +428,6 @@ async def a_secret_that_is_not_there(place: Place) -> Iterable[Finding]:
     return [doctor._secret(Config(secret_file="/nowhere/secret"))]
 
 
-@mistake("secret", "warn", "may be read by every user", "chmod 600")
-async def a_secret_that_all_may_read(place: Place) -> Iterable[Finding]:
-    place.patch.setattr(
-        doctor, "secret_problem", lambda f: f"{f} may be read by every user: chmod 600 {f}"
-    )
-    return [doctor._secret(Config(secret_file=place.secret()))]
-
-
 def limited(place: Place, **limits: list[Limit]) -> None:
     for name, found in limits.items():
         place.patch.setattr(MemoryLimits, name, lambda self, found=found: found)
@@ -515,11 +478,6 @@ async def ucx_without_lanes(place: Place) -> Iterable[Finding]:
 
     place.patch.setattr(registry, "transport", refused)
     return doctor._transports(ClientConfig(transports=["ucx"]))
-
-
-@mistake("transport carrier", "warn", "not installed", "extras")
-async def a_transport_that_is_not_installed(place: Place) -> Iterable[Finding]:
-    return doctor._transports(ClientConfig(transports=["carrier", "tcp"]))
 
 
 @mistake("engine", "fail", "Connection refused", "the address of a vLLM server")

@@ -56,7 +56,6 @@ STORAGE: dict[str, Any] = {
 def _import_only(*models: str) -> None:
     """Importing all models of SGLang takes 15 s of CPU in each process."""
     found = importlib.util.find_spec("sglang")
-    assert found is not None
     assert found.origin is not None
     files = (Path(found.origin).parent / "srt/models").glob("*.py")
     needed = {*models, "__init__", "registry", "utils"}

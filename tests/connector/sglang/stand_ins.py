@@ -147,7 +147,6 @@ class _Patched(importlib.abc.MetaPathFinder):
         if name not in PATCHES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        assert spec is not None
         assert spec.loader is not None
         run = spec.loader.exec_module
 
