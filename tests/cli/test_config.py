@@ -19,12 +19,6 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.units import parse_duration, parse_size
 
 
-def test_defaults_are_loopback() -> None:
-    config = load()
-    assert config.master.bind == "127.0.0.1:7450"
-    assert config.client.masters == ["127.0.0.1:7450"]
-
-
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     file = tmp_path / "kvpool.yaml"
     file.write_text(

@@ -22,7 +22,7 @@ from kvpool.cli.shared import console
 from kvpool.errors import BadBuffer, BadKey, Closed, ConfigError, UsageError
 from kvpool.ops.tables import members_table
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Member, ServerStats, check_digests
+from kvpool.types import ROOT, Member, ServerStats
 from tests.conftest import CHAIN, NAMESPACE, buffers, eventually, key, keys, value, values
 
 # --- callers -----------------------------------------------------------------------------
@@ -46,29 +46,6 @@ async def test_a_buffer_resized_during_a_call(pool: Pool) -> None:
         assert result in (WriteStatus.STORED, (ReadStatus.HIT, size))
     buffer.append(0)  # it is the caller's again
     assert buffer[:-1] == value(digest, size)
-
-
-@pytest.mark.parametrize(
-    ("digests", "says"),
-    [
-        ([key("a"), key("b"), key("a")], "twice"),
-        ([key("a"), key("b")[:16]], "16"),
-        ([key("a")[:15]], "15"),
-        ([key("a") + b"x"], "33"),
-        ([], None),
-        ([key("a")], None),
-        ([key("a")[:16], key("b")[:16]], None),
-    ],
-)
-def test_digests_of_one_call(digests: list[bytes], says: str | None) -> None:
-    if not digests:
-        with pytest.raises((BadKey, UsageError)):
-            check_digests(digests)
-    elif says is None:
-        assert check_digests(digests) == len(digests[0])
-    else:
-        with pytest.raises(BadKey, match=says):
-            check_digests(digests)
 
 
 async def test_every_call_checks_its_digests(watched: dev.Dev) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -110,6 +111,7 @@ class ScriptedTransport:
     def __init__(self) -> None:
         self.broken = True
         self.connected = 0
+        self.channels: list[Any] = []
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
         raise NotImplementedError
@@ -122,6 +124,7 @@ class ScriptedTransport:
             raise LinkBroken("refused")
         channel = Mock(spec=StreamChannel)
         channel.close = AsyncMock()
+        self.channels.append(channel)
         return channel
 
 
@@ -404,34 +407,44 @@ def listing(*members: wire.MemberInfo) -> Answer:
     return lambda _: wire.MembersReply("m", 1.0, 0, list(members), False)
 
 
+@asynccontextmanager
+async def knowing(
+    *members: wire.MemberInfo, broken: bool = False
+) -> AsyncIterator[tuple[ScriptedMaster, ScriptedTransport, Servers]]:
+    """A client that has heard of these servers; and what it heard it from, and reaches them by."""
+    network, transport = ScriptedNetwork(m=listing(*members)), ScriptedTransport()
+    transport.broken = broken
+    _, servers = client(network, transport)
+    await servers.refresh(later(5))
+    yield network.masters["m"], transport, servers
+    await servers.close()
+
+
 @virtual_time
 async def test_servers_of_this_host_come_first_and_silent_ones_last() -> None:
-    network = ScriptedNetwork(m=listing(member("far"), member("near", host="here")))
-    _, servers = client(network)
-    await servers.refresh(later(5))
-    assert servers.rank(["far", "near"]) == ["near", "far"]
-    for _ in range(6):
+    far = member("far")
+    async with knowing(far, member("near", host="here")) as (master, _, servers):
+        assert servers.rank(["far", "near"]) == ["near", "far"]
+        for _ in range(6):
+            servers.mark_unresponsive("near", "silent", given_up=False)
+        assert servers.rank(["far", "near"]) == ["far", "near"]
+        # It has restarted: what was known of the process before says nothing.
+        master.answer = listing(far, member("near", epoch=2, host="here"))
+        await servers.refresh(later(5))
+        assert servers.rank(["far", "near"]) == ["near", "far"]
         servers.mark_unresponsive("near", "silent", given_up=False)
-    assert servers.rank(["far", "near"]) == ["far", "near"]
-    # It has restarted: what was known of the process before says nothing.
-    network.masters["m"].answer = listing(member("far"), member("near", epoch=2, host="here"))
-    await servers.refresh(later(5))
-    assert servers.rank(["far", "near"]) == ["near", "far"]
-    servers.mark_unresponsive("near", "silent", given_up=False)
-    assert servers._records["near"].slow_until <= later(0.4)
+        assert servers._records["near"].slow_until <= later(0.4)
 
 
 @virtual_time
 async def test_of_equal_servers_that_comes_first_which_is_read_from_least() -> None:
-    network = ScriptedNetwork(m=listing(member("a"), member("b"), member("near", host="here")))
-    _, servers = client(network)
-    await servers.refresh(later(5))
-    first, second = servers.rank(["a", "b"])
-    servers.under_way[first] += 1
-    assert servers.rank(["a", "b"], now=True) == [second, first]
-    assert servers.rank(["a", "b"]) == [first, second]  # whom all ask, as far as they can
-    servers.under_way["near"] += 9
-    assert servers.rank(["a", "b", "near"], now=True)[0] == "near"  # which has no link
+    async with knowing(member("a"), member("b"), member("near", host="here")) as (*_, servers):
+        first, second = servers.rank(["a", "b"])
+        servers.under_way[first] += 1
+        assert servers.rank(["a", "b"], now=True) == [second, first]
+        assert servers.rank(["a", "b"]) == [first, second]  # whom all ask, as far as they can
+        servers.under_way["near"] += 9
+        assert servers.rank(["a", "b", "near"], now=True)[0] == "near"  # which has no link
 
 
 async def ping(channel: object) -> str:
@@ -441,81 +454,62 @@ async def ping(channel: object) -> str:
 @virtual_time
 async def test_a_lost_server_is_not_asked_for_a_moment() -> None:
     """At most 0.4 s at first; meanwhile a call ends at once, and masters are seldom asked."""
-    network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
-    _, servers = client(network, transport)
-    with pytest.raises(ServerLost):
-        await servers.call("s", ping, later(5))
-    asked, connected = len(network.masters["m"].asked), transport.connected
-    lost_at = later(0)
-    while later(0) < lost_at + 0.1:
+    async with knowing(member("s"), broken=True) as (master, transport, servers):
         with pytest.raises(ServerLost):
             await servers.call("s", ping, later(5))
-        await asyncio.sleep(0.01)
-    assert transport.connected == connected
-    assert len(network.masters["m"].asked) <= asked + 1
-    transport.broken = False
-    await asyncio.sleep(max(0.0, lost_at + 0.41 - later(0)))
-    assert await servers.call("s", ping, later(5)) == "pong"
-    await servers.close()
+        asked, connected = len(master.asked), transport.connected
+        lost_at = later(0)
+        while later(0) < lost_at + 0.1:
+            with pytest.raises(ServerLost):
+                await servers.call("s", ping, later(5))
+            await asyncio.sleep(0.01)
+        assert transport.connected == connected
+        assert len(master.asked) <= asked + 1
+        transport.broken = False
+        await asyncio.sleep(max(0.0, lost_at + 0.41 - later(0)))
+        assert await servers.call("s", ping, later(5)) == "pong"
 
 
 @virtual_time
 async def test_while_a_server_is_lost_masters_are_asked_for_a_new_one() -> None:
     """It may have restarted elsewhere: that is noticed before the delay is over."""
-    network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
-    _, servers = client(network, transport)
-    for _ in range(5):  # the delays grow to seconds
-        with pytest.raises(ServerLost):
-            await servers.call("s", ping, later(5))
-        servers._records["s"].retry_at = 0.0
-    servers._records["s"].retry_at = later(60)
-    network.masters["m"].answer = listing(member("s", epoch=2))
-    transport.broken = False
-    await asyncio.sleep(0.55)
-    assert await servers.call("s", ping, later(5)) == "pong"
-    await servers.close()
+    async with knowing(member("s"), broken=True) as (master, transport, servers):
+        for _ in range(5):  # the delays grow to seconds
+            with pytest.raises(ServerLost):
+                await servers.call("s", ping, later(5))
+            servers._records["s"].retry_at = 0.0
+        servers._records["s"].retry_at = later(60)
+        master.answer = listing(member("s", epoch=2))
+        transport.broken = False
+        await asyncio.sleep(0.55)
+        assert await servers.call("s", ping, later(5)) == "pong"
 
 
 @virtual_time
 async def test_a_server_that_has_restarted_is_connected_anew() -> None:
     """The old connections end at the process that is gone."""
-    network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
-    transport.broken = False
-    made: list[Any] = []
-    connect = transport.connect
-
-    async def watched(*arguments: Any, **options: Any) -> Channel:
-        made.append(await connect(*arguments, **options))
-        return made[-1]
-
-    transport.connect = watched  # type: ignore[method-assign]
-    _, servers = client(network, transport)
-    for _ in range(2):
+    async with knowing(member("s")) as (master, transport, servers):
+        for _ in range(2):
+            assert await servers.call("s", ping, later(5)) == "pong"
+        await servers.refresh(later(5))
+        (old,) = transport.channels
+        master.answer = listing(member("s", epoch=2))
+        await servers.refresh(later(5))
+        old.abort.assert_called_once()
         assert await servers.call("s", ping, later(5)) == "pong"
-    await servers.refresh(later(5))
-    assert len(made) == 1
-    network.masters["m"].answer = listing(member("s", epoch=2))
-    await servers.refresh(later(5))
-    made[0].abort.assert_called_once()
-    assert await servers.call("s", ping, later(5)) == "pong"
-    assert len(made) == 2
-    made[1].abort.assert_not_called()
-    await servers.close()
+        _, new = transport.channels
+        new.abort.assert_not_called()
 
 
 @virtual_time
 async def test_a_call_that_succeeds_ends_the_memory_of_failures() -> None:
-    network, transport = ScriptedNetwork(m=listing(member("s"))), ScriptedTransport()
-    _, servers = client(network, transport)
-    await servers.refresh(later(5))
-    for _ in range(6):
+    async with knowing(member("s")) as (_, _, servers):
+        for _ in range(6):
+            servers.mark_unresponsive("s", "silent", given_up=False)
+        assert await servers.call("s", ping, later(5)) == "pong"
+        servers._records["s"].slow_until = 0.0
         servers.mark_unresponsive("s", "silent", given_up=False)
-    transport.broken = False
-    assert await servers.call("s", ping, later(5)) == "pong"
-    servers._records["s"].slow_until = 0.0
-    servers.mark_unresponsive("s", "silent", given_up=False)
-    assert servers._records["s"].slow_until <= later(0.4)
-    await servers.close()
+        assert servers._records["s"].slow_until <= later(0.4)
 
 
 @virtual_time
@@ -666,29 +660,17 @@ async def test_a_thousand_reads_at_once_are_no_silence_of_a_server(
 
 @virtual_time
 async def test_one_line_says_that_a_server_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    info = msgspec.structs.replace(member("s", host="here"), addresses=["x://s"])
-    network = ScriptedNetwork(m=listing(info))
-    chosen, counters = config(network), Counter[str]()
-    transport = ScriptedTransport()
-    masters = Masters(network, chosen)
-    servers = Servers(
-        chosen, Cluster(), HERE, {"x": transport}, masters, counters, random.Random(1)
-    )
-    await servers.refresh(later(5))
-    for _ in range(100):
-        servers.mark_unresponsive("s", "silent", given_up=True)
-    transport.broken = False
-
     async def broken(channel: Channel) -> str:
         await asyncio.sleep(0)
         raise LinkBroken("gone")
 
-    await asyncio.gather(
-        *[servers.call("s", broken, later(5)) for _ in range(100)], return_exceptions=True
-    )
-    lines = [one.message.split(" server=")[0] for one in caplog.records]
-    assert lines == ["server is silent or slow", "transport failed"]
-    await servers.close()
+    async with knowing(member("s", host="here")) as (_, _, servers):
+        for _ in range(100):
+            servers.mark_unresponsive("s", "silent", given_up=True)
+        calls = [servers.call("s", broken, later(5)) for _ in range(100)]
+        await asyncio.gather(*calls, return_exceptions=True)
+        lines = [one.message.split(" server=")[0] for one in caplog.records]
+        assert lines == ["server is silent or slow", "transport failed"]
 
 
 # --- what the log has of a lost pool -----------------------------------------------------------

@@ -300,7 +300,7 @@ async def test_a_cancelled_call_leaves_nothing_behind(pool: Pool, pool_dev: dev.
     [
         ([], [], BadKey, "empty batch"),
         ([key("a"), key("b"), key("a")], [b"x"] * 3, BadKey, "twice"),
-        ([b"short"], [b"x"], BadKey, "5 bytes"),
+        *(([bytes(size)], [b"x"], BadKey, f"{size} bytes") for size in (5, 15, 33)),
         ([key("a"), key("b")[:16]], [b"x"] * 2, BadKey, "expected equal"),
         ([key("a")], [b""], BadBuffer, "empty"),
         ([key("a")], [b"x", b"y"], BadBuffer, "2 buffers for 1 keys"),
@@ -314,7 +314,7 @@ async def test_a_wrong_write_names_what_is_wrong(
 ) -> None:
     with pytest.raises(error, match=says):
         await tcp.write(NAMESPACE, digests, data)
-    assert await tcp.write(NAMESPACE, [key("fine")], [b"fine"]) == [WriteStatus.STORED]
+    assert await tcp.write(NAMESPACE, [key("fine")[:16]], [b"fine"]) == [WriteStatus.STORED]
 
 
 @pytest.mark.parametrize(
