@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -62,12 +63,30 @@ def test_what_is_first_in_the_thread(lines: list[str]) -> None:
 
 
 @pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> PoolThread:
-    async def connect(**options: Any) -> NoPool:
-        return NoPool()
+def started(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> Callable[..., PoolThread]:
+    """Makes a hurried thread that connects to a pool, after these errors."""
 
-    monkeypatch.setattr(kvpool, "connect", connect)
-    thread = PoolThread(SETTINGS.client(), Cluster(), lines.append)
+    def start(pool: NoPool, *errors: Exception) -> PoolThread:
+        raised = iter(errors)
+
+        async def connect(**options: Any) -> NoPool:
+            assert options["config"].masters == ["127.0.0.1:9"]
+            for error in raised:
+                raise error
+            return pool
+
+        monkeypatch.setattr(kvpool, "connect", connect)
+        for name in ("_RETRY_S", "_LOOK_EVERY_S", "_SERVERS_EVERY_S"):
+            monkeypatch.setattr(pool_thread, name, 0.001)
+        warn = lambda line: lines.append(f"WARNING {line}")  # noqa: E731
+        return PoolThread(SETTINGS.client(), Cluster(), lines.append, warn)
+
+    return start
+
+
+@pytest.fixture
+def closed(started: Callable[..., PoolThread]) -> PoolThread:
+    thread = started(NoPool())
     assert thread.wait(10)
     thread.close(10)
     return thread
@@ -81,24 +100,13 @@ def closed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> PoolThread:
     ],
 )
 def test_it_connects_as_soon_as_there_is_a_master(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    error: Exception, said: str, started: Callable[..., PoolThread], lines: list[str]
 ) -> None:
-    tries = []
-
-    async def connect(**options: Any) -> NoPool:
-        tries.append(options["config"].masters)
-        if len(tries) < 4:
-            raise error
-        return NoPool()
-
-    monkeypatch.setattr(kvpool, "connect", connect)
-    monkeypatch.setattr(pool_thread, "_RETRY_S", 0.001)
-    thread = PoolThread(SETTINGS.client(), Cluster(), lines.append)
+    thread = started(NoPool(), *[error] * 3)
     assert thread.wait(10)
     thread.close(10)
-    assert tries == [["127.0.0.1:9"]] * 4
     assert lines == [
-        f"no pool yet, the engine runs without it: {said}",
+        f"WARNING no pool yet, the engine runs without it: {said}",
         "connected to the pool at 127.0.0.1:9",
     ]
 
@@ -139,21 +147,12 @@ class ServersPool(WatchedPool):
 
 
 def test_the_log_says_once_that_all_servers_are_gone_and_once_that_some_are_back(
-    monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    started: Callable[..., PoolThread], lines: list[str]
 ) -> None:
     one_look, up = [[False, False], [True, False]], [True, True]
     gone: list[list[bool] | None] = [[False, False], None, [False, False], [], [False]]
     watched = ServersPool([up, *one_look, *gone, None, [True, False], up, [], up, *gone, up, up])
-
-    async def connect(**options: Any) -> WatchedPool:
-        return watched
-
-    monkeypatch.setattr(kvpool, "connect", connect)
-    for name in ("_RETRY_S", "_LOOK_EVERY_S", "_SERVERS_EVERY_S"):
-        monkeypatch.setattr(pool_thread, name, 0.001)
-    thread = PoolThread(
-        SETTINGS.client(), Cluster(), lines.append, lambda line: lines.append(f"WARNING {line}")
-    )
+    thread = started(watched)
     assert watched.all_asked.wait(10)
     thread.close(10)
     lost = "WARNING the pool at 127.0.0.1:9 has no server left, the engine runs without it: "
@@ -186,38 +185,12 @@ def test_a_master_of_another_cluster_says_so(lines: list[str]) -> None:
 
 
 def test_the_log_says_when_the_pool_is_lost_and_when_it_is_back(
-    monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    started: Callable[..., PoolThread], lines: list[str]
 ) -> None:
-    gone = "no answer within 2.0 s"
-    watched = WatchedPool(
-        [
-            "",
-            "one slow answer",
-            "",
-            *[gone] * 3,
-            "no answer within 1.9 s",
-            *["wrong secret"] * 2,
-            "",
-            "",
-            gone,
-            gone,
-            "",
-            "",
-        ]
-    )
-    tries = iter(["nobody there", "nobody there", "wrong secret"])
-
-    async def connect(**options: Any) -> WatchedPool:
-        if problem := next(tries, ""):
-            raise MasterLost(problem)
-        return watched
-
-    monkeypatch.setattr(kvpool, "connect", connect)
-    monkeypatch.setattr(pool_thread, "_RETRY_S", 0.001)
-    monkeypatch.setattr(pool_thread, "_LOOK_EVERY_S", 0.001)
-    thread = PoolThread(
-        SETTINGS.client(), Cluster(), lines.append, lambda line: lines.append(f"WARNING {line}")
-    )
+    gone, secret = "no answer within 2.0 s", "wrong secret"
+    once = ["", "one slow answer", "", gone, gone, gone, "no answer within 1.9 s", secret, secret]
+    watched = WatchedPool([*once, "", "", gone, gone, "", ""])
+    thread = started(watched, *map(MasterLost, ("nobody there", "nobody there", secret)))
     assert watched.done.wait(10)
     thread.close(10)
     of_client = logging.getLogger("kvpool.client.masters")

@@ -30,6 +30,14 @@ def loading(played: Played, name: str, tokens: int = 100, prompt: str = "p") -> 
     played.allocate(name, blocks + 1, blocks * BLOCK)
 
 
+def waiting(played: Played, *names: str) -> None:
+    """Requests with that prompt, too, which wait for its load."""
+    for name in names:
+        if name not in played.planner.requests:
+            played.look_up(name, 100, 6, "p")
+        assert played.offer(name, 100) is None
+
+
 def ended(played: Played, name: str, blocks: int, complete: bool = True) -> None:
     request = played.planner.requests.get(name)
     seconds = played.now - request.load.started_at if request and request.load else 0.0
@@ -40,10 +48,8 @@ def ended(played: Played, name: str, blocks: int, complete: bool = True) -> None
 def test_a_prefix_that_is_being_loaded_is_waited_for() -> None:
     played = knowing(0.1, 1.0)
     loading(played, "a")
-    for name in "bcd":
-        played.look_up(name, 100, 6, "p")
-        assert played.offer(name, 100) is None
-        assert played.offer(name, 100) is None
+    waiting(played, *"bcd")
+    waiting(played, *"bcd")
     assert len(played.idle().loads) == 1
     played.now += 0.1
     ended(played, "a", 6)
@@ -94,9 +100,7 @@ def test_nobody_waits_longer_than_computing_takes() -> None:
 def test_a_request_that_is_aborted_while_it_loads_delays_no_other() -> None:
     played = knowing(0.1, 1.0)
     loading(played, "a")
-    for name in "bc":
-        played.look_up(name, 100, 6, "p")
-        assert played.offer(name, 100) is None
+    waiting(played, *"bc")
     played.planner.on_request_finished("a")
     assert played.offer("b", 100) == 96
     played.allocate("b", 7, 96)
@@ -113,9 +117,7 @@ def test_a_load_whose_blocks_are_lost_is_not_tried_by_each() -> None:
     played = knowing(0.1, 1.0)
     loading(played, "a")
     names = [f"b{number}" for number in range(24)]
-    for name in names:
-        played.look_up(name, 100, 6, "p")
-        assert played.offer(name, 100) is None
+    waiting(played, *names)
     played.now += 0.01
     ended(played, "a", 2, complete=False)
     for name in names:
@@ -138,8 +140,7 @@ def test_blocks_that_came_before_the_loss_are_used() -> None:
 def test_a_late_load_is_waited_for_as_long_as_one_of_ones_own() -> None:
     played = knowing(0.1, 1.0)
     loading(played, "a")
-    played.look_up("b", 100, 6, "p")
-    assert played.offer("b", 100) is None
+    waiting(played, "b")
     played.now += 0.59
     assert played.offer("b", 100) is None
     played.now += 0.02  # three times what its own load beside the other one would take
@@ -164,9 +165,7 @@ def test_waiting_for_one_load_after_the_other_has_one_deadline() -> None:
 def test_a_load_that_was_aborted_for_slowness_is_judged_by_the_estimate() -> None:
     played = knowing(0.1, 1.0)
     loading(played, "a")
-    for name in "bc":
-        played.look_up(name, 100, 6, "p")
-        assert played.offer(name, 100) is None
+    waiting(played, *"bc")
     played.now += 0.5
     ended(played, "a", 0, complete=False)
     assert [played.offer(name, 100) for name in "bc"] == [0, 0]
@@ -176,8 +175,7 @@ def test_a_load_that_was_aborted_for_slowness_is_judged_by_the_estimate() -> Non
 def test_a_request_that_starts_anew_waits_for_nothing() -> None:
     played = knowing(0.1, 1.0)
     loading(played, "a")
-    played.look_up("b", 100, 6, "p")
-    assert played.offer("b", 100) is None
+    waiting(played, "b")
     lookup = played.planner.on_restart("b", 100, played.now)
     assert played.planner.requests["b"].choice.shared is None
     played.planner.lookups.on_result("b", lookup.serial, [matched(6)], "")

@@ -158,18 +158,16 @@ def test_blocks_of_the_whole_prompt_are_compared() -> None:
     assert request.timeout_s == 5.0
 
 
-def test_a_long_prompt_pins_so_many_blocks_and_no_more() -> None:
-    request = verify(verifier(), blocks=400, first=3)
-    [blocks] = request.blocks
-    assert blocks.block_ids == tuple(range(103, 103 + 256))
-
-
-def test_only_blocks_that_the_request_has_computed_are_compared() -> None:
+@pytest.mark.parametrize(
+    ("blocks", "start", "compared"),
+    [(400, None, range(103, 359)), (12, None, range(103, 112)), (12, 9 * 16 + 1, (110, 111))],
+)
+def test_so_many_of_the_blocks_that_the_request_has_computed_are_compared(
+    blocks: int, start: int | None, compared: Sequence[int]
+) -> None:
     """Those before may have come from the pool, with an earlier request."""
-    request = verify(verifier(), blocks=12, first=3)
-    assert request.blocks[0].block_ids == tuple(range(103, 112))
-    request = verify(verifier(), blocks=12, first=3, start=9 * 16 + 1)
-    assert request.blocks[0].block_ids == (110, 111)
+    request = verify(verifier(), blocks=blocks, first=3, start=start)
+    assert request.blocks[0].block_ids == tuple(compared)
 
 
 def test_later_steps_do_not_move_the_beginning() -> None:

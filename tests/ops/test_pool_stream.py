@@ -312,16 +312,27 @@ async def test_the_future_is_an_empty_answer(
     assert await client.ask(struct.pack(">Q", 0))
 
 
+def fill(publisher: EventPublisher) -> None:
+    """More events than sockets take at once."""
+    big = taken(PoolStream(ONE, "full"), stored("a", ONE, *range(500)))
+    for _ in range(3000):
+        publisher.publish(big, time.time())
+
+
+async def asks_for_all(publisher: EventPublisher) -> Client:
+    """A reader that reads nothing of what it has asked for."""
+    silent = Client(publisher)
+    silent.dealer.setsockopt(zmq.RCVHWM, 1)
+    await silent.dealer.send_multipart([b"", struct.pack(">Q", 0)])
+    return silent
+
+
 async def test_a_reader_that_never_reads_is_given_up(
     publisher: EventPublisher, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_publisher, "_READER_TIMEOUT_S", 0.3)
-    big = taken(PoolStream(ONE, "full"), stored("a", ONE, *range(500)))
-    for _ in range(3000):
-        publisher.publish(big, time.time())
-    silent = Client(publisher)
-    silent.dealer.setsockopt(zmq.RCVHWM, 1)
-    await silent.dealer.send_multipart([b"", struct.pack(">Q", 0)])
+    fill(publisher)
+    silent = await asks_for_all(publisher)
     await eventually(lambda: bool(publisher._readers))
     await eventually(lambda: not publisher._readers)
     # And everybody else is served.
@@ -334,12 +345,8 @@ async def test_a_reader_that_never_reads_is_given_up(
 async def test_a_reader_that_has_gone_is_given_up_at_once(
     publisher: EventPublisher, client: Client
 ) -> None:
-    big = taken(PoolStream(ONE, "full"), stored("a", ONE, *range(500)))
-    for _ in range(3000):
-        publisher.publish(big, time.time())
-    leaving = Client(publisher)
-    leaving.dealer.setsockopt(zmq.RCVHWM, 1)
-    await leaving.dealer.send_multipart([b"", struct.pack(">Q", 0)])
+    fill(publisher)
+    leaving = await asks_for_all(publisher)
     await eventually(lambda: publisher.readers == 1)
     leaving.close()
     began = time.monotonic()
@@ -353,13 +360,8 @@ async def test_of_too_many_readers_the_oldest_are_given_up(
 ) -> None:
     """Each holds a place in the buffer, and anybody may ask."""
     monkeypatch.setattr(event_publisher, "_READERS_MAX", 2)
-    big = taken(PoolStream(ONE, "full"), stored("a", ONE, *range(500)))
-    for _ in range(3000):
-        publisher.publish(big, time.time())
-    silent = [Client(publisher) for _ in range(4)]
-    for one in silent:
-        one.dealer.setsockopt(zmq.RCVHWM, 1)
-        await one.dealer.send_multipart([b"", struct.pack(">Q", 0)])
+    fill(publisher)
+    silent = [await asks_for_all(publisher) for _ in range(4)]
     await eventually(lambda: publisher.counts.given_up == 2)
     assert publisher.readers == 2
     last = publisher.buffer.next - 1
