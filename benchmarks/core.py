@@ -39,8 +39,7 @@ def announced(digests: list[bytes]) -> Row:
     """Encoded announcements through the master's handler."""
     network = TcpNetwork()
     directory = Directory()
-    master = Master(MasterConfig(), network)
-    master.directory = directory
+    master = Master(MasterConfig(), network, directory=directory)
     directory.servers.register(
         "s", Registration(1, "h", ("tcp://s:1",), ("dram",), 1 << 40, token=bytes(16)), 0.0
     )
