@@ -286,9 +286,12 @@ def bench(
     from kvpool.tools import bench as benches
 
     try:
-        options = benches.BenchOptions(rounds, parse_size(block_size), batch)
-    except KvpoolError as error:
-        fail(error)
+        size = parse_size(block_size)
+        if not size:
+            raise ConfigError("a block has at least one byte, e.g. 2MiB")
+        options = benches.BenchOptions(rounds, size, batch)
+    except ConfigError as error:
+        fail(ConfigError(f"--block-size {block_size!r}: {error}"))
     report = run(benches.bench(options, stderr))
     if as_json:
         print(json.dumps(report.as_dict()))

@@ -71,9 +71,13 @@ def dev(
     """Run a whole pool in this process, to try it on one machine."""
     from kvpool.dev import serve
 
-    settings = settings_of(
-        None, {"local_only": local_only or None, "master.bind": bind, "master.http": http}
-    )
+    flags: dict[str, object] = {
+        "local_only": local_only or None,
+        "master.bind": bind,
+        "master.http": http,
+        "server.capacity": capacity,
+    }
+    settings = settings_of(None, flags)
     _check_this_host(bind, settings.master.http)
     _say_who_may_use_it(settings)
 
@@ -457,4 +461,6 @@ async def _registered(running: BlockServer, settings: Config) -> None:
         cluster = cluster_of(settings)
         refused = [(one, await refusal_of(one, cluster)) for one in settings.server.masters]
         hint = "".join(f"; {master}: {why}" for master, why in refused if why is not None)
-        stderr.print(f"[yellow]no master yet:[/] {escape(str(error) + hint)}; still trying")
+        stderr.print(
+            f"[yellow]no master yet:[/] {escape(str(error) + hint)}; still trying", soft_wrap=True
+        )

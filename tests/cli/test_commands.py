@@ -63,6 +63,21 @@ def test_status(pool: LocalPool) -> None:
     assert member["blocks"] == 3
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("dev", "--capacity", "0"), "server.capacity"),
+        (("bench", "--block-size", "0"), "--block-size '0': a block has at least one byte"),
+        (("bench", "--block-size", "2MB"), "did you mean 2MiB"),
+    ],
+)
+def test_no_size_is_refused_before_anything_starts(words: tuple[str, ...], said: str) -> None:
+    done = kvpool(*words)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.count("error:") == 1
+    assert said in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize("command", ["status", "usage"])
 async def test_a_pool_without_servers_is_a_sentence(command: str) -> None:
     network = TcpNetwork(Cluster("default"))
