@@ -196,9 +196,8 @@ class TierMover(Mover):
         prefetch: bool = False,
     ) -> Mapping[TierTransfer, asyncio.Task[bool]]:
         others = self.promotions.missing(namespace, part, digests)
-        copies = self._store.transfers.start_promotions(
-            namespace, part, others, size_max, _now(), prefetch=prefetch
-        )
+        start = self._store.transfers.start_promotions
+        copies = start(namespace, part, others, size_max, _now(), prefetch=prefetch)
         tasks = {}
         for copy in copies:
             self.promotions.begin(copy)
@@ -212,6 +211,9 @@ class TierMover(Mover):
     ) -> bool:
         """False also where nothing is under way that would free room (design: promotion)."""
         self.promote(namespace, part, digests)
+        while self._store.transfers.behind and _now() < until:
+            await asyncio.sleep(0)
+            self.promote(namespace, part, digests)
         waiter = self.promotions.waiter(namespace, part, digests)
         if not waiter.remaining and not self._store.is_held:
             return False
@@ -249,7 +251,7 @@ class TierMover(Mover):
         if copies:
             if not await self._demote(copies):
                 await asyncio.sleep(_AFTER_FAILURE_S)
-        elif 0 < self._store.queue.waiting < waited:  # the disk has refused those that were next
+        elif self._store.transfers.behind or 0 < self._store.queue.waiting < waited:  # refused
             await asyncio.sleep(0)
         else:
             self._wake.clear()

@@ -6,9 +6,11 @@ import itertools
 import math
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 import pytest
 
+from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, Policy
 from kvpool.server.eviction.arc import ARC
 from kvpool.server.eviction.density import Density, LifetimeHistogram
@@ -16,11 +18,12 @@ from kvpool.server.eviction.lease import Lease, ReuseHistogram
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.programs import Programs
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
-from kvpool.server.state.entry import Entry
+from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
 from kvpool.testing import POLICY_CHECKS, ConformanceError, NotDeclared, check_policy
-from kvpool.types import WriteStatus
+from kvpool.testing.invariants import check_invariants
+from kvpool.types import ROOT, WriteStatus
 from tests.conftest import keys
 from tests.support.stores import ONE, PAGE, here, read, write
 
@@ -500,3 +503,37 @@ def test_the_store_asks_again_before_it_evicts(policy: Callable[[int], Policy[En
     assert answers == [WriteStatus.NO_SPACE if policy is Insists else WriteStatus.RESERVED]
     store.unpin(2, pin.id)
     assert write(store, keys("newer", 1), 7.0) == [WriteStatus.RESERVED]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_move_into_a_full_tier_does_not_wait_for_all_of_the_order(policy: str) -> None:
+    """Each block was read since the order was looked at: that is brought up to date in steps."""
+    store, blocks = books(policy, 3000), keys("here", 3000)
+    for first in range(0, 3000, 100):
+        write(store, blocks[first : first + 100], float(first))
+    for first in range(0, 3000, 100):
+        read(store, blocks[first : first + 100], 1e6 + first)
+    asked, victim = 0, store.extents.policy.victim
+
+    def count(*arguments: Any, **more: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return victim(*arguments, **more)
+
+    store.extents.policy.victim = count  # type: ignore[method-assign]
+    statuses = []
+    while WriteStatus.RESERVED not in statuses:
+        before = asked
+        request = ReserveRequest(ONE, 0, keys("new", 1), [ROOT], [PAGE], None)
+        statuses += [one.status for one in store.reserve(MOVER, request, 2e6)]
+        assert asked - before <= 2
+        assert len(statuses) < 100
+    assert set(statuses[:-1]) <= {WriteStatus.NOT_YET}
+    check_invariants(store)
+
+
+def test_a_policy_that_never_answers_does_not_stop_a_move() -> None:
+    store = Store(4 * PAGE, policy=Hesitant(4 * PAGE))
+    write(store, keys("here", 4), 0.0)
+    request = ReserveRequest(ONE, 0, keys("new", 1), [ROOT], [PAGE], None)
+    assert [one.status for one in store.reserve(MOVER, request, 1.0)] == [WriteStatus.NOT_YET]

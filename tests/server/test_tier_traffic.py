@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvpool import dev
+from kvpool import ReadStatus, dev
+from kvpool.protocols.policy import Decision
 from kvpool.server.promotions import PROMOTED_BYTES_MIN, PromotionWaiter
 from kvpool.server.tier_traffic import TransferStats
+from kvpool.testing.invariants import check_invariants
+from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.moves import moves_of
 
 
@@ -51,6 +56,45 @@ async def test_a_reader_waits_for_all_of_its_blocks_or_for_enough_bytes(
     for number in range(1, count + 1):
         waiter.arrived(size)
         assert waiter.ready.done() is (number >= enough)
+
+
+def put_off(store: Any, times: int) -> list[int]:
+    """Its policy answers so many times that it does not know yet. Who counts that."""
+    policy, left = store.extents.policy, [times]
+    victim = policy.victim
+
+    def later(*arguments: Any, **more: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            return Decision.NOT_YET
+        return victim(*arguments, **more)
+
+    policy.victim = later
+    return left
+
+
+async def test_what_moves_between_tiers_waits_for_the_order_of_eviction(tmp_path: Path) -> None:
+    """A policy brings that up to date in steps. Readers get their blocks all the same, and what was
+    written reaches the disk."""
+    block, tiers = 64 << 10, ["dram:1MiB", f"nvme:{tmp_path}/file:2MiB"]
+    chain = keys("chain", 64)
+    async with dev.serve(tiers=tiers) as running, running.pool() as pool:
+        stack = running.servers[0].stack
+        for first in range(0, 48, 8):
+            some = chain[first : first + 8]
+            await pool.write(NAMESPACE, some, values(some, block))
+            await eventually(lambda: not stack.front.extents.dirty)
+        below = [one for one in chain if stack.index.below(NAMESPACE, 0, one) is not None]
+        left = put_off(stack.front, 21)
+        (result,) = await pool.read(NAMESPACE, below[:1], buffers(1, block))
+        assert (result.status, left) == (ReadStatus.HIT, [0])
+        left = put_off(stack.backing, 21)
+        await pool.write(NAMESPACE, chain[48:56], values(chain[48:56], block))
+        await eventually(lambda: not stack.front.extents.dirty)
+        assert left == [0]
+        found = [stack.backing.index.peek(NAMESPACE, 0, one) for one in chain[48:56]]
+        assert all(found)
+        check_invariants(stack)
 
 
 async def test_only_a_last_tier_that_lasts_makes_a_server_durable() -> None:

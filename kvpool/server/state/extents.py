@@ -17,6 +17,8 @@ from kvpool.types import ReadStatus, Reservation, WriteStatus
 
 #: Victims that may not be evicted which a policy may choose for one block: then it is refused.
 _WRONG_VICTIMS_MAX: Final = 8
+#: How often a policy may put off its answer in one turn of the loop.
+_ANSWERS_AWAITED: Final = 2
 #: How much one `reserve` does `in_steps`, in blocks that are granted: two milliseconds or so. An
 #: eviction is as much work as several grants.
 STEPS_MAX: Final = 512
@@ -106,7 +108,7 @@ class Extents:
             enough = max(enough, gave_up[1] + 1)
         in_steps = self.in_steps and owner != MOVER
         wanted = owner == MOVER and self.demotes and last_used == JUST_NOW  # by a reader, now
-        searched, wrong = False, 0
+        searched, wrong, asked = False, 0, 0
         while self.steps_left > 0:
             exceeds = account.used + size > account.limit
             if in_steps and not exceeds and self.allocator.available >= enough:
@@ -128,7 +130,8 @@ class Extents:
                         return Reservation(WriteStatus.NO_SPACE)
                     self.bypassed += 1
                     return Reservation(WriteStatus.BYPASSED)
-                if in_steps:
+                asked += 1
+                if in_steps or asked == _ANSWERS_AWAITED:
                     break
                 continue
             # A policy may be a plug-in. If it ignores `evictable`, a pinned extent must still not

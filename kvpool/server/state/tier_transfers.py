@@ -67,6 +67,9 @@ class TierTransfers:
         #: They get copies of blocks that are read.
         self.cache_tiers = [t for t in range(blocks.backing_tier) if t != blocks.front_tier]
         self._to_promote: deque[Entry] = deque()  # from the front tier to cache tiers
+        #: The last call ended early, because a policy brings its order up to date: call again,
+        #: after others had their turn.
+        self.behind = False
 
     def were_read(self, entries: Iterable[Entry | None]) -> None:
         """Blocks of the front tier: the cache tiers get them."""
@@ -87,6 +90,7 @@ class TierTransfers:
         for the cache tiers.
         """
         copies: list[TierTransfer] = []
+        self.behind = False
         taken, queue = 0, self._queue
         if not queue.read_only and queue.due_bytes > 0:
             if queue.write_back is not None:
@@ -130,6 +134,10 @@ class TierTransfers:
             # An older transfer of a block with the same key still has its reservation.
             if answer is WriteStatus.IN_PROGRESS:
                 queue.add(entry)
+            elif answer is WriteStatus.NOT_YET:
+                queue.add(entry)
+                self.behind = True
+                break
             elif answer is not WriteStatus.RESERVED:
                 queue.done(entry)
             taken += self._front.allocator.rounded(entry.size)
@@ -157,6 +165,7 @@ class TierTransfers:
         `FRESH_S`, or whose session is expected sooner.
         """
         copies: list[TierTransfer] = []
+        self.behind = False
         taken = 0
         for digest in digests:
             entry = self._index.below(namespace, part, digest)
@@ -166,6 +175,9 @@ class TierTransfers:
                 break
             source = entry.index.tier
             answer = self._start(copies, entry, source, self._front_tier, now, prefetch=prefetch)
+            if answer is WriteStatus.NOT_YET:
+                self.behind = True
+                break
             if answer is WriteStatus.NO_SPACE:
                 if not prefetch:
                     self._queue.refused(self._front.allocator.rounded(entry.size))
