@@ -79,8 +79,8 @@ class Process:
 
     def describe(self) -> tuple[str, int, str, int]:
         """Its node, its pid, what it offers ("": it is not ready), and number of starts."""
-        pid = self._process.pid if self._process is not None else 0
-        return self._where, pid, self._ready, self._starts
+        process = self._process
+        return self._where, process.pid if process is not None else 0, self._ready, self._starts
 
     def stop(self, within_s: float) -> bool:
         """SIGTERM, which hands over blocks if `--drain` says so; True when it has ended."""
@@ -92,28 +92,41 @@ class Process:
 
     def _supervise(self) -> None:
         again_s = AGAIN_S
-        while True:
-            words = self._with_masters()
-            with self._changed:
-                if self._stopping:
-                    return
-                self._starts += 1
-                self._changed.notify_all()
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "kvpool", *words, "--die-with-parent"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+        while not self._stopping:
             began = time.monotonic()
-            self._read(self._process)
-            self._process.wait()
+            try:
+                self._run_once()
+            except Exception as error:  # this node cannot start a process, Ray does not answer, ...
+                logging.exception("the process is started again")
+                self._last = str(error)
+            again_s = AGAIN_S if time.monotonic() - began > 60 else min(2 * again_s, AGAIN_S_MAX)
+            time.sleep(again_s)
+
+    def _run_once(self) -> None:
+        words = self._with_masters()
+        with self._changed:
+            if self._stopping:
+                return
+            self._starts += 1
+            self._changed.notify_all()
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-m", "kvpool", *words, "--die-with-parent"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",  # a name in its log may be any bytes
+            )
+        try:
+            self._read(process)
+        except Exception:
+            process.terminate()  # nobody reads what it says any more, so it would wait for ever
+            raise
+        finally:
+            process.wait()
             with self._changed:
                 self._process, self._ready = None, ""
                 self._changed.notify_all()
-            again_s = AGAIN_S if time.monotonic() - began > 60 else min(2 * again_s, AGAIN_S_MAX)
-            time.sleep(again_s)
 
     def _with_masters(self) -> list[str]:
         if not self._masters:

@@ -55,7 +55,7 @@ async def _follow(chosen: argparse.Namespace, fleet: Fleet) -> None:
     """Keep to the engines that were named, and those that DNS has."""
     fleet.set(chosen.engine)
     while chosen.dns:
-        with contextlib.suppress(OSError):  # those that were there stay
+        with contextlib.suppress(OSError, UnicodeError):  # those that were there stay
             async with asyncio.timeout(_RESOLVE_S):
                 fleet.set(chosen.engine + await _resolved(chosen))
         await asyncio.sleep(_RESOLVE_S)

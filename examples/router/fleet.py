@@ -84,7 +84,11 @@ class Fleet:
         lost = True
         try:
             while True:
-                engine.lost = not await self._poll(engine)
+                try:
+                    engine.lost = not await self._poll(engine)
+                except Exception:  # whatever its page says, it is looked at again
+                    log.exception("the page of engine %s", engine.url)
+                    engine.lost = True
                 if engine.lost != lost:
                     log.warning("engine %s is %s", engine.url, "here" if lost else "lost")
                 lost = engine.lost

@@ -199,6 +199,15 @@ async def test_an_engine_lost_before_the_first_byte_is_replaced() -> None:
         assert {(await asked.engine())[0] for _ in range(2)} == {a.url, b.url}
 
 
+@pytest.mark.parametrize("figure", ["NaN", "+Inf", "1e400"])
+async def test_an_engine_whose_page_makes_no_sense_is_looked_at_again(figure: str) -> None:
+    async with engines("a") as (engine,), router("round_robin", engine, healthy=1) as asked:
+        engine.metrics = f"vllm:num_requests_running {figure}\n"
+        await asked.healthy(0)
+        engine.metrics = "vllm:num_requests_running 1\n"
+        await asked.healthy(1)
+
+
 async def test_an_engine_lost_after_the_first_byte_breaks_the_answer() -> None:
     async with engines("a", "b") as (a, b), router("round_robin", a, b) as asked:
         a.mode = b.mode = "dies after"

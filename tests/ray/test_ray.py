@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,6 +213,42 @@ async def test_a_server_that_is_killed_is_started_again_with_its_id(pool_nodes: 
         assert await hits(pool, "again") == CHAINS * BLOCKS
     (line,) = [line for line in pool_nodes.command("status")[1].splitlines() if victim in line]
     assert "starts 2" in line
+
+
+class NoRay:
+    """What an actor asks of Ray."""
+
+    @staticmethod
+    def get_runtime_context() -> Any:
+        return SimpleNamespace(get_node_id=lambda: "0123456789")
+
+
+def test_what_goes_wrong_on_a_node_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process can be started; the second one is ready, after a line that is no text."""
+    spec = importlib.util.spec_from_file_location("ray_pool", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    says = [None, r"\xff\nserver s\n"]
+
+    def start(command: list[str], **how: Any) -> Any:
+        if (text := says.pop(0)) is None:
+            raise OSError("Resource temporarily unavailable")
+        return subprocess.Popen(["bash", "-c", f"printf '{text}'; exec sleep 60"], **how)
+
+    ends = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    for name, value in {
+        "subprocess": ends,
+        "ray": NoRay,
+        "get_node_ip_address": lambda: "10.0.0.1",
+        "AGAIN_S": 0.01,
+        "AGAIN_S_MAX": 0.02,
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    process = module.Process(["server"], [])
+    eventually(lambda: process.describe()[2:] == ("server s", 2))
+    assert process.stop(5.0)
 
 
 def test_a_task_on_each_node_reads_what_the_driver_has_written(pool_nodes: Nodes) -> None:
