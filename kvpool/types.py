@@ -347,15 +347,6 @@ class HoldingsPage(NamedTuple):
     more: bool
 
 
-class RemovalStep(NamedTuple):
-    """What a step has removed, of one part, and where to go on; None: that was all."""
-
-    part: int = 0
-    digests: tuple[bytes, ...] = ()
-    bytes: int = 0
-    at: RemovalCursor | None = None
-
-
 class Removal(NamedTuple):
     """What one call has removed of a namespace, and where the next one goes on; None: all of what
     was to be removed is gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvpool.protocols import Peer
 from kvpool.server.context import ServerContext
@@ -13,7 +13,7 @@ from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
 from kvpool.tenant_names import marker_of
-from kvpool.types import Holding, HoldingsPage, Namespace, Removal, RemovalCursor, RemovalStep
+from kvpool.types import Holding, HoldingsPage, Namespace, Removal, RemovalCursor
 from kvpool.wire import messages as wire
 
 #: Blocks that are removed in one turn of the loop: a millisecond or two.
@@ -24,6 +24,15 @@ _CALL_S: Final = 0.2
 _NAMES_STEP: Final = 1024
 #: Namespaces in one answer, with names of any length.
 _HOLDINGS_MAX: Final = 256
+
+
+class RemovalStep(NamedTuple):
+    """What a step has removed, of one part, and where to go on; None: that was all."""
+
+    part: int = 0
+    digests: tuple[bytes, ...] = ()
+    bytes: int = 0
+    at: RemovalCursor | None = None
 
 
 class NamespaceRemoval(ServerExtension):
