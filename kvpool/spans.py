@@ -29,11 +29,13 @@ def marks_of(packed: bytes, digest_size: int) -> list[int]:
 
 def pack_marks(marks: Sequence[int]) -> bytes:
     """As they travel in messages."""
-    return struct.pack(f"<{len(marks)}Q", *marks)
+    return struct.pack(f"<{len(marks)}Q", *marks) if marks else b""  # most questions have none
 
 
 def unpack_marks(packed: bytes) -> tuple[int, ...]:
     """The marks again. Raises ValueError when the length does not fit."""
+    if not packed:
+        return ()
     if len(packed) % MARK_SIZE:
         raise ValueError(f"{len(packed)} bytes of marks are no multiple of {MARK_SIZE}")
     return struct.unpack(f"<{len(packed) // MARK_SIZE}Q", packed)
