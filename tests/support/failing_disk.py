@@ -22,7 +22,7 @@ class FailingDisk:
     @classmethod
     def under(cls, tier: Any) -> FailingDisk:
         """Put in between a tier and its disk."""
-        tier._disk = made = cls(tier._disk)
+        tier._disk = tier._payload.disk = made = cls(tier._disk)
         return made
 
     async def read(self, offset: int, buffer: memoryview) -> None:

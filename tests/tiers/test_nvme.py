@@ -345,7 +345,7 @@ async def test_what_lies_behind_a_new_end_is_moved_newest_first(
 ) -> None:
     """Whenever the process dies meanwhile, nothing that had room is lost."""
     monkeypatch.setattr("kvpool_tiers.nvme.format.GROUP_SIZE", 64 * PAGE)
-    monkeypatch.setattr("kvpool_tiers.nvme.tier._MOVED_AT_ONCE", 20 * PAGE)
+    monkeypatch.setattr("kvpool_tiers.nvme.recovery._MOVED_AT_ONCE", 20 * PAGE)
     chance = random.Random(seed)
     disk, records = await larger_disk(chance, 300)
     units = chance.choice((250, 192, 150, 100, 64, 20))
@@ -404,7 +404,7 @@ async def test_the_number_of_a_namespace_that_was_cut_off_is_free_again(path: Pa
 
 
 async def test_moving_ends_after_a_minute(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_tiers.nvme.tier._MOVE_MAX_S", 0.0)
+    monkeypatch.setattr("kvpool_tiers.nvme.recovery._MOVE_MAX_S", 0.0)
     with tier_at(path) as tier:
         await write(tier, record(0), record(CAPACITY - PAGE))
     with tier_at(path, CAPACITY // 2) as tier:
