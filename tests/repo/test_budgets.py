@@ -68,6 +68,7 @@ RINGS: dict[str, tuple[str, ...]] = {
     ),
     "sessions": (
         "kvpool/client/session.py",
+        "kvpool/server/eviction/extra_copies.py",
         "kvpool/server/eviction/session*.py",
         "kvpool/master/session_hints.py",
         "kvpool/master/state/hint_log.py",

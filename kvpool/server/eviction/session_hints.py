@@ -28,7 +28,7 @@ from typing import Final
 
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, LearnsFromArrivals, Policy
-from kvpool.server.eviction.lru import LRU
+from kvpool.server.eviction.extra_copies import ExtraCopies
 from kvpool.server.eviction.order import JUST_NOW, LONG_S, Order
 from kvpool.server.eviction.session import Session, Timeline, check_sessions
 from kvpool.server.state.entry import Entry, Index
@@ -54,8 +54,6 @@ WAIT_S_MAX: Final = 600.0
 #: A use so shortly before an arrival is the use that the prompt had come for: on its way from the
 #: master the arrival becomes later than it was.
 _SAME_TIME_S: Final = 0.1
-#: Extra copies that have become the last ones of which one call hands over so many to the policy.
-_STEPS_MAX: Final = 256
 #: Assumed seconds from the last use of a block without a hint to its next use.
 _UNANNOUNCED_S: Final = 10.0
 
@@ -71,7 +69,7 @@ class SessionAwarePolicy(Order):
     | leaf of a superseded branch            | `_superseded`, and as candidate of `policy`  |
     | leaf of a session with a resume hint   | `session.leaves` alone                       |
     | leaf of a session without one          | `session.leaves`, and candidate of `policy`  |
-    | extra copy (design: movers)            | candidate of `_extra` alone                  |
+    | extra copy (design: movers)            | in `_extra` alone                            |
     | any other, and leaves above LEAVES_MAX | candidate of `policy` alone                  |
     """
 
@@ -96,8 +94,8 @@ class SessionAwarePolicy(Order):
         self._ended: OrderedDict[Session, None] = OrderedDict()
         self._by_next_use = Timeline()  # sessions with a hint and leaves, latest time first
         self._expiries = Timeline()
-        self._extra: LRU[Entry] = LRU()  # extra copies, and such as have become the last ones
-        self._extra_listed: set[Entry] = set()
+        self._extra = ExtraCopies(policy.add_candidate)
+        self._extra_listed = self._extra.listed
         #: Of sessions that have no block left: their last use, until they come back.
         self._gone: OrderedDict[str, float] = OrderedDict()
         self._learn = policy.arrived if isinstance(policy, LearnsFromArrivals) else None
@@ -322,12 +320,11 @@ class SessionAwarePolicy(Order):
         if entry.copies:
             self.policy.add_candidate(entry)
         else:
-            self._extra_listed.add(entry)
-            self._extra.add_candidate(entry)
+            self._extra.add(entry)
 
     def remove(self, entry: Entry) -> None:
         if entry in self._extra_listed:
-            self._unlist_extra(entry)
+            self._extra.discard(entry)
         self.policy.remove(entry)
         if entry.superseded_at:
             self._superseded.pop(entry, None)
@@ -387,7 +384,7 @@ class SessionAwarePolicy(Order):
             if useless is not None:
                 return useless
         if self._extra_listed:
-            found = self._next_extra(newcomer, evictable, last_used)
+            found = self._extra.take(newcomer, evictable, last_used)
             if found is not None:
                 return found
         if not self._by_next_use:
@@ -420,7 +417,7 @@ class SessionAwarePolicy(Order):
         self._superseded.pop(entry, None)
         if entry.session is not None:
             entry.session.leaves.pop(entry, None)
-        self._unlist_extra(entry)
+        self._extra.discard(entry)
         self.policy.remove(entry)
 
     def next_useless(self, evictable: Callable[[Entry], bool]) -> Entry | None:
@@ -505,33 +502,6 @@ class SessionAwarePolicy(Order):
     def _protects(self, entry: Entry) -> bool:
         session = entry.session
         return session is not None and session.due is not None and entry in session.leaves
-
-    def _next_extra(
-        self, newcomer: Entry, evictable: Callable[[Entry], bool], last_used: int
-    ) -> Entry | Decision | None:
-        """The extra copy that was used least recently, if it may go for `newcomer`."""
-        for _ in range(_STEPS_MAX):
-            oldest = self._extra.oldest()
-            if not isinstance(oldest, Entry):
-                return oldest
-            used = oldest.last_used
-            if not oldest.copies and not newcomer.copies and used >= last_used:
-                return None
-            self._extra.take()
-            if oldest.copies:  # it has become the last one
-                self._extra_listed.discard(oldest)
-                self.policy.add_candidate(oldest)
-            elif evictable(oldest):
-                self._extra_listed.discard(oldest)
-                return oldest
-            elif oldest.last_used != used:  # it has found a later use of another part
-                self._extra.add_candidate(oldest)
-        return Decision.NOT_YET
-
-    def _unlist_extra(self, entry: Entry) -> None:
-        if entry in self._extra_listed:
-            self._extra_listed.discard(entry)
-            self._extra.remove(entry)
 
     def _program_of(self, session: str) -> str:
         """What the bytes of a session count for: a program, or all those beyond the bound."""
