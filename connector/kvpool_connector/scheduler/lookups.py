@@ -33,6 +33,38 @@ _DURATIONS_MAX: Final = 4096
 _WAIT_S: Final = 0.001
 
 
+class _Silence:
+    """Whether the pool is silent: lookups are late, one after the other."""
+
+    def __init__(self) -> None:
+        self._late = 0  # in a row
+        self._answered = False  # since the last late one
+        self._pause = Backoff(_PAUSE_S, _PAUSE_S_MAX)
+        self._until = 0.0
+
+    def on_late(self, now: float) -> None:
+        self._late += 1
+        self._answered = False
+        if self._late >= _SILENT_AFTER:
+            # Otherwise every request would wait for its own timeout.
+            self._until = now + self._pause.next_delay()
+
+    def on_answer(self, *, in_time: bool) -> None:
+        self._answered = True
+        if in_time:
+            self._late = 0
+            self._pause.reset()
+
+    def is_on(self, now: float) -> bool:
+        if self._late < _SILENT_AFTER:
+            return False
+        if now < self._until or not self._answered:
+            return True
+        # One more that is late, and the pool is silent again.
+        self._late = _SILENT_AFTER - 1
+        return False
+
+
 class Lookups:
     """Asks masters what the planner of one engine wants to look up, gives it the answers, and
     notices when none comes.
@@ -64,10 +96,7 @@ class Lookups:
         self._answers: list[tuple[str, int, tuple[Match, ...]]] = []  # not given to the planner yet
         #: How long requests waited for lookups, in seconds; the owner takes them out.
         self.durations: deque[float] = deque(maxlen=_DURATIONS_MAX)
-        self._late = 0  # in a row
-        self._answered = False  # since the last late one
-        self._pause = Backoff(_PAUSE_S, _PAUSE_S_MAX)
-        self._silent_until = 0.0
+        self._silence = _Silence()
 
     @property
     def waiting(self) -> bool:
@@ -113,7 +142,7 @@ class Lookups:
         reason = NO_NAMESPACE
         if self._held.pop(late, None) is None:
             self._stop_waiting(late)
-            self._count_late()
+            self._silence.on_late(self._clock())
             reason = LATE if self._poller.is_sent(late) else NO_MASTER
         self._planner.lookups.on_result(request_id, late, (), reason)
 
@@ -160,10 +189,10 @@ class Lookups:
             self._messages.request_waits(lookup.request_id, lookup.session, now)
         if self._first_at is None:
             self._first_at = now
-        silent = self._is_silent(now)
+        silent = self._silence.is_on(now)
         if silent:
             self._poll(0.0)  # an answer that has come meanwhile counts for this request already
-            silent = self._is_silent(now)
+            silent = self._silence.is_on(now)
         if silent and len(self._poller):
             return SILENT
         namespaces = self._names.namespaces
@@ -185,15 +214,13 @@ class Lookups:
         for serial, matches in self._poller.poll(wait_s):
             assert isinstance(serial, int)
             answered = not any(match.stopped is ReadStatus.NO_MASTER for match in matches)
-            self._answered |= answered
             request_id = self._stop_waiting(serial)
+            if answered:
+                self._silence.on_answer(in_time=request_id is not None)
             if request_id is None:
                 continue
-            if answered:
-                self._late = 0
-                self._pause.reset()
-            else:
-                self._count_late()
+            if not answered:
+                self._silence.on_late(self._clock())
             self._answers.append((request_id, serial, matches))
         if self._waiting and not self._poller.connected and not self._is_connecting(self._clock()):
             for serial in tuple(self._waiting):
@@ -211,19 +238,3 @@ class Lookups:
         """No master was ever connected, and the first lookup began a moment ago."""
         since = now if self._first_at is None else self._first_at
         return not self._poller.connected and now < since + START_WAIT_S
-
-    def _count_late(self) -> None:
-        self._late += 1
-        self._answered = False
-        if self._late >= _SILENT_AFTER:
-            # Otherwise every request would wait for its own timeout.
-            self._silent_until = self._clock() + self._pause.next_delay()
-
-    def _is_silent(self, now: float) -> bool:
-        if self._late < _SILENT_AFTER:
-            return False
-        if now < self._silent_until or not self._answered:
-            return True
-        # One more that is late, and the pool is silent again.
-        self._late = _SILENT_AFTER - 1
-        return False
