@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from kvpool.types import ROOT
 from kvpool_connector.plan.quiet_requests import NEVER
 from kvpool_connector.plan.save_queue import SaveQueue, SaveRun
-from kvpool_connector.plan.tracked_request import TrackedRequest, digest_of, digests_of
+from kvpool_connector.plan.tracked_request import TrackedRequest
 from kvpool_connector.records.messages import SaveRequest
 from kvpool_connector.records.values import CacheGroup, PlannerLimits, ScheduledRequest
 
@@ -45,10 +45,39 @@ class RequestSaves:
 
         Returns how many tokens the request computes after it until its next block is complete.
         """
-        next_at = self._complete_blocks(request, one)
-        if one.end < request.prompt:
+        hashes, hints, prompt = request.hashes, request.hints, request.prompt
+        request_id, start, end, block_ids = one
+        last = end if self._limits.save_decode else min(end, prompt)
+        next_at = NEVER
+        for number, (block_size, per_block, _) in enumerate(self._groups):
+            first = request.blocks_saved[number]
+            stop = min(last // block_size, len(hashes) // per_block)
+            if stop > first:
+                ids = block_ids[number][first:stop]
+                stop = request.blocks_saved[number] = first + len(ids)
+                run = SaveRun(
+                    request_id,
+                    number,
+                    first,
+                    hashes[(first + 1) * per_block - 1 : stop * per_block : per_block],
+                    bytes(hashes[first * per_block - 1]) if first else ROOT,
+                    ids,
+                    request.asked_at,
+                    hints.adapter,
+                )
+                session = hints.session, hints.resume_in_s
+                if start < prompt:  # other engines may wait for it
+                    self._at_once.add(session)
+                if all(ids):
+                    self._completed[session].append(run)
+                else:  # id 0 is no block
+                    parts = run.split([*map(bool, ids)])
+                    self._completed[session] += [part for there, part in parts if there]
+                first = stop
+            next_at = min(next_at, (first + 1) * block_size)
+        if end < prompt:
             return 0
-        return max(0, next_at - one.end) if self._limits.save_decode else NEVER
+        return max(0, next_at - end) if self._limits.save_decode else NEVER
 
     def take(
         self, still_cached: Callable[[int, int, bytes], bool], now: float, *, idle: bool
@@ -69,35 +98,3 @@ class RequestSaves:
         if idle:
             self.queue.expedite_all()
         return self.queue.take_saves(now), pinned
-
-    def _complete_blocks(self, request: TrackedRequest, one: ScheduledRequest) -> int:
-        """Returns the token with which the next block is complete."""
-        hashes, hints, next_at = request.hashes, request.hints, NEVER
-        end = one.end if self._limits.save_decode else min(one.end, request.prompt)
-        for number, group in enumerate(self._groups):
-            first = request.blocks_saved[number]
-            stop = min(end // group.block_size, len(hashes) // group.hashes_per_block)
-            if stop > first:
-                ids = one.block_ids[number][first:stop]
-                saved = request.blocks_saved[number] = first + len(ids)
-                run = SaveRun(
-                    one.request_id,
-                    number,
-                    first,
-                    digests_of(hashes, group, first, saved),
-                    digest_of(hashes, group, first - 1) if first else ROOT,
-                    ids,
-                    request.asked_at,
-                    hints.adapter,
-                )
-                session = hints.session, hints.resume_in_s
-                if one.start < request.prompt:  # other engines may wait for it
-                    self._at_once.add(session)
-                runs = self._completed[session]
-                if all(ids):
-                    runs.append(run)
-                else:  # id 0 is no block
-                    runs += [part for there, part in run.split([*map(bool, ids)]) if there]
-                first = saved
-            next_at = min(next_at, (first + 1) * group.block_size)
-        return next_at
