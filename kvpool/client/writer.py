@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
@@ -17,7 +17,7 @@ from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
 from kvpool.client.versions import SourceBlock, Versions, WrittenBlock, differing, rounds
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
-from kvpool.protocols import DeviceWriteBlock, WriteOptions
+from kvpool.protocols import Channel, DeviceWriteBlock, WriteOptions
 from kvpool.runtime import task_group
 from kvpool.shares import Recent
 from kvpool.types import WriteBlock, WriteStatus, rows_of
@@ -452,23 +452,17 @@ class Writer:
     async def _write_once(
         self, server: str, options: WriteOptions, blocks: Sequence[SourceBlock], deadline: float
     ) -> list[WriteStatus]:
+        def from_host(on_host: Sequence[WriteBlock]) -> Awaitable[list[WriteStatus]]:
+            def call(channel: Channel) -> Awaitable[list[WriteStatus]]:
+                return channel.write(options, on_host, deadline=deadline)
+
+            return self._servers.call(server, call, deadline, "write")
+
         # All of them or none: a batch is of the caller, or of what the pool has.
         if isinstance(blocks[0], DeviceWriteBlock):
             on_device = cast("Sequence[DeviceWriteBlock]", blocks)
-            from_host = functools.partial(self._write_from_host, server, options, deadline=deadline)
             return await self._memory.write_to(server, options, on_device, from_host, deadline)
-        on_host = cast("Sequence[WriteBlock]", blocks)
-        return await self._write_from_host(server, options, on_host, deadline)
-
-    async def _write_from_host(
-        self, server: str, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
-    ) -> list[WriteStatus]:
-        return await self._servers.call(
-            server,
-            lambda channel: channel.write(options, blocks, deadline=deadline),
-            deadline,
-            "write",
-        )
+        return await from_host(cast("Sequence[WriteBlock]", blocks))
 
     async def _place(
         self, options: WriteOptions, blocks: Sequence[SourceBlock], copies: int, deadline: float

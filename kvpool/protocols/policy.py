@@ -66,8 +66,9 @@ class Policy(Protocol[B]):
         None when no block may be evicted: space becomes free when a reader or writer releases a
         block. BYPASS only while the stored blocks were used recently or their session has a resume
         hint, and only for a bounded time: a full pool must not keep old blocks for ever (G9).
-        `newcomer` has not been touched yet. A call that would take more than a few hundred steps
-        returns NOT_YET instead: the loop serves no client meanwhile.
+        `newcomer` has not been touched yet. Where the policy has `in_a_row = True`, nor have others
+        that came before it: the first of a batch stands for the rest. A call that would take more
+        than a few hundred steps returns NOT_YET instead: the loop serves no client meanwhile.
 
         A block for which `evictable` returns False leaves the queue too. The store adds it again
         when the pin or reservation that protects it ends.

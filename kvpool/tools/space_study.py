@@ -46,7 +46,7 @@ class ExtentsOfRanges(Extents):
         super().__init__(*arguments)
         self.children: dict[bytes, list[Entry]] = {}
 
-    def make(self, newcomer: Entry, owner: int, now: float, last_used: int) -> int | Reservation:
+    def fit(self, newcomer: Entry, owner: int, now: float, last_used: int) -> int | Reservation:
         size = self.allocator.rounded(newcomer.size)
         victim: object = Decision.NOT_YET
         while victim is Decision.NOT_YET:
@@ -58,7 +58,7 @@ class ExtentsOfRanges(Extents):
                 return offset
         inside = min(self._ranges(size), key=_bytes, default=None)
         if inside is None:
-            return super().make(newcomer, owner, now, last_used)
+            return super().fit(newcomer, owner, now, last_used)
         for entry in inside:
             self._evict_with_descendants(entry)
         offset = self.allocator.allocate(size)

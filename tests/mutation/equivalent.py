@@ -95,7 +95,7 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
         "if description == self._described and now - self._described_at < _DESCRIBE_EVERY_S:",
         "if description == self._described and now - self._described_at <= _DESCRIBE_EVERY_S:",
     ): _MOMENT,
-    ("kvpool/server/state/entry.py", "self.checksum = 0", "self.checksum = 1"): _EMPTY,
+    ("kvpool/server/state/entry.py", "checksum: int = 0", "checksum: int = 1"): _EMPTY,
     (
         "kvpool/client/device_staging.py",
         "except DeadlineExceeded: continue",

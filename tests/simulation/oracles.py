@@ -196,10 +196,12 @@ class WatchedExtents(Extents):
 
     watch: WatchedStore
 
-    def make(self, newcomer: Entry, owner: int, now: float, last_used: int) -> int | Reservation:
+    def make(
+        self, newcomer: Entry, owner: int, now: float, last_used: int, more: int = 0
+    ) -> list[int] | Reservation:
         self.watch.newcomer = newcomer
         try:
-            return super().make(newcomer, owner, now, last_used)
+            return super().make(newcomer, owner, now, last_used, more)
         finally:
             self.watch.newcomer = None
 

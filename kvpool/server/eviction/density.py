@@ -62,6 +62,8 @@ _USES: Final = 7
 class Density(Generic[B]):
     """Evicts the block of lowest density among the oldest leaves of each class."""
 
+    in_a_row: Final = True
+
     def __init__(self, capacity: int) -> None:
         self._queues: list[LRU[B]] = [LRU() for _ in range(_CLASSES)]
         self._lives = [LifetimeHistogram() for _ in range(_CLASSES)]
@@ -90,7 +92,9 @@ class Density(Generic[B]):
         elif policy_data < 0:
             block.policy_data = -policy_data
         else:
-            uses = 1 if block.digest[-1] % _SAMPLE else self._arrive(block, now)
+            sampled = block.digest[-1] % _SAMPLE == 0
+            self._sampled += sampled
+            uses = self._ask(block.digest, now) if sampled else 1
             block.policy_data = -uses
             self._held[uses - 1] += 1
         self._last_stamp = block.last_used = max(self._last_stamp + 1, int(now * 1e6))
@@ -196,11 +200,6 @@ class Density(Generic[B]):
             found,
             key=lambda one: (lives[one[0]].rank(now - one[1].last_used / 1e6), one[1].last_used),
         )
-
-    def _arrive(self, block: B, now: float) -> int:
-        """The number of uses of a new block of the sample, this one included."""
-        self._sampled += 1
-        return self._ask(block.digest, now)
 
     def _refuse(self, block: B, now: float) -> None:
         if block.digest[-1] % _SAMPLE == 0:

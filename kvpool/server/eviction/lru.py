@@ -26,6 +26,8 @@ class LRU(Generic[B]):
     (design: eviction).
     """
 
+    in_a_row: Final = True
+
     def __init__(self, capacity: int = 0) -> None:
         self._heap: list[tuple[int, B]] = []
         #: A heap, too, while its entries go over into the other one, but for the stale ones: from

@@ -31,6 +31,7 @@ class Order:
         self, policy: Policy[Entry], budget: int, rounded: Callable[[int], int] = int
     ) -> None:
         self.policy = policy
+        self.in_a_row: bool = getattr(policy, "in_a_row", False)
         account = Account()
         #: What blocks are counted in, and in which those of a namespace are: here one has all.
         self.accounts: Iterable[Account] = (account,)

@@ -427,22 +427,9 @@ class _Prompt:
     """The chain that is being touched, head first: what was here before, then new blocks."""
 
     __slots__ = (
-        "deepest",
-        "depth",
-        "fresh",
-        "inherited",
-        "is_end_kept",
-        "is_part",
-        "is_written",
-        "joined",
-        "last",
-        "now",
-        "parts",
-        "program",
-        "refused",
-        "root",
-        "shared",
-    )
+        "deepest", "depth", "fresh", "inherited", "is_end_kept", "is_part", "is_written", "joined",
+        "last", "now", "parts", "program", "refused", "root", "shared",
+    )  # fmt: skip
 
     def __init__(
         self, deepest: Entry | None = None, now: float = 0.0, is_written: bool = False

@@ -73,7 +73,7 @@ class Allocator:
     @property
     def available(self) -> int:
         """Free bytes that `allocate` may use, if they lie together."""
-        return self.free - self.fenced
+        return self.capacity - self.allocated - self.fenced
 
     def rounded(self, size: int) -> int:
         """The bytes that an extent for `size` bytes takes: the next multiple of `alignment`."""

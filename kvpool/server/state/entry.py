@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -140,55 +140,34 @@ class Index:
         return True
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Entry:
     """One block and its extent. Slotted, because there are millions."""
 
-    __slots__ = (
-        "born",
-        "checksum",
-        "children",
-        "clean",
-        "copies",
-        "digest",
-        "generation",
-        "index",
-        "is_candidate",
-        "last_used",
-        "offset",
-        "parent",
-        "pins",
-        "policy_data",
-        "reads",
-        "session",
-        "size",
-        "state",
-        "superseded_at",
-    )
+    index: Index
+    digest: bytes
+    parent: bytes
+    offset: int
+    size: int
+    generation: int
+    #: The generation of the block where it was written: copies in other tiers have the same.
+    born: int = field(init=False)
+    checksum: int = 0
+    state: State = State.RESERVED
+    pins: int = 0
+    children: int = 0  # blocks on this server that name this one as parent
+    last_used: int = 0
+    is_candidate: bool = False
+    policy_data: int = 0
+    session: Any = None  # what the order of evictions records of its user, if that is one
+    superseded_at: int = 0  # `last_used` when its branch was superseded; a later use ends that
+    clean: bool = True  # it may be evicted without being written to another tier first
+    reads: int = 0
+    #: With how many copies it was written; 0: an extra copy (design: movers).
+    copies: int = 1
 
-    def __init__(
-        self, index: Index, digest: bytes, parent: bytes, offset: int, size: int, generation: int
-    ) -> None:
-        self.index = index
-        self.digest = digest
-        self.parent = parent
-        self.offset = offset
-        self.size = size
-        self.generation = generation
-        #: The generation of the block where it was written: copies in other tiers have the same.
-        self.born = generation
-        self.checksum = 0
-        self.state = State.RESERVED
-        self.pins = 0
-        self.children = 0  # blocks on this server that name this one as parent
-        self.last_used = 0
-        self.is_candidate = False
-        self.policy_data = 0
-        self.session: Any = None  # what the order of evictions records of its user, if that is one
-        self.superseded_at = 0  # `last_used` when its branch was superseded; a later use ends that
-        self.clean = True  # it may be evicted without being written to another tier first
-        self.reads = 0
-        #: With how many copies it was written; 0: an extra copy (design: movers).
-        self.copies = 1
+    def __post_init__(self) -> None:
+        self.born = self.generation
 
     def __lt__(self, other: Entry) -> bool:
         """Breaks ties in the policy's heap, where the parts of one block share `last_used`."""
@@ -232,14 +211,16 @@ class Owner:
     #: Of all connections of its tenant; None: it is not a tenant's.
     together: TenantHoldings | None = None
 
-    def may_evict(self, writes: Budget) -> bool:
-        """Whether blocks may be evicted for one more reservation within that budget.
+    def left_to_evict(self, writes: Budget) -> int:
+        """Bytes of reservations for which blocks may be evicted; none if that is below 1.
 
         Before it has sealed anything, a connection has evictions for `start` bytes only; then for
         twice what it has sealed. So what a writer throws out is in proportion to what it
         stores (design: budgets).
         """
-        return self.reserved_bytes < min(writes.each, max(writes.start, 2 * self.sealed_bytes))
+        if not self.limited:
+            return UNLIMITED
+        return min(writes.each, max(writes.start, 2 * self.sealed_bytes)) - self.reserved_bytes
 
 
 class Change(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 from kvpool.protocols.policy import Decision
@@ -84,7 +84,18 @@ class Extents:
         #: Is called with each victim that a wrong policy chose although it may not be evicted.
         self.on_rejected_victim: Callable[[Entry], None] | None = None
 
-    def make(self, newcomer: Entry, owner: int, now: float, last_used: int) -> int | Reservation:
+    def make(
+        self, newcomer: Entry, owner: int, now: float, last_used: int, more: int = 0
+    ) -> list[int] | Reservation:
+        """The extent that `newcomer` gets by `fit`, or the refusal. Before it, in reverse, those
+        for up to `more` bytes of blocks like it that come next. They count in its index."""
+        made = self.fit(newcomer, owner, now, last_used)
+        if isinstance(made, Reservation):
+            return made
+        newcomer.index.count(self.allocator.rounded(newcomer.size))
+        return [made, *self._make_more(newcomer, owner, now, more)][::-1]
+
+    def fit(self, newcomer: Entry, owner: int, now: float, last_used: int) -> int | Reservation:
         """Evict victims, used before `last_used`, until `newcomer` fits: its offset, or the
         refusal.
 
@@ -101,7 +112,7 @@ class Extents:
             clearing = None
         holder = self.held.owner(owner)
         # The first block always: a writer must be able to show that it sends (design: budgets).
-        if holder.limited and holder.reservations and not holder.may_evict(self.held.limits.writes):
+        if holder.reservations and holder.left_to_evict(self.held.limits.writes) <= 0:
             return ASK_AGAIN
         enough = min(2 * size, size + self.allocator.capacity // 16)
         if (gave_up := holder.gave_up) is not None and gave_up[0] == newcomer.digest:
@@ -154,6 +165,27 @@ class Extents:
                 return offset
         return MAKING_ROOM
 
+    def _make_more(self, newcomer: Entry, owner: int, now: float, within: int) -> Iterator[int]:
+        """As `fit` for blocks like this one that come next, as long as each takes one victim."""
+        size, index, made = self.allocator.rounded(newcomer.size), newcomer.index, 0
+        within = min(within, self.held.owner(owner).left_to_evict(self.held.limits.writes) - size)
+        # Hints count each block that is entered; who waits for the disk does so for each block.
+        usual = self.policy.in_a_row and newcomer.session is None and not self.demotes
+        while usual and made < within and self.steps_left > 0 and self.allocator.available < size:
+            victim = self.policy.victim(newcomer, self.evictable, now)
+            if not isinstance(victim, Entry):
+                return
+            spared = self._is_spared(victim, newcomer, owner, JUST_NOW, now)
+            if spared or not self.evictable(victim):
+                self.policy.add_candidate(victim)
+                return
+            self.policy.evicting(victim, index.account)
+            if (offset := self.evict(victim, newcomer.size)) is None:
+                return
+            index.count(size)
+            made += size
+            yield offset
+
     def evict(self, victim: Entry, size: int = 0) -> int | None:
         """Remove a block for one of `size` bytes, if any: the offset for that one, if it fits now.
 
@@ -163,9 +195,8 @@ class Extents:
         for entry in self.index.parts(victim):
             self.steps_left -= STEPS_OF_EVICTION
             # The usual case, blocks of one size: nothing to free, to join and to search.
-            pass_on = bool(size) and passed_on is None
-            pass_on = pass_on and self.allocator.may_pass_on(entry.offset, size)
-            if pass_on:
+            fits = size and passed_on is None and self.allocator.may_pass_on(entry.offset, size)
+            if pass_on := bool(fits):
                 passed_on = entry.offset
                 entry.index.count(-self.allocator.rounded(entry.size))
             self.remove(entry, Event.EVICT, ReadStatus.EVICTED, free=not pass_on)

@@ -27,7 +27,7 @@ from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.extents import ASK_AGAIN, MAKING_ROOM, STEPS_MAX, Extents
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.index import BlockIndex
-from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
 _INDEX: Final = attrgetter("index")
 #: The states of a block that is in an index.
@@ -82,20 +82,16 @@ class Store:
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         """Reserve space for each block that is not here yet, evicting others where needed.
 
-        One writer gets `RESERVED`; the others get `IN_PROGRESS` or `ALREADY_STORED`. After the
-        first `NO_SPACE` or `BYPASSED` the rest of the batch is refused in the same way: blocks
-        behind a missing one are of no use to a reader of the chain (design: eviction). A writer
-        that holds as much as it may gets `NOT_YET` for the rest: it asks again for that when it has
-        sealed the first blocks (design: budgets). `in_steps`, the rest is MAKING_ROOM when the call
-        has worked for long enough.
+        One writer gets `RESERVED`, others `IN_PROGRESS` or `ALREADY_STORED`. After a `NO_SPACE` or
+        `BYPASSED` the rest is refused, too: blocks behind a missing one are of no use (design:
+        eviction). Who holds as much as it may gets `NOT_YET` until it has sealed (design: budgets).
+        `in_steps`, the rest is MAKING_ROOM when the call has worked for long enough.
         """
-        rows = _rows(request)
         extents, held, allocator = self.extents, self.held, self.allocator
         policy, blocks_at = extents.policy, extents.blocks_at
         index = self.index.of(request.namespace, request.part, policy.account_of)
         account, holder = index.account, held.owner(owner)
-        reservations = holder.reservations
-        left = held.left_to_reserve(holder)
+        reservations, left = holder.reservations, held.left_to_reserve(holder)
         session = policy.begin_write(index, request, now, moved=owner == MOVER)
         granted: dict[bytes, Entry] = {}
         answers: list[Reservation] = []
@@ -103,11 +99,11 @@ class Store:
         refusal = _NO_SPACE if owner == MOVER and account.used > account.limit else None
         in_steps, mask = extents.in_steps and owner != MOVER, allocator.alignment - 1
         extents.steps_left = STEPS_MAX if in_steps else UNLIMITED
-        # Not yet entered. A batch is entered at once, and always before the policy is asked for a
-        # victim or touches another block: so its order is that of single calls.
+        # Not yet entered: all at once, before room is made or the policy touches another block.
         fresh: list[Entry] = []
+        spare: list[int] = []  # extents for the blocks that follow
         found = index.blocks.get_all(request.digests)
-        for known, (digest, parent, size, stamp, copies) in zip(found, rows, strict=True):
+        for known, (digest, parent, size, stamp, copies) in zip(found, _rows(request), strict=True):
             if known is None or known.state not in _HERE:  # it has made room for one before it
                 known = granted.get(digest)
             taken = (size + mask) & ~mask
@@ -120,28 +116,32 @@ class Store:
                 answers.append(refusal or _NO_SPACE)
             elif left <= 0:
                 answers.append(refusal := ASK_AGAIN if reservations else _NO_SPACE)
-            elif extents.steps_left <= 0:
+            elif extents.steps_left <= 0 and not spare:
                 answers.append(MAKING_ROOM)
             else:
                 extents.steps_left -= 1
                 held.last_id = id = held.last_id + 1
                 entry = Entry(index, digest, parent, 0, size, id)
                 entry.session, entry.copies = session, copies
-                over = account.used + taken > account.limit
-                offset = None if over else allocator.allocate(size)
-                if offset is None:
-                    self._enter(index, holder, fresh, now)
-                    made = extents.make(entry, owner, now, stamp)
-                    if isinstance(made, Reservation):
-                        answers.append(refusal := made)
-                        continue
-                    offset = made
-                    self.index.keep(index)  # evictions may have emptied it
-                entry.offset = offset
+                left -= taken
+                if not spare:
+                    over = account.used + taken > account.limit
+                    offset = None if over else allocator.allocate(size)
+                    if offset is None:
+                        self._enter(index, holder, fresh, now)
+                        more = min(left, taken * _alike_behind(len(answers), request, found))
+                        made = extents.make(entry, owner, now, stamp, more)
+                        if isinstance(made, Reservation):
+                            answers.append(refusal := made)
+                            continue
+                        self.index.keep(index)  # evictions may have emptied it
+                        spare = made
+                    else:
+                        index.count(taken)
+                        spare.append(offset)
+                entry.offset = offset = spare.pop()
                 blocks_at[offset] = granted[digest] = reservations[id] = entry
                 fresh.append(entry)
-                index.count(taken)
-                left -= taken
                 answers.append(Reservation(WriteStatus.RESERVED, id, Extent(offset, size, id)))
         self._enter(index, holder, fresh, now)
         self.index.drop_if_empty(index)  # perhaps nothing was granted
@@ -372,6 +372,14 @@ class Store:
             for entry in fresh:
                 policy.block_added(entry)
         fresh.clear()
+
+
+def _alike_behind(done: int, request: ReserveRequest, found: Sequence[Entry | None]) -> int:
+    """How many blocks follow, if all are new, as large, and children of no older block; else 0."""
+    rest, new = slice(done + 1, None), {ROOT, *request.digests}
+    alike = not any(found[rest]) and len({*request.sizes[done:]}) == 1 and not request.last_used
+    apart = new >= {*request.parents[rest]} and len(new) > len(found)
+    return len(found) - done - 1 if alike and apart else 0
 
 
 def _rows(request: ReserveRequest) -> Iterable[tuple[bytes, bytes, int, int, int]]:
