@@ -14,7 +14,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.clearing import Clearing, Move, let_blocks_move
-from kvpool.server.state.entry import MOVER, Entry
+from kvpool.server.state.entry import Entry
 from kvpool.server.state.extents import MAKING_ROOM
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
@@ -343,19 +343,6 @@ def test_a_range_that_would_reach_beyond_the_end_is_given_up() -> None:
     assert clearing.over
     assert store.extents.clearing is None
     check_invariants(store)
-
-
-def test_a_store_that_works_at_once_waits_for_no_order() -> None:
-    """The mover's reservations are not made in steps: they ask a policy again themselves."""
-    writer = Writer(Store(4096 * PAGE))
-    digests = keys("read", 4096)
-    for digest in digests:
-        writer.write(digest, PAGE)
-    writer.read(digests)
-    request = ReserveRequest(ONE, 0, [key("new")], [ROOT], [PAGE])
-    (answer,) = writer.store.reserve(MOVER, request, writer.now)
-    assert answer.status is WriteStatus.RESERVED
-    assert writer.store.extents.evicted == 1
 
 
 def test_an_abandoned_range_is_free_for_all() -> None:
