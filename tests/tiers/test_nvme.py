@@ -928,6 +928,23 @@ async def test_blocks_of_a_lost_namespace_come_back_when_it_is_mended() -> None:
     assert not tier.dropped
 
 
+async def test_what_moves_takes_no_place_of_a_lost_namespace() -> None:
+    disk = memory_disk()
+    _, tier = await found(disk)
+    lost = record(0, PAGE, 1, Namespace("model/0"))
+    await write(tier, lost)
+    await write(tier, record(CAPACITY - PAGE, PAGE, 2, Namespace("model/1")))
+    pages = [Geometry.namespace(0, copy) for copy in range(COPIES)]
+    for page in pages:
+        disk.bytes[page + 30] ^= 1
+    (moved,), _ = await found(disk, CAPACITY - PAGE)
+    assert moved.offset == PAGE
+    disk.bytes[pages[1] + 30] ^= 1
+    mended, tier = await found(disk, CAPACITY - PAGE)
+    assert mended == {lost, moved}
+    assert await is_intact(tier, lost)
+
+
 async def test_a_lost_namespace_is_mended_by_the_next_block_of_it() -> None:
     disk, records = await file_of_namespaces(3, 60)
     for copy in range(COPIES):

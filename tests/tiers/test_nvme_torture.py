@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool_tiers.nvme import tier as nvme
+from kvpool_tiers.nvme import recovery
 from kvpool_tiers.nvme.format import ValidHeader
 from kvpool_tiers.nvme.tier import Nvme
 from tests.tiers.nvme_torture import play
@@ -52,7 +52,7 @@ def recalls_older(header: Any, *arguments: Any) -> Any:
 
 
 erase, write_from, persist = Nvme.erase, Nvme.write_from, Nvme.persist
-unpack_header = nvme.unpack_header
+unpack_header = recovery.unpack_header
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ unpack_header = nvme.unpack_header
         (Nvme, "erase", forgets_some, "which was forgotten"),
         (Nvme, "write_from", lets_go_of_writes, "wrong bytes"),
         (Nvme, "persist", remembers_later, "which was remembered"),
-        (nvme, "unpack_header", recalls_older, "never remembered so"),
+        (recovery, "unpack_header", recalls_older, "never remembered so"),
     ],
 )
 def test_a_broken_tier_is_noticed(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.types import ROOT, Namespace, Record
 from kvpool_tiers.nvme.format import OverlapResolver
 from kvpool_tiers.nvme.free_places import FreePlaces
+from kvpool_tiers.nvme.in_turns import in_order, in_turns
 from kvpool_tiers.nvme.namespaces import UnnamedExtents
+from kvpool_tiers.nvme.tier import Nvme
 
 UNIT, UNITS = 512, 40
 FUZZ = settings(max_examples=200, derandomize=True, deadline=None, database=None)
@@ -34,7 +41,8 @@ def test_the_lowest_range_with_room_is_taken(
     end = UNITS * UNIT
     extents = {offset: size for offset, size in placed(drawn).items() if offset + size <= end}
     places = FreePlaces(UNITS * UNIT, UNIT)
-    places.set_taken(extents.items())
+    for extent in extents.items():
+        places.add_taken(*extent)
     taken = {u for o, s in extents.items() for u in range(o // UNIT, -(-(o + s) // UNIT))}
     for size in sizes:
         units = -(-size // UNIT)
@@ -44,6 +52,74 @@ def test_the_lowest_range_with_room_is_taken(
         assert places.take(size) == (None if lowest is None else lowest * UNIT)
         if lowest is not None:
             taken |= set(range(lowest, lowest + units))
+
+
+async def test_others_have_their_turn_while_many_extents_are_put_in_order() -> None:
+    looked = longest = 0
+
+    async def turns() -> None:
+        nonlocal looked, longest
+        while True:
+            longest, looked = max(longest, looked), 0
+            await asyncio.sleep(0)
+
+    def key(item: int) -> int:
+        nonlocal looked
+        looked += 1
+        return -item
+
+    others = asyncio.create_task(turns())
+    items = random.Random(1).sample(range(10_000), 10_000)
+    assert [one async for one in in_order(items, key)] == sorted(items, reverse=True)
+    looked = 0
+    async for _ in in_turns(items):
+        looked += 1
+    await asyncio.sleep(0)
+    others.cancel()
+    assert 0 < longest <= 4096
+    assert [one async for one in in_order([], key)] == []
+
+
+async def test_others_have_their_turn_while_a_file_becomes_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = longest = 0
+    add_taken, take = FreePlaces.add_taken, FreePlaces.take
+
+    def counted_add(places: FreePlaces, offset: int, size: int) -> None:
+        nonlocal looked
+        looked += 1
+        add_taken(places, offset, size)
+
+    def counted_take(places: FreePlaces, size: int) -> int | None:
+        nonlocal looked
+        looked += 1
+        return take(places, size)
+
+    async def turns() -> None:
+        nonlocal looked, longest
+        while True:
+            longest, looked = max(longest, looked), 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(FreePlaces, "add_taken", counted_add)
+    monkeypatch.setattr(FreePlaces, "take", counted_take)
+    page, space = 4096, Namespace("n")
+    records = [
+        Record(space, 0, n.to_bytes(32, "little"), ROOT, n * page, page, 7, n + 1, 1)
+        for n in range(8000)
+    ]
+    tier = Nvme(8000 * page, tmp_path / "tier", direct=False)
+    await tier.recover()
+    await tier.persist(records)
+    tier.close()
+    tier = Nvme(4000 * page, tmp_path / "tier", direct=False)
+    others = asyncio.create_task(turns())
+    assert {one.offset for one in await tier.recover()} == {n * page for n in range(4000)}
+    await asyncio.sleep(0)
+    others.cancel()
+    tier.close()
+    assert 0 < longest <= 1024
 
 
 def test_an_empty_file_has_room_from_its_start() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 class FreePlaces:
     """The free ranges of a file, taken from the lowest one that fits; offsets and sizes are bytes.
@@ -19,15 +17,13 @@ class FreePlaces:
         self._stops: list[int] = [capacity]
         self._from: dict[int, int] = {}  # size -> the first range that may have room for it
 
-    def set_taken(self, extents: Iterable[tuple[int, int]]) -> None:
-        """Once, before `take`: offset and size of what is there, in the order of offsets."""
-        self._starts, self._stops = [], []
-        end = 0
-        for offset, size in [*extents, (self._capacity, 0)]:
-            if offset > end:
-                self._starts.append(end)
-                self._stops.append(offset)
-            end = max(end, offset + self._rounded(size))
+    def add_taken(self, offset: int, size: int) -> None:
+        """Before `take`, for each extent that is there, in the order of offsets."""
+        if offset > self._starts[-1]:
+            self._stops[-1] = offset
+            self._starts.append(offset)
+            self._stops.append(self._capacity)
+        self._starts[-1] = max(self._starts[-1], offset + self._rounded(size))
 
     def take(self, size: int) -> int | None:
         """The offset of the lowest range with room for `size` bytes, which is taken now."""

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
 from kvpool import logs
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.types import Record
+from kvpool.types import Namespace, Record
 from kvpool_tiers.nvme.file_disk import read_pages
 from kvpool_tiers.nvme.format import (
     COPIES,
@@ -31,6 +32,7 @@ from kvpool_tiers.nvme.format import (
 )
 from kvpool_tiers.nvme.free_places import FreePlaces
 from kvpool_tiers.nvme.headers import Headers
+from kvpool_tiers.nvme.in_turns import in_order, in_turns
 from kvpool_tiers.nvme.payload import FilePayload
 from kvpool_tiers.nvme.recovery_log import RecoveryLog
 
@@ -153,29 +155,31 @@ class Recovery:
         A copy is complete with its header before the file is cut, so a crash costs nothing: the
         next start finds the copies, and moves the rest.
         """
-        known = {(one.namespace, one.part, one.digest) for one in inside}
-        left = [one for one in beyond if (one.namespace, one.part, one.digest) not in known]
+        known = {_block(one) async for one in in_turns(inside)}
+        left = [one async for one in in_turns(beyond) if _block(one) not in known]
+        async for _ in in_turns(range(len(known))):
+            known.pop()  # to give back a million of them takes a while, too
         places = FreePlaces(self._geometry.capacity, self._geometry.alignment)
         # One that reaches over the new end may not be written over before it is moved.
         across = [one for one in beyond if one.offset < self._geometry.capacity]
-        taken = [(one.offset, one.size) for one in (*inside, *across)]
-        taken += self._headers.unnamed.extents()
-        places.set_taken(sorted(taken))
+        taken = ((one.offset, one.size) for one in chain(inside, across))
+        extents = chain(taken, self._headers.unnamed.extents())
+        async for extent in in_order(extents, itemgetter(0)):
+            places.add_taken(*extent)
         end = asyncio.get_running_loop().time() + _MOVE_MAX_S
         moved: list[Record] = []
         batch: list[tuple[int, Record]] = []
         size = 0
-        for record in sorted(left, key=_generation, reverse=True):
-            if asyncio.get_running_loop().time() > end:
-                break
-            if (offset := places.take(record.size)) is not None:
+        async for record in in_order(left, lambda one: -one.generation):
+            late = asyncio.get_running_loop().time() > end
+            if not late and (offset := places.take(record.size)) is not None:
                 batch.append((record.offset, record._replace(offset=offset)))
                 size += record.size
             if size >= _MOVED_AT_ONCE:
                 moved += await self._move(batch)
                 batch, size = [], 0
         moved += await self._move(batch)
-        for one in beyond:
+        async for one in in_turns(beyond):
             self._headers.forget(one.offset)
             self._payload.forget(one.offset)
         if lost := len(left) - len(moved):
@@ -247,5 +251,5 @@ class Recovery:
         return buffer
 
 
-def _generation(record: Record) -> int:
-    return record.generation
+def _block(record: Record) -> tuple[Namespace, int, bytes]:
+    return record.namespace, record.part, record.digest
