@@ -24,7 +24,7 @@ from kvpool.cli.shared import (
     run,
 )
 from kvpool.config import cluster_of
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.errors import ConfigError, KvpoolError, Unavailable
 from kvpool.units import parse_duration
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def top(
     settings = query_settings(config, masters, cluster, secret_file, local_only)
 
     async def main() -> None:
-        watching = asyncio.create_task(_watch(settings, parse_duration(every), refreshes))
+        watching = asyncio.create_task(_watch(settings, _pause_of(every), refreshes))
         stopped = asyncio.create_task(runtime.wait_for_signal())
         await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
         for task in (watching, stopped):
@@ -69,6 +69,14 @@ def top(
             watching.result()
 
     run(main(), "error")  # the view shows when no master answers; a log line would spoil it
+
+
+def _pause_of(every: str) -> float:
+    """Seconds. Raises ConfigError for none: it would ask masters without a pause."""
+    pause_s = parse_duration(every)
+    if not pause_s:
+        raise ConfigError(f"--every {every}: expected some time, e.g. 500ms")
+    return pause_s
 
 
 async def _watch(settings: Config, pause_s: float, refreshes: int) -> None:

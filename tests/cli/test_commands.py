@@ -69,9 +69,10 @@ def test_status(pool: LocalPool) -> None:
         (("dev", "--capacity", "0"), "server.capacity"),
         (("bench", "--block-size", "0"), "--block-size '0': a block has at least one byte"),
         (("bench", "--block-size", "2MB"), "did you mean 2MiB"),
+        (("top", "--every", "0"), "--every 0: expected some time"),
     ],
 )
-def test_no_size_is_refused_before_anything_starts(words: tuple[str, ...], said: str) -> None:
+def test_nothing_is_refused_before_anything_starts(words: tuple[str, ...], said: str) -> None:
     done = kvpool(*words)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.count("error:") == 1
