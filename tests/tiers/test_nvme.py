@@ -427,17 +427,6 @@ async def test_a_place_that_cannot_be_read_costs_its_own_extent() -> None:
 # --- bytes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("direct", [True, False])
-async def test_extents_that_reach_over_groups_are_whole(path: Path, direct: bool) -> None:
-    capacity = 2 * GROUP_SIZE + 4 * PAGE
-    with tier_at(path, capacity, direct=direct) as tier:
-        across = [record(GROUP_SIZE - PAGE, size) for size in (PAGE + 1, 2 * PAGE, 70_001)]
-        for one in (*across, record(GROUP_SIZE - 2 * PAGE, GROUP_SIZE + 5 * PAGE)):
-            await write(tier, one)
-            assert await is_intact(tier, one)
-        assert len(await tier.recover()) == 1
-
-
 async def test_memory_of_any_alignment_will_do(path: Path) -> None:
     memory = memoryview(mmap.mmap(-1, 4 * CAPACITY))
     chance = random.Random(7)
