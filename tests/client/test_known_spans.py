@@ -18,11 +18,11 @@ from kvpool.config import MasterConfig
 from kvpool.errors import DeadlineExceeded, PeerError
 from kvpool.master.service import Master
 from kvpool.ops.metrics import pages_of_master
-from kvpool.protocols import CountedListener, Link
+from kvpool.protocols import Link
 from kvpool.spans import SPAN_BLOCKS, marks_of
 from kvpool.types import ServerStats
 from kvpool.wire import messages as wire
-from tests.client.test_masters import later
+from tests.client.test_masters import ScriptedNetwork, later
 from tests.conftest import keys
 
 ONE, TWO = Namespace("one"), Namespace("two", parts=2)
@@ -88,29 +88,11 @@ class NearMaster:
         pass
 
 
-class NearNetwork:
-    authenticated = True
-
-    def __init__(self, *masters: Link) -> None:
-        self._masters = {f"m{number}:1": one for number, one in enumerate(masters)}
-        self.config = ClientConfig(masters=list(self._masters))
-
-    def connect(self, address: str) -> Link:
-        return self._masters[address]
-
-    async def serve(self, address: str, handler: object) -> CountedListener:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
-
-    async def wait_closed(self) -> None:
-        pass
-
-
 def lookup_of(*masters: Link) -> Lookup:
-    network = NearNetwork(*masters)
-    return Lookup(Masters(network, network.config), cast(Any, None))
+    network = ScriptedNetwork()
+    network.masters.update({f"m{number}:1": one for number, one in enumerate(masters)})
+    config = ClientConfig(masters=list(network.masters))
+    return Lookup(Masters(network, config), cast(Any, None))
 
 
 async def match(
