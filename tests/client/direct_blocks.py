@@ -95,6 +95,15 @@ async def client(served: dev.Dev, gpu: FakeGpu) -> AsyncIterator[Pool]:
         yield pool
 
 
+@pytest.fixture(params=["direct", "staged"])
+async def either(
+    request: pytest.FixtureRequest, served: dev.Dev, gpu: FakeGpu
+) -> AsyncIterator[Pool]:
+    """Clients whose blocks go straight, and through memory of the host."""
+    async with served.pool(configured(served, request.param)) as pool:
+        yield pool
+
+
 @pytest.fixture
 async def auto(
     served: dev.Dev, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,8 @@
 """Client buffers on a device, without one: a hit is never early, a miss or an end never late.
 
 Tensors that say they lie on `cuda:0`, and copy as late as CUDA may (`late_device.py`), over the
-real transports. What a GPU is needed for is in test_gpu.py.
+real transports. What staged and direct calls have in common is in test_direct.py, and what a GPU is
+needed for in test_gpu.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvpool.client import device_staging as staging
 from kvpool.client.buffers import HostRows, with_device_blocks
 from kvpool.device.thread import DeviceThread
 from kvpool.errors import Closed
-from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, value, values
+from tests.conftest import NAMESPACE, TRANSPORTS, eventually, key, keys, value, values
 from tests.support.late_device import Gate, LateEvent, LateTensor, stream
 
 torch = pytest.importorskip("torch", reason="devices need torch")
@@ -130,17 +131,6 @@ async def test_blocks_go_from_device_to_device(client: Pool) -> None:
     assert (await client.match(NAMESPACE, chain)).length == 11
 
 
-async def test_device_and_host_read_each_others_blocks(client: Pool) -> None:
-    chain = keys("both", 6)
-    data = values(chain, SIZE)
-    given = [on_gpu(block) if i % 2 else block for i, block in enumerate(data)]
-    assert set(await client.write(NAMESPACE, chain, given)) == {WriteStatus.STORED}
-    host = buffers(3, SIZE)
-    targets = [empty() if i < 3 else host[i - 3] for i in range(6)]
-    assert all(hits(await client.read(NAMESPACE, chain, targets)))
-    assert [content(target) for target in targets[:3]] + host == data
-
-
 async def test_tensors_of_any_type_and_in_pieces(tcp: Pool) -> None:
     """As engines have them: a layer is a tensor of its own, of another type than bytes."""
     name = key("layers")
@@ -152,15 +142,6 @@ async def test_tensors_of_any_type_and_in_pieces(tcp: Pool) -> None:
         seen = with_device_blocks([target])
     assert hits(await tcp.read(NAMESPACE, [name], seen)) == [True]
     assert [content(piece) for piece in target] == [data[i::4] for i in range(4)]
-
-
-async def test_a_block_smaller_than_its_memory_leaves_the_rest_alone(tcp: Pool) -> None:
-    name = key("small")
-    await tcp.write(NAMESPACE, [name], [b"x" * 100])
-    target = [on_gpu(b"-" * 60), on_gpu(b"-" * 60), on_gpu(b"-" * 80)]
-    (result,) = await tcp.read(NAMESPACE, [name], [target])
-    assert result.size == 100
-    assert b"".join(map(content, target)) == b"x" * 100 + b"-" * 100
 
 
 async def test_a_block_larger_than_a_round(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,24 +263,6 @@ async def test_bytes_that_fail_their_checksum_never_reach_the_device(
 async def test_what_the_pool_does_not_have_is_a_miss_with_its_reason(client: Pool) -> None:
     results = await client.read(NAMESPACE, keys("never", 2), [empty(), empty()])
     assert [result.status for result in results] == [ReadStatus.NEVER_WRITTEN] * 2
-
-
-async def test_a_device_that_is_busy_costs_a_deadline(
-    tcp: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its caller has asked it for something that takes longer: no copy was begun."""
-    (name,) = chain = keys("busy", 1)
-    await tcp.write(NAMESPACE, chain, [value(name, SIZE)])
-    monkeypatch.setattr(Past, "passed", False)
-    target = on_gpu(b"-" * SIZE)
-    (result,) = await tcp.read(NAMESPACE, chain, [target], timeout=0.2)
-    assert result.status is ReadStatus.DEADLINE
-    (status,) = await tcp.write(NAMESPACE, [key("other")], [empty()], timeout=0.2)
-    assert status is WriteStatus.DEADLINE
-    monkeypatch.setattr(Past, "passed", True)
-    assert content(target) == b"-" * SIZE
-    assert hits(await tcp.read(NAMESPACE, chain, [target])) == [True]
-    assert content(target) == value(name, SIZE)
 
 
 async def test_a_copy_waits_for_what_its_caller_asked_the_device_for(
