@@ -550,3 +550,35 @@ def test_a_transfer_of_nothing_known_is_no_free_one() -> None:
     cost = TransferCost()
     cost.observe(0, 0.5)
     assert cost.seconds(3) == pytest.approx(1.5)
+
+
+def test_a_decision_is_counted_once() -> None:
+    """The engine allocates again, without a wish, when a load has ended."""
+    played = Played()
+    played.load("a")
+    played.planner.on_load_result(LoadResult("a", 6 << 20, True, 0.1), played.now)
+    played.allocate("a", 7, 0)
+    counted = {name for name in played.planner.counters if name.startswith("decision")}
+    assert counted == {"decision load"}
+
+
+def test_a_prompt_that_waits_for_anothers_load_has_not_decided() -> None:
+    played = Played(load="always")
+    played.load("a", prompt="p")
+    played.look_up("b", 100, 6, "p")
+    assert played.offer("b", 100) is None
+    before = dict(played.planner.counters)
+    played.allocate("b", 7, 0)
+    assert dict(played.planner.counters) == before
+
+
+def test_what_a_save_of_former_weights_stored_is_saved_again() -> None:
+    played = Played()
+    played.arrive("a", 64, prompt="p")
+    (save,) = played.step("a", 0, 64).saves
+    played.planner.on_reset()
+    played.arrive("b", 64, prompt="p")
+    played.now += 1
+    assert played.saved(save.job) == [1, 2, 3, 4]
+    assert played.planner.counters["saved_blocks"] == 0
+    assert played.step("b", 0, 64).saves
