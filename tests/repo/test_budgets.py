@@ -141,7 +141,6 @@ LONG_FILES = {
     "kvpool/types.py": 857,
     "kvpool/wire/messages.py": 941,
     "transports/kvpool_transports/ucx.py": 882,
-    "tiers/kvpool_tiers/nvme/file_disk.py": 616,
 }
 WIDE_CLASSES = {
     "kvpool/server/eviction/session_hints.py:SessionAwarePolicy": (35, 15),

@@ -13,7 +13,7 @@ from kvpool.errors import ConfigError
 from kvpool.memory_limits import Limit, MemoryLimits, tightest
 from kvpool.ops import doctor
 from kvpool_tiers.dram import Dram
-from kvpool_tiers.nvme import file_disk
+from kvpool_tiers.nvme import opening
 from kvpool_transports.ucx import _check_lockable
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -207,10 +207,10 @@ def test_a_file_of_blocks_that_may_not_be_so_large_is_refused(
         for size, allowed in ((MIB, MIB), (MIB + 4096, MIB)):
             most[0] = allowed
             if size <= allowed:
-                assert file_disk._grow(file.fileno(), tmp_path / "blocks", size) == size
+                assert opening.grow(file.fileno(), tmp_path / "blocks", size) == size
                 continue
             with pytest.raises(ConfigError, match="ulimit -f allows 1 MiB"):
-                file_disk._grow(file.fileno(), tmp_path / "blocks", size)
+                opening.grow(file.fileno(), tmp_path / "blocks", size)
 
 
 def test_doctor_names_what_a_server_here_could_have(machine: Machine) -> None:

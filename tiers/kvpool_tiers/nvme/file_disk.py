@@ -18,10 +18,8 @@ import asyncio
 import contextlib
 import enum
 import errno
-import fcntl
 import mmap
 import os
-import stat
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -32,11 +30,17 @@ from typing import Final, Protocol
 import numpy as np
 
 from kvpool.errors import Closed, ConfigError, Unavailable
-from kvpool.memory_limits import MemoryLimits, tightest
-from kvpool.units import human
+from kvpool_tiers.nvme.opening import (
+    PAGE,
+    claim,
+    error_text,
+    grow,
+    lock,
+    open_direct,
+    open_file,
+    write_all,
+)
 
-#: The unit of direct I/O: memory, offset and size are multiples of it.
-PAGE: Final = 4096
 #: Small calls of one turn of the loop are one batch for a thread, up to so many bytes and calls:
 #: passing a call to a thread costs more than reading a small block.
 _BATCH_BYTES: Final = 256 << 10
@@ -123,14 +127,14 @@ class FileDisk:
         if not 1 <= queue_depth <= _QUEUE_DEPTH_MAX:
             raise ConfigError(f"queue_depth is {queue_depth}, expected 1 to {_QUEUE_DEPTH_MAX}")
         self.path = Path(path)
-        self._fd = _open(self.path)
+        self._fd = open_file(self.path)
         try:
             # Lock before looking at the contents: another server may be writing.
-            _lock(self._fd, self.path)
+            lock(self._fd, self.path)
             empty = not os.fstat(self._fd).st_size
             try:
-                _claim(self._fd, self.path, head, accept)
-                self.size = _grow(self._fd, self.path, size)
+                claim(self._fd, self.path, head, accept)
+                self.size = grow(self._fd, self.path, size)
             except ConfigError:
                 if empty:  # it was empty: do not leave a file behind, its capacity is too large
                     os.unlink(self.path)
@@ -138,7 +142,7 @@ class FileDisk:
         except BaseException:
             os.close(self._fd)
             raise
-        self._direct = _open_direct(self._fd) if direct else -1
+        self._direct = open_direct(self._fd) if direct else -1
         self.mode = "O_DIRECT" if self._direct >= 0 else "buffered"
         self._threads = _DaemonThreads(queue_depth)
         self._queue_depth = queue_depth
@@ -277,7 +281,7 @@ class FileDisk:
         try:
             request.transfer(request.offset + start, piece)
         except OSError as error:
-            request.error = Unavailable(f"{self.path}: {_error_text(error)}")
+            request.error = Unavailable(f"{self.path}: {error_text(error)}")
         except Exception as error:  # the buffer is not usable; the batch's other calls go on
             request.error = error
 
@@ -319,15 +323,15 @@ class FileDisk:
 
     def _write(self, offset: int, buffer: memoryview) -> None:
         if self._direct < 0 or offset % PAGE or len(buffer) % PAGE:
-            _write(self._fd, offset, buffer)
+            write_all(self._fd, offset, buffer)
         elif _is_aligned(buffer):
-            _write(self._direct, offset, buffer)
+            write_all(self._direct, offset, buffer)
         else:
             for start in range(0, len(buffer), _BOUNCE_BYTES):
                 piece = buffer[start : start + _BOUNCE_BYTES]
                 bounce = self._bounce(len(piece))
                 _copy(piece, bounce)
-                _write(self._direct, offset + start, bounce)
+                write_all(self._direct, offset + start, bounce)
 
     def _truncate(self, size: int, _: memoryview) -> None:
         if os.fstat(self._fd).st_size > size:
@@ -465,12 +469,6 @@ def _read(fd: int, offset: int, buffer: memoryview) -> int:
     return count
 
 
-def _write(fd: int, offset: int, buffer: memoryview) -> None:
-    count = 0
-    while count < len(buffer):
-        count += os.pwrite(fd, buffer[count:], offset + count)
-
-
 def _copy(source: memoryview, target: memoryview) -> None:
     """Copy bytes. With numpy, because it releases the GIL; slice assignment does not."""
     size = min(len(source), len(target))
@@ -482,135 +480,3 @@ def _is_aligned(buffer: memoryview) -> bool:
         return True
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address % PAGE == 0
-
-
-def _error_text(error: OSError) -> str:
-    """`EIO: Input/output error`."""
-    return f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror or error}"
-
-
-# --- opening -----------------------------------------------------------------------------------
-
-
-def _open(path: Path) -> int:
-    """A descriptor of a regular file, which is created where there is none."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory, expected a file") from None
-    except FileNotFoundError:
-        raise ConfigError(f"{path} cannot be created: its directory does not exist") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be opened for writing: {_error_text(error)}") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ConfigError(f"{path} is not a regular file: a tier needs a file of its own")
-    return fd
-
-
-def _lock(fd: int, path: Path) -> None:
-    """Lock this open file; the kernel unlocks it when the process ends, also after kill -9."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        ours, named = os.fstat(fd), os.stat(path)
-    except BlockingIOError:
-        raise ConfigError(
-            f"{path} is in use by {_owner(fd)}: each server needs a file of its own"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be locked: {_error_text(error)}") from None
-    if (ours.st_dev, ours.st_ino) != (named.st_dev, named.st_ino):
-        raise ConfigError(f"{path} was replaced while it was opened")
-
-
-def _owner(fd: int) -> str:
-    """The process that has the lock as text, if the kernel shows it."""
-    status = os.fstat(fd)
-    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    with contextlib.suppress(OSError), open("/proc/locks") as locks:
-        for line in locks:
-            fields = line.split()
-            if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == device:
-                return f"process {fields[4]}"
-    return "another process"
-
-
-def _claim(fd: int, path: Path, head: bytes, accept: Callable[[bytes], object]) -> None:
-    """Write our mark into an empty file, to the disk, before it grows; check any other file."""
-    try:
-        if os.fstat(fd).st_size:
-            accept(_read_head(fd, len(head)))
-        else:
-            _write(fd, 0, memoryview(head))
-            os.fsync(fd)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be used: {_error_text(error)}") from None
-
-
-def _read_head(fd: int, size: int) -> bytes:
-    """The first bytes of the file, with zeros for pages that cannot be read; OSError if none can.
-
-    Page by page: `accept` may be content with one of them.
-    """
-    head = bytearray()
-    problem: OSError | None = None
-    read_any = False
-    for offset in range(0, size, PAGE):
-        try:
-            piece = os.pread(fd, min(PAGE, size - offset), offset)
-        except OSError as error:
-            problem, piece = error, bytes(PAGE)
-        else:
-            read_any = True
-        head += piece
-    if problem is not None and not read_any:
-        raise problem
-    return bytes(head)
-
-
-def _grow(fd: int, path: Path, size: int) -> int:
-    """Give the file at least `size` bytes, all allocated: no other file can use them up later.
-
-    Returns its size in whole pages. Raises ConfigError instead of using space that the file system
-    reserves for root.
-    """
-    before = os.fstat(fd).st_size
-    bound = tightest(MemoryLimits().file_size())
-    if size > bound.free:
-        raise ConfigError(
-            f"{path} is to have {human(size)}, {bound.name} allows {human(bound.free)}: lower "
-            f"`capacity` or raise {bound.advice}"
-        )
-    try:
-        missing = size - os.fstat(fd).st_blocks * 512
-        volume = os.fstatvfs(fd)
-        free = volume.f_bavail * volume.f_frsize
-        if missing > free:
-            problem = f"needs {human(missing)} more, its file system has {human(free)} free"
-            raise ConfigError(f"{path} {problem}: lower `capacity`")
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                os.ftruncate(fd, min(before, size))
-                raise
-            os.ftruncate(fd, max(before, size))  # it may still run full later: ENOSPC
-    except OSError as error:
-        raise ConfigError(f"{path} cannot have {human(size)}: {_error_text(error)}") from None
-    return max(size, before - before % PAGE)
-
-
-def _open_direct(fd: int) -> int:
-    """A second descriptor of the same file, with O_DIRECT; -1 where that is refused."""
-    direct = -1
-    try:
-        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        with mmap.mmap(-1, PAGE) as page:
-            os.preadv(direct, [page], 0)  # some file systems refuse only now
-    except OSError:
-        if direct >= 0:
-            os.close(direct)
-        return -1
-    return direct
