@@ -113,8 +113,7 @@ class Fleet:
                     page += piece
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
-        values: dict[str, float] = {}
-        fields: dict[str, str] = {}
+        values, fields = dict[str, float](), dict[str, str]()
         for name, labels, text in _SERIES.findall(page.decode(errors="replace")):
             if name == "kvpool_name_info" and text in ("1", "1.0"):
                 found = dict(_LABEL.findall(labels))
