@@ -120,7 +120,9 @@ class Process:
         try:
             self._read(process)
         except Exception:
-            process.terminate()  # nobody reads what it says any more, so it would wait for ever
+            process.terminate()
+            assert process.stdout is not None
+            process.stdout.close()  # nobody reads what it says any more: it would wait for that
             raise
         finally:
             process.wait()

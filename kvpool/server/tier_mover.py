@@ -176,8 +176,14 @@ class TierMover(Mover):
 
     def promote(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
         """As many as may be under way at a time (design: promotion)."""
-        if (left := self.promotions.left) > 0:
-            self._start_promotions(namespace, part, digests, left)
+        self._promote_some(namespace, part, digests)
+
+    def _promote_some(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> bool:
+        """`promote`; whether to do it again after others had their turn."""
+        if (left := self.promotions.left) <= 0:
+            return False
+        self._start_promotions(namespace, part, digests, left)
+        return self._store.transfers.behind
 
     def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], size_max: int
@@ -210,10 +216,10 @@ class TierMover(Mover):
         self, namespace: Namespace, part: int, digests: Sequence[bytes], until: float
     ) -> bool:
         """False also where nothing is under way that would free room (design: promotion)."""
-        self.promote(namespace, part, digests)
-        while self._store.transfers.behind and _now() < until:
+        while self._promote_some(namespace, part, digests):
+            if _now() >= until:
+                break
             await asyncio.sleep(0)
-            self.promote(namespace, part, digests)
         waiter = self.promotions.waiter(namespace, part, digests)
         if not waiter.remaining and not self._store.is_held:
             return False
@@ -320,7 +326,9 @@ class TierMover(Mover):
         if not await self.records.erase():
             return False
         copies = self._store.transfers.try_writeback(_now())
-        return not copies or await self._demote(copies)
+        if not copies:  # nothing to write, or not yet
+            return not self._store.transfers.behind
+        return await self._demote(copies)
 
     def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         return self._own(asyncio.get_running_loop().create_task(work))

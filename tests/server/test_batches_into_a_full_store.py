@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from kvpool.server.eviction.density import Density
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.programs import Programs
 from kvpool.server.eviction.tenant_orders import TenantOrders
+from kvpool.server.state import store
 from kvpool.server.state.budget import START, Budget
 from kvpool.server.state.extents import STEPS_MAX, STEPS_OF_EVICTION
 from kvpool.server.state.quota import Quota
@@ -22,7 +23,7 @@ from kvpool.server.state.store import Store
 from kvpool.server.state.tenants import set_quotas
 from kvpool.server.state.tier_stores import FileStore
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Namespace, WriteStatus
+from kvpool.types import ROOT, Namespace, SessionHint, WriteStatus
 from tests.conftest import keys
 
 PAGE = 4096
@@ -166,3 +167,53 @@ def test_no_block_of_a_batch_takes_the_place_of_its_parent() -> None:
         *[WriteStatus.NO_SPACE] * 3,
     ]
     assert books.index.peek(NAMESPACES[0], 0, old[1]) is not None
+
+
+def test_a_block_that_was_here_does_not_go_for_its_new_child() -> None:
+    books = Store(8 * PAGE)
+    fill(books, 8)
+    here, new = keys("old", 1), keys("new", 8)
+    parents = [ROOT] * 8 + here
+    request = ReserveRequest(NAMESPACES[0], 0, [*here, *new], parents, [PAGE] * 9)
+    answers = books.reserve(1, request, 1.0)
+    assert answers[-1].status is WriteStatus.NO_SPACE
+    assert books.index.peek(NAMESPACES[0], 0, here[0]) is not None
+
+
+@pytest.mark.parametrize("policy", [LRU, Density], ids=lambda one: one.__name__)
+def test_a_tenant_at_its_limit_stays_there_with_batches_of_large_blocks(
+    policy: type[LRU] | type[Density],
+) -> None:
+    books = FileStore(64 * PAGE, policy=policy(64 * PAGE))
+    set_quotas(books, {"acme": Quota(0, 30 * PAGE)})
+    for turn in range(60):
+        size = PAGE * (1, 5, 2, 1, 10)[turn % 5]
+        chain = keys(f"chain {turn}", 1 + turn % 7)
+        namespace = NAMESPACES[turn % 2]
+        parents = [ROOT, *chain[:-1]]
+        request = ReserveRequest(namespace, 0, chain, parents, [size] * len(chain))
+        answers = books.reserve(1, request, float(turn))
+        books.seal_all(1, ids := [one.id for one in answers if one.id], ids, turn + 0.5)
+        accounts = cast("TenantOrders", books.extents.policy).accounts
+        assert all(one.used <= one.limit for one in accounts)
+
+
+@pytest.mark.parametrize("hint", [None, SessionHint("one", 1.0)])
+def test_a_batch_is_looked_at_once(
+    hint: SessionHint | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose blocks are not alike, or come one by one: not again for each block."""
+    looks, alike = 0, store._are_alike
+
+    def count(*arguments: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return alike(*arguments)
+
+    monkeypatch.setattr(store, "_are_alike", count)
+    books = Store(64 * PAGE)
+    fill(books, 64)
+    new = keys("new", 32)
+    sizes = [PAGE, 2 * PAGE] * 16
+    books.reserve(1, ReserveRequest(NAMESPACES[0], 0, new, [ROOT] * 32, sizes, hint), 1.0)
+    assert looks == (hint is None)

@@ -93,7 +93,7 @@ class Extents:
         if isinstance(made, Reservation):
             return made
         newcomer.index.count(self.allocator.rounded(newcomer.size))
-        return [made, *self._make_more(newcomer, owner, now, more)][::-1]
+        return [made, *self._make_more(newcomer, owner, now, more)][::-1] if more else [made]
 
     def fit(self, newcomer: Entry, owner: int, now: float, last_used: int) -> int | Reservation:
         """Evict victims, used before `last_used`, until `newcomer` fits: its offset, or the
@@ -169,9 +169,9 @@ class Extents:
         """As `fit` for blocks like this one that come next, as long as each takes one victim."""
         size, index, made = self.allocator.rounded(newcomer.size), newcomer.index, 0
         within = min(within, self.held.owner(owner).left_to_evict(self.held.limits.writes) - size)
-        # Hints count each block that is entered; who waits for the disk does so for each block.
-        usual = self.policy.in_a_row and newcomer.session is None and not self.demotes
-        while usual and made < within and self.steps_left > 0 and self.allocator.available < size:
+        while made < within and self.steps_left > 0 and self.allocator.available < size:
+            if index.account.exceeds(size):  # one of its own has to go, perhaps more
+                return
             victim = self.policy.victim(newcomer, self.evictable, now)
             if not isinstance(victim, Entry):
                 return

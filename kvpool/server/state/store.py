@@ -102,6 +102,9 @@ class Store:
         # Not yet entered: all at once, before room is made or the policy touches another block.
         fresh: list[Entry] = []
         spare: list[int] = []  # extents for the blocks that follow
+        # Hints count each block that is entered; who waits for the disk does so for each block.
+        in_a_row = policy.in_a_row and session is None and not extents.demotes
+        alike: bool | None = None if in_a_row else False  # None: not looked at yet
         found = index.blocks.get_all(request.digests)
         for known, (digest, parent, size, stamp, copies) in zip(found, _rows(request), strict=True):
             if known is None or known.state not in _HERE:  # it has made room for one before it
@@ -129,7 +132,10 @@ class Store:
                     offset = None if over else allocator.allocate(size)
                     if offset is None:
                         self._enter(index, holder, fresh, now)
-                        more = min(left, taken * _alike_behind(len(answers), request, found))
+                        done = len(answers) + 1
+                        if alike is None:
+                            alike = _are_alike(done, request, found)
+                        more = min(left, taken * (len(found) - done)) if alike else 0
                         made = extents.make(entry, owner, now, stamp, more)
                         if isinstance(made, Reservation):
                             answers.append(refusal := made)
@@ -374,12 +380,14 @@ class Store:
         fresh.clear()
 
 
-def _alike_behind(done: int, request: ReserveRequest, found: Sequence[Entry | None]) -> int:
-    """How many blocks follow, if all are new, as large, and children of no older block; else 0."""
-    rest, new = slice(done + 1, None), {ROOT, *request.digests}
-    alike = not any(found[rest]) and len({*request.sizes[done:]}) == 1 and not request.last_used
-    apart = new >= {*request.parents[rest]} and len(new) > len(found)
-    return len(found) - done - 1 if alike and apart else 0
+def _are_alike(done: int, request: ReserveRequest, found: Sequence[Entry | None]) -> bool:
+    """Whether all blocks from here on are new, as large as the last one before, and children of
+    new ones only: room that is made for one of them at once takes nothing that another needs."""
+    digests, rest = request.digests, slice(done, None)
+    if any(found[rest]) or request.last_used or len({*request.sizes[done - 1 :]}) > 1:
+        return False
+    new = {ROOT, *(digest for digest, known in zip(digests, found, strict=True) if known is None)}
+    return new >= {*request.parents[rest]} and len({*digests}) == len(digests)
 
 
 def _rows(request: ReserveRequest) -> Iterable[tuple[bytes, bytes, int, int, int]]:

@@ -99,15 +99,19 @@ class TierTransfers:
         while self._to_promote and taken < size_max and len(copies) < count_max:
             entry = self._to_promote.popleft()
             if entry.state is State.STORED:
-                for tier in self.cache_tiers:
-                    if tier not in self._index.offline:
-                        self._start(copies, entry, self._front_tier, tier, now)
+                tiers = [tier for tier in self.cache_tiers if tier not in self._index.offline]
+                starts = [self._start(copies, entry, self._front_tier, one, now) for one in tiers]
+                if WriteStatus.NOT_YET in starts:
+                    self._to_promote.appendleft(entry)
+                    self.behind = True
+                    break
                 taken += entry.size
         return copies
 
     def try_writeback(self, now: float) -> list[TierTransfer]:
         """One block to copy to a read-only backing tier, to see if it takes writes again."""
         copies: list[TierTransfer] = []
+        self.behind = False
         self._start_writebacks(copies, 1, 1, now)
         return copies
 

@@ -161,7 +161,8 @@ class Recovery:
             known.pop()  # to give back a million of them takes a while, too
         places = FreePlaces(self._geometry.capacity, self._geometry.alignment)
         # One that reaches over the new end may not be written over before it is moved.
-        across = [one for one in beyond if one.offset < self._geometry.capacity]
+        end_now = self._geometry.capacity
+        across = [one async for one in in_turns(beyond) if one.offset < end_now]
         taken = ((one.offset, one.size) for one in chain(inside, across))
         extents = chain(taken, self._headers.unnamed.extents())
         async for extent in in_order(extents, itemgetter(0)):
