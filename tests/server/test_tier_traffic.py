@@ -97,6 +97,26 @@ async def test_what_moves_between_tiers_waits_for_the_order_of_eviction(tmp_path
         check_invariants(stack)
 
 
+async def test_what_was_put_off_comes_to_a_cache_tier_all_the_same(tmp_path: Path) -> None:
+    block, tiers = 64 << 10, ["dram:4MiB", "dram:1MiB", f"nvme:{tmp_path}/file:8MiB"]
+    chain = keys("chain", 40)
+    async with dev.serve(tiers=tiers) as running, running.pool() as pool:
+        stack = running.servers[0].stack
+        cache = stack.stores[1]
+        for first in range(0, 40, 8):
+            some = chain[first : first + 8]
+            await pool.write(NAMESPACE, some, values(some, block))
+        await eventually(lambda: not stack.front.extents.dirty)
+        await pool.read(NAMESPACE, chain[:16], buffers(16, block))
+        await eventually(lambda: cache.index.stored == 16)  # full
+        left, more = put_off(cache, 16), chain[16:24]
+        await pool.read(NAMESPACE, more, buffers(8, block))
+        await eventually(
+            lambda: all(cache.index.peek(NAMESPACE, 0, digest) is not None for digest in more)
+        )
+        assert left == [0]
+
+
 async def test_only_a_last_tier_that_lasts_makes_a_server_durable() -> None:
     """Otherwise what a server does not hand over before a restart is lost."""
     async with dev.serve(tiers=["dram:1MiB", "dram:2MiB"]) as running:
