@@ -194,13 +194,14 @@ def _check_picture(path: Path | None) -> None:
 
 
 def _write_picture(path: Path, picture: str) -> None:
-    """Whole, or an error: part of a picture is none."""
-    before = path.exists()
+    """Whole, or an error, and then what was there before: part of a picture is none."""
+    path = path.resolve()
+    whole = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.write_text(picture)
+        whole.write_text(picture)
+        whole.replace(path)
     except OSError as error:
-        if not before:
-            path.unlink(missing_ok=True)
+        whole.unlink(missing_ok=True)
         fail(Unavailable(f"--picture {path}: {error.strerror}"))
 
 

@@ -225,5 +225,6 @@ def run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:
 
 def fail(error: KvpoolError) -> NoReturn:
     """Print the error; exit code 2 for a usage error, otherwise 1."""
+    stderr.quiet = False  # what failed earlier may be over, and this is the last that is told
     stderr.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
     raise typer.Exit(2 if isinstance(error, UsageError) else 1)

@@ -62,9 +62,10 @@ def test_a_picture_is_whole_or_none(tmp_path: Path) -> None:
         done = kvpool("replay", *play, "--picture", str(wrong))
         assert (done.code, done.out) == (2, "")  # before it plays
         assert f"--picture {wrong}: expected a file" in done.err
-    full = tmp_path / "p.svg"
+    full, before = tmp_path / "p.svg", "<svg>of the last time</svg>"
+    full.write_text(before)
     command = [*KVPOOL, "replay", *play, "--json", "--picture", str(full)]
-    limit = (0, resource.RLIM_INFINITY)
+    limit = (512, resource.RLIM_INFINITY)
     done = subprocess.run(
         command,
         capture_output=True,
@@ -75,7 +76,7 @@ def test_a_picture_is_whole_or_none(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert f"--picture {full}: File too large" in done.stderr
     assert json.loads(done.stdout)["requests"] == 3
-    assert not full.exists()
+    assert [one.read_text() for one in tmp_path.iterdir()] == [before]
 
 
 def test_closed_streams_are_replaced_before_a_socket_takes_their_place() -> None:

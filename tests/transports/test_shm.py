@@ -17,12 +17,13 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import kvpool
 from kvpool import ClientConfig, Cluster, dev
-from kvpool.errors import ConfigError, Unauthenticated, Unavailable
+from kvpool.errors import BadMessage, ConfigError, Unauthenticated, Unavailable
 from kvpool.protocols import Channel, Peer, ReadOptions, WriteOptions
 from kvpool.types import ROOT, ReadBlock, WriteBlock, WriteStatus
 from kvpool.wire import auth
@@ -342,6 +343,27 @@ async def test_the_time_for_copying_is_not_the_servers() -> None:
         (result,) = await channel.read(options, [block], deadline=deadline)
         assert result.status.hit
         assert timer.told[-1] == "disarm"
+        await channel.close()
+
+
+async def test_an_answer_that_lacks_places_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over tcp it would be complete: here the bytes do not follow."""
+    send = serving.StreamSession._send
+
+    async def without(session: Any, message: Any, *arguments: Any, **more: Any) -> None:
+        if isinstance(message, wire.Data):
+            message = wire.Data(message.statuses, message.sizes, message.checksums)
+        await send(session, message, *arguments, **more)
+
+    async with pool_of(OPEN) as running:
+        channel = await connect(shm_address(running))
+        assert await write(channel, "here") == [WriteStatus.STORED]
+        monkeypatch.setattr(serving.StreamSession, "_send", without)
+        data = bytearray(8192)
+        block = ReadBlock(key("here"), (memoryview(data),), len(data))
+        deadline = asyncio.get_running_loop().time() + 5
+        with pytest.raises(BadMessage, match="1 hits, 0 offsets"):
+            await channel.read(ReadOptions(NAMESPACE, 0), [block], deadline=deadline)
         await channel.close()
 
 
