@@ -176,14 +176,8 @@ class TierMover(Mover):
 
     def promote(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
         """As many as may be under way at a time (design: promotion)."""
-        self._promote_some(namespace, part, digests)
-
-    def _promote_some(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> bool:
-        """`promote`; whether to do it again after others had their turn."""
-        if (left := self.promotions.left) <= 0:
-            return False
-        self._start_promotions(namespace, part, digests, left)
-        return self._store.transfers.behind
+        if (left := self.promotions.left) > 0:
+            self._start_promotions(namespace, part, digests, left)
 
     def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], size_max: int
@@ -216,10 +210,11 @@ class TierMover(Mover):
         self, namespace: Namespace, part: int, digests: Sequence[bytes], until: float
     ) -> bool:
         """False also where nothing is under way that would free room (design: promotion)."""
-        while self._promote_some(namespace, part, digests):
-            if _now() >= until:
-                break
+        self.promote(namespace, part, digests)
+        # Where no more may come up, what is behind is another call.
+        while self._store.transfers.behind and self.promotions.left > 0 and _now() < until:
             await asyncio.sleep(0)
+            self.promote(namespace, part, digests)
         waiter = self.promotions.waiter(namespace, part, digests)
         if not waiter.remaining and not self._store.is_held:
             return False

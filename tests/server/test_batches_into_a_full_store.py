@@ -214,14 +214,14 @@ def test_a_batch_is_looked_at_once(
     hint: SessionHint | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one whose blocks are not alike, or come one by one: not again for each block."""
-    looks, alike = 0, store._are_alike
+    looks, alike = 0, store._AlikeBlocks._are_alike
 
     def count(*arguments: Any) -> bool:
         nonlocal looks
         looks += 1
         return alike(*arguments)
 
-    monkeypatch.setattr(store, "_are_alike", count)
+    monkeypatch.setattr(store._AlikeBlocks, "_are_alike", count)
     books = Store(64 * PAGE)
     fill(books, 64)
     new = keys("new", 32)

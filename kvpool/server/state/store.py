@@ -82,10 +82,9 @@ class Store:
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         """Reserve space for each block that is not here yet, evicting others where needed.
 
-        One writer gets `RESERVED`, others `IN_PROGRESS` or `ALREADY_STORED`. After a `NO_SPACE` or
-        `BYPASSED` the rest is refused, too: blocks behind a missing one are of no use (design:
-        eviction). Who holds as much as it may gets `NOT_YET` until it has sealed (design: budgets).
-        `in_steps`, the rest is MAKING_ROOM when the call has worked for long enough.
+        One writer gets RESERVED, others IN_PROGRESS or ALREADY_STORED. After a NO_SPACE or BYPASSED
+        the rest is refused, too: of no use (design: eviction). Who holds as much as it may gets
+        NOT_YET until it has sealed (design: budgets); `in_steps`, MAKING_ROOM after some work.
         """
         extents, held, allocator = self.extents, self.held, self.allocator
         policy, blocks_at = extents.policy, extents.blocks_at
@@ -93,19 +92,17 @@ class Store:
         account, holder = index.account, held.owner(owner)
         reservations, left = holder.reservations, held.left_to_reserve(holder)
         session = policy.begin_write(index, request, now, moved=owner == MOVER)
-        granted: dict[bytes, Entry] = {}
-        answers: list[Reservation] = []
+        granted, answers = dict[bytes, Entry](), list[Reservation]()
         # What is above a lowered limit goes in steps, not all at once for a block that moves.
         refusal = _NO_SPACE if owner == MOVER and account.used > account.limit else None
         in_steps, mask = extents.in_steps and owner != MOVER, allocator.alignment - 1
         extents.steps_left = STEPS_MAX if in_steps else UNLIMITED
-        # Not yet entered: all at once, before room is made or the policy touches another block.
-        fresh: list[Entry] = []
+        fresh: list[Entry] = []  # entered at once, before the policy touches another block
         spare: list[int] = []  # extents for the blocks that follow
+        found = index.blocks.get_all(request.digests)
         # Hints count each block that is entered; who waits for the disk does so for each block.
         in_a_row = policy.in_a_row and session is None and not extents.demotes
-        alike: bool | None = None if in_a_row else False  # None: not looked at yet
-        found = index.blocks.get_all(request.digests)
+        alike = _AlikeBlocks(request, found) if in_a_row else None
         for known, (digest, parent, size, stamp, copies) in zip(found, _rows(request), strict=True):
             if known is None or known.state not in _HERE:  # it has made room for one before it
                 known = granted.get(digest)
@@ -132,10 +129,7 @@ class Store:
                     offset = None if over else allocator.allocate(size)
                     if offset is None:
                         self._enter(index, holder, fresh, now)
-                        done = len(answers) + 1
-                        if alike is None:
-                            alike = _are_alike(done, request, found)
-                        more = min(left, taken * (len(found) - done)) if alike else 0
+                        more = min(left, taken * alike.behind(len(answers) + 1)) if alike else 0
                         made = extents.make(entry, owner, now, stamp, more)
                         if isinstance(made, Reservation):
                             answers.append(refusal := made)
@@ -380,14 +374,29 @@ class Store:
         fresh.clear()
 
 
-def _are_alike(done: int, request: ReserveRequest, found: Sequence[Entry | None]) -> bool:
-    """Whether all blocks from here on are new, as large as the last one before, and children of
-    new ones only: room that is made for one of them at once takes nothing that another needs."""
-    digests, rest = request.digests, slice(done, None)
-    if any(found[rest]) or request.last_used or len({*request.sizes[done - 1 :]}) > 1:
-        return False
-    new = {ROOT, *(digest for digest, known in zip(digests, found, strict=True) if known is None)}
-    return new >= {*request.parents[rest]} and len({*digests}) == len(digests)
+class _AlikeBlocks:
+    """How many blocks of a batch follow for which room can be made together: looked at once."""
+
+    def __init__(self, request: ReserveRequest, found: Sequence[Entry | None]) -> None:
+        self._request = request
+        self._found = found
+        self._alike: bool | None = None
+
+    def behind(self, done: int) -> int:
+        """After the first `done`; 0 if any of them is not like the last of those."""
+        if self._alike is None:
+            self._alike = self._are_alike(done)
+        return len(self._found) - done if self._alike else 0
+
+    def _are_alike(self, done: int) -> bool:
+        """All are new, as large, and children of new ones only: so what makes room for one of them
+        takes nothing that another needs."""
+        request, digests, rest = self._request, self._request.digests, slice(done, None)
+        if any(self._found[rest]) or request.last_used or len({*request.sizes[done - 1 :]}) > 1:
+            return False
+        pairs = zip(digests, self._found, strict=True)
+        new = {ROOT, *(digest for digest, known in pairs if known is None)}
+        return new >= {*request.parents[rest]} and len({*digests}) == len(digests)
 
 
 def _rows(request: ReserveRequest) -> Iterable[tuple[bytes, bytes, int, int, int]]:
