@@ -40,6 +40,8 @@ Bytes = npt.NDArray[np.uint8]
 
 _NAMESPACE = Namespace("bench")
 _SINGLE = 128 << 10
+#: Of small blocks much is padding, and single ones are written, too.
+_CAPACITY_MIN = 64 << 20
 _CHAIN = 640
 _RAW_PIECE = 2 << 20
 
@@ -79,7 +81,7 @@ async def bench(options: BenchOptions, console: Console) -> BenchReport:
     report = BenchReport(machine=machine())
     size = options.block_size * options.batch
     schemes = list(registry.transports(_LISTEN))  # ucx is an extra, and may not be there
-    async with serving(4 * size, schemes) as address:
+    async with serving(max(4 * size, _CAPACITY_MIN), schemes) as address:
         work = _Work(options, address, report, console)
         await work.bulk("shm", work.memcpy, "memcpy")
         await work.views()
@@ -202,7 +204,8 @@ class _Work:
         """A match and a read of one small block, verified."""
         async with await self._pool(transport, True) as pool:
             key = secrets.token_bytes(32)
-            source, target = self._source.reshape(-1)[:_SINGLE], bytearray(_SINGLE)
+            source = self._source.reshape(-1)[:_SINGLE]  # a small batch has less
+            target = bytearray(source.size)
             await pool.write(_NAMESPACE, [key], [source.data])
             seconds = []
             for _ in range(self._options.calls):

@@ -63,6 +63,13 @@ def test_status(pool: LocalPool) -> None:
     assert member["blocks"] == 3
 
 
+def test_the_smallest_batches_are_measured() -> None:
+    """They are less than the block that is read alone, and than an extent each."""
+    done = kvpool("bench", "--block-size", "1", "--batch", "2", "--rounds", "1", "--json")
+    assert "error" not in done.stderr
+    assert json.loads(done.stdout)["rows"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -42,7 +42,6 @@ log = logs.get("kvpool.nvme")
 _REGIONS_AT_ONCE: Final = 4
 #: Headers that are parsed before other coroutines have their turn: about a millisecond.
 _YIELD_EVERY: Final = 128
-_SORTED_AT_ONCE: Final = 4096
 #: Headers that are erased at once.
 _ERASED_MAX: Final = 1024
 #: Bytes that are moved at once when the file becomes smaller; no more are after so many seconds.
@@ -137,9 +136,7 @@ class Recovery:
         """Records within the capacity, and those that reach beyond it."""
         records: list[Record] = []
         beyond: list[Record] = []
-        for number, one in enumerate(found):
-            if number % _SORTED_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        async for one in in_turns(found):
             inside = one.offset + one.size <= self._geometry.capacity
             if isinstance(one, UnnamedHeader):
                 self._dropped[self._headers.table.lost(one)] += 1
