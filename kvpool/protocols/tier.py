@@ -189,10 +189,10 @@ class PersistentTier(Protocol):
 
         Called once, before anything is written. Damaged contents raise no error: a record that does
         not verify is dropped, and does not come back later. (One that was hidden by damage
-        elsewhere, and is whole again, may come back.) Every record returned was persisted in
-        this form. Of extents that overlap, the one with the highest generation is returned. Raises
-        Unavailable when the medium fails as a whole, and ConfigError when its contents are not this
-        tier's.
+        elsewhere, and is whole again, may come back.) Every record returned was persisted in this
+        form. Of extents that overlap, the one with the highest generation is returned. A list is
+        the caller's, who empties it. Raises Unavailable when the medium fails as a whole, and
+        ConfigError when its contents are not this tier's.
         """
 
 

@@ -63,7 +63,8 @@ class TierRecords:
         durable = self._durable.get(self._store.backing_tier)
         if durable is None:
             return
-        records = list(await durable.recover())
+        found = await durable.recover()
+        records = found if isinstance(found, list) else list(found)  # a million is not copied
         recovered = len(records)
         logged_at = _now()
         for _ in self._store.restore(records, logged_at):
@@ -75,17 +76,17 @@ class TierRecords:
             del records[-_FREED_AT_ONCE:]
             await asyncio.sleep(0)
         await self.erase()
-        found = self._store.backing
+        index = self._store.backing.index
         if isinstance(durable, ReportsDropped):
             dropped.update(durable.dropped)
-        if refused := recovered - found.index.stored:
+        if refused := recovered - index.stored:
             dropped["refused"] = refused
         report = log.warning if dropped else log.info
         report(
             "tier is warm",
             tier=name,
-            blocks=found.index.stored,
-            bytes=found.index.stored_bytes,
+            blocks=index.stored,
+            bytes=index.stored_bytes,
             dropped=sum(dropped.values()),
             why=", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())),
         )

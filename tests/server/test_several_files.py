@@ -26,6 +26,7 @@ from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Record
 from kvpool_tiers.nvme.several import NvmeFiles
+from kvpool_tiers.nvme.tier import Nvme
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.failing_disk import FailingDisk
 
@@ -446,7 +447,7 @@ async def test_others_have_their_turn_while_what_was_found_is_put_together() -> 
         path, encrypted, alignment, capacity = Path("any"), False, 4096, 1 << 30
 
         async def recover(self) -> list[Record]:
-            return [Found(*one) for one in records()]
+            return InPieces(Found(*one) for one in records())
 
     files = NvmeFiles([File(), File()])  # type: ignore[list-item]
     recovering, turns, most = asyncio.create_task(files.recover()), 0, 0
@@ -457,5 +458,32 @@ async def test_others_have_their_turn_while_what_was_found_is_put_together() -> 
     found = await recovering
     assert turns >= 10_000 // 512
     assert (freed, most <= 512) == (10_000, True)
+    found.sort(key=lambda one: one.offset)
     assert list(found[:5000]) == records()
     assert [one.offset - (1 << 30) for one in found[5000:]] == [n * 4096 for n in range(5000)]
+
+
+class InPieces(list[Record]):
+    """Records that nobody may go through in one turn of the loop, as if they were a million."""
+
+    def _all(self) -> Any:
+        raise AssertionError("all in one turn")
+
+    __iter__ = __reversed__ = _all
+
+
+async def test_a_start_looks_at_what_is_found_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = ["dram:2MiB", f"nvme:{tmp_path}/file:16MiB"]
+    chain = keys("chain", 8)
+    async with dev.serve(tiers=tiers) as running, running.pool() as pool:
+        await pool.write(NAMESPACE, chain, values(chain, BLOCK))
+    recover = Nvme.recover
+
+    async def in_pieces(file: Nvme) -> list[Record]:
+        return InPieces(await recover(file))
+
+    monkeypatch.setattr(Nvme, "recover", in_pieces)
+    async with dev.serve(tiers=tiers) as running:
+        assert running.servers[0].stack.stored == len(chain)

@@ -38,6 +38,7 @@ class _File(Tier, PersistentTier, Protocol):
     def use_key(self, key: bytes) -> None: ...
     def keeps(self, offset: int) -> bool: ...
     def check_storable(self, records: Sequence[Record]) -> None: ...
+    async def recover(self) -> list[Record]: ...
 
 
 class NvmeFiles:
@@ -124,17 +125,20 @@ class NvmeFiles:
             found[number].append(offset - self._starts[number])
         await all_of(self.files[number].erase(local) for number, local in found.items())
 
-    async def recover(self) -> Sequence[Record]:
-        """Of all files. Raises what one of them raises: it has to be left out of the tier then."""
+    async def recover(self) -> list[Record]:
+        """Of all files, in no order.
+
+        Raises what one of them raises: it has to be left out of the tier then.
+        """
         found: list[Record] = []
         recovered = await all_of(one.recover() for one in self.files)
         for start in self._starts:
-            # Given back in pieces: to free a million of them takes as long as to make them.
-            records = list(reversed(recovered.pop(0)))
+            # From the end: to copy a million of them, or to free them at once, takes too long.
+            records = recovered.pop(0)
             while records:
-                some = reversed(records[-_RECORDS_AT_ONCE:])
+                some = records[-_RECORDS_AT_ONCE:]
+                del records[-_RECORDS_AT_ONCE:]
                 found += [one._replace(offset=start + one.offset) for one in some]
-                del records[-_RECORDS_AT_ONCE:], some
                 await asyncio.sleep(0)
         return found
 

@@ -228,7 +228,7 @@ class Nvme:
                 self._headers.forget(offset)
                 self._payload.forget(offset)
 
-    async def recover(self) -> Sequence[Record]:
+    async def recover(self) -> list[Record]:
         """The records that were persisted and whose headers are valid. (design: nvme-format)
 
         Reads the headers only, not the payload, and lets other coroutines run every millisecond.
