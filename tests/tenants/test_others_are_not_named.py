@@ -29,10 +29,11 @@ from kvpool.ops.client_metrics import PoolMetrics
 from kvpool.secret_file import TenantKey
 from kvpool.types import Namespace, ServerStats
 from kvpool.wire import messages as wire
-from kvpool.wire.access import TENANT_MAY, Access
+from kvpool.wire.access import TENANT_MAY, Access, names_of
 from kvpool_transports.tcp import TcpTransport
-from tests.conftest import buffers, keys, values
+from tests.conftest import buffers, eventually, keys, values
 from tests.support import tenant_pool as tenants
+from tests.support.moves import moves_of
 from tests.support.raw_peers import Raw, ask, frame
 from tests.support.tenant_pool import TenantPool, tenant, tenant_pool
 
@@ -129,8 +130,11 @@ def about(keys: dict[str, Any], count: int) -> list[wire.Message]:
 
 
 def test_every_request_is_sent() -> None:
+    """And what names somebody, about `zebra`, too."""
     asked = {type(message) for message in messages()}
     assert asked == {kind for kind, may in TENANT_MAY.items() if may is not Access.NO_REQUEST}
+    about = {type(one) for one in messages() if any(name[1:6] == "zebra" for name in names_of(one))}
+    assert about >= {kind for kind, may in TENANT_MAY.items() if may is Access.OWN}
 
 
 async def test_no_reply_of_a_master_names_others(pool: TenantPool) -> None:
@@ -166,6 +170,11 @@ async def test_no_answer_of_a_server_names_others(pool: TenantPool) -> None:
 
     for message in messages():
         assert not named_in(await exchange(message)), message
+    async with await pool.client(tenants.OPERATOR) as operator:
+        for server in ("s", "second"):  # neither takes blocks then
+            await admin(operator).drain(server, within_s=0.2)
+        await eventually(lambda: named_in(moves_of(pool.server).drainer.report()))
+    assert not named_in(await exchange(wire.Drain()))
 
 
 async def test_no_call_of_a_client_names_others(
