@@ -355,7 +355,7 @@ def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
 _UCX: Final = {"ucx_tls": "tls", "ucx_devices": "net_devices", "ucx_rails": "rails"}
 #: Settings that are gone, and what there is in their place.
 _GONE: Final = {
-    "client.copies_max": "remove it: blocks that many chains share get three copies",
+    "client.copies_max": "remove it: blocks that many chains share get two copies",
     "client.measure": "remove it: paths are taken in the order of client.transports",
     "master.servers_max": "remove it: there is room for 4,096 servers",
     "server.alignment": "remove it: blocks start at multiples of a page, 4096 bytes",

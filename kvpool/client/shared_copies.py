@@ -2,7 +2,8 @@
 
 A chain that begins on another server than the block it goes on from depends on both: whoever loses
 the first blocks of many chains loses all of these. So the client that began the chain has its
-server fetch a copy of them, in the background, until there are enough copies (design: placement).
+server fetch a copy of them, in the background: of each block that has only one (design: placement).
+Each copy takes the memory of other blocks. Two are enough that one server may die.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ log = logs.get("kvpool.client")
 
 #: One copy takes at most so long; what is missing then is fetched when the next chain begins there.
 _COPY_S: Final = 10.0
-#: Pairs of a block and a server that are not looked at again; at the limit all are forgotten.
+#: Pairs of a block and a server that are not looked at again for so many seconds: a copy may have
+#: been evicted since. At the limit all are forgotten.
 _DONE_MAX: Final = 4096
-#: Copies of a block that many chains share, such as a system prompt: with two one server may die,
-#: with three its readers also spread; they are few, so their memory is no matter. 1: none are made.
-SHARED_COPIES_MAX: Final = 3
+_DONE_S: Final = 30.0
+#: Copies of a block that many chains share, such as a system prompt. 1: none are made.
+SHARED_COPIES_MAX: Final = 2
 
 
 class SharedCopies(ClientExtension):
@@ -38,7 +40,7 @@ class SharedCopies(ClientExtension):
         self._lookup = parts.context.lookup
         self._servers = parts.context.servers
         self._counters = parts.context.counters
-        self._done: set[tuple[bytes, str]] = set()
+        self._done: dict[tuple[bytes, str], float] = {}
         self._task: asyncio.Task[None] | None = None
         parts.on_apart.append(self.wrote)
 
@@ -46,12 +48,13 @@ class SharedCopies(ClientExtension):
         """A chain that goes on from `parent` was written to `server` up to `last`."""
         if SHARED_COPIES_MAX < 2:
             return
-        known = parent == ROOT or (parent, server) in self._done
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        known = parent == ROOT or now < self._done.get((parent, server), 0.0)
         self._finish(last, server)
         if known or self._task is not None:
             return
-        loop = asyncio.get_running_loop()
-        self._task = loop.create_task(self._copy(options, parent, server, loop.time() + _COPY_S))
+        self._task = loop.create_task(self._copy(options, parent, server, now + _COPY_S))
         self._task.add_done_callback(self._ended)
 
     async def close(self) -> None:
@@ -71,40 +74,43 @@ class SharedCopies(ClientExtension):
         self, options: WriteOptions, parent: bytes, server: str, deadline: float
     ) -> None:
         namespace, part = options.namespace, options.part
+        lacking: dict[str, list[bytes]] = {}  # by the server that has them
+        statuses: list[MoveStatus] = []
         try:
             (holders,) = await self._lookup.holders(namespace, part, [parent], deadline)
-            if not needs_copy(server, holders, SHARED_COPIES_MAX):
-                self._finish(parent, server)
-                return
-            source = self._servers.rank(holders)[0]
-            chain = await self._ancestors(source, namespace, part, parent, server, deadline)
+            chain: list[bytes] = []
+            if holders and server not in holders:
+                chain = await self._ancestors(namespace, part, parent, server, deadline)
+            # What begins the chain may begin others, too, and have its copies.
+            each = await self._lookup.holders(namespace, part, chain, deadline)
+            for digest, found in zip(chain, each, strict=True):
+                if needs_copy(server, found, SHARED_COPIES_MAX):
+                    lacking.setdefault(found[0], []).append(digest)
+            for source, digests in lacking.items():
 
-            async def fetch(channel: Channel) -> list[MoveStatus]:
-                if not isinstance(channel, SupportsFetch):
-                    return []
-                return await channel.fetch(namespace, part, chain, source, deadline=deadline)
+                async def fetch(
+                    channel: Channel, source: str = source, digests: list[bytes] = digests
+                ) -> list[MoveStatus]:
+                    if not isinstance(channel, SupportsFetch):
+                        return []
+                    return await channel.fetch(namespace, part, digests, source, deadline=deadline)
 
-            statuses = await self._servers.call(server, fetch, deadline) if chain else []
+                statuses += await self._servers.call(server, fetch, deadline)
         except (Unavailable, PeerError, Overloaded) as error:  # a later chain tries it again
             log.debug("shared blocks are not copied", server=server, why=str(error))
             return
-        self._counters["shared_copies"] += statuses.count(MoveStatus.DONE)
+        finally:
+            self._counters["shared_copies"] += statuses.count(MoveStatus.DONE)
         if MoveStatus.NOT_YET not in statuses:
             self._finish(parent, server)
 
     async def _ancestors(
-        self,
-        source: str,
-        namespace: Namespace,
-        part: int,
-        block: bytes,
-        receiver: str,
-        deadline: float,
+        self, namespace: Namespace, part: int, block: bytes, receiver: str, deadline: float
     ) -> list[bytes]:
-        """The block and those before it that `source` has, head first."""
-        chain: list[bytes] = []
-        seen: set[bytes] = set()
-        while block != ROOT and block not in seen and len(chain) < BATCH_BLOCKS_MAX:
+        """The block and those before it that are here, head first."""
+        chain: dict[bytes, None] = {}
+        source = ""
+        while block != ROOT and block not in chain and len(chain) < BATCH_BLOCKS_MAX:
             digest = block
 
             async def offer(channel: Channel, digest: bytes = digest) -> bytes | None:
@@ -115,20 +121,23 @@ class SharedCopies(ClientExtension):
                 )
                 return offered.parent if offered.status.hit else None
 
-            parent = await self._servers.call(source, offer, deadline)
+            parent = await self._servers.call(source, offer, deadline) if source else None
             if parent is None:
-                break
-            seen.add(digest)
-            chain.append(digest)
+                (holders,) = await self._lookup.holders(namespace, part, [block], deadline)
+                if not holders or source == (best := self._servers.rank(holders)[0]):
+                    break
+                source = best
+                continue
+            chain[digest] = None
             block = parent
-        return chain[::-1]
+        return list(chain)[::-1]
 
     def _finish(self, parent: bytes, server: str) -> None:
         if len(self._done) >= _DONE_MAX:
             self._done.clear()
-        self._done.add((parent, server))
+        self._done[parent, server] = asyncio.get_running_loop().time() + _DONE_S
 
 
 def needs_copy(server: str, holders: Collection[str], copies_max: int) -> bool:
-    """Whether the parent of a chain that began on `server` should be copied there."""
+    """Whether a block before a chain that began on `server` should be copied there."""
     return server not in holders and 0 < len(holders) < copies_max

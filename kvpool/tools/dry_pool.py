@@ -161,7 +161,6 @@ class DryPool:
         self._placing = placing
         self._guaranteed = guaranteed or {}
         self._heartbeat_s = heartbeat_s
-        self._copies_max = SHARED_COPIES_MAX
         self.played = Played()
         self.written = Counter[str]()  # blocks that servers have received from writers
         self._hosts = hosts or count
@@ -465,11 +464,8 @@ class DryPool:
         )
         self.played.place_s.append(time.perf_counter() - started)
         if self._placing is Placing.NEAR:
-            near = [
-                name
-                for name, server in self.servers.items()
-                if server.host == host and not server.draining
-            ]
+            here = [one for one in self.servers.values() if one.host == host]
+            near = [one.name for one in here if not one.draining]
             return [*near, *(name for name in placed.servers if name not in near)]
         return placed.servers
 
@@ -497,17 +493,20 @@ class DryPool:
         now: float,
     ) -> None:
         """As `SharedCopies` and a server that fetches: heads first, for what is used less."""
-        holders = [replica.server for replica in runs[-1].replicas] if runs else []
-        if not needs_copy(server, holders, self._copies_max):
+        each: list[list[str]] = []
+        for run in runs:
+            each += [[one.server for one in run.replicas]] * (run.last + 1 - run.first)
+        if not each or server in each[-1]:
             return
-        source, target = self.servers[holders[0]].store, self.servers[server].store
-        for position, digest in enumerate(prefix):
-            entry = source.peek(namespace, 0, digest)
-            if entry is None or target.peek(namespace, 0, digest) is not None:
+        target = self.servers[server].store
+        for digest, holders in zip(prefix, each, strict=True):
+            wanted = needs_copy(server, holders, SHARED_COPIES_MAX)
+            entry = self.servers[holders[0]].store.peek(namespace, 0, digest) if wanted else None
+            if entry is None:
                 continue
-            parents = [prefix[position - 1] if position else ROOT]
             request = ReserveRequest(
-                namespace, 0, [digest], parents, [BLOCK_SIZE], last_used=[entry.last_used]
+                *(namespace, 0, [digest], [entry.parent], [BLOCK_SIZE]),
+                last_used=[entry.last_used],
             )
             (reservation,) = target.reserve(_OWNER, request, now)
             if reservation.status is not WriteStatus.RESERVED:

@@ -40,9 +40,9 @@ async def test_a_shared_prompt_is_copied_and_outlives_its_server() -> None:
         for number in range(24):
             await chat(pool, number)
         found = await holders(pool, PROMPT)
-        assert all(len(one) == 3 and first in one for one in found)
+        assert all(len(one) == 2 and first in one for one in found)
         assert len({frozenset(one) for one in found}) == 1  # whole copies
-        assert pool.counters["shared_copies"] == 2 * len(PROMPT)
+        assert pool.counters["shared_copies"] == len(PROMPT)
         for server in running.servers:
             check_invariants(server.store)
         (server,) = [one for one in running.servers if one.server == first]
@@ -57,6 +57,52 @@ async def test_a_shared_prompt_is_copied_and_outlives_its_server() -> None:
             chain = keys(f"chat {number}/", 2)
             lost += (await pool.match(NAMESPACE, chain)).stopped is ReadStatus.SERVER_LOST
         assert lost <= 24 * 1.5 / 5
+
+
+async def test_what_begins_several_shared_prompts_has_no_more_copies_than_they() -> None:
+    async with dev.serve("8MiB", servers=5) as running, running.pool() as pool:
+        await write(pool, PROMPT)
+        papers = [keys(f"paper {number}/", 3) for number in range(6)]
+        for paper in papers:
+            await write(pool, paper, PROMPT[-1])
+        for number in range(6 * 6):
+            paper = papers[number % 6]
+            await write(pool, keys(f"question {number}/", 2), paper[-1])
+            await eventually(lambda: pool._extensions.get("shared copies")._task is None)
+        for shared in (PROMPT, *papers):
+            assert all(len(one) == 2 for one in await holders(pool, shared))
+
+
+async def test_all_that_a_shared_prompt_goes_on_from_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it lies on other servers than the prompt."""
+    async with dev.serve("8MiB", servers=3) as running, running.pool() as pool:
+        monkeypatch.setattr(shared_copies, "SHARED_COPIES_MAX", 1)
+        await write(pool, PROMPT)
+        papers = [keys(f"paper {number}/", 3) for number in range(6)]
+        for paper in papers:
+            await write(pool, paper, PROMPT[-1])
+        paper = papers[-1]
+        assert (await holders(pool, paper))[0] != (await holders(pool, PROMPT))[0]
+        monkeypatch.setattr(shared_copies, "SHARED_COPIES_MAX", 2)
+        for number in range(12):
+            await write(pool, keys(f"question {number}/", 2), paper[-1])
+            await eventually(lambda: pool._extensions.get("shared copies")._task is None)
+        assert all(len(one) == 2 for one in await holders(pool, [*PROMPT, *paper]))
+
+
+async def test_a_copy_that_is_lost_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_copies, "_DONE_S", 0.0)
+    async with dev.serve("8MiB", servers=4) as running, running.pool() as pool:
+        await write(pool, PROMPT)
+        for number in range(12):
+            await chat(pool, number)
+        lost = (await holders(pool, PROMPT))[0].pop()
+        await next(one for one in running.servers if one.server == lost).close()
+        for number in range(12, 36):
+            await chat(pool, number)
+        assert all(len(one) == 2 for one in await holders(pool, PROMPT))
 
 
 async def test_a_conversation_that_goes_on_is_not_copied() -> None:

@@ -151,7 +151,7 @@ WIDE_CLASSES = {
     # What a check may ask the recorder to do, and what it has heard.
     "kvpool/testing/recorder.py:Recorder": (25, 20),
     # It stands for a whole pool, without one.
-    "kvpool/tools/dry_pool.py:DryPool": (28, 18),
+    "kvpool/tools/dry_pool.py:DryPool": (28, 17),
     # Figures of a report and of a study.
     "kvpool/tools/replay_report.py:ReplayReport": (25, 22),
     "kvpool/tools/tier_study.py:Play": (25, 17),
