@@ -19,7 +19,7 @@ from benchmarks.gpu.report import Answer
 from kvpool import runtime
 from kvpool.checksum import checksum
 from kvpool.device.checksum import device_checksums, unsigned
-from kvpool_transports.ucx import make_context
+from kvpool_transports.ucx_context import make_context
 from kvpool_transports.ucx_worker import UcxPath, Worker
 
 _TOKEN, _PIECE = 8, 1 << 20

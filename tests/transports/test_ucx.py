@@ -27,9 +27,10 @@ from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.types import Cluster, ReadBlock
 from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
 from kvpool.wire.messages import PAYLOAD, TYPES, Error, Hello, Welcome
-from kvpool_transports import ucx, ucx_worker
+from kvpool_transports import ucx, ucx_context, ucx_worker
 from kvpool_transports.tcp import TcpTransport
-from kvpool_transports.ucx import UcxChannel, UcxStream, UcxTransport, defaults, make_context
+from kvpool_transports.ucx import UcxChannel, UcxStream, UcxTransport
+from kvpool_transports.ucx_context import defaults, make_context
 from kvpool_transports.ucx_worker import UcxPath, Worker
 from tests.conftest import NAMESPACE, buffers, eventually, keys, value, values
 from tests.support.processes import until
@@ -46,9 +47,9 @@ def installed() -> None:
 
 _TALKATIVE = """
 import logging, os
-from kvpool_transports import ucx
-ucx._load()
-context = ucx.make_context(local=True, settings={})
+from kvpool_transports import ucx_context
+ucx_context.load()
+context = ucx_context.make_context(local=True, settings={})
 logging.getLogger("ucx").warning("a warning of UCXX")
 print("levels", os.environ["UCXX_LOG_LEVEL"])
 """
@@ -444,7 +445,7 @@ def test_senders_may_not_write_by_themselves(
 ) -> None:
     with pytest.raises(ConfigError, match="RNDV_SCHEME"):
         make_context(local=True, settings={"RNDV_SCHEME": scheme})
-    monkeypatch.setattr(ucx, "_FROM_ENVIRONMENT", ("RNDV_SCHEME",))
+    monkeypatch.setattr(ucx_context, "_FROM_ENVIRONMENT", ("RNDV_SCHEME",))
     monkeypatch.setenv("UCX_RNDV_SCHEME", scheme)
     with pytest.raises(ConfigError, match="RNDV_SCHEME"):
         make_context(local=True, settings={})
@@ -459,6 +460,32 @@ def test_without_a_place_for_temporary_files_it_cannot_start(
     monkeypatch.setattr("ucxx._lib.libucxx.UCXContext", fails)
     with pytest.raises(ConfigError, match=r"cannot start: tmpfile\(\) failed"):
         make_context(local=True, settings={})
+
+
+async def test_a_ucx_that_is_too_old_for_devices_is_refused_with_a_sentence(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server at its start; a client goes another way and says why once. Without lanes to
+    devices it is as good as any."""
+    devices, hosts = UcxTransport(tls="tcp,cuda_copy,self"), UcxTransport(tls="tcp,self")
+    listen = ("ucx://127.0.0.1:0", "tcp://127.0.0.1:0")
+    sentence = "UCX 1.18 has one CUDA device.*install 1.19 or newer, or name lanes without cuda"
+    async with dev.serve(
+        "64MiB", listen=listen, transports={"ucx": hosts, "tcp": TcpTransport()}
+    ) as running:
+        with monkeypatch.context() as patch:
+            patch.setattr(ucx_context, "version", lambda: (1, 18))
+            with pytest.raises(ConfigError, match=sentence):
+                await devices.listen(listen[0], running.servers[0].store)
+            with pytest.raises(ConfigError, match=sentence):
+                _ = devices.status_text  # for `kvpool doctor`
+            assert hosts.status_text.startswith("UCX 1.18, lanes tcp,self")
+            patch.setattr(UcxTransport, "has_fabric", True)  # else tcp came first
+            running._transports = {"ucx": devices, "tcp": TcpTransport()}
+            settings = ClientConfig(masters=[running.address], transports=["ucx", "tcp"])
+            async with running.pool(settings) as pool:
+                await stored(pool, "old", 3)
+                assert pool.counters["failed_ucx"] == 1
 
 
 @pytest.mark.parametrize("lanes", ["tcp,self", "posix,self"])
@@ -512,7 +539,7 @@ def test_settings_win_over_the_environment_and_that_over_defaults(
     installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only when bytes move is nobody's to set: always by rendezvous."""
-    monkeypatch.setattr(ucx, "_FROM_ENVIRONMENT", ("RNDV_THRESH", "MAX_RNDV_RAILS", "TLS"))
+    monkeypatch.setattr(ucx_context, "_FROM_ENVIRONMENT", ("RNDV_THRESH", "MAX_RNDV_RAILS", "TLS"))
     monkeypatch.setenv("UCX_RNDV_THRESH", "inf")
     monkeypatch.setenv("UCX_MAX_RNDV_RAILS", "3")
     monkeypatch.setenv("UCX_TLS", "tcp,posix,self")
@@ -542,13 +569,13 @@ def test_ucx_knows_whether_it_has_a_fabric(
 ) -> None:
     """It comes before tcp only where it has what tcp has not."""
     monkeypatch.delenv("UCX_TLS", raising=False)
-    monkeypatch.setattr(ucx, "_rdma_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(ucx_context, "_rdma_devices", lambda: ["mlx5_0"])
     for lanes, verbs, has_fabric in (
         ("", True, False),
         ("rc,self", False, False),
         ("rc", True, True),
     ):
-        monkeypatch.setattr(ucx, "_has", lambda _, verbs=verbs: verbs)
+        monkeypatch.setattr(ucx_context, "_has", lambda _, verbs=verbs: verbs)
         assert UcxTransport(tls=lanes).has_fabric is has_fabric
 
 

@@ -28,9 +28,8 @@ import importlib.util
 import os
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
@@ -91,6 +90,15 @@ from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import HELLO_S, Sessions, StreamSession
 from kvpool_transports.streams.stream import Stream
 from kvpool_transports.tcp import TcpListener, tune
+from kvpool_transports.ucx_context import (
+    device_lack,
+    fabric_text,
+    has_fabric,
+    load,
+    make_context,
+    version,
+    version_text,
+)
 from kvpool_transports.ucx_worker import Transfer, UcxPath, Worker, Workers
 
 if TYPE_CHECKING:
@@ -112,14 +120,8 @@ _TOKEN = struct.Struct("<Q")
 #: A reader waits this long for the token of a server's device; later a way is silent.
 _TOKEN_S: Final = 0.05
 _ADDRESS_SIZE_MAX: Final = 16 << 10
-#: Lanes of RDMA, and those of them over which a receiver can read the sender's memory.
-_FABRICS: Final = ("rc", "dc", "ud", "ib", "srd", "all")
-_READING: Final = frozenset({"rc", "dc"})
-#: Between memory of the host and of a device, inside one process.
-_TO_DEVICES: Final = ("cuda_copy", "gdr_copy")
-
 #: UCX's own limit of `UCX_MAX_RNDV_RAILS`.
-_RAILS_MAX = 16
+_RAILS_MAX: Final = 16
 
 
 class UcxTransport:
@@ -214,31 +216,25 @@ class UcxTransport:
     def status_text(self) -> str:
         """UCX's version, lanes, devices and rendezvous scheme on this machine, and its RDMA
         devices. Raises ConfigError when UCX cannot be used."""
-        _load()
+        load()
         context = make_context(local=False, settings=self._settings)
         config = context.config
         return (
-            f"UCX {'.'.join(map(str, _version()))}, lanes {config['TLS']}, devices "
+            f"UCX {version_text()}, lanes {config['TLS']}, devices "
             f"{config['NET_DEVICES']}, up to {config['MAX_RNDV_RAILS']} rails, rendezvous "
-            f"{config['RNDV_SCHEME']}; {_fabric()}"
+            f"{config['RNDV_SCHEME']}; {fabric_text()}"
         )
 
     @property
     def device_lack(self) -> str:
         """Empty where a lane to devices is named and this UCX has it. Of these lanes it is not
         known here whether the machine has what they need (design: device-memory)."""
-        if not _words(self._lanes) & {"cuda", "gdr", "all"}:
-            return (
-                "ucx is given no lane to devices: name one, as in ucx?tls=rc,cuda_copy, or in "
-                "UCX_TLS"
-            )
-        return "" if _has("cuda") else "the UCX of this machine was built without CUDA"
+        return device_lack(self._lanes)
 
     @property
     def has_fabric(self) -> bool:
         """Whether a lane of a fabric is set and usable: over tcp UCX is not faster than tcp."""
-        named = any(lane.strip().startswith(_FABRICS) for lane in self._lanes.split(","))
-        return named and bool(_rdma_devices()) and _has("ib")
+        return has_fabric(self._lanes)
 
     @property
     def _lanes(self) -> str:
@@ -246,7 +242,7 @@ class UcxTransport:
 
     async def _workers(self, host: str) -> Workers:
         if not self._contexts:  # only the first call takes long, and a thread
-            await asyncio.to_thread(_load)
+            await asyncio.to_thread(load)
         local = is_loopback(host)
         context = self._contexts.get(local)
         if context is None:
@@ -522,7 +518,7 @@ class UcxStream(Stream):
         """Send the address of our worker, and the number in the tags of our receives."""
         address, path = self._worker.address, self._ucx_path()
         head = _INTRODUCTION.pack(
-            _MAGIC, *_version(), len(address), path.number, xxhash.xxh3_64_intdigest(address)
+            _MAGIC, *version(), len(address), path.number, xxhash.xxh3_64_intdigest(address)
         )
         await super().send(None, [(memoryview(head + address),)], deadline=deadline)
 
@@ -542,9 +538,8 @@ class UcxStream(Stream):
         address = bytes(received[_INTRODUCTION.size :])
         if magic != _MAGIC or size != len(address) or check != xxhash.xxh3_64_intdigest(address):
             raise BadFrame("that is no introduction")
-        if (major, minor) != _version():
-            ours = ".".join(map(str, _version()))
-            raise VersionMismatch(f"the peer has UCX {major}.{minor}, this is {ours}")
+        if (major, minor) != version():
+            raise VersionMismatch(f"the peer has UCX {major}.{minor}, this is {version_text()}")
         self._ucx_path().meet(address, number)
 
     async def meet(self, deadline: float) -> None:
@@ -747,123 +742,12 @@ class UcxStream(Stream):
             self._path.close()
 
 
-def _load() -> None:
-    """Import ucxx, which is slow, and keep it and UCX from printing what kvpool raises and logs."""
-    quiet = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal"}
-    for name, value in {**quiet, "UCXPY_LOG_LEVEL": "CRITICAL"}.items():
-        os.environ.setdefault(name, value)
-    try:
-        importlib.import_module("ucxx")
-    except (ImportError, OSError) as error:
-        raise ConfigError(f"ucxx is installed but cannot be loaded: {error}") from None
-
-
-def make_context(*, local: bool, settings: Mapping[str, str]) -> UCXContext:
-    """A UCX context for whole blocks: `settings` first, then `UCX_...` variables, then defaults.
-
-    Raises ConfigError when no lane is left, and for a rendezvous scheme in which the sender writes
-    into the receiver's memory.
-    """
-    from ucxx._lib.libucxx import Feature, UCXContext
-    from ucxx.exceptions import UCXError
-
-    chosen = {
-        name: os.environ[f"UCX_{name}"] for name in _FROM_ENVIRONMENT if f"UCX_{name}" in os.environ
-    }
-    chosen |= settings
-    scheme = chosen.get("RNDV_SCHEME", "am")
-    if scheme not in _SCHEMES:
-        raise ConfigError(
-            f"UCX_RNDV_SCHEME is {scheme!r}: a sender could write into memory that its owner has "
-            f"taken back; choose one of {', '.join(_SCHEMES)}, or leave it to kvpool"
-        )
-    config = {**defaults(chosen.get("TLS", ""), local=local), **chosen, "RNDV_THRESH": "0"}
-    ours = {name: value for name, value in config.items() if chosen.get(name) != value}
-    try:
-        return UCXContext({**ours, **settings}, (Feature.TAG, Feature.WAKEUP))
-    except (UCXError, OSError) as error:  # without a place for temporary files
-        lanes = config.get("TLS")
-        raise ConfigError(f"UCX cannot start: {error}; UCX_TLS is {lanes}") from None
-
-
-def defaults(lanes: str, *, local: bool) -> dict[str, str]:
-    """UCX's settings without their `UCX_`, for these lanes (as in `UCX_TLS`, empty: ours).
-
-    Always rendezvous: it fills only the buffers of posted receives, and closing the endpoint ends
-    it. The receiver is the active side: a sender that writes into the receiver's memory could do so
-    after the receiver gave up. The receiver reads the sender's memory (`get_zcopy`) only if every
-    lane can do that: over another lane UCX would send without a rendezvous.
-    """
-    # A lane to devices carries nothing to a peer: it is no reason for another scheme.
-    words = _words(",".join(lane for lane in lanes.split(",") if lane.strip() not in _TO_DEVICES))
-    chosen = {
-        "RNDV_THRESH": "0",
-        "RNDV_SCHEME": "get_zcopy" if words and words <= _READING else "am",
-        "MAX_RNDV_RAILS": "2",
-        "TCP_TX_SEG_SIZE": "256K",
-        "TCP_RX_SEG_SIZE": "256K",
-        # Without these two UCX leaves shared memory out when it must notice lost peers.
-        "POSIX_ERROR_HANDLING": "y",
-        "SYSV_ERROR_HANDLING": "y",
-    }
-    if not lanes:
-        chosen["TLS"] = "tcp,self"
-    if local:
-        chosen["NET_DEVICES"] = "lo"
-    return chosen
-
-
-#: Names of the UCX variables that the operator has set. Read before ucxx is imported, because ucxx
-#: sets some itself.
-_FROM_ENVIRONMENT: Final = tuple(name[4:] for name in os.environ if name.startswith("UCX_"))
-#: With these the receiver is the active side.
-_SCHEMES: Final = ("am", "get_zcopy", "get_ppln")
-
-
-def _fabric() -> str:
-    """The RDMA devices as text, and whether this UCX can use them."""
-    devices = _rdma_devices()
-    if not devices:
-        return "no RDMA device"
-    if _has("ib"):
-        return f"RDMA devices {', '.join(devices)}"
-    return (
-        f"RDMA devices {', '.join(devices)}, but the UCX of this wheel was built without verbs: "
-        "install UCX on the system and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
-    )
-
-
 def _check_lockable(capacity: int, limits: MemoryLimits) -> None:
     """Raises ConfigError where a network card may not have the whole segment."""
     bound = tightest(limits.locked())
     if capacity > bound.free:
         more = f"{human(capacity - max(0, bound.free))} more than {bound.name} has available"
         raise ConfigError(f"capacity is {more}; RDMA locks all: lower it or raise {bound.advice}")
-
-
-def _rdma_devices() -> list[str]:
-    return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-
-
-def _words(lanes: str) -> set[str]:
-    """Kinds of lanes: `rc_mlx5,tcp,self` are rc and tcp."""
-    return {lane.strip().partition("_")[0] for lane in lanes.split(",")} - {"self", ""}
-
-
-def _has(module: str) -> bool:
-    """True if the wheel's UCX has this module (`ib` is verbs), or the operator has set that the
-    system's UCX is used."""
-    spec = importlib.util.find_spec("libucx")
-    places = spec.submodule_search_locations or [] if spec is not None else []
-    own = [path for place in places for path in Path(place).glob(f"lib/ucx/libuct_{module}*")]
-    return bool(own) or "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in os.environ
-
-
-def _version() -> tuple[int, int]:
-    from ucxx._lib.libucxx import get_ucx_version
-
-    major, minor, _ = get_ucx_version()
-    return major, minor
 
 
 def _scratch(pieces: Pieces) -> memoryview:
