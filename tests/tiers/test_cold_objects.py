@@ -44,6 +44,10 @@ from kvpool.server.cold.state.format import (
 from kvpool.server.cold.writer import ObjectWriter, _Draft
 from kvpool.server.context import ServerContext
 from kvpool.server.state.entry import Entry
+from kvpool.server.state.front_store import FrontStore
+from kvpool.server.state.tier_stores import ColdStore, FileStore
+from kvpool.server.state.tiered_store import TieredStore
+from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus
 
 KEYS = ObjectKeys(b"k" * 32)
@@ -520,3 +524,24 @@ async def test_a_store_that_answers_again_is_asked_also_beside_a_request_that_st
     await bucket.delete("any")
     puts.set()
     await putting
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+async def test_no_block_enters_behind_an_object_that_leaves(steps: int) -> None:
+    """It was to be found again, and had to make room meanwhile: nobody would look for its blocks,
+    which would be announced and never read."""
+    cold = ColdStore(1 << 30, 4096)
+    stack = TieredStore([FrontStore(1 << 20), FileStore(1 << 20), cold])
+    context = cast(ServerContext, SimpleNamespace(store=stack, on_change=lambda: None))
+    index = ColdIndex(context, cold, cast(Bucket, None), KEYS)
+    one = index.book.enter(NAME, 64_000, 0.0, parse_tail(packed()[-TAIL.size :], len(packed())))
+    blocks = [ColdBlock(ONE, 0, b"%032d" % n, bytes(32), n * 64, 64, 1, 1) for n in range(1000)]
+    one.places.extend(block.position for block in blocks)
+    dropping = asyncio.create_task(index.drop(one))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    await index.enter(one, blocks)
+    await dropping
+    assert not index.book.by_name
+    assert not cold.index.stored
+    check_invariants(stack)

@@ -75,8 +75,8 @@ class ColdIndex:
         self.book.lost.discard(one.name)
         try:
             for number, block in enumerate(blocks, 1):
-                if one.name not in self.book.by_name:
-                    return  # it was dropped meanwhile
+                if one.leaves:
+                    return
                 if block.position not in one.removed:
                     self._enter_block(one, block, born[number - 1] if born else 0)
                 if number % _STEP == 0 or number == len(blocks):
@@ -109,6 +109,7 @@ class ColdIndex:
 
     async def drop(self, one: ColdObject) -> None:
         """Take an object and its blocks out of the index."""
+        one.leaves = True
         for number, place in enumerate(one.places, 1):
             entry = self.store.extents.blocks_at.get(one.start + place)
             if entry is not None and entry.state is State.STORED:

@@ -86,16 +86,7 @@ class Living(NamedTuple):
 class ColdObject:
     """One object in the store."""
 
-    __slots__ = (
-        "blocks",
-        "gone",
-        "name",
-        "number",
-        "places",
-        "removed",
-        "size",
-        "tail",
-    )
+    __slots__ = "blocks", "gone", "leaves", "name", "number", "places", "removed", "size", "tail"
 
     def __init__(self, name: str, number: int, size: int, tail: Tail) -> None:
         self.name = name
@@ -110,6 +101,8 @@ class ColdObject:
         self.removed: set[int] = set()
         #: Somebody has deleted it.
         self.gone = False
+        #: Its blocks are leaving the index, step by step: none may enter it behind them.
+        self.leaves = False
 
     def __repr__(self) -> str:
         return f"<ColdObject {self.name}, {self.blocks} blocks>"
