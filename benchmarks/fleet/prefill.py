@@ -241,7 +241,7 @@ class PrefillEngine:
         size = self._memory.stop_load(load)
         if self._stopped:
             return
-        self._planner.on_probe_result(ProbeResult(int(size), self._events.now - load.began))
+        self._planner.prober.on_result(ProbeResult(int(size), self._events.now - load.began))
 
     def _compute(self, prompt: Prompt) -> None:
         now = self._events.now

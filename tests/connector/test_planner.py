@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool import ROOT, Match, ReadStatus, Replica, Run, WriteStatus
-from kvpool_connector.plan.cost_model import PrefillCost, StepTimer, TransferCost
+from kvpool_connector.plan.cost_model import PrefillCost, StepTimer, TransferCost, ways_of
 from kvpool_connector.plan.planner import Planner
 from kvpool_connector.plan.save_queue import WAITING_BLOCKS_MAX
 from kvpool_connector.plan.tracked_request import TRANSITIONS, RequestState, TrackedRequest
@@ -270,6 +270,100 @@ def test_a_slow_pool_is_not_waited_for() -> None:
     assert played.offer("b", 100) == 96
 
 
+def held(*runs: tuple[int, str]) -> Match:
+    """So many blocks, and the servers that have each of them, one letter each."""
+    first, found = 0, []
+    for blocks, servers in runs:
+        replicas = tuple(Replica(server, "dram") for server in servers)
+        found.append(Run(first, first + blocks - 1, replicas))
+        first += blocks
+    return Match(tuple(found), first, ReadStatus.NEVER_WRITTEN)
+
+
+def decided(played: Played, name: str, match: Match) -> int | None:
+    """How much of a prompt with six such blocks is loaded; computing it takes 0.3 s."""
+    played.look_up(name, 100, [match])
+    tokens = played.offer(name, 100)
+    played.allocate(name, 7, tokens or 0)
+    played.planner.on_request_finished(name)
+    return tokens
+
+
+def test_a_load_is_as_fast_as_the_ways_that_share_it() -> None:
+    """Each server brings 12 MiB/s: six blocks take 0.5 s from one, 0.25 s from two of them."""
+    played = Played(loads_max=100)
+    played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
+    for number in range(8):
+        for ways in (1, 2):
+            played.planner.choice.transfer_cost.observe(
+                (6 + number) << 20, (6 + number) / 12 / ways, ways
+            )
+    assert decided(played, "two", held((6, "ab"))) == 96
+    assert decided(played, "one", held((6, "a"))) == 0
+    assert decided(played, "shared", held((3, "ab"), (3, "b"))) == 96, "a has the other half"
+    assert decided(played, "apart", held((3, "a"), (3, "b"))) == 96, "both are read at once"
+    assert decided(played, "tail", held((1, "ab"), (5, "b"))) == 0, "b has nearly all"
+    assert decided(played, "same", held((6, "aa"))) == 0, "in memory and on the disk of one server"
+
+
+@pytest.mark.parametrize(
+    ("match", "ways"),
+    [
+        (held((6, "abc")), 3),
+        (held((1, "a"), (1, "b"), (4, "ab")), 2),
+        (held((4, "ab"), (2, "c")), 3),
+        (held((2, "ab"), (4, "c")), 1),
+        (held((1, "ab")), 1),  # a block comes over one
+        (
+            Match((Run(0, 5, (Replica("a", "dram"), Replica("b", "dram", 1))),), 6, ReadStatus.HIT),
+            1,
+        ),
+        (Match((), 0, ReadStatus.NO_MASTER), 1),
+        (None, 1),
+    ],
+)
+def test_ways_are_servers_that_are_busy_to_the_end(match: Match | None, ways: int) -> None:
+    assert ways_of(match) == ways
+
+
+def test_when_a_way_is_gone_its_speed_is() -> None:
+    """Only loads over two ways were measured; one of the servers is frozen, and the master names
+    the other alone."""
+    played = Played()
+    played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
+    played.look_up("before", 100, [held((6, "ab"))])
+    assert played.begin("before").timeout_s
+    played.now += 0.2
+    played.planner.on_load_result(LoadResult("before", 6 << 20, True, 0.2), played.now)
+    assert decided(played, "still", held((6, "ab"))) == 96
+    assert decided(played, "gone", held((6, "b"))) == 0
+
+
+def test_more_ways_are_no_faster_until_that_was_measured() -> None:
+    """G10: the engine's own link may be what limits. A probe in the background finds out."""
+    played = Played()
+    played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
+    played.planner.choice.transfer_cost.observe(6 << 20, 0.5)
+    assert decided(played, "first", held((6, "ab"))) == 0
+    assert played.idle().probe is not None
+    played.planner.prober.on_result(ProbeResult(4 << 20, 0.5 * 4 / 6 / 2))
+    assert decided(played, "again", held((6, "ab"))) == 96
+    assert decided(played, "alone", held((6, "b"))) == 0, "it was no probe of one server"
+
+
+def test_a_load_over_several_ways_that_becomes_slow_is_as_slow_over_one() -> None:
+    played = Played(load="always")
+    played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
+    cost = played.planner.choice.transfer_cost
+    cost.observe(6 << 20, 0.02)
+    cost.observe(6 << 20, 0.01, 2)
+    played.look_up("slow", 100, [held((6, "ab"))])
+    played.begin("slow")
+    played.planner.on_load_result(LoadResult("slow", 6 << 20, True, 1.0), played.now + 1.0)
+    assert cost.seconds(6 << 20, 2) == pytest.approx(1.0)
+    assert cost.seconds(6 << 20) == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize(
     ("mebibytes_s", "limit_s", "timeout_s"),
     [
@@ -328,7 +422,7 @@ def test_probes_grow_until_they_tell_latency_from_rate() -> None:
         probe = played.idle().probe
         sizes.append(len(probe.blocks[0].digests))
         seconds = 0.01 + sizes[-1] / 4096
-        played.planner.on_probe_result(ProbeResult(sizes[-1] << 20, seconds))
+        played.planner.prober.on_result(ProbeResult(sizes[-1] << 20, seconds))
     assert sizes[0] > 4
     assert max(sizes) <= 64
     assert len(sizes) <= 2
@@ -361,7 +455,7 @@ def test_one_slow_load_changes_nothing_when_a_probe_is_fast(before: int, complet
     probe = played.idle().probe
     assert probe.blocks[0].digests == tuple(hashes("a", 96 if before else 64))
     assert played.planner.has_pending_work  # and to hear of its end
-    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    played.planner.prober.on_result(ProbeResult(4 << 20, 0.004))
     assert not played.planner.has_pending_work
     if before:
         now = played.planner.choice.transfer_cost.seconds(6 << 20)
@@ -377,7 +471,7 @@ def test_a_slow_load_counts_when_the_probe_is_slow_as_well() -> None:
     slow_load(played, "a")
     played.idle()
     # In time for 4 MiB, and not for 6.
-    played.planner.on_probe_result(ProbeResult(4 << 20, 0.065))
+    played.planner.prober.on_result(ProbeResult(4 << 20, 0.065))
     played.look_up("b", 100, 6)
     assert played.offer("b", 100) == 0
     played.allocate("b", 7, 0)
@@ -390,7 +484,7 @@ def test_a_slow_load_counts_when_the_probe_is_slow_as_well() -> None:
         assert played.offer(f"r{number}", 100) == 0
         if played.idle().probe is not None:
             probed_at.append(played.now)
-            played.planner.on_probe_result(ProbeResult(4 << 20, 0.3))
+            played.planner.prober.on_result(ProbeResult(4 << 20, 0.3))
     delays = [after - before for before, after in itertools.pairwise(probed_at)]
     assert delays == pytest.approx([0.5, 1.0, 2.0, 4.0], abs=0.06)
 
@@ -399,13 +493,13 @@ def test_a_probe_that_brings_nothing_decides_nothing() -> None:
     played = Played(probe_every_s=2.0)
     slow_load(played, "a")
     played.idle()
-    played.planner.on_probe_result(ProbeResult(0, 0.001))  # its blocks were evicted
+    played.planner.prober.on_result(ProbeResult(0, 0.001))  # its blocks were evicted
     played.look_up("b", 100, 6)
     assert played.offer("b", 100) == 0
     played.now += 2.1
     assert played.offer("b", 100) == 0
     assert played.idle().probe is not None  # of other blocks
-    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    played.planner.prober.on_result(ProbeResult(4 << 20, 0.004))
     assert played.offer("b", 100) == 96
 
 
@@ -416,7 +510,7 @@ def test_two_slow_loads_in_a_row_are_no_accident() -> None:
         played.planner.choice.transfer_cost.observe(6 << 20, 0.006)
     slow_load(played, "a")
     played.idle()
-    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    played.planner.prober.on_result(ProbeResult(4 << 20, 0.004))
     slow_load(played, "b")
     assert played.planner.choice.transfer_cost.seconds(6 << 20) == pytest.approx(0.3)
     played.look_up("c", 100, 6)
@@ -427,13 +521,13 @@ def test_two_slow_loads_in_a_row_are_no_accident() -> None:
     played.now += 0.6
     assert played.offer("c", 100) == 0
     assert played.idle().probe is not None
-    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    played.planner.prober.on_result(ProbeResult(4 << 20, 0.004))
     assert played.offer("c", 100) == 96
     played.allocate("c", 7, 96)
     played.planner.on_load_result(LoadResult("c", 6 << 20, True, 0.006), played.now)
     slow_load(played, "d")  # after a good one it may be an accident again
     played.idle()
-    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    played.planner.prober.on_result(ProbeResult(4 << 20, 0.004))
     assert played.planner.choice.transfer_cost.seconds(6 << 20) < 0.02
 
 
@@ -450,7 +544,7 @@ def test_loads_that_are_slow_together_are_one_accident() -> None:
     played.planner.on_load_result(LoadResult("a", 6 << 20, True, 0.3), played.now)
     played.planner.on_load_result(LoadResult("b", 6 << 20, True, 0.3), played.now)
     played.idle()
-    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    played.planner.prober.on_result(ProbeResult(4 << 20, 0.004))
     played.planner.on_load_result(LoadResult("c", 6 << 20, True, 0.3), played.now)
     played.look_up("d", 100, 6)
     assert played.offer("d", 100) == 96
@@ -471,13 +565,13 @@ def test_what_is_saved_first_is_read_back_to_learn_how_long_that_takes() -> None
     lookup = played.arrive("a", 100)
     assert lookup is not None
     (save,) = played.step("a", 0, 100).saves
-    assert played.planner.on_probe_result(ProbeResult(0, 0.001)) is None
+    assert played.planner.prober.on_result(ProbeResult(0, 0.001)) is None
     assert not played.planner.choice.transfer_cost.samples  # nothing came, and nobody waited
     played.saved(save.job)
     probe = played.idle().probe
     assert (probe.blocks[0].group, probe.blocks[0].digests) == (0, tuple(hashes("a", 64)))
     assert played.idle().probe is None
-    played.planner.on_probe_result(ProbeResult(4 << 20, 0.004))
+    played.planner.prober.on_result(ProbeResult(4 << 20, 0.004))
     assert played.planner.choice.transfer_cost.samples == 1
     assert not Played(load="never").idle().probe
 
@@ -576,7 +670,7 @@ def test_blocks_that_were_evicted_do_not_make_the_pool_slow() -> None:
         played.offer("a", 100)
         played.allocate("a", 7, 80)
         played.planner.on_load_result(LoadResult("a", 0, False, elapsed_s), played.now + elapsed_s)
-        assert played.planner._prober.measuring is measured
+        assert played.planner.prober.measuring is measured
 
 
 def test_a_preempted_request_starts_anew() -> None:

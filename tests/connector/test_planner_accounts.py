@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 def estimating(played: Played, load_s: float, prefill_s: float) -> None:
     """Every load and every prefill is estimated to take so long."""
-    played.planner.choice.transfer_cost.seconds = lambda size: load_s  # type: ignore[method-assign]
+    played.planner.choice.transfer_cost.seconds = lambda size, ways=1: load_s  # type: ignore[method-assign]
     played.planner.choice.prefill_cost.seconds = lambda first, last: prefill_s  # type: ignore[method-assign]
 
 
@@ -51,7 +51,7 @@ def test_a_probe_is_due_when_its_time_has_passed() -> None:
         assert played.offer(f"r{played.now}", 100) == 0
         assert (played.idle().probe is not None) is probed
         if probed:
-            played.planner.on_probe_result(ProbeResult(MIB, 0.5))
+            played.planner.prober.on_result(ProbeResult(MIB, 0.5))
 
 
 @pytest.mark.parametrize(("waited_s", "slow"), [(9.5, False), (10.0, True)])
@@ -59,7 +59,7 @@ def test_a_probe_that_waited_for_all_of_its_time_is_a_measurement(
     waited_s: float, slow: bool
 ) -> None:
     played = Played(load_timeout_s=10.0)
-    played.planner.on_probe_result(ProbeResult(0, waited_s))
+    played.planner.prober.on_result(ProbeResult(0, waited_s))
     assert (played.planner.choice.transfer_cost.samples == 1) is slow
     assert (played.planner.choice.transfer_cost.seconds(4 * MIB) > 1.0) is slow
 
@@ -80,7 +80,7 @@ def test_a_probe_reads_one_block_although_that_is_larger_than_a_probe() -> None:
 def test_all_loads_on_their_way_make_the_next_one_slower() -> None:
     played = Played()
     played.planner.choice.prefill_cost.seconds = lambda first, last: 0.015  # type: ignore[method-assign]
-    played.planner.choice.transfer_cost.seconds = lambda size: size / (1000 * MIB)  # type: ignore[method-assign]
+    played.planner.choice.transfer_cost.seconds = lambda size, ways=1: size / (1000 * MIB)  # type: ignore[method-assign]
     for name, offered in (("a", 96), ("b", 96), ("c", 0)):  # 6 ms each, if it is alone
         played.look_up(name, 100, 6)
         assert played.offer(name, 100) == offered
@@ -96,7 +96,7 @@ def test_a_load_that_has_ended_slows_no_other(end: str) -> None:
     played.load("a")
     real = played.planner.choice.transfer_cost.seconds
     played.planner.choice.transfer_cost.seconds = (  # type: ignore[method-assign]
-        lambda size: sizes.append(size) or real(size)  # type: ignore[func-returns-value]
+        lambda size, ways: sizes.append(size) or real(size, ways)  # type: ignore[func-returns-value]
     )
     played.look_up("b", 100, 6)
     played.offer("b", 100)
@@ -120,7 +120,7 @@ def test_every_rank_ends_its_probe_before_there_is_another() -> None:
         played.look_up(f"r{number}", 100, 6)
         assert played.offer(f"r{number}", 100) == 0
         probes.append(played.idle().probe is not None)
-        played.planner.on_probe_result(ProbeResult(0, 0.001))
+        played.planner.prober.on_result(ProbeResult(0, 0.001))
         played.now += 2
     assert probes == [True, False, False, True, False]
 
@@ -253,7 +253,7 @@ def test_estimates_are_of_the_tokens_that_are_missing() -> None:
     asked: list[tuple[int, int]] = []
     sizes: list[int] = []
 
-    def load_s(size: int) -> float:
+    def load_s(size: int, ways: int) -> float:
         sizes.append(size)
         return 0.25
 

@@ -131,7 +131,7 @@ def test_blocks_of_a_producer_that_is_killed_are_computed(start: Start) -> None:
     assert counted(consumer, "broken") == 1
     tokens = len(hashes) * BLOCK + 1
     assert consumer.loadable("d", tokens, 4 * BLOCK) == 0
-    assert not consumer.scheduler.planner._prober.measuring, "the pool is not slow"
+    assert not consumer.scheduler.planner.prober.measuring, "the pool is not slow"
     assert ended(consumer)
 
 

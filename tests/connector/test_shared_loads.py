@@ -225,7 +225,7 @@ def test_a_swarm_reads_its_prefix_once(count: int, load_s: float, prefill_s: flo
 
 def running(prompt: str, first: int, last: int) -> RunningLoad:
     chain = hashes(prompt, last)
-    return RunningLoad(chain, first, last, (last - first) << 16, 0.0, 1.0, None, 2.0, 1)
+    return RunningLoad(chain, first, last, (last - first) << 16, 1, 0.0, 1.0, None, 2.0, 1)
 
 
 def test_the_load_that_brings_most_is_found() -> None:

@@ -6,7 +6,10 @@ Both are wanted in seconds before either has begun. Nothing here reads a clock.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
+
+from kvpool.types import Match
 
 #: Weight of earlier measurements when a new one comes: the last five count for two thirds.
 _DECAY: Final = 0.8
@@ -14,6 +17,8 @@ _DECAY: Final = 0.8
 _RESET_RATIO: Final = 4.0
 #: A load that was aborted without a byte is assumed to take so many times as long as it had.
 _ABORTED_FACTOR: Final = 2.0
+#: The commonest sets of servers that have a chain say how far its load can be shared.
+_GROUPS_MAX: Final = 8
 #: Assumed of a pool before anything was measured: a slow local network.
 _PRIOR_LATENCY_S: Final = 0.002
 _PRIOR_BYTES_S: Final = 1e9
@@ -21,67 +26,84 @@ _PRIOR_BYTES_S: Final = 1e9
 PREFILL_TOKENS_MIN: Final = 32
 
 
-class TransferCost:
-    """Seconds of a load as latency + bytes / bandwidth.
+def ways_of(match: Match | None) -> int:
+    """How many servers can share a load of these blocks, each busy to the end.
 
-    The line through the measured (bytes, seconds) of the latest loads, by weighted least squares;
-    each measurement weighs `_DECAY` of the next one. Only sums are kept.
+    Where some of them alone have too many of the blocks, the others are done before.
+    """
+    held: Counter[frozenset[str]] = Counter()
+    for first, last, replicas in match.runs if match is not None else ():
+        part = min([one.part for one in replicas], default=0)  # a rank loads one; all are alike
+        held[frozenset([one.server for one in replicas if one.part == part])] += last + 1 - first
+    groups = [frozenset[str]().union(*held), *(one for one, _ in held.most_common(_GROUPS_MAX))]
+    busy = [sum(n for one, n in held.items() if one <= by) / max(1, len(by)) for by in groups]
+    return max(1, int(held.total() / max(1, *busy) + 1e-9))
+
+
+class TransferCost:
+    """Seconds of a load as latency + bytes / bandwidth, by the ways that it is shared by.
+
+    For each number of ways the line through the measured (bytes, seconds) of the latest loads, by
+    weighted least squares; each measurement weighs `_DECAY` of the next one. Only sums are kept.
     """
 
     def __init__(self) -> None:
         #: Loads measured so far; 0: estimates are the prior.
         self.samples = 0
-        # Weighted sums of 1, x (bytes), y (seconds), x * x and x * y.
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        # By ways, the latest last: weighted sums of 1, x (bytes), y (seconds), x * x and x * y.
+        self._sums: dict[int, list[float]] = {}
 
-    def start_over(self, size: int, size_loaded: int, seconds: float) -> None:
+    def start_over(self, size: int, size_loaded: int, seconds: float, ways: int = 1) -> None:
         """The pool has become slow: earlier measurements no longer count.
 
         A load of `size` bytes took `seconds`, or was aborted then; `size_loaded` of them had come.
         When nothing came, all that is known is that the load takes longer than that.
         """
-        self._reset()
+        self._sums.clear()
         if size_loaded:
-            self.observe(size_loaded, seconds)
+            self.observe(size_loaded, seconds, ways)
         else:
-            self.observe(size, _ABORTED_FACTOR * seconds)
+            self.observe(size, _ABORTED_FACTOR * seconds, ways)
 
-    def observe(self, size: int, seconds: float) -> None:
+    def observe(self, size: int, seconds: float, ways: int = 1) -> None:
         """A load of `size` bytes took `seconds`."""
         x, y = float(max(size, 1)), max(seconds, 1e-6)
-        if y * _RESET_RATIO < self.seconds(size):
-            self._reset()
+        is_faster = y * _RESET_RATIO < self.seconds(size, ways)
+        before = self._sums.pop(ways, None)
+        if before is None or is_faster:
+            before = [0.0] * 5
         self.samples += 1
-        self._weight = self._weight * _DECAY + 1
-        self._x = self._x * _DECAY + x
-        self._y = self._y * _DECAY + y
-        self._xx = self._xx * _DECAY + x * x
-        self._xy = self._xy * _DECAY + x * y
+        new = 1.0, x, y, x * x, x * y
+        self._sums[ways] = [a * _DECAY + b for a, b in zip(before, new, strict=True)]
 
-    def seconds(self, size: int) -> float:
+    def seconds(self, size: int, ways: int = 1) -> float:
         """Estimated seconds of a load of `size` bytes."""
-        latency_s, per_byte_s = self._line()
+        latency_s, per_byte_s = self._line(ways)
         return latency_s + size * per_byte_s
 
     @property
     def bandwidth(self) -> float:
-        """Estimated bytes per second, without the latency."""
-        return 1 / self._line()[1]
+        """Estimated bytes per second of a load like the latest one, without the latency."""
+        return 1 / self._line(next(reversed(self._sums), 1))[1]
 
-    def _reset(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+    def _line(self, ways: int) -> tuple[float, float]:
+        """Latency in seconds, and seconds per byte.
 
-    def _line(self) -> tuple[float, float]:
-        """Latency in seconds, and seconds per byte."""
-        if not self._weight:
+        No faster than was measured: that more ways help, a load or a probe over them has to show.
+        Fewer than were ever measured are taken to have their share of the speed.
+        """
+        if not self._sums:
             return _PRIOR_LATENCY_S, 1 / _PRIOR_BYTES_S
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - mean_x * mean_x
+        known = max((one for one in self._sums if one <= ways), default=min(self._sums))
+        weight, x, y, xx, xy = self._sums[known]
+        share = max(1.0, known / ways)
+        mean_x, mean_y = x / weight, y / weight * share
+        variance = xx / weight - mean_x * mean_x
         through_zero = mean_y / mean_x
         # Loads of one size do not separate latency and rate.
         if variance < 0.01 * mean_x * mean_x:
             return 0.0, through_zero
-        slope = (self._xy / self._weight - mean_x * mean_y) / variance
+        slope = (xy / weight * share - mean_x * mean_y) / variance
         if slope <= 0:
             return 0.0, through_zero
         slope = min(slope, through_zero)  # no negative latency

@@ -55,7 +55,7 @@ class Wanted(NamedTuple):
     """Tokens `first` to `last` (excluded) that the pool has of a prompt with these hashes.
 
     `waits_until`: when it stops to wait for other prompts' loads; None if it has not waited.
-    `awaits`: some of them are only promised.
+    `awaits`: some of them are only promised. `ways`: the servers that a load of them is shared by.
     """
 
     hashes: Sequence[bytes]
@@ -63,6 +63,7 @@ class Wanted(NamedTuple):
     last: int
     waits_until: float | None = None
     awaits: bool = False
+    ways: int = 1
 
 
 class Choice(NamedTuple):
@@ -94,11 +95,11 @@ class LoadOrRecompute:
         The estimate of loading includes the bytes of loads that are running: they share the link.
         Waiting ends at `wanted.waits_until`, however often another load took over.
         """
-        _, first, last, waits_until, _ = wanted
+        _, first, last, waits_until, _, ways = wanted
         if last <= first:
             return Choice(LoadDecision.NOTHING_NEW)
         size = self._bytes_of(first, last)
-        load_s = self.transfer_cost.seconds(size + self._loads.bytes_beside(size))
+        load_s = self.transfer_cost.seconds(size + self._loads.bytes_beside(size), ways)
         prefill_s = self.prefill_cost.seconds(first, last)
         estimates = Estimates(load_s, prefill_s)
         compute_s = prefill_s if prefill_s is not None else math.inf
@@ -153,5 +154,6 @@ class LoadOrRecompute:
             return None
         load, last = found
         rest = self._bytes_of(last, wanted.last)
-        wait_s = load.remaining_s(now) + (self.transfer_cost.seconds(rest) if rest else 0.0)
+        rest_s = self.transfer_cost.seconds(rest, wanted.ways) if rest else 0.0
+        wait_s = load.remaining_s(now) + rest_s
         return SharedLoad(load, last, now) if wait_s < otherwise_s else None

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvpool.types import Match
-from kvpool_connector.plan.cost_model import PrefillCost, TransferCost
+from kvpool_connector.plan.cost_model import PrefillCost, TransferCost, ways_of
 from kvpool_connector.plan.known_writers import KnownWriters
 from kvpool_connector.plan.load_or_recompute import NO_CHOICE, LoadDecision, LoadOrRecompute, Wanted
 from kvpool_connector.plan.prefetching import Prefetches
@@ -30,13 +30,7 @@ from kvpool_connector.plan.save_queue import SaveRun
 from kvpool_connector.plan.tracked_request import RequestState, TrackedRequest, digest_of
 from kvpool_connector.plan.verifier import Verifier
 from kvpool_connector.plan.windows import Windows
-from kvpool_connector.records.messages import (
-    GroupBlocks,
-    LoadRequest,
-    LoadResult,
-    ProbeResult,
-    SaveResult,
-)
+from kvpool_connector.records.messages import GroupBlocks, LoadRequest, LoadResult, SaveResult
 from kvpool_connector.records.promises import PromisedBlocks, PromiseState
 from kvpool_connector.records.values import (
     CacheGroup,
@@ -70,17 +64,16 @@ class Planner:
         self._limits = limits
         self._ranks = ranks
         self._loads: list[LoadRequest] = []  # for the next step
-        self._running = RunningLoads(
-            groups[0].block_size // groups[0].hashes_per_block, self.windows.unit
-        )
+        tokens_per_hash = groups[0].block_size // groups[0].hashes_per_block
+        self._running = RunningLoads(tokens_per_hash, self.windows.unit)
         transfer_cost, prefill_cost = TransferCost(), PrefillCost()
         writers, timeout_s = KnownWriters(limits.loads_per_check), limits.load_timeout_s
         self.verifier = Verifier(
             self.counters, self._groups, writers, ranks=ranks, timeout_s=timeout_s
         )
-        self._prober = Prober(limits, transfer_cost, ranks)
+        self.prober = Prober(limits, transfer_cost, ranks)
         self.choice = LoadOrRecompute(
-            limits, transfer_cost, prefill_cost, self._running, self._prober, self.windows.bytes_of
+            limits, transfer_cost, prefill_cost, self._running, self.prober, self.windows.bytes_of
         )
         self.lookups = RequestLookups(
             self.counters,
@@ -99,15 +92,12 @@ class Planner:
     @property
     def has_pending_work(self) -> bool:
         """The engine must go on stepping until saves, probes and verifications have ended."""
-        return self.saves.queue.running or self._prober.pending or self.verifier.running
+        return self.saves.queue.running or self.prober.pending or self.verifier.running
 
     @property
     def loading(self) -> int:
         """How many loads are running."""
         return len(self._running)
-
-    def tracks(self, request_id: str) -> bool:
-        return request_id in self.requests
 
     # --- looking up -----------------------------------------------------------------------
 
@@ -177,15 +167,15 @@ class Planner:
         if not request.matches or self.verifier.writers.odd:
             return 0
         there = self.windows.available(request.matches)
-        last = min(
-            max(there, self.promises.tokens(request, max(there, computed))),
-            self.windows.whole_units(tokens - 1),
-        )
+        last = max(there, self.promises.tokens(request, max(there, computed)))
+        last = min(last, self.windows.whole_units(tokens - 1))
         if self._limits.drops_last_block:
             last = max(0, last - self.windows.unit)
         if (most := request.hints.max_load_tokens) is not None:
             last = min(last, self.windows.whole_units(computed + most))
-        wanted = Wanted(request.hashes, computed, last, request.waits_until, last > there)
+        until, block = request.waits_until, self._groups[self.windows.whole].block_size
+        found = request.matches[self.windows.whole].of(computed // block, last // block)
+        wanted = Wanted(request.hashes, computed, last, until, last > there, ways_of(found))
         request.choice = self.choice.choose(wanted, now)
         if (decision := request.choice.decision) is LoadDecision.WAIT:
             request.move_to(RequestState.WAITING)
@@ -195,10 +185,10 @@ class Planner:
             return None
         if decision is not LoadDecision.LOAD:
             slow = decision in (LoadDecision.SLOWER, LoadDecision.MEASURING)
-            if slow and self._prober.due(now):
+            if slow and self.prober.due(now):
                 self._probe_prefix(request, computed, last, now)
             return 0
-        request.offered = (computed, last)
+        request.offered = (computed, last, wanted.ways)
         request.move_to(RequestState.OFFERED)
         return last - computed
 
@@ -221,21 +211,14 @@ class Planner:
             if request.promise is not None and request.promise.state is PromiseState.GIVEN:
                 _give_up_promise(request)
             return
-        first, last = request.offered[0], request.offered[0] + tokens
+        first, _, ways = request.offered
+        last = first + tokens
         load = self._load(request_id, request, first, last, block_ids)
         self._loads.append(load)
         size = self.windows.bytes_of(first, last)
         request.load = RunningLoad(
-            request.hashes,
-            first,
-            last,
-            size,
-            started_at=now,
-            expected_s=request.choice.estimates.load_s,
-            prefill_s=request.choice.estimates.prefill_s,
-            timeout_s=load.timeout_s,
-            ranks_left=self._ranks,
-            size_beside=self._running.bytes_beside(size),
+            *(request.hashes, first, last, size, ways, now, *request.choice.estimates),
+            *(load.timeout_s, self._ranks, self._running.bytes_beside(size)),
             awaits=load.wait_limits is not None,
         )
         self._running.start(request.load)
@@ -256,8 +239,8 @@ class Planner:
         if refused:  # that says nothing about the pool's speed
             load.lost = True
             return self._forget_matches(id, request, first)
-        self._prober.on_load(load, now)
-        if self._prober.measuring:
+        self.prober.on_load(load, now)
+        if self.prober.measuring:
             # Slow for once, as a first load is, or from now on? A probe finds out, so that the next
             # request does not have to.
             self._probe_prefix(request, load.first, load.last, now)
@@ -269,10 +252,6 @@ class Planner:
             load.lost = not load.aborted
             # The engine asks again: without this the same blocks would be loaded for ever.
             self._forget_matches(id, request, first)
-
-    def on_probe_result(self, result: ProbeResult) -> None:
-        """One rank has ended a probe."""
-        self._prober.on_result(result)
 
     # --- saving ---------------------------------------------------------------------------
 
@@ -290,7 +269,7 @@ class Planner:
         computed, so that no block comes that a save could wait for.
         `still_cached(block_id, group, digest)` says whether a block still has these contents.
         """
-        plan = StepPlan(loads=self._loads, probe=self._prober.take())
+        plan = StepPlan(loads=self._loads, probe=self.prober.take())
         self._loads = []
         saves = self._limits.save and not self.verifier.writers.odd
         watched = self.verifier.watched
@@ -305,10 +284,8 @@ class Planner:
             elif saves:
                 left = self.saves.on_scheduled(request, one)
             if one.request_id == watched:
-                plan.verify, left = (
-                    self.verifier.take(one, request.hashes, request.hints.adapter),
-                    0,
-                )
+                plan.verify = self.verifier.take(one, request.hashes, request.hints.adapter)
+                left = 0
             self.quiet.sleep(one.request_id, left)
         if plan.verify is not None:
             plan.blocks_to_pin += [one for blocks in plan.verify.blocks for one in blocks.block_ids]
@@ -340,12 +317,12 @@ class Planner:
     def on_save_result(self, result: SaveResult, now: float) -> tuple[list[int], list[SaveRun]]:
         """One rank has ended a save. Returns block ids to unpin, and what the pool has now."""
         unpinned, stored = self.saves.queue.on_result(result, now)
-        if stored and not self.choice.transfer_cost.samples and self._prober.due(now):
+        if stored and not self.choice.transfer_cost.samples and self.prober.due(now):
             # Measure before the first load, so that it can be weighed as well, and so that it does
             # not wait for a connection.
             digests = [one for run in stored if not run.group for one in run.digests]
-            blocks = self._prober.blocks(self.windows.block_bytes[0])
-            self._prober.plan(digests[:blocks], None, now)
+            blocks = self.prober.blocks(self.windows.block_bytes[0])
+            self.prober.plan(digests[:blocks], None, now)
         return unpinned, stored
 
     def make_promise(self, request_id: str, computed: int) -> PromisedBlocks | None:
@@ -467,11 +444,10 @@ class Planner:
         """Measure in the background what was not loaded because it was estimated to be slow."""
         group = self._groups[0]
         start = last // group.block_size - self.windows.blocks(group, first, last)
-        stop = min(
-            last // group.block_size, start + self._prober.blocks(self.windows.block_bytes[0])
-        )
+        most = self.prober.blocks(self.windows.block_bytes[0])
+        stop = min(last // group.block_size, start + most)
         digests = [digest_of(request.hashes, group, i) for i in range(start, stop)]
-        self._prober.plan(digests, request.matches[0].of(start, stop), now)
+        self.prober.plan(digests, request.matches[0].of(start, stop), now)
 
 
 def _give_up_promise(request: TrackedRequest) -> None:

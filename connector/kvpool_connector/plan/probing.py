@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvpool.types import Match
-from kvpool_connector.plan.cost_model import TransferCost
+from kvpool_connector.plan.cost_model import TransferCost, ways_of
 from kvpool_connector.plan.running_loads import RunningLoad
 from kvpool_connector.records.messages import GroupBlocks, ProbeRequest, ProbeResult
 from kvpool_connector.records.values import PlannerLimits
@@ -27,9 +27,7 @@ _PROBE_S: Final = 0.05
 class _SlowLoad(NamedTuple):
     """A load that took longer than it may. Only a probe tells whether the pool has become slow."""
 
-    size: int  # bytes, as those that came
-    size_loaded: int
-    seconds: float
+    load: RunningLoad
     limit_s: float
 
 
@@ -49,6 +47,7 @@ class Prober:
         self._ranks = ranks
         self._planned: ProbeRequest | None = None
         self._running = 0  # ranks that have not reported
+        self._ways = 1  # servers that share the probe
         self._planned_at = -math.inf
         self._delay_s = limits.probe_every_s
         self._slow_load: _SlowLoad | None = None  # a probe will tell whether the pool is slow
@@ -81,6 +80,7 @@ class Prober:
         if self._limits.load == "auto" and digests and not self._running:
             self._planned_at = now
             self._delay_s = min(2 * self._delay_s, self._limits.probe_every_s)
+            self._ways = ways_of(match)
             blocks = GroupBlocks(0, tuple(digests), (), match=match)
             self._planned = ProbeRequest((blocks,), self._limits.load_timeout_s)
 
@@ -99,11 +99,11 @@ class Prober:
         if slow_load is not None and (waited or _is_slow(result, slow_load)):
             self._start_over(slow_load, _PROBE_AGAIN_S)  # it may be fast again at once
         if result.size:
-            self._transfer_cost.observe(result.size, result.seconds)
+            self._transfer_cost.observe(result.size, result.seconds, self._ways)
             if not self._running and self._slow_load is not None:
                 self._slow_load, self._excused = None, True
         elif waited:
-            self._transfer_cost.start_over(_PROBE_BYTES, 0, result.seconds)
+            self._transfer_cost.start_over(_PROBE_BYTES, 0, result.seconds, self._ways)
 
     def on_load(self, load: RunningLoad, now: float) -> None:
         """A load has ended.
@@ -115,7 +115,7 @@ class Prober:
         prefill_s, ended = load.prefill_s or math.inf, load.ended
         if load.aborted or (ended.size and ended.seconds >= prefill_s):
             limit_s = load.timeout_s if load.aborted else prefill_s
-            slow_load = _SlowLoad(load.size, ended.size, ended.seconds, limit_s)
+            slow_load = _SlowLoad(load, limit_s)
             if self._limits.load != "auto":
                 self._start_over(slow_load, self._limits.probe_every_s)
             elif not self._excused:
@@ -127,16 +127,18 @@ class Prober:
         elif ended.size:
             # A load that found nothing and waited for nothing is no measure of the pool's speed.
             # An estimate is of the bytes beside it, too.
-            self._transfer_cost.observe(ended.size + load.size_beside, ended.seconds)
+            size = ended.size + load.size_beside
+            self._transfer_cost.observe(size, ended.seconds, load.ways)
             self._excused = False
 
     def _start_over(self, slow_load: _SlowLoad, probe_delay_s: float) -> None:
         """The pool has become slow."""
-        self._transfer_cost.start_over(slow_load.size, slow_load.size_loaded, slow_load.seconds)
+        load, _ = slow_load
+        self._transfer_cost.start_over(load.size, load.ended.size, load.ended.seconds, load.ways)
         self._slow_load, self._excused = None, False
         self._delay_s = min(probe_delay_s, self._limits.probe_every_s)
 
 
 def _is_slow(probe: ProbeResult, slow_load: _SlowLoad) -> bool:
     """At the speed of this probe the load would have taken too long as well."""
-    return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 0
+    return probe.seconds * slow_load.load.size > slow_load.limit_s * probe.size > 0

@@ -20,15 +20,16 @@ class RunningLoad:
 
     It runs until its last rank has reported, or its request has ended or started anew; after that
     `running` is false. `lost` is true when the pool did not have all of its blocks, `awaits` when
-    some were only promised. `result` is
-    that of the ranks that have reported; its seconds are also for the `size_beside` bytes of loads
-    that ran before it and that the link moved in between.
+    some were only promised. `ways`: servers that share it. `result` is that of the ranks that have
+    reported; its seconds are also for the `size_beside` bytes of loads that ran before it and that
+    the link moved in between.
     """
 
     hashes: Sequence[bytes]
     first: int
     last: int
     size: int  # bytes that one rank moves
+    ways: int
     started_at: float
     expected_s: float
     prefill_s: float | None  # of computing the same tokens; None: nothing was measured

@@ -62,7 +62,7 @@ class TrackedRequest:
     #: While LOOKING_UP, of prefixes: the ends of sliding windows are looked up.
     matches: tuple[Match, ...] = ()
     choice: Choice = NO_CHOICE  # the last one; its decision is not counted yet
-    offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED
+    offered: tuple[int, int, int] = (0, 0, 1)  # first and last token and ways, while OFFERED
     waits_until: float | None = None  # since it first waited
     load: RunningLoad | None = None  # while LOADING
     promise: GivenPromise | None = None

@@ -46,8 +46,7 @@ class Windows:
 
     def available(self, matches: Sequence[Match]) -> int:
         """Tokens that every group has."""
-        numbers = range(len(self._groups))
-        return self._tokens(matches, numbers)
+        return self._tokens(matches, range(len(self._groups)))
 
     def wanted(
         self, matches: Sequence[Match], hashes: Sequence[bytes]

@@ -183,7 +183,7 @@ class ConnectorScheduler:
         self._asked = True
         if self.adapter_requests.must_wait(request_id, now):
             return None
-        if not self.planner.tracks(request_id):
+        if request_id not in self.planner.requests:
             return 0
         if request_id in self._restarting:
             self._restarting.discard(request_id)
@@ -199,7 +199,7 @@ class ConnectorScheduler:
     ) -> None:
         """The engine wants so many of the tokens that were offered, in these blocks."""
         self._messages.request_begins(request_id)
-        if not self.planner.tracks(request_id):
+        if request_id not in self.planner.requests:
             return
         self.planner.on_blocks_allocated(request_id, block_ids, tokens, self._clock())
 
@@ -234,7 +234,7 @@ class ConnectorScheduler:
         """
         now = self._clock()
         for request_id in step.preempted:
-            if self.planner.tracks(request_id):
+            if request_id in self.planner.requests:
                 self.planner.on_preempted(request_id)
                 self._restarting.add(request_id)
         self._step += 1
@@ -295,7 +295,7 @@ class ConnectorScheduler:
         for loaded in report.loads:
             self.planner.on_load_result(loaded, now)
         for probed in report.probes:
-            self.planner.on_probe_result(probed)
+            self.planner.prober.on_result(probed)
         outcome = ReportOutcome(
             self.planner.saves.queue.take_dropped(), [], drop_cache=any(changed)
         )
