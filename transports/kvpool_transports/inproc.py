@@ -1,8 +1,8 @@
 """Inproc: client and server in one process and one loop. The dev mode, and the plainest example.
 
-There is no wire, but the rules are the same: each call has a connection of its own in the
-server's books, and whatever it pinned or reserved goes with it. A call ends by its deadline, and
-when either side closes.
+There is no wire, but the rules are the same, and so are the messages beside reads and writes: each
+call has a connection of its own in the server's books, and whatever it pinned or reserved goes with
+it. A call ends by its deadline, and when either side closes.
 """
 
 from __future__ import annotations
@@ -31,23 +31,12 @@ from kvpool.protocols import (
     View,
     WriteOptions,
 )
-from kvpool.types import (
-    Cluster,
-    DrainOrder,
-    DrainReport,
-    HoldingsPage,
-    MoveStatus,
-    Namespace,
-    Offer,
-    ReadBlock,
-    ReadResult,
-    Removal,
-    RemovalCursor,
-    WriteBlock,
-    WriteStatus,
-)
+from kvpool.types import Cluster, ReadBlock, ReadResult, WriteBlock, WriteStatus
+from kvpool.wire.messages import M, Message
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
+from kvpool_transports.streams.side_answers import SIDE_ANSWERS
+from kvpool_transports.streams.side_requests import SideRequests
 
 
 class InprocTransport:
@@ -112,7 +101,7 @@ class _InprocListener:
             await channel.ended()
 
 
-class _InprocChannel:
+class _InprocChannel(SideRequests):
     def __init__(self, listener: _InprocListener, client: str) -> None:
         self._listener = listener
         self._client = client
@@ -249,70 +238,11 @@ class _InprocChannel:
             finally:
                 self._looks.discard(connection)
 
-    async def remove(
-        self,
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        *,
-        part: int | None = None,
-        checksums: Sequence[int] = (),
-        deadline: float,
-    ) -> list[bool]:
+    async def _ask(self, message: Message, answer: type[M], deadline: float) -> M:
         async with self._connection() as connection, self._until(deadline):
-            return await connection.remove(namespace, digests, part, checksums)
-
-    async def report_corruption(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[bool]:
-        async with self._connection() as connection, self._until(deadline):
-            return await connection.report_corruption(namespace, part, digests)
-
-    async def offer(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        receiver: str,
-        *,
-        deadline: float,
-    ) -> list[Offer]:
-        async with self._connection() as connection, self._until(deadline):
-            return connection.offer(namespace, part, digests, receiver)
-
-    async def fetch(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        source: str,
-        *,
-        extra: bool = False,
-        deadline: float,
-    ) -> list[MoveStatus]:
-        async with self._connection() as connection, self._until(deadline):
-            return await connection.fetch(
-                namespace, part, digests, source, extra=extra, deadline=deadline
-            )
-
-    async def prefetch(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[MoveStatus]:
-        async with self._connection() as connection, self._until(deadline):
-            return connection.prefetch(namespace, part, digests)
-
-    async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
-        async with self._connection() as connection, self._until(deadline):
-            return await connection.holdings(after)
-
-    async def remove_all(
-        self, namespace: Namespace, at: RemovalCursor, *, deadline: float
-    ) -> Removal:
-        async with self._connection() as connection, self._until(deadline):
-            return await connection.remove_all(namespace, at)
-
-    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
-        async with self._connection() as connection, self._until(deadline):
-            return await connection.drain(order)
+            answered = await SIDE_ANSWERS[type(message)](message, connection)
+        assert isinstance(answered, answer)
+        return answered
 
     async def close(self) -> None:
         self.abort()

@@ -1,7 +1,4 @@
-"""What a server answers beside reads and writes, over all streams (server's half).
-
-Each is one message and one answer; `side_requests` is the client's half.
-"""
+"""What a server answers beside reads and writes; `side_requests` is the client's half."""
 
 from __future__ import annotations
 

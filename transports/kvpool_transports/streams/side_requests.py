@@ -1,7 +1,4 @@
-"""What a channel over byte streams asks a server beside reads and writes (client's half).
-
-Each is one message and one answer, on a stream of its own meanwhile.
-"""
+"""What a channel asks a server beside reads and writes (client's half): one message, one answer."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ _MOVE: Final = tuple(MoveStatus)
 
 
 class SideRequests:
-    """The part of a channel that is the same over all streams."""
+    """The part of a channel that is the same over all transports."""
 
     _streams: StreamPool
 
@@ -151,6 +148,7 @@ class SideRequests:
         )
 
     async def _ask(self, message: Message, answer: type[M], deadline: float) -> M:
+        """On a stream of its own meanwhile; what has no streams does it in another way."""
         async with self._streams.stream(deadline) as stream:
             await stream.send(message, deadline=deadline)
             return await stream.expect(answer, deadline=deadline)
