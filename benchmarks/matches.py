@@ -24,10 +24,10 @@ import uvloop
 from benchmarks.masters import NAMESPACE, RunningMaster, TimedLoop
 from kvpool.net.control_network import TcpNetwork, master_address
 from kvpool.net.control_session import CallerSession, caller_context
+from kvpool.net.requests import cluster_id, decode_envelope, encode_envelope
 from kvpool.spans import SPAN_BLOCKS, marks_of, pack_marks
 from kvpool.types import Cluster, ReadStatus, ServerStats
 from kvpool.wire import messages as wire
-from kvpool.wire.envelopes import cluster_id, decode_envelope, encode_envelope
 
 _DIGEST: Final = 32
 _CLUSTER: Final = cluster_id("default")

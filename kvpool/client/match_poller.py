@@ -31,10 +31,9 @@ from kvpool.errors import (
 )
 from kvpool.net.control_network import RECONNECT_AFTER_S
 from kvpool.net.polled_links import PolledLinks
-from kvpool.net.requests import PENDING_MAX
+from kvpool.net.requests import PENDING_MAX, decode_envelope, envelope_id
 from kvpool.types import Cluster, Match, Namespace, check_session
 from kvpool.wire import messages as wire
-from kvpool.wire.envelopes import decode_envelope, envelope_id
 
 #: Requests without a reply are looked through so often: to send them again, or to end them.
 _TICK_S: Final = 0.005

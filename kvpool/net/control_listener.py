@@ -20,12 +20,11 @@ from kvpool.errors import ConfigError, KvpoolError, Overloaded, PeerError, Unaut
 from kvpool.guard import Guard
 from kvpool.net.control_session import MasterSession
 from kvpool.net.masters_certificate import Certificate
-from kvpool.net.requests import answer
+from kvpool.net.requests import answer, cluster_id
 from kvpool.protocols import Caller, Handler
 from kvpool.shares import Shares
 from kvpool.strangers import Strangers
 from kvpool.types import Cluster
-from kvpool.wire.envelopes import cluster_id
 from kvpool.wire.messages import refusal
 
 log = logs.get("kvpool.link")

@@ -32,10 +32,9 @@ from kvpool.guard import TenantSecrets, make_guard
 from kvpool.net.control_listener import HELLO_S, ControlListener
 from kvpool.net.control_session import CallerSession, caller_context
 from kvpool.net.masters_certificate import masters_certificate
-from kvpool.net.requests import PendingRequests
+from kvpool.net.requests import PendingRequests, cluster_id
 from kvpool.protocols import Handler, Link
 from kvpool.types import Cluster
-from kvpool.wire.envelopes import cluster_id
 
 log = logs.get("kvpool.link")
 

@@ -22,9 +22,7 @@ from collections.abc import Callable, Generator
 from typing import Final
 
 from kvpool.errors import BadFrame, Unauthenticated, VersionMismatch
-from kvpool.types import Cluster
-from kvpool.wire import auth
-from kvpool.wire.envelopes import (
+from kvpool.net.requests import (
     MESSAGE_SIZE_MAX,
     MessageReader,
     cluster_id,
@@ -32,6 +30,8 @@ from kvpool.wire.envelopes import (
     encode_envelope,
     with_size,
 )
+from kvpool.types import Cluster
+from kvpool.wire import auth
 from kvpool.wire.messages import Hello, M, Message, Proof, decode, decode_answer, encode
 
 #: What a master says first. ZMTP, which masters of release 0.1 spoke, begins with 0xff.

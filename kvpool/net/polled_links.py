@@ -24,8 +24,8 @@ from kvpool.errors import KvpoolError, Unavailable
 from kvpool.net.control_listener import HELLO_S
 from kvpool.net.control_network import REFUSED_S, RETRY_MAX_S, RETRY_S, master_address
 from kvpool.net.control_session import CallerSession, caller_context
+from kvpool.net.requests import cluster_id, encode_envelope
 from kvpool.types import Cluster
-from kvpool.wire.envelopes import cluster_id, encode_envelope
 
 #: What one call takes of one link at most, and what waits to be sent.
 _RECEIVE_MAX: Final = 1 << 20

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from kvpool import ClientConfig, Cluster, Namespace, Pool, connect, read_cluster
 from kvpool.errors import KvpoolError
+from kvpool.net.requests import MESSAGE_SIZE_MAX, with_size
 from kvpool.wire import messages as wire
-from kvpool.wire.envelopes import MESSAGE_SIZE_MAX, with_size
 from tests.conftest import keys, value
 from tests.support.raw_peers import Raw, control_peer, frame
 from tests.support.tenant_pool import prove

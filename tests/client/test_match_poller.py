@@ -34,7 +34,7 @@ from kvpool.client import lookup as lookup_module
 from kvpool.errors import Overloaded
 from kvpool.net.control_network import TcpNetwork
 from kvpool.net.control_session import MasterSession
-from kvpool.wire.envelopes import cluster_id, decode_envelope, encode_envelope
+from kvpool.net.requests import cluster_id, decode_envelope, encode_envelope
 from kvpool.wire.messages import Error, FindReply, encode
 from tests.conftest import keys
 

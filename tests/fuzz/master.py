@@ -13,15 +13,16 @@ with atheris.instrument_imports(include=["kvpool"]):
     from kvpool.config import MasterConfig
     from kvpool.errors import KvpoolError
     from kvpool.master.service import Master
+    from kvpool.net import requests
     from kvpool.types import ServerStats
-    from kvpool.wire import envelopes, messages
+    from kvpool.wire import messages
 
 from kvpool.testing.invariants import check_invariants
 from tests.fuzz.driver import Record, fuzz
 from tests.wire.offline import Loop, NoNetwork
 from tests.wire.samples import KEYS, SAMPLES, TOKEN
 
-CLUSTER = envelopes.cluster_id("default")
+CLUSTER = requests.cluster_id("default")
 
 
 def split(data: bytes) -> list[Record]:
@@ -51,16 +52,16 @@ def target(data: bytes) -> None:
             master.directory.servers.tick(loop.time())
             master.sweeper.step(1 + len(body))
         else:
-            ask(master, envelopes.encode_envelope(number, CLUSTER, 1, body))
+            ask(master, requests.encode_envelope(number, CLUSTER, 1, body))
     check_invariants(master.directory)
 
 
 def ask(master: Master, message: bytes) -> None:
     """Handle one message as the control plane does."""
     try:
-        envelope = envelopes.decode_envelope(message, CLUSTER)
+        envelope = requests.decode_envelope(message, CLUSTER)
         type, body = master.handle(envelope.type, envelope.body)
-        envelopes.encode_envelope(type, CLUSTER, envelope.id, body)
+        requests.encode_envelope(type, CLUSTER, envelope.id, body)
     except KvpoolError:
         pass
 

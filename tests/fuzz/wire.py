@@ -9,13 +9,14 @@ import atheris
 
 with atheris.instrument_imports(include=["kvpool"]):
     from kvpool.errors import PeerError
-    from kvpool.wire import envelopes, frames, messages
+    from kvpool.net import requests
+    from kvpool.wire import frames, messages
 
 from tests.fuzz.driver import Record, fuzz
 from tests.wire.samples import SAMPLES
 from tests.wire.test_frame_reader import received
 
-CLUSTER = envelopes.cluster_id("default")
+CLUSTER = requests.cluster_id("default")
 
 
 def target(data: bytes) -> None:
@@ -25,8 +26,8 @@ def target(data: bytes) -> None:
             frames.decode_header(rest)
             read_frames(rest)
         elif number == messages.PAYLOAD:
-            envelopes.envelope_id(rest)
-            envelopes.decode_envelope(rest, CLUSTER)
+            requests.envelope_id(rest)
+            requests.decode_envelope(rest, CLUSTER)
         else:
             decode(number, rest)
     except PeerError:
@@ -59,7 +60,7 @@ def decode(number: int, body: bytes) -> None:
 def seeds() -> list[bytes]:
     bodies = [bytes([number]) + body for number, body in map(messages.encode, SAMPLES)]
     header = frames.encode_frame(2, b"body")
-    envelope = envelopes.encode_envelope(40, CLUSTER, 1, b"body")
+    envelope = requests.encode_envelope(40, CLUSTER, 1, b"body")
     return [*bodies, b"\0" + header, bytes([messages.PAYLOAD]) + envelope]
 
 

@@ -25,12 +25,12 @@ import pytest_asyncio
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
 from kvpool.checksum import block_seeds, checksum
 from kvpool.net.control_network import TcpNetwork
+from kvpool.net.requests import cluster_id, encode_envelope, with_size
 from kvpool.protocols import Link, Peer, ReserveRequest
 from kvpool.runtime import resident_bytes
 from kvpool.server import clients
 from kvpool.testing.invariants import check_invariants
 from kvpool.wire import messages as wire
-from kvpool.wire.envelopes import cluster_id, encode_envelope, with_size
 from kvpool.wire.frames import PROTOCOL_VERSION, encode_frame
 from kvpool_transports.streams import server as serving
 from kvpool_transports.streams import stream as streams

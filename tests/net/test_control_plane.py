@@ -35,19 +35,19 @@ from kvpool.net.masters_certificate import (
     masters_certificate,
     masters_fingerprint,
 )
-from kvpool.protocols import Caller, Link
-from kvpool.strangers import WRONG_PROOFS_MAX
-from kvpool.tenants import TenantKeys
-from kvpool.types import Cluster
-from kvpool.wire import auth
-from kvpool.wire import messages as wire
-from kvpool.wire.envelopes import (
+from kvpool.net.requests import (
     MESSAGE_SIZE_MAX,
     MessageReader,
     cluster_id,
     encode_envelope,
     with_size,
 )
+from kvpool.protocols import Caller, Link
+from kvpool.strangers import WRONG_PROOFS_MAX
+from kvpool.tenants import TenantKeys
+from kvpool.types import Cluster
+from kvpool.wire import auth
+from kvpool.wire import messages as wire
 from tests.conftest import eventually
 from tests.support.raw_peers import ControlPeer, control_peer
 

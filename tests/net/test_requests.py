@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from kvpool.errors import Closed, DeadlineExceeded, KvpoolError, Overloaded, PeerError
-from kvpool.net import requests as module
+from kvpool.net import requests
 from kvpool.net.requests import PendingRequests
-from kvpool.wire import envelopes
 
 CLUSTER = 7
 
@@ -35,10 +34,10 @@ class Link(PendingRequests):
         self.silences.append(self.silent_since)
 
     def _transmit(self, message: bytes) -> None:
-        self.sent.append(envelopes.decode_envelope(message, CLUSTER).id)
+        self.sent.append(requests.decode_envelope(message, CLUSTER).id)
 
     def reply(self, id: int, body: bytes = b"answer", cluster: int = CLUSTER) -> None:
-        self.on_reply(envelopes.encode_envelope(2, cluster, id, body))
+        self.on_reply(requests.encode_envelope(2, cluster, id, body))
 
     def timers(self) -> int:
         return sum(not timer.cancelled() for timer in self.loop._scheduled)
@@ -92,7 +91,7 @@ async def test_a_link_that_is_closed_ends_every_request() -> None:
 
 
 async def test_no_more_requests_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PENDING_MAX", 2)
+    monkeypatch.setattr(requests, "PENDING_MAX", 2)
     link = Link()
     tasks = await begun(link, 3)
     assert isinstance(await ended(tasks[2]), Overloaded)

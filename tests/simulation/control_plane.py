@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool.net.requests import PendingRequests
+from kvpool.net.requests import PendingRequests, cluster_id
 from kvpool.protocols import CountedListener, Handler, Link
-from kvpool.wire.envelopes import cluster_id
 from tests.simulation.loop import PROCESS, Process
 
 if TYPE_CHECKING:

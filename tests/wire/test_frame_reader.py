@@ -15,7 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import BadFrame, BadMessage, InvariantViolated, PeerError, VersionMismatch
-from kvpool.wire import envelopes, frames, messages
+from kvpool.net import requests
+from kvpool.wire import frames, messages
 from kvpool.wire.frames import (
     READ_AHEAD,
     SMALL,
@@ -219,7 +220,7 @@ def test_what_is_no_frame_is_shown() -> None:
     with pytest.raises(BadFrame, match=r"starts with b'GET ', expected b'kv'$"):
         frames.decode_header(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(BadFrame, match=r"starts with b'GET ', expected b'kM'$"):
-        envelopes.decode_envelope(b"GET / HTTP/1.1\r\n\r\n", 0)
+        requests.decode_envelope(b"GET / HTTP/1.1\r\n\r\n", 0)
 
 
 def test_a_frame_begins_with_its_first_byte() -> None:

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from kvpool.config import MasterConfig
 from kvpool.errors import KvpoolError, PeerError, Unavailable
 from kvpool.master.service import Master
+from kvpool.net import requests
 from kvpool.protocols import ReadOptions
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadBlock
-from kvpool.wire import envelopes, frames, messages
+from kvpool.wire import frames, messages
 from kvpool_transports.streams.channel import StreamChannel
 from kvpool_transports.streams.pool import StreamPool
 from kvpool_transports.streams.stream import Stream
@@ -159,11 +160,11 @@ def test_any_bytes_as_every_message(body: bytes) -> None:
 @given(st.binary(min_size=0, max_size=64), st.lists(MUTATIONS, max_size=2))
 @example(b"GET / HTTP/1.1\r\n", [])
 def test_any_header_parses_or_is_refused(header: bytes, changes: list[Mutation]) -> None:
-    envelope = mutated(envelopes.encode_envelope(40, 7, 1, header), changes)
+    envelope = mutated(requests.encode_envelope(40, 7, 1, header), changes)
     frame = mutated(frames.encode_frame(9, header), changes)
     for message in (header, envelope):
-        parses_or_is_refused(lambda message=message: envelopes.decode_envelope(message, 7))
-        envelopes.envelope_id(message)
+        parses_or_is_refused(lambda message=message: requests.decode_envelope(message, 7))
+        requests.envelope_id(message)
     for start in (header, frame):
         if len(start) >= frames.HEADER_SIZE:
             parses_or_is_refused(lambda start=start: frames.decode_header(start))

@@ -19,8 +19,9 @@ from kvpool.errors import (
     Unauthenticated,
     VersionMismatch,
 )
+from kvpool.net import requests
 from kvpool.types import BATCH_BLOCKS_MAX, Cluster
-from kvpool.wire import auth, envelopes, frames, messages
+from kvpool.wire import auth, frames, messages
 from kvpool.wire.frames import STEP, PayloadReceiver
 from tests.conftest import keys
 from tests.wire.samples import KEYS, SAMPLES
@@ -145,12 +146,12 @@ def test_a_body_and_a_payload_have_their_limits() -> None:
     body = bytes(frames.BODY_SIZE_MAX)
     frame = frames.encode_frame(1, body, frames.PAYLOAD_SIZE_MAX)
     assert frames.decode_header(frame)[:3] == (1, len(body), frames.PAYLOAD_SIZE_MAX)
-    envelope = envelopes.encode_envelope(1, 7, 5, body)
-    assert envelopes.decode_envelope(envelope, 7)[:3] == (1, 5, body)
+    envelope = requests.encode_envelope(1, 7, 5, body)
+    assert requests.decode_envelope(envelope, 7)[:3] == (1, 5, body)
     with pytest.raises(BadFrame, match="bytes"):
-        envelopes.decode_envelope(envelope + b"x", 7)
+        requests.decode_envelope(envelope + b"x", 7)
     with pytest.raises(BadFrame, match="limit"):
-        envelopes.encode_envelope(1, 7, 5, body + b"x")
+        requests.encode_envelope(1, 7, 5, body + b"x")
     head = struct.pack("<2sBBIQ", b"kv", frames.PROTOCOL_VERSION, 1, 0, frames.PAYLOAD_SIZE_MAX + 1)
     with pytest.raises(BadFrame, match="limit"):
         frames.decode_header(head)
@@ -158,19 +159,19 @@ def test_a_body_and_a_payload_have_their_limits() -> None:
 
 def test_a_message_that_is_only_a_header_has_an_id() -> None:
     """So it can be refused by its id, whatever else is wrong with it."""
-    header = envelopes.encode_envelope(1, 7, 2**40 + 1, b"")
+    header = requests.encode_envelope(1, 7, 2**40 + 1, b"")
     assert len(header) == frames.HEADER_SIZE
-    assert envelopes.envelope_id(header) == 2**40 + 1
-    assert envelopes.envelope_id(header[:-1]) is None
-    assert envelopes.envelope_id(b"??" + header[2:]) is None
+    assert requests.envelope_id(header) == 2**40 + 1
+    assert requests.envelope_id(header[:-1]) is None
+    assert requests.envelope_id(b"??" + header[2:]) is None
 
 
 def test_clusters_are_told_apart_by_32_bits_of_their_names() -> None:
     names = [f"cluster-{number}" for number in range(2000)]
-    ids = {envelopes.cluster_id(name) for name in names}
+    ids = {requests.cluster_id(name) for name in names}
     assert len(ids) == len(names)
     assert max(ids) < 2**32
-    assert envelopes.cluster_id("default") == xxhash.xxh3_64_intdigest(b"default") & 0xFFFFFFFF
+    assert requests.cluster_id("default") == xxhash.xxh3_64_intdigest(b"default") & 0xFFFFFFFF
 
 
 @pytest.mark.parametrize(

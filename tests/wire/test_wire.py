@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import BadFrame, BadMessage, VersionMismatch
-from kvpool.wire import envelopes, frames, messages
+from kvpool.net import requests
+from kvpool.wire import frames, messages
 from tests.conftest import keys
 from tests.wire.samples import SAMPLES
 
@@ -70,8 +71,8 @@ def required(sample: messages.Message) -> dict[str, Any]:
 def test_frames_round_trip(type: int, body: bytes, payload: int) -> None:
     encoded = frames.encode_frame(type, body, payload)
     assert frames.decode_header(encoded) == (type, len(body), payload)
-    envelope = envelopes.encode_envelope(type, 7, payload, body)
-    assert envelopes.decode_envelope(envelope, 7) == (type, payload, body)
+    envelope = requests.encode_envelope(type, 7, payload, body)
+    assert requests.decode_envelope(envelope, 7) == (type, payload, body)
 
 
 def test_limits_and_versions_are_named() -> None:
@@ -87,7 +88,7 @@ def test_limits_and_versions_are_named() -> None:
         ):
             frames.decode_header(struct.pack("<2sBBIQ", b"kv", version, 1, 0, 0))
     with pytest.raises(VersionMismatch, match="another cluster"):
-        envelopes.decode_envelope(envelopes.encode_envelope(1, 7, 1, b""), 8)
+        requests.decode_envelope(requests.encode_envelope(1, 7, 1, b""), 8)
 
 
 @pytest.mark.parametrize("count", [1, 640, messages.DIGESTS_MAX])
