@@ -57,7 +57,7 @@ class ClientRequests:
         #: Matches that ended at a mark, because the map did not know its span.
         self.unknown_spans = 0
 
-    def find(self, m: wire.Find) -> wire.FindReply:
+    def find(self, m: wire.Find, caller: Caller) -> wire.FindReply:
         if m.prefix:
             return self._match(m)
         if m.before or m.behind:
@@ -98,7 +98,7 @@ class ClientRequests:
             listed = self._directory.listed_of(namespace, behind) * step
             self._demand.looked_beyond(match.length, listed)
 
-    def place(self, m: wire.Place) -> wire.PlaceReply:
+    def place(self, m: wire.Place, caller: Caller) -> wire.PlaceReply:
         namespace, digests = wire.unpack_question(m)
         size = m.size * m.parts * m.copies // max(1, len(digests))
         self._demand.asked(namespace, digests, self._now(), size)
@@ -110,7 +110,7 @@ class ClientRequests:
             bytes([min(copies, 255) for copies in placement.copies]),
         )
 
-    def explain(self, m: wire.Explain) -> wire.Explained:
+    def explain(self, m: wire.Explain, caller: Caller) -> wire.Explained:
         namespace, digests = wire.unpack_question(m)
         answers: list[tuple[int, str, list[tuple[str, str, int]]]] = []
         size = 0

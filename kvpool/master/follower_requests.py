@@ -7,6 +7,7 @@ from typing import Final
 from kvpool.master.state.change_ring import PAGE_SIZE, LoggedChange
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.snapshot import MapCursor, snapshot
+from kvpool.protocols import Caller
 from kvpool.wire import messages as wire
 
 #: Of one answer about what has changed, and copies of a part of a snapshot: a millisecond or two.
@@ -19,7 +20,7 @@ class FollowerRequests:
         self._directory = directory
         self._stream = stream
 
-    def changes(self, m: wire.Changes) -> wire.ChangesReply:
+    def changes(self, m: wire.Changes, caller: Caller) -> wire.ChangesReply:
         log = self._directory.changes
         found = log.since(m.after, _CHANGES_BLOCKS) if m.stream == self._stream else None
         if found is None:
@@ -28,7 +29,7 @@ class FollowerRequests:
         listed = [_map_change(one) for one in changes]
         return wire.ChangesReply(self._stream, last, listed, last < log.last)
 
-    def snapshot(self, m: wire.Snapshot) -> wire.ChangesReply:
+    def snapshot(self, m: wire.Snapshot, caller: Caller) -> wire.ChangesReply:
         """All servers come first, in pages, and then their blocks."""
         changes: list[LoggedChange] = []
         at: MapCursor | None = MapCursor(m.namespace, m.parts, m.piece)

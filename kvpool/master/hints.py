@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Final
 
+from kvpool.protocols import Caller
 from kvpool.wire import messages as wire
 
 #: `module:class`; the last one is made. Without its line and file no hint is passed on.
@@ -26,11 +27,11 @@ class NoHints:
         """The number of the last hint."""
         return 0
 
-    def hint(self, m: wire.Hint) -> wire.HintReply:
+    def hint(self, m: wire.Hint, caller: Caller) -> wire.HintReply:
         """From a client."""
         return wire.HintReply(False)
 
-    def explain(self, m: wire.ExplainSession) -> wire.SessionExplained:
+    def explain(self, m: wire.ExplainSession, caller: Caller) -> wire.SessionExplained:
         """What became of the hints about a session."""
         return wire.SessionExplained([], [])
 

@@ -81,21 +81,21 @@ class Master:
         self._handle(wire.Announce, self.servers.from_owner(self.servers.announce))
         self._handle(wire.Inventory, self.servers.from_owner(self.servers.announce))
         self.clients = ClientRequests(directory, self.hints, self._now)
-        self._handle(wire.Find, _from_anyone(self.clients.find))
-        self._handle(wire.Place, _from_anyone(self.clients.place))
-        self._handle(wire.Explain, _from_anyone(self.clients.explain))
+        self._handle(wire.Find, self.clients.find)
+        self._handle(wire.Place, self.clients.place)
+        self._handle(wire.Explain, self.clients.explain)
         self._handle(wire.Namespaces, self.clients.namespaces)
         self._handle(wire.Demands, self.clients.demands)
         self._handle(wire.Members, self._members)
-        self._handle(wire.Hint, _from_anyone(self.hints.hint))
-        self._handle(wire.ExplainSession, _from_anyone(self.hints.explain))
+        self._handle(wire.Hint, self.hints.hint)
+        self._handle(wire.ExplainSession, self.hints.explain)
         #: Names this master's numbers of changes: another one, or the next process, has its own.
         stream = (rng or random.SystemRandom()).getrandbits(62) + 1
         for one in FOLLOWERS:
             module, _, kind = one.partition(":")
             followers = getattr(import_module(module), kind)(directory, stream)
-            self._handle(wire.Changes, _from_anyone(followers.changes))
-            self._handle(wire.Snapshot, _from_anyone(followers.snapshot))
+            self._handle(wire.Changes, followers.changes)
+            self._handle(wire.Snapshot, followers.snapshot)
 
     def __repr__(self) -> str:
         return f"<Master {self.address} {len(self.directory)} blocks>"
@@ -145,22 +145,28 @@ class Master:
     def uptime_s(self, now: float) -> float:
         return max(0.0, now - self._started)
 
-    def _handle(self, type: type[M], answer: Callable[[M, Caller], wire.Message]) -> None:
-        number, name = wire.TYPES[type], type.__name__.lower()
+    def _handle(self, kind: type[M], answer: Callable[[M, Caller], wire.Message]) -> None:
+        number, name = wire.TYPES[kind], kind.__name__.lower()
 
         def handle(body: bytes, caller: Caller) -> wire.Message:
             self.requests[name] += 1
-            request = wire.decode(type, number, body)
-            try:
-                self._guard.check(caller.tenant, request)
-            except Forbidden as error:
-                self.refusals[f"forbidden {name}"] += 1
-                who = Who(caller.tenant, "", caller.address)
-                self._guard.refused(self._now(), who, type.__name__, str(error))
-                raise
+            request = wire.decode(kind, number, body)
+            if caller.tenant:
+                self._check(request, caller)
             return answer(request, caller)
 
         self._handlers[number] = handle
+
+    def _check(self, request: wire.Message, caller: Caller) -> None:
+        """Raises Forbidden for what the caller's tenant may not ask for."""
+        try:
+            self._guard.check(caller.tenant, request)
+        except Forbidden as error:
+            name = type(request).__name__
+            self.refusals[f"forbidden {name.lower()}"] += 1
+            who = Who(caller.tenant, "", caller.address)
+            self._guard.refused(self._now(), who, name, str(error))
+            raise
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -200,10 +206,6 @@ class Master:
             page.append(info)
         blocks = 0 if hidden else len(self.directory)
         return wire.MembersReply(self.address, self.uptime_s(now), blocks, page, more)
-
-
-def _from_anyone(answer: Callable[[M], wire.Message]) -> Callable[[M, Caller], wire.Message]:
-    return lambda message, caller: answer(message)
 
 
 def _seen_by_tenant(stats: ServerStats) -> ServerStats:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvpool.errors import BadMessage
 from kvpool.master.hints import NoHints
 from kvpool.master.state.hint_log import HintLog
+from kvpool.protocols import Caller
 from kvpool.types import ARRIVED
 from kvpool.wire import messages as wire
 
@@ -20,10 +21,10 @@ class SessionHints(NoHints):
     def last(self) -> int:
         return self._log.last
 
-    def hint(self, m: wire.Hint) -> wire.HintReply:
+    def hint(self, m: wire.Hint, caller: Caller) -> wire.HintReply:
         return wire.HintReply(self._add(m.session, m.resume_s))
 
-    def explain(self, m: wire.ExplainSession) -> wire.SessionExplained:
+    def explain(self, m: wire.ExplainSession, caller: Caller) -> wire.SessionExplained:
         report = self._log.explain(m.session, self._now())
         return wire.SessionExplained(report.hints, report.servers)
 
