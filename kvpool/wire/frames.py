@@ -26,7 +26,8 @@ import xxhash
 from kvpool.errors import BadFrame, InvariantViolated, KvpoolError, VersionMismatch
 from kvpool.protocols import IdleTimeout
 from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX
-from kvpool.wire.messages import TYPES, Error
+from kvpool.wire import messages
+from kvpool.wire.messages import PAYLOAD, TYPES, Error, Message
 
 #: All processes of a pool speak the same (design: streams).
 PROTOCOL_VERSION: Final = 7
@@ -64,6 +65,13 @@ def encode_frame(type: int, body: bytes, payload_size: int = 0) -> bytes:
     if len(body) > BODY_SIZE_MAX:
         raise BadFrame(f"body of {len(body)} bytes, limit {BODY_SIZE_MAX}")
     return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, type, len(body), payload_size) + body
+
+
+def encode_message(message: Message | None, payload_size: int = 0) -> bytes:
+    """The frame of a message; of none the payload frame."""
+    if message is None:
+        return encode_frame(PAYLOAD, b"", payload_size)
+    return encode_frame(TYPES[type(message)], messages.ENCODER.encode(message), payload_size)
 
 
 def decode_header(

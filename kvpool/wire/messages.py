@@ -781,7 +781,7 @@ TYPES: Final[dict[type[Message], int]] = {
 }
 PAYLOAD: Final = 6
 
-_ENCODER = msgspec.msgpack.Encoder()
+ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: Final = {type: msgspec.msgpack.Decoder(type) for type in TYPES}
 
 _BY_NUMBER: Final = {number: type for type, number in TYPES.items()}
@@ -791,12 +791,12 @@ M = TypeVar("M", bound=Message)
 
 def encode(message: Message) -> tuple[int, bytes]:
     """(type number, body)."""
-    return TYPES[type(message)], _ENCODER.encode(message)
+    return TYPES[type(message)], ENCODER.encode(message)
 
 
 def encoded_size(part: Message) -> int:
     """Bytes that this takes inside another message."""
-    return len(_ENCODER.encode(part))
+    return len(ENCODER.encode(part))
 
 
 def decode(expected: type[M], number: int, body: bytes) -> M:

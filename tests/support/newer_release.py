@@ -50,6 +50,6 @@ class Encoder:
 
 
 if __name__ == "__main__":
-    messages._ENCODER = Encoder()  # type: ignore[misc, assignment]
+    messages.ENCODER = Encoder()  # type: ignore[misc, assignment]
     module = sys.argv.pop(1)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

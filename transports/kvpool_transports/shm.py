@@ -41,14 +41,14 @@ from kvpool.protocols import (
 )
 from kvpool.strangers import Strangers
 from kvpool.types import Cluster
-from kvpool.wire.frames import Frame, FrameReader, no_payload
+from kvpool.wire.frames import Frame, FrameReader, encode_message, no_payload
 from kvpool.wire.messages import Error, Hello, M, Message, Welcome, decode_answer
 from kvpool_transports.copy_pool import CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.mapped_channel import MappedChannel
 from kvpool_transports.streams.pool import StreamPool, dial_patiently, os_errors
 from kvpool_transports.streams.server import Sessions, StreamSession
-from kvpool_transports.streams.stream import Stream, encode_message, wait_until
+from kvpool_transports.streams.stream import Stream, wait_until
 
 _ACCEPT_AGAIN_S = 0.1  # out of descriptors: let some connections end
 _DIAL_AGAIN_S = 0.01  # the server's queue of new connections is full

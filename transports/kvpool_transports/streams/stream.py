@@ -27,10 +27,10 @@ from kvpool.wire.frames import (
     FrameReader,
     Pieces,
     ReaderState,
-    encode_frame,
+    encode_message,
     no_payload,
 )
-from kvpool.wire.messages import PAYLOAD, M, Message, decode_answer, encode
+from kvpool.wire.messages import M, Message, decode_answer
 from kvpool_transports.streams.payload import writes
 
 #: Seconds that a request may take to arrive, from its first byte.
@@ -59,12 +59,6 @@ def _detach_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_detach_in_child)
-
-
-def encode_message(message: Message | None, payload_size: int = 0) -> bytes:
-    """The frame of a message (of none: the payload frame)."""
-    type, body = encode(message) if message is not None else (PAYLOAD, b"")
-    return encode_frame(type, body, payload_size)
 
 
 class Stream(asyncio.BufferedProtocol):
