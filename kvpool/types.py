@@ -17,8 +17,8 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeAlias, TypeV
 import msgspec
 from msgspec import Meta
 
-from kvpool.arguments import as_float, as_int, as_text
-from kvpool.errors import BadKey, UsageError
+from kvpool.arguments import as_int, as_text
+from kvpool.errors import BadKey
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
@@ -779,79 +779,3 @@ def rows_of(kind: type[R], *columns: Iterable[Any]) -> list[R]:
     The columns are of one length, and there is one for every field, in their order.
     """
     return list(map(functools.partial(tuple.__new__, kind), zip(*columns, strict=True)))
-
-
-def check_namespace(namespace: Namespace) -> None:
-    """Raises UsageError for another type."""
-    given: object = namespace
-    if not isinstance(given, Namespace):
-        raise UsageError(f"namespace is {given!r:.40}, expected a kvpool.Namespace")
-
-
-def check_session(session: str) -> str:
-    """The name of a session. Raises UsageError unless it is 1 to SESSION_NAME_MAX printable
-    characters."""
-    name = as_text(session)
-    if name is None or not 1 <= len(name) <= SESSION_NAME_MAX or not name.isprintable():
-        raise UsageError(
-            f"session {session!r:.40}: expected 1 to {SESSION_NAME_MAX} printable characters"
-        )
-    return name
-
-
-def check_resume_in(resume_in: float) -> float:
-    """Seconds. Raises UsageError unless `resume_in` is 0 to 1e9 of them."""
-    seconds = as_float(resume_in)
-    if seconds is None or not 0 <= seconds <= 1e9:
-        raise UsageError(f"resume_in is {resume_in!r:.40}, expected seconds, 0 or more")
-    return seconds
-
-
-def check_digest_size(digests: Sequence[bytes]) -> int:
-    """The length of the first digest, in bytes. Raises BadKey unless it is 16 to 32, and of bytes:
-    whoever has strings, has all of them so."""
-    if not isinstance(digests, Sequence):
-        raise BadKey(f"keys are a {type(digests).__name__}, expected a list of bytes")
-    if not digests:
-        raise BadKey("empty batch: expected at least one key")
-    first: object = digests[0]
-    if not isinstance(first, bytes):
-        expected = "bytes, as of bytes.fromhex(key)" if isinstance(first, str) else "bytes"
-        raise BadKey(f"keys begin with {first!r:.40}, expected a list of {expected}")
-    size = len(first)
-    if not DIGEST_SIZE_MIN <= size <= DIGEST_SIZE_MAX:
-        raise BadKey(
-            f"key {first[:16].hex()!r} has {size} bytes, "
-            f"expected {DIGEST_SIZE_MIN} to {DIGEST_SIZE_MAX}: use a hash of the prefix"
-        )
-    return size
-
-
-def check_digests(digests: Sequence[bytes]) -> int:
-    """The common length of all `digests`, in bytes.
-
-    Raises BadKey for lengths that differ or are not 16 to 32, and for a digest that occurs twice.
-    """
-    size = check_digest_size(digests)
-    check_digest_types(digests)
-    if len(set(map(len, digests))) != 1:
-        index = next(i for i, digest in enumerate(digests) if len(digest) != size)
-        raise BadKey(
-            f"key {index} has {len(digests[index])} bytes, key 0 has {size}: expected equal"
-        )
-    if len(set(digests)) != len(digests):
-        seen: set[bytes] = set()
-        for index, digest in enumerate(digests):
-            if digest in seen:
-                raise BadKey(f"key {digest.hex()[:12]} (index {index}) is twice in one batch")
-            seen.add(digest)
-    return size
-
-
-def check_digest_types(digests: Sequence[bytes]) -> None:
-    """Raises BadKey unless all are bytes."""
-    if set(map(type, digests)) == {bytes}:
-        return
-    for index, digest in enumerate(digests):
-        if not isinstance(digest, bytes):
-            raise BadKey(f"key {index} is {digest!r:.40}, expected bytes")

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvpool import logs, runtime
+from kvpool.client.checks import check_digests
 from kvpool.config import ClientConfig, Config, cluster_of, load
 from kvpool.errors import ConfigError, KvpoolError, MasterLost, Unavailable, UsageError
-from kvpool.types import check_digests
 
 if TYPE_CHECKING:
     from kvpool.client.admin import Admin

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool.arguments import as_float
 from kvpool.client.buffers import as_views
+from kvpool.client.checks import check_digests
 from kvpool.client.context import TIMEOUT_S_MAX
 from kvpool.client.pool import Pool
 from kvpool.errors import BadKey, MasterLost, Unavailable, UsageError
@@ -21,7 +22,6 @@ from kvpool.types import (
     Namespace,
     WriteBlock,
     WriteStatus,
-    check_digests,
 )
 from kvpool.wire import messages as wire
 

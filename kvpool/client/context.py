@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Final
 
 from kvpool.arguments import as_float
+from kvpool.client.checks import check_namespace, check_session
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.own_names import own_namespace, own_session
@@ -15,7 +16,7 @@ from kvpool.client.servers import Servers
 from kvpool.config import ClientConfig
 from kvpool.errors import Closed, MasterLost, UsageError
 from kvpool.tenant_names import unqualified
-from kvpool.types import Namespace, check_namespace, check_session
+from kvpool.types import Namespace
 
 TIMEOUT_S_MAX: Final = 86_400.0
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Final, Protocol
 
 from kvpool import spans
+from kvpool.client.checks import check_digest_size, check_digest_types, check_digests
 from kvpool.client.known_spans import KnownSpans
 from kvpool.client.masters import Masters
 from kvpool.client.presence import presence
@@ -25,9 +26,6 @@ from kvpool.types import (
     Replica,
     Run,
     WorkingSet,
-    check_digest_size,
-    check_digest_types,
-    check_digests,
 )
 from kvpool.wire import messages as wire
 

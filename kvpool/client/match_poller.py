@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from kvpool.client.checks import check_session
 from kvpool.client.known_spans import KnownSpans
 from kvpool.client.lookup import match
 from kvpool.client.own_names import own_namespace, own_session
@@ -32,7 +33,7 @@ from kvpool.errors import (
 from kvpool.net.control_network import RECONNECT_AFTER_S
 from kvpool.net.polled_links import PolledLinks
 from kvpool.net.requests import PENDING_MAX, decode_envelope, envelope_id
-from kvpool.types import Cluster, Match, Namespace, check_session
+from kvpool.types import Cluster, Match, Namespace
 from kvpool.wire import messages as wire
 
 #: Requests without a reply are looked through so often: to send them again, or to end them.

@@ -14,9 +14,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from kvpool.arguments import as_int
 from kvpool.client.block_transfers import block_transfers
 from kvpool.client.buffers import BufferLike, check_one_for_each, normalize_buffers
+from kvpool.client.checks import (
+    check_digests,
+    check_parents,
+    check_part,
+    check_resume_in,
+    check_whole,
+)
 from kvpool.client.context import ClientContext
 from kvpool.client.extension import ClientExtensions, ClientParts
 from kvpool.client.location_cache import LocationCache
@@ -47,8 +53,6 @@ from kvpool.types import (
     ReadStatus,
     SessionHint,
     WriteStatus,
-    check_digests,
-    check_resume_in,
 )
 
 if TYPE_CHECKING:
@@ -219,7 +223,7 @@ class Pool:
                 f"hosts is {str(hosts)[:80]}, expected 1 to {SCORED_HOSTS_MAX} ids of hosts"
             )
         if block_bytes is not None:
-            block_bytes = _whole("block_bytes", block_bytes, BLOCK_SIZE_MAX)
+            block_bytes = check_whole("block_bytes", block_bytes, BLOCK_SIZE_MAX)
         scores: list[HostScore] = await self._extensions.get("score").score(
             self._context.own(namespace), chain, hosts, block_bytes, deadline
         )
@@ -274,7 +278,7 @@ class Pool:
         """
         deadline = self._context.begin(timeout)
         namespace = self._context.own(namespace)
-        part = _part(namespace, part)
+        part = check_part(namespace, part)
         check_digests(digests)
         check_one_for_each(buffers, digests)
         target = normalize_buffers(buffers, writable=True)
@@ -305,7 +309,7 @@ class Pool:
         """
         deadline = self._context.begin(timeout)
         namespace = self._context.own(namespace)
-        part = _part(namespace, part)
+        part = check_part(namespace, part)
         check_digests(digests)
         async with self._reader.read_view(namespace, part, digests, match, deadline) as views:
             yield views
@@ -389,19 +393,19 @@ class Pool:
         """
         deadline = self._context.begin(timeout)
         namespace = self._context.own(namespace)
-        part = _part(namespace, part)
-        session_hint = self._session_hint(session, resume_in)
-        copies = _whole("copies", copies, COPIES_MAX)
+        part = check_part(namespace, part)
+        copies = check_whole("copies", copies, COPIES_MAX)
         size = check_digests(digests)
-        check_one_for_each(buffers, digests)
         if parents is not None:
-            _check_parents(parents, digests, size)
+            check_parents(parents, digests, size)
         else:
             if parent != ROOT:  # keys that passed their check can be each other's parents
-                _check_parents([parent], digests[:1], size)
+                check_parents([parent], digests[:1], size)
                 if parent in digests:
                     raise BadKey(f"parent {parent.hex()[:12]} is one of the keys that follow it")
             parents = [parent, *digests[:-1]]
+        session_hint = self._session_hint(session, resume_in)
+        check_one_for_each(buffers, digests)
         source = normalize_buffers(buffers, writable=False)
         options = WriteOptions(namespace, part, bool(visible), session_hint, copies)
         statuses = await self._writer.write(options, digests, parents, source, copies, deadline)
@@ -483,50 +487,3 @@ def _for_tenants(transports: Mapping[str, Transport]) -> dict[str, Transport]:
             f"setting 'client.transports': a tenant's client needs tcp, got {', '.join(transports)}"
         )
     return fit
-
-
-def _part(namespace: Namespace, part: int) -> int:
-    """One of the namespace's parts. Raises BadKey."""
-    number = as_int(part)
-    if number is None or not 0 <= number < namespace.parts:
-        raise BadKey(f"part {part!r:.40} of a namespace with {namespace.parts} part(s)")
-    return number
-
-
-def _whole(what: str, value: int, most: int) -> int:
-    """A number from 1 on. Raises UsageError."""
-    number = as_int(value)
-    if number is None or not 1 <= number <= most:
-        raise UsageError(f"{what} is {value!r:.40}, expected 1 to {most}")
-    return number
-
-
-def _check_parents(parents: Sequence[bytes], digests: Sequence[bytes], size: int) -> None:
-    if not isinstance(parents, Sequence):
-        raise BadKey(f"parents are a {type(parents).__name__}, expected a list of bytes")
-    if len(parents) != len(digests):
-        raise BadKey(f"{len(parents)} parents for {len(digests)} keys")
-    for index, (parent, digest) in enumerate(zip(parents, digests, strict=True)):
-        if not isinstance(parent, bytes):
-            raise BadKey(f"parent {index} is {parent!r:.40}, expected bytes")
-        if parent != ROOT and len(parent) != size:
-            raise BadKey(f"parent {index} has {len(parent)} bytes, the keys have {size}")
-        if parent == digest:
-            raise BadKey(f"key {index} ({digest.hex()[:12]}) names itself as its parent")
-    _check_no_circle(dict(zip(digests, parents, strict=True)))
-
-
-def _check_no_circle(parent_of: Mapping[bytes, bytes]) -> None:
-    """Raises BadKey for blocks that are their own ancestors: no prompt begins with itself."""
-    checked: set[bytes] = set()  # blocks whose ancestors end, in the batch or outside of it
-    for first in parent_of:
-        digest, walked = first, set[bytes]()
-        while digest in parent_of and digest not in checked:
-            if digest in walked:
-                raise BadKey(
-                    f"key {digest.hex()[:12]} is its own ancestor: expected parents that form "
-                    "chains, where each block's parent is the block before it"
-                )
-            walked.add(digest)
-            digest = parent_of[digest]
-        checked |= walked

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from kvpool.client.checks import check_resume_in
 from kvpool.client.context import ClientContext
 from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.errors import Unavailable
-from kvpool.types import ARRIVED, SessionReport, check_resume_in
+from kvpool.types import ARRIVED, SessionReport
 from kvpool.wire import messages as wire
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.types import check_session
+from kvpool.client.checks import check_session
 from kvpool_connector.agents.kv_hints import ACTIONS_MAX, RETAIN_S, read_envelope
 from kvpool_connector.agents.request_params import Asked, parse_request
 from kvpool_connector.records.values import RequestHints

@@ -129,7 +129,7 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_651
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_590
 FILE_LINES = 600
 CLASS_METHODS = 25
 CLASS_ATTRIBUTES = 15
@@ -138,7 +138,7 @@ SLACK = 20
 
 LONG_FILES = {
     # Two lists that are read by looking up, not from top to bottom.
-    "kvpool/types.py": 857,  # what calls take and return: one page of the API reference
+    "kvpool/types.py": 781,  # what calls take and return: one page of the API reference
     "kvpool/wire/messages.py": 941,  # all messages, in the order of docs/wire.md
     # Not divided before it has run on RDMA, so that what fails there has one place.
     "transports/kvpool_transports/ucx.py": 766,
@@ -169,7 +169,7 @@ KERNEL_TO_RING = {
     "kvpool.client.pool -> kvpool.client.session",
 }
 #: Changes of room (a room is a file) of one call over tcp, (budget, today and some for noise).
-ROOMS = {"write": (130, 240), "read with a match": (60, 117)}
+ROOMS = {"write": (130, 220), "read with a match": (60, 110)}
 #: Words of a page.
 WORDS = {
     "CHANGELOG.md": 1_500,
