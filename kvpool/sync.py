@@ -16,7 +16,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -24,7 +24,7 @@ from kvpool import client
 from kvpool.arguments import as_float
 from kvpool.client import admin as administration
 from kvpool.client import opening, session
-from kvpool.client.buffers import with_device_blocks
+from kvpool.client.buffers import BufferLike, DeviceBlock, with_device_blocks
 from kvpool.config import ClientConfig
 from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
@@ -64,6 +64,8 @@ class _InThread(Protocol):
 
     def _run(self, call: Coroutine[Any, Any, T], timeout: float | None) -> T: ...
 
+    def _resolve(self, buffers: Sequence[BufferLike]) -> Sequence[BufferLike]: ...
+
 
 def _blocking(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
@@ -79,9 +81,9 @@ def _blocking(
         given: list[Any] = list(args)
         named = cast("dict[str, Any]", dict(kwargs))
         if where is not None and len(given) > where:
-            given[where] = with_device_blocks(given[where])
+            given[where] = self._resolve(given[where])
         elif where is not None and "buffers" in named:
-            named["buffers"] = with_device_blocks(named["buffers"])
+            named["buffers"] = self._resolve(named["buffers"])
         return self._run(method(self._inner, *given, **named), named.get("timeout"))
 
     return cast("Callable[Concatenate[_InThread, P], T]", functools.wraps(method)(call))
@@ -100,7 +102,7 @@ class Pool:
         self._timeout_s = config.timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool", daemon=True)
-        self._closed = False
+        self._closed = self._has_device = False
         self._lock = threading.Lock()
         self._thread.start()
         try:
@@ -175,6 +177,19 @@ class Pool:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _resolve(self, buffers: Sequence[BufferLike]) -> Sequence[BufferLike]:
+        """As `with_device_blocks`. The pool's thread gets the context of the first device: to ask
+        an event, or UCX, in a thread without one takes half a GB of another device, or fails."""
+        found = with_device_blocks(buffers)
+        devices = (one.device for one in found if isinstance(one, DeviceBlock))
+        if found is not buffers and not self._has_device and (device := next(devices, None)):
+            import torch  # whoever has such memory has imported it
+
+            self._has_device = True
+            with suppress(RuntimeError):  # closed: as the call is about to say
+                self._loop.call_soon_threadsafe(torch.cuda.set_device, device)
+        return found
 
     def _run(self, call: Coroutine[Any, Any, T], timeout: float | None) -> T:
         try:

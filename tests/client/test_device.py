@@ -388,8 +388,20 @@ async def test_an_error_of_the_callers_own_work_is_told(
 def test_threads_have_streams_of_their_own(
     dev_in_thread: dev.Dev, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a caller asked the device for is on the stream of his thread, not of the pool's."""
+    """What a caller asked the device for is on the stream of his thread, not of the pool's. That
+    one has the context of the same device, before it asks events: not one on the first device."""
     marked: list[str] = []
+    contexts: list[Any] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda of: contexts.append((threading.current_thread().name, of))
+    )
+    query = Past.query
+
+    def asked(event: Past) -> bool:
+        assert contexts
+        return query(event)
+
+    monkeypatch.setattr(Past, "query", asked)
 
     def mark(*_: object) -> Past:
         marked.append(threading.current_thread().name)
@@ -399,12 +411,16 @@ def test_threads_have_streams_of_their_own(
     with sync.connect(dev_in_thread.address) as pool:
         chain = keys("thread", 2)
         data = values(chain, SIZE)
+        pool.contains(NAMESPACE, chain)
+        pool.read(NAMESPACE, chain, [torch.zeros(SIZE, dtype=torch.uint8) for _ in chain])
+        assert not contexts  # memory of the host needs none
         pool.write(NAMESPACE, chain, [on_gpu(block) for block in data])
         targets = [empty(), empty()]
         assert all(hits(pool.read(NAMESPACE, chain, targets)))
         assert [content(target) for target in targets] == data
         pool.read(NAMESPACE, chain, buffers=targets)
     assert marked == ["MainThread"] * 3  # once for a device and a call
+    assert contexts == [("kvpool", OnGpu.device)]
 
 
 # --- what it refuses ----------------------------------------------------------------------------
