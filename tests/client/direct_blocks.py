@@ -76,9 +76,7 @@ def configured(served: dev.Dev, path: str, *transports: str, **settings: Any) ->
         masters=[served.address],
         transports=list(transports or ("ucx", "tcp")),
         device_path=path,
-        attempt_s=10.0,
-        timeout_s=30.0,
-        **settings,
+        **{"attempt_s": 10.0, "timeout_s": 30.0} | settings,
     )
 
 

@@ -490,6 +490,32 @@ async def test_auto_without_a_fabric_is_staged_and_says_so_once(
         assert why in said
 
 
+async def test_a_silent_lane_to_devices_is_left_for_a_while(
+    auto: Pool, to_read: Make, served: dev.Dev, monkeypatch: Patch
+) -> None:
+    """The server is well, and so are its lanes to the host, the only way to it: the next read has
+    its blocks at once."""
+    asked = []
+
+    async def silent(*arguments: Any, **named: Any) -> None:
+        asked.append(arguments)
+        await asyncio.sleep(60)
+
+    blocks = await to_read("silent")
+    monkeypatch.setattr(ucx.UcxDeviceChannel, "read_to_device", silent)
+    hasty = configured(served, "auto", "ucx", attempt_s=0.2, hedge_s=0.2)
+    async with served.pool(hasty) as pool:
+        pool._servers._host = auto._servers._host
+        await pool.members()
+        await compiled(pool, blocks.gpu)
+        await blocks.move(pool)
+        assert len(asked) == 1
+        blocks.refill()
+        await blocks.arrive(pool, timeout=10.0)
+        assert len(asked) == 1
+        assert pool.counters["staged_read_bytes"] == 3 * SIZE
+
+
 async def test_no_byte_comes_before_the_callers_own_work_has_ended(
     client: Pool, to_read: Make, gpu: FakeGpu
 ) -> None:

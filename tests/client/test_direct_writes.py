@@ -48,7 +48,7 @@ from tests.client.direct_blocks import (  # noqa: F401
     warm,
     writer,
 )
-from tests.conftest import NAMESPACE, buffers, keys, values
+from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.fake_device import FakeGpu, FakeTensor
 
 Transfer = ucx.Transfer
@@ -276,6 +276,35 @@ async def test_auto_stages_a_batch_that_came_wrong_and_then_all(
     await (await to_write("distrusted", memory=in_rows)).arrive(auto)
     assert auto.counters["direct_write_bytes"] == 2 * SIZE
     assert auto.counters["staged_write_bytes"] == 4 * SIZE
+
+
+async def test_blocks_that_are_gathered_when_the_way_is_distrusted_are_staged(
+    auto: Pool, to_write: Make, monkeypatch: Patch
+) -> None:
+    """Of another call: they would be sent the wrong way, found wrong and sent once more."""
+    write_to, begun = writes.DirectWrites.write_to, []
+    both_gathered, first_ended = asyncio.Event(), asyncio.Event()
+
+    async def in_turn(*arguments: Any) -> Any:
+        begun.append(arguments)
+        if len(begun) == 1:
+            await both_gathered.wait()
+        else:
+            both_gathered.set()
+            await first_ended.wait()
+        return await write_to(*arguments)
+
+    first, second = [await to_write(name, memory=in_rows) for name in ("first", "second")]
+    damage(monkeypatch)
+    monkeypatch.setattr(writes.DirectWrites, "write_to", in_turn)
+    writing = asyncio.ensure_future(first.arrive(auto))
+    await eventually(lambda: begun)
+    late = asyncio.ensure_future(second.arrive(auto))
+    await writing
+    first_ended.set()
+    await late
+    assert auto.counters["direct_corrupt"] == 3
+    assert auto.counters["staged_write_bytes"] == 6 * SIZE
 
 
 # --- ends --------------------------------------------------------------------------------------
