@@ -8,7 +8,7 @@ from typing import Final
 from kvpool.addresses import is_everywhere, is_loopback, split
 from kvpool.ops.finding import Finding
 from kvpool.ops.tables import problem_of
-from kvpool.types import Member
+from kvpool.types import Member, TierUsage
 
 #: The share of a server's memory that readers and writers may keep, and for how long, unnoticed.
 _HELD_MAX: Final = 0.2
@@ -48,8 +48,13 @@ def unwell(members: Sequence[Member], own_host: str = "") -> Iterator[Finding]:
 
 
 def _tiers(member: Member) -> Iterator[Finding]:
-    for tier in member.stats.usage:
+    usage = member.stats.usage
+    cold = usage[-1] if usage and "cold_failures" in member.stats.counters else None
+    for tier in usage:
         check = f"tier {tier.name} of {member.server}"
+        if tier is cold:
+            yield from _cold(check, tier)
+            continue
         if problem := problem_of(tier):
             verdict = "fail" if tier.lost else "warn"
             advice = "is the disk full, read-only or failing? See dmesg and the server's log"
@@ -57,6 +62,17 @@ def _tiers(member: Member) -> Iterator[Finding]:
         elif tier.failures:
             text = f"{tier.failures:,} reads and writes failed since the server started"
             yield Finding(check, "warn", text, "look at dmesg and the health of the disk")
+
+
+def _cold(check: str, tier: TierUsage) -> Iterator[Finding]:
+    """Of a tier in an object store, which says itself while it fails."""
+    _, fails, why = tier.status_text.partition("; failing: ")
+    advice = "its credentials, bucket and endpoint: docs/cold-tier.md"
+    if fails:
+        yield Finding(check, "warn", f"the object store fails: {why}", advice)
+    elif tier.failures:
+        text = f"{tier.failures:,} reads failed since the server started"
+        yield Finding(check, "warn", text, "why: `object store fails` in its log")
 
 
 def _held(member: Member) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import urllib.request
 import zlib
@@ -114,8 +115,65 @@ async def test_nobody_there(bucket: str) -> None:
         assert len(reasons) == 1, "one line in a log, not one for each object"
 
 
+async def test_a_bucket_that_is_not_there_is_no_object_that_is_not_there(
+    bucket: str, endpoint: str
+) -> None:
+    store = ObstoreObjects("s3://nobody-has-made-it", "any", endpoint, "")
+    for request in (
+        store.put("a", b""),
+        store.get("a", 0, 1),
+        store.listing("a/"),
+        store.folders("a/"),
+        store.delete("a"),
+    ):
+        with pytest.raises(Unavailable, match="there is no such bucket") as error:
+            await request
+        assert not isinstance(error.value, Gone)
+
+
+ANSWERS = [
+    ("403 Forbidden", "ExpiredToken", "the credentials have expired"),
+    ("403 Forbidden", "RequestTimeTooSkewed", "the clock of this host is not that of the store"),
+    ("403 Forbidden", "AccessDenied", r"access is refused \(AccessDenied\): look at the cred"),
+    ("400 Bad Request", "Strange", "400 Bad Request: Strange$"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "expected"), ANSWERS)
+async def test_what_a_store_answers_is_a_reason_of_few_words(
+    bucket: str, status: str, code: str, expected: str
+) -> None:
+    """The same for each request, whatever number the store gives it."""
+    requests = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal requests
+        requests += 1
+        await reader.readuntil(b"\r\n\r\n")
+        body = f"<Error><Code>{code}</Code><RequestId>{requests}</RequestId></Error>"
+        head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}"
+        writer.write(f"{head}\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        store = ObstoreObjects(f"s3://{bucket}", "any", f"http://127.0.0.1:{port}", "")
+        reasons = set()
+        for _ in range(2):
+            for ask in (store.get("a", 0, 1), store.listing("a/")):
+                with pytest.raises(Unavailable, match=expected) as error:
+                    await ask
+                reasons.add(str(error.value))
+    assert len(reasons) == 1
+
+
 def test_settings_that_make_no_sense(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="expected at least that of one"):
         S3(1 << 20, "//bucket/prefix", endpoint=endpoint)
     with pytest.raises(ConfigError, match=r"wait_s=0.0, expected 0\.01 to 3,600"):
         S3(1 << 30, "//bucket/prefix", endpoint=endpoint, wait_s=0.0)
+    for wrong in ("10.0.0.1:9000", "http://", "ftp://host", "http://a host"):
+        with pytest.raises(ConfigError, match="expected one like http://10"):
+            S3(1 << 30, "//bucket/prefix", endpoint=wrong)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from kvpool import ClientConfig, ServerConfig, dev, registry
@@ -282,6 +283,23 @@ for field, (wrong, *said) in TIER.items():
 for counter, texts in COUNTERS.items():
     of_counters = reported(counters={**dict.fromkeys(COUNTERS, 0), counter: 3})
     MISTAKES[counter] = Mistake(of_counters, "figures of s", "warn", *texts)
+
+
+def cold(text: str = "", failures: int = 0) -> Iterable[Finding]:
+    tiers = [TierUsage("dram"), TierUsage("s3", f"s3://b, 1 GiB in 8 objects{text}")]
+    tiers[1] = msgspec.structs.replace(tiers[1], failures=failures)
+    return figures(usage=tiers, counters={"cold_failures": 3})
+
+
+@mistake("tier s3 of s", "warn", "fails: access is refused: look", "credentials, bucket and")
+async def a_cold_store_without_credentials(place: Place) -> Iterable[Finding]:
+    assert not list(cold())
+    return cold("; failing: access is refused: look at the credentials")
+
+
+@mistake("tier s3 of s", "warn", "7 reads failed since", "in its log")
+async def a_cold_store_that_has_failed(place: Place) -> Iterable[Finding]:
+    return cold(failures=7)
 
 
 @mistake("memory of s", "warn", "75% is held by clients, for 61 s, most by engine-2", "does that")

@@ -343,6 +343,46 @@ async def test_what_is_written_while_the_store_fails_is_written_later(
     await found(server, 8)
 
 
+async def test_an_error_that_nobody_expects_is_one_of_the_store(
+    fleet: Fleet, pool: Pool, shelf: Shelf
+) -> None:
+    """What waits to be written is written later."""
+    server = await fleet.start("a")
+    await asyncio.wait_for(ring_of(server).found.wait(), 5)
+
+    def broken(request: str, name: str) -> str:
+        if request == "put" and name.startswith("blocks/"):
+            raise KeyError("of the library")
+        return ""
+
+    shelf.why = broken
+    some = CHAIN[:8]
+    await pool.write(NAMESPACE, some, values(some, BLOCK))
+    await eventually(lambda: server.stats(0.0).counters["cold_failures"] > 0)
+    shelf.works()
+    await found(server, 8)
+    assert server.stats(0.0).counters["cold_not_written"] == 0
+
+
+async def test_blocks_that_no_object_gets_are_counted(
+    fleet: Fleet, pool: Pool, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each, also where the writer itself fails."""
+    server = await fleet.start("a")
+    await asyncio.wait_for(ring_of(server).found.wait(), 5)
+
+    def fails(*_: object) -> bytes:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpool.server.cold.writer.pack_end", fails)
+        some = CHAIN[:8]
+        await pool.write(NAMESPACE, some, values(some, BLOCK))
+        await eventually(lambda: server.stats(0.0).counters["cold_not_written"] == 8)
+    await write(pool, server, CHAIN[8:16])
+    assert server.stats(0.0).counters["cold_not_written"] == 8
+
+
 async def test_a_read_that_hangs_is_asked_for_once_more(
     fleet: Fleet, pool: Pool, shelf: Shelf
 ) -> None:
@@ -451,6 +491,46 @@ async def test_an_object_of_which_all_was_removed_is_deleted_by_who_finds_it(
     shelf.works()
     await fleet.start("b")
     await eventually(lambda: not shelf.names("removed") and not shelf.names("blocks"))
+
+
+async def test_what_was_removed_of_an_object_that_is_gone_goes_too(shelf: Shelf) -> None:
+    """Also where no other object of that server is left. What is young may be of one that comes."""
+    async with running([MEMORY, COLD + "&keep_s=1h"]) as (fleet, pool):
+        await write(pool, await fleet.start("a"), CHAIN[:16])
+        await pool.remove(NAMESPACE, [CHAIN[0], CHAIN[8]])
+        await eventually(lambda: len(shelf.names("removed")) >= 2)
+        await fleet.lose("a")
+        for name in shelf.names("blocks"):
+            del shelf.objects[name]
+        old, *young = shelf.names("removed")
+        shelf.times[old] -= 3601
+        other = await fleet.start("b")
+        await found(other, 0)
+        assert shelf.names("removed") == young
+
+
+async def test_what_was_removed_stays_as_long_as_its_object(shelf: Shelf) -> None:
+    """Whoever of several servers answers for that."""
+    async with running([MEMORY, COLD + "&keep_s=1h"]) as (fleet, pool):
+        await write(pool, await fleet.start("a"))
+        gone = CHAIN[::8]
+        await pool.remove(NAMESPACE, gone)
+        await eventually(lambda: len(shelf.names("removed")) >= 4)
+        await fleet.lose("a")
+        for name in shelf.names("removed"):
+            shelf.times[name] -= 3601
+        others = [await fleet.start(one) for one in "bcd"]
+        for other in others:
+            await found(other, 0)
+        await eventually(lambda: all_are_found(others))
+        assert not any(is_cold(one, digest) for one in others for digest in gone)
+        assert len(shelf.names("removed")) >= 4, "the object is there, and answers for it"
+
+
+def all_are_found(servers: Sequence[BlockServer]) -> bool:
+    """Every block of the chain that was not removed is somewhere."""
+    left = [digest for number, digest in enumerate(CHAIN) if number % 8]
+    return all(any(is_cold(one, digest) for one in servers) for digest in left)
 
 
 async def test_nothing_is_left_of_a_tenant_that_was_removed(

@@ -129,8 +129,8 @@ class Bucket:
         except Gone:
             self._worked()
             raise
-        except (Unavailable, TimeoutError) as error:
-            why = str(error) or f"no answer within {within_s:g} s"
+        except Exception as error:  # a plug-in may raise any, and its request is tried again
+            why = _reason(error, within_s)
             self._failed(why)
             raise Unavailable(f"object store: {why}") from None
         finally:
@@ -174,6 +174,12 @@ class Bucket:
         if why not in self._logged and len(self._logged) < 16:
             self._logged.add(why)
             log.error("object store fails", why=why)
+
+
+def _reason(error: Exception, within_s: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {within_s:g} s"
+    return str(error) if isinstance(error, Unavailable) else repr(error)[:160]
 
 
 def _now() -> float:

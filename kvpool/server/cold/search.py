@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from operator import attrgetter
 from typing import Final, TypeVar
 
 from kvpool import logs
+from kvpool.errors import Unavailable
 from kvpool.protocols.cold_tier import ColdSettings, Gone, Listed
 from kvpool.runtime import wait_for_all
 from kvpool.server.cold.index import ColdIndex
@@ -97,6 +99,7 @@ class Searcher:
             if one.written_at < self._index.oldest:
                 await self._index.delete(one.name)
         found, removed = await self._list()
+        await self._delete_orphans(found, removed)
         new = [one async for one in _in_turns(found.values()) if self._is_wanted(one)]
         self._damaged &= found.keys()
         self._left_out = 0
@@ -121,13 +124,15 @@ class Searcher:
             )
 
     async def _list(self) -> tuple[dict[str, Listed], dict[str, Listed]]:
-        """The objects that this server answers for, and what was removed of those it looked at, by
-        name. What others answer for now is dropped."""
+        """The objects that this server answers for, and what was removed of them, by name.
+        What others answer for now is dropped."""
         living, bucket = self._living, self._index.bucket
         step = _STEP // len(living.servers) + 1
         found: dict[str, Listed] = {}
         removed: dict[str, Listed] = {}
-        for owner in map(names.server_of, await bucket.folders(f"{names.OBJECTS}/")):
+        folders = {*await bucket.folders(f"{names.OBJECTS}/")}
+        folders.update(await bucket.folders(f"{names.REMOVED}/"))
+        for owner in map(names.server_of, sorted(folders)):
             if owner in living.servers and owner != self._me:
                 continue
             folder = names.folder(owner)
@@ -135,8 +140,9 @@ class Searcher:
             async for one in _in_turns(listed, step):
                 if responsible(one.name, living.servers) == self._me:
                     found[one.name] = one
-            async for one in _in_turns(await bucket.listing(f"{names.REMOVED}/{folder}/")):
-                removed[one.name] = one
+            async for one in _in_turns(await bucket.listing(f"{names.REMOVED}/{folder}/"), step):
+                if responsible(names.object_of(one.name), living.servers) == self._me:
+                    removed[one.name] = one
         async for known in _in_turns(list(self._index.book.by_name.values()), step):
             answers = responsible(known.name, living.servers)
             if answers != self._me or (
@@ -144,6 +150,16 @@ class Searcher:
             ):
                 await self._index.drop(known)
         return found, removed
+
+    async def _delete_orphans(
+        self, found: Mapping[str, Listed], removed: Mapping[str, Listed]
+    ) -> None:
+        """What was removed of objects that are gone. One that is not listed yet, because it is on
+        its way, is younger than `oldest`."""
+        async for one in _in_turns(removed.values()):
+            if one.written_at < self._index.oldest and names.object_of(one.name) not in found:
+                with contextlib.suppress(Unavailable):
+                    await self._index.bucket.delete(one.name)
 
     async def _newest_last(self, listed: Sequence[Listed]) -> list[Listed]:
         """Those that are not too old, which are deleted."""

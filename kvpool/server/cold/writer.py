@@ -39,8 +39,10 @@ _OWNER: Final = 1 << 60
 class _Draft:
     """An object that is being written: its blocks, and which of them were removed meanwhile."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, blocks: int) -> None:
         self.name = name
+        #: Of the blocks that it was begun for, those that are in no object.
+        self.missing = blocks
         self.salt = os.urandom(SALT_SIZE)
         self.payload = bytearray()
         self.blocks: list[ColdBlock] = []
@@ -126,13 +128,14 @@ class ObjectWriter:
             return
         keys = self.waiting.take(due[1], settings.object_size)
         self._written += 1
-        draft = _Draft(f"{self._folder}-{self._written:08d}")
+        draft = _Draft(f"{self._folder}-{self._written:08d}", len(keys))
         self.drafts[draft.name] = draft
         try:
             await self._gather(draft, keys)
             if draft.blocks:
                 await self._put(draft)
         finally:
+            self._counters["cold_not_written"] += draft.missing
             del self.drafts[draft.name]
 
     def _offer_kept(self) -> Iterator[object]:
@@ -147,9 +150,9 @@ class ObjectWriter:
         copied = 0
         for number, (namespace, part, digest) in enumerate(keys, 1):
             entry = self._stack.peek(namespace, part, digest)
-            if entry is None:
-                self._counters["cold_not_written"] += 1
-            elif self._index.store.index.peek(namespace, part, digest) is None:
+            if self._index.store.index.peek(namespace, part, digest) is not None:
+                draft.missing -= 1
+            elif entry is not None:
                 await self._copy(draft, entry)
                 copied += entry.size
             if copied >= _COPY_STEP or number % _BLOCKS_STEP == 0:
@@ -181,7 +184,6 @@ class ObjectWriter:
             # The next block has its place, and is not what was, or will be, removed.
             del draft.payload[position:], places[index.part]
             draft.removed.discard(position)
-            self._counters["cold_not_written"] += 1
             return
         finally:
             store.unpin(_OWNER, pin)
@@ -203,9 +205,9 @@ class ObjectWriter:
                 break
             except Unavailable:
                 if self._leaving:
-                    self._counters["cold_not_written"] += len(draft.blocks)
                     return
                 await asyncio.sleep(_AFTER_FAILURE_S)
+        draft.missing -= len(draft.blocks)
         tail = parse_tail(end[-TAIL.size :], size)
         one = self._index.book.enter(draft.name, size, self._index.now, tail)
         one.places = array("Q", [block.position for block in draft.blocks])

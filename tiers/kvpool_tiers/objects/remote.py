@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -18,6 +19,14 @@ _CHUNK: Final = 200
 #: The library tries again by itself, but not for longer.
 _RETRIES: Final = 2
 _RETRY_S: Final = 4.0
+#: Stores say in their answers what is wrong, with numbers that differ from request to request.
+_CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
+_MEANINGS: Final = {
+    "NoSuchBucket": "there is no such bucket",
+    "ContainerNotFound": "there is no such container",
+    "ExpiredToken": "the credentials have expired",
+    "RequestTimeTooSkewed": "the clock of this host is not that of the store",
+}
 
 
 class ObstoreObjects:
@@ -55,7 +64,7 @@ class ObstoreObjects:
             raise ConfigError(f"{url}: {_first_line(error)}") from None
 
     async def put(self, name: str, data: bytes | memoryview) -> None:
-        with self._errors():
+        with self._errors(of_bucket=True):
             await self._obstore.put_async(self._store, name, data, use_multipart=False)
 
     async def get(self, name: str, start: int, size: int) -> bytes | memoryview:
@@ -68,7 +77,7 @@ class ObstoreObjects:
 
     async def listing(self, prefix: str) -> list[Listed]:
         found: list[Listed] = []
-        with self._errors():
+        with self._errors(of_bucket=True):
             async for page in self._obstore.list(self._store, prefix, chunk_size=_CHUNK):
                 found += [
                     Listed(m["path"], m["size"], m["last_modified"].timestamp()) for m in page
@@ -79,7 +88,7 @@ class ObstoreObjects:
         return found
 
     async def folders(self, prefix: str) -> list[str]:
-        with self._errors():
+        with self._errors(of_bucket=True):
             page = await self._obstore.list_with_delimiter_async(self._store, prefix)
         return [path.rstrip("/").rpartition("/")[2] for path in page["common_prefixes"]]
 
@@ -91,20 +100,40 @@ class ObstoreObjects:
             pass
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Every error of the library as one of ours, in few words: it is a reason in a log."""
+    def _errors(self, of_bucket: bool = False) -> Iterator[None]:
+        """Every error of the library as one of ours, in few words: it is a reason in a log.
+
+        `of_bucket`: the request is not for an object, so what is not found is the bucket.
+        """
         known = self._exceptions
         try:
             yield
-        except (known.NotFoundError, FileNotFoundError):
+        except (known.NotFoundError, FileNotFoundError) as error:
+            if of_bucket or _code(error) == "NoSuchBucket":
+                raise Unavailable(_MEANINGS["NoSuchBucket"]) from None
             raise Gone("there is no such object") from None
-        except (known.UnauthenticatedError, known.PermissionDeniedError):
-            raise Unavailable("access is refused: look at the credentials") from None
-        except (known.BaseError, OSError, ValueError) as error:
-            raise Unavailable(_first_line(error)) from None
+        except Exception as error:  # also one of its runtime, when its own code fails
+            raise Unavailable(_reason(error)) from None
 
 
-def _first_line(error: BaseException) -> str:
+def _code(error: Exception) -> str:
+    found = _CODE.search(str(error))
+    return found[1] if found else ""
+
+
+def _reason(error: Exception) -> str:
+    """The same for all requests that fail for one reason."""
+    text, code = str(error), _code(error)
+    if code in _MEANINGS:
+        return _MEANINGS[code]
+    if " 401 " in text or " 403 " in text or "Unauthenticated" in text:
+        return f"access is refused{f' ({code})' * bool(code)}: look at the credentials"
+    if "kind: Connect" in text:
+        return "no connection: look at the endpoint"
+    return _first_line(error).partition(": <")[0] + f": {code}" * bool(code)
+
+
+def _first_line(error: Exception) -> str:
     """Without what differs from request to request, such as names and numbers of them."""
     text = str(error).strip().splitlines()
     return text[0].rpartition(" - ")[2][:160] if text else type(error).__name__

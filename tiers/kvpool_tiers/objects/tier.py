@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import ClassVar, Final
 
@@ -11,6 +12,7 @@ from kvpool.types import ALIGNMENT
 from kvpool.units import human
 
 _SIZE_MIN: Final = 1 << 20
+_ENDPOINT: Final = re.compile(r"https?://[^\s/?#]+(/\S*)?")
 _DEFAULT: Final = ColdSettings()
 
 
@@ -52,6 +54,10 @@ class Objects:
         """Raises ConfigError, also where the store's address or a package is not right."""
         settings = ColdSettings(encrypt, object_size, wait_s, keep_s, requests, hedge_s, beat_s)
         self._check(capacity, settings)
+        if endpoint and not _ENDPOINT.fullmatch(endpoint):
+            raise ConfigError(
+                f"tier {self.name!r}: endpoint={endpoint}, expected one like http://10.0.0.1:9000"
+            )
         self.capacity = capacity - capacity % self.alignment
         self.url = f"{self.name}:{place}"
         self.cold_settings = settings
@@ -69,7 +75,7 @@ class Objects:
         for setting, (least, most) in self.bounds.items():
             if not least <= (value := getattr(settings, setting)) <= most:
                 raise ConfigError(
-                    f"tier {self.name!r}: {setting}={value}, expected {least:,} to {most:,}"
+                    f"tier {self.name!r}: {setting}={value}, expected {least:,} to {most:,.0f}"
                 )
         smallest = max(_SIZE_MIN, settings.object_size)
         if capacity < smallest:

@@ -56,6 +56,11 @@ def removed_of(name: str) -> str:
     return f"{REMOVED}/{name.partition('/')[2]}"
 
 
+def object_of(removed: str) -> str:
+    """The object of which this one says what was removed."""
+    return f"{OBJECTS}/{removed.partition('/')[2]}"
+
+
 def responsible(name: str, living: Collection[str]) -> str:
     """Which of the living servers answers for an object."""
     owner = owner_of(name)
