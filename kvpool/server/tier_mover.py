@@ -46,6 +46,9 @@ _DEMOTE_BLOCKS: Final = 32
 _DEMOTE_BATCHES: Final = 2
 #: A batch of which nothing has arrived is followed by a pause, so that a bad place costs no CPU.
 _AFTER_FAILURE_S: Final = 0.1
+#: So often in a row a policy may put off what is to be written back, while others have their turn:
+#: enough for an order of ten million blocks. One that never answers must not take a core for ever.
+_PUT_OFF_MAX: Final = 1 << 16
 #: `close` gives dirty blocks this long to be written back, where they will be found again; service
 #: managers and tests allow a process about a second to stop.
 _DRAIN_S: Final = 0.5
@@ -75,6 +78,7 @@ class TierMover(Mover):
         self._traffic = [tier_traffic.TierTraffic() for _ in tiers]
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._put_off = 0  # steps of write-back in a row that had to
         # Enough to keep a device busy, and no more.
         front = tiers[store.front_tier].capacity
         self.promotions = Promotions(min(64 << 20, max(front // 4, 1)))
@@ -249,11 +253,14 @@ class TierMover(Mover):
         copies = self._store.transfers.next_writebacks(_DEMOTE_BYTES, _DEMOTE_BLOCKS, _now())
         if self._store.change_log.changes:  # the reservations below have evicted blocks
             self._on_change()
+        if not self._store.transfers.behind:
+            self._put_off = 0
         if copies:
             if not await self._demote(copies):
                 await asyncio.sleep(_AFTER_FAILURE_S)
         elif self._store.transfers.behind or 0 < self._store.queue.waiting < waited:  # refused
-            await asyncio.sleep(0)
+            self._put_off += self._store.transfers.behind
+            await asyncio.sleep(_AFTER_FAILURE_S if self._put_off > _PUT_OFF_MAX else 0)
         else:
             self._wake.clear()
             if self._store.queue.read_only or await self.records.erase():

@@ -10,6 +10,7 @@ import pytest
 
 from kvpool import ReadStatus, dev
 from kvpool.protocols.policy import Decision
+from kvpool.server import tier_mover
 from kvpool.server.promotions import PROMOTED_BYTES_MIN, PromotionWaiter
 from kvpool.server.tier_traffic import TransferStats
 from kvpool.testing.invariants import check_invariants
@@ -115,6 +116,43 @@ async def test_what_was_put_off_comes_to_a_cache_tier_all_the_same(tmp_path: Pat
             lambda: all(cache.index.peek(NAMESPACE, 0, digest) is not None for digest in more)
         )
         assert left == [0]
+
+
+async def test_a_policy_that_never_answers_takes_no_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_mover, "_PUT_OFF_MAX", 50)
+    block, tiers = 64 << 10, ["dram:1MiB", f"nvme:{tmp_path}/file:1MiB"]
+    chain = keys("chain", 32)
+    async with dev.serve(tiers=tiers) as running, running.pool() as pool:
+        stack = running.servers[0].stack
+        for first in (0, 8):
+            await pool.write(NAMESPACE, chain[first:][:8], values(chain[first:][:8], block))
+        await eventually(lambda: not stack.front.extents.dirty)
+        before = 1 << 20
+        left = put_off(stack.backing, before)
+        await pool.write(NAMESPACE, chain[16:24], values(chain[16:24], block))
+        await eventually(lambda: before - left[0] > 102)  # two in a step
+        asked = left[0]
+        await asyncio.sleep(0.5)
+        assert 0 < asked - left[0] < 50, "each of two tasks asks some ten times a second"
+        left[0] = 0
+        await eventually(lambda: not stack.front.extents.dirty)
+
+
+async def test_what_was_put_off_puts_off_no_other_call(tmp_path: Path) -> None:
+    """A reader would ask in each turn of the loop, until its deadline, as write-back does."""
+    tiers = ["dram:1MiB", f"nvme:{tmp_path}/file:1MiB"]
+    async with dev.serve(tiers=tiers) as running:
+        transfers = running.servers[0].stack.transfers
+        for call in (
+            lambda: transfers.start_promotions(NAMESPACE, 0, keys("none", 1), 1 << 20, 0.0),
+            lambda: transfers.try_writeback(0.0),
+            lambda: transfers.next_writebacks(1 << 20, 8, 0.0),
+        ):
+            transfers.behind = True
+            assert call() == []
+            assert not transfers.behind
 
 
 async def test_only_a_last_tier_that_lasts_makes_a_server_durable() -> None:
