@@ -15,14 +15,7 @@ from kvpool.master.state.directory import ChainMatch, Directory
 from kvpool.protocols import Caller
 from kvpool.spans import MarkedChain
 from kvpool.tenant_names import marker_of
-from kvpool.types import (
-    BATCH_BLOCKS_MAX,
-    Demand,
-    Namespace,
-    ReadStatus,
-    Replica,
-    Run,
-)
+from kvpool.types import BATCH_BLOCKS_MAX, Demand, Namespace, ReadStatus, Replica, Run
 from kvpool.wire import messages as wire
 
 #: Copies of one block that an answer names, so that they fit into a message with the longest names.

@@ -113,13 +113,17 @@ class _PolledLink:
         self._anew = False  # when it has been
 
     def begin(self) -> None:
-        """Begin to connect anew. Raises Unavailable when this process can open no socket; then all
-        is as before."""
+        """Begin to connect anew. Raises Unavailable when this process can open no socket, or start
+        no thread; then all is as before."""
         if numeric(self._host) is not None:
             self._open(self._host)
         elif self._found is not None:
             self._found, self._anew = None, True
-            threading.Thread(target=self._look_up, name="kvpool-name", daemon=True).start()
+            try:
+                threading.Thread(target=self._look_up, name="kvpool-name", daemon=True).start()
+            except RuntimeError as error:
+                self._found, self._anew = [], False
+                raise Unavailable(f"{error}; see `ulimit -u`") from None
 
     def send(self, message: bytes) -> bool:
         """Whether it is on its way; not if nobody is connected, or what waits is too much."""
@@ -162,7 +166,7 @@ class _PolledLink:
 
     def _look_up(self) -> None:
         found: list[str] = []
-        with contextlib.suppress(OSError, UnicodeError):
+        with contextlib.suppress(Exception):  # whatever it is: the name is looked up again
             known = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
             known.sort(key=lambda one: one[0] != socket.AF_INET)
             found = [str(one[4][0]) for one in known]

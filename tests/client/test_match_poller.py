@@ -517,28 +517,41 @@ def test_wrong_calls(
         poller.start("d", [(SPACE, keys("x", 1))])
 
 
+@pytest.mark.parametrize("lacks", ["socket", "thread", "name"])
 def test_a_poller_that_can_open_no_socket_keeps_the_one_it_has(
-    monkeypatch: pytest.MonkeyPatch,
+    lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine's scheduler calls it: nothing of this is an error there."""
+    """Nor start a thread that looks a name up. The engine's scheduler calls it: nothing of this is
+    an error there, and it tries again whatever went wrong."""
     master, clock = FakeMaster(), Clock()
-    poller = MatchPoller(ClientConfig(masters=[master.address]), Cluster(), clock)
+    address = master.address
+    if lacks != "socket":
+        address = address.replace("127.0.0.1", "localhost")
+    poller = MatchPoller(ClientConfig(masters=[address]), Cluster(), clock)
 
-    def refuse(*_: Any) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
+    def refuse(*_: Any, **__: Any) -> Any:
+        if lacks == "socket":
+            raise OSError(errno.EMFILE, "Too many open files")
+        raise RuntimeError("can't start new thread")
 
+    of = {"socket": socket, "thread": threading.Thread, "name": socket}[lacks]
+    what = {"socket": "socket", "thread": "start", "name": "getaddrinfo"}[lacks]
+    monkeypatch.setattr("kvpool.net.polled_links.RETRY_MAX_S", 0.05)
     try:
         poller.start("silent", [(SPACE, keys("chain", 2))])
         until_sent(poller, "silent")
         master.take()
         clock.ahead_s += 60.0
         with monkeypatch.context() as patch:
-            patch.setattr(socket, "socket", refuse)
+            patch.setattr(of, what, refuse)
             (ended,) = poller.poll()
+            poller.poll(0.02)
         assert ended.matches[0].stopped is ReadStatus.NO_MASTER
         poller.start("again", [(SPACE, keys("chain", 2))])
         until_sent(poller, "again")
         master.take()
+        clock.ahead_s += 60.0
+        until_sent(poller, "again")
     finally:
         poller.close()
         master.close()

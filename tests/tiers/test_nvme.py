@@ -427,6 +427,32 @@ async def test_a_place_that_cannot_be_read_costs_its_own_extent() -> None:
 # --- bytes -------------------------------------------------------------------------------------
 
 
+async def test_without_a_thread_calls_fail_and_later_ones_try_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may have so many threads (`ulimit -u`, a container's limit of processes)."""
+    tier, data = Nvme(CAPACITY, path), memoryview(bytearray(b"x" * 4096))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse_thread)
+            async with asyncio.timeout(5):
+                for _ in range(2):
+                    with pytest.raises(
+                        Unavailable, match="can't start new thread; see `ulimit -u`"
+                    ):
+                        await tier.write_from(0, data)
+        await tier.write_from(0, data)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse_thread)
+            await asyncio.gather(*(tier.write_from(n * 4096, data) for n in range(8)))
+    finally:
+        tier.close()
+
+
+def refuse_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 async def test_memory_of_any_alignment_will_do(path: Path) -> None:
     memory = memoryview(mmap.mmap(-1, 4 * CAPACITY))
     chance = random.Random(7)

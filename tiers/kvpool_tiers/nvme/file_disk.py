@@ -232,8 +232,14 @@ class FileDisk:
         with self._guard:
             self._pieces.extend(pieces)
             count = min(len(pieces), self._queue_depth - self._active_threads)
-        for _ in range(count):
-            self._threads.submit(self._work)
+        try:
+            for _ in range(count):
+                self._threads.submit(self._work)
+        except RuntimeError as error:
+            for batch, _ in pieces:
+                for request in batch.requests:
+                    request.error = Unavailable(f"{self.path}: {error}; see `ulimit -u`")
+            self._work()  # which ends them, and does nothing else
 
     def _work(self) -> None:
         """In a thread: one piece after the other, until there is none.
@@ -441,11 +447,16 @@ class _DaemonThreads:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run this in a thread. It must not raise."""
-        self._queue.put(work)
+        """Run this in a thread. It must not raise. RuntimeError: there is none, and none can be
+        started."""
         if self._started < self._count:
-            self._started += 1
-            threading.Thread(target=self._run, name="kvpool-disk", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name="kvpool-disk", daemon=True).start()
+                self._started += 1
+            except RuntimeError:  # this process has as many as it may
+                if not self._started:
+                    raise
+        self._queue.put(work)
 
     def close(self) -> None:
         """End each thread when it has done what was submitted before."""
