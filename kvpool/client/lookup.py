@@ -10,7 +10,7 @@ from kvpool import spans
 from kvpool.client.checks import check_digest_size, check_digest_types, check_digests
 from kvpool.client.known_spans import KnownSpans
 from kvpool.client.masters import Masters
-from kvpool.client.presence import presence
+from kvpool.client.presence import MEMORY_TIERS, presence
 from kvpool.client.servers import Servers
 from kvpool.errors import BadKey, MasterLost, Unavailable
 from kvpool.types import (
@@ -329,7 +329,8 @@ class Lookup:
         for run in runs:
             servers = [replica.server for replica in run.replicas if replica.part == part]
             if len(servers) > 1:
-                servers = self._servers.rank(servers, now=True)[::-1]
+                below = {one.server for one in run.replicas if one.tier not in MEMORY_TIERS}
+                servers = self._servers.rank(servers, *below, now=True)[::-1]
             for position in range(run.first, min(run.last + 1, count)):
                 candidates[position] = servers[:]  # of its own: each block pops from its list
         return candidates

@@ -9,6 +9,7 @@ from kvpool.types import Presence, Replica
 
 #: Tiers from the fastest; one of another package counts as the slowest.
 _TIERS: Final = ("hbm", "dram", "nvme")
+MEMORY_TIERS: Final = _TIERS[:2]  # nothing of them is left when their server has ended
 
 
 def presence(replicas: Sequence[Replica], parts: int, near: Container[str]) -> Presence | None:

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.client.own_names import own_namespace
+from kvpool.client.presence import MEMORY_TIERS
 from kvpool.client.servers import gather_errors
 from kvpool.errors import KvpoolError, Overloaded, Unavailable, UsageError
 from kvpool.protocols import Channel, SupportsRemoveAll
@@ -24,9 +25,6 @@ from kvpool.types import HoldingsPage, Namespace, Removal, RemovalCursor
 _CALL_S: Final = 10.0
 #: A server that does not answer is asked again after this time.
 _AGAIN_S: Final = 0.5
-
-#: Tiers of which nothing is left when their server has ended.
-_MEMORY: Final = {"dram", "hbm"}
 
 #: Whether a namespace, by the name that this client's users have for it, is to be removed.
 Wanted = Callable[[Namespace], bool]
@@ -69,7 +67,7 @@ class Removals(ClientExtension):
         missing = {
             one.server: "it has left" if one.left else "it is lost"
             for one in members
-            if not one.alive and not (one.left and set(one.tiers) <= _MEMORY)
+            if not one.alive and not (one.left and set(one.tiers) <= set(MEMORY_TIERS))
         }
         answers = await gather_errors([self._held_by(one, wanted, deadline) for one in servers])
         found: list[HeldNamespace] = []

@@ -227,14 +227,14 @@ class Servers:
             if not known:  # one line, however many calls wait for it
                 log.warning("server is silent or slow", server=server, why=why)
 
-    def rank(self, servers: Iterable[str], *, now: bool = False) -> list[str]:
-        """The same servers, each once, best first: this host's, others, then slow and lost ones.
-        For a read `now` that of equal ones which this client reads least from."""
+    def rank(self, servers: Iterable[str], *below: str, now: bool = False) -> list[str]:
+        """The same servers, each once, best first: this host's, others, then slow and lost ones. Of
+        equal ones those `below` memory last, and first, `now`, that which it reads least from."""
 
-        def key(server: str) -> tuple[Standing, int, float]:
+        def key(server: str) -> tuple[Standing, bool, int, float]:
             record = self._records.get(server)
-            preference = record.preference if record is not None else 0.0
-            return self.standing(server), now and self.under_way[server], preference
+            choice = record.preference if record is not None else 0.0
+            return self.standing(server), server in below, now and self.under_way[server], choice
 
         return sorted(dict.fromkeys(servers), key=key)
 

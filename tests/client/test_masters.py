@@ -28,7 +28,7 @@ from kvpool.client.servers import Servers
 from kvpool.errors import DeadlineExceeded, LinkBroken, MasterLost, ServerLost
 from kvpool.protocols import BlockStore, Channel, CountedListener, Link, Listener, Transport
 from kvpool.runtime import Host
-from kvpool.types import Cluster, ServerStats
+from kvpool.types import Cluster, Match, Replica, Run, ServerStats
 from kvpool.wire import messages as wire
 from kvpool_transports.streams import StreamChannel
 from tests.conftest import NAMESPACE, buffers, keys, value, values
@@ -445,6 +445,26 @@ async def test_of_equal_servers_that_comes_first_which_is_read_from_least() -> N
         assert servers.rank(["a", "b"]) == [first, second]  # whom all ask, as far as they can
         servers.under_way["near"] += 9
         assert servers.rank(["a", "b", "near"], now=True)[0] == "near"  # which has no link
+
+
+@virtual_time
+async def test_what_another_server_has_in_memory_is_not_read_from_a_disk() -> None:
+    async with knowing(member("a"), member("b"), member("near", host="here")) as (*_, servers):
+
+        def candidates(*tiers: str) -> list[str]:
+            replicas = tuple(map(Replica, ("a", "b", "near"), tiers))
+            match = Match((Run(0, 0, replicas),), 1, ReadStatus.HIT)
+            return Lookup(None, servers).locate_in(match, 0, 1)[1][0][::-1]  # type: ignore[arg-type]
+
+        servers.under_way.update(a=1)
+        assert candidates("dram", "nvme") == ["a", "b"]
+        assert candidates("nvme", "dram") == ["b", "a"]
+        assert candidates("hbm", "objects") == ["a", "b"]
+        assert candidates("nvme", "nvme") == ["b", "a"], "which is read from least"
+        assert candidates("nvme", "dram", "nvme") == ["near", "b", "a"], "no link is the best one"
+        for _ in range(6):
+            servers.mark_unresponsive("b", "silent", given_up=False)
+        assert candidates("nvme", "dram") == ["a", "b"]
 
 
 async def ping(channel: object) -> str:
