@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from kvpool.errors import KvpoolError
 from kvpool.guard import Guard
@@ -187,48 +187,10 @@ class Connection(Protocol):
         """A reader found a wrong checksum: verify the stored bytes, and remove the blocks that are
         corrupt. True where one was removed (design: checksums)."""
 
-    def offer(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
-    ) -> list[Offer]:
-        """What the server `receiver`, which is about to fetch these blocks, must know of them.
-
-        It is no use of a block. Removals of the hits are passed on to the receiver from now on.
-        """
-
-    async def fetch(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        source: str,
-        *,
-        extra: bool = False,
-        deadline: float,
-    ) -> list[MoveStatus]:
-        """Read blocks from the server `source` and store them here, in their order (design: moves).
-
-        At `deadline` the rest is NOT_YET. A cancelled call leaves no reservation. `extra` copies
-        are evicted before all others.
-        """
-
-    def prefetch(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[MoveStatus]:
-        """These blocks are read soon: bring them into memory, within a budget (design: promotion).
-
-        Answers at once. It is no use of a block.
-        """
-
-    async def holdings(self, after: tuple[str, int]) -> HoldingsPage:
-        """What this server has, by namespace: those behind this name and number of parts. Of a
-        tenant's client only that tenant's."""
-
-    async def remove_all(self, namespace: Namespace, at: RemovalCursor) -> Removal:
-        """Remove the next blocks of a namespace, as many as a call may take time for: every part,
-        from every tier, and nothing that was written after `holdings` gave `begin`."""
-
-    async def drain(self, order: DrainOrder) -> DrainReport:
-        """Begin to hand over all blocks of this server, or stay, or only report."""
+    def handler(self, message: type[Any]) -> Callable[..., Any]:
+        """Who answers a message that not every server answers, about blocks that move or namespaces
+        that go. Call it with what the message says: the methods of `SupportsFetch` and of those
+        behind it say what it does. Raises Forbidden where nobody answers that message."""
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         """The memory of extents that this connection has reserved or pinned."""
@@ -434,7 +396,11 @@ class SupportsFetch(Protocol):
         *,
         deadline: float,
     ) -> list[Offer]:
-        """As `Connection.offer`; at most BATCH_BLOCKS_MAX blocks."""
+        """What the server `receiver`, which is about to fetch these blocks, must know of them.
+
+        It is no use of a block. Removals of the hits are passed on to the receiver from now on. At
+        most BATCH_BLOCKS_MAX blocks.
+        """
 
     async def fetch(
         self,
@@ -446,7 +412,11 @@ class SupportsFetch(Protocol):
         extra: bool = False,
         deadline: float,
     ) -> list[MoveStatus]:
-        """As `Connection.fetch`; at most BATCH_BLOCKS_MAX blocks."""
+        """Have the server read blocks from the server `source` and store them, in their order.
+
+        At `deadline` the rest is NOT_YET. A cancelled call leaves no reservation. `extra` copies
+        are evicted before all others. At most BATCH_BLOCKS_MAX blocks.
+        """
 
 
 @runtime_checkable
@@ -456,7 +426,10 @@ class SupportsPrefetch(Protocol):
     async def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
     ) -> list[MoveStatus]:
-        """As `Connection.prefetch`; at most BATCH_BLOCKS_MAX blocks."""
+        """These blocks are read soon: bring them into memory, within a budget (design: promotion).
+
+        It is answered at once, and is no use of a block. At most BATCH_BLOCKS_MAX blocks.
+        """
 
 
 @runtime_checkable
@@ -464,12 +437,14 @@ class SupportsRemoveAll(Protocol):
     """A channel over which whole namespaces are removed from a server."""
 
     async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
-        """As `Connection.holdings`."""
+        """What the server has, by namespace: those behind this name and number of parts. For a
+        tenant's client only that tenant's."""
 
     async def remove_all(
         self, namespace: Namespace, at: RemovalCursor, *, deadline: float
     ) -> Removal:
-        """As `Connection.remove_all`."""
+        """Remove the next blocks of a namespace, as many as a call may take time for: every part,
+        from every tier, and nothing that was written after `holdings` gave `begin`."""
 
 
 @runtime_checkable
@@ -477,7 +452,7 @@ class SupportsDrain(Protocol):
     """A channel over which a server can be asked to hand over its blocks (design: movers)."""
 
     async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
-        """As `Connection.drain`."""
+        """Begin to hand over all blocks of this server, or stay, or only report."""
 
 
 class Transport(Protocol):

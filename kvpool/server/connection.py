@@ -7,8 +7,9 @@ for a slow tier, for the masters) and counts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Final, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, cast
 
 from kvpool import logs
 from kvpool.checksum import block_seed, hasher, namespace_seed
@@ -19,17 +20,10 @@ from kvpool.server.extension import Extensions
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extents import MAKING_ROOM
 from kvpool.types import (
-    DrainOrder,
-    DrainReport,
     Extent,
-    HoldingsPage,
-    MoveStatus,
     Namespace,
-    Offer,
     Pin,
     ReadStatus,
-    Removal,
-    RemovalCursor,
     Reservation,
     WriteStatus,
 )
@@ -270,50 +264,8 @@ class ServerConnection:
         await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
         return removed
 
-    # Of the extensions: the table says who answers, or that nobody does.
-
-    async def holdings(self, after: tuple[str, int]) -> HoldingsPage:
-        page: HoldingsPage = await self._extensions.handler(wire.Namespaces)(self.peer, after)
-        return page
-
-    async def remove_all(self, namespace: Namespace, at: RemovalCursor) -> Removal:
-        remove_all = self._extensions.handler(wire.RemoveAll)
-        removal: Removal = await remove_all(self.peer, namespace, at)
-        return removal
-
-    def offer(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
-    ) -> list[Offer]:
-        offer = self._extensions.handler(wire.Propose)
-        offers: list[Offer] = offer(self.peer, namespace, part, digests, receiver)
-        return offers
-
-    async def fetch(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        source: str,
-        *,
-        extra: bool = False,
-        deadline: float,
-    ) -> list[MoveStatus]:
-        fetch = self._extensions.handler(wire.Fetch)
-        statuses: list[MoveStatus] = await fetch(
-            self.peer, namespace, part, digests, source, extra=extra, deadline=deadline
-        )
-        return statuses
-
-    def prefetch(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[MoveStatus]:
-        prefetch = self._extensions.handler(wire.Prefetch)
-        statuses: list[MoveStatus] = prefetch(self.peer, namespace, part, digests)
-        return statuses
-
-    async def drain(self, order: DrainOrder) -> DrainReport:
-        report: DrainReport = await self._extensions.handler(wire.Drain)(self.peer, order)
-        return report
+    def handler(self, message: type[wire.Message]) -> Callable[..., Any]:
+        return partial(self._extensions.handler(message), self.peer)
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]

@@ -29,7 +29,7 @@ EXTENSIONS: Final = (
     "kvpool.server.cold:ColdRing",
 )
 
-#: By message, who answers it: with the arguments of the method of `Connection`, after its `Peer`.
+#: By message, who answers it: as `Connection.handler` says, with its `Peer` first.
 Handlers: TypeAlias = Mapping[type[wire.Message], Callable[..., Any]]
 #: Of a removal: the namespace, the digests, and the part (None: every part).
 OnRemoved: TypeAlias = Callable[[Namespace, Sequence[bytes], int | None], None]

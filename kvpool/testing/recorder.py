@@ -37,6 +37,7 @@ from kvpool.types import (
     Reservation,
     WriteStatus,
 )
+from kvpool.wire import messages as wire
 
 _GARBAGE: Final = 0xDB
 
@@ -261,11 +262,25 @@ class _Watched:
         await self._recorder.answering.wait()
         return dropped
 
+    def handler(self, message: type[wire.Message]) -> Callable[..., Any]:
+        answers: dict[type[wire.Message], Callable[..., Any]] = {
+            wire.Propose: self.offer,
+            wire.Fetch: self.fetch,
+            wire.Prefetch: self.prefetch,
+            wire.Namespaces: self.holdings,
+            wire.RemoveAll: self.remove_all,
+            wire.Drain: self.drain,
+        }
+        return answers[message]
+
     def offer(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
     ) -> list[Offer]:
-        offers = self._recorder.answer("offer", namespace, part, list(digests), receiver)
-        return offers or self._inner.offer(namespace, part, digests, receiver)
+        offers: list[Offer] | None = self._recorder.answer(
+            "offer", namespace, part, list(digests), receiver
+        )
+        propose = self._inner.handler(wire.Propose)
+        return offers or list(propose(namespace, part, digests, receiver))
 
     async def fetch(
         self,
@@ -283,7 +298,7 @@ class _Watched:
         recorder.fetches += 1
         try:
             if statuses is None:
-                statuses = await self._inner.fetch(
+                statuses = await self._inner.handler(wire.Fetch)(
                     namespace, part, digests, source, extra=extra, deadline=deadline
                 )
             await recorder.answering.wait()
@@ -294,20 +309,24 @@ class _Watched:
     def prefetch(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[MoveStatus]:
-        statuses = self._recorder.answer("prefetch", namespace, part, list(digests))
-        return statuses or self._inner.prefetch(namespace, part, digests)
+        statuses: list[MoveStatus] | None = self._recorder.answer(
+            "prefetch", namespace, part, list(digests)
+        )
+        return statuses or list(self._inner.handler(wire.Prefetch)(namespace, part, digests))
 
     async def holdings(self, after: tuple[str, int]) -> HoldingsPage:
         found: HoldingsPage | None = self._recorder.answer("holdings", after)
-        return found if found is not None else await self._inner.holdings(after)
+        return found if found is not None else await self._inner.handler(wire.Namespaces)(after)
 
     async def remove_all(self, namespace: Namespace, at: RemovalCursor) -> Removal:
         done: Removal | None = self._recorder.answer("remove_all", namespace, at)
-        return done if done is not None else await self._inner.remove_all(namespace, at)
+        return (
+            done if done is not None else await self._inner.handler(wire.RemoveAll)(namespace, at)
+        )
 
     async def drain(self, order: DrainOrder) -> DrainReport:
         report: DrainReport | None = self._recorder.answer("drain", order)
-        return report if report is not None else await self._inner.drain(order)
+        return report if report is not None else await self._inner.handler(wire.Drain)(order)
 
     def device_tier(self, tier: int) -> DeviceAddressable:
         return self._inner.device_tier(tier)

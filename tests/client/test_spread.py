@@ -13,7 +13,6 @@ from kvpool.client import spread as spread_module
 from kvpool.client.spread import SpreadTo
 from kvpool.errors import BadMessage
 from kvpool.server.block_server import BlockServer
-from kvpool.server.connection import ServerConnection
 from kvpool.server.moves.fetcher import Fetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.testing.invariants import check_invariants
@@ -189,7 +188,7 @@ async def test_a_server_that_breaks_the_protocol_is_left_out(
 
     async with dev.serve("8MiB", servers=2, listen=LISTEN) as running, running.pool() as pool:
         await write(pool)
-        monkeypatch.setattr(ServerConnection, "fetch", refuse)
+        monkeypatch.setattr(Fetcher, "fetch", refuse)
         (one,) = (await admin(pool).spread(NAMESPACE, CHAIN, to=2)).servers
         assert (one.blocks, one.problem) == (0, "server lost")
 

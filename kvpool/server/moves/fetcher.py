@@ -159,8 +159,8 @@ class Fetcher:
         deadline: float,
         tenant: str = "",
     ) -> list[MoveStatus]:
-        """As `Connection.fetch`, for a client of this tenant: it gets what its rate of writing and
-        its share of reservations allow."""
+        """As `SupportsFetch.fetch`, for a client of this tenant: it gets what its rate of writing
+        and its share of reservations allow."""
         now = _now()
         until = now + (deadline - now) * _FETCH_SHARE
         announced_by = now + (deadline - now) * _ANNOUNCE_SHARE
@@ -423,7 +423,7 @@ class Fetcher:
     def offer(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
     ) -> list[Offer]:
-        """As `Connection.offer`."""
+        """As `SupportsFetch.offer`."""
         now = _now()
         offers = []
         hints: dict[object, SessionHint | None] = {None: None}

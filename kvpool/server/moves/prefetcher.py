@@ -93,7 +93,7 @@ class Prefetcher(ServerExtension):
     def _prefetch(
         self, peer: Peer, namespace: Namespace, part: int, digests: Sequence[bytes]
     ) -> list[MoveStatus]:
-        """As `Connection.prefetch`."""
+        """As `SupportsPrefetch.prefetch`."""
         store, below = self._store, deque[bytes]()
         statuses = []
         for digest in digests:

@@ -21,6 +21,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.tenancy import Tenancy
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Cluster, MoveStatus, ReadStatus, SessionHint
+from kvpool.wire import messages as wire
 from kvpool.wire.messages import SESSION_RUNS_MAX, pack_sessions, unpack_sessions
 from tests.conftest import NAMESPACE, key, keys, values
 from tests.support.moves import SIZE, moves_of, now, put
@@ -138,7 +139,9 @@ async def test_a_tenant_that_has_blocks_fetched_pays_as_for_a_write() -> None:
         asks = both.target.connect(Peer("c", proved=Cluster(tenant="acme")))
 
         async def fetch(first: int, last: int, within_s: float) -> list[MoveStatus]:
-            return await asks.fetch(mine, 0, chain[first:last], "dev-0", deadline=now() + within_s)
+            return await asks.handler(wire.Fetch)(
+                mine, 0, chain[first:last], "dev-0", extra=False, deadline=now() + within_s
+            )
 
         began = now()
         assert await fetch(0, 32, 5.0) == [FETCHED] * 32
@@ -148,7 +151,9 @@ async def test_a_tenant_that_has_blocks_fetched_pays_as_for_a_write() -> None:
         assert now() - began > 0.8
         assert rates.wait_s("acme", now()) > 0
         server = both.target.connect(Peer("dev-2"))
-        rest = await server.fetch(mine, 0, chain[40:], "dev-0", deadline=now() + 0.1)
+        rest = await server.handler(wire.Fetch)(
+            mine, 0, chain[40:], "dev-0", extra=False, deadline=now() + 0.1
+        )
         assert rest == [FETCHED] * 8
         asks.close()
         server.close()
@@ -166,7 +171,8 @@ async def test_what_a_tenant_asks_for_and_does_not_come_costs_it_nothing() -> No
 
         channel.read = fails  # type: ignore[method-assign]
         asks = both.target.connect(Peer("c", proved=Cluster(tenant="acme")))
-        statuses = await asks.fetch(mine, 0, chain, "dev-0", deadline=now() + 5)
+        ask = asks.handler(wire.Fetch)
+        statuses = await ask(mine, 0, chain, "dev-0", extra=False, deadline=now() + 5)
         assert statuses == [MoveStatus.LOST] * 8
         assert Tenancy.of(both.target).guard.rates.wait_s("acme", now()) == 0.0
         asks.close()

@@ -25,6 +25,7 @@ from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.server.tier_bytes import TierBytes
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ARRIVED, ROOT, Namespace, SessionHint
+from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 from tests.server.test_tier_stack import spoil
 from tests.server.test_tiered_store import ONE, PAGE, Server
@@ -340,7 +341,7 @@ async def test_each_block_of_a_request_has_its_own_answer(tmp_path: Path) -> Non
         await pool.read(NAMESPACE, chain[2:3], buffers(1, BLOCK))
         asked = [*chain, key("never"), chain[2]]
         connection = server.connect(Peer("client"))
-        found = connection.prefetch(NAMESPACE, 0, asked)
+        found = connection.handler(wire.Prefetch)(NAMESPACE, 0, asked)
         assert found == [IN_MEMORY, COMING, IN_MEMORY, COMING, GONE, IN_MEMORY]
         connection.close()
 

@@ -54,7 +54,7 @@ async def _report_corruption(report: ReportCorruption, connection: Connection) -
 async def _offer(propose: Propose, connection: Connection) -> Message:
     namespace, digests = unpack_batch(propose)
     check_part(namespace, propose.part)
-    offers = connection.offer(namespace, propose.part, digests, propose.receiver)
+    offers = connection.handler(Propose)(namespace, propose.part, digests, propose.receiver)
     hits = [offer for offer in offers if offer.status.hit]
     return Proposed(
         bytes([offer.status for offer in offers]),
@@ -71,7 +71,7 @@ async def _fetch(fetch: Fetch, connection: Connection) -> Message:
     namespace, digests = unpack_batch(fetch)
     check_part(namespace, fetch.part)
     deadline = asyncio.get_running_loop().time() + min(fetch.wait_s, WAIT_S_MAX)
-    statuses = await connection.fetch(
+    statuses = await connection.handler(Fetch)(
         namespace, fetch.part, digests, fetch.source, extra=fetch.extra, deadline=deadline
     )
     return StatusReply(bytes(statuses))
@@ -80,18 +80,18 @@ async def _fetch(fetch: Fetch, connection: Connection) -> Message:
 async def _prefetch(prefetch: Prefetch, connection: Connection) -> Message:
     namespace, digests = unpack_batch(prefetch)
     check_part(namespace, prefetch.part)
-    return StatusReply(bytes(connection.prefetch(namespace, prefetch.part, digests)))
+    return StatusReply(bytes(connection.handler(Prefetch)(namespace, prefetch.part, digests)))
 
 
 async def _holdings(ask: Namespaces, connection: Connection) -> Message:
-    found = await connection.holdings((ask.after, ask.parts))
+    found = await connection.handler(Namespaces)((ask.after, ask.parts))
     held = [(one.namespace.name, one.namespace.parts, *one[1:]) for one in found.held]
     return HoldingsReply((*found.begin,), held, found.more)
 
 
 async def _remove_all(remove: RemoveAll, connection: Connection) -> Message:
     namespace = checked_namespace(remove.namespace, remove.parts)
-    done = await connection.remove_all(namespace, RemovalCursor(*remove.at))
+    done = await connection.handler(RemoveAll)(namespace, RemovalCursor(*remove.at))
     at = (*done.at,) if done.at is not None else None
     return RemovedAll(done.blocks, done.bytes, at)
 
@@ -100,8 +100,8 @@ async def _drain(drain: Drain, connection: Connection) -> Message:
     if drain.begin and drain.cancel:
         raise BadMessage("a drain to begin and to cancel")
     order = DrainOrder(drain.begin, drain.cancel, drain.within_s, drain.back_in_s)
-    report = await connection.drain(order)
-    return Drained(*report._replace(left=list(report.left)))  # type: ignore[arg-type]
+    report = await connection.handler(Drain)(order)
+    return Drained(*report._replace(left=list(report.left)))
 
 
 SIDE_ANSWERS: Final[dict[type[Message], Callable[[Any, Connection], Awaitable[Message]]]] = {
