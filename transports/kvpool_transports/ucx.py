@@ -84,7 +84,7 @@ from kvpool.wire.messages import (
 )
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
-from kvpool_transports.streams.channel import StreamChannel, read_answer
+from kvpool_transports.streams.channel import StreamChannel
 from kvpool_transports.streams.payload import cut
 from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.server import HELLO_S, Sessions, StreamSession
@@ -368,33 +368,36 @@ class _DeviceAnswer:
     def __init__(self, options: ReadOptions, blocks: Sequence[DeviceReadBlock]) -> None:
         self._idle_timeout = options.idle_timeout
         self._blocks = blocks
-        self._statuses: list[ReadStatus] = []
-        self._hits: list[int] = []
-        self._data = Data(b"", [], [])
+        self._answered = requests.Answered([], [], Data(b"", [], []))
         self._on_host: list[memoryview] = []
 
     def payload_target(self, frame: Frame) -> PayloadTarget | None:
         """As `streams.channel`'s; a payload that UCX carries goes to the device itself."""
         if frame.type == TYPES[SendToken]:
             return None
-        self._statuses, self._hits, self._data = read_answer(frame, self._blocks)
-        sizes = self._data.sizes
+        data = decode_answer(Data, frame.type, frame.body)
+        self._answered = requests.answered(data, self._blocks)
+        sizes = data.sizes
         if sum(sizes) <= SMALL:
             self._on_host = [memoryview(bytearray(size)) for size in sizes]
             return PayloadReceiver(
                 [(memory,) for memory in self._on_host], None, self._idle_timeout
             )
-        memory = [self._blocks[i].memory[:size] for i, size in zip(self._hits, sizes, strict=True)]
+        memory = [
+            self._blocks[i].memory[:size]
+            for i, size in zip(self._answered.hits, sizes, strict=True)
+        ]
         return DevicePayload(memory, self._idle_timeout)
 
     def arrivals(self) -> list[DeviceArrival]:
         """One for each block, after the whole payload was received."""
-        arrivals = [DeviceArrival(status) for status in self._statuses]
-        for number, position in enumerate(self._hits):
+        statuses, hits, data = self._answered
+        arrivals = [DeviceArrival(status) for status in statuses]
+        for number, position in enumerate(hits):
             arrivals[position] = DeviceArrival(
                 ReadStatus.HIT,
-                self._data.sizes[number],
-                self._data.checksums[number],
+                data.sizes[number],
+                data.checksums[number],
                 self._on_host[number] if self._on_host else None,
             )
         return arrivals

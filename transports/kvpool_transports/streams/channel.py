@@ -11,19 +11,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvpool.checksum import block_seeds
-from kvpool.errors import BadMessage
-from kvpool.protocols import DeviceReadBlock, ReadOptions, WriteOptions
+from kvpool.protocols import ReadOptions, WriteOptions
 from kvpool.types import (
     ReadBlock,
     ReadResult,
-    ReadStatus,
     WriteBlock,
     WriteStatus,
 )
-from kvpool.wire.frames import Frame, PayloadReceiver
-from kvpool.wire.messages import Data, decode_answer
 from kvpool_transports.streams import requests
-from kvpool_transports.streams.payload import first_bytes
 from kvpool_transports.streams.pool import StreamPool
 from kvpool_transports.streams.side_requests import SideRequests
 
@@ -76,7 +71,7 @@ class StreamChannel(SideRequests):
         self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
         """`Read`, then one `Data` frame whose payload fills the blocks' memory."""
-        answer = _ReadAnswer(options, blocks)
+        answer = requests.ReadAnswer(options, blocks)
         async with self._streams.stream(deadline, options.idle_timeout) as stream:
             await stream.send(requests.read_request(options, blocks, view=False), deadline=deadline)
             await stream.receive(answer.payload_target, deadline=deadline)
@@ -89,62 +84,3 @@ class StreamChannel(SideRequests):
     def abort(self) -> None:
         """Close every stream at once; running and later calls end with Unavailable. Idempotent."""
         self._streams.abort()
-
-
-def read_answer(
-    frame: Frame, blocks: Sequence[ReadBlock] | Sequence[DeviceReadBlock]
-) -> tuple[list[ReadStatus], list[int], Data]:
-    """The answer to a read of these blocks: a status for each, the positions of the hits, and the
-    message. Raises BadMessage for one that does not fit, before one byte of it is received."""
-    data = decode_answer(Data, frame.type, frame.body)
-    statuses = requests.read_statuses(data.statuses, len(blocks))
-    hits = [i for i, status in enumerate(statuses) if status is ReadStatus.HIT]
-    if not len(hits) == len(data.sizes) == len(data.checksums):
-        raise BadMessage(f"{len(hits)} hits, {len(data.sizes)} sizes")
-    if any(not 0 < size <= blocks[i].size for i, size in zip(hits, data.sizes, strict=True)):
-        raise BadMessage("a block larger than the memory for it")
-    return statuses, hits, data
-
-
-class _ReadAnswer:
-    """The answer to one read: `Data`, which lists the blocks of its payload and their sizes."""
-
-    def __init__(self, options: ReadOptions, blocks: Sequence[ReadBlock]) -> None:
-        self._options = options
-        self._blocks = blocks
-        self._statuses: list[ReadStatus] = []
-        self._hits: list[int] = []
-        self._data = Data(b"", [], [])
-        self._checksums: list[int] = []  # of the blocks that have arrived, if they are verified
-
-    def payload_target(self, frame: Frame) -> PayloadReceiver:
-        """The receiver of the payload. Raises BadMessage for an answer that does not fit this read.
-
-        Every size was checked against the caller's memory before one byte is received.
-        """
-        options, blocks = self._options, self._blocks
-        self._statuses, self._hits, self._data = read_answer(frame, blocks)
-        hits, data = self._hits, self._data
-        memory = [
-            blocks[i].pieces if blocks[i].size == size else first_bytes(blocks[i].pieces, size)
-            for i, size in zip(hits, data.sizes, strict=True)
-        ]
-        seeds = None
-        if options.verify:
-            digests = [blocks[i].digest for i in hits]
-            seeds = block_seeds(options.namespace, options.part, digests)
-        receiver = PayloadReceiver(memory, seeds, options.idle_timeout)
-        self._checksums = receiver.checksums
-        return receiver
-
-    def results(self) -> list[ReadResult]:
-        """One result for each block, after the whole payload was received."""
-        data = self._data
-        got = self._checksums if self._options.verify else data.checksums
-        arrived = requests.verified(data.sizes, data.checksums, got)
-        if len(arrived) == len(self._blocks):
-            return arrived
-        results = [ReadResult(status) for status in self._statuses]
-        for position, result in zip(self._hits, arrived, strict=True):
-            results[position] = result
-        return results

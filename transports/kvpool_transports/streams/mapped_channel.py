@@ -124,7 +124,9 @@ class MappedChannel(SideRequests):
     ) -> list[ReadResult]:
         """`Read`, which pins the blocks, copy and hash them, then a deferred `Unpin`."""
         async with self._streams.stream(deadline, options.idle_timeout) as stream:
-            statuses, pinned, hits, sources = await self._pin(stream, options, blocks, deadline)
+            answer, sources = await self._pin(stream, options, blocks, deadline)
+            hits, sent = answer.hits, answer.data.checksums
+            got = sent
             if hits:
                 seeds: list[int | None] = [None] * len(hits)
                 if options.verify:
@@ -135,7 +137,7 @@ class MappedChannel(SideRequests):
                 jobs = rows_of(CopyJob, zip(sources), pieces, seeds, [False] * len(hits))
                 with _borrowed(sources, jobs):
                     got = await self._copies.run(jobs, deadline=deadline)
-                if options.verify and got == pinned.checksums:
+                if options.verify and got == sent:
                     if not stream.lost:
                         stream.send_deferred(Unpin())
                 else:
@@ -143,16 +145,7 @@ class MappedChannel(SideRequests):
                     # the pins of a client back that was frozen for long (design: budgets).
                     await stream.send(Unpin(confirm=True), deadline=deadline)
                     await stream.expect(StatusReply, deadline=deadline)
-        if not hits:
-            return [ReadResult(status) for status in statuses]
-        expected = pinned.checksums if options.verify else [0] * len(hits)
-        arrived = requests.verified(pinned.sizes, expected, got)
-        if len(hits) == len(blocks):
-            return arrived
-        results = [ReadResult(status) for status in statuses]
-        for position, result in zip(hits, arrived, strict=True):
-            results[position] = result
-        return results
+        return answer.results(got if options.verify else sent)
 
     @asynccontextmanager
     async def read_view(
@@ -161,14 +154,13 @@ class MappedChannel(SideRequests):
         """Views of the mapped segment, pinned until the `with` ends (design: pins)."""
         blocks = [ReadBlock(digest, (), BLOCK_SIZE_MAX) for digest in digests]
         async with self._streams.stream(deadline, options.idle_timeout) as stream:
-            statuses, pinned, hits, sources = await self._pin(
-                stream, options, blocks, deadline, view=True
-            )
-            views = [View(status) for status in statuses]
+            answer, sources = await self._pin(stream, options, blocks, deadline, view=True)
+            hits = answer.hits
+            views = [View(status) for status in answer.statuses]
             checksums = [0] * len(digests)
             for index, position in enumerate(hits):
                 views[position] = View(ReadStatus.HIT, sources[index])
-                checksums[position] = pinned.checksums[index]
+                checksums[position] = answer.data.checksums[index]
             with _borrowed(sources):
                 if options.verify:
                     views = await requests.verify_views(
@@ -199,23 +191,20 @@ class MappedChannel(SideRequests):
         deadline: float,
         *,
         view: bool = False,
-    ) -> tuple[list[ReadStatus], Data, list[int], list[memoryview]]:
+    ) -> tuple[requests.Answered, list[memoryview]]:
         await stream.send(requests.read_request(options, blocks, view=view), deadline=deadline)
         pinned = await stream.expect(Data, deadline=deadline)
         if options.idle_timeout is not None:
             options.idle_timeout.disarm()
-        statuses = requests.read_statuses(pinned.statuses, len(blocks))
-        hits = [i for i, status in enumerate(statuses) if status is ReadStatus.HIT]
-        if not len(hits) == len(pinned.offsets) == len(pinned.sizes) == len(pinned.checksums):
-            raise BadMessage(f"{len(hits)} hits, {len(pinned.offsets)} offsets")
-        if any(not 0 < size <= blocks[i].size for i, size in zip(hits, pinned.sizes, strict=True)):
-            raise BadMessage("a block larger than the buffer for it")
+        answer = requests.answered(pinned, blocks)
+        if len(pinned.offsets) != len(answer.hits):
+            raise BadMessage(f"{len(answer.hits)} hits, {len(pinned.offsets)} offsets")
         memory = self._segment.readable()
         sources = [
             memory.view(offset, size)
             for offset, size in zip(pinned.offsets, pinned.sizes, strict=True)
         ]
-        return statuses, pinned, hits, sources
+        return answer, sources
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvpool.checksum import block_seeds, checksums
 from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
@@ -21,10 +21,11 @@ from kvpool.types import (
     WriteStatus,
 )
 from kvpool.wire import auth
-from kvpool.wire.frames import Frame
+from kvpool.wire.frames import Frame, PayloadReceiver
 from kvpool.wire.messages import (
     TYPES,
     Challenge,
+    Data,
     Hello,
     M,
     Message,
@@ -40,6 +41,7 @@ from kvpool.wire.messages import (
     pack_parents,
 )
 from kvpool_transports.copy_pool import CopyJob, CopyPool
+from kvpool_transports.streams.payload import first_bytes
 from kvpool_transports.streams.pool import StreamPool
 from kvpool_transports.streams.stream import Stream
 
@@ -245,6 +247,69 @@ def read_request(
         view=view,
         to_device=to_device,
     )
+
+
+class Answered(NamedTuple):
+    """The answer to a read: a status for each block, the positions of the hits, the message."""
+
+    statuses: list[ReadStatus]
+    hits: list[int]
+    data: Data
+
+    def results(self, got: Sequence[int]) -> list[ReadResult]:
+        """One for each block, when the bytes of the hits have come, with these checksums."""
+        arrived = verified(self.data.sizes, self.data.checksums, got)
+        if len(arrived) == len(self.statuses):
+            return arrived
+        results = [ReadResult(status) for status in self.statuses]
+        for position, result in zip(self.hits, arrived, strict=True):
+            results[position] = result
+        return results
+
+
+def answered(data: Data, blocks: Sequence[ReadBlock] | Sequence[DeviceReadBlock]) -> Answered:
+    """`Data` as the answer to a read of these blocks. Raises BadMessage for one that does not fit:
+    every size is checked against the caller's memory before one byte goes there."""
+    statuses = read_statuses(data.statuses, len(blocks))
+    hits = [i for i, status in enumerate(statuses) if status is ReadStatus.HIT]
+    if not len(hits) == len(data.sizes) == len(data.checksums):
+        raise BadMessage(f"{len(hits)} hits, {len(data.sizes)} sizes")
+    if any(not 0 < size <= blocks[i].size for i, size in zip(hits, data.sizes, strict=True)):
+        raise BadMessage("a block larger than the memory for it")
+    return Answered(statuses, hits, data)
+
+
+class ReadAnswer:
+    """The answer to one read, with the blocks as its payload."""
+
+    def __init__(self, options: ReadOptions, blocks: Sequence[ReadBlock]) -> None:
+        self._options = options
+        self._blocks = blocks
+        self._answered = Answered([], [], Data(b"", [], []))
+        self._checksums: list[int] = []  # of the blocks that have arrived, if they are verified
+
+    def payload_target(self, frame: Frame) -> PayloadReceiver:
+        """The receiver of the payload. Raises BadMessage for an answer that does not fit."""
+        options, blocks = self._options, self._blocks
+        data = decode_answer(Data, frame.type, frame.body)
+        self._answered = answered(data, blocks)
+        hits = self._answered.hits
+        memory = [
+            blocks[i].pieces if blocks[i].size == size else first_bytes(blocks[i].pieces, size)
+            for i, size in zip(hits, data.sizes, strict=True)
+        ]
+        seeds = None
+        if options.verify:
+            digests = [blocks[i].digest for i in hits]
+            seeds = block_seeds(options.namespace, options.part, digests)
+        receiver = PayloadReceiver(memory, seeds, options.idle_timeout)
+        self._checksums = receiver.checksums
+        return receiver
+
+    def results(self) -> list[ReadResult]:
+        """One result for each block, after the whole payload was received."""
+        sent = self._answered.data.checksums
+        return self._answered.results(self._checksums if self._options.verify else sent)
 
 
 def verified(sizes: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> list[ReadResult]:
