@@ -223,6 +223,15 @@ def test_density_learns_not_to_let_in_what_would_push_out_what_is_next(
     assert density > 0.5 * 30 * 20
 
 
+def test_density_has_learned_before_a_small_server_was_touched_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.server.eviction.density._SAMPLE", 1)
+    lru, density = cycle(20, 30, 120)  # 3,600 uses
+    assert lru == 0
+    assert density > 0.5 * 30 * 60
+
+
 def test_density_refuses_nothing_in_a_shortage_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty blocks take turns in a store for twenty, then thirty do, then twenty again.
 

@@ -32,8 +32,10 @@ _SAMPLE: Final = 4
 #: Ghosts kept for each stored block of the sample.
 _GHOSTS: Final = 2
 _GHOSTS_MIN: Final = 1024
-#: Touches between two computations of the densities.
+#: Touches between two computations of the densities. The first come sooner, each after twice as
+#: many as the one before: one server of many is touched seldom, and until it has learned it is LRU.
 _RELEARN_EVERY: Final = 20_000
+_RELEARN_FIRST: Final = 1_000
 #: Small differences of measured densities are noise: classes with densities of the same power of
 #: two are ordered by age, and a new block is refused only if its density is below this fraction of
 #: the victim's.
@@ -73,7 +75,7 @@ class Density(Generic[B]):
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._sampled = 0  # stored blocks of the sample
         self._used = self._late = 0.0  # uses of known blocks of it, and those of ghosts among them
-        self._touches = 0
+        self._touches, self._learn_at = 0, min(_RELEARN_FIRST, _RELEARN_EVERY)
         self._held = [0] * _CLASSES  # stored blocks
         self._guesses = Guesses(_CLASSES)  # about the sample
         self._departures = Departures(self._words)
@@ -99,8 +101,8 @@ class Density(Generic[B]):
             self._held[uses - 1] += 1
         self._last_stamp = block.last_used = max(self._last_stamp + 1, int(now * 1e6))
         self._touches += 1
-        if self._touches == _RELEARN_EVERY:
-            self._touches = 0
+        if self._touches == self._learn_at:
+            self._touches, self._learn_at = 0, min(2 * self._learn_at, _RELEARN_EVERY)
             for lives in self._lives:
                 lives.learn()
             self._used *= LifetimeHistogram.KEPT
