@@ -72,6 +72,17 @@ def test_the_cases_of_each_table_have_names_of_their_own(name: str) -> None:
     assert all(bool(case.series) == bool(TABLES[name].x) for case in cases if case.x)
 
 
+def test_a_pool_and_local_memory_lose_the_same() -> None:
+    table = TABLES["failures"]
+    lost = {case.name: case.options.incidents for case in table.cases(table.options({}))}
+    engines, hosts = lost["a third of the engines"], lost["local, sticky: a third of the hosts"]
+    servers = lost["a third of the servers"]
+    assert {one.kind for one in servers} == {"restart"}  # as a host, it runs again
+    assert sorted([*engines, *servers]) == sorted(hosts)
+    assert lost["each host in turn"] == lost["local, sticky: each host in turn"]
+    assert {one.kind for one in lost["a server, for good"]} == {"server"}
+
+
 def test_constants_of_the_other_model_have_their_sources() -> None:
     done = CliRunner().invoke(app, ["--constants", "--json"], catch_exceptions=False)
     rows = {row["name"]: row for row in json.loads(done.stdout)["constants"]}

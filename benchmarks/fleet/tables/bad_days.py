@@ -76,23 +76,25 @@ def disks(base: FleetOptions) -> list[Case]:
 
 
 def failures(base: FleetOptions) -> list[Case]:
-    """What is lost at half of the time, with a pool and with the host memory of each engine; one
-    and a half working sets."""
+    """What is lost at half of the time and runs again at once, with a pool and with the host memory
+    of each engine; one and a half working sets. A server may also leave for good."""
     base = replace(with_memory(base, 1.5), router="least-loaded")
     local = replace(base, scope=Scope.LOCAL, router="sticky")
     last, third = base.instances - 1, range(max(1, base.instances // 3))
     nothing = [Incident(_HALF_S, "masters", 0)]
     masters = [Incident(_HALF_S, "masters", 30)]
-    servers = [Incident(_HALF_S, "server", number) for number in third]
+    servers = [Incident(_HALF_S, "restart", number) for number in third]
     engines = [Incident(_HALF_S, "engine", number) for number in third]
     rolling = [Incident(_HALF_S + 60 * n, "engine", n) for n in range(base.instances)]
     return [
         Case("nothing", replace(base, incidents=nothing)),
-        Case("a server", replace(base, incidents=[Incident(_HALF_S, "server", last)])),
-        Case("a server is drained", replace(base, incidents=[Incident(_HALF_S, "drain", last)])),
+        Case("a server", replace(base, incidents=[Incident(_HALF_S, "restart", last)])),
+        Case("a server, for good", replace(base, incidents=[Incident(_HALF_S, "server", last)])),
+        Case("the same, drained", replace(base, incidents=[Incident(_HALF_S, "drain", last)])),
         Case("a third of the servers", replace(base, incidents=servers)),
         Case("a third of the engines", replace(base, incidents=engines)),
         Case("each engine in turn", replace(base, incidents=rolling)),
+        Case("each host in turn", replace(base, incidents=_rolled(base))),
         Case("all masters for 30 s", replace(base, incidents=masters)),
         Case("local, sticky: nothing", replace(local, incidents=nothing)),
         Case("local, sticky: a host", replace(local, incidents=_hosts([last]))),
@@ -103,7 +105,7 @@ def failures(base: FleetOptions) -> list[Case]:
 
 def _hosts(numbers: Sequence[int], at_s: float | None = None) -> list[Incident]:
     at_s = _HALF_S if at_s is None else at_s
-    return [Incident(at_s, kind, number) for number in numbers for kind in ("server", "engine")]
+    return [Incident(at_s, kind, number) for number in numbers for kind in ("restart", "engine")]
 
 
 def _rolled(base: FleetOptions) -> list[Incident]:
