@@ -6,6 +6,7 @@ Its questions are asked on the device `cpu`; each is also asked where the answer
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -147,6 +148,27 @@ def test_a_claim_that_is_not_met_is_its_exit_status(
     assert "| FALSE | slow |" in (tmp_path / "page.md").read_text()
 
 
+def test_nothing_is_claimed_of_how_fast_the_host_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the place of a device only to show that the questions work."""
+    monkeypatch.setattr(kit, "ask_apart", lambda *_: Answer(False, "slow", 1.0, 2.0))
+    there = dict.fromkeys(machine.present("cpu"))
+    monkeypatch.setattr(machine, "present", lambda _: there)
+    arguments = ["--only", "pool-4", "--page", str(tmp_path / "page.md"), "--device"]
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments, "cpu"])
+    kit.main()
+    (row,) = [
+        one
+        for one in json.loads((tmp_path / "page.json").read_text())["lines"]
+        if one["part"] == "Figures"
+    ]
+    assert (row["result"], row["figure"], row["true"]) == ("found", 1.0, None)
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments, "cuda"])
+    with pytest.raises(SystemExit):
+        kit.main()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -195,6 +217,20 @@ def test_the_order_of_a_staged_step_is_asked_for(monkeypatch: pytest.MonkeyPatch
         "kvpool_connector.memory.block_memory.DeviceBlockMemory._scatter", lambda *_: None
     )
     assert stage.keeps_the_order("cpu").met is False
+
+
+def test_a_staged_step_without_its_order_is_seen_to_be_wrong(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that works as late as it may. Where it is right all the same, the claim fails."""
+    monkeypatch.setattr(stage, "_ROUNDS", 1)
+    monkeypatch.setattr(stage, "_WORK", 1 << 10)
+    assert stage.keeps_the_order("cuda:0").met
+    answer = stage.omissions_are_seen("cuda:0")
+    assert answer.met, answer.figures
+    assert answer.figures.count(", nothing") == 2
+    monkeypatch.setitem(stage._OMISSIONS, "nothing", lambda _: contextlib.nullcontext())
+    assert stage.omissions_are_seen("cuda:0").met is False
 
 
 class Driver:

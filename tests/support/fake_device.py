@@ -44,6 +44,7 @@ class FakeStream:
         self.queued = 0
         self.done = 0
         self._work: deque[Callable[[], object]] = deque()
+        gpu.streams.append(self)
 
     def queue(self, work: Callable[[], object]) -> None:
         with self.gpu.lock:
@@ -154,6 +155,7 @@ class FakeGpu:
         self.busy = False
         #: What the next work that runs raises, as CUDA would say it.
         self.fails = ""
+        self.streams: list[FakeStream] = []
         #: Memory that a network card was given.
         self.registered: list[FakeTensor] = []
         #: Devices on which a thread has made a context, as CUDA does for its current one.
@@ -169,6 +171,7 @@ class FakeGpu:
             torch.cuda, "Event", lambda blocking=False: FakeEvent(gpu=self, blocking=blocking)
         )
         patch.setattr(torch.cuda, "stream", self.on_stream)
+        patch.setattr(torch.cuda, "synchronize", self.synchronize)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "set_device", self.set_device)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -232,6 +235,11 @@ class FakeGpu:
         if stack and stack[-1].device == place:
             return stack[-1]
         return self._defaults.setdefault(place, FakeStream(self, place))
+
+    def synchronize(self, device: Any = None) -> None:
+        for stream in self.streams:
+            if stream.device == _cuda(device):
+                stream.synchronize()
 
     def pinned(self, size: int, device: Any) -> Any:
         memory = torch.empty(size, dtype=torch.uint8)
