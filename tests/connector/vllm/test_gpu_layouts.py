@@ -1,8 +1,9 @@
-"""The layouts of KV caches on GPUs, on CPU tensors of the same shapes and strides. No engine runs.
+"""The layouts of KV caches on GPUs: without one on CPU tensors of the same shapes and strides. No
+engine runs.
 
 vLLM itself makes them: a backend for GPUs customizes the spec of a layer (`customize_spec`), vLLM's
-own code groups the layers, places them for a layout and allocates the cache. Only the device is
-another one. So a block that comes back here has met every stride that it meets on a GPU.
+own code groups the layers, places them for a layout and allocates the cache. Without a GPU only the
+device is another one. So a block that comes back here has met every stride that it meets there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from kvpool_connector.vllm_plugin import register
 
 BLOCKS, TOKENS, HEADS, SIZE = 7, 32, 2, 16
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
 
 
 class Case(NamedTuple):
@@ -137,7 +139,9 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def allocated(case: Case, layout: KVCacheLayout) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+def allocated(
+    case: Case, layout: KVCacheLayout, device: torch.device = CPU
+) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
     """The cache as vLLM allocates it, filled with bytes that no two blocks have alike."""
     cache = CacheConfig(block_size=TOKENS)
     config = VllmConfig(cache_config=cache, device_config=DeviceConfig("cpu"))
@@ -156,7 +160,7 @@ def allocated(case: Case, layout: KVCacheLayout) -> tuple[KVCacheConfig, dict[st
     room = BLOCKS * 4 * sum(spec.page_size_bytes for spec in case.specs.values())
     made = get_kv_cache_config_from_groups(config, groups, room)
     assert made.num_blocks >= BLOCKS
-    caches = allocate_kv_cache(made, CPU, layout)
+    caches = allocate_kv_cache(made, device, layout)
     whole = everything(caches)
     whole.copy_(torch.randint(0, 256, whole.shape, dtype=torch.uint8))
     return made, {name: group_kernel_blocks(one, made.num_blocks) for name, one in caches.items()}
@@ -165,7 +169,7 @@ def allocated(case: Case, layout: KVCacheLayout) -> tuple[KVCacheConfig, dict[st
 def content(caches: dict[str, torch.Tensor], block: int) -> bytes:
     """What the engine's kernels see of a block, layer by layer."""
     seen = [cache[block].contiguous().view(-1).view(torch.uint8) for cache in caches.values()]
-    return bytes(torch.cat(seen).numpy())
+    return bytes(torch.cat(seen).cpu().numpy())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -173,13 +177,13 @@ async def test_a_block_comes_back_in_every_layout_of_its_backend(name: str) -> N
     """In place and over the device's stage; every other byte of the allocation stays as it was."""
     case = CASES[name]()
     for layout in case.layouts:
-        made, caches = allocated(case, layout)
+        made, caches = allocated(case, layout, DEVICE)
         for group, memory in zip(made.kv_cache_groups, memories_of(caches, made), strict=True):
             layers_of_group = {name: caches[name] for name in group.layer_names}
             assert memory.block_bytes == len(content(layers_of_group, 0)), layout
             buffers: list[torch.Tensor] = []
             views = views_of(layers_of_group, buffers)
-            staged = DeviceBlockMemory(views, buffers, stage=DeviceStage(CPU, 5000))
+            staged = DeviceBlockMemory(views, buffers, stage=DeviceStage(DEVICE, 5000))
             assert staged.packing == memory.packing
             await moves(memory, staged, layers_of_group, 1)
             await moves(staged, memory, layers_of_group, 3)
@@ -191,15 +195,15 @@ async def moves(
     """From `block` to block 5, and to nowhere else."""
     whole = everything(caches)
     was, before = content(caches, block), whole.clone()
-    async with saved.source([block], None) as (source,):
+    async with saved.source([block], saved.record_event()) as (source,):
         data = b"".join(source if isinstance(source, list) else [source])
-    async with loaded.target([5], None) as (target,):
+    async with loaded.target([5], loaded.record_event()) as (target,):
         for piece in target if isinstance(target, list) else [target]:
             piece[:] = data[: len(piece)]
             data = data[len(piece) :]
         assert not data
     assert content(caches, 5) == was
-    elsewhere = torch.ones(len(whole), dtype=torch.bool)
+    elsewhere = torch.ones(len(whole), dtype=torch.bool, device=whole.device)
     for cache in caches.values():
         _unmark(elsewhere, cache)
     assert torch.equal(before[elsewhere], whole[elsewhere])
@@ -207,7 +211,9 @@ async def moves(
 
 def everything(caches: dict[str, torch.Tensor]) -> torch.Tensor:
     """The bytes of the allocation in which all of these lie."""
-    return torch.empty(0, dtype=torch.uint8).set_(next(iter(caches.values())).untyped_storage())
+    first = next(iter(caches.values()))
+    empty = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return empty.set_(first.untyped_storage())
 
 
 def _unmark(mask: torch.Tensor, cache: torch.Tensor) -> None:
