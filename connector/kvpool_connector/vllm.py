@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvpool_connector import settings
+from kvpool_connector import client_log, settings
 from kvpool_connector.memory.block_memory import device_of_this_thread
 from kvpool_connector.pool_thread import START_WAIT_S, PoolThread
 from kvpool_connector.records.messages import StepWork, WorkerReport
@@ -85,7 +85,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = chosen
         self._hooks: SchedulerHooks | None = None
         self._worker: ConnectorWorker | None = None
-        engine_log.with_client()
+        client_log.hand_on(engine_log.logger)
         if role == KVConnectorRole.SCHEDULER:
             if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
                 engine_log.error(
@@ -98,8 +98,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # Of all processes of an engine one says whether the pool is there.
             logs = engine_log.info, engine_log.warning
             thread = PoolThread(chosen.client(), chosen.member(), *logs)
+            events = vllm_config.kv_events_config
+            sends = bool(events is not None and events.enable_kv_cache_events)
             self._hooks = SchedulerHooks(
-                chosen, thread, engine, kv_cache_config, engine_events=_sends_events(vllm_config)
+                chosen, thread, engine, kv_cache_config, engine_events=sends
             )
             drain_before_resets()
         else:
@@ -241,11 +243,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, WorkMetadata)
         return metadata.work
-
-
-def _sends_events(vllm_config: Any) -> bool:
-    events = vllm_config.kv_events_config
-    return bool(events is not None and events.enable_kv_cache_events)
 
 
 def register() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import pytest
@@ -66,8 +67,37 @@ def test_a_prompt_beside_them_wakes_no_quiet_request() -> None:
     quiet.wake("decodes")
     quiet.sleep("decodes", 16)
     step = {"prompt": 2048, "decodes": 1, "unknown": 1}
-    assert [quiet.awake(step) for _ in range(15)] == [["prompt", "unknown"]] * 15
-    assert quiet.awake(step) == list(step)
+    assert [quiet.awake(step, 2050) for _ in range(15)] == [["prompt"]] * 15
+    assert quiet.awake(step, 2050) == ["prompt", "decodes"]
+
+
+def test_a_step_of_several_tokens_wakes_whom_it_passes() -> None:
+    quiet = QuietRequests()
+    for name, tokens in (("a", 3), ("b", 4), ("c", 5)):
+        quiet.wake(name)
+        quiet.sleep(name, tokens)
+    assert quiet.awake({"a": 4, "b": 1, "c": 1}, 6) == ["a", "b"]
+    quiet.sleep("a", 2)
+    quiet.wake("a")
+    quiet.sleep("a", 9)  # what it was to wake at before counts no longer
+    assert quiet.awake({"a": 1, "c": 1}, 2) == ["c"]
+    assert quiet.awake({"a": 1, "b": 1}, 2) == ["b"]
+    quiet.forget("c")
+    quiet.wake("c")  # another request of this name, which sleeps on from here
+    quiet.sleep("c", 16)
+    assert [quiet.awake({"a": 1, "c": 1}, 2) for _ in range(8)] == [[]] * 6 + [["a"]] * 2
+
+
+def test_of_requests_that_have_ended_nothing_is_kept() -> None:
+    quiet = QuietRequests()
+    for number in range(1000):
+        name = f"r{number}"
+        quiet.wake(name)
+        quiet.sleep(name, 1 + number % 16)
+        quiet.awake({name: 1}, 1)
+        quiet.forget(name)
+    assert not quiet
+    assert len(pickle.dumps(quiet.__dict__)) < 1000
 
 
 @pytest.mark.parametrize("limits", [{"save": False}, {"save_decode": False}])
@@ -118,7 +148,7 @@ def test_leaving_out_quiet_requests_changes_no_plan(seed: int) -> None:
             scheduled.append(ScheduledRequest(name, start, end, ids))
             computed[name] = end
         counts = {one.request_id: one.end - one.start for one in scheduled}
-        shown = both[1].quiet.awake(counts)
+        shown = both[1].quiet.awake(counts, sum(counts.values()))
         awake = [one for one in scheduled if one.request_id in shown]
         left_out += len(scheduled) - len(awake)
         plans = [

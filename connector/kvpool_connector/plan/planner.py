@@ -275,15 +275,15 @@ class Planner:
         watched = self.verifier.watched
         for one in scheduled:
             request = self.requests.get(one.request_id)
-            if request is None:
-                continue
             left = 0
-            if not self._limits.save or request.hints.skip_save or request.stale:
+            if request is None:  # its adapter is not known yet, or nothing of it is shared
+                pass
+            elif not self._limits.save or request.hints.skip_save or request.stale:
                 # Until its prompt is computed each step tells how fast that is.
                 left = NEVER if one.end >= request.prompt else 0
             elif saves:
                 left = self.saves.on_scheduled(request, one)
-            if one.request_id == watched:
+            if request is not None and one.request_id == watched:
                 plan.verify = self.verifier.take(one, request.hashes, request.hints.adapter)
                 left = 0
             self.quiet.sleep(one.request_id, left)
@@ -355,10 +355,10 @@ class Planner:
         A running load goes on: the engine frees those blocks when the workers have reported that
         nothing is written to them any more.
         """
+        self.quiet.forget(request_id)
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
-        self.quiet.forget(request_id)
         _give_up_promise(request)
         self.lookups.prefetches.drop(request_id)
         self.verifier.release(request_id)

@@ -27,8 +27,9 @@ class RequestSaves:
         limits: PlannerLimits,
         ranks: int,
     ) -> None:
-        self._groups = groups
-        self._limits = limits
+        self._save_decode = limits.save_decode
+        #: Number, tokens of a block, and hashes of a block. (A step has microseconds for all.)
+        self._groups = [(n, one.block_size, one.hashes_per_block) for n, one in enumerate(groups)]
         self.queue = SaveQueue(
             counters,
             ranks=ranks,
@@ -47,14 +48,16 @@ class RequestSaves:
         """
         hashes, hints, prompt = request.hashes, request.hints, request.prompt
         request_id, start, end, block_ids = one
-        last = end if self._limits.save_decode else min(end, prompt)
+        saved, known = request.blocks_saved, len(hashes)
+        last = end if self._save_decode or end < prompt else prompt
         next_at = NEVER
-        for number, (block_size, per_block, _) in enumerate(self._groups):
-            first = request.blocks_saved[number]
-            stop = min(last // block_size, len(hashes) // per_block)
+        for number, block_size, per_block in self._groups:
+            first, stop = saved[number], last // block_size
+            if stop * per_block > known:
+                stop = known // per_block
             if stop > first:
                 ids = block_ids[number][first:stop]
-                stop = request.blocks_saved[number] = first + len(ids)
+                stop = saved[number] = first + len(ids)
                 run = SaveRun(
                     request_id,
                     number,
@@ -68,16 +71,17 @@ class RequestSaves:
                 session = hints.session, hints.resume_in_s
                 if start < prompt:  # other engines may wait for it
                     self._at_once.add(session)
-                if all(ids):
-                    self._completed[session].append(run)
-                else:  # id 0 is no block
+                if 0 in ids:  # that is no block
                     parts = run.split([*map(bool, ids)])
                     self._completed[session] += [part for there, part in parts if there]
+                else:
+                    self._completed[session].append(run)
                 first = stop
-            next_at = min(next_at, (first + 1) * block_size)
+            if (first + 1) * block_size < next_at:
+                next_at = (first + 1) * block_size
         if end < prompt:
             return 0
-        return max(0, next_at - end) if self._limits.save_decode else NEVER
+        return max(0, next_at - end) if self._save_decode else NEVER
 
     def take(
         self, still_cached: Callable[[int, int, bytes], bool], now: float, *, idle: bool

@@ -150,7 +150,7 @@ class SaveQueue:
 
     def add(
         self,
-        runs: Iterable[SaveRun],
+        runs: Sequence[SaveRun],
         session: str,
         resume_in_s: float | None,
         now: float,
@@ -233,10 +233,13 @@ class SaveQueue:
         if job.forgotten:
             self._counters["dropped reset"] += len(job.refused)
             return ids, []
-        stored = self._without_refused(job, now) if job.refused else job.runs
-        for run in stored:
-            self._stored[run.group].update(dict.fromkeys(run.digests, now))
-            self._counters["saved_blocks"] += len(run.digests)
+        stored: list[SaveRun] = job.runs
+        names: Iterable[SaveRun | GroupBlocks] = job.blocks  # the same, and fewer
+        if job.refused:
+            names = stored = self._without_refused(job, now)
+        for one in names:
+            self._stored[one.group].update(dict.fromkeys(one.digests, now))
+            self._counters["saved_blocks"] += len(one.digests)
         if sum(map(len, self._stored.values())) > _STORED_BLOCKS_MAX // 2:
             self._stored_before, self._stored = self._stored, defaultdict(dict)
         return ids, stored
@@ -319,11 +322,22 @@ class SaveQueue:
         adapters = frozenset([run.adapter for run in runs if run.adapter is not None])
         return SaveRequest(job, blocks, session, resume_in_s, adapters)
 
-    def _accept(self, runs: Iterable[SaveRun], now: float) -> list[SaveRun]:
+    def _accept(self, runs: Sequence[SaveRun], now: float) -> list[SaveRun]:
         """Pin those that no save has, as many as the engine can spare."""
+        names: defaultdict[int, list[bytes]] = defaultdict(list)
+        for run in runs:
+            names[run.group] += run.digests
+        # As a rule: it takes a fraction of asking for each of the dozens that a step completes.
+        all_new = all(
+            self._saving[group].isdisjoint(digests)
+            and self._stored[group].keys().isdisjoint(digests)
+            and self._stored_before[group].keys().isdisjoint(digests)
+            and (len(runs) == 1 or len(set(digests)) == len(digests))
+            for group, digests in names.items()
+        )
         accepted: list[SaveRun] = []
         for run in runs:
-            for new in self._unknown(run):
+            for new in [run] if all_new else self._unknown(run):
                 room = max(0, self._pinned_blocks_max - self._pinned)
                 if room < len(new.digests):
                     self._enqueue(new.part(room, len(new.digests)), now)
@@ -337,19 +351,12 @@ class SaveQueue:
 
     def _unknown(self, run: SaveRun) -> list[SaveRun]:
         """The parts that no save has, or has had since their request asked the pool."""
-        digests = run.digests
         saving = self._saving[run.group]
         stored, before = self._stored[run.group], self._stored_before[run.group]
-        if (
-            saving.isdisjoint(digests)
-            and stored.keys().isdisjoint(digests)
-            and before.keys().isdisjoint(digests)
-        ):
-            return [run]
         new = [
             digest not in saving
             and stored.get(digest, before.get(digest, -math.inf)) <= run.asked_at
-            for digest in digests
+            for digest in run.digests
         ]
         return [part for is_new, part in run.split(new) if is_new]
 

@@ -37,6 +37,7 @@ class BlockWriter(NamedTuple):
     def __str__(self) -> str:
         return f"{self.label} (writer {self.id.hex()})"
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (each step and load has it; writers are values)
     def mark(self) -> bytes:
         """What stands behind its blocks. A long label is cut."""
         label = self.label.encode()[:_LABEL_BYTES].decode(errors="ignore")

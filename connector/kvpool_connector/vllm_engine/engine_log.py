@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from kvpool_connector import client_log
 from kvpool_connector.vllm_engine.interface import init_logger
 
 logger = init_logger("vllm.kvpool")
-
-
-def with_client() -> None:
-    """What the pool's client logs is in the engine's log, too."""
-    client_log.hand_on(logger)
 
 
 def info(line: str) -> None:

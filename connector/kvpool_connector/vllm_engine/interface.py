@@ -67,67 +67,47 @@ except ImportError as error:
     ) from error
 
 #: Attributes of vLLM's objects that are not documented for connectors, and what needs them.
+#: Several of one object are in one text.
 PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
-    (
-        KVConnectorFactory,
-        "_registry",
-        "whether the connector's name is known to MultiConnector already",
-    ),
+    (KVConnectorFactory, "_registry", "whether MultiConnector knows the connector's name already"),
     (KVTransferConfig, "__post_init__", "checking settings when they are parsed"),
     (VllmConfig, "__post_init__", "checking settings when they are parsed"),
     (SpeculativeConfig, "use_eagle_block_drop", "which blocks of a prefix are computed anew"),
     (KVConnectorBase_V1, "_get_connector_metadata", "the work of the current step"),
-    (KVConnectorBase_V1, "_kv_transfer_config", "the connector's settings"),
-    (KVConnectorBase_V1, "_kv_cache_config", "the KV cache groups"),
+    (KVConnectorBase_V1, "_kv_transfer_config _kv_cache_config", "settings and KV cache groups"),
     (KVConnectorBase_V1, "bind_gpu_block_pool", "pinning blocks that are being saved"),
     (KVConnectorBase_V1, "get_transfer_results", "reporting loads that have ended"),
     (KVConnectorBase_V1, "build_connector_worker_meta", "what workers report to the scheduler"),
     (KVConnectorBase_V1, "has_pending_block_frees", "waiting for pinned blocks, not preempting"),
     (KVConnectorBase_V1, "get_required_kvcache_layout", "asking for blocks in one row"),
     (KVConnectorBase_V1, "has_pending_push_work", "steps of an engine that only saves"),
-    (BlockPool, "touch", "pinning blocks"),
-    (BlockPool, "free_blocks", "unpinning blocks"),
+    (BlockPool, "touch free_blocks blocks", "pinning blocks by their ids, and unpinning them"),
     (BlockPool, "evict_blocks", "forgetting blocks that were loaded from a wrong pool"),
-    (BlockPool, "blocks", "pinning blocks by their ids"),
     (KVCacheBlock, "ref_cnt", "whether only a pin keeps a block"),
     (KVCacheBlock, "block_hash", "whether a block still has the contents to save"),
     (KVCacheManager, "coordinator", "where the blocks of a request are"),
     (KVCacheCoordinator, "get_blocks", "where the blocks of a request are"),
-    (SchedulerOutput, "num_scheduled_tokens", "which blocks a step completes"),
+    (SchedulerOutput, "num_scheduled_tokens total_num_scheduled_tokens", "what a step completes"),
     (SchedulerOutput, "preempted_req_ids", "whose blocks were taken away"),
     (KVConnectorOutput, "kv_connector_worker_meta", "what workers report to the scheduler"),
-    (KVCacheConfig, "kv_cache_groups", "the KV cache groups"),
-    (KVCacheConfig, "hash_block_size", "which hash names a block"),
+    (KVCacheConfig, "kv_cache_groups kv_cache_layout hash_block_size", "how blocks lie and hash"),
     (KVCacheConfig, "kv_tp_replicas", "which ranks have the same KV"),
-    (KVCacheConfig, "kv_cache_layout", "the layout of blocks"),
-    (KVCacheConfig, "prefix_cacheable_group_ids", "refusing groups that are not cacheable"),
-    (KVCacheConfig, "has_mamba_layers", "refusing Mamba layers"),
+    (KVCacheConfig, "prefix_cacheable_group_ids has_mamba_layers", "refusing what is not shared"),
     (KVCacheSpec, "block_size", "the size of blocks"),
-    (Request, "block_hashes", "the keys of blocks"),
-    (Request, "num_computed_tokens", "which blocks a step completes"),
-    (Request, "num_prompt_tokens", "what is prompt and what was generated"),
-    (Request, "kv_transfer_params", "hints of a request"),
-    (Request, "session_id", "the conversation of a request"),
-    (Request, "sampling_params", "hints among a request's extra arguments"),
-    (Request, "kv_hints", "hints of an orchestrator"),
-    (Request, "priority", "whether blocks are kept for a request"),
+    (Request, "block_hashes num_computed_tokens num_prompt_tokens", "which blocks are complete"),
+    (Request, "kv_transfer_params session_id sampling_params kv_hints priority", "its hints"),
     (Request, "mm_features", "whose name for a picture a block's hash has"),
-    (ProcessorInputs, "get_mm_hashes", "telling a client's names from digests"),
-    (ProcessorInputs, "mm_uuid_items", "telling a client's names from digests"),
+    (ProcessorInputs, "get_mm_hashes mm_uuid_items", "telling a client's names from digests"),
     (Request, "lora_request", "the LoRA adapter of a request"),
-    (LoRARequest, "lora_int_id", "which loaded adapter a request uses"),
-    (LoRARequest, "lora_path", "the name under which vLLM hashes an adapter"),
+    (LoRARequest, "lora_int_id lora_path", "which loaded adapter a request uses"),
     (LoRAModelManager, "list_adapters", "fingerprints of the adapters that are loaded"),
     (LoRAModel, "loras", "fingerprints of the adapters that are loaded"),
     (WorkerWrapperBase, "init_device", "taking device memory before vLLM measures what is left"),
     (WorkerBase, "device", "taking device memory before vLLM measures what is left"),
-    (kv_cache_utils, "get_none_hash_seed", "what all hashes begin with"),
-    (kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "what all hashes begin with"),
+    (kv_cache_utils, "get_none_hash_seed DEFAULT_NONE_HASH_SEED", "what all hashes begin with"),
     (kv_cache_utils, "maybe_convert_block_hash", "hashes in KV events"),
-    (kv_cache_utils, "generate_block_hash_extra_keys", "salts and pictures in KV events"),
-    (kv_cache_utils, "to_event_extra_keys", "salts and pictures in KV events"),
-    (kv_cache_utils, "make_block_hash_with_group_id", "hashes of cached blocks"),
-    (kv_cache_utils, "get_block_hash", "hashes of cached blocks"),
+    (kv_cache_utils, "generate_block_hash_extra_keys to_event_extra_keys", "what KV events say"),
+    (kv_cache_utils, "make_block_hash_with_group_id get_block_hash", "hashes of cached blocks"),
 )
 
 
@@ -135,7 +115,8 @@ def missing(used: Sequence[tuple[Any, str, str]] = PRIVATE) -> str:
     """What this vLLM lacks, as one sentence; empty if it has everything."""
     gone = [
         f"{getattr(owner, '__name__', owner)}.{name} ({purpose})"
-        for owner, name, purpose in used
+        for owner, names, purpose in used
+        for name in names.split()
         if not _has(owner, name)
     ]
     if not gone:
@@ -152,7 +133,7 @@ def worker_updates() -> tuple[Any, Sequence[str]]:
     from vllm.v1.worker.gpu_worker import Worker
 
     calls = ("update_weights", "finish_weight_update", "reload_weights")
-    if gone := missing([(Worker, name, "noticing changes of the weights") for name in calls]):
+    if gone := missing([(Worker, " ".join(calls), "noticing changes of the weights")]):
         raise ImportError(gone)
     return Worker, calls
 
@@ -167,11 +148,12 @@ def engine_resets() -> tuple[Any, Any, Any]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    used = [
-        (EngineCore, name, "resets") for name in ("reset_prefix_cache", "step_fn", "batch_queue")
-    ]
-    used += [(Scheduler, name, "resets") for name in ("pause_state", "set_pause_state")]
-    if gone := missing([*used, (PauseState, "PAUSED_ALL", "resets")]):
+    used = (
+        (EngineCore, "reset_prefix_cache step_fn batch_queue", "resets"),
+        (Scheduler, "pause_state set_pause_state", "resets"),
+        (PauseState, "PAUSED_ALL", "resets"),
+    )
+    if gone := missing(used):
         raise ImportError(gone)
     return EngineCore, EngineCoreProc, PauseState.PAUSED_ALL
 

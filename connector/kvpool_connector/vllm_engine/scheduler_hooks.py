@@ -146,6 +146,7 @@ class SchedulerHooks:
             for mistake in self._mistakes.new(mistakes):
                 engine_log.warning(f"kv_transfer_params of request {request.request_id}: {mistake}")
         self._requests[request.request_id] = request
+        scheduler.planner.quiet.wake(request.request_id)
         if request.mm_features and named_by_client(request.mm_features):
             scheduler.planner.counters["miss a client's name for a picture"] += 1
             return  # never tracked
@@ -193,7 +194,9 @@ class SchedulerHooks:
         wrong = scheduler.planner.verifier.writers.odd
         if self._fuse.due(now) and not self._owed and not wrong:
             try:
-                self.scheduler = self._make_scheduler(scheduler)
+                self.scheduler = scheduler = self._make_scheduler(scheduler)
+                for request_id in self._requests:  # how fast their prompts are computed counts
+                    scheduler.planner.quiet.wake(request_id)
             except Exception as error:
                 self._blow("making a new half", error)
             else:
@@ -209,10 +212,9 @@ class SchedulerHooks:
         scheduled: list[ScheduledRequest] = []
         prefill: list[tuple[int, int]] = []
         counts, blocks_of = scheduler_output.num_scheduled_tokens, self.blocks_of
-        for request_id in self.scheduler.planner.quiet.awake(counts):
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
+        total = scheduler_output.total_num_scheduled_tokens
+        for request_id in self.scheduler.planner.quiet.awake(counts, total):
+            request = self._requests[request_id]
             start = request.num_computed_tokens
             end = start + counts[request_id]
             ids = [BlockIds(blocks) for blocks in blocks_of(request_id)]

@@ -12,9 +12,10 @@ logging.basicConfig()  # as trainers do that have an engine in their process
 from vllm.config.logging import LoggingConfig
 from vllm.logger import configure_logging
 from kvpool import logs
+from kvpool_connector import client_log
 from kvpool_connector.vllm_engine import engine_log
 configure_logging(LoggingConfig())
-engine_log.with_client()
+client_log.hand_on(engine_log.logger)
 engine_log.warning("of the connector")
 logs.get("kvpool.client").warning("transport failed", server="a", why="it is gone")
 """
