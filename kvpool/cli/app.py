@@ -93,6 +93,16 @@ def options(
 _CANNOT_WRITE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
+def _output_fails() -> bool:
+    """What could not be written is still in the buffer, so it fails once more."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        return True
+    return False
+
+
 def main() -> None:
     """The console script."""
     open_standard_streams()
@@ -104,8 +114,8 @@ def main() -> None:
     except OSError as error:
         if error.errno not in {errno.EPIPE, *_CANNOT_WRITE}:
             raise
-        if error.filename is not None:  # not the output
-            sys.exit(f"error: {error.filename}: {error.strerror}")
+        if error.errno != errno.EPIPE and not _output_fails():
+            sys.exit(f"error: {error.filename or 'a file cannot be written'}: {error.strerror}")
         # What is still buffered would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:

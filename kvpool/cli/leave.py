@@ -21,6 +21,7 @@ from kvpool.cli.shared import (
     console,
     fail,
     open_pool,
+    parsed,
     query_settings,
     run,
 )
@@ -72,8 +73,8 @@ def drain(
         fail(ConfigError("--cancel and --back-in: choose one"))
     settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
     try:
-        within_s = parse_duration(deadline)
-        back_in_s = parse_duration(back_in) if back_in is not None else 0.0
+        within_s = parsed("--deadline", parse_duration, deadline)
+        back_in_s = parsed("--back-in", parse_duration, back_in) if back_in is not None else 0.0
     except UsageError as error:
         fail(error)
 

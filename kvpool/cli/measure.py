@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpool import runtime
-from kvpool.cli.shared import Json, console, fail, run, stderr
+from kvpool.cli.shared import Json, console, fail, parsed, run, stderr
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
 from kvpool.units import parse_size
 
@@ -140,7 +140,7 @@ def replay(
     """
     from kvpool.tools import replay as replays
 
-    _check_picture(picture)
+    _check(picture, block_size)
     if dry:
         try:
             name, requests = replays.requests_of(
@@ -180,8 +180,20 @@ def replay(
     _play(options, picture, as_json)
 
 
-def _check_picture(path: Path | None) -> None:
+def _size_of_block(text: str) -> int:
+    """Bytes. Ends the command where there are none."""
+    try:
+        if size := parsed("--block-size", parse_size, text):
+            return size
+    except ConfigError as error:
+        fail(error)
+    fail(ConfigError(f"--block-size {text!r}: a block has at least one byte, e.g. 2MiB"))
+
+
+def _check(path: Path | None, block_size: str | None) -> None:
     """Ends the command before it plays for nothing."""
+    if block_size is not None:
+        _size_of_block(block_size)
     if path is None:
         return
     there = path if path.exists() else path.parent
@@ -286,10 +298,8 @@ def bench(
     """Measure reads, writes and matches as ratios to the limits of this machine."""
     from kvpool.tools import bench as benches
 
+    size = _size_of_block(block_size)
     try:
-        size = parse_size(block_size)
-        if not size:
-            raise ConfigError("a block has at least one byte, e.g. 2MiB")
         options = benches.BenchOptions(rounds, size, batch)
     except ConfigError as error:
         fail(ConfigError(f"--block-size {block_size!r}: {error}"))

@@ -23,6 +23,7 @@ from kvpool.cli.shared import (
     digests_of,
     fail,
     open_pool,
+    parsed,
     query_settings,
     run,
 )
@@ -63,7 +64,7 @@ def prefetch(
     settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
     try:
         chain = digests_of(sys.stdin.read().split() if keys == ["-"] else keys)
-        within_s = parse_duration(deadline)
+        within_s = parsed("--deadline", parse_duration, deadline)
         wanted = Namespace(namespace, parts)
     except UsageError as error:
         fail(error)

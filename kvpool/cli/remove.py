@@ -20,6 +20,7 @@ from kvpool.cli.shared import (
     console,
     fail,
     open_admin,
+    parsed,
     query_settings,
     run,
     stderr,
@@ -68,7 +69,7 @@ def remove(
     settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
     try:
         wanted = _Wanted(namespace, model, tenant, cluster_of(settings).tenant)
-        within_s = parse_duration(deadline)
+        within_s = parsed("--deadline", parse_duration, deadline)
     except UsageError as error:
         fail(error)
     removed = [0, 0]

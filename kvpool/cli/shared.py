@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -221,6 +221,14 @@ def run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:
         raise typer.Exit(130) from None
     finally:
         client.setLevel(logging.NOTSET)
+
+
+def parsed(option: str, parse: Callable[[str], T], text: str) -> T:
+    """The value of an option. Raises ConfigError with its name."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def fail(error: KvpoolError) -> NoReturn:

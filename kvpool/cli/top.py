@@ -20,6 +20,7 @@ from kvpool.cli.shared import (
     SecretFile,
     console,
     open_pool,
+    parsed,
     query_settings,
     run,
 )
@@ -73,7 +74,7 @@ def top(
 
 def _pause_of(every: str) -> float:
     """Seconds. Raises ConfigError for none: it would ask masters without a pause."""
-    pause_s = parse_duration(every)
+    pause_s = parsed("--every", parse_duration, every)
     if not pause_s:
         raise ConfigError(f"--every {every}: expected some time, e.g. 500ms")
     return pause_s

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from kvpool import runtime
-from kvpool.cli.shared import SecretFile, console, fail, run
+from kvpool.cli.shared import SecretFile, console, fail, parsed, run
 from kvpool.errors import ConfigError, KvpoolError, ServerLost
 from kvpool.units import parse_size
 
@@ -71,10 +71,7 @@ def _size_of(capacity: str | None) -> int:
     """Bytes; 0 where none are given. Raises ConfigError."""
     if capacity is None:
         return 0
-    try:
-        size = parse_size(capacity)
-    except ConfigError as error:
-        raise ConfigError(f"--capacity: {error}") from None
+    size = parsed("--capacity", parse_size, capacity)
     if not size:
         raise ConfigError(
             f"--capacity {capacity!r}: expected a size such as 64GiB; without it, it is half of "

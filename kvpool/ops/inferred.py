@@ -63,13 +63,13 @@ def inferred_line(figures: Mapping[str, int]) -> str:
 
 
 def inferred_table(members: Iterable[Member]) -> Table | None:
-    """A line for each server whose policy infers something, and their sum; None: there is none."""
+    """A line for each server whose policy infers something, and their sum; None: nothing is."""
     rows = {
         one.server: figures
         for one in sorted(members)
         if one.alive and (figures := inferred_of(one.stats.counters))
     }
-    if not rows:
+    if not any(any(figures.values()) for figures in rows.values()):
         return None
     cells = {escape(server): _cells(figures) for server, figures in rows.items()}
     if len(rows) > 1:

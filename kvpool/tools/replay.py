@@ -244,7 +244,10 @@ def _bytes(capacity: str, block_size: int) -> int:
     """A capacity as users say it: a size like 176MiB, or a number of blocks like 5000blocks."""
     text = capacity.strip()
     if not text.endswith(_BLOCKS):
-        return parse_size(text)
+        try:
+            return parse_size(text)
+        except ConfigError as error:
+            raise ConfigError(f"--capacity: {error}") from None
     count = text.removesuffix(_BLOCKS).strip()
     if not count.isdecimal() or len(count) > 15:
         raise ConfigError(f"capacity {capacity!r}: expected a number of blocks, like 5000blocks")

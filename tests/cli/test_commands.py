@@ -77,6 +77,15 @@ def test_the_smallest_batches_are_measured() -> None:
         (("bench", "--block-size", "0"), "--block-size '0': a block has at least one byte"),
         (("bench", "--block-size", "2MB"), "did you mean 2MiB"),
         (("top", "--every", "0"), "--every 0: expected some time"),
+        (("top", "--every", "x"), "--every: duration 'x'"),
+        (("drain", "s", "--deadline", "x"), "--deadline: duration 'x'"),
+        (("drain", "s", "--back-in", "x"), "--back-in: duration 'x'"),
+        (("remove", "--model", "m", "--deadline", "x"), "--deadline: duration 'x'"),
+        (("spread", "f" * 64, "--namespace", "n", "--to", "1", "--deadline", "x"), "--deadline: d"),
+        (("prefetch", "f" * 64, "--namespace", "n", "--deadline", "x"), "--deadline: duration 'x'"),
+        (("replay", "--capacity", "x"), "--capacity: size 'x'"),
+        (("replay", "--block-size", "x"), "--block-size: size 'x'"),
+        (("replay", "--dry", "--capacity", "1MiB", "--block-size", "x"), "--block-size: size 'x'"),
     ],
 )
 def test_nothing_is_refused_before_anything_starts(words: tuple[str, ...], said: str) -> None:

@@ -55,6 +55,19 @@ def test_a_file_that_cannot_be_written_is_not_taken_for_the_output(
         app.main()
 
 
+def test_a_failure_without_a_name_is_that_of_the_output_only_if_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory in /dev/shm and a disk's file have no name in their error."""
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(app, "app", full)
+    with pytest.raises(SystemExit, match=r"^error: a file cannot be written: No space left on"):
+        app.main()
+
+
 def test_a_picture_is_whole_or_none(tmp_path: Path) -> None:
     """The figures are printed also where the picture cannot be written."""
     play = ["--dry", "--sessions", "1", "--limit", "3"]

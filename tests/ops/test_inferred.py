@@ -60,6 +60,9 @@ def test_a_line_for_each_server_that_infers_something_and_their_sum() -> None:
     _, row = lines(table)
     assert " ".join(row) == "b 400 500 80% of 1,000 70% of 1,000", "no column of dashes"
     assert inferred_table([member(counters={"evicted_blocks": 3})]) is None
+    nothing = dict.fromkeys(OF_DENSITY, 0)
+    assert inferred_table([member(counters=nothing)]) is None, "a table of zeros tells nothing"
+    assert inferred_table([member("a", counters=nothing), servers[0]]) is not None
 
 
 def test_nothing_is_right_before_anything_was_expected() -> None:
