@@ -18,10 +18,9 @@ except those of connectors, which run engines.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from types import ModuleType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from kvpool.protocols import Policy, Tier, Transport
 from kvpool.testing import (
@@ -57,6 +56,9 @@ __all__ = [
 
 C = TypeVar("C")
 
+#: The checks that did not apply, by name, and why.
+LeftOut: TypeAlias = dict[str, str]
+
 
 def _defined(kind: type[C], *modules: ModuleType) -> dict[str, C]:
     """The checks of this kind that the modules define, in their order."""
@@ -79,7 +81,15 @@ POLICY_CHECKS: Final = _defined(PolicyCheck, policy_checks, policy_costs)
 CONNECTOR_CHECKS: Final = _defined(ConnectorCheck, connector_checks)
 
 
-async def check_transport(make: Callable[[], Transport], *, address: str = "") -> None:
+def _some_ran(checks: Sized, left_out: LeftOut) -> LeftOut:
+    """Raises ConformanceError where nothing was checked: that is no success."""
+    if len(left_out) == len(checks):
+        name, why = next(iter(left_out.items()))
+        raise ConformanceError(name, "at least one check that applies", f"none does: {why}")
+    return left_out
+
+
+async def check_transport(make: Callable[[], Transport], *, address: str = "") -> LeftOut:
     """Everything that `Transport`, `Listener`, `Channel` and the capabilities that a channel
     declares (`SupportsZeroCopyView`, `SupportsFetch`, `SupportsPrefetch`, `SupportsDrain`,
     `SupportsRemoveAll`, `SupportsDeviceRead`, `SupportsDeviceWrite`) promise.
@@ -87,44 +97,58 @@ async def check_transport(make: Callable[[], Transport], *, address: str = "") -
     `make` is called once for the server's side of each check and once for the client's, which in
     production are two processes; a transport that lives inside one process returns the same
     instance each time. The server listens at `address`, or where the transport likes.
-    Raises ConformanceError at the first check that fails.
+    Raises ConformanceError at the first check that fails. Returns what was not checked, and why.
     """
-    for check in TRANSPORT_CHECKS.values():
-        with contextlib.suppress(NotDeclared):
+    left_out: LeftOut = {}
+    for name, check in TRANSPORT_CHECKS.items():
+        try:
             await check(make, address=address)
+        except NotDeclared as why:
+            left_out[name] = str(why)
+    return _some_ran(TRANSPORT_CHECKS, left_out)
 
 
-async def check_tier(make: Callable[[int], Tier]) -> None:
+async def check_tier(make: Callable[[int], Tier]) -> LeftOut:
     """Everything that `Tier` and the capabilities that it declares (`Addressable`, `Mappable`,
     `PersistentTier`, `DeviceAddressable`, ...) promise.
 
     `make` gets a capacity. For a tier that survives a restart it opens the same storage each time.
-    Raises ConformanceError at the first check that fails.
+    Raises ConformanceError at the first check that fails. Returns what was not checked, and why.
     """
-    for check in TIER_CHECKS.values():
-        with contextlib.suppress(NotDeclared):
+    left_out: LeftOut = {}
+    for name, check in TIER_CHECKS.items():
+        try:
             await check(make)
+        except NotDeclared as why:
+            left_out[name] = str(why)
+    return _some_ran(TIER_CHECKS, left_out)
 
 
-def check_policy(make: Callable[[int], Policy[Any]]) -> None:
+def check_policy(make: Callable[[int], Policy[Any]]) -> LeftOut:
     """Everything that `Policy` and `LearnsFromArrivals` promise, alone and in a real store.
 
     `make` gets the capacity of a store in bytes. Raises ConformanceError at the first check that
-    fails.
+    fails. Returns what was not checked, and why.
     """
-    for check in POLICY_CHECKS.values():
-        with contextlib.suppress(NotDeclared):
-            check(make)
+    return _each(POLICY_CHECKS, make)
 
 
-def check_connector(make: MakeEngine) -> None:
+def check_connector(make: MakeEngine) -> LeftOut:
     """What the engines that `make` starts promise their users, with every kind of pool.
 
     `make` gets the address of a master, or "" for no pool, and "" or one of `VARIANTS`: what
     differs about this engine. It raises NotDeclared for what it cannot vary. The engines load
     whatever the pool has, also where computing is faster. Raises ConformanceError at the first
-    check that fails.
+    check that fails. Returns what was not checked, and why.
     """
-    for check in CONNECTOR_CHECKS.values():
-        with contextlib.suppress(NotDeclared):
+    return _each(CONNECTOR_CHECKS, make)
+
+
+def _each(checks: Mapping[str, Callable[[Any], None]], make: Any) -> LeftOut:
+    left_out: LeftOut = {}
+    for name, check in checks.items():
+        try:
             check(make)
+        except NotDeclared as why:
+            left_out[name] = str(why)
+    return _some_ran(checks, left_out)

@@ -32,6 +32,8 @@ from kvpool.testing import (
     TRANSPORT_CHECKS,
     ConformanceError,
     NotDeclared,
+    check_connector,
+    check_policy,
     check_tier,
     check_transport,
     device_checks,
@@ -192,6 +194,19 @@ async def test_the_kit_names_what_is_wrong() -> None:
 async def test_what_only_passes_on_is_as_good_as_what_it_wraps() -> None:
     """The wrapper that the broken ones change keeps every promise itself."""
     await check_transport(broken())
+
+
+async def test_the_kit_says_what_it_did_not_check() -> None:
+    left_out = await check_tier(lambda capacity: Dram(capacity, prefault=False))
+    assert 0 < len(left_out) < len(TIER_CHECKS)
+    assert "not remember what its bytes mean" in left_out["what_was_remembered_is_found_again"]
+
+    def unable(*_: Any, **__: Any) -> Any:
+        raise NotDeclared("it starts no engine here")
+
+    for check in (check_connector, check_policy):
+        with pytest.raises(ConformanceError, match=r"one check that applies; .* no engine here"):
+            check(unable)
 
 
 # --- teeth: transports -------------------------------------------------------------------
