@@ -339,6 +339,19 @@ def test_when_a_way_is_gone_its_speed_is() -> None:
     assert decided(played, "gone", held((6, "b"))) == 0
 
 
+def test_what_is_left_after_another_load_comes_over_all_ways() -> None:
+    """To wait for half of it and load the rest takes 0.25 s; over one way it would take 0.375 s."""
+    played = Played()
+    played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
+    for ways in (1, 2):
+        played.planner.choice.transfer_cost.observe(6 << 20, 0.5 / ways, ways)
+    played.look_up("half", 100, [held((3, "ab"))], "prompt")
+    played.begin("half", 3 * BLOCK)
+    played.look_up("whole", 100, [held((6, "ab"))], "prompt")
+    assert played.offer("whole", 100) is None
+    assert played.planner.counters["load_waits"] == 1
+
+
 def test_more_ways_are_no_faster_until_that_was_measured() -> None:
     """G10: the engine's own link may be what limits. A probe in the background finds out."""
     played = Played()
