@@ -404,7 +404,11 @@ class Pool:
                 if parent in digests:
                     raise BadKey(f"parent {parent.hex()[:12]} is one of the keys that follow it")
             parents = [parent, *digests[:-1]]
-        session_hint = self._session_hint(session, resume_in)
+        session_hint = None
+        if resume_in is not None:
+            resume_in = check_resume_in(resume_in)
+        if session or resume_in is not None:
+            session_hint = SessionHint(self._context.own_session(session), resume_in)
         check_one_for_each(buffers, digests)
         source = normalize_buffers(buffers, writable=False)
         options = WriteOptions(namespace, part, bool(visible), session_hint, copies)
@@ -461,15 +465,6 @@ class Pool:
             if self._own_network is not None:
                 self._own_network.close()
                 await self._own_network.wait_closed()
-
-    # --- inside --------------------------------------------------------------------------
-
-    def _session_hint(self, session: str, resume_in: float | None) -> SessionHint | None:
-        if resume_in is not None:
-            resume_in = check_resume_in(resume_in)
-        if session or resume_in is not None:
-            return SessionHint(self._context.own_session(session), resume_in)
-        return None
 
 
 async def _remove(

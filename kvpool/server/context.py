@@ -96,7 +96,7 @@ class ServerContext:
 
     def publish(self) -> None:
         """Queue the store's changes for every master, and wake the mover."""
-        changes = self.store.take_changes()
+        changes = self.store.change_log.take()
         log = self.store.change_log
         missed = log.missed.take() if log.missed.blocks else []
         held = self.store.fingerprint if self.announcers else None

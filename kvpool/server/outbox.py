@@ -91,7 +91,8 @@ class Outbox:
         if any(change.status is not ReadStatus.HIT for change in changes):
             self._urgent.set()
         self.wake.set()
-        return len(self.pending) <= max(_PENDING_MAX, self._store.stored * _PENDING_SHARE)
+        waiting = len(self.pending)
+        return waiting <= _PENDING_MAX or waiting <= self._store.stored * _PENDING_SHARE
 
     def correct(self, missed: Sequence[MissedBlock]) -> None:
         """These are not here, if that is so when all changes have been told."""

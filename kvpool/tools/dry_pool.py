@@ -569,7 +569,7 @@ class DryPool:
     def announce(self, name: str) -> None:
         """Tell the map what has changed on this server."""
         store = self.servers[name].store
-        changes = store.take_changes()
+        changes = store.change_log.take()
         for (status, namespace, tier), group in itertools.groupby(
             changes, key=lambda change: (change.status, change.namespace, change.tier)
         ):

@@ -157,7 +157,7 @@ class Play:
                 self._move(copy)
             if not copies:
                 break
-        stack.take_changes()
+        stack.change_log.take()
         stack.erasures.take()
 
     def _move(self, copy: TierTransfer) -> None:

@@ -94,13 +94,13 @@ class Setup:
         request = ReserveRequest(ONE, 0, digests, [ROOT] * count, [64] * count)
         for answer in self.store.reserve(1, request, 0.0):
             self.store.seal(1, answer.id, 0, 0.0)
-        self.announcer.enqueue(self.store.take_changes(), self.store.fingerprint)
+        self.announcer.enqueue(self.store.change_log.take(), self.store.fingerprint)
 
     def read(self, namespace: Namespace, digests: list[bytes]) -> None:
         """As a connection of a reader does, which a master may have sent here."""
         sizes = [64] * len(digests)
         self.store.unpin(2, self.store.pin(2, namespace, 0, digests, 0.0, sizes))
-        self.announcer.enqueue(self.store.take_changes(), self.store.fingerprint)
+        self.announcer.enqueue(self.store.change_log.take(), self.store.fingerprint)
         self.announcer.correct(self.store.change_log.missed.take())
 
     async def until_known(self, digests: list[bytes]) -> None:
@@ -387,7 +387,7 @@ async def test_long_names_of_namespaces_make_no_message_too_large() -> None:
             request = ReserveRequest(Namespace(name), 0, [digest], [ROOT], [64])
             (answer,) = setup.store.reserve(1, request, 0.0)
             setup.store.seal(1, answer.id, 0, 0.0)
-        setup.announcer.enqueue(setup.store.take_changes(), setup.store.fingerprint)
+        setup.announcer.enqueue(setup.store.change_log.take(), setup.store.fingerprint)
 
     write(key("gone"))
     for name in names:  # an inventory says why
@@ -443,7 +443,7 @@ async def test_blocks_that_come_and_go_during_an_inventory_are_right_in_the_end(
             break
     setup.write(later)
     setup.store.remove(ONE, chain[::2])
-    setup.announcer.enqueue(setup.store.take_changes(), setup.store.fingerprint)
+    setup.announcer.enqueue(setup.store.change_log.take(), setup.store.fingerprint)
     assert len(setup.master.directory) < 8_000, "the inventory is under way"
     await setup.until_known(chain[1::2] + later)
     await eventually(lambda: len(setup.master.directory) == 7_000)

@@ -162,7 +162,7 @@ class Server:
             assert pin.extent is not None
             tier = self.stack.front_tier if pin.tier is None else pin.tier
             assert self.memory[tier][pin.extent.offset] == name
-        for change in self.stack.take_changes():
+        for change in self.stack.change_log.take():
             name = (change.namespace, change.part, change.digest)
             if change.status is ReadStatus.HIT:
                 self.map[name] = change.tier
@@ -583,9 +583,11 @@ def test_a_copy_that_leaves_another_place_than_readers_use_is_not_announced() ->
     cache, front, base = server.stack.stores
     assert all(store.index.peek(ONE, 0, digest) for store in (cache, front, base))
     cache.remove(ONE, [digest], ReadStatus.CORRUPT)
-    assert server.stack.take_changes() == []
+    assert server.stack.change_log.take() == []
     front.remove(ONE, [digest], ReadStatus.CORRUPT)
-    assert [(one.status, one.tier) for one in server.stack.take_changes()] == [(ReadStatus.HIT, 2)]
+    assert [(one.status, one.tier) for one in server.stack.change_log.take()] == [
+        (ReadStatus.HIT, 2)
+    ]
 
 
 def test_a_lost_cache_leaves_its_blocks_where_they_are_below() -> None:

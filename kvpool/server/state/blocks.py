@@ -7,7 +7,7 @@ from typing import Final
 
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import ReserveRequest
-from kvpool.server.state.entry import Change, Entry, Owner, Stretch
+from kvpool.server.state.entry import Entry, Owner, Stretch
 from kvpool.server.state.store import Store
 from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
@@ -140,10 +140,6 @@ class Blocks:
         followed as it was given."""
         answers = [(name, self.hint(name, due, now, age_s=age_s)) for name, age_s, due in hints]
         return [(name, followed) for name, followed in answers if followed is not None]
-
-    def take_changes(self) -> list[Change]:
-        """The changes of all tiers since the last call, in order (design: announcements)."""
-        return self.change_log.take()
 
     @property
     def fingerprint(self) -> MapFingerprint | None:

@@ -554,7 +554,13 @@ def _reserve_request(message: Reserve | Write) -> ReserveRequest:
         raise BadMessage(f"{len(digests)} digests, {len(parents)} parents, {len(sizes)} sizes")
     if any(map(eq, parents, digests)):
         raise BadMessage("a block names itself as its parent")
-    hint = _session_hint(message)
+    hint = None
+    if message.session:
+        if not message.session.isprintable():
+            raise BadMessage(f"session {message.session[:40]!r} is not printable")
+        hint = SessionHint(message.session, message.resume_s)
+    elif message.resume_s is not None:
+        raise BadMessage("a time to resume without a session")
     copies = [message.copies] * len(digests) if message.copies > 1 else None
     return ReserveRequest(namespace, message.part, digests, parents, sizes, hint, copies=copies)
 
@@ -563,14 +569,3 @@ def _nowhere(size: int) -> Pieces:
     """Room for bytes that are thrown away."""
     whole, rest = divmod(size, len(_NOWHERE))
     return (*[_NOWHERE] * whole, *([_NOWHERE[:rest]] if rest else []))
-
-
-def _session_hint(reserve: Reserve | Write) -> SessionHint | None:
-    """Who writes, if they say so. Raises BadMessage."""
-    if not reserve.session:
-        if reserve.resume_s is not None:
-            raise BadMessage("a time to resume without a session")
-        return None
-    if not reserve.session.isprintable():
-        raise BadMessage(f"session {reserve.session[:40]!r} is not printable")
-    return SessionHint(reserve.session, reserve.resume_s)
