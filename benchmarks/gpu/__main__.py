@@ -80,7 +80,7 @@ CLAIMS: Final = (
         "tests",
         _BYTES,
         "The tests that need a GPU pass",
-        ("gpu", "cuda"),
+        ("gpu", "cuda", "pytest"),
         checks.tests_pass("tests/client/test_gpu.py"),
     ),
     Claim(
@@ -251,7 +251,7 @@ CLAIMS: Final = (
         "layouts",
         _VLLM,
         "Blocks come back in the layouts of the installed vLLM",
-        ("gpu", "vllm"),
+        ("gpu", "vllm", "pytest"),
         checks.tests_pass("tests/connector/vllm/test_gpu_layouts.py"),
     ),
 )

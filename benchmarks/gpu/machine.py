@@ -33,6 +33,10 @@ def present(device: str) -> dict[str, str | None]:
         "connector": _unless(
             importlib.util.find_spec("kvpool_connector") is not None, "no kvpool_connector"
         ),
+        "pytest": _unless(
+            all(map(importlib.util.find_spec, ("pytest", "pytest_asyncio"))),
+            "no pytest with pytest-asyncio",
+        ),
         "ucx": _unless(ucx, "no UCX"),
         "ucx-cuda": no_gpu
         or _unless(device == "cpu" or bool(_libraries("uct_cuda")), "no UCX for CUDA"),

@@ -10,6 +10,8 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +41,9 @@ torch = pytest.importorskip("torch", reason="devices need torch")
 needs_ucx = pytest.mark.skipif(
     importlib.util.find_spec("ucxx") is None, reason="needs ucxx: pip install kvpool[ucx]"
 )
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def claim(name: str, *needs: str, part: str = "part") -> Claim:
@@ -196,6 +201,30 @@ def test_a_wrong_argument_is_a_sentence_and_no_page(
 def test_names_are_unique_and_needs_are_known() -> None:
     assert len({one.name for one in kit.CLAIMS}) == len(kit.CLAIMS)
     assert {need for one in kit.CLAIMS for need in one.needs} <= machine.present("cpu").keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installs"), [([], True), (["GPU_PYTHON=/opt/vllm/bin/python"], False)]
+)
+def test_an_interpreter_of_another_place_needs_no_network(
+    tmp_path: Path, arguments: list[str], installs: bool
+) -> None:
+    """A machine with a GPU may have none: nothing is installed there."""
+    command = ["make", "-n", "gpu-acceptance", f"VENV={tmp_path / 'none'}", *arguments]
+    alone = {"PATH": os.environ["PATH"]}  # and no variables of a `make test`
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=alone)
+    assert ("pip install" in done.stdout) is installs
+    assert done.stdout.rstrip().endswith("python -m benchmarks.gpu")
+
+
+def test_a_test_that_cannot_be_run_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "pytest_asyncio" else find(name)
+    )
+    assert machine.present("cpu")["pytest"] == "no pytest with pytest-asyncio"
+    asking = [one.name for one in kit.CLAIMS if "pytest" in one.needs]
+    assert asking == ["tests", "layouts"]
 
 
 def test_a_process_that_asks_answers_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
