@@ -443,6 +443,14 @@ def test_a_prompt_of_which_another_request_saves_a_part_saves_the_rest_of_it() -
     assert [int.from_bytes(one, "big") for one in blocks.parents[1:]] == [0, 1, 2, 5, 6, 7]
 
 
+def test_a_block_that_two_requests_complete_in_one_step_is_saved_once() -> None:
+    saves = queue()
+    assert saves.add([chain(0, 2), chain(1, 3, name="b")], "", None, 0.0) == [1, 2, 3]
+    (save,) = saves.take_saves(0.0)
+    assert saves.on_result(SaveResult(save.job, 0, ()), 0.0)[0] == [1, 2, 3]
+    assert not saves.running
+
+
 def test_only_the_blocks_that_were_refused_are_tried_again_each_with_its_own_parent() -> None:
     saves = queue()
     prompt = chain(0, 5)
@@ -507,6 +515,9 @@ def test_stored_blocks_are_left_out_for_those_who_asked_before_and_forgotten_in_
     assert store(chain(0, 10), 1.0) == 10
     assert store(chain(0, 12, asked_at=0.5), 2.0) == 2
     assert store(chain(0, 10, asked_at=1.5), 3.0) == 10, "the pool has lost it since"
+    store(chain(50_000, 59_000), 3.0)
+    assert saves._stored_before[0].keys() >= set(chain(0, 10).digests)
+    assert store(chain(0, 10, asked_at=2.5), 3.5) == 0
     for first in range(100, 40_000, 5000):
         store(chain(first, first + 5000), 4.0)
     held = sum(len(of) for one in (saves._stored, saves._stored_before) for of in one.values())

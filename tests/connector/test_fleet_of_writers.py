@@ -1,0 +1,102 @@
+"""What a fleet of engines finds out about each other: wrong answers, false blame and cost."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvpool_connector.memory.comparison import TOLERANCES, difference
+from kvpool_connector.plan.known_writers import KnownWriters
+from kvpool_connector.records.provenance import BlockWriter
+from kvpool_connector.settings import parse
+from tests.connector.test_comparison import data
+
+#: Loads of blocks of each other engine, by each engine.
+LOADS = 10_000
+VALUES = torch.randn(2048, generator=torch.Generator().manual_seed(1))
+LOADS_PER_CHECK = parse({}).loads_per_check
+
+
+@dataclass
+class FleetEngine:
+    """Loads blocks as the connector does; what it computes is rounded as by kernels of its own."""
+
+    name: str
+    formula: int = 1  # the power of what others compute
+    counts: Counter[str] = field(default_factory=Counter)
+    known: KnownWriters = field(default_factory=lambda: KnownWriters(LOADS_PER_CHECK))
+
+    def __post_init__(self) -> None:
+        self.writer = BlockWriter(self.name.encode().ljust(8, b"_"), self.name)
+        self.noise = torch.Generator().manual_seed(int.from_bytes(self.name.encode()[-4:]))
+
+    def computes(self) -> memoryview:
+        """One layer of a block: each sum a unit in the last place off, or two."""
+        noise = torch.randn(VALUES.shape, generator=self.noise).clamp(-2, 2)
+        return data(VALUES**self.formula * (1 + 2**-8 * noise), "bfloat16")
+
+    def asks_for_blocks_of(self, other: FleetEngine) -> None:
+        if self.known.odd:
+            self.counts["computed"] += 1
+        elif not self.known.trust.covers(other.writer) or other.writer.id in self.known.due:
+            self.counts["compared"] += 1
+            found = difference([(self.computes(), other.computes())], "bfloat16")
+            if found <= TOLERANCES["bfloat16"]:
+                self.known.on_equal([other.writer.id])
+            elif other.writer.id not in self.known.wrong:
+                self.known.on_wrong(other.writer)
+        else:
+            self.known.on_load([other.writer])
+            self.counts["loaded"] += 1
+            self.counts["wrong"] += other.formula != self.formula
+
+
+@pytest.fixture(scope="module")
+def fleet() -> list[FleetEngine]:
+    """Four engines that have shared for long."""
+    engines = [FleetEngine(f"good {number}") for number in range(4)]
+    for _ in range(LOADS):
+        for engine in engines:
+            for other in engines:
+                if other is not engine:
+                    engine.asks_for_blocks_of(other)
+    return engines
+
+
+def test_nobody_blames_an_engine_whose_numbers_differ_by_rounding(fleet: list[FleetEngine]) -> None:
+    for engine in fleet:
+        assert engine.known.trust.covers(fleet[engine is fleet[0]].writer)
+        assert not engine.known.wrong
+        assert engine.counts["loaded"] > 0.998 * LOADS * (len(fleet) - 1)
+
+
+def test_in_the_steady_state_a_thousandth_of_the_loads_is_compared_at_most(
+    fleet: list[FleetEngine],
+) -> None:
+    before = sum(engine.counts["compared"] for engine in fleet)
+    for _ in range(LOADS):
+        for engine in fleet:
+            engine.asks_for_blocks_of(fleet[engine is fleet[0]])
+    compared = sum(engine.counts["compared"] for engine in fleet) - before
+    assert 0 < compared <= LOADS * len(fleet) / 1000
+
+
+def test_engines_with_other_formulas_that_join_late_give_no_wrong_answer(
+    fleet: list[FleetEngine],
+) -> None:
+    liars = [FleetEngine("cubes", formula=3), FleetEngine("fifths", formula=5)]
+    everybody, chance = [*fleet, *liars], random.Random(5)
+    for _ in range(LOADS):
+        one, other = chance.sample(everybody, 2)
+        one.asks_for_blocks_of(other)
+    assert sum(engine.counts["wrong"] for engine in everybody) == 0
+    for engine in fleet:
+        assert engine.known.wrong == {liar.writer.id for liar in liars}
+        assert not engine.known.odd
+    for liar in liars:
+        assert liar.known.odd, "it is itself the one that differs"
+        assert liar.counts["compared"] <= 16
