@@ -28,6 +28,10 @@ _COUNTED: Final = {
         "victims of its eviction policy may not be evicted",
         "run the policy's checks (kvpool.testing.POLICY_CHECKS), or choose another one",
     ),
+    "cold_over_budget": (
+        "requests to its object store were over the budget of the tier",
+        "raise its setting `requests`, or `object_size`",
+    ),
     "refused_connections": (
         "connections did not show the secret of this cluster",
         "its log names the peers: a wrong secret or cluster, or a stranger",

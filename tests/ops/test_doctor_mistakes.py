@@ -266,6 +266,7 @@ COUNTERS = {
     "over_limit_blocks": ("for the limit of their tenant", "kvpool usage --by tenant"),
     "unlisted_blocks": ("a master has no room for", "master.blocks_max"),
     "refused_connections": ("did not show the secret", "a stranger"),
+    "cold_over_budget": ("were over the budget of the tier", "setting `requests`"),
     "rejected_victims": ("may not be evicted", "POLICY_CHECKS"),
 }
 
