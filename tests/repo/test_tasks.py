@@ -94,6 +94,19 @@ SHORT_LIVED = {
 }
 
 
+#: Who may start a thread, and why nothing that ends it goes unnoticed.
+THREADS = {
+    "connector/kvpool_connector/engine_pool.py EnginePool.__init__": "it ends when it has "
+    "connected, and says and tries again whatever went wrong before",
+    "connector/kvpool_connector/pool_thread.py PoolThread.__init__": "it runs a loop, for ever",
+    "kvpool/huge_pages.py HugePageMapping.__init__": "pages that it does not touch are slower once",
+    "kvpool/net/polled_links.py _PolledLink.begin": "one lookup of a name; it catches all",
+    "kvpool/ops/engines.py read_engines": "its caller waits for so long, and says that",
+    "kvpool/sync.py Pool.__init__": "it runs a loop, for ever",
+    "tiers/kvpool_tiers/nvme/file_disk.py _DaemonThreads.submit": "its calls catch all",
+}
+
+
 def calls(path: Path, *names: str) -> Iterator[tuple[str, ast.Call]]:
     """Calls of methods with these names, each with the function that it is in."""
 
@@ -128,6 +141,15 @@ def test_every_task_is_supervised_or_lives_shortly() -> None:
     unsupervised = found - SHORT_LIVED.keys()
     assert not unsupervised, "Supervisor.forever or until_done; or list it, with the reason"
     assert not SHORT_LIVED.keys() - found, "they start no task any more"
+
+
+def test_no_thread_ends_unnoticed() -> None:
+    found = {
+        f"{path.relative_to(ROOT)} {where}"
+        for path in sources()
+        for where, _ in calls(path, "Thread", "Timer", "start_new_thread")
+    }
+    assert found == THREADS.keys(), "list it, with the reason"
 
 
 def supervised_names() -> set[str]:
