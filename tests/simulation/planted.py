@@ -335,6 +335,10 @@ BUGS: Sequence[Bug] = read(
 @@ a-piece-comes-twice  G1  kvpool.client.ways
 -wanted = [i for i in positions if candidates[i] and results[i].status is not _HIT]
 +wanted = [i for i in positions if candidates[i]]
+@@ what-a-way-lied-about-is-lost  G5  kvpool.client.ways  seed 29
+-wanted = [i for i in positions if candidates[i] and results[i].status is not _HIT]
++bad = ReadStatus.CORRUPT
++        wanted = [i for i in positions if candidates[i] and results[i].status not in (_HIT, bad)]
 @@ a-fruitless-way-ends-the-read  G5  kvpool.client.ways  seed 8
 -                self._fruitless.add(server)
 +                self._waiting.clear()
