@@ -372,21 +372,16 @@ class _DeviceAnswer:
         self._on_host: list[memoryview] = []
 
     def payload_target(self, frame: Frame) -> PayloadTarget | None:
-        """As `streams.channel`'s; a payload that UCX carries goes to the device itself."""
+        """As `requests.ReadAnswer`'s; a payload that UCX carries goes to the device itself."""
         if frame.type == TYPES[SendToken]:
             return None
         data = decode_answer(Data, frame.type, frame.body)
-        self._answered = requests.answered(data, self._blocks)
-        sizes = data.sizes
-        if sum(sizes) <= SMALL:
-            self._on_host = [memoryview(bytearray(size)) for size in sizes]
-            return PayloadReceiver(
-                [(memory,) for memory in self._on_host], None, self._idle_timeout
-            )
-        memory = [
-            self._blocks[i].memory[:size]
-            for i, size in zip(self._answered.hits, sizes, strict=True)
-        ]
+        self._answered = _, hits, _ = requests.answered(data, self._blocks)
+        if sum(data.sizes) <= SMALL:
+            self._on_host = [memoryview(bytearray(size)) for size in data.sizes]
+            on_host = [(memory,) for memory in self._on_host]
+            return PayloadReceiver(on_host, None, self._idle_timeout)
+        memory = [self._blocks[i].memory[:size] for i, size in zip(hits, data.sizes, strict=True)]
         return DevicePayload(memory, self._idle_timeout)
 
     def arrivals(self) -> list[DeviceArrival]:
