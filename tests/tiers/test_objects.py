@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -506,7 +507,28 @@ async def test_what_was_removed_of_an_object_that_is_gone_goes_too(shelf: Shelf)
         shelf.times[old] -= 3601
         other = await fleet.start("b")
         await found(other, 0)
-        assert shelf.names("removed") == young
+        await eventually(lambda: shelf.names("removed") == young)
+
+
+@pytest.mark.parametrize("store", ["slow", "refuses"])
+async def test_a_start_does_not_wait_for_what_is_to_be_deleted(shelf: Shelf, store: str) -> None:
+    """However much that is. All of it goes in the end."""
+    async with running([MEMORY, COLD + "&keep_s=1h"]) as (fleet, pool):
+        await write(pool, await fleet.start("a"), CHAIN[:16])
+        await fleet.lose("a")
+        root, _, owner, _ = shelf.names("blocks")[0].split("/")
+        notes = [f"{root}/removed/{owner}/{n:016x}-{n:08d}" for n in range(150)]
+        shelf.objects |= dict.fromkeys(notes, b"x")
+        shelf.times |= dict.fromkeys(notes, time.time() - 7200)
+        if store == "slow":
+            shelf.delay_s = lambda request, name: 0.1 if request == "delete" else 0.0
+        else:
+            shelf.fails("not allowed", "delete")
+        other = await fleet.start("b")
+        await asyncio.wait_for(found(other, 16), 3)
+        assert all(is_cold(other, digest) for digest in CHAIN[:16])
+        shelf.works()
+        await eventually(lambda: not shelf.names("removed"), 30)
 
 
 async def test_what_was_removed_stays_as_long_as_its_object(shelf: Shelf) -> None:

@@ -131,6 +131,8 @@ class ColdRing(ServerExtension):
         else:
             self.found.set()
             self._writer.start()  # before, what is there would be written once more
+            with contextlib.suppress(Unavailable):
+                await self._searcher.delete_outdated()
             await asyncio.sleep(self._beat_s)
 
     async def _save_removed(self, *removal: object) -> None:

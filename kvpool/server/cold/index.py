@@ -147,10 +147,6 @@ class ColdIndex:
         """Delete what is too old, and what was not read for longest where there is no room."""
         while (one := self.book.next_to_go(coming, self.oldest)) is not None:
             await self.drop(one)
-            await self.delete(one.name)
-
-    async def delete(self, name: str) -> None:
-        """What cannot be deleted now is found again, and deleted then."""
-        with contextlib.suppress(Unavailable):
-            await self.bucket.delete(name)
-            await self.bucket.delete(names.removed_of(name))
+            with contextlib.suppress(Unavailable):  # it is found again, and deleted then
+                await self.bucket.delete(one.name)
+                await self.bucket.delete(names.removed_of(one.name))

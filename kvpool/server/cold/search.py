@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
@@ -12,7 +11,6 @@ from operator import attrgetter
 from typing import Final, TypeVar
 
 from kvpool import logs
-from kvpool.errors import Unavailable
 from kvpool.protocols.cold_tier import ColdSettings, Gone, Listed
 from kvpool.runtime import wait_for_all
 from kvpool.server.cold.index import ColdIndex
@@ -45,6 +43,8 @@ _LOST_BEATS: Final = 3
 #: Names that are looked at in one turn of the loop, for each server that could answer for them.
 _STEP: Final = 1024
 _WRITTEN_AT: Final = attrgetter("written_at")
+#: Names that are deleted between two beats, at most: the sign of life must not wait for them.
+_DELETED_MAX: Final = 64
 #: The objects of lost servers are looked for so often, whatever happens.
 _SEARCH_S: Final = 600.0
 
@@ -73,6 +73,8 @@ class Searcher:
         #: Names of objects that are not what they should be; each is in the log once, of many some.
         self._damaged: set[str] = set()
         self._left_out = 0  # by this search
+        #: What it has found that is too old; from its end, objects before what was removed of them.
+        self._outdated: list[str] = []
 
     async def beat(self) -> None:
         """Once. Raises Unavailable."""
@@ -89,17 +91,21 @@ class Searcher:
             self._search_at = _now() + _SEARCH_S
         await self._index.make_room(0)
 
+    async def delete_outdated(self) -> None:
+        """Some of what the latest search has found. Raises Unavailable; the rest has time."""
+        for _ in range(min(_DELETED_MAX, len(self._outdated))):
+            await self._index.bucket.delete(self._outdated[-1])
+            self._outdated.pop()
+
     async def end(self) -> None:
         """Another server may answer for the objects at once. Raises Unavailable."""
         await self._index.bucket.delete(f"{names.LIVING}/{names.folder(self._me)}")
 
     async def _search(self, beats: Sequence[Listed]) -> None:
         """Find the objects that this server answers for, the newest first."""
-        for one in beats:
-            if one.written_at < self._index.oldest:
-                await self._index.delete(one.name)
+        self._outdated = [one.name for one in beats if one.written_at < self._index.oldest]
         found, removed = await self._list()
-        await self._delete_orphans(found, removed)
+        self._outdated += [one async for one in self._orphans(found, removed)]
         new = [one async for one in _in_turns(found.values()) if self._is_wanted(one)]
         self._damaged &= found.keys()
         self._left_out = 0
@@ -151,18 +157,19 @@ class Searcher:
                 await self._index.drop(known)
         return found, removed
 
-    async def _delete_orphans(
+    async def _orphans(
         self, found: Mapping[str, Listed], removed: Mapping[str, Listed]
-    ) -> None:
-        """What was removed of objects that are gone. One that is not listed yet, because it is on
-        its way, is younger than `oldest`."""
+    ) -> AsyncIterator[str]:
+        """What was removed of objects that are gone, or too old. What is not listed yet, because it
+        is on its way, is younger than `oldest`."""
+        oldest = self._index.oldest
         async for one in _in_turns(removed.values()):
-            if one.written_at < self._index.oldest and names.object_of(one.name) not in found:
-                with contextlib.suppress(Unavailable):
-                    await self._index.bucket.delete(one.name)
+            its = found.get(names.object_of(one.name))
+            if one.written_at < oldest and (its is None or its.written_at < oldest):
+                yield one.name
 
     async def _newest_last(self, listed: Sequence[Listed]) -> list[Listed]:
-        """Those that are not too old, which are deleted."""
+        """Those that are not too old; the others are to be deleted."""
         runs: list[list[Listed]] = []
         for run in sorted_runs(listed, _WRITTEN_AT):
             runs.append(run)
@@ -170,7 +177,7 @@ class Searcher:
         kept: list[Listed] = []
         async for one in _in_turns(merge(*runs, key=_WRITTEN_AT)):
             if one.written_at < self._index.oldest:
-                await self._index.delete(one.name)
+                self._outdated.append(one.name)
             else:
                 kept.append(one)
         return kept
