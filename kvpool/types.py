@@ -65,6 +65,7 @@ DIGEST_SIZE_MIN: Final = 16
 DIGEST_SIZE_MAX: Final = 32
 #: Blocks in one message. Larger calls are split by the client.
 BATCH_BLOCKS_MAX: Final = 1024
+SHARED_BYTES_MIN: Final = 4 << 20  # smaller reads come from one server, others from all
 #: Bytes: a block starts at a multiple of a page, so clients map it and disks write it as it lies.
 ALIGNMENT: Final = 4096
 #: The name of the tier that is memory, as masters show it.
@@ -75,12 +76,11 @@ COPIES_MAX: Final = 16
 SCORED_HOSTS_MAX: Final = 1024
 #: Characters of a session's name.
 SESSION_NAME_MAX: Final = 128
-#: A server with so much of its memory in use is full: what is left is for what clients write until
-#: it has handed over some blocks (design: movers).
+#: Of its memory a full server uses so much; the rest is for writes until others take some blocks.
 FULL_SHARE: Final = 15 / 16
 #: A server with less in use has room for what full servers hand over, up to `FULL_SHARE`.
 ROOM_SHARE: Final = 13 / 16
-#: Bytes of one block. Far above any engine's blocks; it bounds the lengths that a peer may send.
+#: Bytes of one block, more than any engine's; it bounds the lengths that a peer may send.
 BLOCK_SIZE_MAX: Final = 1 << 32
 
 # What a number or a text from a peer may be: decoding refuses anything else.

@@ -17,15 +17,13 @@ from typing import Final, NamedTuple
 
 from kvpool.client import buffers as memory
 from kvpool.client.read_rates import PRIOR_FAR_RATE, ReadRates
-from kvpool.types import BATCH_BLOCKS_MAX, ReadResult, ReadStatus
+from kvpool.types import BATCH_BLOCKS_MAX, SHARED_BYTES_MIN, ReadResult, ReadStatus
 
 _HIT = ReadStatus.HIT
 #: A piece takes so long at least, or messages cost more than a tenth of it.
 _PIECE_S: Final = 0.005
 _PIECE_BYTES_MIN: Final = 1 << 20
 _PIECE_BYTES_MAX: Final = 128 << 20
-#: A smaller read is one message to one server.
-_SHARED_BYTES_MIN: Final = 4 << 20
 #: Ways of one block: each is a connection to another server.
 _WAYS_MAX: Final = 8
 #: A way is left for an idle one that would have brought the piece in this part of the time: some of
@@ -95,7 +93,7 @@ class Ways:
             for position in wanted:
                 candidates[position].sort(key=self._is_good)
         if self._waiting or (
-            sum([self.sizes[i] for i in wanted]) >= _SHARED_BYTES_MIN
+            sum([self.sizes[i] for i in wanted]) >= SHARED_BYTES_MIN
             and max(map(len, map(candidates.__getitem__, wanted))) > 1
         ):
             wanted = self._share(wanted)

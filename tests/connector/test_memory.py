@@ -14,7 +14,7 @@ from tests.conftest import keys
 from tests.connector.test_halves import BLOCK, Engine
 from tests.support.local_pool import LocalPool
 
-WARM, MORE = 150, 400
+WARM, MORE = 400, 400
 PROMPTS = 8
 
 pytestmark = pytest.mark.timeout(120)

@@ -319,11 +319,26 @@ def test_a_load_is_as_fast_as_the_ways_that_share_it() -> None:
             1,
         ),
         (Match((), 0, ReadStatus.NO_MASTER), 1),
-        (None, 1),
     ],
 )
-def test_ways_are_servers_that_are_busy_to_the_end(match: Match | None, ways: int) -> None:
-    assert ways_of(match) == ways
+def test_ways_are_servers_that_are_busy_to_the_end(match: Match, ways: int) -> None:
+    assert ways_of(match, 4 << 20) == ways
+    assert ways_of(match, (4 << 20) - 1) == 1, "so little comes over one"
+
+
+def test_several_ways_that_have_become_slow_leave_no_one_way_that_is_fast() -> None:
+    cost = TransferCost()
+    for seconds, ways in ((0.4, 1), (0.2, 2), (0.25, 2)):
+        cost.observe(6 << 20, seconds, ways)
+    assert cost.seconds(6 << 20, 1) == pytest.approx(0.4), "as it was measured"
+    for _ in range(10):
+        cost.observe(6 << 20, 0.7, 2)  # less than four times slower, so nobody starts over
+    assert cost.seconds(6 << 20, 1) >= 0.7
+
+
+def test_a_probe_is_as_large_as_what_servers_share() -> None:
+    """Blocks of 1.5 MiB: two of them would come over one way."""
+    assert Played().planner.prober.blocks(3 << 19) * (3 << 19) >= 4 << 20
 
 
 def test_when_a_way_is_gone_its_speed_is() -> None:
@@ -344,7 +359,8 @@ def test_what_is_left_after_another_load_comes_over_all_ways() -> None:
     played = Played()
     played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
     for ways in (1, 2):
-        played.planner.choice.transfer_cost.observe(6 << 20, 0.5 / ways, ways)
+        played.planner.choice.transfer_cost.observe(12 << 20, 0.5 / ways, ways)
+    played.planner.windows.block_bytes = (2 << 20,)
     played.look_up("half", 100, [held((3, "ab"))], "prompt")
     played.begin("half", 3 * BLOCK)
     played.look_up("whole", 100, [held((6, "ab"))], "prompt")

@@ -82,8 +82,8 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
     ): "No block fits into one byte, nor into two.",
     (
         "connector/kvpool_connector/plan/probing.py",
-        "return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 0",
-        "return probe.seconds * slow_load.size > slow_load.limit_s * probe.size > 1",
+        "return probe.seconds * slow_load.load.size > slow_load.limit_s * probe.size > 0",
+        "return probe.seconds * slow_load.load.size > slow_load.limit_s * probe.size > 1",
     ): "A probe that brings anything brings a block, which has kilobytes.",
     (
         "kvpool/client/spread.py",
@@ -123,13 +123,13 @@ EQUIVALENT: Final[Mapping[tuple[str, str, str], str]] = {
     ): _ID,
     (
         "connector/kvpool_connector/plan/tracked_request.py",
-        "offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED",
-        "offered: tuple[int, int] = (1, 0)  # tokens, while OFFERED",
+        "offered: tuple[int, int, int] = (0, 0, 1)  # first and last token and ways, while OFFERED",
+        "offered: tuple[int, int, int] = (1, 0, 1)  # first and last token and ways, while OFFERED",
     ): _EMPTY,
     (
         "connector/kvpool_connector/plan/tracked_request.py",
-        "offered: tuple[int, int] = (0, 0)  # tokens, while OFFERED",
-        "offered: tuple[int, int] = (0, 1)  # tokens, while OFFERED",
+        "offered: tuple[int, int, int] = (0, 0, 1)  # first and last token and ways, while OFFERED",
+        "offered: tuple[int, int, int] = (0, 1, 1)  # first and last token and ways, while OFFERED",
     ): _EMPTY,
     (
         "tiers/kvpool_tiers/nvme/file_disk.py",

@@ -46,9 +46,9 @@ BUGS: Sequence[Bug] = read(
 @@ silence-is-not-counted  G10  kvpool_connector.records.promises  seed 2
 -        self._silent_s += seconds
 @@ promise-of-a-request-that-has-ended  G10  kvpool_connector.plan.planner  seed 0
--        self.quiet.forget(request_id)
 -        _give_up_promise(request)
-+        self.quiet.forget(request_id)
+-        self.lookups.prefetches.drop(request_id)
++        self.lookups.prefetches.drop(request_id)
 @@ load-of-a-request-that-has-ended  G10  kvpool_connector.plan.planner  seed 0
 -        self._end_load(request)
 -        self.saves.queue.expedite(

@@ -599,7 +599,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         (spread, "SpreadPlan"),
         (shared_copies, "SHARED_COPIES_MAX"),
         (reader, "Ways"),
-        (ways, "_SHARED_BYTES_MIN"),
+        (ways, "SHARED_BYTES_MIN"),
         (ways, "_PIECE_BYTES_MIN"),
         (ways, "_PIECE_S"),
         (block_server, "Supervisor"),
@@ -614,7 +614,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
     vars(shared_copies)["SHARED_COPIES_MAX"] = 1  # with fetches of others two runs may differ
     vars(reader)["Ways"] = WatchedWays
     if plan.piece_bytes:
-        vars(ways)["_SHARED_BYTES_MIN"] = vars(ways)["_PIECE_BYTES_MIN"] = plan.piece_bytes
+        vars(ways)["SHARED_BYTES_MIN"] = vars(ways)["_PIECE_BYTES_MIN"] = plan.piece_bytes
         vars(ways)["_PIECE_S"] = 0.0
     vars(block_server)["Supervisor"] = vars(service)["Supervisor"] = FaultySupervisor
     vars(outbox)["_PIECE_BLOCKS"] = plan.piece_blocks  # a `Final` of the module

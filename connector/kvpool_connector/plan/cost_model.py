@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from kvpool.types import Match
+from kvpool.types import SHARED_BYTES_MIN, Match
 
 #: Weight of earlier measurements when a new one comes: the last five count for two thirds.
 _DECAY: Final = 0.8
@@ -17,6 +17,8 @@ _DECAY: Final = 0.8
 _RESET_RATIO: Final = 4.0
 #: A load that was aborted without a byte is assumed to take so many times as long as it had.
 _ABORTED_FACTOR: Final = 2.0
+#: Fewer servers are not so many times faster than more: that was measured before the pool changed.
+_FEWER_RATIO: Final = 1.5
 #: The commonest sets of servers that have a chain say how far its load can be shared.
 _GROUPS_MAX: Final = 8
 #: Assumed of a pool before anything was measured: a slow local network.
@@ -26,13 +28,14 @@ _PRIOR_BYTES_S: Final = 1e9
 PREFILL_TOKENS_MIN: Final = 32
 
 
-def ways_of(match: Match | None) -> int:
-    """How many servers can share a load of these blocks, each busy to the end.
-
-    Where some of them alone have too many of the blocks, the others are done before.
+def ways_of(match: Match, size: int) -> int:
+    """How many servers can share a load of these blocks, each busy to the end. One of few bytes is
+    not shared; where some servers alone have too many of the blocks, the others are done before.
     """
+    if size < SHARED_BYTES_MIN:
+        return 1
     held: Counter[frozenset[str]] = Counter()
-    for first, last, replicas in match.runs if match is not None else ():
+    for first, last, replicas in match.runs:
         part = min([one.part for one in replicas], default=0)  # a rank loads one; all are alike
         held[frozenset([one.server for one in replicas if one.part == part])] += last + 1 - first
     groups = [frozenset[str]().union(*held), *(one for one, _ in held.most_common(_GROUPS_MAX))]
@@ -60,10 +63,8 @@ class TransferCost:
         When nothing came, all that is known is that the load takes longer than that.
         """
         self._sums.clear()
-        if size_loaded:
-            self.observe(size_loaded, seconds, ways)
-        else:
-            self.observe(size, _ABORTED_FACTOR * seconds, ways)
+        factor = 1.0 if size_loaded else _ABORTED_FACTOR
+        self.observe(size_loaded or size, factor * seconds, ways)
 
     def observe(self, size: int, seconds: float, ways: int = 1) -> None:
         """A load of `size` bytes took `seconds`."""
@@ -75,6 +76,10 @@ class TransferCost:
         self.samples += 1
         new = 1.0, x, y, x * x, x * y
         self._sums[ways] = [a * _DECAY + b for a, b in zip(before, new, strict=True)]
+        slow_s = self.seconds(size, ways)
+        for fewer in [one for one in self._sums if one < ways]:
+            if self.seconds(size, fewer) * _FEWER_RATIO < slow_s:
+                del self._sums[fewer]
 
     def seconds(self, size: int, ways: int = 1) -> float:
         """Estimated seconds of a load of `size` bytes."""

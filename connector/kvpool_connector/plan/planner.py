@@ -175,7 +175,8 @@ class Planner:
             last = min(last, self.windows.whole_units(computed + most))
         until, block = request.waits_until, self._groups[self.windows.whole].block_size
         found = request.matches[self.windows.whole].of(computed // block, last // block)
-        wanted = Wanted(request.hashes, computed, last, until, last > there, ways_of(found))
+        ways = ways_of(found, self.windows.bytes_of(computed, last))
+        wanted = Wanted(request.hashes, computed, last, until, last > there, ways)
         request.choice = self.choice.choose(wanted, now)
         if (decision := request.choice.decision) is LoadDecision.WAIT:
             request.move_to(RequestState.WAITING)
@@ -447,7 +448,9 @@ class Planner:
         most = self.prober.blocks(self.windows.block_bytes[0])
         stop = min(last // group.block_size, start + most)
         digests = [digest_of(request.hashes, group, i) for i in range(start, stop)]
-        self.prober.plan(digests, request.matches[0].of(start, stop), now)
+        match = request.matches[0].of(start, stop)
+        ways = ways_of(match, len(digests) * self.windows.block_bytes[0])
+        self.prober.plan(digests, match, now, ways)
 
 
 def _give_up_promise(request: TrackedRequest) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvpool.types import Match
-from kvpool_connector.plan.cost_model import TransferCost, ways_of
+from kvpool_connector.plan.cost_model import TransferCost
 from kvpool_connector.plan.running_loads import RunningLoad
 from kvpool_connector.records.messages import GroupBlocks, ProbeRequest, ProbeResult
 from kvpool_connector.records.values import PlannerLimits
@@ -68,19 +68,19 @@ class Prober:
         return now - self._planned_at >= self._delay_s
 
     def blocks(self, block_bytes: int) -> int:
-        """How many blocks of this size a probe reads at most."""
-        size = _PROBE_BYTES
-        if self._transfer_cost.samples:
-            known = self._transfer_cost.bandwidth * _PROBE_S
-            size = max(size, int(min(known, _PROBE_BYTES_MAX)))
-        return max(1, size // max(1, block_bytes))
+        """How many blocks of this size a probe reads."""
+        known = self._transfer_cost.bandwidth * _PROBE_S if self._transfer_cost.samples else 0
+        size = max(_PROBE_BYTES, int(min(known, _PROBE_BYTES_MAX)))
+        return -(-size // max(1, block_bytes))  # what is smaller than the first is not shared
 
-    def plan(self, digests: Sequence[bytes], match: Match | None, now: float) -> None:
+    def plan(
+        self, digests: Sequence[bytes], match: Match | None, now: float, ways: int = 1
+    ) -> None:
         """Read these blocks of group 0 with the next step, if the result decides anything."""
         if self._limits.load == "auto" and digests and not self._running:
             self._planned_at = now
             self._delay_s = min(2 * self._delay_s, self._limits.probe_every_s)
-            self._ways = ways_of(match)
+            self._ways = ways
             blocks = GroupBlocks(0, tuple(digests), (), match=match)
             self._planned = ProbeRequest((blocks,), self._limits.load_timeout_s)
 
@@ -110,7 +110,6 @@ class Prober:
 
         One slow load may be an accident: a busy core is enough. So a probe judges it. Without one
         good load between two that were slow the pool is slow, whatever a probe says.
-        (design: load-or-recompute)
         """
         prefill_s, ended = load.prefill_s or math.inf, load.ended
         if load.aborted or (ended.size and ended.seconds >= prefill_s):

@@ -87,10 +87,7 @@ class RequestSaves:
         self, still_cached: Callable[[int, int, bytes], bool], now: float, *, idle: bool
     ) -> tuple[list[SaveRequest], list[int]]:
         """The saves that begin with this step, and the block ids to pin for this and later ones.
-
-        `idle`: nothing is computed, so that no block comes that a save could wait for.
-        `still_cached(block_id, group, digest)` says whether a block still has these contents.
-        """
+        (`still_cached` and `idle`: as in `Planner.plan_step`)"""
         completed, self._completed = self._completed, defaultdict(list)
         at_once, self._at_once = self._at_once, set()
         if retries := self.queue.take_due(still_cached, now):

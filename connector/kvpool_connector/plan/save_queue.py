@@ -278,8 +278,7 @@ class SaveQueue:
     ) -> list[SaveRun]:
         """Waiting blocks that may be tried again now, for `add`.
 
-        Nothing while all pins are used. A block whose bytes were overwritten is dropped:
-        `still_cached(block_id, group, digest)` says whether it still has these contents.
+        Nothing while all pins are used. A block is dropped that is not `still_cached`.
         """
         due: list[SaveRun] = []
         later: list[tuple[float, SaveRun]] = []

@@ -22,11 +22,9 @@ class Windows:
         self.unit = math.lcm(*(group.block_size for group in groups))
         #: Bytes of a block of each group, of one rank; 0 until the ranks have reported them.
         self.block_bytes: tuple[int, ...] = (0,) * len(groups)
-        whole = [number for number, group in enumerate(self._groups) if not group.window_blocks]
-        #: Groups of which a hit has every block, if there are any.
-        self._whole_groups = whole
-        #: The first of them; 0 if there are none.
-        self.whole = whole[0] if whole else 0
+        #: Groups of which a hit has every block, if there are any; and the first, or 0.
+        self._whole_groups = [n for n, group in enumerate(groups) if not group.window_blocks]
+        self.whole = next(iter(self._whole_groups), 0)
 
     def whole_units(self, tokens: int) -> int:
         """So many tokens, without those that are no whole unit."""

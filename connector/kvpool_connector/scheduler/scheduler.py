@@ -228,10 +228,7 @@ class ConnectorScheduler:
     def plan_step(
         self, step: EngineStep, still_cached: Callable[[int, int, bytes], bool]
     ) -> tuple[StepWork, list[int]]:
-        """What the workers do beside this step, and the blocks to pin for it.
-
-        `still_cached(block_id, group, digest)` says whether a block still has these contents.
-        """
+        """What the workers do beside this step, and the blocks to pin for it."""
         now = self._clock()
         for request_id in step.preempted:
             if request_id in self.planner.requests:
