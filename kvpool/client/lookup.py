@@ -327,9 +327,10 @@ class Lookup:
         """The servers that have each of `count` blocks, best last."""
         candidates: list[list[str]] = [[] for _ in range(count)]
         for run in runs:
-            servers = [replica.server for replica in run.replicas if replica.part == part]
+            replicas = [one for one in run.replicas if one.part == part]
+            servers = [one.server for one in replicas]
             if len(servers) > 1:
-                below = {one.server for one in run.replicas if one.tier not in MEMORY_TIERS}
+                below = {one.server for one in replicas if one.tier not in MEMORY_TIERS}
                 servers = self._servers.rank(servers, *below, now=True)[::-1]
             for position in range(run.first, min(run.last + 1, count)):
                 candidates[position] = servers[:]  # of its own: each block pops from its list

@@ -82,7 +82,7 @@ class SharedCopies(ClientExtension):
             if holders and server not in holders:
                 chain = await self._ancestors(namespace, part, parent, server, deadline)
             # What begins the chain may begin others, too, and have its copies.
-            each = await self._lookup.holders(namespace, part, chain, deadline)
+            each = await self._lookup.holders(namespace, part, chain, deadline) if chain else []
             for digest, found in zip(chain, each, strict=True):
                 if needs_copy(server, found, SHARED_COPIES_MAX):
                     lacking.setdefault(found[0], []).append(digest)

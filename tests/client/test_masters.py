@@ -462,6 +462,10 @@ async def test_what_another_server_has_in_memory_is_not_read_from_a_disk() -> No
         assert candidates("hbm", "objects") == ["a", "b"]
         assert candidates("nvme", "nvme") == ["b", "a"], "which is read from least"
         assert candidates("nvme", "dram", "nvme") == ["near", "b", "a"], "no link is the best one"
+        parts = Replica("b", "nvme", 0), Replica("a", "dram", 1), Replica("b", "dram", 1)
+        match = Match((Run(0, 0, parts),), 1, ReadStatus.HIT)
+        found = Lookup(None, servers).locate_in(match, 1, 1)[1][0]  # type: ignore[arg-type]
+        assert found[-1] == "b", "another part of it lies on the disk"
         for _ in range(6):
             servers.mark_unresponsive("b", "silent", given_up=False)
         assert candidates("nvme", "dram") == ["a", "b"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from kvpool import Pool, admin, dev
 from kvpool.client import shared_copies
 from kvpool.client.shared_copies import needs_copy
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, ReadStatus
+from kvpool.types import ROOT, Namespace, ReadStatus
 from tests.conftest import NAMESPACE, eventually, keys, value, values
 
 PROMPT = keys("system prompt", 5)
@@ -57,6 +58,25 @@ async def test_a_shared_prompt_is_copied_and_outlives_its_server() -> None:
             chain = keys(f"chat {number}/", 2)
             lost += (await pool.match(NAMESPACE, chain)).stopped is ReadStatus.SERVER_LOST
         assert lost <= 24 * 1.5 / 5
+
+
+async def test_a_shared_prompt_of_several_parts_is_looked_at_without_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each part has servers of its own, which may not have what the chain of another one begins."""
+    space = Namespace("parts", 2)
+    async with dev.serve("8MiB", servers=4) as running:
+        for who in range(2):
+            async with running.pool() as pool:
+                for part in (0, 1) if not who else ():
+                    await pool.write(space, PROMPT, values(PROMPT), part=part)
+                for number in range(10):
+                    chain = keys(f"chat {who}/{number}/", 2)
+                    for part in (0, 1):
+                        await pool.write(space, chain, values(chain), part=part, parent=PROMPT[-1])
+                        copies = pool._extensions.get("shared copies")
+                        await eventually(lambda copies=copies: copies._task is None)
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 
 async def test_what_begins_several_shared_prompts_has_no_more_copies_than_they() -> None:
