@@ -94,8 +94,9 @@ _CANNOT_WRITE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def _output_fails() -> bool:
-    """What could not be written is still in the buffer, so it fails once more."""
+    """One byte more fails, too. (What could not be written may be in no buffer any more.)"""
     try:
+        sys.stdout.write("\n")
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError:
@@ -114,7 +115,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in {errno.EPIPE, *_CANNOT_WRITE}:
             raise
-        if error.errno != errno.EPIPE and not _output_fails():
+        if error.errno != errno.EPIPE and (error.filename or not _output_fails()):
             sys.exit(f"error: {error.filename or 'a file cannot be written'}: {error.strerror}")
         # What is still buffered would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

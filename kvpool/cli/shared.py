@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvpool import logs, runtime
-from kvpool.client.checks import check_digests
 from kvpool.config import ClientConfig, Config, cluster_of, load
 from kvpool.errors import ConfigError, KvpoolError, MasterLost, Unavailable, UsageError
 
@@ -150,6 +149,8 @@ def query_settings(
 
 def digests_of(keys: Sequence[str]) -> list[bytes]:
     """Keys as they are typed. Raises ConfigError and BadKey."""
+    from kvpool.client.checks import check_digests
+
     try:
         digests = [bytes.fromhex(key) for key in keys]
     except ValueError:

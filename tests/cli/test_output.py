@@ -20,8 +20,9 @@ KVPOOL = [sys.executable, "-m", "kvpool"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["config", "--show"], ["--version"]])
-def test_output_that_cannot_be_written_is_a_sentence(words: list[str]) -> None:
+def test_output_that_cannot_be_written_is_a_sentence(words: list[str], unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [*KVPOOL, *words],
@@ -29,7 +30,7 @@ def test_output_that_cannot_be_written_is_a_sentence(words: list[str]) -> None:
             stderr=subprocess.PIPE,
             text=True,
             timeout=60,
-            env=os.environ | {"PYTHONUNBUFFERED": ""},
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
         )
     assert done.returncode == 1
     assert done.stderr == "error: cannot write the output: No space left on device\n"
