@@ -19,6 +19,7 @@ _RESET_RATIO: Final = 4.0
 _ABORTED_FACTOR: Final = 2.0
 #: Fewer servers are not so many times faster than more: that was measured before the pool changed.
 _FEWER_RATIO: Final = 1.5
+_RUNS_MAX: Final = 1024  # of a chain in more pieces the first tell: the engine waits for it.
 #: The commonest sets of servers that have a chain say how far its load can be shared.
 _GROUPS_MAX: Final = 8
 #: Assumed of a pool before anything was measured: a slow local network.
@@ -35,7 +36,7 @@ def ways_of(match: Match, size: int) -> int:
     if size < SHARED_BYTES_MIN:
         return 1
     held: Counter[frozenset[str]] = Counter()
-    for first, last, replicas in match.runs:
+    for first, last, replicas in match.runs[:_RUNS_MAX]:
         part = min([one.part for one in replicas], default=0)  # a rank loads one; all are alike
         held[frozenset([one.server for one in replicas if one.part == part])] += last + 1 - first
     groups = [frozenset[str]().union(*held), *(one for one, _ in held.most_common(_GROUPS_MAX))]

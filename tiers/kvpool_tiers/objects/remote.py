@@ -109,8 +109,9 @@ class ObstoreObjects:
         try:
             yield
         except (known.NotFoundError, FileNotFoundError) as error:
-            if of_bucket or _code(error) == "NoSuchBucket":
-                raise Unavailable(_MEANINGS["NoSuchBucket"]) from None
+            meaning = _MEANINGS.get(_code(error), _MEANINGS["NoSuchBucket"] if of_bucket else "")
+            if meaning:
+                raise Unavailable(meaning) from None
             raise Gone("there is no such object") from None
         except Exception as error:  # also one of its runtime, when its own code fails
             raise Unavailable(_reason(error)) from None
