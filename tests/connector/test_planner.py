@@ -326,6 +326,13 @@ def test_ways_are_servers_that_are_busy_to_the_end(match: Match, ways: int) -> N
     assert ways_of(match, (4 << 20) - 1) == 1, "so little comes over one"
 
 
+def test_of_a_chain_in_very_many_pieces_the_first_tell() -> None:
+    """The engine's thread waits meanwhile."""
+    pieces = [(1, "a"), (1, "b")] * 512
+    assert ways_of(held(*pieces, (9000, "a")), 4 << 20) == 2
+    assert ways_of(held(*pieces[:-2], (9000, "a")), 4 << 20) == 1
+
+
 def test_several_ways_that_have_become_slow_leave_no_one_way_that_is_fast() -> None:
     cost = TransferCost()
     for seconds, ways in ((0.4, 1), (0.2, 2), (0.25, 2)):
