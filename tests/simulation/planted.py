@@ -560,8 +560,7 @@ BUGS: Sequence[Bug] = read(
 +        for draft in ():
 +            for digest
 @@ objects-of-the-living-are-everybodys  house  kvpool.server.cold.search  seed 9
--            if answers != self._me or (
-+            if answers != self._me and (
+-        await self._drop(lambda known: not self._is_mine(known.name))
 @@ cold-blocks-that-were-left-out-stay-out  house  kvpool.server.cold.search  seed 98
 -if living.servers != self._living.servers or self._index.book.lost:
 +if living.servers != self._living.servers:

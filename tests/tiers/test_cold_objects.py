@@ -296,7 +296,7 @@ async def test_others_have_their_turn_while_many_objects_are_looked_at(
     living = frozenset(["me", *(f"s{n}" for n in range(49))])
     searcher._living = Living(living, 0.0)
     others = asyncio.create_task(turns())
-    await searcher._search([])
+    await searcher._search()
     others.cancel()
     assert 0 < longest * len(living) <= 2048
     assert len(dropped) == sum(responsible(one, living) != "me" for one in book.by_name) > 4000
@@ -430,6 +430,28 @@ class Flaky:
         self.asked += 1
         if not self.works:
             raise Unavailable("503")
+
+    async def put(self, name: str, data: bytes) -> None:
+        await self.delete(name)
+
+    async def listing(self, prefix: str) -> list[Listed]:
+        await self.delete(prefix)
+        return []
+
+
+async def test_a_sign_of_life_is_sent_to_a_store_that_is_left_alone() -> None:
+    """And when it is answered, nobody leaves the store alone any more."""
+    flaky = Flaky()
+    bucket = Bucket(cast(ObjectStore, flaky), requests=0, hedge_s=1.0)
+    flaky.works = False
+    for _ in range(3):
+        with pytest.raises(Unavailable):
+            await bucket.delete("any")
+    flaky.works = True
+    with pytest.raises(Busy):
+        await bucket.delete("any")
+    await bucket.show("servers/", "me", b"")
+    await bucket.delete("any")
 
 
 @pytest.mark.parametrize(("story", "left_alone"), [("xx.xx.", False), ("xxx", True)])

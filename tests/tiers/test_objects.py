@@ -125,6 +125,22 @@ async def test_one_that_stops_leaves_it_to_the_others_at_once(shelf: Shelf) -> N
         assert await hits(pool, some) == 3
 
 
+async def test_a_search_that_hangs_does_not_stop_the_sign_of_life(shelf: Shelf) -> None:
+    """Else the others take over all that this server answers for."""
+    async with running([MEMORY, COLD.replace("40ms", "100ms")]) as (fleet, pool):
+        a = await fleet.start("a")
+        await write(pool, a)
+        shelf.delay_s = lambda request, name: 30.0 * (name == "blocks/")
+        b = await fleet.start("b")  # both have somebody new to look for
+        (sign,) = (one for one in shelf.names("servers") if one.endswith("/a"))
+        await asyncio.sleep(0.5)  # five beats
+        before = shelf.times[sign]
+        await eventually(lambda: shelf.times[sign] > before)
+        shelf.works()
+        await eventually(lambda: not ring_of(b)._index.book.by_name)
+        assert await hits(pool) == len(CHAIN)
+
+
 async def test_each_object_has_one_server_that_answers_for_it(shelf: Shelf) -> None:
     """While its writer lives that one; then one of the living, and its writer when it is back."""
 

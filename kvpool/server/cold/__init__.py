@@ -80,7 +80,8 @@ class ColdRing(ServerExtension):
             self._parts.extensions.on_removed.append(self._writer.removed)
             self._parts.extensions.pass_on.append(self._save_removed)
             tasks = self._parts.context.tasks
-            self._tasks = [tasks.forever("cold search", self._search)]
+            self._tasks = [tasks.forever("cold beat", self._beat)]
+            self._tasks += [tasks.forever("cold search", self._search)]
             self._tasks += [tasks.forever("cold write", self._writer.step) for _ in range(_WRITERS)]
 
     async def leave(self) -> None:
@@ -121,19 +122,23 @@ class ColdRing(ServerExtension):
             text += f", {human(waiting)} to write"
         return text + f"; failing: {self._bucket.problem}" * bool(self._bucket.problem)
 
-    async def _search(self) -> None:
+    async def _beat(self) -> None:
         """Once, and the pause after it."""
         try:
             await self._searcher.beat()
-            await self._writer.save_removed()
         except Unavailable:
             await asyncio.sleep(min(_AFTER_FAILURE_S, self._beat_s))
         else:
+            await _tried(self._writer.save_removed, self._beat_s)
+            await asyncio.sleep(self._beat_s)
+
+    async def _search(self) -> None:
+        """Once after a beat, if it is due."""
+        with contextlib.suppress(Unavailable):
+            await self._searcher.step()
             self.found.set()
             self._writer.start()  # before, what is there would be written once more
-            with contextlib.suppress(Unavailable):
-                await self._searcher.delete_outdated()
-            await asyncio.sleep(self._beat_s)
+            await self._searcher.delete_outdated()
 
     async def _save_removed(self, *removal: object) -> None:
         """What the object store cannot be told now it is told later."""

@@ -1,7 +1,8 @@
 """Requests to an object store: each has a deadline, a budget, and a reason when it fails.
 
 A store that fails several times in a row is left alone for a while, so that each reader who asks
-meanwhile has his miss at once; one request of each kind then tries it again.
+meanwhile has his miss at once; one request of each kind then tries it again. Signs of life are sent
+all the same: servers that came back at different times would take one another for lost.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Bucket:
         self, ask: Callable[[], Awaitable[_T]], within_s: float, left: float = _BACKGROUND
     ) -> _T:
         now = _now()
-        if now < self._left_alone_until:
+        if now < self._left_alone_until and left is not _SIGN:
             raise Busy(f"it is left alone for {self._left_alone_until - now:.0f} s: {self.problem}")
         tries = self._failures >= _FAILURES_MAX
         if tries and left in self._trying:
@@ -165,7 +166,7 @@ class Bucket:
         self._failures = 0
         if self.problem:
             log.warning("object store answers again", after=self.problem)
-            self.problem = ""
+            self.problem, self._left_alone_until = "", 0.0
             self._logged.clear()
             self._backoff.reset()
 

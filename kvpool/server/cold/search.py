@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from heapq import merge
 from operator import attrgetter
 from typing import Final, TypeVar
@@ -69,7 +69,10 @@ class Searcher:
         self._counters = counters
         self._drafts = drafts
         self._living = Living(frozenset(), 0.0)
+        self._beats: Sequence[Listed] = ()
         self._search_at = 0.0
+        #: Set when a search may be due.
+        self._wake = asyncio.Event()
         #: Names of objects that are not what they should be; each is in the log once, of many some.
         self._damaged: set[str] = set()
         self._left_out = 0  # by this search
@@ -77,18 +80,32 @@ class Searcher:
         self._outdated: list[str] = []
 
     async def beat(self) -> None:
-        """Once. Raises Unavailable."""
+        """Show that this server lives, and look who else does. Raises Unavailable.
+
+        Nothing else is done here: the sign must not wait for a search, which may take minutes, or
+        the others would take over what is here.
+        """
         folder = f"{names.LIVING}/"
-        beats = await self._index.bucket.show(folder, names.folder(self._me), self._sign)
-        living = Living.of(beats, self._me, _LOST_BEATS * self._settings.beat_s)
+        self._beats = await self._index.bucket.show(folder, names.folder(self._me), self._sign)
+        living = Living.of(self._beats, self._me, _LOST_BEATS * self._settings.beat_s)
         if living.servers != self._living.servers or self._index.book.lost:
             # Of those blocks were left out while the store did not answer, which it does again.
             self._search_at = 0.0
         self._living = living
         self._index.now, self._index.oldest = living.now, living.now - self._settings.keep_s
+        self._wake.set()
+
+    async def step(self) -> None:
+        """After a beat: search, if it is due, and delete what is too old. Raises Unavailable."""
+        await self._wake.wait()
+        self._wake.clear()
         if _now() >= self._search_at:
-            await self._search(beats)
             self._search_at = _now() + _SEARCH_S
+            try:
+                await self._search()
+            except BaseException:
+                self._search_at = 0.0
+                raise
         await self._index.make_room(0)
 
     async def delete_outdated(self) -> None:
@@ -101,10 +118,15 @@ class Searcher:
         """Another server may answer for the objects at once. Raises Unavailable."""
         await self._index.bucket.delete(f"{names.LIVING}/{names.folder(self._me)}")
 
-    async def _search(self, beats: Sequence[Listed]) -> None:
-        """Find the objects that this server answers for, the newest first."""
-        self._outdated = [one.name for one in beats if one.written_at < self._index.oldest]
+    async def _search(self) -> None:
+        """Drop the objects that others answer for now, and find those that this server does, the
+        newest first."""
+        oldest = self._index.oldest
+        self._outdated = [one.name for one in self._beats if one.written_at < oldest]
+        await self._drop(lambda known: not self._is_mine(known.name))
         found, removed = await self._list()
+        lost = self._index.book.lost
+        await self._drop(lambda known: known.name in lost and known.name not in found)
         self._outdated += [one async for one in self._orphans(found, removed)]
         new = [one async for one in _in_turns(found.values()) if self._is_wanted(one)]
         self._damaged &= found.keys()
@@ -129,33 +151,39 @@ class Searcher:
                 of=", ".join(sorted(owners)[:8]),
             )
 
+    async def _drop(self, goes: Callable[[ColdObject], bool]) -> None:
+        async for known in _in_turns(list(self._index.book.by_name.values()), self._names_a_turn):
+            if goes(known):
+                await self._index.drop(known)
+
     async def _list(self) -> tuple[dict[str, Listed], dict[str, Listed]]:
-        """The objects that this server answers for, and what was removed of them, by name.
-        What others answer for now is dropped."""
-        living, bucket = self._living, self._index.bucket
-        step = _STEP // len(living.servers) + 1
+        """The objects that this server answers for, and what was removed of them, by name."""
+        bucket = self._index.bucket
         found: dict[str, Listed] = {}
         removed: dict[str, Listed] = {}
         folders = {*await bucket.folders(f"{names.OBJECTS}/")}
         folders.update(await bucket.folders(f"{names.REMOVED}/"))
         for owner in map(names.server_of, sorted(folders)):
-            if owner in living.servers and owner != self._me:
+            if owner in self._living.servers and owner != self._me:
                 continue
             folder = names.folder(owner)
             listed = await bucket.listing(f"{names.OBJECTS}/{folder}/")
-            async for one in _in_turns(listed, step):
-                if responsible(one.name, living.servers) == self._me:
+            async for one in _in_turns(listed, self._names_a_turn):
+                if self._is_mine(one.name):
                     found[one.name] = one
-            async for one in _in_turns(await bucket.listing(f"{names.REMOVED}/{folder}/"), step):
-                if responsible(names.object_of(one.name), living.servers) == self._me:
+            listed = await bucket.listing(f"{names.REMOVED}/{folder}/")
+            async for one in _in_turns(listed, self._names_a_turn):
+                if self._is_mine(names.object_of(one.name)):
                     removed[one.name] = one
-        async for known in _in_turns(list(self._index.book.by_name.values()), step):
-            answers = responsible(known.name, living.servers)
-            if answers != self._me or (
-                known.name not in found and known.name in self._index.book.lost
-            ):
-                await self._index.drop(known)
         return found, removed
+
+    @property
+    def _names_a_turn(self) -> int:
+        """Names for each of which `_is_mine` is asked in one turn of the loop."""
+        return _STEP // len(self._living.servers) + 1
+
+    def _is_mine(self, name: str) -> bool:
+        return responsible(name, self._living.servers) == self._me
 
     async def _orphans(
         self, found: Mapping[str, Listed], removed: Mapping[str, Listed]
@@ -207,6 +235,8 @@ class Searcher:
             if self._left_out <= _NAMED_MAX:
                 log.warning("an object is left out", object=name, why=str(error))
             return None
+        if not self._is_mine(name):
+            return None  # its server has come back meanwhile
         one = known or self._index.book.enter(name, listed.size, listed.written_at, tail)
         one.removed |= gone
         one.places = array("Q", [block.position for block in blocks])
