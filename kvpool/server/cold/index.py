@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -39,6 +38,9 @@ class ColdIndex:
         self.oldest = float("-inf")
         #: By that clock, when this server showed last that it lives.
         self.now = 0.0
+        #: Names that are to be deleted: what is too old, and what the store could not be told at
+        #: once; from its end, objects before what was removed of them.
+        self.outdated: list[str] = []
         #: One request at a time says what was removed: the last one has all of it.
         self._saving = asyncio.Lock()
 
@@ -147,6 +149,10 @@ class ColdIndex:
         """Delete what is too old, and what was not read for longest where there is no room."""
         while (one := self.book.next_to_go(coming, self.oldest)) is not None:
             await self.drop(one)
-            with contextlib.suppress(Unavailable):  # it is found again, and deleted then
-                await self.bucket.delete(one.name)
-                await self.bucket.delete(names.removed_of(one.name))
+            goes = [names.removed_of(one.name), one.name]
+            try:
+                while goes:
+                    await self.bucket.delete(goes[-1])
+                    goes.pop()
+            except Unavailable:
+                self.outdated += goes

@@ -76,8 +76,6 @@ class Searcher:
         #: Names of objects that are not what they should be; each is in the log once, of many some.
         self._damaged: set[str] = set()
         self._left_out = 0  # by this search
-        #: What it has found that is too old; from its end, objects before what was removed of them.
-        self._outdated: list[str] = []
 
     async def beat(self) -> None:
         """Show that this server lives, and look who else does. Raises Unavailable.
@@ -109,10 +107,17 @@ class Searcher:
         await self._index.make_room(0)
 
     async def delete_outdated(self) -> None:
-        """Some of what the latest search has found. Raises Unavailable; the rest has time."""
-        for _ in range(min(_DELETED_MAX, len(self._outdated))):
-            await self._index.bucket.delete(self._outdated[-1])
-            self._outdated.pop()
+        """Some of it. Raises Unavailable; the rest has time."""
+        outdated, listed = self._index.outdated, self._index.book.by_name
+        for _ in range(min(_DELETED_MAX, len(outdated))):
+            name = outdated.pop()
+            if name in listed:
+                continue  # found again meanwhile
+            try:
+                await self._index.bucket.delete(name)
+            except BaseException:
+                outdated.append(name)
+                raise
 
     async def end(self) -> None:
         """Another server may answer for the objects at once. Raises Unavailable."""
@@ -122,12 +127,12 @@ class Searcher:
         """Drop the objects that others answer for now, and find those that this server does, the
         newest first."""
         oldest = self._index.oldest
-        self._outdated = [one.name for one in self._beats if one.written_at < oldest]
+        self._index.outdated = [one.name for one in self._beats if one.written_at < oldest]
         await self._drop(lambda known: not self._is_mine(known.name))
         found, removed = await self._list()
         lost = self._index.book.lost
         await self._drop(lambda known: known.name in lost and known.name not in found)
-        self._outdated += [one async for one in self._orphans(found, removed)]
+        self._index.outdated += [one async for one in self._orphans(found, removed)]
         new = [one async for one in _in_turns(found.values()) if self._is_wanted(one)]
         self._damaged &= found.keys()
         self._left_out = 0
@@ -205,7 +210,7 @@ class Searcher:
         kept: list[Listed] = []
         async for one in _in_turns(merge(*runs, key=_WRITTEN_AT)):
             if one.written_at < self._index.oldest:
-                self._outdated.append(one.name)
+                self._index.outdated.append(one.name)
             else:
                 kept.append(one)
         return kept
