@@ -50,7 +50,7 @@ ServerId = Annotated[
     str | None, typer.Option(help="Id of this server, unique in the cluster, e.g. gpu-17.")
 ]
 Announce = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         help="Where others reach this server, if not where it listens: a host, e.g. "
         "203.0.113.7, or for one transport tcp://203.0.113.7:17460."
@@ -212,7 +212,7 @@ def server(
         ),
     ] = None,
     listen: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="One address per transport, comma-separated, e.g. tcp://10.0.0.1:7500,shm://. "
             "Settings of a transport follow a question mark: ucx://10.0.0.1:7501?tls=rc."

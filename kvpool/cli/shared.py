@@ -62,6 +62,8 @@ FOR_OPERATORS = "what servers hold and do is for operators: this key is a tenant
 NO_SERVER = (
     "no server has registered: `kvpool server` starts one, `kvpool doctor` says what is wrong"
 )
+#: Settings whose options are given once, comma-separated, or several times.
+_LISTS = {"client.masters", "server.masters", "server.listen", "server.announce"}
 #: So many names of servers a message lists.
 _NAMES_MAX = 8
 
@@ -71,8 +73,9 @@ ConfigFile = Annotated[
         "--config", help="YAML file with settings, e.g. pool.yaml.", envvar="KVPOOL_CONFIG"
     ),
 ]
+#: What takes several values takes them as options of their own, too: Click would keep the last one.
 Masters = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--masters", help="Addresses of the masters, comma-separated, e.g. 127.0.0.1:7450."
     ),
@@ -122,15 +125,22 @@ LogLevel = Annotated[str, typer.Option(help="Log level: debug, info, warning or 
 
 def settings_of(config: Path | None, flags: dict[str, object]) -> Config:
     """File, environment and flags together. A wrong one ends the command with exit code 2."""
+    for name in _LISTS & flags.keys():
+        flags[name] = _joined(flags[name])
     try:
         return load(config, os.environ, flags)
     except ConfigError as error:
         fail(error)
 
 
+def _joined(given: object) -> object:
+    """Options that were given several times, each with one value or several, as one text."""
+    return ",".join(given) if isinstance(given, list) else given
+
+
 def query_settings(
     config: Path | None,
-    masters: str | None,
+    masters: list[str] | None,
     cluster: str | None,
     secret_file: str | None,
     local_only: bool,

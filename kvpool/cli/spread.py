@@ -46,7 +46,7 @@ def spread(
     ],
     namespace: Annotated[str, typer.Option(help="Namespace of the blocks, e.g. llama-3.")],
     to: Annotated[
-        str,
+        list[str],
         typer.Option(
             help="How many servers are to have it, or which: ids of servers or of hosts, "
             "comma-separated, e.g. 8 or gpu-1,gpu-2."
@@ -75,7 +75,8 @@ def spread(
         wanted = Namespace(namespace, parts)
     except UsageError as error:
         fail(error)
-    receivers: int | list[str] = int(to) if to.isdecimal() else [n for n in to.split(",") if n]
+    named = [name for name in ",".join(to).split(",") if name]
+    receivers = int(named[0]) if len(named) == 1 and named[0].isdecimal() else named
 
     async def main() -> SpreadReport:
         from kvpool.client.admin import admin
@@ -87,7 +88,7 @@ def spread(
                         wanted, chain, to=receivers, timeout=within_s, report=show
                     )
             except UsageError as error:
-                raise ConfigError(f"--to {to}: {error}") from None
+                raise ConfigError(f"--to {','.join(to)}: {error}") from None
             from kvpool.client.spread_plan import NO_SUCH_NAME
 
             wrong = [one.server for one in report.servers if one.problem == NO_SUCH_NAME]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from kvpool import Cluster, Namespace, Pool, runtime
 from kvpool.cli import shared
 from kvpool.cli.app import app
-from kvpool.config import MasterConfig
+from kvpool.config import Config, MasterConfig
 from kvpool.errors import MasterLost
 from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
@@ -61,6 +61,26 @@ def test_status(pool: LocalPool) -> None:
     [member] = as_json("status", "--masters", pool.master)
     assert member["server"] == "dev-0"
     assert member["blocks"] == 3
+
+
+def test_options_with_several_values_may_be_given_several_times(
+    pool: LocalPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is dropped without a word."""
+    served: list[Config] = []
+
+    async def serve(settings: Config) -> None:
+        served.append(settings)
+
+    monkeypatch.setattr("kvpool.cli.run._serve", serve)
+    words = "--listen tcp://h:1,shm:// --listen ucx://h:2?tls=rc,self --masters a:1 --masters b:2"
+    done = kvpool("server", *words.split(), "--announce", "tcp://n:1,ucx://n:2")
+    assert done.exit_code == 0, done.output
+    (found,) = (one.server for one in served)
+    assert found.listen == ["tcp://h:1", "shm://", "ucx://h:2?tls=rc,self"]
+    assert found.masters == ["a:1", "b:2"]
+    assert found.announce == ["tcp://n:1", "ucx://n:2"]
+    assert as_json("status", "--masters", pool.master, "--masters", "127.0.0.1:1")
 
 
 def test_the_smallest_batches_are_measured() -> None:

@@ -112,7 +112,7 @@ async def test_the_command_spreads_a_chain_and_says_what_each_server_has(
         shown: list[tuple[int, int | None]] = []
         with monkeypatch.context() as patch:
             patch.setattr("kvpool.cli.spread.progress", recorder(shown))
-            code, output = await spread(cluster, *keys_, "--to", "server-1,server-2")
+            code, output = await spread(cluster, *keys_, "--to", "server-1", "--to", "server-2")
         assert code == 0, output
         assert shown == sorted(shown), "in blocks"
         assert (shown[0], shown[-1]) == ((0, 64), (64, 64))
