@@ -255,10 +255,8 @@ class Servers:
         """Those of the `servers` that are on this host. Asks a master about unknown ones."""
         if not servers <= self._records.keys():
             await self.refresh(deadline)
-        records = (self._records.get(server) for server in servers)
-        return frozenset(
-            [one.server for one in records if one is not None and one.host == self._host.id]
-        )
+        records = [self._records[server] for server in servers & self._records.keys()]
+        return frozenset([one.server for one in records if one.host == self._host.id])
 
     async def zero_copy_channel(self, server: str, deadline: float) -> SupportsZeroCopyView:
         """A channel that shows memory in place. Raises Overloaded when no path has one."""

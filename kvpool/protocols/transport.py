@@ -351,7 +351,7 @@ class Channel(Protocol):
 
     def abort(self) -> None:
         """Close the connection at once: synchronous, idempotent. A half-sent frame leaves no other
-        choice.
+        choice. Views alone outlive it: without their pins they would show other blocks' bytes.
 
         Running and later calls end with Unavailable. Every copy into or out of the pool's memory
         stops before the server can notice the end, because the server then reuses that memory at
@@ -362,8 +362,8 @@ class Channel(Protocol):
 class View(NamedTuple):
     """A block in the pool's own memory, read-only (design: pins).
 
-    Valid inside the `with`, until either side closes: that ends the pins, and the memory may then
-    be used for another block.
+    Valid inside the `with`, until the server closes: that ends the pins, and the memory may then be
+    used for another block.
     """
 
     status: ReadStatus

@@ -569,14 +569,19 @@ async def dwell(view: AbstractAsyncContextManager[list[View]]) -> None:
 
 
 @TransportCheck
-async def pins_go_with_the_client(stage: Stage) -> None:
-    """An abort releases the views' blocks; leaving the `with` after it raises nothing."""
-    data = blocks("held", 3, 5000)
-    await stage.stored(await stage.connect(), data)
-    channel = await stage.connect()
-    async with look(stage, channel, list(data)):
+async def a_view_outlives_its_channel_but_not_its_server(stage: Stage) -> None:
+    """An abort leaves the views' pins; leaving the `with` after either end raises nothing."""
+    data = blocks("held", 3, LARGE)
+    other, channel = await stage.connect(), await stage.connect()
+    await stage.stored(other, data)
+    async with look(stage, channel, list(data)) as views:
         channel.abort()
-        await stage.nothing_held("after the client has aborted")
+        await other.remove(NAMESPACE, list(data), deadline=stage.within())
+        await stage.stored(other, blocks("filler", 15, 1 << 20))
+        same = all(map(shows, views, data.values()))
+        stage.expect(same, "a view's memory to be nobody else's")
+    await stage.nothing_held("after the `with`")
+    await stage.stored(other, data)
     listener = await stage.listen()
     channel = await stage.connect(listener.address)
     async with look(stage, channel, list(data)):

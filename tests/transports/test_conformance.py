@@ -383,6 +383,13 @@ def deaf(inner: Any) -> None:
     """Does not hear `abort`."""
 
 
+def blunt(inner: Any) -> None:
+    """Ends the pins of views, too."""
+    for connection in inner._listener.looks:
+        connection.close()
+    inner.abort()
+
+
 async def undead(inner: Any) -> None:
     """Works on after its end."""
 
@@ -619,6 +626,7 @@ BROKEN: dict[str, Callable[[], Transport]] = {
     "abort_ends_calls_that_wait": lambda: ThroughTransport(abort=deaf),
     "closing_twice_is_closing_once": lambda: ThroughTransport(close=undead, abort=deaf),
     "a_view_is_pinned_and_read_only": lambda: ThroughTransport(read_view=scribbled),
+    "a_view_outlives_its_channel_but_not_its_server": lambda: ThroughTransport(abort=blunt),
     "an_offer_arrives_as_it_was_made": lambda: ThroughTransport(offer=forgetting),
     "a_fetch_arrives_as_it_was_asked": lambda: ThroughTransport(fetch=ordinary),
     "a_full_batch_is_offered_and_fetched": lambda: ThroughTransport(fetch=piecemeal),

@@ -89,6 +89,7 @@ class _InprocListener:
         self.address = address
         self.store = store
         self.channels: set[_InprocChannel] = set()
+        self.looks: set[Connection] = set()  # of views: they outlive their channel
         self._listeners = listeners
 
     async def close(self) -> None:
@@ -97,6 +98,8 @@ class _InprocListener:
         channels = list(self.channels)
         for channel in channels:
             channel.abort()
+        for connection in self.looks:
+            connection.close()
         for channel in channels:
             await channel.ended()
 
@@ -109,7 +112,6 @@ class _InprocChannel(SideRequests):
         self._calls: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._looks: set[Connection] = set()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -232,11 +234,13 @@ class _InprocChannel(SideRequests):
                     views = await requests.verify_views(
                         self._copies, options, digests, views, checksums, deadline
                     )
-            self._looks.add(connection)
+            if self._closed:
+                raise LinkBroken(f"{self._listener.address} is closed")
+            self._listener.looks.add(connection)
             try:
                 yield views
             finally:
-                self._looks.discard(connection)
+                self._listener.looks.discard(connection)
 
     async def _ask(self, message: Message, answer: type[M], deadline: float) -> M:
         async with self._connection() as connection, self._until(deadline):
@@ -255,8 +259,6 @@ class _InprocChannel(SideRequests):
         for call in self._calls:
             if not call.expired():
                 call.reschedule(asyncio.get_running_loop().time())
-        for connection in self._looks:
-            connection.close()
 
     async def ended(self) -> None:
         """After `abort`: wait until the last call has stopped, which is a matter of loop steps."""

@@ -166,6 +166,7 @@ class MappedChannel(SideRequests):
                     views = await requests.verify_views(
                         self._copies, options, digests, views, checksums, deadline
                     )
+                self._streams.outlive(stream)
                 yield views
             if hits and not stream.lost:
                 stream.send_deferred(Unpin())

@@ -73,8 +73,15 @@ class StreamPool:
             self._places.release()
             self._wake_one()
 
+    def outlive(self, stream: Stream) -> None:
+        """`abort` leaves this one to its exchange, whose views need their pins. Raises LinkBroken
+        when it is too late."""
+        if stream.lost:
+            raise LinkBroken("the channel was closed meanwhile")
+        del self._busy[stream]
+
     def abort(self) -> None:
-        """End every stream, and with them every exchange."""
+        """End every stream, and with them every exchange, but for those that `outlive` it."""
         self._closed = True
         for stream in (*self._idle, *self._busy):
             stream.abort()
