@@ -1,4 +1,4 @@
-"""What decides a model's keys and values now: its modules, and every byte of its tensors.
+"""What decides a model's keys and values now: modules, code, and every byte of its tensors.
 
 Nobody tells of a change. torch counts none that goes through `.data`, numpy or DLPack, and none of
 tensors that were made in inference mode; so each look walks the modules and hashes all bytes.
@@ -13,6 +13,7 @@ import json
 import os
 import re
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -24,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from kvpool import UsageError
+from kvpool_transformers import code_state
 
 #: Fields of a configuration that change no key and no value. Tensors tell their types themselves.
 NAMES_ONLY: Final = {
@@ -72,11 +74,20 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         #: What makes keys at this moment that nobody else may have; empty if nothing does.
         self.moment = ""
-        self._words: list[str] = []
+        self._words = [code_state.precision()]
         self._tensors: list[torch.Tensor] = []
         self._seen: dict[int, str] = {}
         self._kept: list[object] = []  # so that no id is used twice in one look
+        self._kinds: set[type] = set()
+        self._used: set[str] = set()  # entries of tables of attentions, say
+        self._functions: deque[tuple[str, types.FunctionType, bool]] = deque()
+        if mode := code_state.modes():
+            self.moment = f"{mode} is there that may change its keys"
         self._module("", model)
+        while self._functions:  # one by one, because they name one another
+            path, function, follow = self._functions.popleft()
+            for name, part in code_state.parts_of(function, follow, self._used):
+                self._value(f"{path}.{name}", part, 1)
         #: Equal for models that differ in nothing but the bytes of their tensors.
         self.structure = hashlib.sha256("\n".join(self._words).encode()).hexdigest()[:12]
 
@@ -99,6 +110,7 @@ class ModelState:
         kind = type(module)
         self._words.append(f"{path} {_path_of(kind)} {_path_of(kind.forward)}")
         where = path or "the model"
+        self._kind(kind)
         if module.training:
             self.moment = self.moment or f"{where} is in training mode: call model.eval()"
         for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
@@ -115,12 +127,19 @@ class ModelState:
             else:
                 self._value(f"{path}.{name}", child, depth + 1)  # torch's packed parameters
 
+    def _kind(self, kind: type) -> None:
+        """The code of a class of modules."""
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            for path, member in code_state.functions_of(kind):
+                self._value(path, member, 1, follow=True)
+
     def _values(self, path: str, values: Mapping[str, object], depth: int) -> None:
         for name, value in values.items():
             if name not in _IGNORED:
                 self._value(f"{path}.{name}", value, depth + 1)
 
-    def _value(self, path: str, value: object, depth: int) -> None:
+    def _value(self, path: str, value: object, depth: int, follow: bool = False) -> None:
         """An attribute: as text if it is plain, else what it consists of."""
         if isinstance(value, _PLAIN):
             self._words.append(f"{path}={value!r}")
@@ -128,10 +147,16 @@ class ModelState:
             self._tensor(path, value, depth)
         elif isinstance(value, nn.Module):
             self._module(path, value, depth)
+        elif isinstance(value, types.FunctionType):
+            if not self._again(path, value):
+                self._words.append(f"{path}: {_path_of(value)}")
+                self._functions.append((path, value, follow))
         elif depth > _DEPTH_MAX:
             raise UsageError(f"{path} is nested too deep to be named")
         elif isinstance(value, _ALIKE) or not self._again(path, value):
             self._words.append(f"{path}: {_path_of(type(value))}")
+            if isinstance(value, PreTrainedConfig):
+                self._used.update(map(str, _implementations(value).values()))
             for name, part in _parts(path, value):
                 self._value(f"{path}.{name}", part, depth + 1)
 
@@ -167,18 +192,19 @@ def _parts(path: str, value: Any) -> Iterator[tuple[object, object]]:
     if isinstance(value, PreTrainedConfig):
         settings = {k: v for k, v in value.to_dict().items() if k not in NAMES_ONLY}
         yield "settings", json.dumps(settings, sort_keys=True, default=str)
-        yield "attention", getattr(value, "_attn_implementation", None)
+        yield from _implementations(value).items()
     elif isinstance(value, torch.device):
         yield "type", value.type
     elif isinstance(value, enum.Enum):
         yield "name", value.name
     elif isinstance(value, np.ndarray | bytearray | memoryview):
         shape = getattr(value, "shape", len(value))
-        yield "bytes", f"{shape} {hashlib.sha256(bytes(value)).hexdigest()}"
+        kind = getattr(value, "dtype", getattr(value, "format", ""))
+        yield "bytes", f"{kind} {shape} {hashlib.sha256(bytes(value)).hexdigest()}"
     elif isinstance(value, Mapping):
         for number, (key, one) in enumerate(value.items()):
             yield (key, one) if isinstance(key, str) else (number, [key, one])
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         yield from enumerate(value)
     elif isinstance(value, set | frozenset):
         yield from enumerate(sorted(value, key=repr))
@@ -188,31 +214,33 @@ def _parts(path: str, value: Any) -> Iterator[tuple[object, object]]:
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, types.MethodType):
         yield from (("of", value.__self__), ("function", value.__func__))
-    elif isinstance(value, types.FunctionType):
-        yield from (("path", _path_of(value)), ("code", _code(value.__code__)))
-        yield from (("defaults", value.__defaults__), ("named", value.__kwdefaults__))
-        yield from enumerate(cell.cell_contents for cell in value.__closure__ or ())
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield "of", value.__wrapped__
     elif isinstance(value, torch.ScriptObject):
         raise UsageError(f"{path} has tensors that cannot be read: it has no name")
     elif isinstance(value, types.BuiltinFunctionType):
         yield "path", _path_of(value)
+        if not isinstance(value.__self__, types.ModuleType | None):
+            yield "of", value.__self__
     elif not type(value).__module__.startswith("kvpool"):  # what hangs here may be ours
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
         attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
         attributes |= getattr(value, "__dict__", {})
         yield from ((key, one) for key, one in attributes.items() if key not in _IGNORED)
+        if not attributes and " at 0x" not in (text := repr(value)):
+            yield "text", text  # numbers of numpy, say
+
+
+def _implementations(config: PreTrainedConfig) -> dict[str, object]:
+    """What a configuration chooses without listing it among its settings."""
+    kinds = ("attention", "_attn_implementation"), ("experts", "_experts_implementation")
+    return {kind: getattr(config, name, None) or "eager" for kind, name in kinds}
 
 
 def _path_of(value: Any) -> str:
     """Where a class or a function is defined."""
     name = getattr(value, "__qualname__", type(value).__qualname__)
     return f"{getattr(value, '__module__', '')}.{name}"
-
-
-def _code(code: types.CodeType) -> str:
-    inner = [_code(one) if isinstance(one, types.CodeType) else one for one in code.co_consts]
-    text = f"{code.co_code.hex()} {code.co_names} {inner!r}"
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- bytes --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import time
@@ -32,6 +33,10 @@ LOAD_TIMEOUT_S: Final = 2.0
 SAVE_TIMEOUT_S: Final = 10.0
 #: Saves that may wait; further ones are dropped, so that memory is bounded.
 SAVES_MAX: Final = 4
+#: What a model takes that changes no key of a prompt.
+_NO_INPUTS: Final = frozenset(
+    ("use_cache", "logits_to_keep", "return_dict", "output_attentions", "output_hidden_states")
+)
 #: A load that was slow is tried again now and then: each decision against one makes it less so.
 _FORGET: Final = 0.9
 
@@ -111,7 +116,8 @@ class PooledCache:
         self._saver = ThreadPoolExecutor(1, "kvpool-save")
         #: The last `prefill`.
         self.last = Prefilled()
-        #: `tokens_loaded`, `tokens_computed`; `saves_dropped`, `saves_of_changed_weights`;
+        #: `tokens_loaded`, `tokens_computed`; `loads_failed`, `saves_failed`, which are errors;
+        #: `saves_dropped`, `saves_of_changed_weights`;
         #: `blocks_` and a status of a write.
         self.counters: Counter[str] = Counter()
         if isinstance(pool, str):
@@ -149,7 +155,11 @@ class PooledCache:
             origin, reason = self._attempt(lambda: self._look(self._now()))
             if origin is not None:
                 past.kvpool_origin = origin
-                loaded, reason = self._loaded(past, tokens[:-1], origin)
+                found = self._guard("loads", lambda: self._loaded(past, tokens[:-1], origin))
+                if found is None:  # some layers may have been filled
+                    past = DynamicCache(config=self._model.config)
+                    past.kvpool_origin = origin
+                loaded, reason = found or (0, "an error: see the log")
         load_s = time.perf_counter() - began
         self._compute(past, tokens[loaded:-1])
         computed = len(tokens) - 1 - loaded
@@ -168,9 +178,12 @@ class PooledCache:
         The bytes are copied before it returns. For what `model.generate` has added: the next turn
         of a conversation begins with it. `ids` and `past` must belong together: nobody can check
         that later. Only a cache that `prefill` has made is saved, with one text in it, and only if
-        the model is still, or again, what it was then.
+        the model is still, or again, what it was then. Never raises because of the pool.
         """
         tokens = _tokens(ids)
+        self._guard("saves", lambda: self._save(tokens, past))
+
+    def _save(self, tokens: list[int], past: Any) -> None:
         origin: _Origin | None = getattr(past, "kvpool_origin", None)
         if origin is None or not self._pool.is_ready or not origin.layout.fits(past):
             return
@@ -188,17 +201,25 @@ class PooledCache:
             return
         rows = origin.layout.take(past, there, len(keys))
         parent = keys[there - 1] if there else ROOT
-        self._saves.add(self._saver.submit(self._store, origin, state, keys[there:], rows, parent))
+        store = functools.partial(self._store, origin, state, keys[there:], rows, parent)
+        self._saves.add(self._saver.submit(self._guard, "saves", store))
         origin.done = keys
 
     def generate(self, ids: Sequence[int] | torch.Tensor, **options: Any) -> list[int]:
-        """`model.generate` after `prefill`, and `save` after it: the text with its continuation."""
+        """`model.generate` after `prefill`, and `save` after it: the text with its continuation.
+
+        Raises UsageError for options that make another prompt of the tokens, such as pictures.
+        """
         tokens = _tokens(ids)
+        takes = inspect.signature(self._model.forward).parameters.keys() - _NO_INPUTS
+        for name in takes & options.keys():
+            if name != "attention_mask" or not bool(torch.all(options[name] == 1)):
+                raise UsageError(f"{name} changes what the tokens mean: prefill knows tokens alone")
         past = self.prefill(tokens)
         prompt = torch.tensor([tokens], device=self._model.device)
         with torch.no_grad():
             output = self._model.generate(prompt, past_key_values=past, **options)
-        whole: list[int] = output[0].tolist()
+        whole: list[int] = getattr(output, "sequences", output)[0].tolist()
         self.save(whole, past)
         return whole
 
@@ -226,6 +247,18 @@ class PooledCache:
             self._refused = why
             log.warning("kvpool: not shared as long as %s", why)
         return None, why
+
+    def _guard(self, what: str, work: Callable[[], T]) -> T | None:
+        """What `work` returns; None after an error, which must not end a prompt. It is counted."""
+        try:
+            return work()
+        except Exception as error:  # no memory, no thread: the model runs all the same
+            self.counters[f"{what}_failed"] += 1
+            why = f"{what} fail: {error!r}"
+        if why != self._refused:
+            self._refused = why
+            log.warning("kvpool: %s", why)
+        return None
 
     def _now(self) -> ModelState:
         """The model as it is. Raises UsageError if nothing of it may be shared at this moment."""

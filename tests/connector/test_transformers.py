@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import _thread
+import asyncio
 import copy
+import functools
 import logging
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 import kvpool.sync
@@ -23,6 +28,7 @@ from kvpool.testing.connector_checks import prompt
 pytest.importorskip("transformers", reason="needs transformers 5.19: make test WITH=transformers")
 
 import torch
+from torch.nn import functional
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
@@ -34,9 +40,12 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3 import modeling_qwen3
 
 from kvpool_transformers import PooledCache, model_name, model_state, pooled_cache
 from kvpool_transformers.blocks import BLOCK_TOKENS, BlockLayout, chain
+from kvpool_transformers.model_state import ModelState
 from tests.connector.conformance import conformance
 
 SIZES: dict[str, Any] = {
@@ -281,6 +290,119 @@ def attach_scales(model: Any) -> None:
     weight(model).scales = {"block": torch.ones(4)}  # type: ignore[attr-defined]
 
 
+def hold_numpy(model: Any) -> None:
+    """A number of numpy has neither attributes nor slots."""
+    wrap(model, np.float32(1.5))  # type: ignore[arg-type]
+
+
+def wrap_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new method bears the old one's name."""
+    before = modeling_qwen3.Qwen3MLP.forward
+    monkeypatch.setattr(
+        modeling_qwen3.Qwen3MLP,
+        "forward",
+        functools.wraps(before)(lambda self, x: before(self, x) * 2),
+    )
+
+
+def patch_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Liger does: a function that the model's module names."""
+    before = modeling_qwen3.apply_rotary_pos_emb
+
+    @functools.wraps(before)
+    def scaled(*of: Any, **named: Any) -> Any:
+        query, key = before(*of, **named)
+        return query, key * 1.1
+
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", scaled)
+
+
+def patch_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SageAttention does: a function of torch, which a function of transformers calls."""
+    before = functional.scaled_dot_product_attention
+    changed = functools.wraps(before)(lambda *of, **named: before(*of, **named) * 1.05)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", changed)
+
+
+def patch_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    @functools.wraps(before)
+    def changed(*of: Any, **named: Any) -> Any:
+        output, weights = before(*of, **named)
+        return output * 1.1, weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", changed)
+
+
+#: What is changed in a process, so that a model with the same modules and bytes has other keys.
+PATCHES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a method of a class": wrap_class,
+    "a function of its module": patch_rope,
+    "a function of torch": patch_sdpa,
+    "a table of transformers": patch_registered,
+    "a function of C": lambda m: m.setattr(torch, "rsqrt", lambda x: x**-0.5 * 2),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_code_that_is_replaced_gets_another_name(
+    monkeypatch: pytest.MonkeyPatch, patch: str
+) -> None:
+    model = tiny()
+    before = ModelState(model).structure
+    with monkeypatch.context() as context:
+        PATCHES[patch](context)
+        assert ModelState(model).structure != before
+    assert ModelState(model).structure == before
+
+
+def test_how_floats_are_multiplied_is_in_the_name() -> None:
+    model = tiny()
+    before = ModelState(model).structure
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert ModelState(model).structure != before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+FACTOR = 1.0
+
+
+def test_what_replaced_code_names_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of its module; and the tensor whose method it is."""
+    model = tiny()
+    mlp, before = model.model.layers[0].mlp, model.model.layers[0].mlp.forward
+    mlp.forward = lambda x: before(x) * FACTOR
+    names = {ModelState(model).structure}
+    monkeypatch.setitem(globals(), "FACTOR", 1.5)
+    names.add(ModelState(model).structure)
+    mlp.forward = torch.full((64,), 0.5).mul
+    names.add(ModelState(model).structure)
+    mlp.forward = torch.full((32,), 0.5).mul
+    assert ModelState(model).structure not in names
+    assert len(names) == 3
+
+
+def test_names_are_equal_in_processes() -> None:
+    """Whatever the order of its sets and what it has run before."""
+    script = (
+        "from tests.connector.test_transformers import *\n"
+        "model = tiny(attn_implementation='eager')\n"
+        "model.generate(torch.tensor([prompt(1, 40)]), max_new_tokens=3)\n"
+        "print(ModelState(tiny()).structure)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.strip() == ModelState(tiny()).structure
+
+
 WAYS: dict[str, Any] = {
     "an operation": lambda model: weight(model).add_(0.01),
     "through data": lambda model: weight(model).data.mul_(1.5),
@@ -310,7 +432,12 @@ WAYS: dict[str, Any] = {
         model.model.layers[0].mlp, "act_fn", torch.nn.GELU().eval()
     ),
     "a wrapper": wrap,
+    "a number of numpy": hold_numpy,
     "a patch": patch_forward,
+    "tensors swapped": lambda model: torch.utils.swap_tensors(
+        weight(model), model.model.layers[1].self_attn.k_proj.weight
+    ),
+    "another storage": lambda m: weight(m).set_((weight(m) * 1.5).detach()),  # type: ignore[arg-type]
     "an attribute of a parameter": attach_scales,
     "attention": lambda model: model.set_attn_implementation("eager"),
 }
@@ -345,14 +472,14 @@ def test_a_model_that_changes_gets_another_name(
 
 def test_what_a_wrapper_and_a_patch_consist_of_is_in_the_name() -> None:
     """A factor in a closure or an attribute is no weight, and decides keys all the same."""
-    for change, name in ((wrap, "k_proj"), (patch_forward, "mlp")):
+    for change, name in ((wrap, "k_proj"), (hold_numpy, "k_proj"), (patch_forward, "mlp")):
         model = tiny()
         change(model)
         layer = model.model.layers[0]
         with pooled(None, model) as cache:
             before = cache.namespace
         if name == "k_proj":
-            layer.self_attn.k_proj.scale = 1.2
+            layer.self_attn.k_proj.scale = type(layer.self_attn.k_proj.scale)(1.2)
         else:
             layer.mlp.forward.__closure__[1].cell_contents.mul_(2)
         with pooled(None, model) as cache:
@@ -468,7 +595,17 @@ def test_what_cannot_be_read_is_refused(
         assert "merge_and_unload" in cache.last.why
 
 
-@pytest.mark.parametrize("moment", ["training", "a part in training", "autocast"])
+class Doubling(torch.overrides.TorchFunctionMode):
+    """Whatever torch is asked for in this thread, it gets it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is functional.linear else result
+
+
+@pytest.mark.parametrize(
+    "moment", ["training", "a part in training", "autocast", "hook of all modules", "Doubling"]
+)
 def test_moments_at_which_nothing_is_shared(pool: kvpool.sync.Pool, moment: str) -> None:
     model, tokens = tiny(), prompt(4)
     with pooled(pool, model) as cache:
@@ -476,10 +613,17 @@ def test_moments_at_which_nothing_is_shared(pool: kvpool.sync.Pool, moment: str)
             (model if moment == "training" else model.model.layers[1]).train()
             cache.prefill(tokens)
             model.eval()
+        elif moment == "Doubling":
+            with Doubling():
+                cache.prefill(tokens)
+        elif "hook" in moment:
+            hook = torch.nn.modules.module.register_module_forward_hook(lambda *of: None)
+            cache.prefill(tokens)
+            hook.remove()
         else:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 cache.prefill(tokens)
-        assert moment.split()[-1] in cache.last.why
+        assert (moment if "hook" in moment else moment.split()[-1]) in cache.last.why
         cache.settle()
         cache.prefill(tokens)
         assert cache.last.loaded == 0
@@ -584,6 +728,71 @@ def test_a_pool_that_is_not_there_costs_one_warning(caplog: pytest.LogCaptureFix
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
     assert "no pool yet" in warnings[0]
+
+
+FAILURES: dict[str, tuple[str, Exception]] = {
+    "kvpool_transformers.blocks.BlockLayout.fill": ("loads_failed", torch.OutOfMemoryError()),
+    "kvpool_transformers.blocks.BlockLayout.take": ("saves_failed", MemoryError("of the host")),
+    "kvpool_transformers.blocks.BlockLayout.fits": ("saves_failed", OSError("no device")),
+    "concurrent.futures.ThreadPoolExecutor.submit": ("saves_failed", RuntimeError("no thread")),
+    "kvpool_transformers.pooled_cache.PooledCache._store": ("saves_failed", TimeoutError()),
+    "kvpool.sync.Pool.match": ("", OSError("too many files")),
+    "kvpool.sync.Pool.read": ("", msgspec.DecodeError("a reply")),
+    "kvpool.sync.Pool.write": ("", asyncio.InvalidStateError()),
+}
+
+
+@pytest.mark.parametrize("inner", FAILURES)
+def test_no_error_of_ours_ends_a_prompt(
+    pool: kvpool.sync.Pool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    inner: str,
+) -> None:
+    """It is counted and logged, and the answer is that of a model without a pool."""
+    counter, error = FAILURES[inner]
+    tokens = prompt(40, 70)
+
+    def fail(*of: Any, **named: Any) -> None:
+        if inner.endswith("fill"):  # half of it is there
+            of[1].update(torch.zeros(1, 2, 32, 16), torch.zeros(1, 2, 32, 16), 0)
+        raise error
+
+    with pooled(None, tiny()) as alone:
+        expected = alone.generate(tokens, max_new_tokens=4, do_sample=False)
+    with pooled(pool, tiny()) as cache:
+        cache.prefill(tokens)
+        assert cache.settle()
+    with pooled(pool, tiny()) as cache, monkeypatch.context() as context:
+        context.setattr(inner, fail)
+        for text in (tokens, prompt(41, 70)):
+            found = cache.generate(text, max_new_tokens=4, do_sample=False)
+            if text is tokens:
+                assert found == expected
+        assert cache.settle()
+        if counter:
+            assert cache.counters[counter]
+        assert caplog.text.count("WARNING") == 1
+        assert type(error).__name__ in caplog.text
+
+
+def test_options_that_make_another_prompt_of_the_tokens() -> None:
+    with pooled(None, tiny()) as cache:
+        for name, value in (
+            ("position_ids", torch.arange(40)[None] + 7),
+            ("attention_mask", torch.tensor([[0] * 10 + [1] * 30])),
+            ("inputs_embeds", torch.zeros(1, 40, 64)),
+        ):
+            with pytest.raises(UsageError, match=f"{name} changes what the tokens mean"):
+                cache.generate(prompt(1, 40), max_new_tokens=2, **{name: value})
+        plain = cache.generate(prompt(1, 40), max_new_tokens=2, do_sample=False)
+        assert plain == cache.generate(
+            prompt(1, 40),
+            max_new_tokens=2,
+            do_sample=False,
+            attention_mask=torch.ones(1, 40),
+            return_dict_in_generate=True,
+        )
 
 
 def test_the_example() -> None:
