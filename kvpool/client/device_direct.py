@@ -23,7 +23,6 @@ from kvpool.client.buffers import DeviceBlock
 from kvpool.client.device_staging import first_bytes, until, wait_for_stream
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_kernels
 from kvpool.device.thread import DeviceFailed, DeviceThread
-from kvpool.device_copy import first_line
 from kvpool.errors import Closed, DeadlineExceeded, TooLarge
 from kvpool.protocols import DeviceArrival, DeviceReadBlock, DeviceToken, ReadOptions
 from kvpool.types import DIRECT_PIECES_MAX, ReadResult, ReadStatus
@@ -119,10 +118,7 @@ class Devices:
         if self._closed:
             raise Closed("the pool is closed")
         if device not in self._threads:
-            try:
-                self._threads[device] = DeviceThread(device, partial(_compile, device))
-            except RuntimeError as error:
-                raise DeviceFailed(f"device {device}: {first_line(error)}") from None
+            self._threads[device] = DeviceThread(device, partial(_compile, device))
         return self._threads[device]
 
     def is_ready(self, block: DeviceBlock) -> bool:

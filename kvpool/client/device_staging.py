@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import threading
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
@@ -82,7 +83,7 @@ class Staging:
         self._used: dict[int, int] = {}  # sizes of what is allocated, by where it starts
         self._allocating = asyncio.Lock()
         self._space_freed = asyncio.Event()
-        self._making: asyncio.Future[tuple[torch.Tensor, _Threads]] | None = None
+        self._pinning = threading.Lock()
         self._threads: dict[torch.device, _Threads] = {}
         self._closed = False
 
@@ -187,7 +188,8 @@ class Staging:
         start: int | None = None
         try:
             async with until(deadline):
-                await self._prepare({blocks[number].device for number in numbers})
+                for device in {blocks[number].device for number in numbers}:
+                    await self._threads_of(device).to_device.prepared()
                 # One waits for space at a time, or small rounds would starve a large one.
                 async with self._allocating:
                     while (start := self._gap(size)) is None:
@@ -222,51 +224,28 @@ class Staging:
             raise Closed("the pool is closed")
         return self._pinned
 
-    async def _prepare(self, devices: Iterable[torch.device]) -> None:
-        """Allocate the memory, and threads for each device. Raises ConfigError when that fails.
-
-        A call that ends meanwhile leaves it to those that follow: with deadlines shorter than it
-        takes, each would begin anew.
-        """
-        for device in devices:
-            while device not in self._threads:
-                if self._closed:
-                    raise Closed("the pool is closed")
-                making = self._making
-                if making is None:
-                    loop = asyncio.get_running_loop()
-                    making = self._making = loop.run_in_executor(None, self._create, device)
-                    making.add_done_callback(functools.partial(self._made, device))
-                await asyncio.wait([making])
-                if isinstance(error := making.exception(), ConfigError):
-                    raise error.fresh()
-                making.result()
-
-    def _made(
-        self, device: torch.device, making: asyncio.Future[tuple[torch.Tensor, _Threads]]
-    ) -> None:
-        self._making = None
-        if making.cancelled() or making.exception() is not None:
-            return
-        memory, threads = making.result()
+    def _threads_of(self, device: torch.device) -> _Threads:
+        """Raises Closed, ConfigError, and DeviceFailed."""
         if self._closed:
-            for thread in threads:
-                thread.close()
-        else:
-            self._pinned, self._threads[device] = memory, threads
+            raise Closed("the pool is closed")
+        if device not in self._threads:
+            pin = functools.partial(self._pin, device)
+            self._threads[device] = _Threads(DeviceThread(device, pin), DeviceThread(device, pin))
+        return self._threads[device]
 
-    def _create(self, device: torch.device) -> tuple[torch.Tensor, _Threads]:
-        """In a thread: pinning takes as long as touching every page."""
-        try:
-            memory = self._pinned
-            if memory is None:
-                memory = pinned(self._capacity, device)
-            return memory, _Threads(DeviceThread(device), DeviceThread(device))
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{human(self._capacity)} of pinned host memory for {device} cannot be had: "
-                f"{first_line(error)}; see client.device_staging"
-            ) from None
+    def _pin(self, device: torch.device) -> None:
+        """In a thread: it takes as long as touching every page."""
+        with self._pinning:
+            try:
+                if self._pinned is None:
+                    self._pinned = pinned(self._capacity, device)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"{human(self._capacity)} of pinned host memory for {device} cannot be had: "
+                    f"{first_line(error)}; see client.device_staging"
+                ) from None
+            if self._closed:
+                self._pinned = None
 
     async def _transfer(
         self, moves: Sequence[tuple[StagingSlot, int]], deadline: float, *, to_host: bool
@@ -278,7 +257,7 @@ class Staging:
             by_device.setdefault(move[0].block.device, []).append(move)
         async with until(deadline):
             for device, of_device in by_device.items():
-                threads = self._threads[device]
+                threads = self._threads_of(device)
                 thread = threads.to_host if to_host else threads.to_device
                 work = functools.partial(_copy, memory, of_device, to_host=to_host)
                 await thread.run(work, lambda _: None)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 from kvpool.device_copy import CopyEvent, NullEvent, ended, first_line, threads_of
-from kvpool.errors import Closed, Unavailable
+from kvpool.errors import Closed, KvpoolError, Unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,8 @@ class DeviceFailed(Unavailable):
 class DeviceThread:
     """Work on `device`, one call after the other. On the device `cpu` the same code runs.
 
-    `prepare` comes before all other work, and again after it has failed.
+    `prepare` comes before all other work, and again after it has failed. Raises DeviceFailed when
+    the device has no stream for it.
     """
 
     def __init__(self, device: torch.device, prepare: Callable[[], object] = tuple) -> None:
@@ -43,10 +44,13 @@ class DeviceThread:
         self.on_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self._event: CopyEvent = NullEvent()
         if device.type == "cuda":
-            stream = torch.cuda.Stream(device)
+            try:
+                stream = torch.cuda.Stream(device)
+                # Blocking: the thread sleeps. By default it would spin, and use up a core.
+                self._event = torch.cuda.Event(blocking=True)
+            except RuntimeError as error:
+                raise self._failed(error) from None
             self.on_stream = lambda: torch.cuda.stream(stream)
-            # Blocking: the thread sleeps. By default it would spin, and use up a core.
-            self._event = torch.cuda.Event(blocking=True)
         self._prepare = prepare
         self._preparing: Future[Exception | None] | None = None
         self._closed = False
@@ -58,7 +62,7 @@ class DeviceThread:
         However it ends, also when it is cancelled, the device has ended the work, or never begins
         it. Raises DeviceFailed for an error of the device or of its compiler, Closed after `close`.
         """
-        await self._prepared()
+        await self.prepared()
         job = self._executor.submit(self._work, queue, finish)
         try:
             return await ended(asyncio.wrap_future(job), job.cancel)
@@ -66,23 +70,27 @@ class DeviceThread:
             raise self._failed(error) from None
 
     def close(self) -> None:
-        """Waits for the work that has begun."""
+        """Waits for work that has begun, but not for `prepare`, which has no caller's memory."""
         self._closed = True
-        self._executor.shutdown(wait=True)
+        self._executor.shutdown(wait=self._preparing is None or self._preparing.done())
 
     def is_prepared(self) -> bool:
         """Whether work would begin at once. If not, `prepare` begins. Raises Closed."""
         return self._start_to_prepare().done()
 
-    async def _prepared(self) -> None:
-        """Wait until `prepare` has ended. It has no caller's memory: who is cancelled leaves it."""
+    async def prepared(self) -> None:
+        """Wait until `prepare` has ended; who is cancelled leaves it to those that follow.
+
+        Raises its KvpoolError, DeviceFailed for any other error, and Closed.
+        """
         job = self._start_to_prepare()
         if not job.done():
             await asyncio.wait([asyncio.wrap_future(job)])
         # Of CUDA, or of what compiles kernels: it may lack a C compiler.
         if (error := job.result()) is not None:
-            self._preparing = None
-            raise self._failed(error)
+            if self._preparing is job:
+                self._preparing = None
+            raise error.fresh() if isinstance(error, KvpoolError) else self._failed(error)
         if self._closed:
             raise Closed("the pool is closed")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -59,8 +59,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[DeviceThread]:
     """Those that clients make, for the device that there is: to the host, and to the device."""
     made: list[DeviceThread] = []
 
-    def late(_: Any) -> DeviceThread:
-        thread = DeviceThread(torch.device("cpu"))
+    def late(_: Any, prepare: Callable[[], object]) -> DeviceThread:
+        thread = DeviceThread(torch.device("cpu"), prepare)
         thread._event = LateEvent()
         made.append(thread)
         return thread
@@ -337,17 +337,25 @@ async def test_a_call_that_is_cancelled_or_late_waits_for_the_device(
     assert not tcp._memory.pinned._used
 
 
-async def test_closing_the_pool_ends_its_calls(tcp: Pool, threads: list[DeviceThread]) -> None:
-    chain = keys("closing", 1)
-    await tcp.write(NAMESPACE, chain, [empty()])
+async def test_closing_the_pool_ends_its_calls(
+    tcp: Pool, threads: list[DeviceThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that has begun ends, and no other begins."""
+    monkeypatch.setattr(staging, "ROUND", SIZE)
+    chain = keys("closing", 2)
+    data = values(chain, SIZE)
+    await tcp.write(NAMESPACE, chain, data)
+    await tcp.read(NAMESPACE, chain, [empty(), empty()])
     gate = Gate()
     gate.open = lambda: threads[1]._closed
     threads[1]._event = gate
-    reading = asyncio.ensure_future(tcp.read(NAMESPACE, chain, [empty()]))
+    targets = [empty(), empty()]
+    reading = asyncio.ensure_future(tcp.read(NAMESPACE, chain, targets))
     await eventually(lambda: gate.waiting)
     await tcp.close()
     (outcome,) = await asyncio.gather(reading, return_exceptions=True)
     assert type(outcome).__name__ == "Closed"
+    assert content(targets[1]) == bytes(SIZE)
 
 
 async def test_an_error_of_the_device_is_told(
