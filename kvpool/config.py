@@ -137,9 +137,9 @@ class ClientConfig(_Section, frozen=True):
     hedge_s: Seconds = 0.1
     #: Check the checksum of every block that is read. If false, damaged bytes are not noticed.
     verify: bool = True
-    #: Bytes of pinned memory through which blocks move from and to CUDA devices; allocated with the
-    #: first such block. One block must fit. Room for several steps of 16 MiB lets copies and
-    #: transfers overlap (design: device-memory).
+    #: Bytes of pinned memory through which blocks move from and to CUDA devices; allocated by
+    #: reserve_device_memory, or with the first such block. One block must fit. Room for several
+    #: steps of 16 MiB lets copies and transfers overlap (design: device-memory).
     device_staging: Size = 128 << 20
     #: How blocks reach a CUDA device, and leave it. staged: through the pinned memory, hashed by
     #: the host. direct: between network and device, hashed there, over transports that can do that

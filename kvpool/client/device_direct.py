@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from kvpool.checksum import block_seeds
 from kvpool.client.buffers import DeviceBlock
-from kvpool.client.device_staging import first_bytes, until, wait_for_stream
+from kvpool.client.device_staging import first_bytes, reserve, until, wait_for_stream
+from kvpool.config import DIRECT, ClientConfig
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_kernels
 from kvpool.device.thread import DeviceFailed, DeviceThread
 from kvpool.errors import Closed, DeadlineExceeded, TooLarge
@@ -50,14 +51,17 @@ Fetch: TypeAlias = Callable[[DeviceTargets], Awaitable[Mapping[int, ReadResult]]
 _reserved: dict[torch.device, list[torch.Tensor]] = {}
 
 
-def reserve_device_memory(device: torch.device) -> None:
-    """Take twice the `DIRECT_PIECES_MAX` bytes of a device that direct reads and direct writes
-    need, for the next client, and compile its kernels: that takes seconds, which no call has.
+def reserve_device_memory(device: torch.device, config: ClientConfig | None = None) -> None:
+    """At the start of a program, take what the next client with this `config` needs for a device,
+    so that no call waits for it. Called again, this does nothing until a client has it.
 
-    For a program that measures what is left of a device and takes the rest. Called again, this does
-    nothing until a client has them.
+    For `staged` and `auto` pin `device_staging` bytes of the host. For `direct`, as without a
+    config, take twice the `DIRECT_PIECES_MAX` bytes of the device, before the program measures what
+    is left of it, and compile its kernels: that takes seconds. Raises ConfigError and RuntimeError.
     """
-    if not _reserved.get(device):
+    if config is not None and config.device_path != DIRECT:
+        reserve(config.device_staging, device)
+    elif not _reserved.get(device):
         _reserved[device] = [_allocate(device), _allocate(device)]
         _compile(device)
 

@@ -3,8 +3,8 @@
 A block that is read arrives in pinned memory, its transport verifies it there as always, and only
 then it is copied to the device: bytes that were never in host memory could not be verified. A
 block that is written is copied to pinned memory first. Batches go in rounds: while one round is on
-the network, another is copied between host and device. The memory is allocated once, when a device
-is used for the first time, and never grows (design: device-memory).
+the network, another is copied between host and device. The memory is allocated once, by `reserve`
+or when a device is used for the first time, and never grows (design: device-memory).
 """
 
 from __future__ import annotations
@@ -51,6 +51,17 @@ ROUND: Final = 16 << 20
 _ROUNDS_AT_ONCE: Final = 2
 #: How often to ask whether a device has reached its caller's events.
 _POLL_S: Final = 0.0005
+
+
+#: Pinned memory that was taken before the client that is going to use it, by its size.
+_reserved: dict[int, torch.Tensor] = {}
+
+
+def reserve(capacity: int, device: torch.device) -> None:
+    """Pin memory for the next client that has so much. Raises ConfigError. Called again, this does
+    nothing until a client has it."""
+    if capacity not in _reserved:
+        _reserved[capacity] = _pin(capacity, device)
 
 
 class StagingSlot(NamedTuple):
@@ -236,14 +247,10 @@ class Staging:
     def _pin(self, device: torch.device) -> None:
         """In a thread: it takes as long as touching every page."""
         with self._pinning:
-            try:
-                if self._pinned is None:
-                    self._pinned = pinned(self._capacity, device)
-            except RuntimeError as error:
-                raise ConfigError(
-                    f"{human(self._capacity)} of pinned host memory for {device} cannot be had: "
-                    f"{first_line(error)}; see client.device_staging"
-                ) from None
+            if self._pinned is None:
+                self._pinned = _reserved.pop(self._capacity, None)
+            if self._pinned is None:
+                self._pinned = _pin(self._capacity, device)
             if self._closed:
                 self._pinned = None
 
@@ -263,6 +270,16 @@ class Staging:
                 await thread.run(work, lambda _: None)
                 count = sum(size for _, size in of_device)
                 self._counters[f"staged_{'write' if to_host else 'read'}_bytes"] += count
+
+
+def _pin(capacity: int, device: torch.device) -> torch.Tensor:
+    try:
+        return pinned(capacity, device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{human(capacity)} of pinned host memory for {device} cannot be had: "
+            f"{first_line(error)}; see client.device_staging"
+        ) from None
 
 
 def _copy(memory: torch.Tensor, moves: Iterable[tuple[StagingSlot, int]], *, to_host: bool) -> None:

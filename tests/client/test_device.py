@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import kvpool
 from kvpool import (
     BadBuffer,
     ClientConfig,
@@ -29,7 +30,7 @@ from kvpool import (
 from kvpool.client import device_staging as staging
 from kvpool.client.buffers import HostRows, with_device_blocks
 from kvpool.device.thread import DeviceThread
-from kvpool.errors import Closed
+from kvpool.errors import Closed, ConfigError
 from tests.conftest import NAMESPACE, TRANSPORTS, eventually, key, keys, value, values
 from tests.support.late_device import Gate, LateEvent, LateTensor, stream
 
@@ -90,9 +91,13 @@ async def tcp(pool_dev: dev.Dev) -> AsyncIterator[Pool]:
         yield pool
 
 
-def configured(pool_dev: dev.Dev, scheme: str) -> ClientConfig:
+def configured(pool_dev: dev.Dev, scheme: str, path: str = "staged") -> ClientConfig:
     return ClientConfig(
-        masters=[pool_dev.address], transports=[scheme], device_staging=6 * SIZE, attempt_s=5.0
+        masters=[pool_dev.address],
+        transports=[scheme],
+        device_staging=6 * SIZE,
+        device_path=path,
+        attempt_s=5.0,
     )
 
 
@@ -523,10 +528,31 @@ async def test_memory_that_is_pinned_too_late_is_given_back(
     assert pool._memory.pinned._pinned is None
 
 
-async def test_pinned_memory_that_cannot_be_had(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might")
+def unpinnable(*_: object) -> None:
+    raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might")
 
-    monkeypatch.setattr(staging, "pinned", fails)
-    with pytest.raises(Exception, match=r"out of memory; see client\.device_staging"):
+
+NOT_PINNED = r"^576 KiB of pinned host .* out of memory; see client\.device_staging$"
+
+
+async def test_pinned_memory_that_cannot_be_had(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "pinned", unpinnable)
+    with pytest.raises(ConfigError, match=NOT_PINNED):
         await tcp.write(NAMESPACE, [key("x")], [empty()])
+
+
+@pytest.mark.parametrize("path", ["staged", "auto"])
+async def test_memory_that_is_pinned_at_the_start(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Then no call waits for it, and what is wrong is told there."""
+    config = configured(pool_dev, "tcp", path)
+    for _ in range(2):
+        kvpool.reserve_device_memory(OnGpu.device, config)
+    monkeypatch.setattr(staging, "pinned", unpinnable)
+    chain = keys("reserved", 3)
+    async with pool_dev.pool(config) as pool:
+        assert set(await pool.write(NAMESPACE, chain, [empty()] * 3)) == {WriteStatus.STORED}
+        assert all(hits(await pool.read(NAMESPACE, chain, [empty() for _ in chain])))
+        with pytest.raises(ConfigError, match=NOT_PINNED):  # this client has it
+            kvpool.reserve_device_memory(OnGpu.device, config)
