@@ -9,6 +9,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from kvpool.config import Config, MasterConfig
 from kvpool.errors import MasterLost
 from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
+from kvpool.tools import bench
 from tests.conftest import keys, value
 from tests.support.commands import running_kvpool
 from tests.support.local_pool import LocalPool
@@ -83,8 +85,9 @@ def test_options_with_several_values_may_be_given_several_times(
     assert as_json("status", "--masters", pool.master, "--masters", "127.0.0.1:1")
 
 
-def test_the_smallest_batches_are_measured() -> None:
+def test_the_smallest_batches_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are less than the block that is read alone, and than an extent each."""
+    monkeypatch.setattr(bench, "BenchOptions", partial(bench.BenchOptions, calls=20))
     done = kvpool("bench", "--block-size", "1", "--batch", "2", "--rounds", "1", "--json")
     assert "error" not in done.stderr
     assert json.loads(done.stdout)["rows"]
