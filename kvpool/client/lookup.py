@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 from kvpool import spans
@@ -143,27 +144,7 @@ class Lookup:
     def __init__(self, masters: Masters, servers: Servers) -> None:
         self._masters = masters
         self._servers = servers
-        self._known = KnownSpans()
-
-    async def match(
-        self,
-        namespace: Namespace,
-        chain: Sequence[bytes],
-        deadline: float,
-        session: str = "",
-        *,
-        observes: bool = False,
-    ) -> Match:
-        """As `Pool.match`; it is no demand if it only `observes`."""
-        return await match(
-            self._masters,
-            namespace,
-            chain,
-            deadline,
-            session,
-            known=self._known,
-            observes=observes,
-        )
+        self.match = partial(match, masters, known=KnownSpans())
 
     async def explain(
         self, namespace: Namespace, digests: Sequence[bytes], deadline: float

@@ -43,6 +43,7 @@ class Masters:
         #: When the first request since the last answer failed; and whether the log has it.
         self._failing_since: float | None = None
         self._logged_lost = False
+        self.closed = False
 
     async def ask(
         self,
@@ -104,6 +105,7 @@ class Masters:
                     raise self._lost([DeadlineExceeded(waiting)]) from None
 
     def close(self) -> None:
+        self.closed = True
         for link in self._links:
             link.close()
 

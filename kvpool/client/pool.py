@@ -459,8 +459,8 @@ class Pool:
         if not self._context.closed:
             self._context.closed = True
             await self._extensions.close()
+            self._context.masters.close()  # first: what a call connects after it is closed at once
             await self._servers.close()
-            self._context.masters.close()
             self._memory.close()
             if self._own_network is not None:
                 self._own_network.close()

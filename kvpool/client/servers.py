@@ -56,6 +56,8 @@ _BACKOFF_S_MAX: Final = 5.0
 _REFRESH_S: Final = 0.5
 #: Members that a client accepts from a master.
 _MEMBERS_MAX: Final = 4096
+#: A server that masters list no more is forgotten after this: one that has just started knows few.
+_FORGET_S: Final = 60.0
 
 
 class Path(NamedTuple):
@@ -94,6 +96,8 @@ class KnownServer:
         self.slow_until = 0.0
         self.worked_at = -math.inf  # a call succeeded
         self.path_failed = False  # and no master was asked for the addresses since
+        self.missing_since = math.inf  # masters list it no more
+        self.calls = 0  # that are under way
 
 
 class Servers:
@@ -117,7 +121,7 @@ class Servers:
         self.durations = Durations()
         self.under_way: Counter[str] = Counter()  # attempts to read, by server
         self._rng = rng or random.SystemRandom()
-        self._records: dict[str, KnownServer] = {}
+        self.known: dict[str, KnownServer] = {}  # by name
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._refreshed_at = 0.0
@@ -126,12 +130,7 @@ class Servers:
         self._renewal: asyncio.Task[None] | None = None  # asks a master for all addresses
 
     def __repr__(self) -> str:
-        return f"servers={sorted(self._records)}"
-
-    @property
-    def known(self) -> Mapping[str, KnownServer]:
-        """What this client knows of servers, by name."""
-        return self._records
+        return f"servers={sorted(self.known)}"
 
     async def refresh(self, deadline: float, *, patient: bool = False) -> list[Member]:
         """The members that a master knows. Raises MasterLost, as `Masters.ask` does.
@@ -151,7 +150,9 @@ class Servers:
             infos += answer.members
             more = answer.more and len(infos) < _MEMBERS_MAX
         self._refreshed_at = self._loop.time()
-        return [self._update(info) for info in infos]
+        members = [self._update(info) for info in infos]
+        self._forget_missing(self.known.keys() - {info.server for info in infos})
+        return members
 
     async def call(
         self,
@@ -166,7 +167,7 @@ class Servers:
         when it is used, and says nothing about the server. `counted_as`: the operation in
         `durations`, where an answer counts.
         """
-        record = self._records.get(server)
+        record = self.known.get(server)
         if record is None or not record.paths or self._loop.time() < record.retry_at:
             record = await self._resolve(server, deadline)
         before = record.epoch, record.paths
@@ -211,7 +212,7 @@ class Servers:
         With `given_up` its host may be gone without a word (power, cable): its channels are
         closed, too.
         """
-        record = self._records.get(server)
+        record = self.known.get(server)
         if record is not None:
             now = self._loop.time()
             known = now < record.slow_until
@@ -232,7 +233,7 @@ class Servers:
         equal ones those `below` memory last, and first, `now`, that which it reads least from."""
 
         def key(server: str) -> tuple[Standing, bool, int, float]:
-            record = self._records.get(server)
+            record = self.known.get(server)
             choice = record.preference if record is not None else 0.0
             return self.standing(server), server in below, now and self.under_way[server], choice
 
@@ -240,7 +241,7 @@ class Servers:
 
     def standing(self, server: str) -> Standing:
         """How good it is now, as far as it is known."""
-        record = self._records.get(server)
+        record = self.known.get(server)
         if record is None:
             return Standing(ailing=False, far=True, networked=True)
         now = self._loop.time()
@@ -253,9 +254,9 @@ class Servers:
 
     async def near(self, servers: Set[str], deadline: float) -> frozenset[str]:
         """Those of the `servers` that are on this host. Asks a master about unknown ones."""
-        if not servers <= self._records.keys():
+        if not servers <= self.known.keys():
             await self.refresh(deadline)
-        records = [self._records[server] for server in servers & self._records.keys()]
+        records = [self.known[server] for server in servers & self.known.keys()]
         return frozenset([one.server for one in records if one.host == self._host.id])
 
     async def zero_copy_channel(self, server: str, deadline: float) -> SupportsZeroCopyView:
@@ -280,7 +281,7 @@ class Servers:
         if self._renewal is not None:
             self._renewal.cancel()
             await asyncio.wait([self._renewal])
-        for record in self._records.values():
+        for record in self.known.values():
             self._close_channels(record)
         if self._closing:
             await asyncio.wait(self._closing)
@@ -289,13 +290,13 @@ class Servers:
 
     async def _resolve(self, server: str, deadline: float) -> KnownServer:
         """The record of a server that may be called. Raises ServerLost, MasterLost."""
-        record = self._records.get(server)
+        record = self.known.get(server)
         now = self._loop.time()
         lost = record is not None and now < record.retry_at
         refresh_due = now >= self._refreshed_at + _REFRESH_S
         if record is None or not record.paths or (lost and refresh_due):
             await self.refresh(deadline)
-            record = self._records.get(server)
+            record = self.known.get(server)
         if record is None:
             raise ServerLost(f"no master knows server {server}")
         if now < record.retry_at:
@@ -307,9 +308,10 @@ class Servers:
         fields = {name: getattr(info, name) for name in info.__struct_fields__}
         fields["addresses"] = tuple(info.addresses)
         fields["tiers"] = tuple(info.tiers)
-        record = self._records.get(info.server)
+        record = self.known.get(info.server)
         if record is None:
-            record = self._records[info.server] = KnownServer(info.server, self._rng)
+            record = self.known[info.server] = KnownServer(info.server, self._rng)
+        record.missing_since = math.inf
         # A master that has lost touch with a server knows less of it than this client.
         if info.alive or not record.paths:
             if record.epoch != info.epoch:
@@ -320,6 +322,14 @@ class Servers:
             record.host = info.host
             self._find_paths(record, info.addresses)
         return Member(**fields)
+
+    def _forget_missing(self, missing: Set[str]) -> None:
+        """Drop those of them that were missing before, and for long. What a call uses stays."""
+        now, many = self._refreshed_at, len(self.known) > 2 * _MEMBERS_MAX
+        for record in [self.known[server] for server in missing]:
+            record.missing_since = min(record.missing_since, now)
+            if not record.calls and (many or record.missing_since <= now - _FORGET_S):
+                self._close_channels(self.known.pop(record.server))
 
     def _renew_addresses(self) -> None:
         """Ask a master for the addresses, in the background: no call waits for it.
@@ -336,7 +346,7 @@ class Servers:
         lately = self._loop.time() < self._refreshed_at + _REFRESH_S
         if lately or (self._renewal is not None and not self._renewal.done()):
             return
-        for record in self._records.values():
+        for record in self.known.values():
             record.path_failed = False
         self._renewal = self._loop.create_task(renew())
 
@@ -377,6 +387,7 @@ class Servers:
                 channel = record.channels.get(path)
                 reused = channel is not None
                 started = self._loop.time()
+                record.calls += 1
                 try:
                     if channel is None:
                         last = path == order[-1]
@@ -398,6 +409,8 @@ class Servers:
                         continue  # closed while it was idle: once more, on a fresh connection
                     self._path_failed(record, path, channel, error)
                     break
+                finally:
+                    record.calls -= 1
                 record.worked_at = self._loop.time()
                 if record.path_failed:
                     self._renew_addresses()
@@ -457,6 +470,9 @@ class Servers:
                     if not last and self._loop.time() - began >= self._config.hedge_s:
                         self.mark_broken(path)
                     raise
+                if self._masters.closed or self.known.get(record.server) is not record:
+                    self._abort_and_close(channel)
+                    raise LinkBroken(f"{path.address} is not used any more")
                 record.channels[path] = channel
                 log.debug("connected", server=record.server, address=path.address)
         finally:

@@ -480,7 +480,7 @@ async def test_a_reader_that_is_killed_gives_its_pins_back(
 def client_streams(client: Pool) -> list[Any]:
     """Those that are at work."""
     found = []
-    for record in client._servers._records.values():
+    for record in client._servers.known.values():
         for channel in record.channels.values():
             if isinstance(channel, ucx.UcxChannel):
                 found += list(channel._streams._busy)

@@ -433,7 +433,7 @@ async def test_servers_of_this_host_come_first_and_silent_ones_last() -> None:
         await servers.refresh(later(5))
         assert servers.rank(["far", "near"]) == ["near", "far"]
         servers.mark_unresponsive("near", "silent", given_up=False)
-        assert servers._records["near"].slow_until <= later(0.4)
+        assert servers.known["near"].slow_until <= later(0.4)
 
 
 @virtual_time
@@ -501,8 +501,8 @@ async def test_while_a_server_is_lost_masters_are_asked_for_a_new_one() -> None:
         for _ in range(5):  # the delays grow to seconds
             with pytest.raises(ServerLost):
                 await servers.call("s", ping, later(5))
-            servers._records["s"].retry_at = 0.0
-        servers._records["s"].retry_at = later(60)
+            servers.known["s"].retry_at = 0.0
+        servers.known["s"].retry_at = later(60)
         master.answer = listing(member("s", epoch=2))
         transport.broken = False
         await asyncio.sleep(0.55)
@@ -531,9 +531,9 @@ async def test_a_call_that_succeeds_ends_the_memory_of_failures() -> None:
         for _ in range(6):
             servers.mark_unresponsive("s", "silent", given_up=False)
         assert await servers.call("s", ping, later(5)) == "pong"
-        servers._records["s"].slow_until = 0.0
+        servers.known["s"].slow_until = 0.0
         servers.mark_unresponsive("s", "silent", given_up=False)
-        assert servers._records["s"].slow_until <= later(0.4)
+        assert servers.known["s"].slow_until <= later(0.4)
 
 
 @virtual_time

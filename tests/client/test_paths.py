@@ -114,7 +114,7 @@ async def test_the_order_is_as_configured_and_what_lacks_its_fabric_comes_last()
     async with client({"first": first, "second": second, "third": third}) as (pool, chain):
         await reads(pool, chain, 3)
         assert (first.calls, second.calls, third.calls) == (0, 3, 0)
-        (record,) = pool._servers._records.values()
+        (record,) = pool._servers.known.values()
         assert [path.scheme for path in record.paths] == ["second", "third", "first"]
 
 
@@ -122,7 +122,7 @@ async def test_a_refusal_is_an_answer_after_which_all_is_as_before() -> None:
     """A client of a tenant that asked for too much goes on with what it may do."""
     one, other = Paced("one", 0.0), Paced("other", 0.0)
     async with client({"one": one, "other": other}) as (pool, chain):
-        (record,) = pool._servers._records.values()
+        (record,) = pool._servers.known.values()
         asked = []
 
         async def refused(channel: Channel) -> None:
@@ -160,7 +160,7 @@ async def test_a_path_whose_connecting_is_silent_leaves_time_for_the_next() -> N
 async def test_a_call_that_was_given_up_while_it_connected_is_a_lesson_for_the_next() -> None:
     mute, tcp = Paced("mute", 0.0), TcpTransport()
     async with client({"mute": mute, "tcp": tcp}) as (pool, chain):
-        (record,) = pool._servers._records.values()
+        (record,) = pool._servers.known.values()
         pool._servers._close_channels(record)
         mute.silent = True
         late = asyncio.create_task(reads(pool, chain, 1))

@@ -18,7 +18,7 @@ BACKOFF_S = 0.05
 
 def fail(servers: servers_module.Servers, address: str) -> None:
     """A path to the only server has failed."""
-    (record,) = servers._records.values()
+    (record,) = servers.known.values()
     path = servers_module.Path("tcp", address)
     servers._path_failed(record, path, None, LinkBroken("gone"))
 
@@ -53,7 +53,7 @@ async def test_a_call_that_waited_to_connect_is_not_misled_by_another_path(
     async with pool_dev.pool() as pool:
         await pool.members()
         servers = pool._servers
-        (record,) = servers._records.values()
+        (record,) = servers.known.values()
         path = record.paths[0]
         servers._path_failed(record, path, None, LinkBroken("gone"))
         deadline = asyncio.get_running_loop().time() + 5
@@ -71,7 +71,7 @@ async def test_a_call_that_waits_to_connect_ends_at_its_deadline(pool_dev: dev.D
         chain = keys("connecting", 2)
         assert await pool.write(NAMESPACE, chain, [b"a" * 100] * 2) == [WriteStatus.STORED] * 2
         servers, match = pool._servers, await pool.match(NAMESPACE, chain)
-        (record,) = servers._records.values()
+        (record,) = servers.known.values()
         servers._close_channels(record)
         await record.connecting.acquire()
         memory = [bytearray(100) for _ in chain]
@@ -87,7 +87,7 @@ async def test_a_server_with_other_addresses_is_called_there_at_once(pool_dev: d
     """Another process may have had its id for a time: the epoch need not be another one."""
     async with pool_dev.pool() as pool:
         await pool.members()
-        (record,) = pool._servers._records.values()
+        (record,) = pool._servers.known.values()
         record.paths = [servers_module.Path("tcp", "tcp://127.0.0.1:1")]
         statuses = await pool.write(NAMESPACE, keys("moved", 1), [b"a" * 100])
         assert statuses == [WriteStatus.STORED]
@@ -104,7 +104,7 @@ async def test_addresses_are_renewed_when_one_path_of_several_fails(
         chain = keys("renewed", 1)
         assert await pool.write(NAMESPACE, chain, [b"a" * 100]) == [WriteStatus.STORED]
         match = await pool.match(NAMESPACE, chain)
-        (record,) = pool._servers._records.values()
+        (record,) = pool._servers.known.values()
         paths = record.paths
         record.paths = [servers_module.Path("tcp", "tcp://127.0.0.1:1"), *paths]
         if views:
@@ -128,7 +128,7 @@ async def test_addresses_are_asked_for_once_and_again_when_no_master_answered(
         assert await pool.write(NAMESPACE, chain, [b"a" * 100]) == [WriteStatus.STORED]
         match = await pool.match(NAMESPACE, chain)
         servers, asked, answer = pool._servers, 0, asyncio.Event()
-        (record,) = servers._records.values()
+        (record,) = servers.known.values()
 
         async def lost(deadline: float, *, patient: bool = False) -> list[Member]:
             nonlocal asked
@@ -159,7 +159,7 @@ async def test_memory_is_shown_over_the_next_path_when_the_first_is_broken(
 ) -> None:
     async with pool_dev.pool() as pool:
         await pool.members()
-        (record,) = pool._servers._records.values()
+        (record,) = pool._servers.known.values()
         record.paths = [servers_module.Path("tcp", "tcp://127.0.0.1:1"), *record.paths]
         deadline = asyncio.get_running_loop().time() + 5
         channel = await pool._servers.zero_copy_channel(record.server, deadline)

@@ -591,7 +591,7 @@ async def test_a_call_ends_when_ucx_has_let_go(
         config = ClientConfig(masters=[running.address], transports=["ucx"])
         async with running.pool(config) as pool:
             chain = await stored(pool, "let go", 8)
-            (known,) = pool._servers._records.values()
+            (known,) = pool._servers.known.values()
             (channel,) = known.channels.values()
             assert isinstance(channel, UcxChannel)
             worker = channel._workers.current()

@@ -73,6 +73,9 @@ class PeerServers:
                 self.failed(server, kept[1])
             if server not in self._channels:
                 self._channels[server] = info.epoch, await self._connect(info, deadline)
+            if self._closed:  # meanwhile
+                self._close(server)
+                raise ServerLost("this server is closing")
             self._used(server)
             return self._channels[server][1]
 

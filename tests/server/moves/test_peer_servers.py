@@ -7,7 +7,10 @@ import asyncio
 import pytest
 
 from kvpool import ClientConfig, admin, dev
+from kvpool.errors import LinkBroken, ServerLost
+from kvpool.protocols import Channel
 from kvpool.server.moves import peer_servers
+from kvpool.wire.messages import MemberInfo
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.support.moves import moves_of
 
@@ -68,3 +71,30 @@ async def test_masters_are_left_although_no_other_server_was_used(
             await asyncio.sleep(0.04)
         assert masters.are_connected
         await eventually(lambda: not masters.are_connected)
+
+
+async def test_a_connection_that_is_made_while_the_server_closes_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with dev.serve("16MiB", servers=2, listen=("tcp://127.0.0.1:0",)) as running:
+        peers, other = moves_of(running.servers[0]).peers, running.servers[1]
+        connect, asked, go_on = peers._connect, asyncio.Event(), asyncio.Event()
+        made: list[Channel] = []
+
+        async def slowly(info: MemberInfo, deadline: float) -> Channel:
+            asked.set()
+            await go_on.wait()
+            made.append(await connect(info, deadline))
+            return made[0]
+
+        monkeypatch.setattr(peers, "_connect", slowly)
+        until = asyncio.get_running_loop().time() + 5
+        call = asyncio.create_task(peers.channel(other.server, until))
+        await asked.wait()
+        await peers.close()
+        go_on.set()
+        with pytest.raises(ServerLost, match="closing"):
+            await call
+        with pytest.raises(LinkBroken):
+            await made[0].remove(NAMESPACE, keys("none", 1), deadline=until)
+        await eventually(lambda: not other.stats(0.0).counters["connections"])
