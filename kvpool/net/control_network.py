@@ -84,6 +84,7 @@ class TcpNetwork:
         if os.getpid() != self._pid:
             raise Closed("the pool was opened before a fork: open another one in the child")
         link = _Link(address, self._cluster, lambda: self._context)
+        self._links = [one for one in self._links if one._connected or not one._closed]
         self._links.append(link)
         return link
 

@@ -189,9 +189,8 @@ class PendingRequests:
             self._hasty.discard(future)
             del self._pending[id]
             self._messages.pop(id, None)
+            self._late()  # also of a caller that was cancelled: its own patience was shorter
         if isinstance(reply, KvpoolError):
-            if isinstance(reply, DeadlineExceeded):
-                self._late()
             raise reply.fresh()
         return reply.type, reply.body
 
@@ -200,7 +199,7 @@ class PendingRequests:
         raise NotImplementedError
 
     def _late(self) -> None:
-        """A request has had no reply in time."""
+        """A request has ended: with `silent_since`, perhaps without a reply in time."""
 
     def on_reply(self, message: bytes) -> None:
         """Give a received message to the caller that waits for it, if there still is one."""

@@ -171,16 +171,38 @@ async def test_who_is_hasty_does_not_wait_for_a_master_that_is_gone() -> None:
         assert await ask(link, b"back", hasty=True) == b"back"
 
 
+async def test_a_network_forgets_links_that_are_closed() -> None:
+    """A server closes those that it does not use, and makes new ones, for as long as it lives."""
+    async with served() as master:
+        callers = TcpNetwork()
+        for _ in range(9):
+            link = callers.connect(master.address)
+            assert await ask(link, b"?") == b"?"
+            link.close()
+            await link.wait_closed()  # type: ignore[attr-defined]
+        assert len(callers._links) == 1
+        used, unused = callers.connect(master.address), callers.connect(master.address)
+        assert await ask(used, b"?") == b"?"
+        callers.connect(master.address)
+        assert {used, unused} <= set(callers._links)
+        callers.close()
+        await callers.wait_closed()
+        await eventually(lambda: not master.listener.callers)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_silent_master_is_left_when_another_connection_is_there(
-    monkeypatch: pytest.MonkeyPatch,
+    cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also when its callers have less patience than their deadlines."""
     monkeypatch.setattr(control_network, "RECONNECT_AFTER_S", 0.1)
     async with served() as master:
         link = await master.caller()
         before = link._end
         before.send = lambda message: None  # as if the network swallowed all
-        with pytest.raises(DeadlineExceeded):
-            await ask(link, b"lost", within_s=0.15)
+        lost = ask(link, b"lost", within_s=60 if cancelled else 0.15)
+        with pytest.raises(TimeoutError if cancelled else DeadlineExceeded):
+            await asyncio.wait_for(lost, 0.15 if cancelled else 60)
         assert await ask(link, b"found", within_s=5) == b"found"
         assert link._end is not before
         assert not before.is_open
