@@ -39,6 +39,8 @@ _STORED: Final = frozenset({"STORED", "ALREADY_STORED", "IN_PROGRESS", "BYPASSED
 #: Results of single blocks that mean that the pool fails.
 _POOL_FAILED: Final = frozenset({"NO_MASTER", "SERVER_LOST", "DEADLINE"})
 _CLOSE_S: Final = 10.0
+#: Results that wait to be asked for. Those of requests that have ended are never asked for.
+_RESULTS_MAX: Final = 16_384
 #: Kinds of tasks, and what becomes of their objects.
 _DONE: Final = {"lookups": "found", "loads": "loaded", "stores": "stored"}
 _COUNTERS: Final = (
@@ -106,8 +108,7 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         As LMCache's own adapters do, it counts bytes and announces keys that are new in the pool.
         """
         views = [memoryview(one.byte_array).cast("B") for one in objects]
-        with self._lock:
-            named = self._names.of_objects(keys, objects)
+        named = self._named(self._names.of_objects, keys, objects)
         new: list[int] = []
 
         async def work(pool: Pool, space: Namespace, at: list[int]) -> list[int]:
@@ -133,8 +134,7 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
         """Which of these objects the pool has: one message for each model, rank and salt."""
-        with self._lock:
-            named = self._names.of_lookup(keys, group_layout_descs or {})
+        named = self._named(self._names.of_lookup, keys, group_layout_descs or {})
 
         async def work(pool: Pool, space: Namespace, at: list[int]) -> list[int]:
             return await self._contains(pool, space, keys, at)
@@ -151,8 +151,7 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Fill objects. Their memory is written to until the task is done, also on a miss."""
         views = [memoryview(one.byte_array).cast("B") for one in objects]
-        with self._lock:
-            named = self._names.of_objects(keys, objects)
+        named = self._named(self._names.of_objects, keys, objects)
 
         async def work(pool: Pool, space: Namespace, at: list[int]) -> list[int]:
             return await self._read(pool, space, keys, views, at)
@@ -179,11 +178,14 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             for space, at in named.items():
                 try:
                     await pool.remove(space, _unique(keys, at))
-                except KvpoolError as error:
-                    self._pause(str(error))
+                except Exception as error:
+                    known = isinstance(error, KvpoolError)
+                    self._pause(str(error) if known else f"a removal failed with {error!r}")
                 else:  # also of those that the pool has evicted: LMCache counts bytes
-                    self._notify_keys_deleted(
-                        [keys[position] for position in at], [sizes[position] for position in at]
+                    self._tell(
+                        self._notify_keys_deleted,
+                        [keys[position] for position in at],
+                        [sizes[position] for position in at],
                     )
 
         self._pool.start(work)
@@ -215,6 +217,17 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # --- inside --------------------------------------------------------------------------
 
+    def _named(
+        self, names: Callable[..., Mapping[Namespace, list[int]]], *of: Any
+    ) -> Mapping[Namespace, list[int]]:
+        """The positions by namespace; none, which is a miss, for what has no name."""
+        try:
+            with self._lock:
+                return names(*of)
+        except Exception as error:
+            log.warning("kvpool: objects that cannot be named are not shared: %r", error)
+            return {}
+
     def _submit(self, task: Task) -> int:
         """Run it in the pool's thread. Whatever happens it ends, and its event is set."""
         with self._lock:
@@ -223,16 +236,14 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self.counters[task.kind] += 1
 
         def finish(done: list[int], failed: bool = False) -> None:
-            try:
-                if task.announce is not None:
-                    task.announce(done)  # without the lock: LMCache's listeners may call us
-            finally:
-                with self._lock:
-                    self.counters[f"objects_{_DONE[task.kind]}"] += len(done)
-                    self.counters[f"{task.kind}_failed"] += failed
-                    if not self._closed:
-                        task.keep(number, done)
-                        os.eventfd_write(task.fd, 1)
+            if task.announce is not None:
+                self._tell(task.announce, done)
+            with self._lock:
+                self.counters[f"objects_{_DONE[task.kind]}"] += len(done)
+                self.counters[f"{task.kind}_failed"] += failed
+                if not self._closed:
+                    task.keep(number, done)
+                    os.eventfd_write(task.fd, 1)
 
         async def run() -> None:
             done: list[int] = []
@@ -251,6 +262,13 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             finish([])
         return number
 
+    def _tell(self, listeners: Callable[..., None], *what: object) -> None:
+        """Without the lock: LMCache's listeners may call us. What they raise is theirs."""
+        try:
+            listeners(*what)
+        except Exception:
+            log.warning("kvpool: a listener of LMCache's failed", exc_info=True)
+
     async def _all(self, pool: Pool, task: Task) -> tuple[list[int], bool]:
         """The calls for all namespaces at the same time, as a rule it is one; and whether one
         failed. One that fails takes nothing from the others."""
@@ -262,6 +280,8 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 self._pause(str(error))
             except KvpoolError as error:
                 log.warning("kvpool: %s", error)
+            except Exception as error:  # a mistake of ours must not take the others' answers
+                self._pause(f"{task.kind} failed with {error!r}")
             return None
 
         if len(task.named) == 1:
@@ -336,6 +356,8 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             for position in positions:
                 bitmap.set(position)
             self._found[task] = bitmap
+            if len(self._found) > _RESULTS_MAX:
+                self._found.pop(next(iter(self._found)))
 
         return keep
 

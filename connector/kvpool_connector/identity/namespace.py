@@ -30,7 +30,7 @@ def name(fields: Mapping[str, object], *, parts: int, format: str = FORMAT) -> N
 
 def digest(text: str, digits: int = 12) -> str:
     """A short hash of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:digits]
 
 
 def _value(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -11,7 +12,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 import kvpool
@@ -286,6 +289,78 @@ def test_a_pool_that_is_gone_ends_each_task() -> None:
             assert told["is_healthy"] is False
         finally:
             engine.close()
+
+
+@pytest.mark.parametrize("error", [OSError("none"), msgspec.DecodeError("bad"), TimeoutError()])
+def test_no_error_of_ours_stays_in_a_task(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It is a miss, is counted, and takes nothing from the other namespaces of the task."""
+    made = engine.adapter
+    assert made is not None
+    keys = [ObjectKey(bytes(32), "m", 0, 0, salt) for salt in ("", "a", "b")]
+    task = made.submit_store_task(keys, [fresh() for _ in keys])
+    assert signalled(made.get_store_event_fd())
+    assert made.pop_completed_store_tasks()[task].is_successful()
+    contains, calls = kvpool.Pool.contains, 0
+
+    async def fail(*of: Any, **named: Any) -> list[bool]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise error
+        await asyncio.sleep(0.05)
+        return await contains(*of, **named)
+
+    monkeypatch.setattr(kvpool.Pool, "contains", fail)
+    layout = {0: MemoryLayoutDesc([SHAPE], [torch.float16])}
+    task = made.submit_lookup_and_lock_task(keys, layout)
+    assert signalled(made.get_lookup_and_lock_event_fd())
+    found = made.query_lookup_and_lock_result(task)
+    assert [found.test(at) for at in range(3)] == [True, False, True]
+    told = made.report_status()
+    assert told["lookups_failed"] == 1
+    assert told["paused"]
+
+
+def test_a_listener_that_fails_ends_no_task(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine.adapter
+    assert made is not None
+
+    def fail(*of: object) -> None:
+        raise RuntimeError("a listener's mistake")
+
+    for listeners in ("_notify_keys_stored", "_notify_keys_deleted"):
+        monkeypatch.setattr(made, listeners, fail)
+    keys = [ObjectKey(bytes(32), "m", 0, 0, salt) for salt in ("", "a")]
+    task = made.submit_store_task(keys, [fresh() for _ in keys])
+    assert signalled(made.get_store_event_fd())
+    assert made.pop_completed_store_tasks()[task].is_successful()
+    made.delete(keys)
+    until = time.monotonic() + 10
+    while caplog.text.count("a listener of LMCache's failed") < 3:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_results_that_nobody_asks_for_are_bounded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a salt that is no text has a name."""
+    made = engine.adapter
+    assert made is not None
+    monkeypatch.setattr(adapter, "_RESULTS_MAX", 3)
+    layout = {0: MemoryLayoutDesc([SHAPE], [torch.float16])}
+    keys = [ObjectKey(bytes(32), "m", 0, 0, "\ud800")]
+    tasks = [made.submit_lookup_and_lock_task(keys, layout) for _ in range(5)]
+    until = time.monotonic() + 10
+    while made.query_lookup_and_lock_result(tasks[-1]) is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    results = [made.query_lookup_and_lock_result(task) is not None for task in tasks[:4]]
+    assert results == [False, False, True, True]
 
 
 def test_hashes_of_other_lengths(engine: Engine) -> None:
