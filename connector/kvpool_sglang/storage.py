@@ -142,9 +142,11 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys or name not in self._names or not self._serves():
             return 0
         timeout_s = self._settings.lookup_timeout_s
-        chain = [digest(key) for key in keys]
         match = self._pool.call(
-            lambda pool: pool.match(self._names[name], chain, timeout=timeout_s), None
+            lambda pool: pool.match(
+                self._names[name], [digest(key) for key in keys], timeout=timeout_s
+            ),
+            None,
         )
         if match is None:
             return 0
@@ -178,13 +180,29 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]
             for one in transfers
         }
 
+    def _buffers(
+        self, pages: HostPages | None, keys: Sequence[str], host_indices: Any, done: str
+    ) -> list[list[memoryview]]:
+        """The memory of these pages; none, with a line in the log, where they have none.
+
+        SGLang calls from threads that an exception would end, and with them all of HiCache.
+        """
+        if not keys or pages is None or not self._serves():
+            return []
+        try:
+            buffers = [pages.pieces(index) for index in pages.first_tokens(host_indices)]
+        except Exception as error:
+            log.warning("kvpool: pages are not %s, they have no memory: %r", done, error)
+            return []
+        if len(buffers) != len(keys):
+            log.warning("kvpool: %d pages for %d keys: not %s", len(buffers), len(keys), done)
+            return []
+        return buffers
+
     def _load(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
         pages = self._pages.get(name)
-        if not keys or pages is None or not self._serves():
-            return [False] * len(keys)
-        buffers = [pages.pieces(index) for index in pages.first_tokens(host_indices)]
-        if len(buffers) != len(keys):
-            log.warning("kvpool: %d pages for %d keys: not loaded", len(buffers), len(keys))
+        buffers = self._buffers(pages, keys, host_indices, "loaded")
+        if pages is None or not buffers:
             return [False] * len(keys)
         results = self._pool.call(
             lambda pool: pool.read(
@@ -205,12 +223,8 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]
     def _store(
         self, name: str, keys: Sequence[str], host_indices: Any, extra_info: Any
     ) -> list[bool]:
-        pages = self._pages.get(name)
-        if not keys or pages is None or not self._serves():
-            return [False] * len(keys)
-        buffers = [pages.pieces(index) for index in pages.first_tokens(host_indices)]
-        if len(buffers) != len(keys):
-            log.warning("kvpool: %d pages for %d keys: not stored", len(buffers), len(keys))
+        buffers = self._buffers(self._pages.get(name), keys, host_indices, "stored")
+        if not buffers:
             return [False] * len(keys)
         before = getattr(extra_info, "prefix_keys", None)
         parent = digest(before[-1]) if before else ROOT

@@ -144,6 +144,6 @@ def modes() -> str:
 
 def precision() -> str:
     """How products of float32 are made, by devices: in TF32 or bfloat16, if a program wants it."""
-    on = torch.backends
+    on: Any = torch.backends
     rounded = (on.cuda.matmul.fp32_precision, on.mkldnn.matmul.fp32_precision)
     return " ".join("exact" if one in ("none", "ieee") else one for one in rounded)

@@ -437,7 +437,7 @@ WAYS: dict[str, Any] = {
     "tensors swapped": lambda model: torch.utils.swap_tensors(
         weight(model), model.model.layers[1].self_attn.k_proj.weight
     ),
-    "another storage": lambda m: weight(m).set_((weight(m) * 1.5).detach()),  # type: ignore[arg-type]
+    "another storage": lambda m: weight(m).set_((weight(m) * 1.5).detach()),  # type: ignore[call-overload]
     "an attribute of a parameter": attach_scales,
     "attention": lambda model: model.set_attn_implementation("eager"),
 }

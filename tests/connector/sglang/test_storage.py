@@ -256,6 +256,43 @@ def test_keys_and_places_that_do_not_match(make: Callable[..., KVPoolStorage]) -
     assert made.batch_get_v1([], indices(0, 0)) == []
 
 
+@pytest.mark.parametrize("error", [OSError("none"), IndexError("page"), RuntimeError("device")])
+def test_no_error_of_ours_ends_a_thread_of_sglang(
+    make: Callable[..., KVPoolStorage],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    """Wherever it comes from: it is a miss, and a line in the log."""
+    keys = hashes(prompt(5, 2 * PAGE))
+
+    def fail(*of: Any, **named: Any) -> None:
+        raise error
+
+    for inner in (
+        *(f"kvpool.sync.Pool.{name}" for name in ("match", "read", "write")),
+        "kvpool_sglang.storage.digest",
+        "kvpool_sglang.host_pages.HostPages.pieces",
+        "kvpool_sglang.host_pages.HostPages.first_tokens",
+    ):
+        made = make()
+        made.register_mem_pool_host(HostPool())
+        with monkeypatch.context() as context:
+            context.setattr(inner, fail)
+            transfers = [PoolTransfer(name=PoolName.KV, host_indices=indices(0, 2), keys=keys)]
+            set_all, get_all = made.batch_set_v2(transfers), made.batch_get_v2(transfers)
+            if not inner.endswith(("match", "read")):
+                assert set_all[PoolName.KV] == [False] * 2, inner
+            if not inner.endswith(("match", "write")):
+                assert get_all[PoolName.KV] == [False] * 2, inner
+            if inner.endswith(("match", "digest")):
+                assert made.batch_exists(keys) == 0, inner
+        assert str(error) in caplog.text
+        caplog.clear()
+    without = [PoolTransfer(name=PoolName.KV, host_indices=None, keys=keys)]
+    assert make().batch_get_v2(without)[PoolName.KV] == [False] * 2
+
+
 def arguments(model: Path, **changes: Any) -> ServerArgs:
     found = ServerArgs(model_path=str(model), device="cpu")
     for name, value in changes.items():
