@@ -350,11 +350,11 @@ async def _drain(running: BlockServer, config: ServerConfig) -> None:
     it."""
     import asyncio
 
+    from kvpool.client.admin import report_of
     from kvpool.protocols import Peer
-    from kvpool.types import DrainOrder
     from kvpool.wire import messages as wire
 
-    order = DrainOrder(begin=True, within_s=config.drain_s, back_in_s=config.back_in_s)
+    order = wire.Drain(begin=True, within_s=config.drain_s, back_in_s=config.back_in_s)
     drain, me = running.extensions.handler(wire.Drain), Peer(running.server)
     draining = asyncio.create_task(drain(me, order, wait=True))
     stopped = asyncio.create_task(runtime.wait_for_signal())
@@ -363,7 +363,7 @@ async def _drain(running: BlockServer, config: ServerConfig) -> None:
             await asyncio.wait(
                 [draining, stopped], timeout=_SHOW_S, return_when=asyncio.FIRST_COMPLETED
             )
-            report = await drain(me, DrainOrder())
+            report = report_of(await drain(me, wire.Drain()))
             show(report.moved_bytes, report.moved_bytes + report.left_bytes)
     for task in (draining, stopped):
         task.cancel()

@@ -10,8 +10,8 @@ from kvpool.client.buffers import as_views
 from kvpool.client.checks import check_digests
 from kvpool.client.context import TIMEOUT_S_MAX
 from kvpool.client.pool import Pool
-from kvpool.errors import BadKey, MasterLost, Unavailable, UsageError
-from kvpool.protocols import Channel, SupportsDrain, WriteOptions
+from kvpool.errors import BadKey, BadMessage, MasterLost, UsageError
+from kvpool.protocols import Channel, WriteOptions
 from kvpool.types import (
     ROOT,
     Buffer,
@@ -19,6 +19,8 @@ from kvpool.types import (
     DrainOrder,
     DrainReport,
     Explanation,
+    Left,
+    MoveStatus,
     Namespace,
     WriteBlock,
     WriteStatus,
@@ -199,11 +201,27 @@ class Admin:
         deadline = self._context.begin(timeout)
 
         async def ask(channel: Channel) -> DrainReport:
-            if not isinstance(channel, SupportsDrain):
-                raise Unavailable(f"the transport to {server} cannot ask a server to leave")
-            return await channel.drain(order, deadline=deadline)
+            message = wire.Drain(*order)
+            return report_of(await channel.request(message, wire.Drained, deadline=deadline))
 
         return await self._context.servers.call(server, ask, deadline)
+
+
+def report_of(answer: wire.Drained) -> DrainReport:
+    """What a server says of its drain. Raises BadMessage."""
+    try:
+        state = None if answer.state is None else MoveStatus(answer.state)
+    except ValueError as error:
+        raise BadMessage(str(error)) from None
+    return DrainReport(
+        state,
+        answer.total_blocks,
+        answer.left_blocks,
+        answer.left_bytes,
+        answer.moved_blocks,
+        answer.moved_bytes,
+        tuple(Left(*line) for line in answer.left),
+    )
 
 
 def _seconds(what: str, value: float) -> float:

@@ -17,8 +17,10 @@ from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.client.servers import gather_errors
 from kvpool.client.spread import Spreader
 from kvpool.errors import KvpoolError, MasterLost, Overloaded
-from kvpool.protocols import Channel, SupportsPrefetch
+from kvpool.moves import moved
+from kvpool.protocols import Channel
 from kvpool.types import BATCH_BLOCKS_MAX, Match, MoveStatus, Namespace, ReadStatus
+from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.client")
 
@@ -165,9 +167,9 @@ class PrefetchCalls(ClientExtension):
             async def prefetch(
                 channel: Channel, batch: Sequence[bytes] = batch
             ) -> list[MoveStatus]:
-                if isinstance(channel, SupportsPrefetch):
-                    return await channel.prefetch(namespace, part, batch, deadline=deadline)
-                return [MoveStatus.REFUSED] * len(batch)
+                message = wire.Prefetch(*wire.keys_of(namespace, batch), part)
+                answer = await channel.request(message, wire.StatusReply, deadline=deadline)
+                return moved(answer, len(batch))
 
             statuses += await self._servers.call(server, prefetch, deadline)
         return statuses

@@ -16,10 +16,11 @@ from kvpool.client.own_names import own_namespace
 from kvpool.client.presence import MEMORY_TIERS
 from kvpool.client.servers import gather_errors
 from kvpool.errors import KvpoolError, Overloaded, Unavailable, UsageError
-from kvpool.protocols import Channel, SupportsRemoveAll
+from kvpool.protocols import Channel
 from kvpool.runtime import task_group
 from kvpool.tenant_names import unqualified
-from kvpool.types import HoldingsPage, Namespace, Removal, RemovalCursor
+from kvpool.types import Holding, HoldingsPage, Namespace, Removal, RemovalCursor
+from kvpool.wire import messages as wire
 
 #: One request to a server; it works for a part of a second, and waits for its disk and the masters.
 _CALL_S: Final = 10.0
@@ -146,19 +147,21 @@ class Removals(ClientExtension):
 
 
 async def _holdings(after: tuple[str, int], deadline: float, channel: Channel) -> HoldingsPage:
-    return await _capable(channel).holdings(after, deadline=deadline)
+    answer = await channel.request(wire.Namespaces(*after), wire.HoldingsReply, deadline=deadline)
+    held = [
+        Holding(wire.checked_namespace(name, parts), blocks, size)
+        for name, parts, blocks, size in answer.held
+    ]
+    return HoldingsPage(RemovalCursor(*answer.begin), tuple(held), answer.more)
 
 
 async def _remove(
     namespace: Namespace, at: RemovalCursor, deadline: float, channel: Channel
 ) -> Removal:
-    return await _capable(channel).remove_all(namespace, at, deadline=deadline)
-
-
-def _capable(channel: Channel) -> SupportsRemoveAll:
-    if not isinstance(channel, SupportsRemoveAll):
-        raise Unavailable("the transport cannot ask a server to remove a namespace")
-    return channel
+    message = wire.RemoveAll(namespace.name, namespace.parts, (*at,))
+    answer = await channel.request(message, wire.RemovedAll, deadline=deadline)
+    following = RemovalCursor(*answer.at) if answer.at is not None else None
+    return Removal(answer.blocks, answer.bytes, following)
 
 
 def _now() -> float:

@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Collection
 from typing import Final
 
-from kvpool import logs
+from kvpool import logs, moves
 from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.errors import Overloaded, PeerError, Unavailable
-from kvpool.protocols import Channel, SupportsFetch, WriteOptions
+from kvpool.protocols import Channel, WriteOptions
 from kvpool.types import BATCH_BLOCKS_MAX, ROOT, MoveStatus, Namespace
 
 log = logs.get("kvpool.client")
@@ -91,9 +91,8 @@ class SharedCopies(ClientExtension):
                 async def fetch(
                     channel: Channel, source: str = source, digests: list[bytes] = digests
                 ) -> list[MoveStatus]:
-                    if not isinstance(channel, SupportsFetch):
-                        return []
-                    return await channel.fetch(namespace, part, digests, source, deadline=deadline)
+                    asked = namespace, part, digests, source
+                    return await moves.fetch(channel, *asked, deadline=deadline)
 
                 statuses += await self._servers.call(server, fetch, deadline)
         except (Unavailable, PeerError, Overloaded) as error:  # a later chain tries it again
@@ -114,11 +113,8 @@ class SharedCopies(ClientExtension):
             digest = block
 
             async def offer(channel: Channel, digest: bytes = digest) -> bytes | None:
-                if not isinstance(channel, SupportsFetch):
-                    return None
-                (offered,) = await channel.offer(
-                    namespace, part, [digest], receiver, deadline=deadline
-                )
+                asked = namespace, part, [digest], receiver
+                (offered,) = await moves.offer(channel, *asked, deadline=deadline)
                 return offered.parent if offered.status.hit else None
 
             parent = await self._servers.call(source, offer, deadline) if source else None

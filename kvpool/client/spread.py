@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, cast
 
+from kvpool import moves
 from kvpool.arguments import as_int
 from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.client.spread_plan import (
@@ -25,7 +26,7 @@ from kvpool.client.spread_plan import (
     receivers_at,
 )
 from kvpool.errors import Forbidden, MasterLost, Overloaded, Unavailable, UsageError
-from kvpool.protocols import Channel, SupportsFetch
+from kvpool.protocols import Channel
 from kvpool.types import Match, MoveStatus, Namespace, ReadStatus
 
 #: One request to a server to fetch a piece.
@@ -160,10 +161,9 @@ class Spreader(ClientExtension):
         until = min(deadline, loop.time() + _FETCH_S)
 
         async def fetch(channel: Channel) -> list[MoveStatus]:
-            if not isinstance(channel, SupportsFetch):
-                return []
-            return await channel.fetch(
-                namespace, part, chain[first:end], call.source, extra=True, deadline=until
+            digests = chain[first:end]
+            return await moves.fetch(
+                channel, namespace, part, digests, call.source, extra=True, deadline=until
             )
 
         try:

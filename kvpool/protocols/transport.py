@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -11,19 +11,12 @@ from kvpool.guard import Guard
 from kvpool.protocols.tier import DeviceAddressable, Tier
 from kvpool.types import (
     Cluster,
-    DrainOrder,
-    DrainReport,
     Extent,
-    HoldingsPage,
-    MoveStatus,
     Namespace,
-    Offer,
     Pin,
     ReadBlock,
     ReadResult,
     ReadStatus,
-    Removal,
-    RemovalCursor,
     Reservation,
     SessionHint,
     WriteBlock,
@@ -187,10 +180,9 @@ class Connection(Protocol):
         """A reader found a wrong checksum: verify the stored bytes, and remove the blocks that are
         corrupt. True where one was removed (design: checksums)."""
 
-    def handler(self, message: type[Any]) -> Callable[..., Any]:
-        """Who answers a message that not every server answers, about blocks that move or namespaces
-        that go. Call it with what the message says: the methods of `SupportsFetch` and of those
-        behind it say what it does. Raises Forbidden where nobody answers that message."""
+    async def answer(self, request: Any) -> Any:
+        """The answer to a message that not every server answers, about blocks that move or
+        namespaces that go. Raises Forbidden where nobody answers it."""
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         """The memory of extents that this connection has reserved or pinned."""
@@ -346,6 +338,12 @@ class Channel(Protocol):
     ) -> list[bool]:
         """Report wrong checksums; True where the server verified it and removed the block."""
 
+    async def request(self, message: Any, answer: type[Any], *, deadline: float) -> Any:
+        """The server's answer to any other message of `kvpool.wire.messages`, of this type.
+
+        A transport carries both and looks into neither. It asks once.
+        """
+
     async def close(self) -> None:
         """`abort`, then free its memory and threads. Idempotent; waits only for its own copies."""
 
@@ -381,78 +379,6 @@ class SupportsZeroCopyView(Protocol):
 
         `deadline` bounds the pinning; the views may be used for longer.
         """
-
-
-@runtime_checkable
-class SupportsFetch(Protocol):
-    """A channel over which servers can be asked to fetch blocks from each other (design: moves)."""
-
-    async def offer(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        receiver: str,
-        *,
-        deadline: float,
-    ) -> list[Offer]:
-        """What the server `receiver`, which is about to fetch these blocks, must know of them.
-
-        It is no use of a block. Removals of the hits are passed on to the receiver from now on. At
-        most BATCH_BLOCKS_MAX blocks.
-        """
-
-    async def fetch(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        source: str,
-        *,
-        extra: bool = False,
-        deadline: float,
-    ) -> list[MoveStatus]:
-        """Have the server read blocks from the server `source` and store them, in their order.
-
-        At `deadline` the rest is NOT_YET. A cancelled call leaves no reservation. `extra` copies
-        are evicted before all others. At most BATCH_BLOCKS_MAX blocks.
-        """
-
-
-@runtime_checkable
-class SupportsPrefetch(Protocol):
-    """A channel over which a server can be asked to bring blocks into memory."""
-
-    async def prefetch(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[MoveStatus]:
-        """These blocks are read soon: bring them into memory, within a budget (design: promotion).
-
-        It is answered at once, and is no use of a block. At most BATCH_BLOCKS_MAX blocks.
-        """
-
-
-@runtime_checkable
-class SupportsRemoveAll(Protocol):
-    """A channel over which whole namespaces are removed from a server."""
-
-    async def holdings(self, after: tuple[str, int], *, deadline: float) -> HoldingsPage:
-        """What the server has, by namespace: those behind this name and number of parts. For a
-        tenant's client only that tenant's."""
-
-    async def remove_all(
-        self, namespace: Namespace, at: RemovalCursor, *, deadline: float
-    ) -> Removal:
-        """Remove the next blocks of a namespace, as many as a call may take time for: every part,
-        from every tier, and nothing that was written after `holdings` gave `begin`."""
-
-
-@runtime_checkable
-class SupportsDrain(Protocol):
-    """A channel over which a server can be asked to hand over its blocks (design: movers)."""
-
-    async def drain(self, order: DrainOrder, *, deadline: float) -> DrainReport:
-        """Begin to hand over all blocks of this server, or stay, or only report."""
 
 
 class Transport(Protocol):

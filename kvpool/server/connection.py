@@ -7,9 +7,8 @@ for a slow tier, for the masters) and counts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final, cast
+from collections.abc import Sequence
+from typing import Final, cast
 
 from kvpool import logs
 from kvpool.checksum import block_seed, hasher, namespace_seed
@@ -264,8 +263,9 @@ class ServerConnection:
         await self._context.wait_until_announced(self._loop.time() + _REMOVE_VISIBLE_S)
         return removed
 
-    def handler(self, message: type[wire.Message]) -> Callable[..., Any]:
-        return partial(self._extensions.handler(message), self.peer)
+    async def answer(self, request: wire.Message) -> wire.Message:
+        answered: wire.Message = await self._extensions.handler(type(request))(self.peer, request)
+        return answered
 
     async def report_corruption(
         self, namespace: Namespace, part: int, digests: Sequence[bytes]

@@ -29,7 +29,7 @@ EXTENSIONS: Final = (
     "kvpool.server.cold:ColdRing",
 )
 
-#: By message, who answers it: as `Connection.handler` says, with its `Peer` first.
+#: By message, who answers it: a coroutine function of the client's `Peer` and the message.
 Handlers: TypeAlias = Mapping[type[wire.Message], Callable[..., Any]]
 #: Of a removal: the namespace, the digests, and the part (None: every part).
 OnRemoved: TypeAlias = Callable[[Namespace, Sequence[bytes], int | None], None]

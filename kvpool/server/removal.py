@@ -46,15 +46,19 @@ class NamespaceRemoval(ServerExtension):
     def handlers(self) -> Handlers:
         return {wire.Namespaces: self._holdings, wire.RemoveAll: self._remove_all}
 
-    async def _holdings(self, peer: Peer, after: tuple[str, int]) -> HoldingsPage:
-        return await holdings(self._context, peer.tenant, after)
+    async def _holdings(self, peer: Peer, m: wire.Namespaces) -> wire.HoldingsReply:
+        found = await holdings(self._context, peer.tenant, (m.after, m.parts))
+        held = [(one.namespace.name, one.namespace.parts, *one[1:]) for one in found.held]
+        return wire.HoldingsReply((*found.begin,), held, found.more)
 
-    async def _remove_all(self, peer: Peer, namespace: Namespace, at: RemovalCursor) -> Removal:
+    async def _remove_all(self, peer: Peer, m: wire.RemoveAll) -> wire.RemovedAll:
+        namespace, at = wire.checked_namespace(m.namespace, m.parts), RemovalCursor(*m.at)
         removal = await remove_all(self._context, self._extensions, namespace, at)
         if removal.blocks:
             request = f"RemoveAll {namespace.name}"
             self._context.audit_removed(peer, removal.blocks, request)
-        return removal
+        following = (*removal.at,) if removal.at is not None else None
+        return wire.RemovedAll(removal.blocks, removal.bytes, following)
 
 
 async def holdings(context: ServerContext, tenant: str, after: tuple[str, int]) -> HoldingsPage:

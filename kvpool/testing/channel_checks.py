@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias
@@ -29,11 +30,7 @@ from kvpool.protocols import (
     ReadOptions,
     RequiresCertificates,
     SupportsDeviceRead,
-    SupportsDrain,
-    SupportsFetch,
-    SupportsPrefetch,
     SupportsReachability,
-    SupportsRemoveAll,
     SupportsStatusText,
     SupportsZeroCopyView,
 )
@@ -51,14 +48,13 @@ from kvpool.testing.harness import (
     describe,
     digest,
 )
+from kvpool.testing.move_checks import SIDE_REQUESTS
 from kvpool.types import (
     Cluster,
-    DrainOrder,
     Namespace,
     Pin,
     ReadBlock,
     ReadStatus,
-    RemovalCursor,
     Reservation,
     WriteStatus,
 )
@@ -94,11 +90,9 @@ def waiting(channel: Channel, stage: Stage, within_s: float) -> Calls:
     block = ReadBlock(digest("waits"), (memoryview(blank(9)),), 9)
     options = ReadOptions(NAMESPACE, 0)
     calls: Calls = {"read": lambda: channel.read(options, [block], deadline=until)}
-    if isinstance(channel, SupportsRemoveAll):
-        calls["holdings"] = lambda: channel.holdings(("", 0), deadline=until)
-        calls["remove_all"] = lambda: channel.remove_all(NAMESPACE, RemovalCursor(), deadline=until)
-    if isinstance(channel, SupportsDrain):
-        calls["drain"] = lambda: channel.drain(DrainOrder(), deadline=until)
+    for request, (answer, *_) in SIDE_REQUESTS:
+        asked = functools.partial(channel.request, request, type(answer), deadline=until)
+        calls[type(request).__name__] = asked
     return calls
 
 
@@ -139,11 +133,6 @@ def _refusable(stage: Stage, channel: Channel) -> Calls:
     calls["report_corruption"] = lambda: channel.report_corruption(
         NAMESPACE, 0, keys, deadline=until
     )
-    if isinstance(channel, SupportsFetch):
-        calls["offer"] = lambda: channel.offer(NAMESPACE, 0, keys, "another", deadline=until)
-        calls["fetch"] = lambda: channel.fetch(NAMESPACE, 0, keys, "another", deadline=until)
-    if isinstance(channel, SupportsPrefetch):
-        calls["prefetch"] = lambda: channel.prefetch(NAMESPACE, 0, keys, deadline=until)
     return calls
 
 
@@ -154,9 +143,7 @@ async def a_refusal_arrives_unchanged(stage: Stage) -> None:
     for error in (Overloaded("not now: 7 of 7"), Forbidden("not yours"), BadMessage("no block")):
         channel = await stage.connect()
         recorder.refuse_others = error
-        recorder.laid_down.update(
-            dict.fromkeys(("offer", "fetch", "prefetch", "holdings", "remove_all", "drain"), error)
-        )
+        recorder.laid_down.update((type(request), error) for request, _ in SIDE_REQUESTS)
         for name, call in _refusable(stage, channel).items():
             recorder.moves.clear()
             recorder.refused.clear()
@@ -175,7 +162,7 @@ async def a_refusal_arrives_unchanged(stage: Stage) -> None:
 @TransportCheck
 async def every_call_ends_by_its_deadline(stage: Stage) -> None:
     """Reads, and all that an operator asks for, where the server does not answer."""
-    instead(stage, pin=_never, holdings=_never, remove_all=_never, drain=_never)
+    instead(stage, pin=_never, answer=_never)
     for name in waiting(await stage.connect(), stage, 1.0):
         channel = await stage.connect()
         started = stage.within(0)

@@ -91,8 +91,7 @@ def _some_ran(checks: Sized, left_out: LeftOut) -> LeftOut:
 
 async def check_transport(make: Callable[[], Transport], *, address: str = "") -> LeftOut:
     """Everything that `Transport`, `Listener`, `Channel` and the capabilities that a channel
-    declares (`SupportsZeroCopyView`, `SupportsFetch`, `SupportsPrefetch`, `SupportsDrain`,
-    `SupportsRemoveAll`, `SupportsDeviceRead`, `SupportsDeviceWrite`) promise.
+    declares (`SupportsZeroCopyView`, `SupportsDeviceRead`, `SupportsDeviceWrite`) promise.
 
     `make` is called once for the server's side of each check and once for the client's, which in
     production are two processes; a transport that lives inside one process returns the same

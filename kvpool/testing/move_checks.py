@@ -1,64 +1,80 @@
-"""What a transport does with requests about blocks that move: it carries them, and nothing is lost.
+"""What a transport does with requests that it does not look into: it carries them, unchanged.
 
-Servers fetch blocks from each other, bring them up and leave when they are asked to, over the
-channels of any transport that declares it. Here the server answers what a check has laid down, so
-that every field of a request and of an answer is compared (design: moves).
+Servers fetch blocks from each other, bring them up, remove namespaces and leave when they are asked
+to, over the channels of any transport. Here the server answers what a check has laid down, so that
+every field of a request and of an answer is compared (design: moves).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Final, Protocol, cast
+from collections.abc import Sequence
+from typing import Final
 
 from kvpool.errors import DeadlineExceeded, Overloaded, Unavailable
-from kvpool.protocols import (
-    Channel,
-    SupportsDrain,
-    SupportsFetch,
-    SupportsPrefetch,
-    SupportsRemoveAll,
+from kvpool.protocols import Channel
+from kvpool.testing.harness import Stage, TransportCheck, describe, digest
+from kvpool.types import BATCH_BLOCKS_MAX, COPIES_MAX, MoveStatus, ReadStatus
+from kvpool.wire import messages as wire
+
+_WHERE: Final = ("conformance/moves", 2)
+_LARGE: Final = (1 << 63, 1 << 60, 3, 255, 1 << 20)
+_FEW: Final = [digest(number)[:20] for number in range(3)]
+_FULL: Final = [digest(f"batch/{number}") for number in range(BATCH_BLOCKS_MAX)]
+
+
+def named(keys: Sequence[bytes], part: int = 1) -> tuple[str, int, int, bytes, int]:
+    """With these fields a request about one part of some blocks begins."""
+    return *_WHERE, len(keys[0]), b"".join(keys), part
+
+
+def _statuses(count: int) -> wire.StatusReply:
+    return wire.StatusReply(bytes(n % len(MoveStatus) for n in range(count)))
+
+
+def _offers(keys: Sequence[bytes]) -> wire.Proposed:
+    """Hits but for the second block, each with other properties."""
+    hits = len(keys) - 1
+    return wire.Proposed(
+        bytes([ReadStatus.HIT, ReadStatus.EVICTED, *[ReadStatus.HIT] * (hits - 1)]),
+        [(1 << 33) + n for n in range(hits)],
+        [(1 << 64) - 1 - n for n in range(hits)],
+        b"".join(keys[1:]),
+        [1.5 * n for n in range(hits)],
+        bytes(n % (COPIES_MAX + 1) for n in range(hits)),
+        [(1, "a session", 2.5), (1, "", None)],
+    )
+
+
+#: By request, the answers that are laid down for it.
+SIDE_REQUESTS: Final[tuple[tuple[wire.Message, tuple[wire.Message, ...]], ...]] = (
+    *((wire.Propose(*named(k), "receiver"), (_offers(k),)) for k in (_FEW, _FULL)),
+    *((wire.Fetch(*named(k), "source", 2.5, True), (_statuses(len(k)),)) for k in (_FEW, _FULL)),
+    (wire.Fetch(*named(_FEW, 0), "source", 0.25), (_statuses(3),)),
+    *((wire.Prefetch(*named(k)), (_statuses(len(k)),)) for k in (_FEW, _FULL)),
+    (
+        wire.Drain(True, False, 1.5, 300.25),
+        (
+            wire.Drained(None, 0, 0, 0, 0, 0, []),
+            wire.Drained(MoveStatus.IN_PROGRESS, 1 << 40, 5, 1 << 46, 7, 1 << 47, []),
+            wire.Drained(3, 10, 9, 8, 7, 6, [(f"m/{n}", "no room", n, n << 40) for n in range(64)]),
+        ),
+    ),
+    (wire.Drain(cancel=True), (wire.Drained(0, 9, 0, 0, 9, 9 << 20, []),)),
+    (
+        wire.Namespaces("n" * 512, 256),
+        (
+            wire.HoldingsReply((0, 0, 0, 0, 0), [], False),
+            wire.HoldingsReply(
+                _LARGE, [("a", 1, 3, 4096), ("n" * 512, 256, 1 << 30, 1 << 60)], True
+            ),
+        ),
+    ),
+    (
+        wire.RemoveAll("n" * 512, 256, _LARGE),
+        (wire.RemovedAll(0, 0, None), wire.RemovedAll(7, 1 << 50, (5, 4, 1, 2, 3))),
+    ),
 )
-from kvpool.testing.harness import (
-    NAMESPACE,
-    NotDeclared,
-    Stage,
-    TransportCheck,
-    describe,
-    digest,
-)
-from kvpool.types import (
-    BATCH_BLOCKS_MAX,
-    COPIES_MAX,
-    ROOT,
-    DrainOrder,
-    DrainReport,
-    Holding,
-    HoldingsPage,
-    Left,
-    MoveStatus,
-    Namespace,
-    Offer,
-    ReadStatus,
-    Removal,
-    RemovalCursor,
-    SessionHint,
-)
-
-
-class FetchChannel(Channel, SupportsFetch, Protocol):
-    """A channel over which servers can be asked to fetch."""
-
-
-TWO_PARTS: Final = Namespace("conformance/moves", parts=2)
-
-
-async def fetching(stage: Stage) -> FetchChannel:
-    """Connect. Raises NotDeclared."""
-    channel = await stage.connect()
-    if not isinstance(channel, SupportsFetch):
-        raise NotDeclared("over this channel servers are not asked to fetch blocks")
-    return cast(FetchChannel, channel)
 
 
 def fetch_waits(stage: Stage) -> bool:
@@ -67,64 +83,24 @@ def fetch_waits(stage: Stage) -> bool:
 
 
 @TransportCheck
-async def an_offer_arrives_as_it_was_made(stage: Stage) -> None:
-    """Every property of every block, hits and misses mixed; of keys of any length."""
-    channel = await fetching(stage)
-    for size in (16, 20, 32):
-        parent, hint = digest("parent")[:size], SessionHint("a session", 2.5)
-        offers = [
-            Offer(ReadStatus.HIT, 1 << 33, (1 << 64) - 1, parent, 1.5, hint, copies=0),
-            Offer(ReadStatus.EVICTED),
-            Offer(ReadStatus.HIT, 1, 0, ROOT, 0.0, None, copies=COPIES_MAX),
-            Offer(ReadStatus.NEVER_WRITTEN),
-            Offer(ReadStatus.HIT, 4096, 7, parent, 1e6, SessionHint("another one")),
-        ]
-        keys = [digest(number)[:size] for number in range(len(offers))]
-        stage.recorder.laid_down["offer"] = offers
-        got = await channel.offer(TWO_PARTS, 1, keys, "receiver", deadline=stage.within())
-        stage.expect(got == offers, f"{offers}", describe(got))
-        asked = stage.recorder.moves.pop()
-        wanted = ("offer", TWO_PARTS, 1, keys, "receiver")
-        stage.expect(asked == wanted, f"the server to be asked {wanted}", describe(asked))
+async def a_request_arrives_as_it_was_made(stage: Stage) -> None:
+    """Every field of every request, and of every answer, at its largest and in a full batch."""
+    channel = await stage.connect()
+    for request, answers in SIDE_REQUESTS:
+        for answer in answers:
+            stage.recorder.laid_down[type(request)] = answer
+            got = await channel.request(request, type(answer), deadline=stage.within())
+            stage.expect(got == answer, f"{answer}", describe(got))
+            asked = stage.recorder.moves.pop()
+            stage.expect(asked == request, f"the server to be asked {request}", describe(asked))
 
 
 @TransportCheck
-async def a_fetch_arrives_as_it_was_asked(stage: Stage) -> None:
-    """The server gets every field and no more time than the caller has; each status comes back."""
-    channel = await fetching(stage)
-    statuses = list(MoveStatus)
-    keys = [digest(number) for number in range(len(statuses))]
-    stage.recorder.laid_down["fetch"] = statuses
-    for extra in (False, True):
-        got = await channel.fetch(
-            TWO_PARTS, 1, keys, "source", extra=extra, deadline=stage.within(3.0)
-        )
-        stage.expect(got == statuses, f"{statuses}", describe(got))
-        *asked, left_s = stage.recorder.moves.pop()
-        wanted = ["fetch", TWO_PARTS, 1, keys, "source", extra]
-        stage.expect(asked == wanted, f"the server to be asked {wanted}", describe(asked))
-        stage.expect(0.0 < left_s <= 3.1, "3 s for the server at most", f"it had {left_s} s")
-
-
-@TransportCheck
-async def a_full_batch_is_offered_and_fetched(stage: Stage) -> None:
-    """BATCH_BLOCKS_MAX blocks in one call."""
-    channel = await fetching(stage)
-    keys = [digest(f"batch/{number}") for number in range(BATCH_BLOCKS_MAX)]
-    offers = [Offer(ReadStatus.HIT, n + 1, n, keys[n - 1], 1.0) for n in range(len(keys))]
-    statuses = [MoveStatus(n % len(MoveStatus)) for n in range(len(keys))]
-    stage.recorder.laid_down.update(offer=offers, fetch=statuses)
-    got = await channel.offer(NAMESPACE, 0, keys, "receiver", deadline=stage.within())
-    stage.expect(got == offers, "every offer in its place", f"{len(got)} came, or others")
-    statuses_got = await channel.fetch(NAMESPACE, 0, keys, "source", deadline=stage.within())
-    stage.expect(statuses_got == statuses, "every status in its place", describe(statuses_got))
-
-
-@TransportCheck
-async def a_fetch_ends_with_its_caller(stage: Stage) -> None:
+async def a_request_ends_with_its_caller(stage: Stage) -> None:
     """Cancelled, late or cut off: the server stops as soon as nobody waits, and fetches no more."""
-    channel = await fetching(stage)
-    keys = [digest("slow")]
+    channel = await stage.connect()
+    request, (answer,) = SIDE_REQUESTS[2]
+    stage.recorder.laid_down[type(request)] = answer
     for end, expected in (
         ("cancelled", asyncio.CancelledError),
         ("late", DeadlineExceeded),
@@ -132,7 +108,7 @@ async def a_fetch_ends_with_its_caller(stage: Stage) -> None:
     ):
         stage.recorder.answering.clear()
         deadline = stage.within(0.2 if end == "late" else 10.0)
-        call = asyncio.ensure_future(channel.fetch(NAMESPACE, 0, keys, "source", deadline=deadline))
+        call = asyncio.ensure_future(channel.request(request, type(answer), deadline=deadline))
         await stage.eventually(
             lambda: fetch_waits(stage), "the server to be asked", lambda: "it was not"
         )
@@ -152,105 +128,30 @@ async def a_fetch_ends_with_its_caller(stage: Stage) -> None:
 
 
 @TransportCheck
-async def a_refused_fetch_is_not_repeated(stage: Stage) -> None:
+async def a_refused_request_is_not_repeated(stage: Stage) -> None:
     """What the server raises reaches the caller after one attempt, and the channel goes on."""
-    channel = await fetching(stage)
-    keys = [digest("refused")]
-    stage.recorder.laid_down["fetch"] = Overloaded("not now")
-    calling = channel.fetch(NAMESPACE, 0, keys, "source", deadline=stage.within())
-    await stage.raises(Overloaded, calling, "a fetch that is refused")
-    attempts = len(stage.recorder.moves)
-    stage.expect(attempts == 1, "one attempt", f"the server was asked {attempts} times")
-    stage.recorder.laid_down["fetch"] = [MoveStatus.DONE]
-    got = await channel.fetch(NAMESPACE, 0, keys, "source", deadline=stage.within())
-    stage.expect(got == [MoveStatus.DONE], "FETCHED", describe(got))
-
-
-@TransportCheck
-async def a_prefetch_arrives_as_it_was_asked(stage: Stage) -> None:
-    """Every field, and one status for each block."""
     channel = await stage.connect()
-    if not isinstance(channel, SupportsPrefetch):
-        raise NotDeclared("over this channel servers are not asked to bring blocks up")
-    statuses = [MoveStatus(n % len(MoveStatus)) for n in range(BATCH_BLOCKS_MAX)]
-    for count in (1, len(MoveStatus), BATCH_BLOCKS_MAX):
-        keys = [digest(number)[:20] for number in range(count)]
-        stage.recorder.laid_down["prefetch"] = statuses[:count]
-        got = await channel.prefetch(TWO_PARTS, 1, keys, deadline=stage.within())
-        stage.expect(got == statuses[:count], f"{count} statuses in order", describe(got))
-        asked = stage.recorder.moves.pop()
-        same = asked == ("prefetch", TWO_PARTS, 1, keys)
-        stage.expect(same, "the server to be asked for these blocks", describe(asked))
-
-
-@TransportCheck
-async def a_drain_arrives_as_it_was_ordered(stage: Stage) -> None:
-    """Each order and each field of the report, with no line, one and many."""
-    channel = await stage.connect()
-    if not isinstance(channel, SupportsDrain):
-        raise NotDeclared("over this channel servers are not asked to leave")
-    orders = (
-        DrainOrder(),
-        DrainOrder(begin=True, within_s=1.5, back_in_s=300.25),
-        DrainOrder(cancel=True),
-    )
-    lines = tuple(Left(f"model/{n}", "no room", n, n << 40) for n in range(1, 65))
-    reports = (
-        DrainReport(None),
-        DrainReport(MoveStatus.IN_PROGRESS, 1 << 40, 5, 1 << 46, 7, 1 << 47, lines[:1]),
-        DrainReport(MoveStatus.DONE, 9, 0, 0, 9, 9 << 20),
-        DrainReport(MoveStatus.NOT_YET, 10, 9, 8, 7, 6, lines),
-    )
-    for order in orders:
-        for report in reports:
-            stage.recorder.laid_down["drain"] = report
-            got = await channel.drain(order, deadline=stage.within())
-            stage.expect(got == report, f"{report}", describe(got))
-            asked = stage.recorder.moves.pop()
-            stage.expect(asked == ("drain", order), f"the order {order}", describe(asked))
-
-
-@TransportCheck
-async def a_namespace_is_removed_as_it_was_asked_for(stage: Stage) -> None:
-    """What the server has, and each step: every field arrives, at its largest, too."""
-    channel = await stage.connect()
-    if not isinstance(channel, SupportsRemoveAll):
-        raise NotDeclared("over this channel no namespace is removed as a whole")
-    large = Namespace("n" * 512, 256)
-    at = RemovalCursor(1 << 63, 1 << 60, 3, 255, 1 << 20)
-    held = (Holding(NAMESPACE, 3, 4096), Holding(large, 1 << 30, 1 << 60))
-    for found in (HoldingsPage(RemovalCursor(), (), False), HoldingsPage(at, held, True)):
-        stage.recorder.laid_down["holdings"] = found
-        got_held = await channel.holdings(("n" * 512, 256), deadline=stage.within())
-        stage.expect(got_held == found, f"{found}", describe(got_held))
-        asked = stage.recorder.moves.pop()
-        stage.expect(asked == ("holdings", ("n" * 512, 256)), "the place", describe(asked))
-    for done in (Removal(0, 0, None), Removal(7, 1 << 50, RemovalCursor(5, 4, 1, 2, 3))):
-        stage.recorder.laid_down["remove_all"] = done
-        got = await channel.remove_all(large, at, deadline=stage.within())
-        stage.expect(got == done, f"{done}", describe(got))
-        asked = stage.recorder.moves.pop()
-        stage.expect(asked == ("remove_all", large, at), "the step", describe(asked))
+    for request, (answer, *_) in SIDE_REQUESTS:
+        stage.recorder.moves.clear()
+        stage.recorder.laid_down[type(request)] = Overloaded("not now")
+        calling = channel.request(request, type(answer), deadline=stage.within())
+        await stage.raises(Overloaded, calling, "a request that is refused")
+        attempts = len(stage.recorder.moves)
+        stage.expect(attempts == 1, "one attempt", f"the server was asked {attempts} times")
+        stage.recorder.laid_down[type(request)] = answer
+        got = await channel.request(request, type(answer), deadline=stage.within())
+        stage.expect(got == answer, f"{answer}", describe(got))
 
 
 @TransportCheck
 async def a_closed_channel_moves_nothing(stage: Stage) -> None:
-    """Every request about moves ends with Unavailable then."""
+    """Every such request ends with Unavailable then."""
     channel: Channel = await stage.connect()
-    until, keys = stage.within(1.0), [digest(1)]
-    calls: list[Awaitable[object]] = []
-    if isinstance(channel, SupportsFetch):
-        calls.append(channel.offer(NAMESPACE, 0, keys, "receiver", deadline=until))
-        calls.append(channel.fetch(NAMESPACE, 0, keys, "source", deadline=until))
-    if isinstance(channel, SupportsPrefetch):
-        calls.append(channel.prefetch(NAMESPACE, 0, keys, deadline=until))
-    if isinstance(channel, SupportsRemoveAll):
-        calls.append(channel.holdings(("", 0), deadline=until))
-        calls.append(channel.remove_all(NAMESPACE, RemovalCursor(), deadline=until))
-    if isinstance(channel, SupportsDrain):
-        calls.append(channel.drain(DrainOrder(begin=True, within_s=1.0), deadline=until))
-    if not calls:
-        raise NotDeclared("over this channel nothing is moved")
+    until = stage.within(1.0)
+    calls = [
+        channel.request(request, type(answers[0]), deadline=until)
+        for request, answers in SIDE_REQUESTS
+    ]
     channel.abort()
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         fine = isinstance(outcome, Unavailable)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import KvpoolError
@@ -23,17 +23,10 @@ from kvpool.protocols import (
 from kvpool.server.block_server import BlockServer
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
-    DrainOrder,
-    DrainReport,
     Extent,
-    HoldingsPage,
-    MoveStatus,
     Namespace,
-    Offer,
     Pin,
     ReadStatus,
-    Removal,
-    RemovalCursor,
     Reservation,
     WriteStatus,
 )
@@ -69,11 +62,11 @@ class Recorder:
         #: Raised by `pin`, `remove` and `report_corruption`; the names of those that raised it.
         self.refuse_others: KvpoolError | None = None
         self.refused: list[str] = []
-        #: Each request about blocks that move: its name, and then its arguments.
-        self.moves: list[tuple[Any, ...]] = []
-        #: What is answered to these instead of what the real server would do, by their names; an
-        #: exception is raised.
-        self.laid_down: dict[str, Any] = {}
+        #: Each request that the transport has carried and not looked into.
+        self.moves: list[wire.Message] = []
+        #: What is answered to these instead of what the real server would do; an exception is
+        #: raised.
+        self.laid_down: dict[type[wire.Message], wire.Message | KvpoolError] = {}
         #: Fetches on which the server works now.
         self.fetches = 0
         #: Remove each block, and write garbage over it, as soon as its last pin is released.
@@ -113,10 +106,10 @@ class Recorder:
             self.refused.append(name)
             raise self.refuse_others
 
-    def answer(self, name: str, *arguments: Any) -> Any:
+    def answer(self, request: wire.Message) -> wire.Message | None:
         """Record a request about moves. What is laid down for it; None if nothing is."""
-        self.moves.append((name, *arguments))
-        answer = self.laid_down.get(name)
+        self.moves.append(request)
+        answer = self.laid_down.get(type(request))
         if isinstance(answer, KvpoolError):
             raise answer
         return answer
@@ -262,71 +255,22 @@ class _Watched:
         await self._recorder.answering.wait()
         return dropped
 
-    def handler(self, message: type[wire.Message]) -> Callable[..., Any]:
-        answers: dict[type[wire.Message], Callable[..., Any]] = {
-            wire.Propose: self.offer,
-            wire.Fetch: self.fetch,
-            wire.Prefetch: self.prefetch,
-            wire.Namespaces: self.holdings,
-            wire.RemoveAll: self.remove_all,
-            wire.Drain: self.drain,
-        }
-        return answers[message]
-
-    def offer(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
-    ) -> list[Offer]:
-        offers: list[Offer] | None = self._recorder.answer(
-            "offer", namespace, part, list(digests), receiver
-        )
-        propose = self._inner.handler(wire.Propose)
-        return offers or list(propose(namespace, part, digests, receiver))
-
-    async def fetch(
-        self,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        source: str,
-        *,
-        extra: bool = False,
-        deadline: float,
-    ) -> list[MoveStatus]:
-        recorder, left_s = self._recorder, deadline - asyncio.get_running_loop().time()
-        asked = namespace, part, list(digests), source, extra
-        statuses: list[MoveStatus] | None = recorder.answer("fetch", *asked, left_s)
+    async def answer(self, request: wire.Message) -> wire.Message:
+        recorder = self._recorder
+        laid_down = recorder.answer(request)
+        if not isinstance(request, wire.Fetch):
+            return laid_down or await self._really(request)
         recorder.fetches += 1
         try:
-            if statuses is None:
-                statuses = await self._inner.handler(wire.Fetch)(
-                    namespace, part, digests, source, extra=extra, deadline=deadline
-                )
+            answer = laid_down or await self._really(request)
             await recorder.answering.wait()
         finally:
             recorder.fetches -= 1
-        return statuses
+        return answer
 
-    def prefetch(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[MoveStatus]:
-        statuses: list[MoveStatus] | None = self._recorder.answer(
-            "prefetch", namespace, part, list(digests)
-        )
-        return statuses or list(self._inner.handler(wire.Prefetch)(namespace, part, digests))
-
-    async def holdings(self, after: tuple[str, int]) -> HoldingsPage:
-        found: HoldingsPage | None = self._recorder.answer("holdings", after)
-        return found if found is not None else await self._inner.handler(wire.Namespaces)(after)
-
-    async def remove_all(self, namespace: Namespace, at: RemovalCursor) -> Removal:
-        done: Removal | None = self._recorder.answer("remove_all", namespace, at)
-        return (
-            done if done is not None else await self._inner.handler(wire.RemoveAll)(namespace, at)
-        )
-
-    async def drain(self, order: DrainOrder) -> DrainReport:
-        report: DrainReport | None = self._recorder.answer("drain", order)
-        return report if report is not None else await self._inner.handler(wire.Drain)(order)
+    async def _really(self, request: wire.Message) -> wire.Message:
+        answered: wire.Message = await self._inner.answer(request)
+        return answered
 
     def device_tier(self, tier: int) -> DeviceAddressable:
         return self._inner.device_tier(tier)

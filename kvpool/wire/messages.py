@@ -11,9 +11,8 @@ msgspec, both ends and the allocator more than the lookup itself.
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Final, TypeVar
 
@@ -46,7 +45,6 @@ from kvpool.types import (
     Namespace,
     Seconds,
     ServerStats,
-    SessionHint,
     Text,
     Total,
 )
@@ -780,6 +778,8 @@ TYPES: Final[dict[type[Message], int]] = {
     RemovedAll: 66,
 }
 PAYLOAD: Final = 6
+#: Requests to a server that one of its extensions answers.
+EXTENDED: Final = frozenset({Propose, Fetch, Prefetch, Drain, Namespaces, RemoveAll})
 
 ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: Final = {type: msgspec.msgpack.Decoder(type) for type in TYPES}
@@ -859,6 +859,11 @@ def unpack_digests(packed: bytes, size: int) -> tuple[bytes, ...]:
     return _splitter(count, size).unpack(packed)
 
 
+def keys_of(namespace: Namespace, digests: Sequence[bytes]) -> tuple[str, int, int, bytes]:
+    """The fields of `Keys`, with which every message begins that names blocks."""
+    return namespace.name, namespace.parts, len(digests[0]), b"".join(digests)
+
+
 def unpack_keys(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
     """Namespace and digests of a message, at least one. Raises BadMessage."""
     digests = unpack_digests(keys.digests, keys.digest_size)
@@ -902,6 +907,15 @@ def unpack_batch(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
     return namespace, digests
 
 
+def unpack_part(
+    keys: Propose | Fetch | Prefetch | ReportCorruption,
+) -> tuple[Namespace, int, tuple[bytes, ...]]:
+    """Namespace, part and digests of a batch about one part. Raises BadMessage."""
+    namespace, digests = unpack_batch(keys)
+    check_part(namespace, keys.part)
+    return namespace, keys.part, digests
+
+
 def check_part(namespace: Namespace, part: int) -> None:
     """Raises BadMessage for a part that the namespace does not have."""
     if part >= namespace.parts:
@@ -924,18 +938,3 @@ def pack_parents(parents: Sequence[bytes], size: int) -> bytes:
 def unpack_parents(packed: bytes, size: int) -> list[bytes]:
     zeros = bytes(size)
     return [ROOT if parent == zeros else parent for parent in unpack_digests(packed, size)]
-
-
-def pack_sessions(hints: Sequence[SessionHint | None]) -> list[SessionRun]:
-    """The sessions of blocks, in runs; of too many runs the first ones."""
-    runs: list[SessionRun] = []
-    for hint, group in itertools.groupby(hints):
-        session, resume_in = hint or ("", None)
-        runs.append((sum(1 for _ in group), session, resume_in))
-    return runs[:SESSION_RUNS_MAX] if any(session for _, session, _ in runs) else []
-
-
-def unpack_sessions(runs: Sequence[SessionRun]) -> Iterator[SessionHint | None]:
-    """The other way round; it ends behind the last run."""
-    for count, session, resume_in in runs:
-        yield from itertools.repeat(SessionHint(session, resume_in) if session else None, count)

@@ -56,6 +56,7 @@ RINGS: dict[str, tuple[str, ...]] = {
         "tiers/kvpool_tiers/objects/*.py",
     ),
     "moves": (
+        "kvpool/moves.py",
         "kvpool/server/moves/**/*.py",
         "kvpool/client/shared_copies.py",
         "kvpool/client/spread.py",
@@ -129,7 +130,7 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_491
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 23_181
 FILE_LINES = 600
 CLASS_METHODS = 25
 CLASS_ATTRIBUTES = 15
@@ -139,7 +140,7 @@ SLACK = 20
 LONG_FILES = {
     # Two lists that are read by looking up, not from top to bottom.
     "kvpool/types.py": 781,  # what calls take and return: one page of the API reference
-    "kvpool/wire/messages.py": 941,  # all messages, in the order of docs/wire.md
+    "kvpool/wire/messages.py": 940,  # all messages, in the order of docs/wire.md
     # Not divided before it has run on RDMA, so that what fails there has one place.
     "transports/kvpool_transports/ucx.py": 766,
 }

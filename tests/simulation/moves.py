@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpool import admin
+from kvpool import admin, moves
 from kvpool.errors import Unavailable
-from kvpool.protocols import Channel, SupportsFetch
+from kvpool.protocols import Channel
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.types import MoveStatus, Namespace, ReadStatus, WriteStatus
 from tests.simulation.blocks import ONE
@@ -84,9 +84,9 @@ class Moves:
         life = self._life(target)
 
         async def ask(channel: Channel) -> list[MoveStatus]:
-            assert isinstance(channel, SupportsFetch)
             part = rng.randrange(namespace.parts)
-            statuses = await channel.fetch(namespace, part, chain, source.name, deadline=deadline)
+            asked = namespace, part, chain, source.name
+            statuses = await moves.fetch(channel, *asked, deadline=deadline)
             if world.settled_since(began):
                 self._check_masters(namespace, chain, part, statuses, target, life)
             return statuses

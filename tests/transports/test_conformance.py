@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from examples.write_a_transport import UnixTransport
 from kvpool.errors import (
@@ -50,6 +51,7 @@ from kvpool.types import (
     Record,
     WriteStatus,
 )
+from kvpool.wire import messages as wire
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.hbm import Hbm
 from kvpool_tiers.nvme.several import NvmeFiles
@@ -213,8 +215,7 @@ async def test_the_kit_says_what_it_did_not_check() -> None:
 
 
 CALLS = (
-    *("write", "read", "remove", "report_corruption", "read_view", "offer", "fetch", "prefetch"),
-    *("holdings", "remove_all", "drain", "close", "abort"),
+    *("write", "read", "remove", "report_corruption", "read_view", "request", "close", "abort"),
 )
 
 
@@ -356,10 +357,10 @@ async def translating(inner: Any, *asked: Any, **options: Any) -> Any:
         raise Unauthenticated(str(error)) from error
 
 
-async def terser(inner: Any, after: Any, deadline: float) -> Any:
+async def terser(inner: Any, *asked: Any, deadline: float) -> Any:
     """Leaves out why."""
     try:
-        return await inner.holdings(after, deadline=deadline)
+        return await inner.request(*asked, deadline=deadline)
     except Overloaded as error:
         raise Overloaded("refused") from error
 
@@ -444,30 +445,24 @@ async def superficial(inner: Any, reading: Any, blocks: Any, deadline: float) ->
     return await inner.read(options, blocks, deadline=deadline)
 
 
-async def forgetting(inner: Any, *asked: Any, deadline: float) -> Any:
-    """Loses with how many copies a block was written."""
-    return [one._replace(copies=1) for one in await inner.offer(*asked, deadline=deadline)]
+def losing(kind: type[wire.Message], **lost: Any) -> Callable[..., Any]:
+    """Passes these requests, or answers, on without some of their fields."""
+
+    def passed(message: wire.Message) -> wire.Message:
+        return structs.replace(message, **lost) if isinstance(message, kind) else message
+
+    async def call(inner: Any, message: Any, answer: Any, deadline: float) -> Any:
+        return passed(await inner.request(passed(message), answer, deadline=deadline))
+
+    return call
 
 
-async def ordinary(inner: Any, *asked: Any, extra: bool = False, deadline: float) -> Any:
-    """Does not say that a copy is an extra one."""
-    return await inner.fetch(*asked, deadline=deadline)
-
-
-async def piecemeal(inner: Any, *asked: Any, **options: Any) -> Any:
-    """Asks for half of a batch."""
-    return (await inner.fetch(*asked, **options))[: BATCH_BLOCKS_MAX // 2]
-
-
-async def first_part(inner: Any, namespace: Any, part: int, keys: Any, deadline: float) -> Any:
-    """Brings up part 0, whichever was asked for."""
-    return await inner.prefetch(namespace, 0, keys, deadline=deadline)
-
-
-async def terse(inner: Any, order: Any, deadline: float) -> Any:
-    """Reports the first line of what is left."""
-    report = await inner.drain(order, deadline=deadline)
-    return report._replace(left=report.left[:1])
+async def piecemeal(inner: Any, *asked: Any, deadline: float) -> Any:
+    """Has answers for half of a batch."""
+    got = await inner.request(*asked, deadline=deadline)
+    if isinstance(got, wire.StatusReply):
+        return wire.StatusReply(got.statuses[: BATCH_BLOCKS_MAX // 2])
+    return got
 
 
 class Unreachable(ThroughTransport):
@@ -627,13 +622,9 @@ BROKEN: dict[str, Callable[[], Transport]] = {
     "closing_twice_is_closing_once": lambda: ThroughTransport(close=undead, abort=deaf),
     "a_view_is_pinned_and_read_only": lambda: ThroughTransport(read_view=scribbled),
     "a_view_outlives_its_channel_but_not_its_server": lambda: ThroughTransport(abort=blunt),
-    "an_offer_arrives_as_it_was_made": lambda: ThroughTransport(offer=forgetting),
-    "a_fetch_arrives_as_it_was_asked": lambda: ThroughTransport(fetch=ordinary),
-    "a_full_batch_is_offered_and_fetched": lambda: ThroughTransport(fetch=piecemeal),
-    "a_fetch_ends_with_its_caller": lambda: ThroughTransport(fetch=lingering("fetch")),
-    "a_refused_fetch_is_not_repeated": lambda: ThroughTransport(fetch=insisting("fetch")),
-    "a_prefetch_arrives_as_it_was_asked": lambda: ThroughTransport(prefetch=first_part),
-    "a_drain_arrives_as_it_was_ordered": lambda: ThroughTransport(drain=terse),
+    "a_request_arrives_as_it_was_made": lambda: ThroughTransport(request=piecemeal),
+    "a_request_ends_with_its_caller": lambda: ThroughTransport(request=lingering("request")),
+    "a_refused_request_is_not_repeated": lambda: ThroughTransport(request=insisting("request")),
     "a_closed_channel_moves_nothing": lambda: ThroughTransport(close=undead, abort=deaf),
     "nobody_there_is_unavailable": Raw,
     "a_refused_call_is_made_once": lambda: ThroughTransport(read=insisting("read")),
@@ -673,9 +664,23 @@ async def test_a_connect_without_a_deadline_is_noticed() -> None:
 BROKEN_TOO: list[tuple[str, Callable[[], Transport]]] = [
     ("no_call_keeps_the_loop", lambda: ThroughTransport(read=fiddling)),
     ("a_read_shows_that_it_goes_on", lambda: ThroughTransport(read=ticking)),
-    ("every_call_ends_by_its_deadline", lambda: ThroughTransport(drain=patient("drain"))),
+    ("every_call_ends_by_its_deadline", lambda: ThroughTransport(request=patient("request"))),
+    *(
+        (
+            "a_request_arrives_as_it_was_made",
+            partial(ThroughTransport, request=losing(kind, **lost)),
+        )
+        for kind, lost in (
+            (wire.Proposed, {"copies": b""}),
+            (wire.Fetch, {"extra": False}),
+            (wire.Prefetch, {"part": 0}),
+            (wire.Drain, {"back_in_s": 0.0}),
+            (wire.Drained, {"left": []}),
+            (wire.RemovedAll, {"at": None}),
+        )
+    ),
     ("every_status_arrives", lambda: ThroughTransport(write=hurrying)),
-    ("a_refusal_arrives_unchanged", lambda: ThroughTransport(holdings=terser)),
+    ("a_refusal_arrives_unchanged", lambda: ThroughTransport(request=terser)),
     ("what_a_transport_declares_is_so", Devoted),
     ("what_a_transport_declares_is_so", Wordless),
     ("a_server_knows_who_calls", lambda: Linked(lambda peer: peer._replace(transport="tcp"))),

@@ -35,7 +35,7 @@ from kvpool.types import Cluster, ReadBlock, ReadResult, WriteBlock, WriteStatus
 from kvpool.wire.messages import M, Message
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
-from kvpool_transports.streams.side_answers import SIDE_ANSWERS
+from kvpool_transports.streams.side_answers import answer_aside
 from kvpool_transports.streams.side_requests import SideRequests
 
 
@@ -242,9 +242,9 @@ class _InprocChannel(SideRequests):
             finally:
                 self._listener.looks.discard(connection)
 
-    async def _ask(self, message: Message, answer: type[M], deadline: float) -> M:
+    async def request(self, message: Message, answer: type[M], *, deadline: float) -> M:
         async with self._connection() as connection, self._until(deadline):
-            answered = await SIDE_ANSWERS[type(message)](message, connection)
+            answered = await answer_aside(message, connection)
         assert isinstance(answered, answer)
         return answered
 

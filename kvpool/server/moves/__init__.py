@@ -13,11 +13,14 @@ The kernel knows none of these: `Moves` answers their messages, and is called fo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
+from kvpool.errors import BadMessage
+from kvpool.moves import proposed
 from kvpool.protocols import Peer, PersistentTier
 from kvpool.server.extension import Handlers, ServerExtension, ServerParts
 from kvpool.server.moves.drainer import Drainer
@@ -27,18 +30,13 @@ from kvpool.server.moves.peer_servers import PeerServers
 from kvpool.server.moves.state.copy_demand import RepairPlanner
 from kvpool.server.moves.state.share_plan import BalancePlanner
 from kvpool.server.moves.state.wants import BlockName
-from kvpool.types import (
-    DrainOrder,
-    DrainReport,
-    MoveStatus,
-    Namespace,
-    Offer,
-    ServerStats,
-)
+from kvpool.types import MoveStatus, Namespace, ServerStats
 from kvpool.wire import messages as wire
 
 #: Names of servers that fetch here.
 _SERVERS_MAX: Final = 4096
+#: What a client may ask us to wait for.
+_WAIT_S_MAX: Final = 60.0
 
 
 class Moves(ServerExtension):
@@ -113,37 +111,32 @@ class Moves(ServerExtension):
 
     # --- requests ---------------------------------------------------------------------------
 
-    def _offer(
-        self, peer: Peer, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
-    ) -> list[Offer]:
+    async def _offer(self, peer: Peer, m: wire.Propose) -> wire.Proposed:
+        asked = wire.unpack_part(m)
         if len(self._servers) < _SERVERS_MAX:
-            self._servers.add(receiver)
-        return self.fetcher.offer(namespace, part, digests, receiver)
+            self._servers.add(m.receiver)
+        return proposed(self.fetcher.offer(*asked, m.receiver), m.digest_size)
 
-    async def _fetch(
-        self,
-        peer: Peer,
-        namespace: Namespace,
-        part: int,
-        digests: Sequence[bytes],
-        source: str,
-        *,
-        extra: bool,
-        deadline: float,
-    ) -> list[MoveStatus]:
+    async def _fetch(self, peer: Peer, m: wire.Fetch) -> wire.StatusReply:
+        namespace, part, digests = wire.unpack_part(m)
+        deadline = asyncio.get_running_loop().time() + min(m.wait_s, _WAIT_S_MAX)
+        asked = namespace, part, digests, m.source
         statuses = await self.fetcher.fetch(
-            namespace, part, digests, source, extra=extra, deadline=deadline, tenant=peer.tenant
+            *asked, extra=m.extra, deadline=deadline, tenant=peer.tenant
         )
-        if extra:
+        if m.extra:
             for digest, status in zip(digests, statuses, strict=True):
                 if status is MoveStatus.DONE:
                     self.repair.brought_extra(BlockName(namespace, part, digest))
             self.hand_over.wake()
-        return statuses
+        return wire.StatusReply(bytes(statuses))
 
-    async def _drain(self, peer: Peer, order: DrainOrder, *, wait: bool = False) -> DrainReport:
-        if order.begin:
-            self.drainer.begin(order.within_s, back_in_s=order.back_in_s)
-        elif order.cancel:
+    async def _drain(self, peer: Peer, m: wire.Drain, *, wait: bool = False) -> wire.Drained:
+        if m.begin and m.cancel:
+            raise BadMessage("a drain to begin and to cancel")
+        if m.begin:
+            self.drainer.begin(m.within_s, back_in_s=m.back_in_s)
+        elif m.cancel:
             await self.drainer.cancel()
-        return await self.drainer.wait() if wait else self.drainer.report()
+        report = await self.drainer.wait() if wait else self.drainer.report()
+        return wire.Drained(*report[:-1], [(*line,) for line in report.left])

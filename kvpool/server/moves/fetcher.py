@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvpool import logs
+from kvpool import logs, moves
 from kvpool.checksum import block_seeds, checksum
 from kvpool.errors import Overloaded, PeerError, Unavailable
-from kvpool.protocols import Channel, ReadOptions, ReserveRequest, SupportsFetch
+from kvpool.protocols import Channel, ReadOptions, ReserveRequest
 from kvpool.runtime import wait_for_all
 from kvpool.server.context import ServerContext
 from kvpool.server.moves.peer_servers import PeerServers
@@ -159,7 +159,7 @@ class Fetcher:
         deadline: float,
         tenant: str = "",
     ) -> list[MoveStatus]:
-        """As `SupportsFetch.fetch`, for a client of this tenant: it gets what its rate of writing
+        """As `moves.fetch`, for a client of this tenant: it gets what its rate of writing
         and its share of reservations allow."""
         now = _now()
         until = now + (deadline - now) * _FETCH_SHARE
@@ -228,11 +228,10 @@ class Fetcher:
 
     async def _offers(self, call: FetchCall, wanted: Sequence[int], channel: Channel) -> None:
         """Ask the source what the blocks are. From now on it passes removals on to this server."""
-        if not isinstance(channel, SupportsFetch):
-            raise Unavailable(f"the transport to {call.source} cannot fetch")
         until = min(call.until, _now() + _STEP_S)
         asked_at = _now()
-        offers = await channel.offer(
+        offers = await moves.offer(
+            channel,
             call.namespace,
             call.part,
             [call.digests[i] for i in wanted],
@@ -423,7 +422,7 @@ class Fetcher:
     def offer(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], receiver: str
     ) -> list[Offer]:
-        """As `SupportsFetch.offer`."""
+        """As `moves.offer`."""
         now = _now()
         offers = []
         hints: dict[object, SessionHint | None] = {None: None}

@@ -14,7 +14,8 @@ from typing import Final
 
 from kvpool import logs
 from kvpool.errors import Overloaded, PeerError, Unavailable
-from kvpool.protocols import Channel, SupportsFetch
+from kvpool.moves import fetch
+from kvpool.protocols import Channel
 from kvpool.server.context import ServerContext
 from kvpool.server.moves.peer_servers import PeerServers
 from kvpool.server.moves.state.wants import (
@@ -184,13 +185,9 @@ class HandOver:
             before = [self._store.peek(*name) for name in left]
             try:
                 channel = await self._peers.channel(target, until)
-                if not isinstance(channel, SupportsFetch):
-                    problem = "it cannot fetch"
-                    break
                 digests = [name.digest for name in left]
-                statuses = await channel.fetch(
-                    namespace, part, digests, self._peers.server, deadline=until
-                )
+                asked = namespace, part, digests, self._peers.server
+                statuses = await fetch(channel, *asked, deadline=until)
             except FAILURES as error:
                 self._peers.failed(target, channel)
                 log.info("a server does not fetch", target=target, why=str(error))

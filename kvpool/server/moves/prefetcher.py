@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
@@ -25,7 +24,7 @@ from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
 from kvpool.server.state.prefetches import HOLD_S, PrefetchedBlocks
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import TierMover
-from kvpool.types import BATCH_BLOCKS_MAX, MoveStatus, Namespace, ServerStats
+from kvpool.types import BATCH_BLOCKS_MAX, MoveStatus, ServerStats
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -90,10 +89,9 @@ class Prefetcher(ServerExtension):
             task.cancel()
             await asyncio.wait([task])
 
-    def _prefetch(
-        self, peer: Peer, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[MoveStatus]:
-        """As `SupportsPrefetch.prefetch`."""
+    async def _prefetch(self, peer: Peer, m: wire.Prefetch) -> wire.StatusReply:
+        """It is no use of a block, and waits for none."""
+        namespace, part, digests = wire.unpack_part(m)
         store, below = self._store, deque[bytes]()
         statuses = []
         for digest in digests:
@@ -112,7 +110,7 @@ class Prefetcher(ServerExtension):
                 self._refused_blocks += len(below)
                 refused = MoveStatus.REFUSED
                 statuses = [refused if one is MoveStatus.IN_PROGRESS else one for one in statuses]
-        return statuses
+        return wire.StatusReply(bytes(statuses))
 
     # --- inside --------------------------------------------------------------------------
 

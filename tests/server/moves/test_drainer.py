@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import MasterLost, Namespace, Pool, WriteStatus, admin
+from kvpool import MasterLost, Namespace, Pool, WriteStatus, admin, moves
 from kvpool.cli import run
 from kvpool.cli.progress import Show
 from kvpool.config import ServerConfig
@@ -64,9 +64,7 @@ async def fetch_into(
     end = asyncio.get_running_loop().time() + 5
     return await pool._servers.call(
         target.server,
-        lambda channel: channel.fetch(  # type: ignore[attr-defined]
-            NAMESPACE, 0, digests, source.server, deadline=end
-        ),
+        lambda channel: moves.fetch(channel, NAMESPACE, 0, digests, source.server, deadline=end),
         end,
     )
 
@@ -287,21 +285,6 @@ async def test_a_copy_on_a_server_that_is_lost_meanwhile_is_made_again() -> None
         assert (report.state, len(closed)) == (MoveStatus.DONE, 1)
         await leaving.close()
         await assert_readable(pool, blocks)
-
-
-async def test_over_a_transport_that_fetches_nothing_everything_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with movers(servers=2) as running, running.pool() as pool:
-        leaving = running.servers[0]
-        await put(pool, leaving, keys("block", 5), apart=True)
-
-        async def channel(server: str, deadline: float) -> object:
-            return object()  # of another package: without `fetch`
-
-        monkeypatch.setattr(moves_of(leaving).peers, "channel", channel)
-        report = await drain(leaving, 0.5)
-        assert report.left == (Left(NAMESPACE.name, "it cannot fetch", 5, 5 * SIZE),)
 
 
 async def test_a_drain_that_is_cancelled_leaves_an_ordinary_server() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvpool import Namespace, Pool, dev
+from kvpool import Namespace, Pool, dev, moves
 from kvpool.errors import LinkBroken
-from kvpool.protocols import Channel, Peer, ReserveRequest, SupportsFetch
+from kvpool.moves import pack_sessions, unpack_sessions
+from kvpool.protocols import Channel, Connection, Peer, ReserveRequest
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import fetcher as fetcher_module
 from kvpool.server.moves.fetcher import FetchCall, Fetcher
@@ -22,7 +23,7 @@ from kvpool.server.tenancy import Tenancy
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Cluster, MoveStatus, ReadStatus, SessionHint
 from kvpool.wire import messages as wire
-from kvpool.wire.messages import SESSION_RUNS_MAX, pack_sessions, unpack_sessions
+from kvpool.wire.messages import SESSION_RUNS_MAX
 from tests.conftest import NAMESPACE, key, keys, values
 from tests.support.moves import SIZE, moves_of, now, put
 
@@ -55,8 +56,9 @@ class Pair:
         name = self.source.server if source is None else source
 
         async def ask(channel: Channel) -> list[MoveStatus]:
-            assert isinstance(channel, SupportsFetch)
-            return await channel.fetch(NAMESPACE, 0, digests, name, deadline=now() + within_s)
+            return await moves.fetch(
+                channel, NAMESPACE, 0, digests, name, deadline=now() + within_s
+            )
 
         return await self.pool._servers.call(self.target.server, ask, now() + within_s)
 
@@ -128,6 +130,13 @@ async def test_what_cannot_be_fetched_has_a_reason() -> None:
         assert await both.fetch(chain) == [FETCHED, MoveStatus.GONE, FETCHED]
 
 
+async def ask_to_fetch(
+    asks: Connection, namespace: Namespace, chain: Sequence[bytes], within_s: float
+) -> list[MoveStatus]:
+    request = wire.Fetch(*wire.keys_of(namespace, chain), 0, "dev-0", within_s)
+    return moves.moved(await asks.answer(request), len(chain))
+
+
 async def test_a_tenant_that_has_blocks_fetched_pays_as_for_a_write() -> None:
     """And it alone: what the pool moves for its own reasons is nobody's."""
     mine = Namespace("@acme/m")
@@ -139,9 +148,7 @@ async def test_a_tenant_that_has_blocks_fetched_pays_as_for_a_write() -> None:
         asks = both.target.connect(Peer("c", proved=Cluster(tenant="acme")))
 
         async def fetch(first: int, last: int, within_s: float) -> list[MoveStatus]:
-            return await asks.handler(wire.Fetch)(
-                mine, 0, chain[first:last], "dev-0", extra=False, deadline=now() + within_s
-            )
+            return await ask_to_fetch(asks, mine, chain[first:last], within_s)
 
         began = now()
         assert await fetch(0, 32, 5.0) == [FETCHED] * 32
@@ -151,9 +158,7 @@ async def test_a_tenant_that_has_blocks_fetched_pays_as_for_a_write() -> None:
         assert now() - began > 0.8
         assert rates.wait_s("acme", now()) > 0
         server = both.target.connect(Peer("dev-2"))
-        rest = await server.handler(wire.Fetch)(
-            mine, 0, chain[40:], "dev-0", extra=False, deadline=now() + 0.1
-        )
+        rest = await ask_to_fetch(server, mine, chain[40:], 0.1)
         assert rest == [FETCHED] * 8
         asks.close()
         server.close()
@@ -171,8 +176,7 @@ async def test_what_a_tenant_asks_for_and_does_not_come_costs_it_nothing() -> No
 
         channel.read = fails  # type: ignore[method-assign]
         asks = both.target.connect(Peer("c", proved=Cluster(tenant="acme")))
-        ask = asks.handler(wire.Fetch)
-        statuses = await ask(mine, 0, chain, "dev-0", extra=False, deadline=now() + 5)
+        statuses = await ask_to_fetch(asks, mine, chain, 5)
         assert statuses == [MoveStatus.LOST] * 8
         assert Tenancy.of(both.target).guard.rates.wait_s("acme", now()) == 0.0
         asks.close()

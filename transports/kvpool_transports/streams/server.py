@@ -59,11 +59,13 @@ from kvpool.wire.messages import (
     unpack_batch,
     unpack_parents,
 )
-from kvpool_transports.streams.side_answers import SIDE_ANSWERS, WAIT_S_MAX
+from kvpool_transports.streams.side_answers import ASIDE, answer_aside
 from kvpool_transports.streams.stream import Stream
 
 #: A handshake must be complete after this time.
 HELLO_S = 5.0
+#: What a client may ask us to wait for.
+WAIT_S_MAX = 60.0
 #: Bytes of a message of a handshake, and of a request for as many blocks as there may be.
 _HELLO_MAX: Final = 4 << 10
 _REQUEST_MAX: Final = 128 << 10
@@ -358,7 +360,7 @@ class StreamSession:
             await self._seal_written(write, connection)
             return
         kind = message_type(frame.type)
-        if kind is None or not (kind in _TRANSFERS or kind in SIDE_ANSWERS):
+        if kind is None or not (kind in _TRANSFERS or kind in ASIDE):
             name = kind.__name__ if kind is not None else f"type {frame.type}"
             raise BadMessage(f"{name} is no request")
         request = decode(kind, frame.type, frame.body)
@@ -371,7 +373,7 @@ class StreamSession:
         if kind in _TRANSFERS:
             await _TRANSFERS[kind](self, request, connection)
         else:
-            await self._send(await SIDE_ANSWERS[kind](request, connection))
+            await self._send(await answer_aside(request, connection))
 
     def _payload_of_request(self, frame: Frame) -> PayloadReceiver | None:
         """Where the bytes of a request go, of which only `Write` has some.
