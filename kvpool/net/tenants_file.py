@@ -92,14 +92,16 @@ class TenantsFile:
         now = await asyncio.to_thread(lambda: {path: stamp(path) for path in self._stamps})
         if now == self._stamps and not asked:
             return False
-        self._stamps = {}  # also of a bad file: it is warned of once
+        stamps: dict[Path, Stamp] = {}
         try:
             # In a thread: files may be slow.
-            loaded = await asyncio.to_thread(self._read, self._stamps)
+            loaded = await asyncio.to_thread(self._read, stamps)
         except ConfigError as error:
             log.warning("the tenants file is refused, the one before stays", why=str(error))
+            self._stamps = stamps  # it is warned of once
             return False
         self._apply(loaded)
+        self._stamps = stamps  # not before: what failed half way is done again
         return True
 
     def _apply(self, loaded: _Loaded) -> None:

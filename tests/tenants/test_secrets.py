@@ -233,6 +233,32 @@ async def test_a_change_is_noticed_within_a_second_and_at_once_on_sighup(pool: T
         await eventually(lambda: len(seen) > count, 0.7)
 
 
+@pytest.mark.parametrize("step", ["_read", "use"])
+async def test_a_change_that_fails_half_way_is_made_with_the_next_look(
+    step: str, pool: TenantPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a secret that was revoked would stay valid for whoever was to hear of it later."""
+    file = pool.of_master
+    seen: list[set[str]] = []
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool.write_tenants(only="blue")
+    with monkeypatch.context() as patch:
+        if step == "_read":
+            patch.setattr(file, "_read", fail)
+        else:
+            patch.setattr(file, "_on_change", [fail])
+        with pytest.raises(RuntimeError):
+            await file.look()
+    file.on_change(lambda tenants: seen.append(set(tenants)))
+    assert await file.look()
+    assert len(seen) == 2
+    assert seen[-1] == {"blue"}
+    assert not await file.look()
+
+
 async def test_the_loop_is_not_held_up_by_many_tenants(tmp_path: Path) -> None:
     """Reading 300 tenants with two secrets takes a while; it must not be the loop's."""
     lines = ["tenants:"]
