@@ -290,11 +290,9 @@ class Servers:
 
     async def _resolve(self, server: str, deadline: float) -> KnownServer:
         """The record of a server that may be called. Raises ServerLost, MasterLost."""
-        record = self.known.get(server)
-        now = self._loop.time()
-        lost = record is not None and now < record.retry_at
-        refresh_due = now >= self._refreshed_at + _REFRESH_S
-        if record is None or not record.paths or (lost and refresh_due):
+        record, now = self.known.get(server), self._loop.time()
+        due = now >= self._refreshed_at + _REFRESH_S
+        if record is None or not record.paths or (now < record.retry_at and due):
             await self.refresh(deadline)
             record = self.known.get(server)
         if record is None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvpool.errors import DeadlineExceeded, LinkBroken
+from kvpool.errors import DeadlineExceeded, LinkBroken, Overloaded
 from kvpool_transports import copy_pool
 from kvpool_transports.copy_pool import (
     INLINE_MAX,
@@ -226,6 +226,29 @@ async def test_threads_that_are_late_are_stopped(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DeadlineExceeded, match="copying did not end in time"):
         await pool.run(whole(data, bytearray(len(data))), deadline=loop.time() + 0.05)
     assert [flag.is_set for flag in flags] == [True, True]
+    pool.close()
+
+
+async def test_where_no_thread_can_be_started_a_call_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A limit of the system (`ulimit -u`) is no error of its caller. Later there may be one."""
+
+    class Unable:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.daemon = True
+
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    pool, data = CopyPool(2), bytes(INLINE_MAX + BLOCK)
+    deadline, target = asyncio.get_running_loop().time() + 9, bytearray(len(data))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", Unable)
+        with pytest.raises(Overloaded, match="cannot copy: can't start new thread"):
+            await pool.run(whole(data, target), deadline=deadline)
+    assert not pool._flags
+    assert await pool.run(whole(data, target), deadline=deadline) == sums(data)
     pool.close()
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvpool.errors import DeadlineExceeded, LinkBroken
+from kvpool.errors import DeadlineExceeded, LinkBroken, Overloaded
 
 #: Bytes copied and then hashed while they are in the cache.
 STEP = 256 << 10
@@ -139,6 +139,8 @@ class CopyPool:
                 await asyncio.gather(*runs, return_exceptions=True)
         except TimeoutError:
             raise DeadlineExceeded(_LATE) from None
+        except RuntimeError as error:  # no thread can be started, as of `ulimit -u`
+            raise Overloaded(f"cannot copy: {error}") from None
         finally:
             for flag, share in zip(flags, shares, strict=True):
                 flag.set()
