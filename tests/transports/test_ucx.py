@@ -713,6 +713,40 @@ async def reset(channel: object, chain: list[bytes]) -> None:
     assert got == values(chain, SIZE)
 
 
+async def test_what_waits_for_a_worker_that_fails_ends_and_it_is_tried_again(
+    installed: None,
+) -> None:
+    await UcxTransport()._workers("127.0.0.1")  # loads UCX
+    worker = Worker(make_context(local=True, settings={}))
+    await asyncio.sleep(0.01)
+    real, told, looks = worker._worker, list[Exception](), []
+
+    class Failing:
+        def progress_once(self) -> bool:
+            raise RuntimeError("no memory")
+
+    class Waiting:
+        def fail(self, error: Exception) -> None:
+            told.append(error)
+
+        def look(self) -> None:
+            looks.append(self)
+
+    waiting = Waiting()
+    worker.watch(waiting)  # type: ignore[arg-type]
+    worker._worker = Failing()
+    worker.kick()
+    await asyncio.sleep(0.01)
+    assert [str(error) for error in told] == ["UCX makes no progress: no memory"]
+    assert isinstance(told[0], LinkBroken)
+    assert worker.needs_replacement
+    worker._worker = real
+    await asyncio.sleep(0.3)
+    assert looks
+    worker.forget(waiting)  # type: ignore[arg-type]
+    worker.close()
+
+
 async def test_a_worn_worker_has_a_successor(
     installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

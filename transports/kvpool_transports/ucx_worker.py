@@ -36,6 +36,8 @@ _LOOKS = 100
 _PURGED_MAX = 4096
 _PAUSE_S: Final = 0.001
 _WARN_S: Final = 1.0
+#: Between attempts of a worker that has failed.
+_FAILED_S: Final = 0.1
 #: A tag is the receiving side's number and the number of the piece.
 _PIECE_BITS = 24
 
@@ -156,18 +158,32 @@ class Worker:
         worker = self._worker
         if worker is None:
             return
-        for _ in range(_STEPS):
-            if not worker.progress_once():
-                worker.progress()  # cancels the requests of endpoints that have failed, too
-                rest = not worker.arm()
-                break
-        else:
-            rest = True
+        rest = True
+        try:
+            for _ in range(_STEPS):
+                if not worker.progress_once():
+                    worker.progress()  # cancels the requests of endpoints that have failed, too
+                    rest = not worker.arm()
+                    break
+        except Exception as error:
+            # Nobody has called this: without a word its transfers would wait, and it would sleep.
+            self._failed(error)
+            return
         for transfer in tuple(self._moving):
             transfer.look()
         # There is more to do: the steps ran out, or events arrived before `arm`, which then fails.
         if rest:
             self.kick()
+
+    def _failed(self, error: Exception) -> None:
+        """End the transfers that wait, have new paths on another worker, and try again later."""
+        log.error("UCX makes no progress", why=repr(error))
+        self._purged = _PURGED_MAX
+        for transfer in tuple(self._moving):
+            transfer.fail(LinkBroken(f"UCX makes no progress: {error}"))
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_later(_FAILED_S, self._turn)
 
 
 class Workers:
