@@ -152,6 +152,20 @@ def test_no_thread_ends_unnoticed() -> None:
     assert found == THREADS.keys(), "list it, with the reason"
 
 
+def test_somebody_looks_at_the_end_of_what_an_executor_runs() -> None:
+    """A future that is dropped takes its exception along."""
+    names = {"submit", "run_in_executor", "to_thread", "run_coroutine_threadsafe"}
+    dropped = {
+        f"{path.relative_to(ROOT)} {node.value.func.attr}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if isinstance(node.value.func, ast.Attribute) and node.value.func.attr in names
+    }
+    # Its threads are not an executor's: what they run catches all.
+    assert dropped == {"tiers/kvpool_tiers/nvme/file_disk.py submit"}
+
+
 def supervised_names() -> set[str]:
     """The names of all tasks that are started under a supervisor, without what differs."""
     names = set()
