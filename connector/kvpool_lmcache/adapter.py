@@ -266,8 +266,8 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Without the lock: LMCache's listeners may call us. What they raise is theirs."""
         try:
             listeners(*what)
-        except Exception:
-            log.warning("kvpool: a listener of LMCache's failed", exc_info=True)
+        except Exception as error:
+            log.warning("kvpool: a listener of LMCache's failed with %r", error)
 
     async def _all(self, pool: Pool, task: Task) -> tuple[list[int], bool]:
         """The calls for all namespaces at the same time, as a rule it is one; and whether one
