@@ -55,8 +55,7 @@ class NamespaceRemoval(ServerExtension):
         namespace, at = wire.checked_namespace(m.namespace, m.parts), RemovalCursor(*m.at)
         removal = await remove_all(self._context, self._extensions, namespace, at)
         if removal.blocks:
-            request = f"RemoveAll {namespace.name}"
-            self._context.audit_removed(peer, removal.blocks, request)
+            self._context.audit_removed(peer, removal.blocks, f"RemoveAll {namespace.name}")
         following = (*removal.at,) if removal.at is not None else None
         return wire.RemovedAll(removal.blocks, removal.bytes, following)
 
@@ -67,14 +66,17 @@ async def holdings(context: ServerContext, tenant: str, after: tuple[str, int]) 
     begin = RemovalCursor(context.epoch, store.front.held.last_id)
     first: set[tuple[str, int]] = set()
     for tier in store.stores:
-        keys = [(one.namespace.name, one.namespace.parts) for one in tier.index.by_part.values()]
+        keys = list(tier.index.by_part)
         for start in range(0, len(keys), _NAMES_STEP):
-            names = set(keys[start : start + _NAMES_STEP])
+            names = {(of.name, of.parts) for of, _ in keys[start : start + _NAMES_STEP]}
             first |= {one for one in names if one > after and one[0].startswith(marker)}
             first = set(heapq.nsmallest(_HOLDINGS_MAX + 1, first))
             await asyncio.sleep(0)
     page = sorted(first)[:_HOLDINGS_MAX]
-    held = [holding(store, Namespace(*name)) for name in page]
+    held = []
+    for name in page:  # each may have 256 parts in each tier
+        held.append(holding(store, Namespace(*name)))
+        await asyncio.sleep(0)
     return HoldingsPage(begin, tuple(one for one in held if one.blocks), len(first) > len(page))
 
 
@@ -107,8 +109,7 @@ def remove_written(
         place = (tier + 1, 0, 0) if end else (tier, part + 1, 0)
         return RemovalStep(at=RemovalCursor(at.epoch, upto, *place))
     old = [e for e in found.values() if e.born <= upto and e.state is State.STORED]
-    more, old = len(old) > blocks_max, old[:blocks_max]
-    digests = [entry.digest for entry in old]
+    more, digests = len(old) > blocks_max, [entry.digest for entry in old[:blocks_max]]
     before = sum(_held(one, namespace, part)[1] for one in store.online)
     store.remove(namespace, digests, part=part)
     size = before - sum(_held(one, namespace, part)[1] for one in store.online)

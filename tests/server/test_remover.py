@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvpool import Namespace, Pool, admin, dev
 from kvpool.client.pool_events import PoolEventKind
 from kvpool.client.removal import HeldNamespace
+from kvpool.server import removal
 from kvpool.server.removal import remove_written
 from kvpool.types import RemovalCursor
 from tests.conftest import eventually, keys
@@ -153,6 +155,26 @@ async def test_namespaces_of_a_second_page_are_found_with_their_parts() -> None:
         held = (await admin(pool).removals.held(wanted, timeout=10)).found
         assert [one.namespace for one in held] == names
         assert len({one.begin for one in held}) == 1
+
+
+async def test_a_page_of_namespaces_of_many_parts_leaves_the_loop_to_others() -> None:
+    """A tenant may ask for it again and again."""
+    spaces = [Namespace(f"n{number:03d}", 256) for number in range(50)]
+    index = {(one, 0): SimpleNamespace(blocks=[0], used=7) for one in spaces}
+    tier = SimpleNamespace(index=SimpleNamespace(by_part=index))
+    front = SimpleNamespace(held=SimpleNamespace(last_id=1))
+    store = SimpleNamespace(stores=[tier, tier], online=[tier, tier], front=front)
+    context: Any = SimpleNamespace(epoch=1, store=store)
+    looking = asyncio.create_task(removal.holdings(context, "", ("", 0)))
+    turns = 0
+    while not looking.done():
+        await asyncio.sleep(0)
+        turns += 1
+    page = await looking
+    assert [(one.namespace, one.blocks, one.bytes) for one in page.held] == [
+        (one, 1, 14) for one in spaces
+    ]
+    assert turns >= len(spaces)
 
 
 async def test_a_server_that_does_not_answer_is_named() -> None:
