@@ -135,15 +135,13 @@ class EnginePool:
                 continue
             with self._lock:
                 if self._closing.is_set():
-                    break
+                    pool.close()
+                    return
                 self._pool = self._owned = pool
             self._problem = ""
             self._log.info("kvpool: connected to the pool at %s", ", ".join(config.masters))
             connected.set()
             return
-        else:
-            return
-        pool.close()
 
     def _warn(self, problem: str) -> None:
         same = re.sub(r"[0-9.]+", "", problem)  # seconds and ports differ each time

@@ -107,7 +107,7 @@ class PoolThread:
         """Cancel everything that runs and wait until it has ended, at most so long. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._loop.call_soon_threadsafe(self._end)
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -123,10 +123,12 @@ class PoolThread:
     def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = self._loop.create_task(work())
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
 
-    def _end(self) -> None:
-        self._loop.stop()
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._report(f"work of the pool's thread has failed: {_text(error)}")
 
     async def _finish(self) -> None:
         for task in tuple(self._tasks):

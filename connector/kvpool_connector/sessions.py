@@ -260,7 +260,7 @@ class HintSender:
                 self.thread = PoolThread(chosen.client(), chosen.member(), _log_line)
                 return
             problem = "this engine has no KVPoolConnector"
-        except KvpoolError as error:
+        except Exception as error:  # no thread, say: the prompt has its answer all the same
             problem = str(error)
         logger.warning("kvpool: sessions are passed on, and no pool learns of them: %s", problem)
 

@@ -208,6 +208,25 @@ def test_the_log_says_when_the_pool_is_lost_and_when_it_is_back(
     ]
 
 
+def test_work_that_fails_is_a_line_of_the_log(
+    started: Callable[..., PoolThread], lines: list[str]
+) -> None:
+    thread, done = started(NoPool()), threading.Event()
+
+    async def fail() -> None:
+        raise TimeoutError("of an inner call")
+
+    async def last() -> None:
+        done.set()
+
+    for work in (fail, last):
+        assert thread.start(work)
+    assert done.wait(10)
+    thread.close(10)
+    failed = "work of the pool's thread has failed: TimeoutError: of an inner call"
+    assert f"WARNING {failed}" in lines
+
+
 def test_a_closed_thread_takes_no_work(closed: PoolThread) -> None:
     async def work() -> None:
         raise AssertionError("it began")
