@@ -87,7 +87,8 @@ class Admin:
         All clients ask the first master of their list while it answers; what other clients ask
         another one is not in it. Raises MasterLost.
         """
-        demand = await self._context.lookup.demand(self._context.begin(timeout))
+        found = self._extensions.get("room")
+        demand: Demand = await found.demand(self._context.begin(timeout))
         sets = [
             one._replace(namespace=self._context.as_seen(one.namespace))
             for one in demand.working_sets

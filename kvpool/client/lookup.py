@@ -13,11 +13,10 @@ from kvpool.client.known_spans import KnownSpans
 from kvpool.client.masters import Masters
 from kvpool.client.presence import MEMORY_TIERS, presence
 from kvpool.client.servers import Servers
-from kvpool.errors import BadKey, MasterLost, Unavailable
+from kvpool.errors import MasterLost, Unavailable
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
     BlockKey,
-    Demand,
     Explanation,
     Match,
     Namespace,
@@ -26,7 +25,6 @@ from kvpool.types import (
     ReadStatus,
     Replica,
     Run,
-    WorkingSet,
 )
 from kvpool.wire import messages as wire
 
@@ -169,27 +167,6 @@ class Lookup:
                 for digest, (status, text, replicas) in zip(batch, explained.blocks, strict=False)
             ]
         return answers
-
-    async def demand(self, deadline: float) -> Demand:
-        """As `Admin.demand`."""
-        answer = await self._masters.ask(wire.Demands(), wire.DemandsReply, deadline)
-        try:
-            sets = [
-                WorkingSet(Namespace(name, parts), size, blocks, prompt)
-                for (name, parts, size, blocks), prompt in zip(
-                    answer.working_sets, answer.prompts, strict=False
-                )
-            ]
-        except BadKey as error:
-            raise MasterLost(f"a master answered with {error}") from None
-        return Demand(
-            answer.seconds,
-            tuple(sets),
-            answer.chain_servers,
-            answer.beyond_hole,
-            answer.asked_blocks,
-            answer.found_blocks,
-        )
 
     async def locate(
         self, namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float

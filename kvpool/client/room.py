@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from kvpool.client.extension import ClientExtension, ClientParts
+from kvpool.errors import BadKey, MasterLost
 from kvpool.tenant_names import tenant_of
-from kvpool.types import Demand, Member, WorkingSet
+from kvpool.types import Demand, Member, Namespace, WorkingSet
+from kvpool.wire import messages as wire
 
 #: Before so many seconds of observation a session may not have come back once.
 OBSERVED_S: Final = 120.0
@@ -73,12 +75,33 @@ class PoolRoom(ClientExtension):
     """Asks for one client."""
 
     def __init__(self, parts: ClientParts) -> None:
-        self._lookup, self._servers = parts.context.lookup, parts.context.servers
+        self._masters, self._servers = parts.context.masters, parts.context.servers
+
+    async def demand(self, deadline: float) -> Demand:
+        """As `Admin.demand`."""
+        answer = await self._masters.ask(wire.Demands(), wire.DemandsReply, deadline)
+        try:
+            sets = [
+                WorkingSet(Namespace(name, parts), size, blocks, prompt)
+                for (name, parts, size, blocks), prompt in zip(
+                    answer.working_sets, answer.prompts, strict=False
+                )
+            ]
+        except BadKey as error:
+            raise MasterLost(f"a master answered with {error}") from None
+        return Demand(
+            answer.seconds,
+            tuple(sets),
+            answer.chain_servers,
+            answer.beyond_hole,
+            answer.asked_blocks,
+            answer.found_blocks,
+        )
 
     async def room(self, deadline: float) -> Room:
         """As `Admin.room`."""
         members = await self._servers.refresh(deadline)
-        return room_of(await self._lookup.demand(deadline), members)
+        return room_of(await self.demand(deadline), members)
 
 
 def _size(member: Member) -> int:

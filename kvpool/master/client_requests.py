@@ -8,9 +8,9 @@ from typing import Final
 
 from kvpool import spans
 from kvpool.errors import BadMessage
+from kvpool.master.demand import make_demand
 from kvpool.master.hints import NoHints
 from kvpool.master.state.change_ring import PAGE_SIZE, size_of
-from kvpool.master.state.demand import DemandMeter
 from kvpool.master.state.directory import ChainMatch, Directory
 from kvpool.protocols import Caller
 from kvpool.spans import MarkedChain
@@ -27,9 +27,6 @@ _JUST_BEGUN: Final = (
 )
 #: Servers for a write that an answer names.
 _PLACES_MAX: Final = 64
-#: Of so many matches one is looked at behind its first miss: so many blocks, evenly spread.
-_HOLES_EVERY: Final = 16
-_HOLES_MAX: Final = 128
 
 
 class ClientRequests:
@@ -39,7 +36,7 @@ class ClientRequests:
         self._directory = directory
         self._hints = hints
         self._now = now
-        self._demand = DemandMeter()
+        self._demand = make_demand(directory)
         #: Servers may be alive whose blocks are not in the map.
         self.partial = True
         #: Matches of clients by what ended them: the reason of the first miss, or `hit`; and the
@@ -76,20 +73,16 @@ class ClientRequests:
         return _found(match.runs, missed, spans.SPAN_BLOCKS, self.partial)
 
     def _count_match(self, namespace: Namespace, chain: MarkedChain, match: ChainMatch) -> None:
-        self._demand.matched(match.runs)
         self.found_blocks += match.length
+        nth = 0
         if match.stopped is None:  # the client comes again with the keys of what follows
             self.asked_blocks += match.length
             self.unknown_spans += 1
-            return
-        self.asked_blocks += len(chain)
-        self.matches[match.stopped] += 1
-        if self.matches[match.stopped] % _HOLES_EVERY == 0:
-            first, count = match.length + 1, len(chain)
-            step = max(1, -(-(count - first) // _HOLES_MAX))
-            behind = chain.digests(first, count, step)
-            listed = self._directory.listed_of(namespace, behind) * step
-            self._demand.looked_beyond(match.length, listed)
+        else:
+            self.asked_blocks += len(chain)
+            self.matches[match.stopped] += 1
+            nth = self.matches[match.stopped]
+        self._demand.found(namespace, chain, match, nth)
 
     def place(self, m: wire.Place, caller: Caller) -> wire.PlaceReply:
         namespace, digests = wire.unpack_question(m)

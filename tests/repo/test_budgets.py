@@ -115,7 +115,10 @@ RINGS: dict[str, tuple[str, ...]] = {
     "admin": ("kvpool/client/admin.py",),  # of `kvpool.admin`
     "sync": ("kvpool/sync.py",),  # for threads
     "removal": ("kvpool/client/removal.py", "kvpool/server/removal.py"),  # of `kvpool remove`
-    "room": ("kvpool/client/room.py",),  # for those who admit sessions
+    "demand": (  # for those who plan memory, and admit sessions
+        "kvpool/client/room.py",
+        "kvpool/master/state/demand.py",
+    ),
     "poller": ("kvpool/client/match_poller.py", "kvpool/net/polled_links.py"),  # for connectors
     "policies": tuple(
         f"kvpool/server/eviction/{one}.py"

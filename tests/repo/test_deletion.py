@@ -29,6 +29,7 @@ TABLES = (
     "kvpool/server/extension.py",
     "kvpool/server/tiers.py",
     "kvpool/server/orders.py",
+    "kvpool/master/demand.py",
     "kvpool/master/hints.py",
     "kvpool/master/service.py",
 )

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvpool import spans
+from kvpool.master.state.directory import ChainMatch, Directory
 from kvpool.shares import Recent
 from kvpool.spans import MarkedChain
 from kvpool.tenant_names import TENANTS_MAX, tenant_of
@@ -44,6 +45,9 @@ _SIZE_MAX: Final = 1 << 62
 _KEEP: Final = 0.99
 #: Blocks of one call that are looked at; no client of ours asks for more at once.
 _BATCH_MAX: Final = 4096
+#: Of so many matches one is looked at behind its first miss: so many blocks, evenly spread.
+_HOLES_EVERY: Final = 16
+_HOLES_MAX: Final = 128
 #: Spans of a chain whose last blocks are not followed one by one.
 _SPANS_MIN: Final = 2
 #: Forgotten by one call, at most.
@@ -58,7 +62,8 @@ class DemandMeter:
     one makes no figure of another coarser.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Directory | None = None) -> None:
+        self._directory = directory
         #: By tenant; who has asked for nothing for the longest time first.
         self._samples: OrderedDict[str, _Sample] = OrderedDict()
         self._figures: Recent[Namespace, tuple[Namespace, _Figures]] = Recent(NAMESPACES_MAX)
@@ -121,6 +126,16 @@ class DemandMeter:
         quiet = next(iter(self._samples.values()))
         if now - quiet.counted_at >= _FORGET_S:
             self._samples.popitem(last=False)
+
+    def found(self, namespace: Namespace, chain: MarkedChain, match: ChainMatch, nth: int) -> None:
+        """A prompt was looked up, as the `nth` that ended so; 0: the client asks again."""
+        self.matched(match.runs)
+        if nth and nth % _HOLES_EVERY == 0 and self._directory is not None:
+            first, count = match.length + 1, len(chain)
+            step = max(1, -(-(count - first) // _HOLES_MAX))
+            behind = chain.digests(first, count, step)
+            listed = self._directory.listed_of(namespace, behind) * step
+            self.looked_beyond(match.length, listed)
 
     def matched(self, runs: Sequence[Run]) -> None:
         """The lookup of a prompt found these runs."""
