@@ -38,9 +38,6 @@ class Backoff:
         #: Since the last success.
         self.failures = 0
 
-    def __repr__(self) -> str:
-        return f"<Backoff {self.failures} failures, next {self._next_s:g} s>"
-
     def next_delay(self) -> float:
         """Count one more failure; how long to wait now."""
         self.failures += 1

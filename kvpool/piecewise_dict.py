@@ -41,9 +41,6 @@ class PiecewiseDict(Generic[K, V]):
         self._pieces = 1
         self._count = 0
 
-    def __repr__(self) -> str:
-        return f"<PiecewiseDict {self._count} keys in {self._pieces} pieces>"
-
     def __len__(self) -> int:
         return self._count
 

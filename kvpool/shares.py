@@ -40,9 +40,6 @@ class Shares:
         self.refused: Counter[str] = Counter()
         self._held: dict[str, int] = {}
 
-    def __repr__(self) -> str:
-        return f"<Shares {self.used} of {self.total}, of {len(self._held)} holders>"
-
     def held(self, holder: str) -> int:
         """Units that this holder has."""
         return self._held.get(holder, 0)
@@ -110,9 +107,6 @@ class Recent(Generic[K, V]):
         self._groups: dict[str, OrderedDict[tuple[str, K], None]] = {}
         self._largest = ""  # the group that had more than its part when that was looked at last
         self._since_search = 0  # entries that have left since then
-
-    def __repr__(self) -> str:
-        return f"<Recent {len(self)} of {self.total}, of {len(self._groups)} holders>"
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -64,9 +64,6 @@ class Strangers:
         self._addresses: dict[str, _Address] = {}
         self._lines, self._lines_until = 0, 0.0  # that may still be written until then
 
-    def __repr__(self) -> str:
-        return f"<Strangers {len(self._handshakes)} handshakes, {len(self._addresses)} addresses>"
-
     def __len__(self) -> int:
         return len(self._handshakes)
 

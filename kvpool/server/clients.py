@@ -38,9 +38,6 @@ class ConnectionShares:
         self.total = 0
         self._of: Counter[str] = Counter()
 
-    def __repr__(self) -> str:
-        return f"<ConnectionShares {self.total} of {self.limit}, {len(self._of)} clients>"
-
     def share(self, newcomers: int = 0) -> int:
         """What each client may have when connections are scarce."""
         return max(SHARE_MIN, self.limit // max(1, len(self._of) + newcomers))

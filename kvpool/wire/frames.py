@@ -176,9 +176,6 @@ class FrameReader:
         self._copies = False  # the next bytes for it come through the buffer
         self._frame: Frame | None = None
 
-    def __repr__(self) -> str:
-        return f"<FrameReader {self.state.name.lower()}, {self._filled} bytes>"
-
     # --- for the owner ---------------------------------------------------------------------
 
     def ask(self, choose: ChooseTarget) -> Frame | None:

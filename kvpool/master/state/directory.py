@@ -79,8 +79,6 @@ class Directory:
         """At most `count` namespaces that have blocks, and how many, in order of name and parts."""
         return [(one, len(self.blocks[one])) for one in islice(self.blocks.after(*after), count)]
 
-    # --- servers ---------------------------------------------------------------------
-
     # --- announcements ---------------------------------------------------------------
 
     def within_limits(

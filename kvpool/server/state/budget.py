@@ -33,9 +33,6 @@ class Budget:
         self.start = max(START, min(_START_MAX, total // _START_PART))
         self.used = 0
 
-    def __repr__(self) -> str:
-        return f"<Budget {self.used} of {self.total}>"
-
     def left(self, held: int, of_tenant: int | None = None) -> int:
         """What a connection that holds `held` bytes may still take; nothing if that is below 1.
 

@@ -23,9 +23,6 @@ class ConnectionHoldings:
         self._together: dict[str, TenantHoldings] = {}  # by tenant
         self._quarantine: dict[int, list[Entry]] = {}
 
-    def __repr__(self) -> str:
-        return f"<ConnectionHoldings {self.reservations} reservations, {self.pins} pins>"
-
     @property
     def pins(self) -> int:
         return sum(len(owner.pins) for owner in self._owners.values())

@@ -101,10 +101,6 @@ class Stream(asyncio.BufferedProtocol):
         self._why: KvpoolError | None = None
         self._portions = 0  # sent
 
-    def __repr__(self) -> str:
-        state = "lost" if self.lost else "receiving" if self._done else "idle"
-        return f"<Stream {state}>"
-
     # --- for the owner -----------------------------------------------------------------
 
     async def send(
