@@ -51,9 +51,6 @@ class MasterConfig(_Section, frozen=True):
     #: Time without a heartbeat after which a server counts as lost. The default is three heartbeat
     #: intervals, so that one lost heartbeat does not matter.
     timeout_s: Seconds = 3.0
-    #: Time for which the master keeps the record of a lost server. If the server comes back before,
-    #: its blocks are found again at once.
-    forget_s: Seconds = 600.0
     #: Blocks in the map; each takes some 100 to 150 bytes of the master's memory. Servers of one
     #: address may use half of it. Blocks beyond the limit are not listed, so nobody finds them.
     blocks_max: Annotated[int, Meta(ge=1)] = 50_000_000
@@ -357,6 +354,7 @@ _UCX: Final = {"ucx_tls": "tls", "ucx_devices": "net_devices", "ucx_rails": "rai
 _GONE: Final = {
     "client.copies_max": "remove it: blocks that many chains share get two copies",
     "client.measure": "remove it: paths are taken in the order of client.transports",
+    "master.forget_s": "remove it: a lost server is forgotten after ten minutes",
     "master.servers_max": "remove it: there is room for 4,096 servers",
     "server.alignment": "remove it: blocks start at multiples of a page, 4096 bytes",
     "server.copies_max": "remove it: lost copies are made again, and kvpool spread makes more",

@@ -58,7 +58,7 @@ class Master:
         self._config = config
         self._network = network
         if directory is None:
-            servers = ServerTable(timeout_s=config.timeout_s, forget_s=config.forget_s)
+            servers = ServerTable(timeout_s=config.timeout_s)
             directory = Directory(servers, blocks_max=config.blocks_max)
         self.directory = directory
         self.sweeper = Sweeper(directory)

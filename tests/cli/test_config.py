@@ -55,7 +55,6 @@ DEFAULTS = {
     "master": {
         "bind": "127.0.0.1:7450",
         "timeout_s": 3.0,
-        "forget_s": 600.0,
         "blocks_max": 50_000_000,
         "http": "",
         "insecure": False,
@@ -191,6 +190,7 @@ def test_a_wrong_duration(text: str) -> None:
     [
         ("server: {capcity: 1GiB}", "did you mean 'server.capacity'"),
         ("sever: {}", "did you mean 'server'"),
+        ("master: {forget_s: 1h}", "'master.forget_s' is gone: remove it: a lost server"),
         ("server: {copies_max: 2}", "'server.copies_max' is gone: remove it: lost copies"),
         (
             "server: {fetch_rate: 1GiB}",

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from kvpool.config import MasterConfig
 from kvpool.fingerprint import MapFingerprint, location_seed
+from kvpool.master.service import Master
 from kvpool.master.state.change_ring import ChangeKind
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Refusal, Registration, SequenceCheck
 from kvpool.master.state.server_table import ServerTable
 from kvpool.master.state.sweeper import Sweeper
+from kvpool.net.control_network import TcpNetwork
 from kvpool.piecewise_dict import PIECE_KEYS
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
@@ -782,8 +784,13 @@ def test_a_map_without_arguments_has_the_limits_of_a_master_without_settings() -
     directory, config = Directory(), MasterConfig()
     assert directory.blocks_max == config.blocks_max
     assert directory.servers.timeout_s == config.timeout_s
-    assert directory.servers.forget_s == config.forget_s
     assert directory.tombstones.limit == Store(1 << 20).index.change_log.tombstones.limit == 65_536
+
+
+@pytest.mark.parametrize(("timeout_s", "forget_s"), [(3.0, 600.0), (3600.0, 3600.0)])
+async def test_no_server_is_forgotten_before_it_is_lost(timeout_s: float, forget_s: float) -> None:
+    master = Master(MasterConfig(timeout_s=timeout_s), TcpNetwork())
+    assert master.directory.servers.forget_s == forget_s
 
 
 def test_a_full_map_and_the_share_of_one_address() -> None:

@@ -203,7 +203,7 @@ WORDS = {
 }
 #: What a user or a contributor has to know, (budget, today).
 SURFACE = {
-    "settings of the pool": (30, 31),
+    "settings of the pool": (30, 30),
     "settings of the connector": (15, 15),
     "statuses": (30, 35),
     "messages": (46, 59),

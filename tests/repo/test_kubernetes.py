@@ -23,6 +23,7 @@ import yaml
 
 import kvpool
 from kvpool.config import Config
+from kvpool.master.state.server_table import FORGET_S
 from kvpool.units import parse_duration, parse_size
 from tests.repo.test_deploy import DEPLOY, ROOT, check, port, ports, settings_of, ucx_settings
 
@@ -79,7 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
             "replicas": 3, "blocksMax": 3 << 30, "priorityClassName": "on", "tolerations": [],
         },
         "servers": {"policy": "lease", "memoryBeside": "6GiB", "cpu": "500m", "capacity": "1.5GiB"},
-        "config": {"server": {"connections_max": 4_000_000}, "master": {"forget_s": "900s"}},
+        "config": {"server": {"connections_max": 4_000_000}, "master": {"timeout_s": "9s"}},
     },
 }  # fmt: skip
 #: What is refused, and what is said of it: one clear sentence.
@@ -321,7 +322,7 @@ def test_an_upgrade_keeps_the_blocks(
     granted = pod_of(servers)["terminationGracePeriodSeconds"]
     assert 60 <= found.drain_s < found.drain_s + found.flush_s + 30 < granted
     assert (found.back_in_s > 0) is bool(found.tiers)
-    assert found.back_in_s < Config().master.forget_s
+    assert found.back_in_s < FORGET_S
     assert servers["spec"]["updateStrategy"]["type"] == "RollingUpdate"
     assert servers["spec"]["minReadySeconds"] >= 10
     if servers["kind"] == "DaemonSet":

@@ -25,6 +25,8 @@ from kvpool.types import FULL_SHARE, ROOM_SHARE, Member, Replica, ServerStats
 #: Records, also of lost servers. At the limit the server that has been lost for the longest time is
 #: forgotten; if none is lost, a new one is refused.
 SERVERS_MAX: Final = 4096
+#: A lost server is forgotten after this. A restart is over by then; one that is later begins anew.
+FORGET_S: Final = 600.0
 #: Of one address: more than run on a host, also where two hosts are behind one address, and so few
 #: that made-up servers are a 32nd of the table at most.
 SERVERS_PER_HOST_MAX: Final = 128
@@ -41,13 +43,13 @@ class ServerTable:
         self,
         *,
         timeout_s: float = 3.0,
-        forget_s: float = 600.0,
+        forget_s: float = FORGET_S,
         servers_max: int = SERVERS_MAX,
         per_host_max: int = SERVERS_PER_HOST_MAX,
         changes: ChangeRing | None = None,
     ) -> None:
         self.timeout_s = timeout_s
-        self.forget_s = forget_s
+        self.forget_s = max(forget_s, timeout_s)  # lost first
         self._servers_max = servers_max
         self._per_host_max = per_host_max
         #: What has changed, of servers and of blocks, for those who follow the map.
