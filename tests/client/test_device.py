@@ -345,22 +345,21 @@ async def test_a_call_that_is_cancelled_or_late_waits_for_the_device(
 async def test_closing_the_pool_ends_its_calls(
     tcp: Pool, threads: list[DeviceThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that has begun ends, and no other begins."""
+    """The copies of two rounds end, and that of the third does not begin."""
     monkeypatch.setattr(staging, "ROUND", SIZE)
-    chain = keys("closing", 2)
-    data = values(chain, SIZE)
-    await tcp.write(NAMESPACE, chain, data)
-    await tcp.read(NAMESPACE, chain, [empty(), empty()])
+    chain = keys("closing", 3)
+    await tcp.write(NAMESPACE, chain, values(chain, SIZE))
+    targets = [empty() for _ in chain]
+    await tcp.read(NAMESPACE, chain[:1], targets[:1])
     gate = Gate()
     gate.open = lambda: threads[1]._closed
     threads[1]._event = gate
-    targets = [empty(), empty()]
     reading = asyncio.ensure_future(tcp.read(NAMESPACE, chain, targets))
     await eventually(lambda: gate.waiting)
     await tcp.close()
     (outcome,) = await asyncio.gather(reading, return_exceptions=True)
     assert type(outcome).__name__ == "Closed"
-    assert content(targets[1]) == bytes(SIZE)
+    assert content(targets[2]) == bytes(SIZE)
 
 
 async def test_an_error_of_the_device_is_told(
