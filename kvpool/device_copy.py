@@ -251,28 +251,33 @@ class PinnedHalf:
         self.event = event
 
 
-class CopyStream:
-    """A CUDA stream, and two halves that take turns; one thread at a time uses them."""
+class DeviceStream:
+    """A CUDA stream for the work of one thread at a time."""
 
-    def __init__(self, device: torch.device, staged: torch.Tensor) -> None:
+    def __init__(self, device: torch.device) -> None:
         import torch
 
         # torch refuses to write into tensors made in inference mode, except in that mode.
         self._inference_mode: Callable[[], AbstractContextManager[object]] = torch.inference_mode
-        self._on_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-        events: list[CopyEvent] = [NullEvent(), NullEvent()]
+        self.on_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self.new_event: Callable[[], CopyEvent] = NullEvent
         if device.type == "cuda":
-            stream = torch.cuda.Stream(device)
-            self._on_stream = lambda: torch.cuda.stream(stream)
+            self.on_stream = functools.partial(torch.cuda.stream, torch.cuda.Stream(device))
             # Blocking: a waiting thread sleeps. By default it would spin, and use up a core.
-            events = [torch.cuda.Event(blocking=True), torch.cuda.Event(blocking=True)]
-        parts = (staged[:STEP], staged[STEP:])
-        self.halves = [PinnedHalf(part, event) for part, event in zip(parts, events, strict=True)]
+            self.new_event = functools.partial(torch.cuda.Event, blocking=True)
+
+
+class CopyStream(DeviceStream):
+    """Two halves that take turns."""
+
+    def __init__(self, device: torch.device, staged: torch.Tensor) -> None:
+        super().__init__(device)
+        self.halves = [PinnedHalf(half, self.new_event()) for half in staged.split(STEP)]
         self._turns = itertools.cycle(self.halves)
 
     def copy(self, calls: Sequence[_Copy]) -> None:
         """However this ends, the device uses none of their memory any more."""
-        with self._inference_mode(), self._on_stream():
+        with self._inference_mode(), self.on_stream():
             try:
                 self._stage_in([call for call in calls if not call.to_host])
                 self._stage_out([call for call in calls if call.to_host])

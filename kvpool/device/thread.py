@@ -7,13 +7,11 @@ an event behind its work (design: device-memory).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
-from kvpool.device_copy import CopyEvent, NullEvent, ended, first_line, threads_of
+from kvpool.device_copy import DeviceStream, ended, first_line, threads_of
 from kvpool.errors import Closed, KvpoolError, Unavailable
 
 if TYPE_CHECKING:
@@ -27,30 +25,21 @@ class DeviceFailed(Unavailable):
     """Work on a device could not be done; the servers and the ways to them may be well."""
 
 
-class DeviceThread:
+class DeviceThread(DeviceStream):
     """Work on `device`, one call after the other. On the device `cpu` the same code runs.
 
-    `prepare` comes before all other work, and again after it has failed. Raises DeviceFailed when
-    the device has no stream for it.
+    `prepare` comes before all other work, and again after it has failed. Making one raises
+    DeviceFailed when the device has no stream for it.
     """
 
     def __init__(self, device: torch.device, prepare: Callable[[], object] = tuple) -> None:
-        import torch
-
         self._device = device
         self._executor = threads_of(device, 1)
-        # torch refuses to write into tensors made in inference mode, except in that mode.
-        self._inference_mode: Callable[[], AbstractContextManager[object]] = torch.inference_mode
-        self.on_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-        self._event: CopyEvent = NullEvent()
-        if device.type == "cuda":
-            try:
-                stream = torch.cuda.Stream(device)
-                # Blocking: the thread sleeps. By default it would spin, and use up a core.
-                self._event = torch.cuda.Event(blocking=True)
-            except RuntimeError as error:
-                raise self._failed(error) from None
-            self.on_stream = lambda: torch.cuda.stream(stream)
+        try:
+            super().__init__(device)
+            self._event = self.new_event()
+        except RuntimeError as error:
+            raise self._failed(error) from None
         self._prepare = prepare
         self._preparing: Future[Exception | None] | None = None
         self._closed = False
