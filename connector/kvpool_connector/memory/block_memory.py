@@ -142,7 +142,10 @@ def part_bytes(views: Sequence[LayerView], parts: int) -> int:
 class _Blocks:
     """What blocks are, wherever they lie."""
 
-    def __init__(self, views: Sequence[LayerView], parts: int) -> None:
+    def __init__(
+        self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int
+    ) -> None:
+        self._device = buffers[0].device
         divided = head_parts(views, parts)
         #: The pieces of each part of a block.
         self._slices = [layer_slices(of_part) for of_part in divided]
@@ -155,6 +158,10 @@ class _Blocks:
         # On the network, verified, copied. What is left is for another load.
         self.reads_at_once = READS_MAX - 1
 
+    def record_event(self) -> Any:
+        device = self._device
+        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
 
 class HostBlockMemory(_Blocks):
     """Blocks in memory of this process."""
@@ -162,7 +169,7 @@ class HostBlockMemory(_Blocks):
     def __init__(
         self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
     ) -> None:
-        super().__init__(views, parts)
+        super().__init__(views, buffers, parts)
         memory = [buffer.numpy().data for buffer in buffers]
         #: For each part, runs of pieces with one stride and size: for each piece the memory from
         #: that of block 0 on. To cut them is most of what a `source` costs.
@@ -175,9 +182,6 @@ class HostBlockMemory(_Blocks):
         ]
         self.blocks_per_transfer = 1 << 30
         self.reads_at_once = 1  # a block is where it belongs when it has come
-
-    def record_event(self) -> None:
-        return None
 
     @asynccontextmanager
     async def source(
@@ -286,7 +290,7 @@ class DeviceBlockMemory(_Blocks):
         parts: int = 1,
         stage: DeviceStage | None = None,
     ) -> None:
-        super().__init__(views, parts)
+        super().__init__(views, buffers, parts)
         self._stage = stage or stage_of(buffers[0].device)
         self._stage.hold(self._part_bytes)
         self._stage.saves.hold(self._part_bytes)
@@ -298,10 +302,6 @@ class DeviceBlockMemory(_Blocks):
             ]
             for of_part in self._slices
         ]
-
-    def record_event(self) -> Any:
-        device = self._stage.device
-        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     @asynccontextmanager
     async def source(
@@ -371,16 +371,12 @@ class DirectBlockMemory(_Blocks):
     def __init__(
         self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
     ) -> None:
-        super().__init__(views, parts)
-        self._device = buffers[0].device
+        super().__init__(views, buffers, parts)
         blocks = views[0].shape[0]
         self._runs = [
             [_rows(buffers[run.buffer], run, blocks) for run in slice_runs(of_part)]
             for of_part in self._slices
         ]
-
-    def record_event(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event()
 
     @asynccontextmanager
     async def source(
