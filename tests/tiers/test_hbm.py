@@ -70,6 +70,16 @@ async def test_a_device_may_copy_as_late_as_it_likes(late: Hbm, size: int) -> No
     assert await read(late, 256, size) == data
 
 
+async def test_memory_that_was_made_in_inference_mode_is_written() -> None:
+    """As a server in the process of an engine may make it."""
+    with torch.inference_mode():
+        tier = Hbm(8 * STEP, device="cpu")
+    data = content("inference", STEP + 1)
+    await tier.write_from(256, memoryview(data))
+    assert await read(tier, 256, len(data)) == data
+    tier.close()
+
+
 # --- many calls, cancelled calls, and the end ----------------------------------------------
 
 
