@@ -29,7 +29,7 @@ from kvpool import (
 )
 from kvpool.client import device_staging as staging
 from kvpool.client.buffers import HostRows, with_device_blocks
-from kvpool.device.thread import DeviceThread
+from kvpool.device.thread import DeviceFailed, DeviceThread
 from kvpool.errors import Closed, ConfigError
 from tests.conftest import NAMESPACE, TRANSPORTS, eventually, key, keys, value, values
 from tests.support.late_device import Gate, LateEvent, LateTensor, stream
@@ -527,7 +527,7 @@ async def test_memory_that_is_pinned_too_late_is_given_back(
     assert pool._memory.pinned._pinned is None
 
 
-def unpinnable(*_: object) -> None:
+def out_of_memory(*_: object) -> None:
     raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might")
 
 
@@ -535,7 +535,7 @@ NOT_PINNED = r"^576 KiB of pinned host .* out of memory; see client\.device_stag
 
 
 async def test_pinned_memory_that_cannot_be_had(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "pinned", unpinnable)
+    monkeypatch.setattr(staging, "pinned", out_of_memory)
     with pytest.raises(ConfigError, match=NOT_PINNED):
         await tcp.write(NAMESPACE, [key("x")], [empty()])
 
@@ -548,10 +548,18 @@ async def test_memory_that_is_pinned_at_the_start(
     config = configured(pool_dev, "tcp", path)
     for _ in range(2):
         kvpool.reserve_device_memory(OnGpu.device, config)
-    monkeypatch.setattr(staging, "pinned", unpinnable)
+    monkeypatch.setattr(staging, "pinned", out_of_memory)
     chain = keys("reserved", 3)
     async with pool_dev.pool(config) as pool:
         assert set(await pool.write(NAMESPACE, chain, [empty()] * 3)) == {WriteStatus.STORED}
         assert all(hits(await pool.read(NAMESPACE, chain, [empty() for _ in chain])))
         with pytest.raises(ConfigError, match=NOT_PINNED):  # this client has it
             kvpool.reserve_device_memory(OnGpu.device, config)
+
+
+def test_a_device_that_makes_no_stream_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where blocks are staged as where they come directly, which `auto` then leaves."""
+    monkeypatch.setattr(torch.cuda, "Stream", out_of_memory)
+    why = r"^device cuda:0: RuntimeError: CUDA error: out of memory$"
+    with pytest.raises(DeviceFailed, match=why):
+        DeviceThread(OnGpu.device)
