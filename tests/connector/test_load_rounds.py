@@ -109,7 +109,28 @@ def test_a_load_into_memory_of_the_host_asks_the_servers_of_its_blocks_at_once(
     match = Match((Run(0, 7, replicas),), 8, ReadStatus.HIT)
     stages = Stages(0.01)
     loop.run_until_complete(rounds(8, at_once=1, match=match).run(stages.read_part))
-    assert stages.most == min(servers, READS_MAX - 1)
+    assert stages.most == min(servers, READS_MAX)
+    large = Stages(0.01)  # the client shares each of its reads
+    loop.run_until_complete(rounds(64, at_once=1, match=match).run(large.read_part))
+    assert large.most == min(servers, READS_MAX - 1)
+
+
+@pytest.mark.parametrize("blocks", [4, 6, 8, 10, 16, 33])
+@pytest.mark.parametrize("servers", [2, 3, 4])
+def test_each_server_brings_its_share_of_a_load(
+    loop: VirtualLoop, servers: int, blocks: int
+) -> None:
+    """Blocks of 1 MiB: none is idle while others have more than one block to bring."""
+    replicas = tuple(Replica(f"s{number}", "dram", 0) for number in range(servers))
+    match = Match((Run(0, blocks - 1, replicas),), blocks, ReadStatus.HIT)
+
+    async def read_part(span: Span, part: int) -> set[int]:
+        await asyncio.sleep(0.01 * (span.last - span.first))
+        return set(range(100 + span.first, 100 + span.last))
+
+    load = rounds(blocks, at_once=1, match=match)
+    assert loop.run_until_complete(load.run(read_part)) == set(range(100, 100 + blocks))
+    assert loop.now == pytest.approx(0.01 * -(-blocks // servers))
 
 
 @pytest.mark.parametrize("missing", [0, 9, 31])

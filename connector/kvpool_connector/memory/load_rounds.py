@@ -1,7 +1,5 @@
 """The reads of one load in one group: several rounds at once, so that the network, verification
 and the copies to a device overlap.
-
-A load takes little longer than the slowest of the three, not as long as all of them together.
 """
 
 from __future__ import annotations
@@ -12,12 +10,13 @@ from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple, TypeAlias
 
 from kvpool import Match, Namespace, Pool, ReadStatus
+from kvpool.types import SHARED_BYTES_MIN
 from kvpool_connector.memory.block_memory import READS_MAX, BlockMemory
 from kvpool_connector.records.messages import GroupBlocks
 from kvpool_connector.records.promises import BlockWait
 
-#: A load is at most so many reads, of at least so many bytes each. When a load is aborted, the
-#: reads that have ended count.
+#: A load is at most so many reads, of at least so many bytes each, or half as many where servers
+#: share it. When a load is aborted, the reads that have ended count.
 _READS_PER_LOAD: Final = 8
 #: Where they overlap: the first one's network and the last one's copy do not.
 _OVERLAPPING_READS: Final = 16
@@ -55,13 +54,20 @@ class LoadRounds:
     ) -> None:
         self._pool, self._namespace, self._blocks = pool, namespace, blocks
         self._parts, self._until, self._wait = memory.parts, until, wait
-        # What is waited for comes one by one, and is counted as waiting: nothing is beside it.
-        self._at_once = max(memory.reads_at_once, _ways(blocks.match)) if wait is None else 1
+        total = len(blocks.digests) * memory.block_bytes
+        runs = blocks.match.runs if blocks.match is not None else ()
+        ways = min(len({one.server for run in runs for one in run.replicas}), READS_MAX)
+        # The client asks different servers at once. What is waited for comes one by one.
+        self._at_once = max(memory.reads_at_once, ways) if wait is None else 1
         reads = _READS_PER_LOAD if self._at_once == 1 else _OVERLAPPING_READS
-        size = max(len(blocks.digests) * memory.block_bytes // reads, _READ_BYTES_MIN)
+        size = max(total // reads, _READ_BYTES_MIN)
+        if size >= SHARED_BYTES_MIN:  # the client shares each: one is left for another load
+            self._at_once = min(self._at_once, READS_MAX - 1)
+        elif self._at_once == ways > 1:  # as many for each: none is idle while others read the rest
+            size = max(total // (ways * -(-total // (ways * size))), _READ_BYTES_MIN // 2)
         self._step = min(memory.blocks_per_transfer, -(-size // memory.block_bytes))
-        self._next = 0
-        self._loaded = set[int]()
+        self._reads = max(1, round(total / size))  # that are left
+        self._next, self._loaded = 0, set[int]()
 
     async def run(self, read_part: ReadPart) -> set[int]:
         """The ids of the blocks that were read. Raises the first error of `read_part`, when no
@@ -88,9 +94,11 @@ class LoadRounds:
     async def _take(self) -> Span | None:
         """The next blocks to read; None: there are none, or they do not come in time."""
         first, match = self._next, self._blocks.match
-        last = min(first + self._step, len(self._blocks.digests))
+        left = len(self._blocks.digests) - first
+        last = first + min(self._step, -(-left // self._reads))
         if first == last:
             return None
+        self._reads = max(1, self._reads - 1)
         if self._wait is not None:
             match = await self._wait_for(self._blocks.digests[first:last], self._wait)
             if match is None:
@@ -118,10 +126,3 @@ class LoadRounds:
                 return None
             await asyncio.sleep(look_s)
             wait.waited(time.monotonic() - began)
-
-
-def _ways(match: Match | None) -> int:
-    """Servers that have blocks: for reads at once the pool's client takes different ones. One read
-    is left for another load."""
-    runs = match.runs if match is not None else ()
-    return min(len({one.server for run in runs for one in run.replicas}), READS_MAX - 1)
