@@ -56,6 +56,7 @@ _LEVELS: Final = frozenset(
         "waiting_sessions",
         "unlisted_blocks",
         "dirty_bytes",
+        "cold_outdated",
         "prefetch_unread_bytes",
         "inferred_programs",
         "inferred_returning_programs",

@@ -558,8 +558,13 @@ async def test_a_start_does_not_wait_for_what_is_to_be_deleted(shelf: Shelf, sto
         other = await fleet.start("b")
         await asyncio.wait_for(found(other, 16), 3)
         assert all(is_cold(other, digest) for digest in CHAIN[:16])
+        waits = other.stats(0.0)
+        assert 75 < waits.counters["cold_outdated"] <= 152
+        assert re.search(r", \d+ outdated to delete", waits.usage[-1].status_text)
         shelf.works()
         await eventually(lambda: not shelf.names("removed"), 30)
+        await eventually(lambda: not other.stats(0.0).counters["cold_outdated"])
+        assert "to delete" not in other.stats(0.0).usage[-1].status_text
 
 
 async def test_what_was_removed_stays_as_long_as_its_object(shelf: Shelf) -> None:

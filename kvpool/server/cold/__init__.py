@@ -63,9 +63,7 @@ class ColdRing(ServerExtension):
         keys = ObjectKeys(auth.storage_key(cluster) if cluster.secret else b"")
         self._index = ColdIndex(parts.context, store, self._bucket, keys)
         self._counters = Counter(
-            dict.fromkeys(
-                ("cold_written_blocks", "cold_written_bytes", "cold_not_written", "cold_damaged"), 0
-            )
+            cold_written_blocks=0, cold_written_bytes=0, cold_not_written=0, cold_damaged=0
         )
         self._writer = ObjectWriter(parts.context, self._index, settings, self._counters)
         me, epoch = parts.context.server, parts.context.epoch
@@ -103,13 +101,12 @@ class ColdRing(ServerExtension):
         if not self._has_tier:
             return stats
         counters = {
-            "cold_failures": 0,
-            "cold_hedged": 0,
-            "cold_over_budget": 0,
+            **dict.fromkeys(("cold_failures", "cold_hedged", "cold_over_budget"), 0),
             **stats.counters,
             **self._counters,
             **self._bucket.counters,
             "cold_left_out": self._writer.waiting.left_out,
+            "cold_outdated": len(self._index.outdated),
         }
         return msgspec.structs.replace(stats, counters=counters)
 
@@ -120,6 +117,8 @@ class ColdRing(ServerExtension):
             text += f", {others} of lost servers"
         if waiting := self._writer.waiting.size:
             text += f", {human(waiting)} to write"
+        if outdated := len(self._index.outdated):
+            text += f", {outdated:,} outdated to delete"
         return text + f"; failing: {self._bucket.problem}" * bool(self._bucket.problem)
 
     async def _beat(self) -> None:
