@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
 
 from kvpool import __version__
 from kvpool.cli import (
@@ -47,6 +49,18 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(one.split()) for one in text.split("\n\n"))
 
 
+class _Command(TyperCommand):
+    """One whose help is cut nowhere: in a narrow terminal it is text without frames."""
+
+    def get_help(self, ctx: Any) -> str:
+        if shutil.get_terminal_size().columns < _FRAMED_MIN:
+            self.rich_markup_mode = None
+        return super().get_help(ctx)
+
+
+#: Columns of a terminal: with fewer, frames and three columns leave no room for an address.
+_FRAMED_MIN: Final = 80
+
 for command in (
     run.dev,
     up.up,
@@ -68,7 +82,7 @@ for command in (
     tenant.secret,
     tenant.tenant_key,
 ):
-    app.command(help=_paragraphs(command.__doc__ or ""))(command)
+    app.command(cls=_Command, help=_paragraphs(command.__doc__ or ""))(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -149,6 +149,14 @@ def test_help_breaks_lines_only_where_the_terminal_ends() -> None:
     assert "several values, comma-separated. Without it there are 2 servers" in done.output
 
 
+def test_help_cuts_no_word() -> None:
+    for command in ("server", "replay", "events", "top"):
+        env = {"COLUMNS": "60", "TERMINAL_WIDTH": "60", "TERM": "dumb"}
+        done = CliRunner().invoke(app, [command, "--help"], env=env)
+        assert "Usage: kvpool" in done.output
+        assert "\N{HORIZONTAL ELLIPSIS}" not in done.output
+
+
 def test_names_are_printed_as_they_are() -> None:
     assert "keys :x:" in kvpool("explain", ":x:", "--namespace", "n").stderr  # and not as a picture
 
