@@ -227,6 +227,16 @@ _NO_DEVICE = "see nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the driver is ne
 _ADVICE = "; `kvpool doctor` says what to do"
 
 
+#: What to do where a master refuses us; by a word of what it, or our side, says of that.
+_REFUSED: Mapping[str, str] = {
+    "key of this tenant": "make it anew with `kvpool tenant-key`; has each master the same "
+    "tenants file?",
+    "certificate": "start every master with --tenants; make the tenant's key with their secret",
+    "secret": "give all processes the same secret_file, and a tenant's clients the file that "
+    "`kvpool tenant-key` makes",
+}
+
+
 async def _master(
     settings: Config, address: str, known: dict[str, list[Member]] | None = None
 ) -> Finding:
@@ -237,10 +247,10 @@ async def _master(
             started = time.perf_counter()
             members = await pool.members()
     except KvpoolError as error:
-        why, advice = (
-            ("", "see secret_file") if "secret" in str(error) else await unreachable(address)
-        )
-        why = why or str(error).removesuffix(_ADVICE)
+        answer = str(error)
+        known_advice = next((what for word, what in _REFUSED.items() if word in answer), "")
+        why, advice = ("", known_advice) if known_advice else await unreachable(address)
+        why = why or answer.removesuffix(_ADVICE)
         advice = advice or "it is there: do as it says, or look at its log and its host"
         return Finding(f"master {address}", "fail", why, advice)
     if known is not None:

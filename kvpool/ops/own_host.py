@@ -18,6 +18,8 @@ from kvpool.units import human
 _FILES_MIN: Final = 4096
 #: The kind of a filesystem in memory, in /proc/mounts.
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
+#: Of one that lies on another host.
+_REMOTE: Final = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "fuse.", "9p")
 
 
 def examine_settings(settings: Config) -> Iterator[Finding]:
@@ -74,7 +76,11 @@ def _of_file(path: Path) -> Finding | None:
     if not os.access(place, os.R_OK | os.W_OK):
         advice = f"chown it to user {os.getuid()}, or run as its owner"
         return Finding(check, "fail", f"this user may not write {place}", advice)
-    if _kind_of_mount(folder) in _IN_MEMORY:
+    kind = _kind_of_mount(folder)
+    if kind.startswith(_REMOTE):
+        text = f"{folder} lies on another host or in a program ({kind}): slow, or gone at times"
+        return Finding(check, "warn", text, "name a file on a disk of this host")
+    if kind in _IN_MEMORY:
         text = f"{folder} lies in memory, not on a disk"
         return Finding(check, "warn", text, "name a file on a disk, or use --tier dram:SIZE")
     return None

@@ -26,15 +26,19 @@ from kvpool.master.service import Master
 from kvpool.memory_limits import Limit, MemoryLimits
 from kvpool.net import control_network
 from kvpool.net.control_network import TcpNetwork
+from kvpool.net.masters_certificate import masters_fingerprint
 from kvpool.ops import doctor, own_host, pool_health, unreachable_master
 from kvpool.ops.engines import examine_engines
 from kvpool.ops.finding import Finding
 from kvpool.runtime import host_id
+from kvpool.secret_file import TenantKey
 from kvpool.types import ClientUsage, Cluster, Demand, Namespace, ServerStats, TierUsage, WorkingSet
+from kvpool_transports.tcp import TcpTransport
 from tests.net.test_secret import pool_of
 from tests.net.test_versions import THEIRS, process
 from tests.ops.test_doctor import member
 from tests.support.commands import kvpool
+from tests.support.tenant_pool import OPERATOR, SECRETS, TenantPool
 
 SECRET = b"0123456789abcdef-the-secret"
 OPEN = Cluster()
@@ -95,7 +99,7 @@ def mistake(check: str, verdict: str, text: str, advice: str) -> Callable[[Plant
 # --- masters that are not reached: real sockets, clients and masters ------------------------------
 
 
-@mistake("master", "fail", "check that it and the cluster's name are equal", "see secret_file")
+@mistake("master", "fail", "check that it and the cluster's name are equal", "the same secret_file")
 async def another_secret(place: Place) -> Iterable[Finding]:
     pool = await place.pool(Cluster("default", SECRET))
     return await place.master(pool.address, secret_file=place.secret(SECRET + b"!"))
@@ -107,14 +111,34 @@ async def another_cluster_with_the_secret(place: Place) -> Iterable[Finding]:
     return await place.master(pool.address, cluster="bank", secret_file=place.secret())
 
 
-@mistake("master", "fail", "requires a secret: set secret_file", "see secret_file")
+@mistake("master", "fail", "requires a secret: set secret_file", "the same secret_file")
 async def no_secret(place: Place) -> Iterable[Finding]:
     return await place.master((await place.pool(Cluster("default", SECRET))).address)
 
 
-@mistake("master", "fail", "has no secret, but this process has one", "see secret_file")
+@mistake("master", "fail", "has no secret, but this process has one", "the same secret_file")
 async def a_secret_that_the_master_was_not_given(place: Place) -> Iterable[Finding]:
     return await place.master((await place.pool()).address, secret_file=place.secret())
+
+
+def key_of_acme(place: Place) -> str:
+    content = TenantKey(2, "default", "acme", masters_fingerprint(OPERATOR), SECRETS["acme"])
+    return place.secret(msgspec.json.encode(content))
+
+
+@mistake("master", "fail", "certificate is not that of the masters", "every master with --tenants")
+async def a_tenant_of_a_master_that_was_given_no_tenants(place: Place) -> Iterable[Finding]:
+    pool = await place.pool(OPERATOR)
+    return await place.master(pool.address, secret_file=key_of_acme(place))
+
+
+@mistake("master", "fail", "key of this tenant is still valid", "each master the same tenants file")
+async def a_master_with_an_older_tenants_file(place: Place) -> Iterable[Finding]:
+    pool = TenantPool(place.folder)
+    pool.write_tenants(only="blue")
+    await pool.start({"tcp": TcpTransport()}, listen=["tcp://127.0.0.1:0"])
+    place.stack.push_async_callback(pool.close)
+    return await place.master(pool.master.address, secret_file=key_of_acme(place))
 
 
 @mistake("master", "fail", "another cluster (setting `cluster`)", "do as it says")
@@ -397,6 +421,12 @@ async def a_disk_mounted_read_only(place: Place) -> Iterable[Finding]:
 @mistake("tier files", "warn", "lies in memory", "a file on a disk")
 async def a_file_in_memory(place: Place) -> Iterable[Finding]:
     place.patch.setattr(own_host, "_kind_of_mount", lambda _: "tmpfs")
+    return place.server("nvme:DIR/a:1MiB")
+
+
+@mistake("tier files", "warn", "lies on another host or in a program (nfs4)", "of this host")
+async def a_file_on_another_host(place: Place) -> Iterable[Finding]:
+    place.patch.setattr(own_host, "_kind_of_mount", lambda _: "nfs4")
     return place.server("nvme:DIR/a:1MiB")
 
 
