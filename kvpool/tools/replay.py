@@ -135,7 +135,7 @@ def options(
         raise ConfigError(f"--kill-at {kill_at:g}: expected a share between 0 and 1")
     if total // servers < size:
         raise ConfigError(
-            f"capacity {human(total)} over {servers} servers holds no block of {human(size)}"
+            f"--capacity: {human(total)} over {servers} servers holds no block of {human(size)}"
         )
     return ReplayOptions(
         name=name,
@@ -218,11 +218,11 @@ def capacities_in_blocks(
             found.append(_part_of_working_set(share, requests))
             continue
         if not one.strip().endswith(_BLOCKS) and block_size is None:
-            raise ConfigError(f"capacity {one!r}: expected 5000blocks, or also --block-size")
+            raise ConfigError(f"--capacity {one!r}: expected 5000blocks, or also --block-size")
         size = parse_size(block_size) if block_size is not None else 1
         found.append(_bytes(one, size) // size if size else 0)
         if found[-1] < 1:
-            raise ConfigError(f"capacity {one!r} holds no block")
+            raise ConfigError(f"--capacity {one!r} holds no block")
     return found
 
 
@@ -236,7 +236,7 @@ def _part_of_working_set(share: str, requests: Sequence[Request]) -> int:
     except ValueError:
         part = 0.0
     if not 0 < part <= 1000:
-        raise ConfigError(f"capacity {share}ws: expected a part of the working set, like 0.5ws")
+        raise ConfigError(f"--capacity {share}ws: expected a part of the working set, like 0.5ws")
     return max(1, round(part * cache_bounds.working_set(requests)))
 
 
@@ -250,7 +250,7 @@ def _bytes(capacity: str, block_size: int) -> int:
             raise ConfigError(f"--capacity: {error}") from None
     count = text.removesuffix(_BLOCKS).strip()
     if not count.isdecimal() or len(count) > 15:
-        raise ConfigError(f"capacity {capacity!r}: expected a number of blocks, like 5000blocks")
+        raise ConfigError(f"--capacity {capacity!r}: expected a number of blocks, like 5000blocks")
     return int(count) * block_size
 
 
