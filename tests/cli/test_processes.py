@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import Pool, ReadStatus, WriteStatus, __version__, admin
+from kvpool import ReadStatus, WriteStatus, __version__, admin
 from tests.chaos.cluster import ProcessCluster, open_sockets
 from tests.conftest import NAMESPACE, key, keys, patient, values
 from tests.support.commands import kvpool, running_kvpool
@@ -31,28 +31,22 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         yield running
 
 
-@pytest.fixture(params=["shm", "tcp"])
-async def pool(request: pytest.FixtureRequest, cluster: ProcessCluster) -> AsyncIterator[Pool]:
-    async with cluster.client(request.param) as client:
-        yield client
-
-
-async def test_another_process_reads_what_this_one_wrote(
-    cluster: ProcessCluster, pool: Pool
-) -> None:
-    chain = keys("shared", 16)
-    assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
+async def test_another_process_reads_what_this_one_wrote(cluster: ProcessCluster) -> None:
+    for transport in ("shm", "tcp"):
+        chain = keys(transport, 8)
+        async with cluster.client(transport) as pool:
+            assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
     script = f"""
         import asyncio, kvpool
         from tests.conftest import NAMESPACE, buffers, keys, values
         async def main():
-            chain = keys("shared", 16)
             async with await kvpool.connect("{cluster.masters_of("clients")[0]}") as pool:
-                match = await pool.match(NAMESPACE, chain)
-                got = buffers(16)
-                await pool.read(NAMESPACE, chain, got, match=match)
-                assert got == values(chain)
-                print(match.length)
+                for chain in (keys("shm", 8), keys("tcp", 8)):
+                    match = await pool.match(NAMESPACE, chain)
+                    got = buffers(8)
+                    await pool.read(NAMESPACE, chain, got, match=match)
+                    assert got == values(chain)
+                    print(match.length)
         asyncio.run(main())
     """
     done = await asyncio.to_thread(
@@ -62,7 +56,7 @@ async def test_another_process_reads_what_this_one_wrote(
         text=True,
         timeout=30,
     )
-    assert done.stdout.strip() == "16", done.stderr
+    assert done.stdout.split() == ["8", "8"], done.stderr
 
 
 async def test_a_restarted_server_starts_empty_and_says_so(cluster: ProcessCluster) -> None:
@@ -83,15 +77,16 @@ async def test_a_restarted_server_starts_empty_and_says_so(cluster: ProcessClust
         )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_everything_ends_within_a_second(cluster: ProcessCluster, number: int) -> None:
-    servers = list(cluster.servers.values())
-    assert len(open_sockets(servers)) == 2
-    for node in (*servers, *cluster.masters.values()):
-        seconds, code = await node.stop(number)
-        assert seconds < patient(1.0)
-        assert code == 0
-    assert not open_sockets(servers)
+async def test_everything_ends_within_a_second() -> None:
+    async with ProcessCluster(masters=2) as cluster:
+        servers, masters = list(cluster.servers.values()), list(cluster.masters.values())
+        assert len(open_sockets(servers)) == 2
+        for nodes in (servers, masters):
+            for node, number in zip(nodes, (signal.SIGINT, signal.SIGTERM), strict=True):
+                seconds, code = await node.stop(number)
+                assert seconds < patient(1.0), number
+                assert code == 0, number
+        assert not open_sockets(servers)
 
 
 async def test_kill_9_leaves_nothing_behind() -> None:
@@ -114,12 +109,16 @@ def test_no_master_is_said_within_two_seconds() -> None:
     assert time.monotonic() - started < patient(2.0 + 1.0)  # and what it imports
 
 
-async def test_a_port_in_use_is_named(cluster: ProcessCluster) -> None:
+async def test_a_port_or_an_id_in_use_is_named(cluster: ProcessCluster) -> None:
     (address,) = cluster.masters_of("clients")
     done = await running_kvpool("master", "--bind", address)
     assert done.code == 2
     assert address in done.err
     assert "in use" in done.err
+    where = ("--masters", address, "--capacity", "1MiB")
+    done = await running_kvpool("server", "--id", "server-0", *where)
+    assert done.code == 2
+    assert "'server-0' belongs to another living server" in done.err
 
 
 @pytest.mark.parametrize("part", ["master", "server"])
@@ -133,13 +132,6 @@ def test_wrong_pages_end_it_before_anything_is_up(part: str, http: str, said: st
     assert f"--http (setting {part}.http)" in done.err
     assert said in done.err
     assert "is up" not in done.err
-
-
-async def test_an_id_in_use_is_named(cluster: ProcessCluster) -> None:
-    where = ("--masters", *cluster.masters_of("clients"))
-    done = await running_kvpool("server", "--id", "server-0", *where, "--capacity", "1MiB")
-    assert done.code == 2
-    assert "'server-0' belongs to another living server" in done.err
 
 
 def test_the_version_is_that_of_the_package() -> None:
