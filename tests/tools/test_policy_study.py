@@ -181,7 +181,7 @@ def without_times(study: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_command_prints_every_policy_beside_the_bound(tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
-    small = ("--sessions", "8", "--concurrent", "4", "--capacity", "100blocks,300blocks")
+    small = ("--sessions", "4", "--concurrent", "4", "--capacity", "100blocks,300blocks")
     done = run(*small, "--policy", "lru", "--hints", "--plot", str(plot), "--json")
     assert done.code == 0, done.err
     study = json.loads(done.out)
@@ -195,7 +195,7 @@ def test_the_command_prints_every_policy_beside_the_bound(tmp_path: Path) -> Non
 
 
 def test_the_command_compares_numbers_of_servers() -> None:
-    small = ("--sessions", "8", "--concurrent", "4", "--capacity", "0.5ws", "--servers", "1,3")
+    small = ("--sessions", "4", "--concurrent", "4", "--capacity", "0.5ws", "--servers", "1,3")
     done = run(*small, "--policy", "lease+hints", "--json")
     assert done.code == 0, done.err
     study = json.loads(done.out)

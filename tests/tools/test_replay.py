@@ -46,8 +46,8 @@ def test_a_replay_with_four_servers_is_what_the_dry_one_is(monkeypatch: pytest.M
     monkeypatch.setenv("KVPOOL_SERVER_BALANCE", "false")
     done = replay(
         *("--sessions", "12", "--concurrent", "6", "--clients", "2", "--servers", "4"),
-        *("--in-flight", "1", "--capacity", "800blocks", "--block-size", "4KiB"),
-        *("--limit", "200", "--json"),
+        *("--in-flight", "1", "--capacity", "400blocks", "--block-size", "4KiB"),
+        *("--limit", "90", "--json"),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -110,7 +110,7 @@ def test_a_replay_without_its_master_or_an_engine_ends_in_a_sentence(victim: str
 
 def test_a_replay_outlives_a_server() -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-m", "kvpool", "replay", "--clients", "2", "--limit", "400", "--json"],
+        [sys.executable, "-m", "kvpool", "replay", "--clients", "2", "--limit", "250", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -120,7 +120,7 @@ def test_a_replay_outlives_a_server() -> None:
     report = json.loads(out)
     assert parent.returncode == 0
     assert report["wrong_bytes"] == 0
-    assert report["requests"] == 400
+    assert report["requests"] == 250
 
 
 def playing(parent: int, name: str) -> int:
