@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -23,6 +25,10 @@ from kvpool.testing.invariants import check_invariants
 # takes minutes.
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
+# A script that runs the suite in its background ignores Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NAMESPACE = Namespace("test/model")
 UCX = pytest.param(
