@@ -177,21 +177,19 @@ async def test_a_master_that_does_not_say_at_the_end_what_is_there_holds_no_drai
         assert report.left == (Left(NAMESPACE.name, "evicted there", 1, SIZE),)[:evicted]
 
 
-async def test_without_another_server_everything_is_left() -> None:
-    async with movers(servers=1) as running, running.pool() as pool:
-        await put(pool, running.servers[0], keys("block", 5), apart=True)
-        report = await drain(running.servers[0], 0.6)
+@pytest.mark.parametrize(
+    ("servers", "count", "within_s", "why"),
+    [(1, 5, 0.6, "no other server"), (2, 600, 1e-6, "not looked at")],
+)
+async def test_all_that_is_left_has_its_reason(
+    servers: int, count: int, within_s: float, why: str
+) -> None:
+    async with movers(servers=servers) as running, running.pool() as pool:
+        await put(pool, running.servers[0], keys("block", count), apart=True)
+        report = await drain(running.servers[0], within_s)
         assert report.state is MoveStatus.NOT_YET
-        assert report.left == (Left(NAMESPACE.name, "no other server", 5, 5 * SIZE),)
-
-
-async def test_blocks_that_the_drain_had_no_time_to_look_at_are_left() -> None:
-    async with movers(servers=2) as running, running.pool() as pool:
-        await put(pool, running.servers[0], keys("block", 600), apart=True)
-        report = await drain(running.servers[0], 1e-6)
-        assert report.state is MoveStatus.NOT_YET
-        assert report.left == (Left(NAMESPACE.name, "not looked at", 600, 600 * SIZE),)
-        assert (report.total_blocks, report.left_blocks) == (600, 600)
+        assert report.left == (Left(NAMESPACE.name, why, count, count * SIZE),)
+        assert (report.total_blocks, report.left_blocks) == (count, count)
 
 
 async def test_a_reason_stays_when_the_time_ends_in_the_next_look() -> None:
