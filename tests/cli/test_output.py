@@ -45,27 +45,22 @@ def test_a_server_starts_and_stays_where_its_log_cannot_be_written() -> None:
         subprocess.run(words, stderr=full, timeout=6, env=environment)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/data/blocks", "/data/blocks: No space left on device$"),
+        # Memory in /dev/shm and a disk's file have no name in their error.
+        (None, "a file cannot be written: No space left on"),
+    ],
+)
 def test_a_file_that_cannot_be_written_is_not_taken_for_the_output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, name: str | None, said: str
 ) -> None:
     def full() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/blocks")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
     monkeypatch.setattr(app, "app", full)
-    with pytest.raises(SystemExit, match=r"^error: /data/blocks: No space left on device$"):
-        app.main()
-
-
-def test_a_failure_without_a_name_is_that_of_the_output_only_if_that_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Memory in /dev/shm and a disk's file have no name in their error."""
-
-    def full() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(app, "app", full)
-    with pytest.raises(SystemExit, match=r"^error: a file cannot be written: No space left on"):
+    with pytest.raises(SystemExit, match=f"^error: {said}"):
         app.main()
 
 
