@@ -197,14 +197,14 @@ def test_a_server_that_dies_takes_its_transfers_with_it() -> None:
 
 
 def test_a_fleet_with_little_memory_lives_on_its_disks() -> None:
-    scarce = {"memory_tokens": 300_000, "sessions": 40, "concurrent": 30}
+    scarce = {"gpus": 12, "memory_tokens": 150_000, "sessions": 20, "concurrent": 15}
     alone = run(**scarce)
-    below = run(disk_tokens=4_000_000, **scarce)
+    below = run(disk_tokens=1_300_000, **scarce)
     assert below.hit_rate > alone.hit_rate + 0.3
     assert below.disk_read_bytes > 5e11
     assert alone.disk_read_bytes == alone.disk_written_bytes == 0
     slow = {"disk_read_bytes_s": 1e8, "disk_write_bytes_s": 1e8}
-    slower = run(disk_tokens=4_000_000, constants=slow, **scarce)
+    slower = run(disk_tokens=1_300_000, constants=slow, **scarce)
     without = run(scope=Scope.NONE, **scarce)
     assert slower.tokens_s > 0.97 * without.tokens_s  # computing is faster, and chosen
 

@@ -175,15 +175,15 @@ def test_children_find_what_their_parent_has_read() -> None:
 
 
 def test_prompts_of_a_hog_are_no_result_and_push_others_out() -> None:
-    scarce = {"memory_tokens": 3_000_000}
-    alone, beside = run(**scarce), run(hog_prompts_s=0.2, **scarce)
+    scarce, hog = {"memory_tokens": 1_000_000, **ONE_ENGINE}, {"hog_prompts_s": 0.07}
+    alone, beside = run(**scarce), run(**hog, **scarce)
     assert beside.prompts <= alone.prompts
     assert beside.hit_rate < alone.hit_rate
     # It is another tenant: sessions may have memory, and hints, for themselves.
-    ours = run(hog_prompts_s=0.2, guaranteed=0.9, **scarce)
+    ours = run(guaranteed=0.9, **hog, **scarce)
     assert ours.hit_rate > beside.hit_rate + 0.02
     known = {"policy": "lease", "hints": Hints.ALL}
-    hinted = run(hog_prompts_s=0.2, guaranteed=0.9, **scarce, **known)
+    hinted = run(guaranteed=0.9, **hog, **scarce, **known)
     assert hinted.hit_rate > ours.hit_rate + 0.015
 
 
