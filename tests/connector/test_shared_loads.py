@@ -59,14 +59,18 @@ def test_a_prefix_that_is_being_loaded_is_waited_for() -> None:
     assert played.planner.counters["load_wait_s"] == pytest.approx(0.3)
 
 
-def test_what_is_behind_the_shared_prefix_is_loaded_afterwards() -> None:
+@pytest.mark.parametrize(("later_s", "blocks", "complete"), [(0.1, 6, True), (0.0, 3, False)])
+def test_what_is_behind_the_shared_prefix_is_loaded_afterwards(
+    later_s: float, blocks: int, complete: bool
+) -> None:
+    """Also where only the first one's own tail was lost: what the others need of it is there."""
     played = knowing(0.1, 10.0)
     loading(played, "a")
     chain = hashes("p", 48) + hashes("own", 200)
     played.look_up("b", 200, 12, chain=chain)
     assert played.offer("b", 200) is None
-    played.now += 0.1
-    ended(played, "a", 6)
+    played.now += later_s
+    ended(played, "a", blocks, complete=complete)
     assert played.offer("b", 200, computed=48) == 144
 
 
@@ -124,17 +128,6 @@ def test_a_load_whose_blocks_are_lost_is_not_tried_by_each() -> None:
         assert played.offer(name, 100, computed=32) == 0
     (save,) = played.step("b7", 32, 100).saves
     assert save.blocks[0].digests == tuple(hashes("p", 96)[2:])
-
-
-def test_blocks_that_came_before_the_loss_are_used() -> None:
-    """Only the first one's own tail was lost: what the others need of it is there."""
-    played = knowing(0.1, 10.0)
-    loading(played, "a")
-    chain = hashes("p", 48) + hashes("own", 200)
-    played.look_up("b", 200, 12, chain=chain)
-    assert played.offer("b", 200) is None
-    ended(played, "a", 3, complete=False)
-    assert played.offer("b", 200, computed=48) == 144
 
 
 def test_a_late_load_is_waited_for_as_long_as_one_of_ones_own() -> None:
