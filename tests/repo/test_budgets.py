@@ -256,6 +256,11 @@ def test_the_kernel_is_no_larger() -> None:
     assert not held("kernel, lines", counted, KERNEL_LINES, KERNEL_LINES_TODAY, slack=200)
 
 
+def test_the_tests_are_no_longer() -> None:
+    counted = sum(map(lines, (ROOT / "tests").rglob("*.py")))
+    assert not held("tests, lines", counted, TEST_LINES, TEST_LINES_TODAY, slack=1_000)
+
+
 def test_a_file_can_be_read_in_one_sitting() -> None:
     counted = {str(path.relative_to(ROOT)): lines(path) for path in product_files()}
     assert counted.keys() >= LONG_FILES.keys(), "an exception for a file that is gone"
