@@ -290,7 +290,7 @@ async def test_others_have_their_turn_while_many_objects_are_looked_at(
     async def drop(one: ColdObject) -> None:
         dropped.append(one)
 
-    index = SimpleNamespace(book=book, bucket=Shelf(), oldest=-1.0, drop=drop)
+    index = SimpleNamespace(book=book, bucket=Shelf(), oldest=-1.0, drop=drop, gone={})
     settings = ColdSettings()
     searcher = Searcher("me", 1, cast(ColdIndex, index), settings, Counter(), ())
     living = frozenset(["me", *(f"s{n}" for n in range(49))])

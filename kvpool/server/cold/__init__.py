@@ -106,7 +106,7 @@ class ColdRing(ServerExtension):
             **self._counters,
             **self._bucket.counters,
             "cold_left_out": self._writer.waiting.left_out,
-            "cold_outdated": len(self._index.outdated),
+            "cold_outdated": self._index.to_delete,
         }
         return msgspec.structs.replace(stats, counters=counters)
 
@@ -117,7 +117,7 @@ class ColdRing(ServerExtension):
             text += f", {others} of lost servers"
         if waiting := self._writer.waiting.size:
             text += f", {human(waiting)} to write"
-        if outdated := len(self._index.outdated):
+        if outdated := self._index.to_delete:
             text += f", {outdated:,} outdated to delete"
         return text + f"; failing: {self._bucket.problem}" * bool(self._bucket.problem)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -38,9 +39,12 @@ class ColdIndex:
         self.oldest = float("-inf")
         #: By that clock, when this server showed last that it lives.
         self.now = 0.0
-        #: Names that are to be deleted: what is too old, and what the store could not be told at
-        #: once; from its end, objects before what was removed of them.
+        #: Names that are to be deleted, as a search has found them; from its end, objects before
+        #: what was removed of them.
         self.outdated: list[str] = []
+        #: Objects that have left for good: a search must not find them again, for what was removed
+        #: of them is not known any more. True: the store has deleted it.
+        self.gone: dict[str, bool] = {}
         #: One request at a time says what was removed: the last one has all of it.
         self._saving = asyncio.Lock()
 
@@ -148,11 +152,18 @@ class ColdIndex:
     async def make_room(self, coming: int) -> None:
         """Delete what is too old, and what was not read for longest where there is no room."""
         while (one := self.book.next_to_go(coming, self.oldest)) is not None:
+            self.gone[one.name] = False
             await self.drop(one)
-            goes = [names.removed_of(one.name), one.name]
-            try:
-                while goes:
-                    await self.bucket.delete(goes[-1])
-                    goes.pop()
-            except Unavailable:
-                self.outdated += goes
+            with contextlib.suppress(Unavailable):  # it is tried again
+                await self.delete(one.name)
+
+    async def delete(self, name: str) -> None:
+        """An object that has left. Raises Unavailable."""
+        await self.bucket.delete(name)
+        await self.bucket.delete(names.removed_of(name))
+        self.gone[name] = True
+
+    @property
+    def to_delete(self) -> int:
+        """Names that wait for that."""
+        return len(self.outdated) + len(self.gone)

@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from heapq import merge
+from itertools import islice
 from operator import attrgetter
 from typing import Final, TypeVar
 
@@ -108,7 +109,12 @@ class Searcher:
 
     async def delete_outdated(self) -> None:
         """Some of it. Raises Unavailable; the rest has time."""
-        outdated, listed = self._index.outdated, self._index.book.by_name
+        gone, outdated = self._index.gone, self._index.outdated
+        for name in [*islice(gone, _DELETED_MAX)]:
+            if not gone[name]:
+                await self._index.delete(name)
+            del gone[name]  # no search is under way that has listed it
+        listed = self._index.book.by_name
         for _ in range(min(_DELETED_MAX, len(outdated))):
             name = outdated.pop()
             if name in listed:
@@ -219,7 +225,8 @@ class Searcher:
         known = self._index.book.by_name.get(one.name)
         if known is not None:
             return one.name in self._index.book.lost
-        return one.name not in self._drafts and one.name not in self._damaged
+        left = one.name in self._drafts or one.name in self._damaged
+        return not left and one.name not in self._index.gone
 
     async def _load(self, listed: Listed, removed: Mapping[str, Listed]) -> ColdObject | None:
         """Read the end of one object and enter its blocks, if there is room for it; the object, if
@@ -240,8 +247,8 @@ class Searcher:
             if self._left_out <= _NAMED_MAX:
                 log.warning("an object is left out", object=name, why=str(error))
             return None
-        if not self._is_mine(name):
-            return None  # its server has come back meanwhile
+        if not self._is_mine(name) or name in self._index.gone:
+            return None  # meanwhile its server has come back, or it has left
         one = known or self._index.book.enter(name, listed.size, listed.written_at, tail)
         one.removed |= gone
         one.places = array("Q", [block.position for block in blocks])
