@@ -24,6 +24,7 @@ REPORTS: Final = "reports meet"
 _BLOCKS: Final = 6
 _TURNS_MAX: Final = 100
 _WAIT_S: Final = 1.0
+_PLAY_S: Final = 30.0
 
 
 async def meet(world: World) -> None:
@@ -33,7 +34,11 @@ async def meet(world: World) -> None:
         return
     node = world.rng["reports"].choice(nodes)
     with world.incident(REPORTS, node.name):
-        await node.process.spawn(_Reports(world, node).play())
+        playing = node.process.spawn(_Reports(world, node).play())
+        # It never ends where the process is frozen, and then killed.
+        done, _ = await asyncio.wait([playing], timeout=_PLAY_S)
+        for one in done:
+            one.result()
 
 
 class _Reports:
