@@ -440,7 +440,7 @@ class Flaky:
 
 
 async def test_a_sign_of_life_is_sent_to_a_store_that_is_left_alone() -> None:
-    """And when it is answered, nobody leaves the store alone any more."""
+    """Its answer does not say that the store does other work, where other requests have failed."""
     flaky = Flaky()
     bucket = Bucket(cast(ObjectStore, flaky), requests=0, hedge_s=1.0)
     flaky.works = False
@@ -448,9 +448,23 @@ async def test_a_sign_of_life_is_sent_to_a_store_that_is_left_alone() -> None:
         with pytest.raises(Unavailable):
             await bucket.delete("any")
     flaky.works = True
+    await bucket.show("servers/", "me", b"")
+    assert bucket.problem
     with pytest.raises(Busy):
         await bucket.delete("any")
+
+
+async def test_a_store_of_which_only_signs_of_life_failed_is_asked_after_the_next_one() -> None:
+    flaky = Flaky()
+    bucket = Bucket(cast(ObjectStore, flaky), requests=0, hedge_s=1.0)
+    flaky.works = False
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await bucket.show("servers/", "me", b"")
+    flaky.works = True
+    assert bucket.problem
     await bucket.show("servers/", "me", b"")
+    assert not bucket.problem
     await bucket.delete("any")
 
 

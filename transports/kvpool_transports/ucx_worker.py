@@ -56,6 +56,7 @@ class Worker:
         self._scheduled = False
         self._closed = False
         self._last = False
+        self._failing = False
         self._purged = 0
         with ucx_errors("worker"):
             self._worker: UCXWorker | None = UCXWorker(context)
@@ -146,8 +147,12 @@ class Worker:
             # In this order: the reader before its descriptor closes, and an empty queue of messages
             # before the worker ends (see `drain_unexpected`).
             self._loop.remove_reader(self._fd)
-            self._worker.progress()
-            self.drain_unexpected()
+            worker, self._failing = self._worker, False
+            try:
+                worker.progress()
+                self.drain_unexpected()
+            except Exception as error:  # it ends all the same
+                log.error("UCX makes no progress", why=repr(error))
             self._worker = None  # its descriptors close with it
 
     def _turn(self) -> None:
@@ -169,6 +174,9 @@ class Worker:
             # Nobody has called this: without a word its transfers would wait, and it would sleep.
             self._failed(error)
             return
+        if self._failing:
+            self._failing = False
+            self._loop.add_reader(self._fd, self._drive)
         for transfer in tuple(self._moving):
             transfer.look()
         # There is more to do: the steps ran out, or events arrived before `arm`, which then fails.
@@ -177,7 +185,10 @@ class Worker:
 
     def _failed(self, error: Exception) -> None:
         """End the transfers that wait, have new paths on another worker, and try again later."""
-        log.error("UCX makes no progress", why=repr(error))
+        if not self._failing:
+            log.error("UCX makes no progress", why=repr(error))
+            self._failing = True
+            self._loop.remove_reader(self._fd)  # it may be readable all the time
         self._purged = _PURGED_MAX
         for transfer in tuple(self._moving):
             transfer.fail(LinkBroken(f"UCX makes no progress: {error}"))
@@ -207,9 +218,8 @@ class Workers:
     def renew(self) -> None:
         """Use a new worker for new paths; existing paths keep the old one."""
         if not self._closed:
-            fresh = Worker(self._context)
-            self._worker.retire()
-            self._worker = fresh
+            worn, self._worker = self._worker, Worker(self._context)
+            worn.retire()
 
     def close(self) -> None:
         """Idempotent."""
@@ -257,12 +267,14 @@ class UcxPath:
             return
         self.closed = True
         endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
-            endpoint.close_blocking()
-            self._worker.progress()
-            self._worker.drain_unexpected()
-            self._worker.kick()
-        self._worker.ended(self.number)
+        try:
+            if endpoint is not None:
+                endpoint.close_blocking()
+                self._worker.progress()
+                self._worker.drain_unexpected()
+                self._worker.kick()
+        finally:
+            self._worker.ended(self.number)
 
     def sending_tag(self) -> int:
         return _tag(self.theirs, self._sent)

@@ -54,6 +54,8 @@ class Bucket:
         self._hedge_s = hedge_s
         self._backoff = Backoff(_PAUSE_S, _PAUSE_MAX_S)
         self._failures = 0  # in a row
+        #: Not only signs of life: then it does not work yet when one of them is answered.
+        self._others_fail = False
         self._left_alone_until = 0.0
         #: Kinds of which a request tries the store again.
         self._trying: set[float] = set()
@@ -133,11 +135,13 @@ class Bucket:
         except Exception as error:  # a plug-in may raise any, and its request is tried again
             why = _reason(error, within_s)
             self._failed(why)
+            self._others_fail |= left is not _SIGN
             raise Unavailable(f"object store: {why}") from None
         finally:
             if tries:
                 self._trying.discard(left)
-        self._worked()
+        if left is not _SIGN or not self._others_fail:
+            self._worked()
         return answer
 
     def _take(self, left: float) -> bool:
@@ -163,10 +167,10 @@ class Bucket:
             self._left_alone_until = _now() + self._backoff.next_delay()
 
     def _worked(self) -> None:
-        self._failures = 0
+        self._failures, self._others_fail = 0, False
         if self.problem:
             log.warning("object store answers again", after=self.problem)
-            self.problem, self._left_alone_until = "", 0.0
+            self.problem = ""
             self._logged.clear()
             self._backoff.reset()
 

@@ -117,7 +117,7 @@ class Searcher:
         listed = self._index.book.by_name
         for _ in range(min(_DELETED_MAX, len(outdated))):
             name = outdated.pop()
-            if name in listed:
+            if name in listed or names.object_of(name) in listed:
                 continue  # found again meanwhile
             try:
                 await self._index.bucket.delete(name)

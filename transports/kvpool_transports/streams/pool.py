@@ -32,7 +32,8 @@ class StreamPool:
         self._dial = dial
         self._limit = limit
         self._idle: list[Stream] = []
-        self._busy: dict[Stream, None] = {}  # ordered, unlike a set
+        #: With whether it shows views: `abort` leaves it then.
+        self._busy: dict[Stream, bool] = {}
         self._places = asyncio.Semaphore(limit)
         self._queued = 0  # calls that wait for a place
         #: Calls for which the server has no further stream.
@@ -56,11 +57,9 @@ class StreamPool:
             yield stream
         except BaseException:
             # BaseException: a cancelled exchange leaves half a frame behind just as an error does.
-            self._busy.pop(stream, None)
             stream.abort()
             raise
         else:
-            self._busy.pop(stream, None)
             if stream.lost or self._closed:
                 stream.abort()
             else:
@@ -70,6 +69,7 @@ class StreamPool:
                 while len(self._idle) > _IDLE_MAX + self._queued:
                     self._idle.pop(0).abort()
         finally:
+            self._busy.pop(stream, None)
             self._places.release()
             self._wake_one()
 
@@ -78,12 +78,12 @@ class StreamPool:
         when it is too late."""
         if stream.lost:
             raise LinkBroken("the channel was closed meanwhile")
-        del self._busy[stream]
+        self._busy[stream] = True
 
     def abort(self) -> None:
         """End every stream, and with them every exchange, but for those that `outlive` it."""
         self._closed = True
-        for stream in (*self._idle, *self._busy):
+        for stream in (*self._idle, *(one for one, shows in self._busy.items() if not shows)):
             stream.abort()
         self._idle.clear()
         for _ in range(len(self._waiting)):
@@ -100,7 +100,7 @@ class StreamPool:
             if self._closed:
                 raise LinkBroken("the channel is closed")
             stream = await self._idle_or_new(deadline, idle_timeout)
-            self._busy[stream] = None
+            self._busy[stream] = False
             if self._closed:
                 stream.abort()
                 raise LinkBroken("the channel was closed while it was connecting")
