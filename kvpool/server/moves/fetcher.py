@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -122,13 +122,13 @@ class FetchCall:
             return hint
         return hint._replace(resume_in=max(0.0, hint.resume_in - (now - self.asked_at[position])))
 
-    def stop_behind(self, position: int, waiting: list[int]) -> None:
-        """A block did not arrive: the blocks of `waiting` below it in its chain do not either."""
-        missing = {self.digests[position]}
-        for later in list(waiting):
-            if self.offers[later].parent in missing:
-                missing.add(self.digests[later])
-                self.statuses[later] = self.statuses[position]
+    def stop_behind(self, positions: Iterable[int], waiting: list[int]) -> None:
+        """The blocks of `waiting` below one of `positions` that did not arrive stay away, too."""
+        digests, statuses = self.digests, self.statuses
+        missing = {digests[i]: statuses[i] for i in positions if statuses[i] in _HEAD_IS_MISSING}
+        for later in sorted(waiting) if missing else ():
+            if (status := missing.get(self.offers[later].parent)) is not None:
+                missing[digests[later]] = statuses[later] = status
                 waiting.remove(later)
 
 
@@ -214,9 +214,7 @@ class Fetcher:
                 if len(again) == len(step):  # a pause, because two such calls wake each other
                     await self._context.wait_for_space(call.until)
                     await asyncio.sleep(_ASK_AGAIN_S)
-                for position in step:
-                    if position not in again and call.statuses[position] in _HEAD_IS_MISSING:
-                        call.stop_behind(position, waiting)
+                call.stop_behind([i for i in step if i not in again], waiting)
         except _FAILURES as error:
             if _now() >= call.until:
                 return
@@ -297,6 +295,7 @@ class Fetcher:
                 arrived = await self._read(call, granted, channel)
                 moved, seconds = sum(call.offers[i].size for i in arrived), _now() - began
                 good = [i for i in arrived if await self._is_right(call, i, granted[i])]
+                call.stop_behind([i for i in step if i not in arrived], good)
                 self._seal(call, {i: granted[i].id for i in good})
                 await self._report_corrupt(call, step, channel)
             return again

@@ -258,6 +258,23 @@ async def test_without_room_for_a_head_its_tail_stays_where_it_is() -> None:
         assert both.target.store.extents.evicted == 0
 
 
+async def test_what_comes_before_its_head_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source reads the head from a slow disk: the time is over before it comes."""
+    read = Fetcher._read
+
+    async def late(self: Fetcher, call: FetchCall, *more: Any) -> list[int]:
+        arrived = await read(self, call, *more)
+        return [i for i in reversed(arrived) if call.digests[i] != chain[1]]
+
+    monkeypatch.setattr(Fetcher, "_read", late)
+    monkeypatch.setattr(fetcher_module, "_STEP_BLOCKS", 4)
+    async with pair() as both:
+        chain, other = await both.chain(6), keys("another", 2)
+        await both.put(other)
+        assert await both.fetch([*chain, *other]) == [FETCHED, *[NOT_YET] * 5, FETCHED, FETCHED]
+        assert both.has(both.target, chain) == [True, *[False] * 5]
+
+
 async def test_what_waits_for_its_turn_does_not_become_younger(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
