@@ -388,7 +388,9 @@ def test_a_lowered_limit_is_reached_in_bounded_steps_and_by_the_next_write() -> 
     assert goes_on
     assert 560 <= used(books, "acme") < 600
     request = ReserveRequest(ACME, 0, fresh(1), [ROOT], [PAGE])
-    assert books.reserve(MOVER, request, 3.0)[0].status is WriteStatus.NO_SPACE
+    before = used(books, "acme")
+    assert books.reserve(MOVER, request, 3.0)[0].status is WriteStatus.NOT_YET
+    assert before - 200 < used(books, "acme") < before
     assert stored(write(books, ACME, fresh(1), 4.0))
     assert used(books, "acme") == 100
     assert not evict_beyond_limits(books, 5.0)
@@ -427,6 +429,21 @@ def write_through(
         for copy in stack.transfers.next_writebacks(1 << 30, 100, now):
             stack.transfers.done(copy, good=True, now=now)
         check_invariants(stack)
+
+
+def test_a_block_of_the_disk_comes_up_for_a_tenant_above_a_lowered_limit() -> None:
+    """Nobody else makes room for it: of what is above, nothing could go when the limit changed."""
+    stack = two_tiers(300, 400, acme=(0, 400))
+    digests = fresh(301)
+    write_through(stack, ACME, digests, 1.0)
+    set_quotas(stack.front, pages(acme=(0, 4)))
+    left = 300
+    while not (copies := stack.transfers.start_promotions(ACME, 0, digests[:1], 1, 2.0)):
+        left, before = used(stack.front, "acme"), left
+        assert stack.transfers.behind
+        assert 0 < before - left < 200, "bounded work"
+    assert copies[0].entry.digest == digests[0]
+    assert used(stack.front, "acme") == 4
 
 
 def test_a_copy_in_memory_that_is_guaranteed_outlives_the_one_on_the_disk() -> None:

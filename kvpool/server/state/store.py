@@ -93,13 +93,13 @@ class Store:
         reservations, left = holder.reservations, held.left_to_reserve(holder)
         session = policy.begin_write(index, request, now, moved=owner == MOVER)
         granted, answers = dict[bytes, Entry](), list[Reservation]()
+        refusal: Reservation | None = None
         # What is above a lowered limit goes in steps, not all at once for a block that moves.
-        refusal = _NO_SPACE if owner == MOVER and account.used > account.limit else None
-        in_steps, mask = extents.in_steps and owner != MOVER, allocator.alignment - 1
+        in_steps = account.used > account.limit if owner == MOVER else extents.in_steps
         extents.steps_left = STEPS_MAX if in_steps else UNLIMITED
         fresh: list[Entry] = []  # entered at once, before the policy touches another block
         spare: list[int] = []  # extents for the blocks that follow
-        found = index.blocks.get_all(request.digests)
+        found, mask = index.blocks.get_all(request.digests), allocator.alignment - 1
         # Hints count each block that is entered; who waits for the disk does so for each block.
         in_a_row = policy.in_a_row and session is None and not extents.demotes
         alike = _AlikeBlocks(request, found) if in_a_row else None

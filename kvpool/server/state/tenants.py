@@ -23,7 +23,7 @@ def set_quotas(store: Store, quotas: Mapping[str, Quota]) -> None:
     """Apply what each tenant may have here; a tenant that is missing has no quota any more.
 
     The first call comes before the first block. Blocks above a limit that was lowered are evicted
-    by the next writes of their tenant, and by `evict_beyond_limits`.
+    by what their tenant writes or reads next, and by `evict_beyond_limits`.
     """
     orders, allocator = store.extents.policy, store.allocator
     if not isinstance(orders, TenantOrders):
