@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 FAULTS_OF_COLD: Final = ("store fails", "store forgets")
 #: No secret: what anybody can derive.
 _KEYS: Final = ObjectKeys(b"")
+#: A request and its answer take at most so long.
+_ASKED_S: Final = 0.2
+_ANSWERED_S: Final = 0.02
 #: Reasons for which a block may be found again in the same object.
 _MAY_COME_BACK: Final = (ReadStatus.EVICTED, ReadStatus.TIER_LOST)
 
@@ -63,6 +66,11 @@ class Shelf:
         self.deleted_by: dict[str, str] = {}
         #: A client was told that they are removed, then.
         self.promised: dict[Place, float] = {}
+
+    @staticmethod
+    def slow_s(blocks: int) -> float:
+        """Seconds for so many blocks one by one: memory may have room for no more at a time."""
+        return blocks * (_ASKED_S + _ANSWERED_S)
 
     def blocks_of(self, name: str) -> list[ColdBlock]:
         data, _ = self.objects[name]
@@ -166,10 +174,10 @@ class ShelfObjects:
     async def _ask(self, act: Callable[[], T]) -> T:
         """The request, its work, and the answer: each may be lost."""
         rng = self._shelf.rng
-        await asyncio.sleep(rng.choice([0.001, 0.001, 0.02, 0.2]))
+        await asyncio.sleep(rng.choice([0.001, 0.001, 0.02, _ASKED_S]))
         await self._perhaps_fail()
         answer = act()
-        await asyncio.sleep(rng.choice([0.001, 0.02]))
+        await asyncio.sleep(rng.choice([0.001, _ANSWERED_S]))
         await self._perhaps_fail()
         return answer
 

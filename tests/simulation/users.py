@@ -298,7 +298,8 @@ class SimClient:
         finally:
             self._ended += [(buffer, bytes(buffer)) for buffer in buffers]
         world.note(f"{self.name} read {[int(result.status) for result in results]}")
-        judge = Judge(world, began, self._timeout_s if match is not self._stale else 0.0)
+        enough_s = self._timeout_s - world.shelf_s(len(chain))  # one by one, at worst
+        judge = Judge(world, began, enough_s if match is not self._stale else 0.0)
         for digest, result, buffer in zip(chain, results, buffers, strict=True):
             judge.read(namespace, digest, part, result.status, memoryview(buffer)[: result.size])
         judge.hedge(namespace, chain, part, results, world.loop.now - began, match)
@@ -683,12 +684,13 @@ class SimClient:
         await self.process.spawn(self._final_check(chains))
 
     async def _final_check(self, chains: Sequence[list[bytes]]) -> None:
-        self._timeout_s = _TIMEOUT_S
         for chain in chains:
+            self._timeout_s = _TIMEOUT_S + self._world.shelf_s(len(chain))
             for namespace in (ONE, TWO):
                 match = await self._match(namespace, chain)
                 if match.length:
                     await self._read_now(namespace, chain[: match.length], match)
+        self._timeout_s = _TIMEOUT_S
         for _ in range(6 if self._world.plan.contests else 0):
             await self._contest()
         fresh = self._world.catalog.fresh(3)

@@ -226,6 +226,10 @@ class World:
         under_way = blocks + self.plan.capacity // PAGE  # demotions are in the same queue
         return 5 * under_way * slowest
 
+    def shelf_s(self, blocks: int) -> float:
+        """Limit, in seconds, for bringing so many blocks from the object store, if there is one."""
+        return self.shelf.slow_s(blocks) if self.shelf is not None else 0.0
+
     def process(self, name: str, host: str) -> Process:
         self._lives += 1
         process = Process(self.loop, name, host, self.rng[f"clock/{name}/{self._lives}"])
