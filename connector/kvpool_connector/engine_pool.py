@@ -134,10 +134,11 @@ class EnginePool:
                 self._closing.wait(backoff.next_delay())
                 continue
             with self._lock:
-                if self._closing.is_set():
-                    pool.close()
-                    return
-                self._pool = self._owned = pool
+                if not self._closing.is_set():
+                    self._pool = self._owned = pool
+            if self._closing.is_set():
+                pool.close()  # it may take its time, and `close` waits for the lock
+                return
             self._problem = ""
             self._log.info("kvpool: connected to the pool at %s", ", ".join(config.masters))
             connected.set()

@@ -77,4 +77,8 @@ def digest(key: str) -> bytes:
         raw = bytes.fromhex(key)
     except ValueError:
         raw = b""
-    return raw if len(raw) == _DIGEST_SIZE else hashlib.sha256(b"text" + key.encode()).digest()
+    return (
+        raw
+        if len(raw) == _DIGEST_SIZE
+        else hashlib.sha256(b"text" + key.encode(errors="surrogatepass")).digest()
+    )

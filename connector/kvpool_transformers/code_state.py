@@ -88,9 +88,18 @@ def is_standard(function: Any) -> bool:
 
 def code(of: types.CodeType) -> str:
     """A hash of byte code and its constants."""
-    inner = [code(one) if isinstance(one, types.CodeType) else one for one in of.co_consts]
-    text = f"{of.co_code.hex()} {of.co_names} {inner!r}"
+    text = f"{of.co_code.hex()} {of.co_names} {_constant(of.co_consts)}"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _constant(one: object) -> str:
+    """The same in each process: sets have another order in each."""
+    if isinstance(one, types.CodeType):
+        return code(one)
+    if isinstance(one, (tuple, frozenset)):
+        inner = [_constant(part) for part in one]
+        return f"{type(one).__name__}{sorted(inner) if isinstance(one, frozenset) else inner}"
+    return repr(one)
 
 
 def _named(

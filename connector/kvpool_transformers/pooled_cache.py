@@ -202,7 +202,11 @@ class PooledCache:
         rows = origin.layout.take(past, there, len(keys))
         parent = keys[there - 1] if there else ROOT
         store = functools.partial(self._store, origin, state, keys[there:], rows, parent)
-        self._saves.add(self._saver.submit(self._guard, "saves", store))
+        try:
+            self._saves.add(self._saver.submit(self._guard, "saves", store))
+        except RuntimeError:  # no thread was to be had: what is queued would be kept
+            self._saver = ThreadPoolExecutor(1, "kvpool-save")
+            raise
         origin.done = keys
 
     def generate(self, ids: Sequence[int] | torch.Tensor, **options: Any) -> list[int]:
@@ -213,7 +217,10 @@ class PooledCache:
         tokens = _tokens(ids)
         takes = inspect.signature(self._model.forward).parameters.keys() - _NO_INPUTS
         for name in takes & options.keys():
-            if name != "attention_mask" or not bool(torch.all(options[name] == 1)):
+            value = options[name]
+            if value is None:
+                continue
+            if name != "attention_mask" or not bool(torch.all(torch.as_tensor(value) == 1)):
                 raise UsageError(f"{name} changes what the tokens mean: prefill knows tokens alone")
         past = self.prefill(tokens)
         prompt = torch.tensor([tokens], device=self._model.device)

@@ -403,6 +403,23 @@ def test_names_are_equal_in_processes() -> None:
     assert ran.stdout.strip() == ModelState(tiny()).structure
 
 
+def test_sets_in_code_have_one_order() -> None:
+    """Of code that no release has: each process would give the model another name."""
+    script = (
+        "from kvpool_transformers.code_state import code\n"
+        "print(code((lambda x: x in {'silu', 'gelu', 'relu', 'tanh'}).__code__))"
+    )
+
+    def printed(seed: str) -> str:
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        arguments = [sys.executable, "-c", script]
+        return subprocess.run(
+            arguments, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert printed("1") == printed("2") == printed("3")
+
+
 WAYS: dict[str, Any] = {
     "an operation": lambda model: weight(model).add_(0.01),
     "through data": lambda model: weight(model).data.mul_(1.5),
@@ -718,6 +735,25 @@ def test_saves_that_wait_are_bounded(
         go_on.set()
 
 
+def test_saves_for_which_there_is_no_thread_are_not_kept(
+    pool: kvpool.sync.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pooled(pool, tiny()) as cache:
+
+        def no_thread(self: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            for number in range(3):
+                cache.prefill(prompt(30 + number, 40))
+        assert cache.counters["saves_failed"] == 3
+        assert not cache._saver._work_queue.qsize()
+        cache.prefill(prompt(50, 40))
+        assert cache.settle(5)
+        assert cache.counters["saves_failed"] == 3
+
+
 def test_a_pool_that_is_not_there_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     config = ClientConfig(masters=["127.0.0.1:1"], timeout_s=0.2)
     with caplog.at_level(logging.WARNING), pooled(config, tiny()) as cache:
@@ -791,6 +827,7 @@ def test_options_that_make_another_prompt_of_the_tokens() -> None:
             max_new_tokens=2,
             do_sample=False,
             attention_mask=torch.ones(1, 40),
+            position_ids=None,
             return_dict_in_generate=True,
         )
 
