@@ -23,7 +23,12 @@ from transformers.utils.generic import GeneralInterface
 
 #: Packages whose version is in the name of blocks.
 _RELEASES: Final = ("torch", "transformers")
-_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, functools._lru_cache_wrapper)
+_FUNCTIONS: Final = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(functools._lru_cache_wrapper, functools.partial, functools.partialmethod),
+)
+#: What a patch may read from a module of its own.
+_NUMBERS: Final = (bool, int, float, str, torch.Tensor)
 
 
 def release_of(name: str | None) -> str:
@@ -35,14 +40,18 @@ def release_of(name: str | None) -> str:
 def functions_of(kind: type) -> Iterator[tuple[str, object]]:
     """What a class of modules defines, and those that it is made of: functions and plain values."""
     for base in kind.__mro__:
+        if base is nn.Module:  # what each call of a module goes through
+            yield from ((name, vars(base)[name]) for name in ("__call__", "_call_impl"))
         if base in (nn.Module, PreTrainedModel, object):
             continue
         of_release = release_of(base.__module__)
         if of_release and not issubclass(base, nn.Module):
             continue  # generate, save_pretrained and the like
         for name, member in vars(base).items():
-            given = getattr(member, "fget", None) or getattr(member, "__func__", member)
-            if isinstance(given, _FUNCTIONS):
+            given = getattr(member, "fget", None) or member
+            if isinstance(given, (classmethod, staticmethod)):
+                given = given.__func__
+            if computes(given):
                 counts = name in ("forward", "__call__") or not (of_release and name[:2] == "__")
             else:
                 counts = isinstance(given, (int, float, str)) and not of_release
@@ -81,6 +90,16 @@ def parts_of(
                 yield from _named(name, value, function, bool(home))
 
 
+def computes(value: object) -> bool:
+    """A function, or what a program of its own may put in the place of one."""
+    if isinstance(value, _FUNCTIONS):
+        return True
+    package = type(value).__module__.partition(".")[0]
+    known = package in (*_RELEASES, "kvpool_transformers", *sys.stdlib_module_names)
+    called = callable(value) or hasattr(value, "__get__")
+    return called and not known and not isinstance(value, type)
+
+
 def is_standard(function: Any) -> bool:
     """Whether Python's own library has it."""
     return str(function.__module__).partition(".")[0] in sys.stdlib_module_names
@@ -106,14 +125,16 @@ def _named(
     name: str, value: Any, function: types.FunctionType, of_release: bool
 ) -> Iterator[tuple[str, object]]:
     """What a name of a module stands for, where that may have been replaced."""
-    if isinstance(value, _FUNCTIONS):
+    if computes(value):
         yield name, value
     elif isinstance(value, types.ModuleType):
         if release_of(value.__name__) or not of_release:
-            inside = vars(value)
+            inside, numbers = vars(value), () if release_of(value.__name__) else _NUMBERS
             for inner in _names(function.__code__):
                 part = inside.get(inner)
-                if not isinstance(part, types.ModuleType):
+                if isinstance(part, numbers):
+                    yield f"{name}.{inner}", part
+                elif not isinstance(part, types.ModuleType):
                     yield from _named(f"{name}.{inner}", part, function, True)
                 elif part.__name__ == f"{value.__name__}.{inner}":
                     yield from _named(f"{name}.{inner}", part, function, of_release)

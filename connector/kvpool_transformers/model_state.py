@@ -227,6 +227,9 @@ def _parts(path: str, value: Any) -> Iterator[tuple[object, object]]:
         attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
         attributes |= getattr(value, "__dict__", {})
         yield from ((key, one) for key, one in attributes.items() if key not in _IGNORED)
+        for name in ("__call__", "__get__"):
+            if isinstance(called := getattr(type(value), name, None), types.FunctionType):
+                yield name, called
         if not attributes and " at 0x" not in (text := repr(value)):
             yield "text", text  # numbers of numpy, say
 

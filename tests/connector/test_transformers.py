@@ -342,6 +342,7 @@ PATCHES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a function of torch": patch_sdpa,
     "a table of transformers": patch_registered,
     "a function of C": lambda m: m.setattr(torch, "rsqrt", lambda x: x**-0.5 * 2),
+    "what calls modules": lambda m: m.setattr(torch.nn.Module, "__call__", lambda s, x: x),
 }
 
 
@@ -382,6 +383,42 @@ def test_what_replaced_code_names_is_in_the_name(monkeypatch: pytest.MonkeyPatch
     names.add(ModelState(model).structure)
     mlp.forward = torch.full((32,), 0.5).mul
     assert ModelState(model).structure not in names
+    assert len(names) == 3
+
+
+class Stands:
+    """In place of a function."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, *of: Any) -> Any:
+        return self.factor
+
+    def method(self, *of: Any) -> Any:
+        return self.factor
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Stands,
+        lambda factor: Stands(factor).method,
+        lambda factor: functools.partial(max, factor),
+        lambda factor: functools.partialmethod(max, factor),
+    ],
+)
+@pytest.mark.parametrize("of_a_class", [False, True])
+def test_what_is_no_function_is_in_the_name_where_it_replaces_one(
+    monkeypatch: pytest.MonkeyPatch, of_a_class: bool, made: Callable[[float], Any]
+) -> None:
+    model = tiny()
+    names = {ModelState(model).structure}
+    place = type(model.model.layers[0].mlp) if of_a_class else modeling_qwen3
+    for factor in (2.0, 3.0):
+        name = "forward" if of_a_class else "apply_rotary_pos_emb"
+        monkeypatch.setattr(place, name, made(factor))
+        names.add(ModelState(model).structure)
     assert len(names) == 3
 
 
