@@ -283,12 +283,12 @@ BUGS: Sequence[Bug] = read(
 -        return checksums
 +        return checksums
 @@ half-sent-stream-is-reused  G1  kvpool_transports.streams.pool
--            self._busy.pop(stream, None)
 -            stream.abort()
 -            raise
-+            self._busy.pop(stream, None)
+-        else:
 +            self._idle.append(stream)
 +            raise
++        else:
 @@ answer-to-another-request  G1  kvpool.net.requests  seed 4
 -        future = self._pending.get(envelope.id)
 +        future = next(iter(self._pending.values()), None)
