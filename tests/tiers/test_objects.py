@@ -125,6 +125,25 @@ async def test_one_that_stops_leaves_it_to_the_others_at_once(shelf: Shelf) -> N
         assert await hits(pool, some) == 3
 
 
+async def test_nothing_is_searched_where_nothing_has_changed(
+    shelf: Shelf, fleet: Fleet, pool: Pool
+) -> None:
+    """Each search costs requests, and a sign of life comes every few seconds."""
+    server = await fleet.start("a")
+    await write(pool, server, CHAIN[:8])
+    searches, signs = 0, 0
+
+    def count(request: str, name: str) -> float:
+        nonlocal searches, signs
+        searches += (request, name) == ("list", "blocks/")
+        signs += (request, name) == ("list", "servers/")
+        return 0.0
+
+    shelf.delay_s = count
+    await eventually(lambda: signs > 10)
+    assert searches <= 1
+
+
 async def test_a_search_that_hangs_does_not_stop_the_sign_of_life(shelf: Shelf) -> None:
     """Else the others take over all that this server answers for."""
     async with running([MEMORY, COLD.replace("40ms", "100ms")]) as (fleet, pool):
@@ -540,8 +559,16 @@ async def test_what_could_not_be_deleted_is_deleted_later(
     await pool.remove(NAMESPACE, some)
     await eventually(lambda: len(ring._index.gone) == 1)
     await fleet.start("b")  # somebody new: a search is due
-    searched = shelf.requests["list"]
-    await eventually(lambda: shelf.requests["list"] > searched + 20)
+    ends = 0
+
+    def count(request: str, name: str) -> float:
+        nonlocal ends
+        ends += (request, name[:6]) == ("get", "blocks")
+        return 0.0
+
+    shelf.delay_s = count
+    await eventually(lambda: ends > 0, within_s=10)  # a search has found the object
+    await asyncio.sleep(0.1)
     assert not ring._index.book.by_name
     assert await hits(pool, some) == 0
     shelf.works()

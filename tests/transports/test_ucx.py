@@ -740,9 +740,12 @@ async def test_what_waits_for_a_worker_that_fails_ends_and_it_is_tried_again(
     assert [str(error) for error in told] == ["UCX makes no progress: no memory"]
     assert isinstance(told[0], LinkBroken)
     assert worker.needs_replacement
+    loop = asyncio.get_running_loop()
+    assert not loop.remove_reader(worker._fd), "what is readable all the time would be all it does"
     worker._worker = real
     await asyncio.sleep(0.3)
     assert looks
+    assert loop.remove_reader(worker._fd), "it is driven by its descriptor again"
     worker.forget(waiting)  # type: ignore[arg-type]
     worker.close()
 

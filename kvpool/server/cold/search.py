@@ -225,8 +225,7 @@ class Searcher:
         known = self._index.book.by_name.get(one.name)
         if known is not None:
             return one.name in self._index.book.lost
-        left = one.name in self._drafts or one.name in self._damaged
-        return not left and one.name not in self._index.gone
+        return one.name not in self._drafts and one.name not in self._damaged
 
     async def _load(self, listed: Listed, removed: Mapping[str, Listed]) -> ColdObject | None:
         """Read the end of one object and enter its blocks, if there is room for it; the object, if
