@@ -12,6 +12,7 @@ tier_records.py  what a tier that survives a restart is to know of its blocks
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -134,12 +135,15 @@ class TierMover(Mover):
 
     async def close(self, flush_s: float) -> None:
         """All dirty blocks that are of use are written back; with write-through little is dirty,
-        and half a second is enough.
+        and half a second is enough. What was removed is erased.
 
         Waits for the transfers under way, but not for ever: a stuck device is left behind.
         """
         lazy = self._store.queue.write_back is not None
         await self._flush(_now() + (flush_s if lazy else _DRAIN_S))
+        with contextlib.suppress(TimeoutError):  # also of a file that took no writes a while ago
+            async with asyncio.timeout(_DRAIN_S):
+                await self.records.erase(self.health.parts(self._store.backing_tier))
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -97,10 +97,11 @@ class TierRecords:
         False, soon, when it is read-only, or a disk fails: then the records are erased later. Of
         a server that is restarted before that the blocks are back.
         """
-        if self._store.queue.read_only or not await self.erase():
-            return False
         tier = self._store.backing_tier
-        return self._health.open_parts(tier) == self._health.parts(tier)
+        parts = self._health.open_parts(tier)  # one that opens meanwhile has its records still
+        if self._store.queue.read_only or not await self.erase(parts):
+            return False
+        return set(self._health.parts(tier)) <= {*parts}
 
     async def erase(self, parts: Sequence[int] | None = None) -> bool:
         """As `erase_all`, of these parts or of those that take writes; also while it is

@@ -158,6 +158,36 @@ async def test_a_disk_that_takes_no_writes_is_left_out_and_read(
         assert set(await one.read(more)) == {ReadStatus.HIT}
 
 
+async def test_what_is_removed_while_a_file_takes_no_writes_is_gone_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_health, "_RETRY_S", 60.0)
+    async with scene(tmp_path) as one:
+        await one.write(keys("chain", 100))
+        await one.written_back()
+        good, bad = one.disks
+        bad.write_error = WRITE
+        await one.write(keys("until it is closed", 60))
+        await one.written_back()
+        assert one.parts.closed == {1}
+        gone = [*one.in_file(0)[:3], *one.in_file(1)[:3]]
+        calls = good.calls
+        good.runs.clear()
+        removing = asyncio.create_task(one.pool.remove(NAMESPACE, gone))
+        await eventually(lambda: good.calls > calls)
+        erasing = asyncio.create_task(one.server._context.mover.erase())
+        await asyncio.sleep(0)
+        one.parts.open(1)
+        good.runs.set()
+        assert not await erasing, "what opened meanwhile has its records still"
+        assert await removing == [True] * 6
+        one.parts.close(1)
+        await asyncio.sleep(0.01)
+        bad.write_error = ""  # whoever stops tries it once more
+    async with scene(tmp_path) as one:
+        assert not any(one.stack.backing.index.peek(NAMESPACE, 0, digest) for digest in gone)
+
+
 async def test_on_a_full_level_nothing_is_written_to_a_disk_that_takes_no_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

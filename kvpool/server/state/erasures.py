@@ -19,7 +19,8 @@ class Erasures:
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._by_part: defaultdict[int, list[int]] = defaultdict(list)
+        #: Each offset once: a disk that takes no writes fails at the same ones for hours.
+        self._by_part: defaultdict[int, dict[int, None]] = defaultdict(dict)
 
     def __len__(self) -> int:
         return sum(map(len, self._by_part.values()))
@@ -28,15 +29,15 @@ class Erasures:
         """The record at this offset of the backing tier must go."""
         allocator = self._blocks.backing.allocator
         if not isinstance(allocator, DividedAllocator):
-            self._by_part[0].append(offset)
+            self._by_part[0][offset] = None
         elif (part := allocator.part_of(offset)) not in allocator.retired:
-            self._by_part[part].append(offset)
+            self._by_part[part][offset] = None
 
     def take(self, part: int | None = None) -> list[int]:
         """All offsets, or those in one part, since the last call: erase their records."""
         if part is not None:
-            return self._by_part.pop(part, [])
-        found, self._by_part = self._by_part, defaultdict(list)
+            return list(self._by_part.pop(part, ()))
+        found, self._by_part = self._by_part, defaultdict(dict)
         return [offset for offsets in found.values() for offset in offsets]
 
     def failed(self, offsets: Iterable[int]) -> None:
