@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from bisect import bisect_right
+from itertools import islice
 from typing import Final, NamedTuple
 
 from kvpool.protocols import Peer
@@ -12,6 +14,7 @@ from kvpool.server.extension import Extensions, Handlers, ServerExtension, Serve
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
+from kvpool.sorting import sorted_runs
 from kvpool.tenant_names import marker_of
 from kvpool.types import Holding, HoldingsPage, Namespace, Removal, RemovalCursor
 from kvpool.wire import messages as wire
@@ -24,6 +27,8 @@ _CALL_S: Final = 0.2
 _NAMES_STEP: Final = 1024
 #: Namespaces in one answer, with names of any length.
 _HOLDINGS_MAX: Final = 256
+#: Before all names.
+_FIRST: Final = ("", 0)
 
 
 class RemovalStep(NamedTuple):
@@ -41,15 +46,38 @@ class NamespaceRemoval(ServerExtension):
     def __init__(self, parts: ServerParts) -> None:
         self._context = parts.context
         self._extensions = parts.extensions
+        #: By tenant, while it asks page after page: what there was at its first one.
+        self._names: dict[str, list[Namespace]] = {}
 
     @property
     def handlers(self) -> Handlers:
         return {wire.Namespaces: self._holdings, wire.RemoveAll: self._remove_all}
 
     async def _holdings(self, peer: Peer, m: wire.Namespaces) -> wire.HoldingsReply:
-        found = await holdings(self._context, peer.tenant, (m.after, m.parts))
+        found = await self.holdings(peer.tenant, (m.after, m.parts))
         held = [(one.namespace.name, one.namespace.parts, *one[1:]) for one in found.held]
         return wire.HoldingsReply((*found.begin,), held, found.more)
+
+    async def holdings(self, tenant: str, after: tuple[str, int]) -> HoldingsPage:
+        """What the server has of the namespaces behind `after`; of a tenant's only, if one asks.
+
+        They are put in order once, for all pages: what comes meanwhile is not to be removed.
+        """
+        store = self._context.store
+        begin = RemovalCursor(self._context.epoch, store.front.held.last_id)
+        names = None if after == _FIRST else self._names.get(tenant)
+        if names is None:
+            names = self._names[tenant] = await _in_order(store, marker_of(tenant))
+        held: list[Holding] = []
+        for one in islice(names, bisect_right(names, after, key=_name), None):
+            found = holding(store, one)
+            if found.blocks and len(held) == _HOLDINGS_MAX:
+                return HoldingsPage(begin, tuple(held), more=True)
+            if found.blocks:  # else it has left meanwhile
+                held.append(found)
+            await asyncio.sleep(0)  # it may have 256 parts in each tier
+        self._names.pop(tenant, None)
+        return HoldingsPage(begin, tuple(held), more=False)
 
     async def _remove_all(self, peer: Peer, m: wire.RemoveAll) -> wire.RemovedAll:
         namespace, at = wire.checked_namespace(m.namespace, m.parts), RemovalCursor(*m.at)
@@ -60,24 +88,25 @@ class NamespaceRemoval(ServerExtension):
         return wire.RemovedAll(removal.blocks, removal.bytes, following)
 
 
-async def holdings(context: ServerContext, tenant: str, after: tuple[str, int]) -> HoldingsPage:
-    """What the server has of the namespaces behind `after`; of a tenant's only, if one asks."""
-    store, marker = context.store, marker_of(tenant)
-    begin = RemovalCursor(context.epoch, store.front.held.last_id)
-    first: set[tuple[str, int]] = set()
+async def _in_order(store: Blocks, marker: str) -> list[Namespace]:
+    """The namespaces of which a server has something, whose names begin so; in steps."""
+    found: set[Namespace] = set()
     for tier in store.stores:
         keys = list(tier.index.by_part)
         for start in range(0, len(keys), _NAMES_STEP):
-            names = {(of.name, of.parts) for of, _ in keys[start : start + _NAMES_STEP]}
-            first |= {one for one in names if one > after and one[0].startswith(marker)}
-            first = set(heapq.nsmallest(_HOLDINGS_MAX + 1, first))
+            some = keys[start : start + _NAMES_STEP]
+            found.update([one for one, _ in some if one.name.startswith(marker)])
             await asyncio.sleep(0)
-    page = sorted(first)[:_HOLDINGS_MAX]
-    held = []
-    for name in page:  # each may have 256 parts in each tier
-        held.append(holding(store, Namespace(*name)))
+    runs: list[list[Namespace]] = []
+    for run in sorted_runs(list(found), _name):
+        runs.append(run)
         await asyncio.sleep(0)
-    return HoldingsPage(begin, tuple(one for one in held if one.blocks), len(first) > len(page))
+    ordered: list[Namespace] = []
+    for one in heapq.merge(*runs, key=_name):
+        ordered.append(one)
+        if len(ordered) % _NAMES_STEP == 0:
+            await asyncio.sleep(0)
+    return ordered
 
 
 def holding(store: Blocks, namespace: Namespace) -> Holding:
@@ -150,3 +179,7 @@ async def remove_all(
     await context.mover.erase()  # it must not be back after a restart
     await context.wait_until_announced(loop.time() + 1.0)
     return Removal(blocks, size, following)
+
+
+def _name(one: Namespace) -> tuple[str, int]:
+    return one.name, one.parts

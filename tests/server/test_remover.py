@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,23 +158,40 @@ async def test_namespaces_of_a_second_page_are_found_with_their_parts() -> None:
 
 
 async def test_a_page_of_namespaces_of_many_parts_leaves_the_loop_to_others() -> None:
-    """A tenant may ask for it again and again."""
-    spaces = [Namespace(f"n{number:03d}", 256) for number in range(50)]
-    index = {(one, 0): SimpleNamespace(blocks=[0], used=7) for one in spaces}
+    """A tenant may ask for it again and again. And names are put in order once for all pages, of
+    which none is empty: the next one would begin behind its last name."""
+    spaces = [Namespace(f"n{number:03d}", 256) for number in range(900)]
+    looks = 0
+
+    class Counted(dict[Any, Any]):
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    index = Counted({(one, 0): SimpleNamespace(blocks=[0], used=7) for one in reversed(spaces)})
+    for one in spaces[:300]:  # more than a page of them leave while it is put together
+        index[one, 0].blocks = []
     tier = SimpleNamespace(index=SimpleNamespace(by_part=index))
     front = SimpleNamespace(held=SimpleNamespace(last_id=1))
     store = SimpleNamespace(stores=[tier, tier], online=[tier, tier], front=front)
-    context: Any = SimpleNamespace(epoch=1, store=store)
-    looking = asyncio.create_task(removal.holdings(context, "", ("", 0)))
-    turns = 0
-    while not looking.done():
-        await asyncio.sleep(0)
-        turns += 1
-    page = await looking
-    assert [(one.namespace, one.blocks, one.bytes) for one in page.held] == [
-        (one, 1, 14) for one in spaces
-    ]
-    assert turns >= len(spaces)
+    context = SimpleNamespace(epoch=1, store=store)
+    parts: Any = SimpleNamespace(context=context, extensions=None)
+    server, found, after = removal.NamespaceRemoval(parts), [], ("", 0)
+    for more in (True, True, False):
+        looking = asyncio.create_task(server.holdings("", after))
+        turns = 0
+        while not looking.done():
+            await asyncio.sleep(0)
+            turns += 1
+        page = await looking
+        assert turns >= len(page.held)
+        assert page.more is more
+        found += [(one.namespace, one.blocks, one.bytes) for one in page.held]
+        after = found[-1][0].name, 256
+    assert found == [(one, 1, 14) for one in spaces[300:]]
+    assert looks == 2, "of each tier, once"
+    assert not server._names, "nothing is kept"
 
 
 async def test_a_server_that_does_not_answer_is_named() -> None:
