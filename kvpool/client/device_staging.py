@@ -29,14 +29,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvpool.client.buffers import DeviceBlock, HostRows
 from kvpool.device.thread import DeviceThread
-from kvpool.device_copy import first_line, pinned
-from kvpool.errors import (
-    Closed,
-    ConfigError,
-    DeadlineExceeded,
-    TooLarge,
-    Unavailable,
-)
+from kvpool.device_copy import first_line, pinned, reached
+from kvpool.errors import Closed, ConfigError, DeadlineExceeded, TooLarge
 from kvpool.runtime import task_group
 from kvpool.types import ReadResult, ReadStatus, WriteStatus
 from kvpool.units import human
@@ -49,8 +43,6 @@ if TYPE_CHECKING:
 ROUND: Final = 16 << 20
 #: Rounds of a call that are under way: one on the network, one between host and device.
 _ROUNDS_AT_ONCE: Final = 2
-#: How often to ask whether a device has reached its caller's events.
-_POLL_S: Final = 0.0005
 
 
 #: Pinned memory that was taken before the client that is going to use it, by its size.
@@ -298,15 +290,8 @@ async def wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> Non
 
     Raises Unavailable when the work before them failed.
     """
-    # Polled, and not waited for in a thread: no copy has begun, so the call can be cancelled at
-    # any time, however long the device is busy. CUDA cannot wake a loop.
-    try:
-        async with until(deadline):
-            for event in {event for block in blocks for event in block.ready_events}:
-                while not event.query():  # noqa: ASYNC110
-                    await asyncio.sleep(_POLL_S)
-    except RuntimeError as error:
-        raise Unavailable(f"device: {first_line(error)}") from None
+    async with until(deadline):
+        await reached({event for block in blocks for event in block.ready_events})
 
 
 def first_bytes(block: DeviceBlock, size: int) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpool import ConfigError
+from kvpool import ConfigError, Unavailable
 from kvpool_connector.identity import fingerprint
 from kvpool_connector.memory import block_memory
 from kvpool_connector.memory.block_memory import (
@@ -183,6 +183,17 @@ async def test_a_block_larger_than_a_transfer_has_memory_from_the_start(
     assert not any(cache[2].any() for cache in layers.values())
 
 
+def test_memory_that_a_device_does_not_have_is_one_sentence_at_the_start(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(host: Any, device: Any) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate\nIf reserved")
+
+    monkeypatch.setattr(gpu, "upload", full)
+    with pytest.raises(ConfigError, match=r"^8 MiB of cuda:1 cannot be had: .* allocate$"):
+        DeviceStage(torch.device("cuda", 1))
+
+
 def test_memory_that_cannot_be_locked_is_one_sentence_at_the_start(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,12 +291,15 @@ async def test_a_call_that_is_cancelled_again_has_left_its_memory(
 class Step:
     """The event behind a step of the engine, as CUDA's."""
 
-    def __init__(self, *, ended: bool = False) -> None:
+    def __init__(self, *, ended: bool = False, failed: str = "") -> None:
         self.ended = ended
+        self.failed = failed
         self.asked = asyncio.Event()
 
     def query(self) -> bool:
         self.asked.set()
+        if self.failed:
+            raise RuntimeError(self.failed)
         return self.ended
 
     async def was_asked(self) -> None:
@@ -321,6 +335,20 @@ async def test_a_copy_waits_for_its_own_step_and_for_no_later_one() -> None:
     assert await saving == expected
     await loading
     assert not any(cache[4].any() for cache in layers.values())
+
+
+async def test_a_step_that_failed_is_an_error_of_the_pool_and_nothing_is_copied() -> None:
+    """CUDA tells who asks next; the worker counts errors of the pool, and the request computes."""
+    layers = caches(LAYOUTS["LBHNC"])
+    memory = staged(layers, 4096)
+    broken = Step(failed="CUDA error: device-side assert triggered\nCompile with")
+    with pytest.raises(Unavailable, match=r"device-side assert triggered$"):
+        await load(memory, 1, broken)
+    with pytest.raises(Unavailable, match=r"device-side assert triggered$"):
+        await saved(memory, [1], broken)
+    assert all(cache[1].any() for cache in layers.values())
+    assert len(memory._stage._free) == 4
+    assert len(memory._stage.saves._free) == 2
 
 
 async def test_a_load_is_not_behind_a_save_in_its_thread() -> None:

@@ -19,6 +19,7 @@ import torch
 
 from kvpool import ConfigError
 from kvpool.device.thread import DeviceThread
+from kvpool.device_copy import first_line, reached
 from kvpool.types import DIRECT_PIECES_MAX, DeviceRows, Memory
 from kvpool_connector.memory.comparison import LayerBytes
 from kvpool_connector.memory.kv_layout import (
@@ -47,8 +48,6 @@ DEVICE_BYTES: Final = 16 << 20
 _ROUND_BLOCKS: Final = 2048
 #: Blocks whose pieces are named in one turn of the loop.
 _BLOCKS_PER_TURN: Final = 8
-#: Longest time that the comparison of a block waits for the engine's own work.
-_VERIFY_S: Final = 10.0
 _POLL_S: Final = 0.0005
 
 #: A run of every block, and where the chosen blocks of it are staged.
@@ -210,9 +209,13 @@ class _Lane:
         self.device = device
         self.thread = DeviceThread(device)
         # On the stream that uses them: the allocator may hand out what another one still reads.
-        with self.thread.on_stream():
-            self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            self.numbers = torch.empty(_ROUND_BLOCKS, dtype=torch.int64, device=device)
+        try:
+            with self.thread.on_stream():
+                self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+                self.numbers = torch.empty(_ROUND_BLOCKS, dtype=torch.int64, device=device)
+        except RuntimeError as error:
+            why = first_line(error)
+            raise ConfigError(f"{size >> 20} MiB of {device} cannot be had: {why}") from None
         self._transfers = transfers
         self._host_bytes = 0
         self._free: list[torch.Tensor] = []
@@ -387,8 +390,7 @@ class DirectBlockMemory(_Blocks):
 
     async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
         [block] = await self._blocks([block_id], part)
-        async with asyncio.timeout(_VERIFY_S):
-            await _reached(after)
+        await _reached(after)
         # In a thread: the device is waited for.
         return await asyncio.to_thread(lambda: [row.cpu().numpy().data for row in block])
 
@@ -418,9 +420,8 @@ def device_of_this_thread() -> Callable[[], object]:
 
 async def _reached(after: Any) -> None:
     """Wait for the engine's work before an event, and hold up nothing else meanwhile."""
-    query = getattr(after, "query", None)  # None: no device has work
-    while query is not None and not query():  # noqa: ASYNC110 - CUDA cannot wake a loop
-        await asyncio.sleep(_POLL_S)
+    if after is not None:  # else no device has work
+        await reached([after])
 
 
 def _nothing(_: None) -> None:
