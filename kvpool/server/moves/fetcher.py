@@ -377,7 +377,7 @@ class Fetcher:
                     later.append(position)
                 elif result.status.hit and result.size == call.offers[position].size:
                     arrived.append(position)
-                else:
+                elif result.status is not ReadStatus.REFUSED:  # for now: NOT_YET
                     call.statuses[position] = MoveStatus.GONE
             if len(later) == len(waiting):
                 if _now() + _ASK_AGAIN_S >= until:

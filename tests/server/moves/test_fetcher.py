@@ -24,7 +24,7 @@ from kvpool.testing.invariants import check_invariants
 from kvpool.types import Cluster, MoveStatus, ReadStatus, SessionHint
 from kvpool.wire import messages as wire
 from kvpool.wire.messages import SESSION_RUNS_MAX
-from tests.conftest import NAMESPACE, key, keys, values
+from tests.conftest import NAMESPACE, eventually, key, keys, values
 from tests.support.moves import SIZE, moves_of, now, put
 
 FETCHED, NOT_YET, NO_ROOM = MoveStatus.DONE, MoveStatus.NOT_YET, MoveStatus.NO_ROOM
@@ -327,6 +327,28 @@ async def test_a_block_of_another_size_than_was_offered_is_not_fetched(
         assert statuses == [FETCHED, MoveStatus.GONE]
         assert both.has(both.target, chain) == [True, False, False]
         assert both.source.store.index.peek(NAMESPACE, 0, chain[1]) is not None
+
+
+async def test_what_the_source_refuses_for_now_is_not_gone_and_its_chain_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(tiers=["dram:1MiB", f"nvme:{tmp_path}/{{server}}:16MiB"]) as both:
+        chain, front = await both.chain(200), both.source.store.index
+        below = [one for one in chain if front.peek(NAMESPACE, 0, one) is None][:1]
+        asked = [*below, *chain[chain.index(below[0]) + 1 :][:3]]
+        await both.pool.prefetch(NAMESPACE, asked[1:])
+        await eventually(lambda: all(front.peek(NAMESPACE, 0, one) for one in asked[1:]))
+
+        async def no_room(*_: Any) -> bool:
+            return False
+
+        mover = both.source._context.mover
+        with monkeypatch.context() as readers_hold_memory:
+            readers_hold_memory.setattr(mover, "promote_and_wait", no_room)
+            readers_hold_memory.setattr(mover, "promote", lambda *_: None)
+            assert await both.fetch(asked) == [NOT_YET] * 4
+        assert await both.fetch(asked) == [FETCHED] * 4
+        await eventually(lambda: not both.target.stack.is_writing_back)
 
 
 async def test_a_removal_follows_a_block_to_where_it_was_fetched() -> None:
