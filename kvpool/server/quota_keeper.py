@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from kvpool import logs
 from kvpool.server.state import tenants
@@ -14,6 +15,9 @@ from kvpool.tenants import Tenant
 from kvpool.units import human
 
 log = logs.get("kvpool.server")
+
+#: What cannot be evicted now is looked at again after this time.
+_LOOK_AGAIN_S: Final = 1.0
 
 
 class QuotaKeeper:
@@ -36,13 +40,7 @@ class QuotaKeeper:
 
     def trim(self) -> None:
         """Evict what is above the limits, in steps; idempotent. Nothing, where no loop runs yet."""
-        if self._trimming is not None and not self._trimming.done():
-            return
-        if any(
-            one.used > one.limit
-            for store in self._store.stores
-            for one in store.extents.policy.accounts
-        ):
+        if (self._trimming is None or self._trimming.done()) and self._is_above():
             self._trimming = self._tasks.until_done("quotas", self._trim)
 
     async def close(self) -> None:
@@ -53,13 +51,21 @@ class QuotaKeeper:
             await asyncio.wait([trimming])
 
     async def _trim(self) -> None:
+        """Until no tenant is above its limit: what is pinned, or has yet to be written to the disk,
+        goes later. A tenant that writes nothing any more must not keep it for good."""
         loop = asyncio.get_running_loop()
-        goes_on = True
-        while goes_on:
+        while self._is_above():
             stores = self._store.stores
             goes_on = any(tenants.evict_beyond_limits(store, loop.time()) for store in stores)
             self._on_change()
-            await asyncio.sleep(0)
+            await asyncio.sleep(0 if goes_on else _LOOK_AGAIN_S)
+
+    def _is_above(self) -> bool:
+        return any(
+            one.used > one.limit
+            for store in self._store.stores
+            for one in store.extents.policy.accounts
+        )
 
 
 def quotas_of(tenants: Mapping[str, Tenant], capacity: int, tier: int = 0) -> dict[str, Quota]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import Callable
 
 import pytest
 
+from kvpool import dev
 from kvpool.errors import InvariantViolated
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
+from kvpool.server import quota_keeper
 from kvpool.server.eviction.arc import ARC
 from kvpool.server.eviction.density import Density
 from kvpool.server.eviction.lease import Lease
@@ -24,6 +27,8 @@ from kvpool.server.state.quota import Quota
 from kvpool.server.state.tenants import account_of, evict_beyond_limits, set_quotas
 from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore
+from kvpool.server.tenancy import Tenancy
+from kvpool.tenants import Share, Tenant
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
     ROOT,
@@ -33,7 +38,7 @@ from kvpool.types import (
     SessionHint,
     WriteStatus,
 )
-from tests.conftest import keys
+from tests.conftest import eventually, keys
 
 PAGE = 4096
 POOL, ACME, BETA = Namespace("llm"), Namespace("@acme/llm"), Namespace("@beta/llm")
@@ -395,6 +400,25 @@ def test_a_lowered_limit_is_reached_in_bounded_steps_and_by_the_next_write() -> 
     assert used(books, "acme") == 100
     assert not evict_beyond_limits(books, 5.0)
     check_invariants(books)
+
+
+async def test_an_idle_tenant_comes_below_a_lowered_limit_when_its_readers_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quota_keeper, "_LOOK_AGAIN_S", 0.01)
+    async with dev.serve() as running, running.pool() as pool:
+        (server,) = running.servers
+        Tenancy.of(server).quotas.apply({"": Tenant("")})
+        chain = keys("chain", 4)
+        await pool.write(Namespace("any"), chain, [b"x"] * 4)
+        pins = server.store.pin(1 << 40, Namespace("any"), 0, chain[3:], 0.0)
+        Tenancy.of(server).quotas.apply({"": Tenant("", limit=Share(0))})
+        await asyncio.sleep(0.05)
+        assert server.stack.stored == 4, "it is read, and the others are its head"
+        server.store.unpin(1 << 40, pins[0].id)
+        await eventually(lambda: server.stack.stored == 0)
+        tasks = asyncio.all_tasks
+        await eventually(lambda: not any(one.get_name() == "quotas" for one in tasks()))
 
 
 @pytest.mark.parametrize("policy", [Lease, Density])
