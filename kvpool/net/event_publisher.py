@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -22,9 +22,11 @@ from typing import Final, NamedTuple
 import zmq
 
 from kvpool import logs
+from kvpool.addresses import network_of
 from kvpool.errors import ConfigError
 from kvpool.kv_events import EventBatch, KVEvent, batches, encode_batch
 from kvpool.net.event_address import bind
+from kvpool.shares import Recent
 from kvpool.supervision import Supervisor
 
 log = logs.get("kvpool.events")
@@ -35,7 +37,8 @@ KEPT_BYTES_MAX: Final = 64 << 20
 #: Batches that wait for one subscriber, or for one reader of a replay; beyond it they are lost.
 _QUEUED_MAX: Final = 1000
 _REPLAY_QUEUED_MAX: Final = 64
-#: Readers of a replay at the same time; beyond it the one that asked first is given up.
+#: Readers of a replay at the same time; beyond it the one that asked first is given up, of a peer
+#: that has more than its part of them.
 _READERS_MAX: Final = 64
 #: Batches that one turn of the loop sends to a reader, and the pause when it takes no more.
 _REPLAY_BURST: Final = 32
@@ -129,6 +132,8 @@ class _Reader:
     until: float
     parts: Iterator[list[KVEvent]] | None = None
     held: tuple[bytes, bytes] | None = None
+    peer: str = ""
+    name: bytes = b""
 
 
 class EventPublisher:
@@ -155,7 +160,8 @@ class EventPublisher:
         self._topic = topic.encode()
         self._rank = rank
         self._snapshot = snapshot
-        self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
+        #: By peer, so that none keeps the others out.
+        self._readers: Recent[bytes, _Reader] = Recent(_READERS_MAX)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
@@ -167,13 +173,11 @@ class EventPublisher:
     def start(self) -> None:
         """Bind the sockets. Raises ConfigError when an endpoint is taken or is none."""
         try:
-            self._pub = self._open(zmq.PUB, _QUEUED_MAX)
-            self.endpoint = self._bind(self._pub, self.endpoint)
+            self._pub, self.endpoint = self._bound(zmq.PUB, _QUEUED_MAX, self.endpoint)
             if self.replay_endpoint:
-                self._router = self._open(zmq.ROUTER, _REPLAY_QUEUED_MAX)
-                # Else batches beyond the limit would vanish from the middle of a replay.
-                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self.replay_endpoint = self._bind(self._router, self.replay_endpoint)
+                self._router, self.replay_endpoint = self._bound(
+                    zmq.ROUTER, _REPLAY_QUEUED_MAX, self.replay_endpoint
+                )
                 self._descriptor = int(self._router.getsockopt(zmq.FD))
                 asyncio.get_running_loop().add_reader(self._descriptor, self._take_requests)
         except BaseException:
@@ -209,28 +213,29 @@ class EventPublisher:
         if self._descriptor >= 0:
             asyncio.get_running_loop().remove_reader(self._descriptor)
             self._descriptor = -1
-        self._readers.clear()
+        self._readers = Recent(_READERS_MAX)
         self._context.destroy(linger=0)
 
-    def _open(self, kind: int, queued_max: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, queued_max)
-        socket.setsockopt(zmq.RCVHWM, _REQUESTS_BURST)
-        socket.setsockopt(zmq.MAXMSGSIZE, _REQUEST_BYTES_MAX)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
-        return socket
-
-    def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+    def _bound(self, kind: int, queued_max: int, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
+        """A socket, and where it is bound."""
         try:
+            socket = self._context.socket(kind)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, queued_max)
+            socket.setsockopt(zmq.RCVHWM, _REQUESTS_BURST)
+            socket.setsockopt(zmq.MAXMSGSIZE, _REQUEST_BYTES_MAX)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+            if kind == zmq.ROUTER:
+                # Else batches beyond the limit would vanish from the middle of a replay.
+                socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             bind(socket, endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"cannot publish at {endpoint}: {zmq.strerror(error.errno or 0)}; expected an "
                 "address such as tcp://127.0.0.1:5600"
             ) from None
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _take_requests(self) -> None:
         router = self._router
@@ -238,32 +243,30 @@ class EventPublisher:
         taken = 0
         while taken < _REQUESTS_BURST and int(router.get(_EVENTS)) & _POLLIN:
             taken += 1
-            frames = router.recv_multipart(_NOBLOCK)
-            reader = self._reader(frames)
+            reader = self._reader(router.recv_multipart(_NOBLOCK, copy=False))
             if reader is None:
                 self.counts.refused += 1
                 continue  # nobody waits for an answer to what is no request
-            self._readers.pop(frames[0], None)
-            self._readers[frames[0]] = reader
-            while len(self._readers) > _READERS_MAX:
-                self._readers.popitem(last=False)
+            if self._readers.put(reader.peer, reader.name, reader) is not None:
                 self.counts.given_up += 1
         if taken == _REQUESTS_BURST:
             asyncio.get_running_loop().call_soon(self._take_if_open)
-        if self._readers and (self._pump is None or self._pump.done()):
+        if len(self._readers) and (self._pump is None or self._pump.done()):
             self._pump = self.tasks.until_done("replays", self._serve_readers)
 
-    def _reader(self, frames: list[bytes]) -> _Reader | None:
+    def _reader(self, frames: list[zmq.Frame]) -> _Reader | None:
         until = asyncio.get_running_loop().time() + _READER_TIMEOUT_S
-        if len(frames) != 3 or frames[1]:
+        if len(frames) != 3 or len(frames[1]):
             return None
-        if frames[2] == SNAPSHOT:  # it is as long as a number
-            return None if self._snapshot is None else _Reader(0, until, self._snapshot())
-        if len(frames[2]) != _NUMBER.size:
+        reader, asked = _Reader(0, until, peer=_peer_of(frames[0]), name=frames[0].bytes), frames[2]
+        if asked.bytes == SNAPSHOT:  # it is as long as a number
+            reader.parts = None if self._snapshot is None else self._snapshot()
+            return reader if reader.parts is not None else None
+        if len(asked) != _NUMBER.size:
             return None
-        number = _NUMBER.unpack(frames[2])[0]
-        self.counts.too_late += number < self.buffer.oldest
-        return _Reader(number, until)
+        reader.next = _NUMBER.unpack(asked.bytes)[0]
+        self.counts.too_late += reader.next < self.buffer.oldest
+        return reader
 
     def _take_if_open(self) -> None:
         if self._descriptor >= 0:
@@ -272,19 +275,19 @@ class EventPublisher:
     async def _serve_readers(self) -> None:
         """Send to all readers in turn until none is left."""
         loop = asyncio.get_running_loop()
-        while self._readers:
+        while len(self._readers):
             progress = False
-            for name in list(self._readers):
-                reader = self._readers.get(name)
-                if reader is not None and self._send_some(name, reader, loop.time()):
-                    progress = True
+            for reader in list(self._readers.values()):
+                if self._readers.get(reader.peer, reader.name) is reader:
+                    progress |= self._send_some(reader, loop.time())
                 await asyncio.sleep(0)
             self._take_if_open()
             if not progress:
                 await asyncio.sleep(_PAUSE_S)
 
-    def _send_some(self, name: bytes, reader: _Reader, now: float) -> bool:
+    def _send_some(self, reader: _Reader, now: float) -> bool:
         """Send a reader its next batches, and the end; whether it took any."""
+        name = reader.name
         sent = 0
         try:
             for number, payload in self._next_of(reader):
@@ -298,7 +301,7 @@ class EventPublisher:
                     break
             else:
                 self._send(name, (b"", _END, b""))
-                del self._readers[name]
+                self._readers.pop(reader.peer, name)
                 if reader.parts is None:
                     self.counts.replays += 1
                 else:
@@ -306,11 +309,11 @@ class EventPublisher:
                 return True
         except zmq.Again:
             if not sent and now >= reader.until:
-                self._readers.pop(name, None)
+                self._readers.pop(reader.peer, name)
                 self.counts.given_up += 1
                 log.warning("a reader of a replay was given up", read_to=reader.next)
         except zmq.ZMQError:  # it has gone
-            self._readers.pop(name, None)
+            self._readers.pop(reader.peer, name)
             self.counts.given_up += 1
         if sent:
             reader.until = now + _READER_TIMEOUT_S
@@ -333,3 +336,11 @@ class EventPublisher:
     def _send(self, name: bytes, frames: tuple[bytes, bytes, bytes]) -> None:
         assert self._router is not None
         self._router.send_multipart((name, b"", *frames), _NOBLOCK)
+
+
+def _peer_of(frame: zmq.Frame) -> str:
+    """Whose message it is, as far as the transport tells."""
+    try:
+        return network_of(str(frame.get("Peer-Address")))
+    except zmq.ZMQError:
+        return ""

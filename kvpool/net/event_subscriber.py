@@ -106,18 +106,18 @@ class EventSubscriber:
 
     def _open(self) -> zmq.asyncio.Socket:
         """Raises ConfigError."""
-        socket = self._context.socket(zmq.SUB)
-        for socket_option, value in (
-            (zmq.SUBSCRIBE, b""),
-            (zmq.RCVHWM, _QUEUED_MAX),
-            (zmq.LINGER, 0),
-            (zmq.IPV6, self._ipv6),
-            (zmq.MAXMSGSIZE, BATCH_BYTES_MAX),
-            (zmq.HEARTBEAT_IVL, 1000),
-            (zmq.HEARTBEAT_TIMEOUT, 5000),
-        ):
-            socket.setsockopt(socket_option, value)
         try:
+            socket = self._context.socket(zmq.SUB)
+            for socket_option, value in (
+                (zmq.SUBSCRIBE, b""),
+                (zmq.RCVHWM, _QUEUED_MAX),
+                (zmq.LINGER, 0),
+                (zmq.IPV6, self._ipv6),
+                (zmq.MAXMSGSIZE, BATCH_BYTES_MAX),
+                (zmq.HEARTBEAT_IVL, 1000),
+                (zmq.HEARTBEAT_TIMEOUT, 5000),
+            ):
+                socket.setsockopt(socket_option, value)
             socket.connect(self._endpoint)
         except zmq.ZMQError as error:
             self.close()

@@ -22,6 +22,7 @@ from kvpool import logs
 from kvpool.addresses import is_loopback, join, listening, network_of, split
 from kvpool.config import check_bind
 from kvpool.errors import ConfigError, UsageError
+from kvpool.shares import Shares
 
 #: Of a request's line and headers together.
 _HEAD_MAX: Final = 8 << 10
@@ -35,9 +36,9 @@ _CONNECTIONS_MAX: Final = 128
 #: What the kernel keeps until they are accepted.
 _BACKLOG: Final = 256
 
-#: Of all views together: requests per second, and at once.
-_VIEWS_PER_S: Final = 50.0
-_VIEWS_AT_ONCE: Final = 100.0
+#: Views in so many seconds; half of them for one peer that asks alone (`Shares`).
+_VIEWS_S: Final = 2.0
+_VIEWS_MAX: Final = 100
 
 log = logs.get("kvpool.http")
 
@@ -94,8 +95,8 @@ class Pages:
 
     def __init__(self, pages: Routes) -> None:
         self._pages = pages
-        self._views = _VIEWS_AT_ONCE  # requests for views that may come now
-        self._counted_at = 0.0
+        self._views = Shares(_VIEWS_MAX)  # that were made since the last count began, by peer
+        self._counted_from = 0.0
         self._server: asyncio.Server | None = None
         #: Those that are open, oldest first, and whose they are.
         self._requests: dict[asyncio.Task[None], str] = {}
@@ -206,7 +207,7 @@ class Pages:
                 return make()
             if not _may_name(host, local):
                 return _sentence(HTTPStatus.FORBIDDEN, "ask for it by address or as localhost")
-            if not self._may_view():
+            if not self._may_view(network_of(peer) or "unknown"):
                 return _sentence(HTTPStatus.TOO_MANY_REQUESTS, "too many requests")
             # Both ends of a connection have one address only on one host.
             return make.answer(_fields_of(query), is_loopback(local) or peer == local)
@@ -215,15 +216,13 @@ class Pages:
         except Exception:
             return _failed(path)
 
-    def _may_view(self) -> bool:
-        """Whether another view may be made now: a bucket that fills by `_VIEWS_PER_S`."""
+    def _may_view(self, peer: str) -> bool:
+        """Whether another view may be made for this peer now: nobody takes those of all."""
         now = asyncio.get_running_loop().time()
-        filled = self._views + (now - self._counted_at) * _VIEWS_PER_S
-        self._views, self._counted_at = min(_VIEWS_AT_ONCE, filled), now
-        if self._views < 1:
-            return False
-        self._views -= 1
-        return True
+        if now - self._counted_from >= _VIEWS_S:
+            self._views.clear()
+            self._counted_from = now
+        return self._views.take(peer)
 
 
 def _failed(path: str) -> Page:

@@ -67,18 +67,21 @@ def test_so_many_views_may_come_at_once_and_so_many_each_second(
     monkeypatch.setattr(http_server.asyncio, "get_running_loop", lambda: loop)
     served = Pages({"/view": PageView(lambda fields, near: PLAIN), "/": lambda: PLAIN})
 
-    def views() -> int:
-        """How many of 150 are made now."""
-        found = [served._page("/view", "localhost", "127.0.0.1").status for _ in range(150)]
+    def views(peer: str) -> int:
+        """How many of 150 are made for a peer now."""
+        asked = ("/view", "localhost", "127.0.0.1", peer)
+        found = [served._page(*asked).status for _ in range(150)]
         assert found == sorted(found)
         return found.count(HTTPStatus.OK)
 
-    assert views() == http_server._VIEWS_AT_ONCE
-    assert views() == 0
+    assert views("192.0.2.1") == http_server._VIEWS_MAX / 2
+    assert views("192.0.2.1") == 0
+    assert views("192.0.2.2") > 20, "one peer takes nothing from another"
     now += 1.0
-    assert views() == http_server._VIEWS_PER_S
-    now += 3600.0
-    assert views() == http_server._VIEWS_AT_ONCE
+    assert views("192.0.2.1") == 0
+    now += 1.0
+    assert views("192.0.2.1") == http_server._VIEWS_MAX / 2
+    assert sum(views(f"192.0.2.{number}") for number in range(2, 90)) == http_server._VIEWS_MAX / 2
     assert served._page("/", "localhost", "127.0.0.1").status == HTTPStatus.OK
     assert served._page("/", "a.test", "127.0.0.1").status == HTTPStatus.OK
     assert served._page("/view", "a.test", "127.0.0.1").status == HTTPStatus.FORBIDDEN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import struct
 import time
@@ -28,6 +29,7 @@ from kvpool.kv_events import (
 )
 from kvpool.net import event_publisher
 from kvpool.net.event_publisher import SNAPSHOT, EventPublisher, ReplayBuffer
+from kvpool.net.event_subscriber import EventSubscriber
 from kvpool.ops.event_service import publish_pool
 from kvpool.ops.pool_stream import PoolStream
 from kvpool.types import Namespace
@@ -228,13 +230,14 @@ def test_a_snapshot_taken_while_everything_changes_is_right_behind_its_numbers(s
 class Client:
     """A subscriber with vLLM's format, over real sockets."""
 
-    def __init__(self, publisher: EventPublisher) -> None:
+    def __init__(self, publisher: EventPublisher, own: str = "") -> None:
+        """It comes from its `own` address, if it has one: `127.0.0.2:0;`."""
         self._context = zmq.asyncio.Context()
         self.sub = self._context.socket(zmq.SUB)
         self.sub.connect(publisher.endpoint)
         self.sub.subscribe(b"")
         self.dealer = self._context.socket(zmq.DEALER)
-        self.dealer.connect(publisher.replay_endpoint)
+        self.dealer.connect(publisher.replay_endpoint.replace("tcp://", f"tcp://{own}"))
 
     async def next(self) -> tuple[int, list[KVEvent]]:
         _, number, payload = await asyncio.wait_for(self.sub.recv_multipart(), 10)
@@ -319,9 +322,9 @@ def fill(publisher: EventPublisher) -> None:
         publisher.publish(big, time.time())
 
 
-async def asks_for_all(publisher: EventPublisher) -> Client:
+async def asks_for_all(publisher: EventPublisher, own: str = "") -> Client:
     """A reader that reads nothing of what it has asked for."""
-    silent = Client(publisher)
+    silent = Client(publisher, own)
     silent.dealer.setsockopt(zmq.RCVHWM, 1)
     await silent.dealer.send_multipart([b"", struct.pack(">Q", 0)])
     return silent
@@ -355,15 +358,16 @@ async def test_a_reader_that_has_gone_is_given_up_at_once(
     assert (publisher.counts.given_up, publisher.counts.replays) == (1, 0)
 
 
-async def test_of_too_many_readers_the_oldest_are_given_up(
-    publisher: EventPublisher, client: Client, monkeypatch: pytest.MonkeyPatch
+async def test_of_too_many_readers_the_oldest_of_who_has_most_are_given_up(
+    publisher: EventPublisher, client: Client
 ) -> None:
     """Each holds a place in the buffer, and anybody may ask."""
-    monkeypatch.setattr(event_publisher, "_READERS_MAX", 2)
+    publisher._readers.total = 2
     fill(publisher)
-    silent = [await asks_for_all(publisher) for _ in range(4)]
+    silent = [await asks_for_all(publisher, "127.0.0.2:0;")]
+    silent += [await asks_for_all(publisher) for _ in range(3)]
     await eventually(lambda: publisher.counts.given_up == 2)
-    assert publisher.readers == 2
+    assert [one.peer for one in publisher._readers.values()] == ["127.0.0.1", "127.0.0.2"]
     last = publisher.buffer.next - 1
     assert [number for number, _ in await client.ask(struct.pack(">Q", last))] == [last]
     assert (publisher.counts.given_up, publisher.counts.replays) == (3, 1)
@@ -420,6 +424,17 @@ async def test_an_address_that_is_taken_is_one_sentence(publisher: EventPublishe
     second = EventPublisher(publisher.endpoint)
     with pytest.raises(ConfigError, match="cannot publish at"):
         second.start()
+
+
+async def test_a_process_that_may_open_no_file_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(zmq.Context, "socket", full)
+    with pytest.raises(ConfigError, match=r"publish at .*Too many open files"):
+        EventPublisher("tcp://127.0.0.1:0").start()
+    with pytest.raises(ConfigError, match=r"read .*Too many open files"):
+        EventSubscriber("tcp://127.0.0.1:1")
 
 
 async def test_a_router_that_starts_late_has_the_whole_pool(pool_dev: dev.Dev) -> None:
