@@ -17,7 +17,7 @@ import contextlib
 import functools
 import itertools
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.errors import Closed, ConfigError, Unavailable
-from kvpool.types import DeviceEvent
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +36,6 @@ R = TypeVar("R")
 #: Bytes that device and host copy at a time. Large enough that starting a copy costs little beside
 #: it, small enough that both are at work on one block of 2 MiB.
 STEP: Final = 1 << 20
-#: How often to ask whether a device has reached its caller's events.
-_POLL_S: Final = 0.0005
 
 
 class DeviceCopier:
@@ -134,20 +131,6 @@ class DeviceCopier:
                 call.done.set_exception(Unavailable(why))
             else:
                 call.done.set_exception(error)
-
-
-async def reached(events: Iterable[DeviceEvent]) -> None:
-    """Wait until a device has reached these. Raises Unavailable when the work before them failed.
-
-    Polled, and not waited for in a thread: the caller's copies have not begun, so this can be
-    cancelled at any time, however long the device is busy. CUDA cannot wake a loop.
-    """
-    try:
-        for event in events:
-            while not event.query():  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
-    except RuntimeError as error:
-        raise Unavailable(f"device: {first_line(error)}") from None
 
 
 async def ended(work: asyncio.Future[R], give_up: Callable[[], object]) -> R:

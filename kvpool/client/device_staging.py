@@ -28,8 +28,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvpool.client.buffers import DeviceBlock, HostRows
-from kvpool.device.thread import DeviceThread
-from kvpool.device_copy import first_line, pinned, reached
+from kvpool.device.thread import DeviceThread, reached
+from kvpool.device_copy import first_line, pinned
 from kvpool.errors import Closed, ConfigError, DeadlineExceeded, TooLarge
 from kvpool.runtime import task_group
 from kvpool.types import ReadResult, ReadStatus, WriteStatus

@@ -7,18 +7,36 @@ an event behind its work (design: device-memory).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvpool.device_copy import DeviceStream, ended, first_line, threads_of
 from kvpool.errors import Closed, KvpoolError, Unavailable
+from kvpool.types import DeviceEvent
 
 if TYPE_CHECKING:
     import torch
 
 R = TypeVar("R")
 S = TypeVar("S")
+
+#: How often to ask whether a device has reached its caller's events.
+_POLL_S: Final = 0.0005
+
+
+async def reached(events: Iterable[DeviceEvent]) -> None:
+    """Wait until a device has reached these. Raises Unavailable when the work before them failed.
+
+    Polled, and not waited for in a thread: the caller's copies have not begun, so this can be
+    cancelled at any time, however long the device is busy. CUDA cannot wake a loop.
+    """
+    try:
+        for event in events:
+            while not event.query():  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+    except RuntimeError as error:
+        raise Unavailable(f"device: {first_line(error)}") from None
 
 
 class DeviceFailed(Unavailable):

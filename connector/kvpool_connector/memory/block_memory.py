@@ -18,8 +18,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 
 from kvpool import ConfigError
-from kvpool.device.thread import DeviceThread
-from kvpool.device_copy import first_line, reached
+from kvpool.device.thread import DeviceThread, reached
 from kvpool.types import DIRECT_PIECES_MAX, DeviceRows, Memory
 from kvpool_connector.memory.comparison import LayerBytes
 from kvpool_connector.memory.kv_layout import (
@@ -214,7 +213,7 @@ class _Lane:
                 self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
                 self.numbers = torch.empty(_ROUND_BLOCKS, dtype=torch.int64, device=device)
         except RuntimeError as error:
-            why = first_line(error)
+            why = str(error).partition("\n")[0]
             raise ConfigError(f"{size >> 20} MiB of {device} cannot be had: {why}") from None
         self._transfers = transfers
         self._host_bytes = 0
