@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from kvpool.checksum import block_seeds
 from kvpool.client.buffers import DeviceBlock
-from kvpool.client.device_staging import first_bytes, reserve, until, wait_for_stream
+from kvpool.client.device_arena import Arena, until
+from kvpool.client.device_staging import first_bytes, reserve, wait_for_stream
 from kvpool.config import DIRECT, ClientConfig
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_kernels
 from kvpool.device.thread import DeviceFailed, DeviceThread
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 #: Bytes of a device that one client uses for blocks that it gathers, and as many for those that it
 #: scatters. They are taken with the first such block, and an engine has no memory to spare.
 SCRATCH: Final = DIRECT_PIECES_MAX
+#: Rounds that it is for: one on the network, one that is hashed, one that is scattered. A block
+#: that is larger than its share is a round.
+_ROUNDS: Final = 3
 #: Bytes that are hashed at a time without kernels.
 _STEP: Final = 1 << 20
 #: Bytes of a row that kernels are compiled with: more than a step of the checksum.
@@ -67,10 +71,10 @@ def reserve_device_memory(device: torch.device, config: ClientConfig | None = No
 
 
 class _Scratch(NamedTuple):
-    """Memory on one device, and whose turn it is."""
+    """Memory on one device, and what rounds have of it."""
 
     memory: torch.Tensor
-    turn: asyncio.Lock
+    arena: Arena
 
 
 class Devices:
@@ -89,23 +93,22 @@ class Devices:
         self._closed = False
 
     @asynccontextmanager
-    async def scratch(self, device: torch.device, deadline: float) -> AsyncIterator[torch.Tensor]:
-        """The scratch memory of a device, for one round at a time. Raises DeadlineExceeded."""
+    async def scratch(
+        self, device: torch.device, size: int, deadline: float
+    ) -> AsyncIterator[torch.Tensor]:
+        """So much of a device's scratch memory, for one round: while it is verified and copied,
+        another one is on the network. Raises DeadlineExceeded."""
         thread = self.thread(device)
-        async with until(deadline):
-            async with self._preparing:
-                if device not in self._scratch:
-                    if spare := _reserved.get(device):
-                        memory = spare.pop()
-                    else:
-                        memory = await thread.run(partial(_allocate, device), _same)
-                    self._scratch[device] = _Scratch(memory, asyncio.Lock())
-            scratch = self._scratch[device]
-            await scratch.turn.acquire()
-        try:
-            yield scratch.memory
-        finally:
-            scratch.turn.release()
+        async with until(deadline), self._preparing:
+            if device not in self._scratch:
+                if spare := _reserved.get(device):
+                    memory = spare.pop()
+                else:
+                    memory = await thread.run(partial(_allocate, device), _same)
+                self._scratch[device] = _Scratch(memory, Arena(len(memory)))
+        scratch = self._scratch[device]
+        async with scratch.arena.allocate(size, deadline) as start:
+            yield scratch.memory[start : start + size]
 
     async def token(self, device: torch.device, deadline: float) -> DeviceToken:
         """Some bytes that lie on that device. Raises DeadlineExceeded, and Unavailable."""
@@ -172,7 +175,7 @@ class DirectReads:
         for one in rounds({i: block for i, block in blocks.items() if i not in whole}):
             device = one.device
             try:
-                async with self._devices.scratch(device, deadline) as memory:
+                async with self._devices.scratch(device, one.room, deadline) as memory:
                     places = places_in(memory, one.in_rows)
                     found = await fetch(places)
                     await self._scatter(device, blocks, places, found, deadline)
@@ -267,20 +270,26 @@ def fits(block: DeviceBlock) -> bool:
 
 
 class Round(NamedTuple):
-    """Consecutive blocks on one device; those in rows fit into its scratch memory together."""
+    """Consecutive blocks on one device; those in rows leave room for other rounds."""
 
     device: torch.device
     numbers: list[int]
     in_rows: dict[int, int]  # their sizes
 
+    @property
+    def room(self) -> int:
+        """Bytes of scratch memory that they take."""
+        return sum(map(room, self.in_rows.values()))
+
 
 def rounds(blocks: Mapping[int, DeviceBlock]) -> Iterator[Round]:
     """All blocks, in their order: parents before children."""
     current: Round | None = None
-    held = 0
+    held, limit = 0, SCRATCH // _ROUNDS
     for number, block in blocks.items():
         size = room(block.size) if len(block.rows) > 1 else 0
-        if current is not None and (current.device != block.device or held + size > SCRATCH):
+        full = held > 0 and held + size > limit
+        if current is not None and (current.device != block.device or full):
             yield current
             current = None
         if current is None:
@@ -299,7 +308,7 @@ def room(size: int) -> int:
 
 
 def places_in(memory: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-    """A place for each block, one behind the other; at most `SCRATCH` bytes as `room` counts."""
+    """A place for each block, one behind the other; as many bytes as `room` counts."""
     places, start = {}, 0
     for number, size in sizes.items():
         places[number] = memory[start : start + size]

@@ -28,6 +28,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvpool.client.buffers import DeviceBlock, HostRows
+from kvpool.client.device_arena import Arena, until
 from kvpool.device.thread import DeviceThread, reached
 from kvpool.device_copy import first_line, pinned
 from kvpool.errors import Closed, ConfigError, DeadlineExceeded, TooLarge
@@ -83,9 +84,7 @@ class Staging:
         self._capacity = capacity
         self._counters = counters
         self._pinned: torch.Tensor | None = None
-        self._used: dict[int, int] = {}  # sizes of what is allocated, by where it starts
-        self._allocating = asyncio.Lock()
-        self._space_freed = asyncio.Event()
+        self.arena = Arena(capacity)
         self._pinning = threading.Lock()
         self._threads: dict[torch.device, _Threads] = {}
         self._closed = False
@@ -187,36 +186,16 @@ class Staging:
         self, blocks: Mapping[int, DeviceBlock], numbers: Sequence[int], deadline: float
     ) -> AsyncIterator[list[StagingSlot]]:
         """Slots for these blocks, one behind the other. Raises DeadlineExceeded."""
+        async with until(deadline):
+            for device in {blocks[number].device for number in numbers}:
+                await self._threads_of(device).to_device.prepared()
         size = sum(blocks[number].size for number in numbers)
-        start: int | None = None
-        try:
-            async with until(deadline):
-                for device in {blocks[number].device for number in numbers}:
-                    await self._threads_of(device).to_device.prepared()
-                # One waits for space at a time, or small rounds would starve a large one.
-                async with self._allocating:
-                    while (start := self._gap(size)) is None:
-                        self._space_freed.clear()
-                        await self._space_freed.wait()
-                    self._used[start] = size
-            slots, at = [], start
+        async with self.arena.allocate(size, deadline) as at:
+            slots = []
             for number in numbers:
                 slots.append(StagingSlot(number, blocks[number], at))
                 at += blocks[number].size
             yield slots
-        finally:
-            if start is not None:
-                del self._used[start]
-                self._space_freed.set()
-
-    def _gap(self, size: int) -> int | None:
-        """The first place where so many bytes are free; None while there is none."""
-        start = 0
-        for other, taken in sorted(self._used.items()):
-            if other - start >= size:
-                break
-            start = other + taken
-        return start if start + size <= self._capacity else None
 
     def _rows(self, slots: Iterable[StagingSlot]) -> HostRows:
         memory = self._memory().numpy()
@@ -308,13 +287,3 @@ async def _run_two(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async with task_group() as group:
         for _ in range(_ROUNDS_AT_ONCE):
             group.create_task(work())
-
-
-@asynccontextmanager
-async def until(deadline: float) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded when what is inside does not end in time."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            yield
-    except TimeoutError:
-        raise DeadlineExceeded("the device's copies did not end in time") from None

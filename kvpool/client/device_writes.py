@@ -21,9 +21,10 @@ from kvpool import logs
 from kvpool.checksum import block_seeds
 from kvpool.client import device_direct as direct
 from kvpool.client.buffers import DeviceBlock, HostRows
+from kvpool.client.device_arena import until
 from kvpool.client.device_direct import Devices, DeviceTargets, Round
 from kvpool.client.device_paths import DevicePaths
-from kvpool.client.device_staging import until, wait_for_stream
+from kvpool.client.device_staging import wait_for_stream
 from kvpool.client.servers import Servers
 from kvpool.config import AUTO, DIRECT
 from kvpool.device.checksum import copy_rows, unsigned
@@ -126,7 +127,7 @@ class DirectWrites:
                     try:
                         if one.in_rows:
                             memory = await stack.enter_async_context(
-                                self._devices.scratch(one.device, deadline)
+                                self._devices.scratch(one.device, one.room, deadline)
                             )
                             places = direct.places_in(memory, one.in_rows)
                         ready = await self._gather(options, names, blocks, one, places, deadline)

@@ -16,7 +16,7 @@ from kvpool import ClientConfig, ReadResult, ReadStatus, WriteStatus
 from kvpool.client import buffers as memory
 from kvpool.client.block_transfers import BlockTransfers
 from kvpool.client.buffers import Buffers
-from kvpool.client.device_staging import Staging
+from kvpool.client.device_arena import Arena
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
@@ -83,9 +83,9 @@ def test_a_batch_has_as_many_blocks_as_a_message() -> None:
 def test_a_round_takes_the_first_gap_that_fits(
     used: dict[int, int], size: int, start: int | None
 ) -> None:
-    staging = Staging.__new__(Staging)
-    staging._capacity, staging._used = 100, used
-    assert staging._gap(size) == start
+    arena = Arena(100)
+    arena.taken = used
+    assert arena._gap(size) == start
 
 
 # --- reads -----------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ async def test_many_calls_share_the_staging_memory(tcp: Pool) -> None:
     reads = [tcp.read(NAMESPACE, [d], [t]) for d, t in zip(chain, targets, strict=True)]
     assert all(hits([result for (result,) in await asyncio.gather(*reads)]))
     assert [content(target) for target in targets] == data
-    assert not tcp._memory.pinned._used
+    assert not tcp._memory.pinned.arena.taken
 
 
 async def test_blocks_are_sent_in_order_while_others_cross(
@@ -296,7 +296,7 @@ async def test_a_copy_waits_for_what_its_caller_asked_the_device_for(
     monkeypatch.setattr(Past, "passed", False)
     writing = asyncio.ensure_future(tcp.write(NAMESPACE, chain, [source]))
     await asyncio.sleep(0.05)
-    assert not tcp._memory.pinned._used  # it holds nothing that others wait for
+    assert not tcp._memory.pinned.arena.taken  # it holds nothing that others wait for
     source.as_subclass(torch.Tensor).copy_(on_gpu(value(name, SIZE)).as_subclass(torch.Tensor))
     monkeypatch.setattr(Past, "passed", True)
     assert await writing == [WriteStatus.STORED]
@@ -339,7 +339,7 @@ async def test_a_call_that_is_cancelled_or_late_waits_for_the_device(
     else:
         (ended,) = await call
         assert (ended.status if reads else ended).name == "DEADLINE"
-    assert not tcp._memory.pinned._used
+    assert not tcp._memory.pinned.arena.taken
 
 
 async def test_closing_the_pool_ends_its_calls(
@@ -381,7 +381,7 @@ async def test_an_error_of_the_device_is_told(
     got = bytearray(SIZE)
     assert hits(await tcp.read(NAMESPACE, chain, [got])) == [True]
     assert got == value(name, SIZE)
-    assert not tcp._memory.pinned._used
+    assert not tcp._memory.pinned.arena.taken
 
 
 async def test_an_error_of_the_callers_own_work_is_told(

@@ -13,6 +13,7 @@ import contextlib
 import signal
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 from kvpool import Pool, TooLarge, Unavailable, connect, dev
 from kvpool.client import device_direct as direct
 from kvpool.client import device_writes
+from kvpool.client.buffers import normalize_buffers
 from kvpool.client.device_paths import DevicePaths
 from kvpool.device.checksum import copy_rows
 from kvpool.device.thread import DeviceThread
@@ -92,6 +94,22 @@ async def test_rounds_take_turns_with_the_scratch_memory(
     assert (moved, read) == ([[blocks.done] * 7] * 2, ["hit"] * 3)
     assert await blocks.there() == blocks.data
     assert await beside.there() == beside.data
+
+
+async def test_a_round_is_on_the_network_while_another_is_verified(gpu: FakeGpu) -> None:
+    """Engines read several batches at once; in turns each would wait for the others' every part."""
+    reads = direct.DirectReads(direct.Devices(), Counter())
+    both = asyncio.Barrier(2)
+
+    async def fetch(_: Any) -> dict[int, Any]:
+        async with asyncio.timeout(10):
+            await both.wait()
+        return {}
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            blocks = normalize_buffers([layers(gpu)], writable=True).device
+            group.create_task(reads.read(blocks, fetch, asyncio.get_running_loop().time() + 20))
 
 
 async def test_device_and_host_memory_in_one_call(either: Pool, made: Make) -> None:

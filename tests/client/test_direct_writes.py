@@ -21,6 +21,7 @@ import pytest
 from kvpool import Pool, connect
 from kvpool.client import device_direct as direct
 from kvpool.client import device_writes as writes
+from kvpool.client.device_arena import Arena
 from kvpool.device.checksum import copy_rows
 from kvpool.tools.subprocesses import Child
 from kvpool.wire import messages as wire
@@ -405,11 +406,11 @@ def scratch_used_before_the_bytes_have_left(patch: Patch) -> None:
     """Another round gathers in that memory while UCX still sends from it."""
 
     @contextlib.asynccontextmanager
-    async def without_turns(self: Any, device: Any, deadline: float) -> Any:
-        yield self._scratch[device].memory
+    async def at_the_start(self: Any, size: int, deadline: float) -> Any:
+        yield 0
 
     late_card(patch)
-    patch.setattr(direct.Devices, "scratch", without_turns)
+    patch.setattr(Arena, "allocate", at_the_start)
 
 
 def pieces_swapped(patch: Patch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -186,9 +187,7 @@ async def test_a_block_larger_than_a_transfer_has_memory_from_the_start(
 def test_memory_that_a_device_does_not_have_is_one_sentence_at_the_start(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(host: Any, device: Any) -> None:
-        raise RuntimeError("CUDA out of memory. Tried to allocate\nIf reserved")
-
+    full = Mock(side_effect=RuntimeError("CUDA out of memory. Tried to allocate\nIf reserved"))
     monkeypatch.setattr(gpu, "upload", full)
     with pytest.raises(ConfigError, match=r"^8 MiB of cuda:1 cannot be had: .* allocate$"):
         DeviceStage(torch.device("cuda", 1))
@@ -197,9 +196,7 @@ def test_memory_that_a_device_does_not_have_is_one_sentence_at_the_start(
 def test_memory_that_cannot_be_locked_is_one_sentence_at_the_start(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(size: int, device: Any) -> None:
-        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might")
-
+    fails = Mock(side_effect=RuntimeError("CUDA error: out of memory\nCUDA kernel errors might"))
     monkeypatch.setattr(gpu, "pinned", fails)
     with pytest.raises(
         ConfigError,
@@ -291,15 +288,12 @@ async def test_a_call_that_is_cancelled_again_has_left_its_memory(
 class Step:
     """The event behind a step of the engine, as CUDA's."""
 
-    def __init__(self, *, ended: bool = False, failed: str = "") -> None:
+    def __init__(self, *, ended: bool = False) -> None:
         self.ended = ended
-        self.failed = failed
         self.asked = asyncio.Event()
 
     def query(self) -> bool:
         self.asked.set()
-        if self.failed:
-            raise RuntimeError(self.failed)
         return self.ended
 
     async def was_asked(self) -> None:
@@ -341,11 +335,11 @@ async def test_a_step_that_failed_is_an_error_of_the_pool_and_nothing_is_copied(
     """CUDA tells who asks next; the worker counts errors of the pool, and the request computes."""
     layers = caches(LAYOUTS["LBHNC"])
     memory = staged(layers, 4096)
-    broken = Step(failed="CUDA error: device-side assert triggered\nCompile with")
-    with pytest.raises(Unavailable, match=r"device-side assert triggered$"):
-        await load(memory, 1, broken)
-    with pytest.raises(Unavailable, match=r"device-side assert triggered$"):
-        await saved(memory, [1], broken)
+    broken: Any = Step()
+    broken.query = Mock(side_effect=RuntimeError("CUDA error: device-side assert\nCompile with"))
+    for call in (load(memory, 1, broken), saved(memory, [1], broken)):
+        with pytest.raises(Unavailable, match=r"device-side assert$"):
+            await call
     assert all(cache[1].any() for cache in layers.values())
     assert len(memory._stage._free) == 4
     assert len(memory._stage.saves._free) == 2

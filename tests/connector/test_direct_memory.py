@@ -298,9 +298,10 @@ async def test_a_client_uses_what_was_taken_for_it(
     (reserved,) = [list(memories) for memories in direct._reserved.values()]
     reads, writes, others = direct.Devices(), direct.Devices(), direct.Devices()
     until = asyncio.get_running_loop().time() + 9
-    async with reads.scratch(device, until) as one, writes.scratch(device, until) as other:
-        assert {id(one), id(other)} == set(map(id, reserved))
-        async with others.scratch(device, until) as third:
-            assert id(third) not in map(id, reserved)
+    there = {memory.data_ptr() for memory in reserved}
+    async with reads.scratch(device, 1, until) as one, writes.scratch(device, 1, until) as other:
+        assert {one.data_ptr(), other.data_ptr()} == there
+        async with others.scratch(device, 1, until) as third:
+            assert third.data_ptr() not in there
     for devices in (reads, writes, others):
         devices.close()

@@ -49,7 +49,7 @@ from tests.support.fake_device import FakeGpu
 
 _NAMESPACE: Final = Namespace("devices")
 _CALLS: Final = 12
-_SCRATCH: Final = 2048
+_SCRATCH: Final = 3072
 #: Of blocks; those of up to 240 bytes are hashed on the host.
 _SIZES: Final = (90, 240, 241, 600, 900)
 _LAYERS: Final = 3

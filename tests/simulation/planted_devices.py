@@ -33,13 +33,9 @@ DEVICE_BUGS: Sequence[Bug] = read(
 +            self._event.synchronize()
 +        with self._inference_mode(), self.on_stream():
 +            return finish(queued)
-@@ scratch-memory-without-turns  G1  kvpool.client.device_direct
--        try:
--            yield scratch.memory
--        finally:
--            scratch.turn.release()
-+        scratch.turn.release()
-+        yield scratch.memory
+@@ scratch-memory-of-two-rounds  G1  kvpool.client.device_arena
+-start = other + taken
++start = other + taken // 2
 # The scratch memory is this round's until no transfer uses it any more.
 @@ given-back-before-the-bytes-have-left  G1  kvpool.client.device_writes
 -                    # The scratch memory is this round's until no transfer uses it any more.
