@@ -1,4 +1,4 @@
-"""The simulated disk: every fault does what its name says, and a seed is one history."""
+"""The simulated disk: what the histories of `test_nvme_torture.py` do not show of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
+from kvpool.errors import Unavailable
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Process, SimLoop, Violation
 from tests.simulation.platter import DISK_FAULTS, PAGE, Platter
@@ -80,40 +80,6 @@ async def read(disk: SimDisk, offset: int, size: int) -> bytearray:
     return buffer
 
 
-# --- a good disk ---------------------------------------------------------------------------
-
-
-def test_what_was_written_is_read_also_by_the_next_process() -> None:
-    async def test(bench: Bench) -> None:
-        data = random.Random(1).randbytes(3 * PAGE + 100)
-
-        async def write(disk: SimDisk) -> None:
-            await disk.write(1000, memoryview(data))
-            assert await read(disk, 1000, len(data)) == data
-
-        await bench.spawn(write)
-        bench.process.kill()
-        assert await bench.spawn(lambda disk: read(disk, 1000, len(data))) == data
-
-    seeds(test)
-
-
-def test_a_seed_is_one_history() -> None:
-    async def work(bench: Bench, disk: SimDisk) -> None:
-        bench.platter.fail(0.1)
-        bench.platter.misdirect(0.2)
-        calls = [disk.write(n % 7 * 900, memoryview(bytes([n]) * 5000)) for n in range(20)]
-        calls += [disk.read(n * 700, memoryview(bytearray(3000))) for n in range(20)]
-        await asyncio.gather(*calls, return_exceptions=True)
-
-    def outcome(seed: int) -> tuple[object, ...]:
-        bench = play(alone(work), seed)
-        return bytes(bench.platter.memory), bench.loop.now, bench.loop.steps, bench.platter.counts
-
-    assert [outcome(seed) for seed in range(5)] == [outcome(seed) for seed in range(5)]
-    assert outcome(1) != outcome(2)
-
-
 @in_a_process()
 async def test_calls_take_time_by_their_size_and_a_slow_disk_more(
     bench: Bench, disk: SimDisk
@@ -129,68 +95,6 @@ async def test_calls_take_time_by_their_size_and_a_slow_disk_more(
     assert took[1] > 20 * took[0]
 
 
-@in_a_process(1)
-async def test_no_more_calls_at_once_than_its_queue_is_deep(bench: Bench, disk: SimDisk) -> None:
-    bench.platter.queue_depth = 4
-    calls = [asyncio.ensure_future(read(disk, 0, PAGE)) for _ in range(10)]
-    await asyncio.sleep(0)
-    assert (len(disk._running), len(disk._queue)) == (4, 6)
-    await asyncio.gather(*calls)
-
-
-def test_who_reuses_a_buffer_too_early_has_written_something_else() -> None:
-    async def work(bench: Bench, disk: SimDisk) -> None:
-        buffer = bytearray(b"\1" * 8 * PAGE)
-        call = asyncio.ensure_future(disk.write(0, memoryview(buffer)))
-        await asyncio.sleep(bench.platter.latency_s / 2)
-        buffer[:] = bytes(len(buffer))
-        await call
-
-    found = [set(bench.platter.memory[: 8 * PAGE]) for bench in seeds(alone(work))]
-    assert all(one in found for one in ({0}, {1}, {0, 1})), "some of it before, some after"
-
-
-def test_one_handle_at_a_time() -> None:
-    async def test(bench: Bench) -> None:
-        async def idle(disk: SimDisk) -> None:
-            await asyncio.sleep(1e6)
-
-        bench.spawn(idle)
-        await asyncio.sleep(1)
-        first = bench.process
-        with pytest.raises(ConfigError, match="disk is in use by server"):
-            await bench.spawn(idle)
-        first.kill()
-        await bench.spawn(lambda disk: read(disk, 0, 1))
-
-    play(test)
-
-
-@in_a_process(1)
-async def test_a_closed_handle_gives_the_platter_free_when_its_calls_have_ended(
-    bench: Bench, disk: SimDisk
-) -> None:
-    bench.platter.queue_depth = 1
-    calls = [asyncio.ensure_future(read(disk, 0, PAGE)) for _ in range(2)]
-    await asyncio.sleep(0)
-    disk.close()
-    disk.close()
-    assert bench.platter.owner is disk
-    ended = await asyncio.gather(*calls, return_exceptions=True)
-    assert isinstance(ended[0], bytearray)
-    assert isinstance(ended[1], Closed)
-    assert bench.platter.owner is None
-    with pytest.raises(Closed):
-        await read(disk, 0, 1)
-
-
-@in_a_process(1)
-async def test_calls_outside_of_it_are_refused(bench: Bench, disk: SimDisk) -> None:
-    for offset, size in ((SIZE, 1), (-1, 1), (0, SIZE + 1)):
-        with pytest.raises(UsageError):
-            await read(disk, offset, size)
-
-
 def test_a_page_that_is_written_both_ways_at_once_is_a_violation() -> None:
     """The kernel promises nothing then: what was written through the cache may win, or not."""
 
@@ -202,35 +106,6 @@ def test_a_page_that_is_written_both_ways_at_once_is_a_violation() -> None:
 
     with pytest.raises(Violation, match="directly and through the page cache"):
         play(alone(work))
-
-
-# --- kills -----------------------------------------------------------------------------------
-
-
-def test_a_kill_tears_what_was_being_written_at_sectors() -> None:
-    """And nothing of what its process has been told is written."""
-
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            await disk.write(0, memoryview(b"\1" * 8 * PAGE))
-            call = asyncio.ensure_future(disk.write(0, memoryview(b"\2" * 8 * PAGE)))
-            await asyncio.sleep(0.5 * bench.platter.latency_s)
-            bench.process.kill()
-            await call
-
-        bench.spawn(work)
-        await asyncio.sleep(1)
-        assert bench.platter.owner is None
-
-    found = []
-    for bench in seeds(test, 60):
-        sector = bench.platter.sector
-        memory = bytes(bench.platter.memory[: 8 * PAGE])
-        sectors = [memory[at : at + sector] for at in range(0, len(memory), sector)]
-        assert all(len(set(one)) == 1 for one in sectors)
-        found.append({one[0] for one in sectors})
-        assert not any(bench.platter.memory[8 * PAGE :])
-    assert all(one in found for one in ({1}, {2}, {1, 2}))
 
 
 def test_after_a_kill_nothing_lands_any_more() -> None:
@@ -246,33 +121,6 @@ def test_after_a_kill_nothing_lands_any_more() -> None:
         assert bench.platter.memory == before
 
     seeds(test)
-
-
-def test_a_power_cut_takes_only_what_was_written_last() -> None:
-    async def test(bench: Bench) -> None:
-        async def work(disk: SimDisk) -> None:
-            await disk.write(0, memoryview(b"\1" * 4 * PAGE))
-            await asyncio.sleep(6)  # longer than anything stays unsynced
-            await disk.write(PAGE, memoryview(b"\2" * 2 * PAGE))
-            await disk.write(PAGE, memoryview(b"\3" * 2 * PAGE))
-
-        await bench.spawn(work)
-        with pytest.raises(UsageError, match="kill its process first"):
-            bench.platter.power_cut()
-        bench.process.kill()
-        bench.platter.power_cut()
-        memory = bench.platter.memory
-        assert set(memory[:PAGE]) == {1}
-        assert set(memory[3 * PAGE : 4 * PAGE]) == {1}
-        wrong = any(one.what == "power cut" for one in bench.platter.damaged)
-        assert wrong is (set(memory[PAGE : 3 * PAGE]) != {3})
-
-    found = [set(bench.platter.memory[PAGE : 3 * PAGE]) for bench in seeds(test, 60)]
-    assert all({one} in found for one in (1, 2, 3))
-    assert any(len(one) > 1 for one in found)
-
-
-# --- faults that end ----------------------------------------------------------------------------
 
 
 @in_a_process()
@@ -293,34 +141,6 @@ async def test_a_stuck_disk_holds_calls_until_it_is_healed_cancelled_ones_too(
     left = bytes(buffer)
     await asyncio.sleep(1000)
     assert bytes(buffer) == left
-
-
-@in_a_process(1)
-async def test_a_call_that_has_not_begun_is_cancelled_at_once_on_a_stuck_disk_too(
-    bench: Bench, disk: SimDisk
-) -> None:
-    bench.platter.queue_depth = 1
-    bench.platter.stick()
-    first = asyncio.ensure_future(disk.write(0, memoryview(b"\1" * PAGE)))
-    second = asyncio.ensure_future(disk.write(0, memoryview(b"\2" * PAGE)))
-    await asyncio.sleep(1)
-    second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second
-    bench.platter.heal()
-    await first
-    assert await read(disk, 0, PAGE) == b"\1" * PAGE
-
-
-@in_a_process()
-async def test_a_full_disk_says_so_and_can_still_be_read(bench: Bench, disk: SimDisk) -> None:
-    await disk.write(0, memoryview(b"\1" * PAGE))
-    bench.platter.fill()
-    with pytest.raises(Unavailable, match="disk: ENOSPC: No space left on device"):
-        await disk.write(PAGE, memoryview(b"\2" * PAGE))
-    assert await read(disk, 0, PAGE) == b"\1" * PAGE
-    bench.platter.heal()
-    await disk.write(PAGE, memoryview(b"\2" * PAGE))
 
 
 @in_a_process()
@@ -347,9 +167,6 @@ async def test_a_failing_disk_fails_now_and_then(bench: Bench, disk: SimDisk) ->
     failed = [isinstance(one, Unavailable) for one in ended]
     assert 10 < sum(failed[:100]) < 60
     assert 10 < sum(failed[100:]) < 60
-
-
-# --- silent ones ----------------------------------------------------------------------------------
 
 
 @in_a_process(1)
