@@ -11,7 +11,6 @@ import pytest
 from kvpool import ROOT, Match, ReadStatus, Replica, Run, WriteStatus
 from kvpool_connector.plan.cost_model import PrefillCost, StepTimer, TransferCost, ways_of
 from kvpool_connector.plan.planner import Planner
-from kvpool_connector.plan.save_queue import WAITING_BLOCKS_MAX
 from kvpool_connector.plan.tracked_request import TRANSITIONS, RequestState, TrackedRequest
 from kvpool_connector.records.messages import LoadRequest, LoadResult, ProbeResult, SaveResult
 from kvpool_connector.records.values import (
@@ -226,7 +225,9 @@ def test_what_the_pool_has_is_offered_and_loaded_once() -> None:
     assert played.planner.loading == 1
     played.planner.on_load_result(LoadResult("a", 5 << 20, True, 0.01), played.now + 0.01)
     assert played.planner.loading == 0
-    assert played.planner.counters["decision load"] == 1
+    played.allocate("a", 7, 0)
+    counted = {name for name in played.planner.counters if name.startswith("decision")}
+    assert (counted, played.planner.counters["decision load"]) == ({"decision load"}, 1)
 
 
 def test_what_the_engine_has_itself_is_not_loaded() -> None:
@@ -691,14 +692,6 @@ def test_a_refusal_for_good_is_not_tried_again() -> None:
     assert played.planner.counters["dropped bypassed"] == 1
 
 
-def test_what_waits_for_its_next_try_is_bounded() -> None:
-    played = Played(saved_blocks_max=1)
-    tokens = (WAITING_BLOCKS_MAX + 50) * BLOCK
-    played.arrive("a", tokens)
-    played.step("a", 0, tokens)
-    assert played.planner.counters["dropped too many waiting"] > 0
-
-
 def test_blocks_that_were_evicted_do_not_make_the_pool_slow() -> None:
     for elapsed_s, measured in ((0.01, False), (20.0, True)):
         played = Played()
@@ -846,10 +839,10 @@ def test_estimates_follow_what_was_measured() -> None:
     for size in (1 << 20, 4 << 20, 16 << 20, 2 << 20):
         load.observe(size, 0.002 + size / 1e9)
     assert load.seconds(8 << 20) == pytest.approx(0.002 + (8 << 20) / 1e9, rel=0.01)
+    assert load.bandwidth == pytest.approx(1e9), "in bytes per second"
     for _ in range(20):
         load.observe(1 << 20, 10.0)
     assert load.seconds(1 << 20) == pytest.approx(10.0, rel=0.05)
-    assert load.bandwidth > 0
 
 
 @pytest.mark.parametrize(("arrived", "expected_s"), [(0, 2.0), (4 << 20, 2.0), (7 << 20, 8 / 7)])
@@ -860,18 +853,6 @@ def test_a_load_that_was_given_up_ends_what_was_known(arrived: int, expected_s: 
         load.observe(8 << 20, 0.01)
     load.start_over(8 << 20, arrived, 1.0)
     assert load.seconds(8 << 20) == pytest.approx(expected_s)
-
-
-def test_late_tokens_of_a_long_prompt_are_dearer() -> None:
-    prefill = PrefillCost()
-    assert prefill.seconds(0, 100) is None
-    prefill.observe([(0, 1024)], 0.1)
-    prefill.observe([(7168, 8192)], 0.8)
-    early, late = prefill.seconds(0, 512), prefill.seconds(7168, 8192)
-    assert early == pytest.approx(0.05)
-    assert late == pytest.approx(0.8)
-    prefill.observe([(0, 4)], 100.0)  # a step with a few tokens says nothing about them
-    assert prefill.seconds(0, 512) == early
 
 
 def test_steps_that_overlap_are_told_apart() -> None:
