@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, cast
 
 from kvpool import logs
@@ -80,11 +81,7 @@ class ServerConnection:
         else:
             answers = store.reserve(self._id, request, now)
             context.room_maker.stop(self._id)  # room is made for callers that wait for it
-        granted = any(answer.extent for answer in answers)
-        if granted:
-            context.publish_soon()  # with what is sealed when its bytes are here
-        else:
-            context.publish()
+        granted = context.publish_evicted(answers)
         full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
         if full and (granted or (store.is_held and not context.draining)):
             for position in full:
@@ -94,18 +91,19 @@ class ServerConnection:
         return [_ASK_AGAIN if answer is MAKING_ROOM else answer for answer in answers]
 
     async def _reserve_all(self, request: ReserveRequest, wait_until: float) -> list[Reservation]:
+        reserve = partial(self._context.reserve, self._id, is_open=lambda: self._open)
         if self._context.draining:
             answers = self._already_stored(request)
         else:
-            answers = await self._reserve(request, wait_until)
+            answers = await reserve(request, wait_until)
         while True:
-            self._context.publish()
+            granted = self._context.publish_evicted(answers)
             full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
-            if full and any(answer.extent for answer in answers):
+            if full and granted:
                 # Nobody waits for memory while it holds some: two of such writers would wait for
                 # each other, and one that never sends would not be cut off.
                 for position in full:
-                    answers[position] = Reservation(WriteStatus.NOT_YET)
+                    answers[position] = _ASK_AGAIN
                 break
             over = self._context.draining or self._loop.time() >= wait_until
             if not full or over or not self._store.is_held:
@@ -113,7 +111,7 @@ class ServerConnection:
             await self._context.wait_for_space(wait_until)
             if not self._open:  # closed meanwhile: nothing would free what is reserved now
                 break
-            retried = await self._reserve(request.subset(full), wait_until)
+            retried = await reserve(request.subset(full), wait_until)
             for position, answer in zip(full, retried, strict=True):
                 answers[position] = answer
         self._count_refused(request, answers, full)
@@ -140,11 +138,6 @@ class ServerConnection:
         return [
             Reservation(WriteStatus.ALREADY_STORED if one else WriteStatus.NO_SPACE) for one in here
         ]
-
-    async def _reserve(self, request: ReserveRequest, wait_until: float) -> list[Reservation]:
-        return await self._context.reserve(
-            self._id, request, wait_until, is_open=lambda: self._open
-        )
 
     def lend(self) -> bool:
         lent = self._store.front.held.lend(self._id)

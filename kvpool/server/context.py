@@ -24,7 +24,7 @@ from kvpool.types import Reservation, WriteStatus
 log = logs.get("kvpool.server")
 
 #: What a write evicts waits so long for what it stores, if the bytes of that are on their way: one
-#: message to each master instead of two, and the caller waits for both.
+#: message to each master instead of two.
 _PUBLISH_SOON_S: Final = 0.002
 
 
@@ -43,7 +43,7 @@ class RoomMaker:
 class ServerContext:
     """The index of the blocks, their memory, and the two things that a call may wait for.
 
-    Connections change `store` and then call `on_change`, `publish` or `publish_soon`, without an
+    Connections change `store` and then call `on_change`, `publish` or `publish_evicted`, without an
     `await` between the two. They wait for masters (`wait_until_announced`) and for memory
     (`wait_for_space`), both with a deadline. The server itself only makes a context and fills
     `announcers`.
@@ -105,15 +105,22 @@ class ServerContext:
             announcer.correct(missed)
         self.mover.wake()
 
-    def publish_soon(self) -> None:
-        """`publish` after `_PUBLISH_SOON_S`, unless somebody does it before."""
+    def publish_evicted(self, answers: Sequence[Reservation]) -> bool:
+        """Publish what made room for these; whether one of them is granted. Then it waits for what
+        is sealed when the bytes are there, `_PUBLISH_SOON_S` at most."""
 
         def publish_rest() -> None:
             if self.store.change_log.changes:
                 self.publish()
 
+        granted = any(answer.extent for answer in answers)
+        if not granted:
+            self.publish()
+            return False
+        self.mover.wake()
         if self.store.change_log.changes:
             asyncio.get_running_loop().call_later(_PUBLISH_SOON_S, publish_rest)
+        return True
 
     def on_change(self) -> None:
         """The store has changed: `publish`, and let writers try again that wait for space."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import AsyncIterator
 
@@ -94,10 +95,15 @@ async def test_no_range_is_emptied_for_a_write_that_does_not_wait(
     for size in (MIB, MIB // 4, MIB // 16):
         assert statuses(connection, request("large", size)) == [WriteStatus.NOT_YET]
         assert server.store.extents.clearing is None
+    while not server.store.extents.evicted:
+        assert statuses(connection, request("large", MIB)) == [WriteStatus.NOT_YET]
+    known = functools.partial(pool_dev.master.directory.listed_of, NAMESPACE, small)
+    await eventually(lambda: known() == server.store.index.stored)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 async def test_what_a_write_evicts_is_told_with_what_it_stores(
-    pool_dev: dev.Dev, connection: Connection
+    pool_dev: dev.Dev, connection: Connection, at_once: bool
 ) -> None:
     """Its caller waits for one message. If the bytes do not come, masters hear of the rest."""
     (server,), master = pool_dev.servers, pool_dev.master
@@ -111,7 +117,10 @@ async def test_what_a_write_evicts_is_told_with_what_it_stores(
     async with pool_dev.pool() as pool:
         await pool.write(NAMESPACE, old, [value(digest, MIB) for digest in old])
     before, deadline = announcer._sequence, asyncio.get_running_loop().time() + 5
-    (granted,) = connection.reserve_now(request("new", MIB))
+    if at_once:
+        (granted,) = connection.reserve_now(request("new", MIB))
+    else:
+        (granted,) = await connection.reserve(request("new", MIB), deadline=deadline)
     await asyncio.sleep(0)
     assert (known(), announcer._sequence) == (16, before)
     await connection.seal([granted.id], [0], visible=True, deadline=deadline)
