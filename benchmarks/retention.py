@@ -32,7 +32,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.tools import cache_bounds, policy_study, traces, workloads
 from kvpool.tools.dry_pool import BLOCK_SIZE, Foresight, digest_of
 from kvpool.tools.traces import Request
-from kvpool_connector.agents.pauses import Answer, Pauses
+from kvpool_agents.pauses import Answer, Pauses
 
 #: Share of the sessions that must use a block before it counts as `system`.
 SHARED_BY = 0.05

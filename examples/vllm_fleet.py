@@ -130,7 +130,7 @@ def engine(name: str, model: Path, logs: Path, master: str) -> Served:
         *("--max-model-len", "8192", "--enforce-eager", "--enable-scale-out"),
         *("--prefix-caching-hash-algo", "sha256_cbor"),
         *("--kv-events-config", json.dumps(published)),
-        *("--middleware", "kvpool_connector.sessions.Middleware"),
+        *("--middleware", "kvpool_agents.sessions.Middleware"),
     ]
     instance = Instance(name, model, logs / f"{name}.log", transfer(master), _KV_BYTES, arguments)
     return Served(instance, events, replay)

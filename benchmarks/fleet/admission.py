@@ -12,7 +12,7 @@ from benchmarks.fleet.events import EventQueue
 from benchmarks.fleet.prompts import AGENTS, Prompt
 from kvpool.client.room import OBSERVED_S
 from kvpool.master.state.demand import DemandMeter
-from kvpool_connector.agents.admission import Admission, Seat
+from kvpool_agents.admission import Admission, Seat
 
 #: The pool is asked so often, and the line looked at while some wait.
 _ASK_S: Final = 10.0

@@ -28,8 +28,8 @@ from kvpool import (
     Unavailable,
     WriteStatus,
 )
-from kvpool_connector.adapter_settings import AdapterSettings
 from kvpool_connector.pool_thread import PoolThread
+from kvpool_engines.adapter_settings import AdapterSettings
 from kvpool_lmcache.object_names import ObjectNames, digest
 
 #: The release whose interface this is. Others may have another one.

@@ -21,8 +21,8 @@ from sglang.srt.runtime_context import get_server_args
 
 import kvpool.sync
 from kvpool import ROOT, ConfigError, Namespace, ReadResult, WriteStatus
-from kvpool_connector.adapter_settings import AdapterSettings
-from kvpool_connector.engine_pool import EnginePool
+from kvpool_engines.adapter_settings import AdapterSettings
+from kvpool_engines.engine_pool import EnginePool
 from kvpool_sglang import engine_name
 from kvpool_sglang.host_pages import HostPages, digest, name_of
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 import kvpool.sync
 from kvpool import ROOT, ClientConfig, Cluster, Namespace, UsageError, WriteStatus
-from kvpool_connector.engine_pool import EnginePool
+from kvpool_engines.engine_pool import EnginePool
 from kvpool_transformers.blocks import BLOCK_TOKENS, BlockLayout, chain
 from kvpool_transformers.model_name import (
     check_model,

@@ -21,8 +21,8 @@ from examples.router.fleet import Fleet
 from examples.router.prompts import ALGORITHM, Rendered, block_hashes
 from kvpool import KvpoolError, Pool, admin
 from kvpool.kv_events import short_hash
-from kvpool_connector.agents.admission_gate import WAITED, AdmissionGate, LineFull, Ticket
-from kvpool_connector.agents.client_requests import PATHS, from_body, from_headers
+from kvpool_agents.admission_gate import WAITED, AdmissionGate, LineFull, Ticket
+from kvpool_agents.client_requests import PATHS, from_body, from_headers
 
 BODY_BYTES_MAX: Final = 32 << 20
 #: A larger body is passed on without being looked at: it would hold up all others.

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool_connector.agents import admission as admission_module
-from kvpool_connector.agents import admission_gate
-from kvpool_connector.agents.admission import SESSIONS_MAX, Admission, Seat
-from kvpool_connector.agents.admission_gate import AdmissionGate, LineFull
+from kvpool_agents import admission as admission_module
+from kvpool_agents import admission_gate
+from kvpool_agents.admission import SESSIONS_MAX, Admission, Seat
+from kvpool_agents.admission_gate import AdmissionGate, LineFull
 from tests.conftest import eventually
 
 SERVED = admission_module._SERVED

@@ -9,12 +9,11 @@ import pytest
 
 from kvpool import ClientConfig, Cluster, admin, dev
 from kvpool.types import Demand, WorkingSet
-from kvpool_connector import sessions
-from kvpool_connector.admitting import AdmittingMiddleware
-from kvpool_connector.agents import admission as admission_module
-from kvpool_connector.agents import admission_gate
+from kvpool_agents import admission as admission_module
+from kvpool_agents import admission_gate, sessions
+from kvpool_agents.admitting import AdmittingMiddleware
+from kvpool_agents.sessions import Message, Scope
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.sessions import Message, Scope
 from tests.conftest import NAMESPACE, eventually
 
 

@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from kvpool_connector import sessions
-from kvpool_connector import settings as settings_module
-from kvpool_connector.agents.client_requests import (
+from kvpool_agents import sessions
+from kvpool_agents.client_requests import (
     AnswerReader,
     Spoken,
     from_body,
     from_headers,
     spliced,
 )
-from kvpool_connector.agents.pauses import PAUSE_S_MAX, Answer, Expectation, Pauses
-from kvpool_connector.agents.request_params import Asked, parse_request
+from kvpool_agents.pauses import PAUSE_S_MAX, Answer, Expectation, Pauses
+from kvpool_agents.sessions import BODY_MAX, Message, Middleware, Scope
+from kvpool_connector import settings as settings_module
+from kvpool_connector.hints.request_params import Asked, parse_request
 from kvpool_connector.session_names import session_name
-from kvpool_connector.sessions import BODY_MAX, Message, Middleware, Scope
 
 CAPTURED = Path(__file__).parent / "captured"
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (

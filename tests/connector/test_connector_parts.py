@@ -9,7 +9,7 @@ import torch
 
 from kvpool import ConfigError, Pool
 from kvpool_connector import settings
-from kvpool_connector.agents.request_params import OTHERS, Asked, Mistakes, parse_request
+from kvpool_connector.hints.request_params import OTHERS, Asked, Mistakes, parse_request
 from kvpool_connector.identity import namespace
 from kvpool_connector.memory import kv_layout as layout
 from kvpool_connector.memory.block_memory import (

@@ -15,7 +15,7 @@ import torch
 from kvpool import ROOT, Match, ReadStatus, WriteStatus, tracing
 from kvpool.client.match_poller import PolledMatches
 from kvpool_connector import settings as settings_module
-from kvpool_connector.agents.request_params import Asked, parse_request
+from kvpool_connector.hints.request_params import Asked, parse_request
 from kvpool_connector.identity.adapters import Adapter
 from kvpool_connector.identity.naming import EngineInfo
 from kvpool_connector.memory.block_memory import memory_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool import Match, Namespace, ReadStatus
-from kvpool_connector.agents.request_params import Asked, parse_request
+from kvpool_connector.hints.request_params import Asked, parse_request
 from kvpool_connector.records.messages import LoadResult
 from kvpool_connector.records.promises import (
     TRANSITIONS,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvpool.client.checks import check_session
-from kvpool_connector.agents.kv_hints import ACTIONS_MAX, RETAIN_S, read_envelope
-from kvpool_connector.agents.request_params import Asked, parse_request
+from kvpool_connector.hints.kv_hints import ACTIONS_MAX, RETAIN_S, read_envelope
+from kvpool_connector.hints.request_params import Asked, parse_request
 from kvpool_connector.records.values import RequestHints
 from kvpool_connector.session_names import GIVEN_MAX, child_name, in_tenant, session_name
 

@@ -8,9 +8,9 @@ import pytest
 
 from kvpool import ConfigError
 from kvpool.types import COPIES_MAX
-from kvpool_connector.adapter_settings import AdapterSettings
 from kvpool_connector.records.values import PlannerLimits
 from kvpool_connector.settings import Settings, parse
+from kvpool_engines.adapter_settings import AdapterSettings
 
 DEFAULTS = {
     "masters": ["127.0.0.1:7450"],

@@ -24,8 +24,8 @@ from kvpool.net.event_publisher import EventPublisher
 from kvpool.runtime import Host
 from kvpool.server.block_server import BlockServer
 from kvpool.types import Demand, WorkingSet
-from kvpool_connector.agents import admission as admission_module
-from kvpool_connector.agents import admission_gate
+from kvpool_agents import admission as admission_module
+from kvpool_agents import admission_gate
 from tests.conftest import eventually, patient, value
 
 CHAT = "/v1/chat/completions"

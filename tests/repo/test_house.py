@@ -15,7 +15,9 @@ SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 PLUGINS = (
     "kvpool_transports",
     "kvpool_tiers",
+    "kvpool_agents",
     "kvpool_connector",
+    "kvpool_engines",
     "kvpool_lmcache",
     "kvpool_sglang",
     "kvpool_transformers",

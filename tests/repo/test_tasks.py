@@ -51,7 +51,7 @@ _CLOSES = "closes one connection"
 SHORT_LIVED = {
     "connector/kvpool_connector/memory/load_rounds.py LoadRounds.run": "one load, which "
     "waits for them",
-    "connector/kvpool_connector/agents/admission_gate.py AdmissionGate.enter": "while prompts "
+    "connector/kvpool_agents/admission_gate.py AdmissionGate.enter": "while prompts "
     "wait; the next one that has to begins it anew",
     "kvpool/cli/run.py _drain": _MAIN,
     "kvpool/cli/run.py _serve_as": _MAIN,
@@ -96,7 +96,7 @@ SHORT_LIVED = {
 
 #: Who may start a thread, and why nothing that ends it goes unnoticed.
 THREADS = {
-    "connector/kvpool_connector/engine_pool.py EnginePool.__init__": "it ends when it has "
+    "connector/kvpool_engines/engine_pool.py EnginePool.__init__": "it ends when it has "
     "connected, and says and tries again whatever went wrong before",
     "connector/kvpool_connector/pool_thread.py PoolThread.__init__": "it runs a loop, for ever",
     "kvpool/huge_pages.py HugePageMapping.__init__": "pages that it does not touch are slower once",

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, TypeVar, cast
 
-from kvpool_connector.agents.request_params import OWN, Asked, Mistakes, parse_request
+from kvpool_connector.hints.request_params import OWN, Asked, Mistakes, parse_request
 from kvpool_connector.hook_guard import FailureLog, Fuse, Owed
 from kvpool_connector.identity.adapters import Adapter, salted
 from kvpool_connector.identity.naming import EngineInfo

@@ -30,7 +30,7 @@ from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_re
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
-from kvpool_connector.adapter_settings import AdapterSettings
+from kvpool_engines.adapter_settings import AdapterSettings
 from kvpool_lmcache import KVPoolL2Adapter, adapter, object_names
 from tests.connector.conformance import chain, computed, conformance
 

@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from examples.vllm_two_instances import Instance, transfer
-from kvpool_connector.agents import client_requests
+from kvpool_agents import client_requests
 from tests.connector.vllm.helpers import Models
 from tests.support.local_pool import LocalPool
 
@@ -52,7 +52,7 @@ def test_sessions_of_real_clients_arrive_in_the_pool(
     pool: LocalPool, model: Models, tmp_path: Path
 ) -> None:
     """Each endpoint with the client that people use, streamed and whole, by header and by body."""
-    arguments = ("--middleware", "kvpool_connector.sessions.Middleware", "--api-key", KEY)
+    arguments = ("--middleware", "kvpool_agents.sessions.Middleware", "--api-key", KEY)
     arguments += ("--enforce-eager",)
     config = transfer(pool.master, load="always")
     instance = Instance("S", model(), tmp_path / "sessions.log", config, arguments=arguments)

@@ -1,4 +1,4 @@
-"""The sessions of agents, for `vllm serve --middleware kvpool_connector.sessions.Middleware`.
+"""The sessions of agents, for `vllm serve --middleware kvpool_agents.sessions.Middleware`.
 
 Agents name their conversation in headers and fields that vLLM does not know. This middleware passes
 the name on in the fields that vLLM does know, reads from each answer whether the session pauses for
@@ -21,9 +21,8 @@ from functools import partial
 from typing import Any, Final
 
 from kvpool import KvpoolError
-from kvpool_connector import client_log, settings
-from kvpool_connector.agents.admission_gate import WAITED, Ticket
-from kvpool_connector.agents.client_requests import (
+from kvpool_agents.admission_gate import WAITED, Ticket
+from kvpool_agents.client_requests import (
     PATHS,
     SESSION_HEADER,
     AnswerReader,
@@ -33,7 +32,8 @@ from kvpool_connector.agents.client_requests import (
     from_headers,
     spliced,
 )
-from kvpool_connector.agents.pauses import Answer, Expectation, Pauses
+from kvpool_agents.pauses import Answer, Expectation, Pauses
+from kvpool_connector import client_log, settings
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.session_names import DEFAULT_TENANT, in_tenant
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvpool_connector.agents.admission import Admission, Seat
+from kvpool_agents.admission import Admission, Seat
 
 #: A prompt waits no longer: common clients and proxies give up after 300 to 600 s. Its session
 #: keeps its turn, and the time that it has waited.

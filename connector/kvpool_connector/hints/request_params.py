@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from kvpool_connector.agents.kv_hints import read_envelope
+from kvpool_connector.hints.kv_hints import read_envelope
 from kvpool_connector.records.promises import PROMISE, PromisedBlocks, parse_promise
 from kvpool_connector.records.values import RequestHints
 from kvpool_connector.session_names import GIVEN_MAX, session_name

@@ -1,4 +1,4 @@
-"""`vllm serve --middleware kvpool_connector.admitting.AdmittingMiddleware`: that of `sessions`, and
+"""`vllm serve --middleware kvpool_agents.admitting.AdmittingMiddleware`: that of `sessions`, and
 prompts of sessions wait in front of this engine until the pool has room for them.
 
 Each engine counts its own sessions, and serves as large a part of them as fits. A prompt whose wait
@@ -12,10 +12,10 @@ import contextlib
 from typing import Final
 
 from kvpool import KvpoolError, admin
-from kvpool_connector.agents.admission_gate import AdmissionGate, LineFull, Ticket
-from kvpool_connector.agents.client_requests import Spoken
+from kvpool_agents.admission_gate import AdmissionGate, LineFull, Ticket
+from kvpool_agents.client_requests import Spoken
+from kvpool_agents.sessions import App, Middleware, Scope
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.sessions import App, Middleware, Scope
 
 _ROOM_S: Final = 2.0
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvpool_connector.agents.pauses import Answer
+from kvpool_agents.pauses import Answer
 from kvpool_connector.session_names import child_name, session_name
 
 #: vLLM's own header for a session; a client that sends it means it.

@@ -1,0 +1,1 @@
+"""What the requests of an engine say about their conversation, and ask of the pool. Pure."""

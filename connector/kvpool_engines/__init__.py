@@ -1,0 +1,1 @@
+"""What the connectors of SGLang, LMCache and transformers have in common."""
