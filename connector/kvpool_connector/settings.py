@@ -6,9 +6,9 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from contextlib import contextmanager
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -109,39 +109,53 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return read_cluster(self.cluster, self.secret_file)
 
 
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
 def parse(given: Mapping[str, Any]) -> Settings:
     """The settings of an engine. Raises ConfigError: one sentence that names the setting, what is
     expected, and the nearest name that is known."""
-    known = [field.name for field in msgspec.structs.fields(Settings)]
-    for name in given:
-        if name in _GONE:
-            raise _refusal(f"setting {name!r} is gone, remove it: {_GONE[name]}")
-        if name not in known:
-            raise _refusal(f"unknown setting {name!r}; {_known(str(name), known)}")
-    for field in msgspec.structs.fields(Settings):
-        if field.name in given:
-            _check_value(field.name, given[field.name], field.type)
-    settings = msgspec.convert(dict(given), Settings)
-    if settings.kv_head_parts and not settings.revision:
-        raise _refusal(
-            "kv_head_parts needs revision, a name that is the same for "
-            "the same weights only: what ranks have in memory depends on how many they are"
-        )
-    wrong = [wrong_name(name, getattr(settings, name)) for name in (*_NAMES, "revision")]
-    wrong += map(wrong_master, settings.masters)
-    for sentence in filter(None, wrong):
-        raise _refusal(sentence)
-    for name, check in (
-        ("transports", partial(check_transports, settings.transports)),
-        ("codec", partial(fields_of, settings.codec)),
-    ):
-        try:
-            check()
-        except ConfigError as error:
-            raise _refusal(f"{name}: {error}") from None
-    if settings.codec and settings.device_path == "direct":
-        raise _refusal("codec needs blocks in the host's memory: device_path must be staged")
+    with naming("kv_connector_extra_config"):
+        for name in given.keys() & _GONE.keys():
+            raise ConfigError(f"setting {name!r} is gone, remove it: {_GONE[name]}")
+        settings = checked(Settings, given)
+        if settings.kv_head_parts and not settings.revision:
+            raise ConfigError(
+                "kv_head_parts needs revision, a name that is the same for "
+                "the same weights only: what ranks have in memory depends on how many they are"
+            )
+        with naming("codec"):
+            fields_of(settings.codec)
+        if settings.codec and settings.device_path == "direct":
+            raise ConfigError("codec needs blocks in the host's memory: device_path must be staged")
     return settings
+
+
+def checked(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
+    """Settings of this kind, which are for engines. Raises ConfigError as `parse`."""
+    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"unknown setting {name!r}; {_known(str(name), known)}")
+        _check_value(name, value, known[name])
+    settings: Any = msgspec.convert(dict(given), kind)
+    for name in (*_NAMES, "revision"):
+        _check_name(name, getattr(settings, name))
+    for master in settings.masters:
+        _check_master(master)
+    with naming("transports"):
+        check_transports(settings.transports)
+    chosen: Kind = settings
+    return chosen
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """A ConfigError says that it is about this."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
 
 
 def given_settings(transfer: Any) -> Iterator[Mapping[str, Any]]:
@@ -160,10 +174,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name, list(known), 1, 0.5)), "")
 
 
-def _refusal(sentence: str) -> ConfigError:
-    return ConfigError(f"kv_connector_extra_config: {sentence}")
-
-
 def _known(name: str, known: Iterable[str]) -> str:
     """For the end of a sentence about a name that is not known."""
     known = list(known)
@@ -172,15 +182,13 @@ def _known(name: str, known: Iterable[str]) -> str:
     return f"{meant}known: {', '.join(known)}"
 
 
-def wrong_name(name: str, value: str) -> str:
-    """Why this is no value of the setting `name`, which is one of names; empty if it is.
-
-    A blank or a line's end is no difference that an operator sees, and would split a fleet.
-    """
-    if value.strip() == value and value.isprintable() and (value or name not in _NAMES):
-        return ""
-    empty = "a text" if name in _NAMES else "a text, or none"
-    return f"{name} is {value!r}, expected {empty} without blanks around it and line ends in it"
+def _check_name(name: str, value: str) -> None:
+    """A blank or a line's end is no difference that an operator sees, and would split a fleet."""
+    if value.strip() != value or not value.isprintable() or (name in _NAMES and not value):
+        empty = "a text" if name in _NAMES else "a text, or none"
+        raise ConfigError(
+            f"{name} is {value!r}, expected {empty} without blanks around it and line ends in it"
+        )
 
 
 def _numeric(host: str) -> IPv4Address | IPv6Address | None:
@@ -191,8 +199,8 @@ def _numeric(host: str) -> IPv4Address | IPv6Address | None:
         return None
 
 
-def wrong_master(master: str) -> str:
-    """Why no master has this address; empty if one can have it."""
+def _check_master(master: str) -> None:
+    """Raises ConfigError if no master can have this address."""
     host, _, port = master.rpartition(":")
     inner = host.removeprefix("[").removesuffix("]")
     bracketed = host == f"[{inner}]" and isinstance(_numeric(inner), IPv6Address)
@@ -200,15 +208,14 @@ def wrong_master(master: str) -> str:
     if not is_port or not (bracketed or _HOST.fullmatch(host)):
         scheme, found, _ = master.rpartition("://")
         hint = f"; leave {scheme + found!r} out" if found else ""
-        return (
+        raise ConfigError(
             f"master {master!r}: expected host:port, such as 127.0.0.1:7450 or [fd00::7]:7450{hint}"
         )
     if (address := _numeric(inner)) and address.is_unspecified:
-        return (
+        raise ConfigError(
             f"master {master!r}: a master listens there; expected the name or the address of its "
             "host, such as 127.0.0.1:7450"
         )
-    return ""
 
 
 def _check_value(name: str, value: object, wanted: Any) -> None:
@@ -220,7 +227,7 @@ def _check_value(name: str, value: object, wanted: Any) -> None:
         if isinstance(kind, msgspec.inspect.LiteralType):
             near = nearest(str(value), map(str, kind.values))
         hint = f"; did you mean {near!r}?" if near else ""
-        raise _refusal(f"{name} is {value!r}, expected {_expected(kind)}{hint}") from None
+        raise ConfigError(f"{name} is {value!r}, expected {_expected(kind)}{hint}") from None
 
 
 def _expected(kind: msgspec.inspect.Type) -> str:

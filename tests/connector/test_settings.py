@@ -157,6 +157,10 @@ def test_connectors_of_other_engines_ask_for_the_same_names_and_masters() -> Non
         ({"masters": ["http://a:1"]}, "master 'http://a:1': expected host:port.* leave 'http://'"),
         ({"masters": ["a:1", "a"]}, "master 'a': expected host:port"),
         ({"masters": ["0.0.0.0:1"]}, "a master listens there"),
+        ({"transports": ["tpc"]}, "extra-config: transports: .* 'tpc'; did you mean 'tcp'?"),
+        ({"pause_s": True}, "pause_s is True, expected a number from 0 to 3600"),
+        ({"pause": 1}, "unknown setting 'pause'; did you mean 'pause_s'?"),
+        ({1: 2}, "unknown setting 1; known: masters"),
     ):
         with pytest.raises(ConfigError, match=says):
             AdapterSettings.parse(params, "extra-config")

@@ -410,7 +410,7 @@ def test_a_lookup_without_a_layout_has_that_of_the_last_store() -> None:
 
 def test_what_is_wrong_is_named() -> None:
     for params, says in (
-        ({"master": ["a:1"]}, "did you mean masters"),
+        ({"master": ["a:1"]}, "did you mean 'masters'"),
         ({"masters": "a:1"}, "masters is 'a:1'"),
         ({"masters": []}, "masters is"),
         ({"load_timeout_s": -1}, "load_timeout_s is -1"),

@@ -205,4 +205,4 @@ def test_a_wrong_setting_ends_the_start_with_one_sentence(
     engine = start("127.0.0.1:1", storage={"master": ["127.0.0.1:1"]})
     with pytest.raises(AssertionError, match="the engine ended"):
         engine.ready()
-    assert "did you mean masters" in engine.log.read_text()
+    assert "did you mean 'masters'" in engine.log.read_text()

@@ -230,7 +230,7 @@ def test_pages_beside_the_cache(
 def test_what_is_wrong_is_named(make: Callable[..., KVPoolStorage]) -> None:
     with pytest.raises(ConfigError, match="tp_lcm_size 4 splits pages"):
         make(tp_lcm_size=4, should_split_heads=True)
-    with pytest.raises(ConfigError, match="did you mean masters"):
+    with pytest.raises(ConfigError, match="did you mean 'masters'"):
         make(extra={"master": ["a:1"]})
     for release in ("0.4.0", "0.6.1"):
         with pytest.raises(ConfigError, match=rf"SGLang {release} is not supported.*0\.5\.23"):
