@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from kvpool_connector.records.messages import GroupBlocks, LoadRequest, StepWork, WorkerReport
+
+T = TypeVar("T")
 
 #: Seconds without the pool after a failure; doubled with each, up to `_OFF_S_MAX`.
 OFF_S: Final = 60.0
@@ -69,6 +71,14 @@ class FailureLog:
             self._seen.add(reason)
             hint = "Please report this: it is a mistake in kvpool"
             self._write(f"{reason}; {consequence}. {hint}", error)
+
+    def guard(self, what: str, work: Callable[[], T], otherwise: T) -> T:
+        """What `work` returns; `otherwise` if it fails."""
+        try:
+            return work()
+        except Exception as error:
+            self.add(what, error)
+            return otherwise
 
 
 #: An engine without free blocks waits so long for those of saves: they are gathered for 0.1 s, and

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool_connector import client_log, settings
 from kvpool_connector.memory.block_memory import device_of_this_thread
 from kvpool_connector.pool_thread import START_WAIT_S, PoolThread
-from kvpool_connector.records.messages import StepWork, WorkerReport
+from kvpool_connector.records.messages import ModelInfo, StepWork, WorkerReport
 from kvpool_connector.vllm_engine import engine_log
 from kvpool_connector.vllm_engine import interface as vllm_interface
 from kvpool_connector.vllm_engine.config import engine_of, memories_of, rank_of
@@ -183,12 +183,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._split.parts_per_rank,
                 direct=self._settings.device_path == "direct",
             ),
-            partial(model_info, self._vllm_config, self._split),
+            self._first_info,
             LoadedAdapters(self._vllm_config),
             partial(model_info, self._vllm_config, self._split, summed_bytes=1 << 60),
             weight_changes,
         )
+
+    def _first_info(self) -> ModelInfo:
+        """The model as it was loaded; from now on calls that load it anew are counted."""
         count_loads(loaded_models(self._vllm_config))
+        return model_info(self._vllm_config, self._split)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._of_worker().start_loads(self._work())

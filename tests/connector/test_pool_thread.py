@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from kvpool_connector.records.messages import (
     VerifyRequest,
     VerifyResult,
 )
+from kvpool_connector.worker.rank_model import RankModel
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool
@@ -263,7 +265,10 @@ def raising(*_: object) -> Any:
     raise RuntimeError("planted")
 
 
-@pytest.mark.parametrize("broken", ["start", "record_event", "model_info", "adapters"])
+@pytest.mark.parametrize(
+    "broken",
+    ["start", "record_event", "first_info", "model_info", "adapters", "add_to", "durations"],
+)
 def test_a_worker_raises_nothing_into_its_engine_and_ends_every_transfer(
     broken: str, closed: PoolThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,13 +280,17 @@ def test_a_worker_raises_nothing_into_its_engine_and_ends_every_transfer(
     changes = iter(range(100))
     worker.register(
         [memory],
-        partial(ModelInfo, packing="kernel"),
+        raising if broken == "first_info" else partial(ModelInfo, packing="kernel"),
         raising if broken == "adapters" else dict,
         raising if broken == "model_info" else None,
         (lambda: next(changes)) if broken == "model_info" else int,
     )
     monkeypatch.setattr(memory, "record_event", raising if broken == "record_event" else object)
     monkeypatch.setattr(closed, "start", raising if broken == "start" else lambda work: False)
+    if broken == "add_to":
+        monkeypatch.setattr(RankModel, "add_to", raising)
+    if broken == "durations":
+        monkeypatch.setattr(closed, "take_durations", raising)
     load = LoadRequest("r", (GroupBlocks(0, CHAIN, (1, 2)),), 1.0)
     blocks = (GroupBlocks(0, CHAIN, (3, 4), (ROOT, CHAIN[0])),)
     work = StepWork(1, (Namespace("n"),), serials=(1,))
@@ -289,6 +298,7 @@ def test_a_worker_raises_nothing_into_its_engine_and_ends_every_transfer(
     work.saves.append(SaveRequest(7, blocks, adapters=frozenset({(1, ("x",))})))
     work.saves.append(SaveRequest(8, blocks))
     work.verify = VerifyRequest(9, blocks, 1.0)
+    counters: Counter[str] = Counter()
     for _ in range(3):
         worker.start_loads(work)
         worker.start_saves(work)
@@ -297,7 +307,9 @@ def test_a_worker_raises_nothing_into_its_engine_and_ends_every_transfer(
         assert [one.job for one in report.saves] == [7, 8]
         assert [one.job for one in report.verified] == [9]
         assert [one.complete for one in report.loads] == [False]
+        counters.update(worker.take_counters())
     assert len(logged) == 1, "each reason once"
     assert logged[0].startswith("rank 0: ")
     assert "failed with RuntimeError: planted; the engine goes on without" in logged[0]
-    assert any(name.startswith("hook_failed ") for name in worker.take_counters())
+    assert any(name.startswith("hook_failed ") for name in counters)
+    assert "load_blocks_missing" in counters, "what else there is to count is counted"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
+from kvpool_connector.hook_guard import FailureLog
+from kvpool_connector.vllm_engine import engine_log
 from kvpool_connector.vllm_engine.interface import KVConnectorPromMetrics, KVConnectorStats
 
 #: Counters whose key is "name label": the metric, the name of its label, and its help text.
@@ -151,25 +154,29 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             multiprocess_mode="mostrecent",
         )
         self._described: dict[int, dict[str, str]] = {}
+        self._failures = FailureLog("", engine_log.error, lambda *_: None)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
-        engine = self.per_engine_labelvalues[engine_idx]
+        """Where this raises, vLLM's API server ends all requests with an error."""
         for key, value in transfer_stats_data.items():
-            if key == DESCRIPTION:
-                self._describe(engine_idx, value)
-                continue
-            name, _, label = key.partition(" ")
-            if label and name in self._labelled:
-                self._labelled[name].labels(*engine, label.replace(" ", "_")).inc(value)
-            elif name in self._histograms:
-                *transport, seconds = label.split(" ")
-                histogram = self._histograms[name].labels(*engine, *transport)
-                for _ in range(int(value)):
-                    histogram.observe(float(seconds))
-            elif key in self._counters:
-                self._counters[key].labels(*engine).inc(value)
-            elif key in self._gauges:
-                self._gauges[key].labels(*engine).set(value)
+            self._failures.guard("a metric", partial(self._take, key, value, engine_idx), None)
+
+    def _take(self, key: str, value: Any, engine_idx: int) -> None:
+        engine = self.per_engine_labelvalues[engine_idx]
+        name, _, label = key.partition(" ")
+        if key == DESCRIPTION:
+            self._describe(engine_idx, value)
+        elif label and name in self._labelled:
+            self._labelled[name].labels(*engine, label.replace(" ", "_")).inc(value)
+        elif name in self._histograms:
+            *transport, seconds = label.split(" ")
+            histogram = self._histograms[name].labels(*engine, *transport)
+            for _ in range(int(value)):
+                histogram.observe(float(seconds))
+        elif key in self._counters:
+            self._counters[key].labels(*engine).inc(value)
+        elif key in self._gauges:
+            self._gauges[key].labels(*engine).set(value)
 
     def _describe(self, engine_idx: int, description: Mapping[str, str]) -> None:
         """Set the series of this description to 1, and end those of the former one."""

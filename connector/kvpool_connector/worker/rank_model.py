@@ -47,7 +47,8 @@ class RankModel:
         self._memory, self._whole_info = memory, whole_info
         self._loaded_adapters = loaded_adapters
         self._weight_changes, self._changes_seen = weight_changes, weight_changes()
-        self._describe(model_info())
+        # What cannot be described is not shared: the engine starts all the same.
+        self._failures.guard("describing the model", lambda: self._describe(model_info()), None)
 
     def on_step(self, work: StepWork) -> None:
         """A step begins. The model is described anew where its weights may have changed."""
@@ -98,8 +99,5 @@ class RankModel:
         self.registered = False
 
     def _adapters_now(self) -> Mapping[int, str]:
-        try:
-            return self._loaded_adapters()
-        except Exception as error:  # requests with one are computed
-            self._failures.add("describing adapters", error)
-            return {}
+        """Without them requests that have one are computed."""
+        return self._failures.guard("describing adapters", self._loaded_adapters, {})

@@ -160,16 +160,17 @@ class ConnectorWorker:
     def take_report(self) -> WorkerReport:
         """For the scheduler half: what has ended, and this worker's info until it has that."""
         report = self._ended.take_report(self._work.step)
-        self._model.add_to(report)
+        self._failures.guard("describing the model", lambda: self._model.add_to(report), None)
         return report
 
     def take_counters(self) -> dict[str, float]:
         """What happened since the last call."""
-        return {
-            **self._ended.take_counters(),
-            **self._thread.take_durations(),
-            **self._checks.form.take_counters(),
-        }
+        counters = self._failures.guard(
+            "counting",
+            lambda: {**self._thread.take_durations(), **self._checks.form.take_counters()},
+            {},
+        )
+        return {**self._ended.take_counters(), **counters}
 
     def close(self) -> None:
         """Cancel every transfer and wait for its end, at most `_CLOSE_S`."""
@@ -183,20 +184,15 @@ class ConnectorWorker:
         """None: this step's blocks have no name, or their memory cannot be used."""
         if not self._model.registered:
             return None
-        try:
-            events = [memory.record_event() for memory in self._memory]
-        except Exception as error:
-            self._failures.add("recording an event", error)
+        record = [memory.record_event for memory in self._memory]
+        events = self._failures.guard("recording an event", lambda: [one() for one in record], None)
+        if events is None:
             return None
         return TransferContext(work.namespaces, events, self._model.serial, work.mark)
 
     def _start(self, work: _Work) -> bool:
         """Whether it runs in the pool's thread now."""
-        try:
-            return self._thread.start(work)
-        except Exception as error:
-            self._failures.add("starting a transfer", error)
-            return False
+        return self._failures.guard("starting a transfer", lambda: self._thread.start(work), False)
 
     # --- in the pool's thread ---------------------------------------------------------------
 

@@ -679,3 +679,16 @@ def test_durations_are_histograms_of_vllms_metrics() -> None:
     tcp = {"engine": "0", "transport": "tcp"}
     assert found("vllm:kvpool_read_duration_seconds_sum", tcp) == pytest.approx(0.04)
     assert not any("duration" in line for line in stats.reduce())
+
+
+def test_a_metric_that_cannot_be_taken_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(engine_log, "error", lambda line, cause=None: lines.append(line))
+    registry = CollectorRegistry()
+    config = VllmConfig(kv_transfer_config=KVTransferConfig(**transfer("127.0.0.1:7450")))
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter_, Gauge, Histogram)}
+    metrics = ConnectorPromMetrics(config, kinds, ["engine"], {0: ["0"]})
+    for _ in range(2):
+        metrics.observe({"read_duration 0.02": 1.0, "load_s": 2.0, "description": None})
+    assert registry.get_sample_value("vllm:kvpool_load_seconds_total", {"engine": "0"}) == 4
+    assert len(lines) == 2, "each reason once"
