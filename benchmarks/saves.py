@@ -32,7 +32,7 @@ from kvpool_connector import settings
 from kvpool_connector.memory.block_memory import memory_of
 from kvpool_connector.plan.planner import Planner
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.records.messages import ModelInfo, StepWork
+from kvpool_connector.records.messages import StepWork
 from kvpool_connector.records.values import (
     CacheGroup,
     PlannerLimits,
@@ -40,6 +40,7 @@ from kvpool_connector.records.values import (
     ScheduledRequest,
 )
 from kvpool_connector.scheduler.scheduler import SAVE_GATHER_S
+from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
 
 _TARGET = 1.3
@@ -103,7 +104,7 @@ class _PlayedEngine:
         )
         self._thread = PoolThread(given.client(), given.member(), lambda line: None)
         self._worker = ConnectorWorker(given, self._thread, Rank(0, 0, saves=True))
-        self._worker.register([self.memory], lambda: ModelInfo())
+        self._worker.register([self.memory], ModelInMemory())
         self._names = (Namespace(f"bench/saves {shape.name} {secrets.token_hex(4)}"),)
         self._ids = itertools.cycle(range(1, blocks))
         self._numbers = itertools.count()

@@ -43,6 +43,7 @@ from kvpool_connector.vllm_engine.scheduler_hooks import SchedulerHooks
 from kvpool_connector.vllm_engine.start_checks import check_when_parsed, wanted_layout
 from kvpool_connector.vllm_engine.stats import ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.vllm_engine.weights import count_loads, count_updates, weight_changes
+from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -183,10 +184,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._split.parts_per_rank,
                 direct=self._settings.device_path == "direct",
             ),
-            self._first_info,
-            LoadedAdapters(self._vllm_config),
-            partial(model_info, self._vllm_config, self._split, summed_bytes=1 << 60),
-            weight_changes,
+            ModelInMemory(
+                self._first_info,
+                partial(model_info, self._vllm_config, self._split, summed_bytes=1 << 60),
+                LoadedAdapters(self._vllm_config),
+                weight_changes,
+            ),
         )
 
     def _first_info(self) -> ModelInfo:

@@ -38,6 +38,7 @@ from kvpool_connector.records.messages import (
     VerifyRequest,
 )
 from kvpool_connector.records.provenance import MARK_BYTES
+from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from tests.client.direct_blocks import gpu, served, torch, warm  # noqa: F401
 from tests.conftest import eventually, keys
@@ -82,7 +83,7 @@ class Engine:
             chosen.client(), Cluster(), str, on_start=block_memory.device_of_this_thread()
         )
         self.worker = ConnectorWorker(chosen, self.thread, Rank(0, 0, True, parts))
-        self.worker.register([self.memory], partial(ModelInfo, packing="kernel"))
+        self.worker.register([self.memory], ModelInMemory(partial(ModelInfo, packing="kernel")))
         self.step = 0
 
     def work(self, **what: Any) -> StepWork:

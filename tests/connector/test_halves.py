@@ -36,6 +36,7 @@ from kvpool_connector.records.values import (
 from kvpool_connector.scheduler.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.scheduler.sharing_watch import LOOKUPS_BEFORE_COMPARED
 from kvpool_connector.vllm_engine.head_split import HeadSplit, LayerHeads, divide
+from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool
@@ -136,9 +137,11 @@ class Engine:
             layers = memory_of({"layer.0": memory.view(dtype)}, split.parts_per_rank)
             worker.register(
                 [layers],
-                self._describe,
-                lambda: self.adapters,
-                weight_changes=lambda: self.weight_changes,
+                ModelInMemory(
+                    self._describe,
+                    adapters=lambda: self.adapters,
+                    changes=lambda: self.weight_changes,
+                ),
             )
             self.workers.append(worker)
         self.unpinned: list[int] = []
@@ -728,7 +731,7 @@ def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
 ) -> None:
     """Nothing is loaded or saved meanwhile, and no request waits for it."""
     engine = start(ranks=2, load_timeout_s=0.3)
-    monkeypatch.setattr(engine.workers[0]._model, "describe_again", lambda serial_min: None)
+    monkeypatch.setattr(engine.workers[0]._model, "_describe", lambda *_: None)
     engine.change_weights("new")
     engine.loadable("any", 0)
     engine.step()

@@ -29,7 +29,7 @@ from kvpool_connector.records.messages import (
     VerifyRequest,
     VerifyResult,
 )
-from kvpool_connector.worker.rank_model import RankModel
+from kvpool_connector.worker.rank_model import ModelInMemory, RankModel
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool
@@ -241,7 +241,8 @@ def test_without_a_thread_every_transfer_ends_at_once(closed: PoolThread) -> Non
     """The engine gets its blocks back: nothing will be written to them."""
     worker = ConnectorWorker(SETTINGS, closed, Rank(0, 0, True))
     memory = torch.zeros(8, 4096, dtype=torch.uint8)
-    worker.register([memory_of({"layer.0": memory})], partial(ModelInfo, packing="kernel"))
+    described = ModelInMemory(partial(ModelInfo, packing="kernel"))
+    worker.register([memory_of({"layer.0": memory})], described)
     load = LoadRequest("r", (GroupBlocks(0, CHAIN, (1, 2)),), 1.0)
     save = SaveRequest(7, (GroupBlocks(0, CHAIN, (3, 4), (ROOT, CHAIN[0])),))
     probe = ProbeRequest((GroupBlocks(0, CHAIN, ()),), 1.0)
@@ -280,10 +281,12 @@ def test_a_worker_raises_nothing_into_its_engine_and_ends_every_transfer(
     changes = iter(range(100))
     worker.register(
         [memory],
-        raising if broken == "first_info" else partial(ModelInfo, packing="kernel"),
-        raising if broken == "adapters" else dict,
-        raising if broken == "model_info" else None,
-        (lambda: next(changes)) if broken == "model_info" else int,
+        ModelInMemory(
+            raising if broken == "first_info" else partial(ModelInfo, packing="kernel"),
+            raising if broken == "model_info" else None,
+            raising if broken == "adapters" else dict,
+            (lambda: next(changes)) if broken == "model_info" else int,
+        ),
     )
     monkeypatch.setattr(memory, "record_event", raising if broken == "record_event" else object)
     monkeypatch.setattr(closed, "start", raising if broken == "start" else lambda work: False)

@@ -13,42 +13,16 @@ from kvpool_connector.session_names import GIVEN_MAX, session_name
 from kvpool_connector.settings import nearest
 
 #: Keys of vLLM's own connectors, for which a request with a MultiConnector may be meant, too.
-OTHERS: Final = frozenset(
-    {
-        "dcp_size",
-        "disagg_spec",
-        "do_remote_decode",
-        "do_remote_prefill",
-        "hidden_states_path",
-        "include_output_tokens",
-        "is_request_leader",
-        "max_offload_tokens",
-        "num_lmcache_extra_cached_tokens",
-        "pp_size",
-        "prompt_token_ids",
-        "remote_block_ids",
-        "remote_block_size",
-        "remote_blocks_expiry_time",
-        "remote_bootstrap_addr",
-        "remote_dp_rank",
-        "remote_dp_rank_override",
-        "remote_dp_size",
-        "remote_dp_size_local",
-        "remote_engine_id",
-        "remote_handshake_port",
-        "remote_host",
-        "remote_hosts",
-        "remote_notify_port",
-        "remote_num_tokens",
-        "remote_port",
-        "remote_prefill_cached_tokens",
-        "remote_request_id",
-        "remote_tp_size",
-        "tp_size",
-        "transfer_id",
-        "transfer_mode",
-    }
+_OTHERS: Final = (
+    "dcp_size disagg_spec do_remote_decode do_remote_prefill hidden_states_path "
+    "include_output_tokens is_request_leader max_offload_tokens num_lmcache_extra_cached_tokens "
+    "pp_size prompt_token_ids remote_block_ids remote_block_size remote_blocks_expiry_time "
+    "remote_bootstrap_addr remote_dp_rank remote_dp_rank_override remote_dp_size "
+    "remote_dp_size_local remote_engine_id remote_handshake_port remote_host remote_hosts "
+    "remote_notify_port remote_num_tokens remote_port remote_prefill_cached_tokens "
+    "remote_request_id remote_tp_size tp_size transfer_id transfer_mode"
 )
+OTHERS: Final = frozenset(_OTHERS.split())
 #: An engine logs so many different mistakes: clients choose the keys.
 _MISTAKES_MAX: Final = 32
 _SHOWN_MAX: Final = 64

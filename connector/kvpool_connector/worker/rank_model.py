@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvpool_connector.hook_guard import FailureLog
 from kvpool_connector.memory.block_memory import BlockMemory
@@ -16,6 +17,21 @@ from kvpool_connector.records.messages import (
 )
 
 
+@dataclass
+class ModelInMemory:
+    """What tells of the model that a rank computes with. Workers that differ cannot share blocks.
+    (design: namespace)"""
+
+    #: The model as it is now. `whole_info` also notices a change of a few weights; it is used when
+    #: they may have been changed in place. None: as `info`.
+    info: Callable[[], ModelInfo] = ModelInfo
+    whole_info: Callable[[], ModelInfo] | None = None
+    #: The LoRA adapters beside it.
+    adapters: Callable[[], Mapping[int, str]] = dict
+    #: Counts the calls that may have changed weights.
+    changes: Callable[[], int] = int
+
+
 class RankModel:
     """Until the scheduler half has made names of what was found last, this is not `registered`, and
     the rank loads and saves nothing."""
@@ -24,9 +40,7 @@ class RankModel:
         self._rank = rank
         self._failures = failures
         self._memory: Sequence[BlockMemory] = ()
-        self._whole_info: Callable[[], ModelInfo] = ModelInfo
-        self._loaded_adapters: Callable[[], Mapping[int, str]] = dict
-        self._weight_changes: Callable[[], int] = int
+        self._model = ModelInMemory()
         self._changes_seen = 0
         self._adapters: Mapping[int, str] = {}  # those that the scheduler half knows
         self.info: WorkerInfo | None = None
@@ -36,36 +50,25 @@ class RankModel:
     def serial(self) -> int:
         return self.info.serial if self.info is not None else 0
 
-    def register(
-        self,
-        memory: Sequence[BlockMemory],
-        model_info: Callable[[], ModelInfo],
-        loaded_adapters: Callable[[], Mapping[int, str]],
-        whole_info: Callable[[], ModelInfo],
-        weight_changes: Callable[[], int],
-    ) -> None:
-        self._memory, self._whole_info = memory, whole_info
-        self._loaded_adapters = loaded_adapters
-        self._weight_changes, self._changes_seen = weight_changes, weight_changes()
+    def register(self, memory: Sequence[BlockMemory], model: ModelInMemory) -> None:
+        self._memory, self._model, self._changes_seen = memory, model, model.changes()
         # What cannot be described is not shared: the engine starts all the same.
-        self._failures.guard("describing the model", lambda: self._describe(model_info()), None)
+        self._failures.guard("describing the model", lambda: self._describe(model.info()), None)
 
     def on_step(self, work: StepWork) -> None:
         """A step begins. The model is described anew where its weights may have changed."""
         if self.info is not None and work.weights_wanted:
             try:
-                changes = self._weight_changes()
+                changes = self._model.changes()
                 if changes != self._changes_seen or self.info.serial < work.serial_min:
                     self._changes_seen = changes
-                    self.describe_again(work.serial_min)
+                    # Loads that run fail: what they bring is of other weights.
+                    info = self._model.whole_info or self._model.info
+                    self._describe(info(), work.serial_min)
             except Exception as error:  # nobody knows what this rank computes now
                 self.info = None
                 self._failures.add("describing the model", error)
         self.on_names(work)
-
-    def describe_again(self, serial_min: int) -> None:
-        """Loads that run fail: what they bring is of other weights."""
-        self._describe(self._whole_info(), serial_min)
 
     def on_names(self, work: StepWork) -> None:
         """The namespaces of this step may be made of what was found last."""
@@ -100,4 +103,4 @@ class RankModel:
 
     def _adapters_now(self) -> Mapping[int, str]:
         """Without them requests that have one are computed."""
-        return self._failures.guard("describing adapters", self._loaded_adapters, {})
+        return self._failures.guard("describing adapters", self._model.adapters, {})

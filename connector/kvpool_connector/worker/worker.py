@@ -23,7 +23,6 @@ from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.records.messages import (
     GroupBlocks,
     LoadRequest,
-    ModelInfo,
     ProbeRequest,
     ProbeResult,
     SaveRequest,
@@ -36,7 +35,7 @@ from kvpool_connector.records.promises import BlockWait
 from kvpool_connector.records.provenance import MetWriters, Trust
 from kvpool_connector.settings import Settings
 from kvpool_connector.worker.ended_transfers import EndedTransfers, FinishedTransfers
-from kvpool_connector.worker.rank_model import RankModel
+from kvpool_connector.worker.rank_model import ModelInMemory, RankModel
 from kvpool_connector.worker.worker_checks import CANCEL_AFTER_S, TransferContext, WorkerChecks
 
 _CLOSE_S: Final = 5.0
@@ -84,24 +83,10 @@ class ConnectorWorker:
         self._trust = Trust(None)
         self._tracer = tracing.tracer()
 
-    def register(
-        self,
-        memory: Sequence[BlockMemory],
-        model_info: Callable[[], ModelInfo],
-        loaded_adapters: Callable[[], Mapping[int, str]] = dict,
-        whole_model_info: Callable[[], ModelInfo] | None = None,
-        weight_changes: Callable[[], int] = int,
-    ) -> None:
-        """The engine's blocks, one memory for each group, and the model that computes them.
-
-        `model_info()` describes the model as it is in memory now, `loaded_adapters()` the LoRA
-        adapters beside it: workers that differ cannot share blocks. `whole_model_info()` also
-        notices a change of a few weights; it is used when they may have been changed in place.
-        `weight_changes()` counts the calls that may have done that. (design: namespace)
-        """
+    def register(self, memory: Sequence[BlockMemory], model: ModelInMemory) -> None:
+        """The engine's blocks, one memory for each group, and the model that computes them."""
         self._memory = self._checks.form.memories(memory)
-        whole = whole_model_info or model_info
-        self._model.register(self._memory, model_info, loaded_adapters, whole, weight_changes)
+        self._model.register(self._memory, model)
 
     def start_loads(self, work: StepWork) -> None:
         """Start the loads of a step; returns at once, unless the weights have changed.
@@ -165,12 +150,13 @@ class ConnectorWorker:
 
     def take_counters(self) -> dict[str, float]:
         """What happened since the last call."""
-        counters = self._failures.guard(
-            "counting",
-            lambda: {**self._thread.take_durations(), **self._checks.form.take_counters()},
-            {},
-        )
-        return {**self._ended.take_counters(), **counters}
+        return {
+            **self._ended.take_counters(),
+            **self._failures.guard("counting", self._counters_of_others, {}),
+        }
+
+    def _counters_of_others(self) -> Mapping[str, float]:
+        return {**self._thread.take_durations(), **self._checks.form.take_counters()}
 
     def close(self) -> None:
         """Cancel every transfer and wait for its end, at most `_CLOSE_S`."""
@@ -179,6 +165,11 @@ class ConnectorWorker:
     def _traced(self, name: str, work: _Work) -> _Work:
         """The same work, in a span if there are spans."""
         return work if self._tracer is None else partial(tracing.run, self._tracer, name, work)
+
+    def _describe(self, **attributes: str | float) -> None:
+        """Of the span that runs here, if there are spans."""
+        if self._tracer is not None:
+            tracing.describe(**attributes)
 
     def _context(self, work: StepWork) -> TransferContext | None:
         """None: this step's blocks have no name, or their memory cannot be used."""
@@ -218,8 +209,7 @@ class ConnectorWorker:
                     missing = [block for block in missing if block not in loaded_ids]
         except (KvpoolError, TimeoutError) as error:
             self._ended.count(f"load_error {type(error).__name__}", 1)
-            if self._tracer is not None:
-                tracing.describe(error=type(error).__name__)
+            self._describe(error=type(error).__name__)
         finally:
             other_weights = context.serial != self._model.serial
             if other_weights or not all(
@@ -228,14 +218,13 @@ class ConnectorWorker:
                 size, missing = 0, [block for blocks in load.blocks for block in blocks.block_ids]
             took_s = time.monotonic() - began
             waited_s = wait.waited_s if wait is not None else 0.0
-            if self._tracer is not None:
-                tracing.describe(
-                    request=load.request_id,
-                    blocks=sum(len(blocks.block_ids) for blocks in load.blocks),
-                    missing=len(missing),
-                    bytes=size,
-                    waited_s=waited_s,
-                )
+            self._describe(
+                request=load.request_id,
+                blocks=sum(len(blocks.block_ids) for blocks in load.blocks),
+                missing=len(missing),
+                bytes=size,
+                waited_s=waited_s,
+            )
             self._ended.on_load(load, size, missing, took_s - waited_s, waited_s, met)
 
     async def _read_part(
@@ -317,16 +306,14 @@ class ConnectorWorker:
                             self._ended.on_compared(compared)
         except (KvpoolError, TimeoutError) as error:
             self._ended.count(f"save_error {type(error).__name__}", 1)
-            if self._tracer is not None:
-                tracing.describe(error=type(error).__name__)
+            self._describe(error=type(error).__name__)
         finally:
             took_s = time.monotonic() - began
             self._ended.count("save_s", took_s)
             self._ended.count(f"save_duration {took_s:.2g}", 1)
-            if self._tracer is not None:
-                refusals = Counter(f"results.{one.name.lower()}" for one in refused.values())
-                count = sum(len(one.digests) for one in save.blocks)
-                tracing.describe(blocks=count, refused=len(refused), bytes=size, **refusals)
+            refusals = Counter(f"results.{one.name.lower()}" for one in refused.values())
+            count = sum(len(one.digests) for one in save.blocks)
+            self._describe(blocks=count, refused=len(refused), bytes=size, **refusals)
             self._ended.on_save(save, size, refused)
 
     async def _write(

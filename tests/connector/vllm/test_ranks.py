@@ -21,9 +21,10 @@ from vllm.v1.request import RequestStatus
 from kvpool_connector import settings as settings_module
 from kvpool_connector.memory.block_memory import memory_of
 from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.records.messages import ModelInfo, StepWork
+from kvpool_connector.records.messages import StepWork
 from kvpool_connector.vllm import ReportMetadata
 from kvpool_connector.vllm_engine.head_split import HeadSplit, head_split
+from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from tests.connector.vllm.helpers import Models, transfer
 from tests.connector.vllm.test_scheduler import BLOCK, BLOCKS, Played
@@ -56,7 +57,7 @@ class Ranks(Played):
             assert thread.wait(10)
             rank = Rank(number, part, saves, split.parts_per_rank)
             worker = ConnectorWorker(chosen, thread, rank)
-            worker.register([memory_of({"layer": memory}, split.parts_per_rank)], ModelInfo)
+            worker.register([memory_of({"layer": memory}, split.parts_per_rank)], ModelInMemory())
             self.workers.append(worker)
         self.merge = KVOutputAggregator(expected_finished_count=ranks)
 
