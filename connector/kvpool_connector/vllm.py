@@ -35,14 +35,17 @@ from kvpool_connector.vllm_engine.interface import (
     SupportsHMA,
     group_kernel_blocks,
 )
-from kvpool_connector.vllm_engine.media import mark_client_names
-from kvpool_connector.vllm_engine.memory import reserve_when_started
 from kvpool_connector.vllm_engine.model import LoadedAdapters, loaded_models, model_info
-from kvpool_connector.vllm_engine.resets import drain_before_resets
+from kvpool_connector.vllm_engine.replaced import (
+    count_loads,
+    count_updates,
+    drain_before_resets,
+    replace_at_start,
+    wanted_layout,
+    weight_changes,
+)
 from kvpool_connector.vllm_engine.scheduler_hooks import SchedulerHooks
-from kvpool_connector.vllm_engine.start_checks import check_when_parsed, wanted_layout
 from kvpool_connector.vllm_engine.stats import ConnectorPromMetrics, ConnectorStats
-from kvpool_connector.vllm_engine.weights import count_loads, count_updates, weight_changes
 from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker
 
@@ -254,9 +257,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 def register() -> None:
     """Make the name known to vLLM in this process; `vllm_plugin` calls this in every one."""
-    check_when_parsed()
-    reserve_when_started()
-    mark_client_names()
+    replace_at_start()
     if KVPoolConnector.__name__ not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             KVPoolConnector.__name__, __name__, KVPoolConnector.__name__

@@ -256,7 +256,7 @@ async def test_the_clients_memory_is_taken_before_the_engine_measures(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM gives the rest of the device to its KV cache: later there is none."""
-    vllm_memory = pytest.importorskip("kvpool_connector.vllm_engine.memory", reason="needs vLLM")
+    replaced = pytest.importorskip("kvpool_connector.vllm_engine.replaced", reason="needs vLLM")
     taken: list[Any] = []
     monkeypatch.setattr(direct, "_reserved", {})
     monkeypatch.setattr(direct, "_allocate", lambda device: taken.append(device) or object())
@@ -268,7 +268,7 @@ async def test_the_clients_memory_is_taken_before_the_engine_measures(
         worker=SimpleNamespace(device=torch.device("cuda", 0)),
         vllm_config=SimpleNamespace(kv_transfer_config=transfer),
     )
-    vllm_memory._then_reserve(lambda wrapper: None)(wrapper)
+    replaced._reserve(lambda wrapper: None, wrapper)
     assert taken == [torch.device("cuda", 0)] * 2 + ["kernels"]
 
 

@@ -39,7 +39,7 @@ ONLY = {
 }
 #: Lines of the whole and of each package, (aim, today).
 LINES = {
-    "": (7_200, 11_331),
+    "": (7_200, 11_287),
     "codecs": (845, 845),
     "events": (320, 320),
     "hints": (360, 360),
@@ -48,7 +48,7 @@ LINES = {
     "plan": (2_480, 2_480),
     "records": (735, 735),
     "scheduler": (1_045, 1_045),
-    "vllm_engine": (1_600, 1_600),
+    "vllm_engine": (1_562, 1_562),
     "worker": (875, 875),
 }
 

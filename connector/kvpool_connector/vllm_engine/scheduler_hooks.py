@@ -26,7 +26,7 @@ from kvpool_connector.settings import Settings
 from kvpool_connector.vllm_engine import engine_log
 from kvpool_connector.vllm_engine.config import events_of, vllm_event
 from kvpool_connector.vllm_engine.interface import kv_cache_utils
-from kvpool_connector.vllm_engine.media import named_by_client
+from kvpool_connector.vllm_engine.replaced import named_by_client
 from kvpool_connector.vllm_engine.stats import DESCRIPTION
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])

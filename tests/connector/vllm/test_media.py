@@ -10,7 +10,7 @@ from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from kvpool_connector.vllm import register
-from kvpool_connector.vllm_engine.media import named_by_client
+from kvpool_connector.vllm_engine.replaced import named_by_client
 from tests.connector.vllm.played import BLOCK, Played, store
 from tests.support.local_pool import LocalPool
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool_connector.vllm_engine import resets as vllm_resets
+from kvpool_connector.vllm_engine import replaced
 from kvpool_connector.vllm_engine.interface import engine_resets
 
 
@@ -42,12 +42,12 @@ class Process(Core):
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = Core.reset_prefix_cache
-    monkeypatch.setattr(vllm_resets, "engine_resets", lambda: (Core, Process, "paused"))
-    vllm_resets.drain_before_resets.cache_clear()
-    vllm_resets.drain_before_resets()
-    vllm_resets.drain_before_resets()
+    monkeypatch.setattr(replaced, "engine_resets", lambda: (Core, Process, "paused"))
+    replaced.drain_before_resets.cache_clear()
+    replaced.drain_before_resets()
+    replaced.drain_before_resets()
     yield
-    vllm_resets.drain_before_resets.cache_clear()
+    replaced.drain_before_resets.cache_clear()
     Core.reset_prefix_cache = before  # type: ignore[method-assign]
 
 
@@ -71,7 +71,7 @@ def test_nothing_steps_that_need_not(kind: Any) -> None:
 def test_the_wait_is_bounded_and_leaves_the_engine_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm_resets, "_WAIT_S", 0.02)
+    monkeypatch.setattr(replaced, "_WAIT_S", 0.02)
     core: Any = Core(saves=1 << 60)
     core.pause_state = "new requests wait"
     steps, _ = core.reset_prefix_cache()

@@ -45,7 +45,7 @@ from kvpool_connector.records.messages import (
 from kvpool_connector.records.provenance import UNKNOWN
 from kvpool_connector.vllm_engine import engine_log
 from kvpool_connector.vllm_engine.config import vllm_event
-from kvpool_connector.vllm_engine.start_checks import RefusedSettings
+from kvpool_connector.vllm_engine.replaced import RefusedSettings
 from kvpool_connector.vllm_engine.stats import ConnectorPromMetrics, ConnectorStats
 from tests.connector.vllm.helpers import Models, transfer
 from tests.connector.vllm.played import BLOCK, BLOCKS, SIZE, Play, Played, store, warmed
