@@ -405,7 +405,8 @@ def test_a_block_that_waits_longer_delays_no_other() -> None:
 
 
 def test_the_blocks_that_have_waited_longest_are_dropped() -> None:
-    saves = queue(0, counters := Counter())
+    counters: Counter[str] = Counter()
+    saves = queue(0, counters)
     many = [
         SaveRun("a", 0, number, [number.to_bytes(32, "big")], b"", [number], 0.0)
         for number in range(WAITING_BLOCKS_MAX + 2)
