@@ -23,26 +23,19 @@ from pathlib import Path
 import pytest
 
 from kvpool.cli.keyboard import keys_of
-
-ROOT = Path(__file__).parents[2]
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return f"127.0.0.1:{listening.getsockname()[1]}"
+from tests.support.programs import ROOT, RunningPrograms, free_address
 
 
-class RunningPool:
+class RunningPool(RunningPrograms):
     """A master and servers, as processes."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.master = free_address()
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.start_master()
 
     def start_master(self) -> None:
-        self.start("master", "master", "--bind", self.master)
+        self.start_kvpool("master", "master", "--bind", self.master)
         host, port = self.master.split(":")
         for _ in range(300):
             try:
@@ -52,20 +45,8 @@ class RunningPool:
                 time.sleep(0.1)
 
     def serve(self, name: str) -> None:
-        self.start(name, "server", "--masters", self.master, "--id", name, "--capacity", "8MiB")
-
-    def start(self, name: str, *words: str) -> None:
-        command = [sys.executable, "-m", "kvpool", *words, "--die-with-parent"]
-        with (self.folder / f"log-{name}").open("wb") as log:
-            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
-
-    def kill(self, name: str) -> None:
-        self.processes[name].kill()
-        self.processes[name].wait()
-
-    def close(self) -> None:
-        for name in self.processes:
-            self.kill(name)
+        which = ("--masters", self.master, "--id", name)
+        self.start_kvpool(name, "server", *which, "--capacity", "8MiB")
 
 
 class Terminal:

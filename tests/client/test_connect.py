@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,15 +27,9 @@ from kvpool.errors import Unavailable
 from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
 from tests.conftest import NAMESPACE, buffers, keys, values
+from tests.support.programs import free_address
 
 HERD = 60
-
-
-def free_address() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        host, port = sock.getsockname()
-        return f"{host}:{port}"
 
 
 async def test_a_master_that_answers_late_is_waited_for() -> None:

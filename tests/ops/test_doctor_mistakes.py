@@ -32,10 +32,11 @@ from kvpool.ops.engines import examine_engines
 from kvpool.ops.finding import Finding
 from kvpool.runtime import host_id
 from kvpool.secret_file import TenantKey
+from kvpool.tools.subprocesses import process_of
 from kvpool.types import ClientUsage, Cluster, Demand, Namespace, ServerStats, TierUsage, WorkingSet
 from kvpool_transports.tcp import TcpTransport
 from tests.net.test_secret import pool_of
-from tests.net.test_versions import THEIRS, process
+from tests.net.test_versions import THEIRS
 from tests.ops.test_doctor import member
 from tests.support.commands import kvpool
 from tests.support.tenant_pool import OPERATOR, SECRETS, TenantPool
@@ -148,9 +149,9 @@ async def another_cluster(place: Place) -> Iterable[Finding]:
 
 @mistake("master", "fail", "run the same release", "do as it says")
 async def another_release(place: Place) -> Iterable[Finding]:
-    start = (*THEIRS, "master", "--bind", "127.0.0.1:0")
-    line = await place.stack.enter_async_context(process(*start, says="master at"))
-    return await place.master(line.split()[-1])
+    started = process_of(*THEIRS, "master", "--bind", "127.0.0.1:0")
+    theirs = await place.stack.enter_async_context(started)
+    return await place.master((await theirs.line()).removeprefix("master at "))
 
 
 @mistake("master", "fail", "nothing listens there", "start it: kvpool master --bind 127.0.0.1:")

@@ -7,10 +7,6 @@ import hashlib
 import os
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -20,6 +16,7 @@ import pytest
 
 import kvpool
 from kvpool import admin
+from tests.support.programs import RunningPrograms, free_address
 
 playwright = pytest.importorskip("playwright.async_api", reason="see make test WITH=page")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -31,37 +28,17 @@ NAMESPACE = kvpool.Namespace(f"model={SCRIPT}")
 ROOT = Path(__file__).parents[2]
 
 
-class RunningPool:
+class RunningPool(RunningPrograms):
     """A master with a page and servers, as processes."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.master, self.http = (f"127.0.0.1:{_free_port()}" for _ in range(2))
-        self.start("master", "master", "--bind", self.master, "--http", self.http)
+        super().__init__(folder)
+        self.master, self.http = free_address(), free_address()
+        self.start_kvpool("master", "master", "--bind", self.master, "--http", self.http)
 
     def serve(self, name: str) -> None:
         tiers = ["--tier", "dram:8MiB", "--tier", f"nvme:{self.folder}/{len(self.processes)}:32MiB"]
-        self.start(name, "server", "--masters", self.master, "--id", name, *tiers)
-
-    def start(self, name: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", "kvpool", *arguments, "--die-with-parent"]
-        log = (self.folder / f"log-{len(self.processes)}").open("wb")
-        self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def kill(self, name: str) -> None:
-        self.processes[name].send_signal(signal.SIGKILL)
-        self.processes[name].wait()
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
+        self.start_kvpool(name, "server", "--masters", self.master, "--id", name, *tiers)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import json
 import math
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +19,8 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import ROOT, RunningPrograms, free_address
+
 DEPLOY = ROOT / "deploy"
 #: Of the system, or where `make test WITH=prometheus` unpacks Debian's package.
 PATHS = f"{ROOT / '.prometheus/usr/bin'}:/usr/local/bin:/usr/bin:/bin"
@@ -48,27 +47,20 @@ def promtool(*words: str | Path, stdin: bytes = b"") -> None:
     assert not re.search(rb"(?i)error|warn", done.stderr), done.stderr.decode()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
-
-
-class Watched:
+class Watched(RunningPrograms):
     """A master, two servers and a client as processes, and the Prometheus that watches them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.master = f"127.0.0.1:{free_port()}"
-        self.pages = {name: f"127.0.0.1:{free_port()}" for name in ("master", "a", "b", "client")}
-        self.url = f"http://127.0.0.1:{free_port()}"
-        kvpool = [sys.executable, "-m", "kvpool"]
-        over = ["--die-with-parent", "--http"]
-        self.start("master", *kvpool, "master", "--bind", self.master, *over, self.pages["master"])
+        super().__init__(folder)
+        self.master = free_address()
+        self.pages = {name: free_address() for name in ("master", "a", "b", "client")}
+        self.url = f"http://{free_address()}"
+        on = ["--bind", self.master, "--http", self.pages["master"]]
+        self.start_kvpool("master", "master", *on)
         for name in ("a", "b"):
             tiers = ["--tier", "dram:4MiB", "--tier", f"nvme:{folder}/{name}:16MiB"]
             member = ["--masters", self.master, "--id", name]
-            self.start(name, *kvpool, "server", *member, *tiers, *over, self.pages[name])
+            self.start_kvpool(name, "server", *member, *tiers, "--http", self.pages[name])
         port = self.pages["client"].rpartition(":")[2]
         self.start("client", sys.executable, "-m", "tests.prometheus.traffic", self.master, port)
         self.start(
@@ -99,19 +91,6 @@ class Watched:
         config = self.folder / "prometheus.yml"
         config.write_text(yaml.safe_dump(settings))
         return config
-
-    def start(self, name: str, *command: str) -> None:
-        log = (self.folder / f"log-{name}").open("wb")
-        self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
-
-    def kill(self, name: str) -> None:
-        self.processes[name].send_signal(signal.SIGKILL)
-        self.processes[name].wait()
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
 
     def page(self, name: str) -> bytes:
         with urlopen(f"http://{self.pages[name]}/metrics", timeout=5) as answer:

@@ -6,13 +6,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import free_port
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 LINES_MAX = 10
@@ -24,11 +25,6 @@ def block(heading: str) -> list[str]:
     found = re.search(code, README, re.MULTILINE | re.DOTALL)
     assert found is not None, heading
     return found[1].splitlines()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 def here(lines: list[str]) -> str:

@@ -8,7 +8,6 @@ import importlib.util
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
 from kvpool.net.event_subscriber import EventSubscriber
 from kvpool.ops.engine_stream import EngineStream
 from kvpool.ops.event_service import publish_engine
+from tests.support.programs import free_port
 
 #: Tokens of a block.
 BLOCK: Final = 16
@@ -43,13 +43,6 @@ def need(*modules: str) -> None:
         pytest.skip(
             f"{', '.join(missing)} not installed: make test WITH=routers", allow_module_level=True
         )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Prompt:

@@ -20,7 +20,8 @@ pytest.importorskip("vllm", reason="needs vLLM: make test WITH=lmcache-long")
 
 from examples import tiny_model
 from kvpool.testing.connector_checks import ProcessPool, prompt
-from tests.connector.vllm.helpers import Engine, free_port, wait_for
+from tests.connector.vllm.helpers import Engine, wait_for
+from tests.support.programs import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -21,8 +21,9 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang 0.5.23: make test WITH=sglang", allow_module_level=True)
 
 from examples import tiny_model
-from tests.connector.vllm.helpers import Engine, free_port, prompt
+from tests.connector.vllm.helpers import Engine, prompt
 from tests.support.local_pool import LocalPool
+from tests.support.programs import free_port
 
 pytestmark = pytest.mark.timeout(400)  # an engine takes half a minute to start
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.connector.vllm.engine import ENVIRONMENT
+from tests.support.programs import free_port
 
 T = TypeVar("T")
 #: What fixtures are: the directory of a model of a kind, the file of a log, an engine's context.
@@ -240,13 +241,6 @@ class SlowServer:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.moved = int(line)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_for(condition: Callable[[], bool], within_s: float = 20.0) -> None:

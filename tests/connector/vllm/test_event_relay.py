@@ -24,7 +24,7 @@ from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
 from kvpool.net.event_subscriber import EventSubscriber
 from kvpool.ops.engine_stream import EngineStream
 from kvpool.ops.event_service import publish_engine
-from tests.connector.vllm.helpers import free_port
+from tests.support.programs import free_port
 
 pytestmark = pytest.mark.timeout(60)
 

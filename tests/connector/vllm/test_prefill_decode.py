@@ -29,11 +29,11 @@ from tests.connector.vllm.helpers import (
     Logs,
     Models,
     closing,
-    free_port,
     transfer,
     wait_for,
 )
 from tests.support.local_pool import LocalPool
+from tests.support.programs import free_port
 
 pytestmark = pytest.mark.timeout(400)
 
