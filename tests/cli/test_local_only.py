@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +20,11 @@ from kvpool.cli import other_users
 from kvpool.config import load
 from kvpool.errors import ConfigError, Unauthenticated
 from kvpool.secret_file import local_secret_file
+from kvpool.tools.subprocesses import process_of
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, key, keys, values
-from tests.net.test_secret import command
 from tests.support.commands import running_kvpool
+from tests.support.programs import free_address, pool_of_commands
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 SOMEBODY = 65534
@@ -37,17 +36,9 @@ def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "kvpool"
 
 
-@asynccontextmanager
-async def pool_of_one_user() -> AsyncIterator[str]:
+def pool_of_one_user() -> AbstractAsyncContextManager[str]:
     """A master and a server; the master's address."""
-    async with AsyncExitStack() as stack:
-        line = await stack.enter_async_context(
-            command("master", "--bind", "127.0.0.1:0", "--local-only", says="master at")
-        )
-        address = line.split()[-1]
-        where = ("--masters", address, "--local-only", "--capacity", "4MiB")
-        await stack.enter_async_context(command("server", *where, says="server "))
-        yield address
+    return pool_of_commands("--local-only")
 
 
 async def test_processes_of_this_user_share_a_pool() -> None:
@@ -226,14 +217,11 @@ async def test_a_host_with_several_users_is_told_once() -> None:
 
 async def test_a_server_says_that_it_is_there_when_a_master_knows_it() -> None:
     """Who waits for its line writes next: without a known server, that is SERVER_LOST."""
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{reserved.getsockname()[1]}"
-    server = command("server", "--masters", address, "--capacity", "4MiB", says="server ")
-    async with AsyncExitStack() as stack:
-        starting = asyncio.create_task(stack.enter_async_context(server))
+    address = free_address()
+    async with process_of("kvpool", "server", "--masters", address, "--capacity", "4MiB") as server:
+        starting = asyncio.create_task(server.line())
         await asyncio.sleep(1.0)  # time enough for a line that would be too early
-        await stack.enter_async_context(command("master", "--bind", address, says="master at"))
-        await starting
-        async with await kvpool.connect(address) as pool:
-            assert await pool.write(NAMESPACE, [key("first")], [b"x"]) == [WriteStatus.STORED]
+        async with process_of("kvpool", "master", "--bind", address):
+            assert (await starting).startswith("server ")
+            async with await kvpool.connect(address) as pool:
+                assert await pool.write(NAMESPACE, [key("first")], [b"x"]) == [WriteStatus.STORED]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from kvpool import ClientConfig, Cluster, MasterLost, ServerConfig, connect, dev, read_secret
+from kvpool import ClientConfig, Cluster, ServerConfig, connect, dev, read_secret
 from kvpool.config import MasterConfig
 from kvpool.errors import ConfigError, Unauthenticated
 from kvpool.master.service import Master
@@ -26,6 +25,7 @@ from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.commands import running_kvpool
+from tests.support.programs import pool_of_commands
 from tests.support.raw_peers import frame, raw, read
 
 OURS = Cluster("default", b"0123456789abcdef-ours")
@@ -106,26 +106,6 @@ async def test_who_knows_the_secret_shares_blocks(scheme: str) -> None:
             got = buffers(4)
             await pool.read(NAMESPACE, chain, got, match=await pool.match(NAMESPACE, chain))
             assert got == values(chain)
-
-
-@STRANGERS
-async def test_a_master_does_not_answer_strangers_and_they_are_told_why(stranger: Cluster) -> None:
-    async with pool_of(OURS) as running:
-        config = ClientConfig(masters=[running.address], timeout_s=0.5)
-        why = "are equal" if stranger.secret else "requires a secret"
-        with pytest.raises(MasterLost, match=why):
-            await connect(config=config, cluster=stranger)
-        before = dict(running.master.requests)
-        async with await connect(running.address, cluster=OURS) as pool:
-            assert len(await pool.members()) == 1
-        assert set(before) <= {"register", "inventory", "heartbeat", "announce"}
-
-
-async def test_a_client_with_a_secret_does_not_trust_a_master_without() -> None:
-    async with pool_of(Cluster()) as running:
-        config = ClientConfig(masters=[running.address], timeout_s=0.5)
-        with pytest.raises(MasterLost, match="has no secret, but this process has one"):
-            await connect(config=config, cluster=OURS)
 
 
 @STRANGERS
@@ -254,34 +234,9 @@ async def test_with_a_secret_one_may_listen_beyond_loopback() -> None:
 async def test_the_commands_share_a_secret(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("0123456789abcdef")
     secret = ("--secret-file", str(tmp_path / "secret"))
-    async with AsyncExitStack() as stack:
-        line = await stack.enter_async_context(
-            command("master", "--bind", "127.0.0.1:0", *secret, says="master at")
-        )
-        master = ("--masters", line.split()[-1])
-        await stack.enter_async_context(
-            command("server", "--capacity", "4MiB", *master, *secret, says="server ")
-        )
-        refused, _, why = await running_kvpool("status", *master)
+    async with pool_of_commands(*secret) as address:
+        refused, _, why = await running_kvpool("status", "--masters", address)
         assert refused == 1
         assert "requires a secret: set secret_file" in why
-        code, said, _ = await running_kvpool("status", *master, *secret, "--json")
+        code, said, _ = await running_kvpool("status", "--masters", address, *secret, "--json")
         assert code == 0, said
-
-
-@asynccontextmanager
-async def command(*arguments: str, says: str) -> AsyncIterator[str]:
-    """A `kvpool` process; the line in which it says so."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvpool", *arguments), stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        line = "begins"
-        while says not in line:
-            assert line, "it ended"
-            line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-        yield line
-    finally:
-        process.kill()
-        await process.wait()

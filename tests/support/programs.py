@@ -5,7 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+
+from kvpool.tools.subprocesses import process_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +22,17 @@ def free_port() -> int:
 
 def free_address() -> str:
     return f"127.0.0.1:{free_port()}"
+
+
+@asynccontextmanager
+async def pool_of_commands(*options: str) -> AsyncIterator[str]:
+    """`kvpool master` and `kvpool server` with these options; the master's address."""
+    async with process_of("kvpool", "master", "--bind", "127.0.0.1:0", *options) as master:
+        address = (await master.line()).removeprefix("master at ")
+        of_server = ("--masters", address, "--capacity", "4MiB", *options)
+        async with process_of("kvpool", "server", *of_server) as server:
+            await server.line()
+            yield address
 
 
 class RunningPrograms:

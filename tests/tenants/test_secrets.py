@@ -22,8 +22,8 @@ from kvpool.types import Cluster
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
 from tests.conftest import eventually, keys, values
-from tests.net.test_secret import command
 from tests.support.commands import running_kvpool
+from tests.support.programs import pool_of_commands
 from tests.support.raw_peers import ask, frame, raw
 from tests.support.tenant_pool import MODEL, OPERATOR, SECRETS, TenantPool, tenant, tenant_pool
 
@@ -312,16 +312,10 @@ async def test_the_commands_of_a_pool_with_tenants(tmp_path: Path) -> None:
         assert (code, f"a tenant's key makes no {which}" in why) == (2, True), why
         code, _, why = await running_kvpool(which, *tenants)
         assert (code, "set 'secret_file'" in why) == (2, True), why
-    async with AsyncExitStack() as stack:
-        line = await stack.enter_async_context(
-            command("master", "--bind", "127.0.0.1:0", *secret, *tenants, says="master at")
-        )
-        master = ("--masters", line.split()[-1])
-        await stack.enter_async_context(
-            command("server", "--capacity", "4MiB", *master, *secret, *tenants, says="server ")
-        )
+    async with pool_of_commands(*secret, *tenants) as address:
+        master = ("--masters", address)
         cluster = read_cluster("default", acme[1])
-        async with await connect(line.split()[-1], cluster=cluster) as pool:
+        async with await connect(address, cluster=cluster) as pool:
             assert await pool.write(MODEL, CHAIN, values(CHAIN)) == [WriteStatus.STORED] * 2
         code, said, _ = await running_kvpool(
             "explain", CHAIN[0].hex(), "--namespace", "llama", *master, *acme
