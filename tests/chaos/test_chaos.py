@@ -90,58 +90,6 @@ async def test_a_frozen_owner_of_two_costs_a_hedge(cluster: ProcessCluster) -> N
     assert not sum(seen.wrong_bytes for one in reads for seen in one)
 
 
-async def test_kill_9_of_a_server_under_reads(cluster: ProcessCluster, pool: Pool) -> None:
-    """G6: reads end by their deadline, with right bytes or a miss; other servers are still read."""
-    lost, kept = await fill(pool, "server-0", 24), await fill(pool, "server-1", 8)
-    loop = asyncio.get_running_loop()
-    seen: set[ReadStatus] = set()
-
-    async def reader(chain: list[bytes], timeout: float) -> None:
-        match = await pool.match(NAMESPACE, chain)
-        for _ in range(30):
-            got = buffers(len(chain), 1 << 20)
-            started = loop.time()
-            results = await pool.read(NAMESPACE, chain, got, match=match, timeout=timeout)
-            assert loop.time() - started < timeout + patient(0.2)
-            for digest, result, buffer in zip(chain, results, got, strict=True):
-                assert not result.status.hit or buffer == value(digest, 1 << 20)
-                if chain is lost:
-                    seen.add(result.status)
-                else:
-                    assert result.status.hit
-
-    # Both start before the kill and are in the middle of it when it comes.
-    reading = asyncio.gather(reader(lost, 2.0), reader(kept, 5.0))
-    await asyncio.sleep(0.1)
-    await cluster.servers["server-0"].kill()
-    await reading
-    assert ReadStatus.SERVER_LOST in seen
-    assert seen <= {ReadStatus.HIT, ReadStatus.SERVER_LOST, ReadStatus.DEADLINE}
-
-
-async def test_kill_9_of_a_server_under_writes(cluster: ProcessCluster, pool: Pool) -> None:
-    """A write whose server dies goes to the other one or fails; stored blocks have right bytes."""
-    chain = keys("under fire", 40)
-
-    async def writer() -> list[WriteStatus]:
-        statuses = []
-        for digest in chain:
-            statuses += await pool.write(NAMESPACE, [digest], [value(digest, 1 << 20)], timeout=3)
-        return statuses
-
-    writing = asyncio.create_task(writer())
-    await asyncio.sleep(0.05)
-    await cluster.servers["server-0"].kill()
-    statuses = await writing
-    allowed = {WriteStatus.STORED, WriteStatus.SERVER_LOST, WriteStatus.DEADLINE}
-    assert set(statuses) <= allowed
-    assert statuses[-1] is WriteStatus.STORED
-    got = buffers(40, 1 << 20)
-    results = await pool.read(NAMESPACE, chain, got)
-    for digest, result, buffer in zip(chain, results, got, strict=True):
-        assert not result.status.hit or buffer == value(digest, 1 << 20)
-
-
 async def test_a_frozen_server_costs_a_deadline_and_not_more(
     cluster: ProcessCluster, pool: Pool
 ) -> None:
@@ -183,53 +131,6 @@ async def test_a_server_that_was_frozen_comes_back_with_everything(cluster: Proc
 
 
 # --- masters ----------------------------------------------------------------------------
-
-
-async def test_a_killed_master_is_back_with_the_whole_map(two_masters: ProcessCluster) -> None:
-    """G7: after kill -9 and a restart the master matches all blocks; writes went on meanwhile."""
-    loop = asyncio.get_running_loop()
-    written: list[bytes] = []
-    async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(two_masters.client())
-        chain = keys("before", 400)
-        assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
-
-        async def write() -> None:
-            while True:
-                digest = key(f"through it {len(written)}")
-                (status,) = await pool.write(NAMESPACE, [digest], [value(digest)])
-                assert status is WriteStatus.STORED
-                written.append(digest)
-
-        writing = asyncio.create_task(write())
-        await asyncio.sleep(0.2)
-        master = two_masters.masters["master-0"]
-        await master.kill()
-        await asyncio.sleep(0.5)
-        during = len(written)
-        await master.start()
-        started = loop.time()
-        client = two_masters.client(master="master-0")
-        restarted = await stack.enter_async_context(client)
-        while (match := await restarted.match(NAMESPACE, chain)).length < len(chain):
-            assert loop.time() - started < 2 * HEARTBEAT_S + patient(BUSY_S), match
-            await asyncio.sleep(0.01)
-        print(f"a restarted master knew all blocks after {loop.time() - started:.3f} s")
-        await asyncio.sleep(0.2)
-        assert not writing.done()
-        assert len(written) > during > 0
-        writing.cancel()
-        await asyncio.wait([writing])
-        await until_known(restarted, written)
-
-
-async def until_known(pool: Pool, digests: list[bytes]) -> None:
-    """Wait up to 2 s until this client's masters list all of these acknowledged blocks."""
-    for _ in range(100):
-        if all(answer.status.hit for answer in await admin(pool).explain(NAMESPACE, digests)):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("blocks that were acknowledged are not in the map")
 
 
 async def test_a_master_killed_under_matches_fails_none(two_masters: ProcessCluster) -> None:

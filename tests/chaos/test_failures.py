@@ -19,7 +19,6 @@ from kvpool import (
     connect,
     dev,
 )
-from kvpool.errors import KvpoolError
 from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Peer, ReserveRequest
@@ -89,46 +88,12 @@ async def test_reads_with_a_match_need_no_master(pool_dev: dev.Dev, scheme: str)
             await pool.members(timeout=0.3)
 
 
-async def test_no_master_is_an_error_at_once() -> None:
-    config = ClientConfig(masters=["127.0.0.1:9"], timeout_s=0.3)
-    with pytest.raises(MasterLost, match=r"127\.0\.0\.1:9"):
-        await connect(config=config)
-
-
 async def test_any_master_that_answers_is_good(pool_dev: dev.Dev) -> None:
     chain = keys("any", 5)
     config = ClientConfig(masters=["127.0.0.1:9", pool_dev.address], attempt_s=0.2)
     async with pool_dev.pool(config) as pool:
         assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
         assert (await pool.match(NAMESPACE, chain)).length == 5
-
-
-async def test_a_link_survives_whoever_was_at_the_masters_address() -> None:
-    """Also if it spoke zmq, as a master of a former release does."""
-
-    async def nonsense(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A ZMTP 3 greeting, then a command that is none.
-        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x04\x05READY")
-        await asyncio.sleep(0.05)
-        writer.close()
-
-    other = await asyncio.start_server(nonsense, "127.0.0.1", 0)
-    host, port = other.sockets[0].getsockname()
-    network = TcpNetwork()
-    link = network.connect(f"{host}:{port}")
-    loop = asyncio.get_running_loop()
-    with pytest.raises(KvpoolError):
-        await link.request(7, b"?", deadline=loop.time() + 0.5)
-    other.close()
-    listener = await network.serve(f"{host}:{port}", lambda type, body, _: (type, body))
-    for _ in range(10):
-        with contextlib.suppress(KvpoolError):
-            assert await link.request(7, b"?", deadline=loop.time() + 1.0) == (7, b"?")
-            break
-    else:
-        raise AssertionError("the link never connects again")
-    await listener.close()
-    network.close()
 
 
 async def test_a_master_of_another_cluster_is_refused(pool_dev: dev.Dev) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool import Namespace, WriteStatus
-from kvpool.client.writer import RETRY_ELSEWHERE, BatchState
+from kvpool.client.writer import BatchState
 from kvpool.protocols import WriteOptions
 from kvpool.types import WriteBlock
 
@@ -18,11 +18,11 @@ def batch(blocks: int, servers: list[str], copies: int = 1) -> tuple[BatchState,
     return BatchState(options, rows, copies, 9.0, servers), dict.fromkeys(range(blocks), copies)
 
 
-@pytest.mark.parametrize("refusal", RETRY_ELSEWHERE)
-def test_a_block_that_a_server_refuses_is_the_next_ones(refusal: WriteStatus) -> None:
+@pytest.mark.parametrize("refusal", ["NO_SPACE", "SERVER_LOST", "REFUSED", "TOO_LARGE", "DEADLINE"])
+def test_a_block_that_a_server_refuses_is_the_next_ones(refusal: str) -> None:
     state, needed = batch(3, ["a", "b"])
     assert state.next_batches(needed) == {"a": [0, 1, 2]}
-    state.answered("a", [0, 1, 2], [STORED, refusal, WriteStatus.IN_PROGRESS], needed)
+    state.answered("a", [0, 1, 2], [STORED, WriteStatus[refusal], WriteStatus.IN_PROGRESS], needed)
     assert needed == {1: 1}
     assert state.next_batches(needed) == {"b": [1]}
     state.answered("b", [1], [STORED], needed)

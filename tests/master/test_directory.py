@@ -544,20 +544,6 @@ def test_an_inventory_equal_to_what_is_known_leaves_nothing_to_sweep() -> None:
     check_invariants(directory)
 
 
-def test_an_inventory_that_lost_nothing_starts_no_walk_of_a_large_map() -> None:
-    directory, chain = directory_of("s"), keys("c", 4 * PIECE_KEYS)
-    sweeper = Sweeper(directory)
-    for sequence in (1, 2):
-        assert directory.servers.check_piece("s", 1, sequence, 0) is SequenceCheck.NEXT
-        directory.stored("s", ONE, 0, 0, chain)
-        assert directory.servers.end_inventory("s") == 0
-        assert not sweeper.step(limit=1)
-    assert directory.servers.check_piece("s", 1, 3, 0) is SequenceCheck.NEXT
-    directory.stored("s", ONE, 0, 0, chain[1:])
-    assert directory.servers.end_inventory("s") == 1
-    assert sweeper.step(limit=1)
-
-
 def test_useless_sets_of_locations_are_forgotten() -> None:
     """Resyncs that lose nothing are not swept, but each leaves sets that nobody uses."""
     directory = directory_of("s")
