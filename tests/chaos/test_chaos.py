@@ -195,40 +195,6 @@ async def test_of_writers_that_disagree_one_wins(cluster: ProcessCluster) -> Non
             assert seen == {versions[statuses.index(WriteStatus.STORED)]}
 
 
-PROBER = """
-    import asyncio, sys, kvpool
-    from tests.conftest import NAMESPACE, keys
-    async def main():
-        asked, chains = 0, [keys(f"chain {n}", 16) for n in range(96)]
-        stdin = asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-        async with await kvpool.connect(sys.argv[1]) as pool:
-            print("ready", flush=True)
-            while not stdin.done():
-                for chain in chains:
-                    await pool.match(NAMESPACE, chain)
-                asked += 1
-        print(asked, flush=True)
-    asyncio.run(main())
-"""
-
-
-async def test_a_full_pool_that_is_probed_by_others_goes_on(cluster: ProcessCluster) -> None:
-    """G9: two processes look up every key all the time while 3 times the capacity is written."""
-    (master,) = cluster.masters_of("clients")
-    async with AsyncExitStack() as stack:
-        probers = [await stack.enter_async_context(script(PROBER, master)) for _ in range(2)]
-        for prober in probers:
-            assert await prober.line() == "ready"
-        pool = await stack.enter_async_context(cluster.client())
-        for number in range(96):
-            chain = keys(f"chain {number}", 16)
-            statuses = await pool.write(NAMESPACE, chain, values(chain, 1 << 18))
-            assert set(statuses) == {WriteStatus.STORED}, number
-        for prober in probers:
-            prober.write_line("stop")
-            assert int(await prober.line()) > 0
-
-
 WRITER = """
     import os, signal, socket, sys
     from kvpool.wire.frames import encode_frame

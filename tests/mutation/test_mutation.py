@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cosmic_ray", reason="make mutants installs it")
 
-from tests.mutation.coverage_map import CoverageMap, _test_name, followed, load
+from tests.mutation.coverage_map import CoverageMap, load
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.mutants import mutants_of, names_of, planted, product_files, sample
 from tests.mutation.trial import Limits, Verdict, try_mutant
@@ -74,24 +74,6 @@ def test_the_kinds_of_mistakes(small_root: Path) -> None:
     }
 
 
-def test_what_is_planted(small_root: Path) -> None:
-    lines = {
-        (mutant.operator, mutant.occurrence): planted(small_root, mutant)
-        for mutant in mutants_of(small_root, "small.py")
-    }
-    texts = "\n---\n".join(lines.values())
-    assert "self.held -= (4096 * 1000)" in texts
-    assert "    pass\n    for item in items:" in texts
-    assert "    for item in items:\n        pass\n    for item, name" in texts
-    assert "return len(items) > 1" in texts
-    assert all(text.startswith("def clean(") for text in lines.values())
-
-
-def test_a_statement_of_many_lines_is_known_by_all_of_them(small_root: Path) -> None:
-    call = next(m for m in mutants_of(small_root, "small.py") if m.line == 8)
-    assert (call.first_line, call.last_line) == (8, 10)
-
-
 QUICK = "tests/server/b.py::quick"
 LOOKING = "tests/server/c.py::that_compares_constants"
 
@@ -118,13 +100,6 @@ def test_tests_of_a_line_nearest_and_quickest_first() -> None:
     assert tests.tests_of("kvpool/server/state/store.py", [1]) == ([*near, LOOKING], far)
     assert tests.tests_of("kvpool/server/state/store.py", [6]) == ([], [])
     assert tests.tests_of("kvpool/new.py", [1]) == ([], [])
-
-
-def test_lines_that_have_moved_keep_their_tests() -> None:
-    tests = {"1": [""], "2": ["b"], "4": ["c", "d"]}
-    after = followed(tests, "a = 1\nb = 2\n\nc = 3\n", "# new\na = 1\nb = 2\nb += 1\n\nc = 4\n")
-    assert after == {"1": [""], "2": [""], "3": ["b"], "4": ["b"], "6": ["c", "d"]}
-    assert followed(tests, "a = 1\nb = 2\n\nc = 3\n", "") == {}
 
 
 def test_only_tests_that_have_changed_are_run_again(
@@ -162,19 +137,6 @@ def test_only_tests_that_have_changed_are_run_again(
         [],
         [],
     )
-
-
-@pytest.mark.parametrize(
-    ("context", "name"),
-    [
-        ("tests/a.py::test_b[x|y]|run", "tests/a.py::test_b[x|y]"),
-        ("tests/a.py::test_b|setup", "tests/a.py::test_b"),
-        ("tests/a.py::test_b (call)", "tests/a.py::test_b"),
-        ("", ""),
-    ],
-)
-def test_the_name_of_a_test_in_a_context(context: str, name: str) -> None:
-    assert _test_name(context) == name
 
 
 #: The first test fails at these of its runs, as one does that is too slow for a busy machine.

@@ -93,14 +93,6 @@ async def found(server: BlockServer, blocks: int = len(CHAIN)) -> None:
     await server._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
 
 
-async def test_what_memory_has_dropped_comes_back(fleet: Fleet, pool: Pool) -> None:
-    server = await fleet.start("a")
-    await write(pool, server)
-    assert server.store.index.stored <= 16
-    assert await hits(pool) == len(CHAIN)
-    assert server.stack.index.hits[1] > 0
-
-
 async def test_another_server_has_it_when_all_are_lost(fleet: Fleet, pool: Pool) -> None:
     server = await fleet.start("a")
     await write(pool, server)
@@ -300,20 +292,6 @@ async def test_a_damaged_object_is_a_miss(
         assert await hits(pool) == pytest.approx(expected, abs=4)
         if not expected:
             assert other.stats(0.0).counters["cold_damaged"] > 0
-
-
-async def test_an_object_under_another_name_is_a_miss(
-    fleet: Fleet, pool: Pool, shelf: Shelf
-) -> None:
-    """Whoever can write into the bucket but has no secret can bring nothing back."""
-    await write(pool, await fleet.start("a"))
-    await fleet.lose("a")
-    for name in shelf.names("blocks"):
-        shelf.objects[name + "0"] = shelf.objects.pop(name)
-        shelf.times[name + "0"] = shelf.times[name]
-    other = await fleet.start("b")
-    await found(other, 0)
-    assert await hits(pool) == 0
 
 
 async def test_objects_of_others_without_number_are_some_lines(
