@@ -12,7 +12,8 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from inspect import isawaitable
 
 import pytest
 
@@ -84,11 +85,14 @@ def patient(seconds: float) -> float:
     return seconds * max(1.0, (time.perf_counter() - wall) / 0.02)
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
-    """Wait for a condition; fails when it does not come true in time."""
+async def eventually(
+    condition: Callable[[], bool | Awaitable[bool]], within_s: float = 5.0
+) -> None:
+    """Wait for a condition, which may have to be asked for; fails when it does not come true in
+    time."""
     loop = asyncio.get_running_loop()
     until = loop.time() + within_s
-    while not condition():
+    while not (await now if isawaitable(now := condition()) else now):
         assert loop.time() < until, "the condition did not come true"
         await asyncio.sleep(0.01)
 

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -213,12 +213,11 @@ async def test_flipped_bits_on_disk_are_a_miss(tiered: dev.Dev, file: Path) -> N
         statuses = await read(pool, chain[:8])
         assert statuses[3] is ReadStatus.CORRUPT
         assert set(statuses[:3] + statuses[4:]) == {ReadStatus.HIT}
-        for _ in range(500):  # the reader is not kept until every master knows
-            match = await pool.match(NAMESPACE, chain)
-            if match.length == 3:
-                break
-            await asyncio.sleep(0.01)
-        assert match.length == 3
+
+        async def is_known() -> bool:  # the reader is not kept until they do
+            return (await pool.match(NAMESPACE, chain)).length == 3
+
+        await eventually(is_known)
         await write(pool, [chain[3]])
         assert set(await read(pool, chain)) == {ReadStatus.HIT}
 
@@ -432,15 +431,6 @@ def command(master: str, file: Path, name: str) -> list[str]:
     return ["server", "--masters", master, "--id", name, "--log-level", "error", *tiers]
 
 
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 15.0) -> None:
-    """As `eventually`, for what must be asked for."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + within_s
-    while not await condition():
-        assert loop.time() < end, "the condition did not come true"
-        await asyncio.sleep(0.1)
-
-
 @asynccontextmanager
 async def server_of(master: str, file: Path, name: str = "one") -> AsyncIterator[Child]:
     async with process_of("kvpool", *command(master, file, name)) as server:
@@ -469,7 +459,7 @@ async def test_a_server_that_was_killed_comes_back_warm(file: Path) -> None:
             async with server_of(master, file) as server:
                 await servers_up(master, 1)
                 await write(pool, chain + removed)
-                await until(lambda: holds(pool, 130))
+                await eventually(lambda: holds(pool, 130), 15)
                 assert all(await pool.remove(NAMESPACE, removed))
                 (before,) = await pool.members()
                 second = await asyncio.to_thread(
@@ -484,7 +474,7 @@ async def test_a_server_that_was_killed_comes_back_warm(file: Path) -> None:
                 server.signal(signal.SIGKILL)
                 await server.ended()
             async with server_of(master, file):
-                await until(lambda: restarted(pool, before.epoch))
+                await eventually(lambda: restarted(pool, before.epoch), 15)
                 assert set(await read(pool, chain)) == {ReadStatus.HIT}
                 assert not any(status.hit for status in await read(pool, removed))
                 assert (await pool.write(NAMESPACE, [key("x")], [b"x"])) == [WriteStatus.STORED]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from kvpool.server.state.tenants import account_of
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import WriteStatus
 from kvpool.wire import messages as wire
-from tests.conftest import keys
+from tests.conftest import eventually, keys
 from tests.support.moves import drain
 from tests.support.tenant_pool import MODEL, TenantPool, tenant, tenant_pool
 
@@ -89,11 +88,7 @@ async def test_a_lowered_limit_is_reached_without_a_write(tmp_path: Path) -> Non
         assert used(pool, "blue") > 3 << 20
         pool.write_tenants(limit="1MiB")
         await pool.read_again()
-        for _ in range(500):
-            await asyncio.sleep(0.01)
-            if used(pool, "blue") <= 1 << 20:
-                break
-        assert used(pool, "blue") <= 1 << 20
+        await eventually(lambda: used(pool, "blue") <= 1 << 20)
         assert used(pool, "blue") > 900 << 10  # and no more than that
         pool.write_tenants(only="acme")
         await pool.read_again()

@@ -212,10 +212,7 @@ async def test_a_chain_that_is_a_large_share_of_a_server_stays() -> None:
         for chain in [*large, *small]:
             await put(pool, first, chain)
         await join(running)
-        for _ in range(400):
-            if handed_over(first):
-                break
-            await asyncio.sleep(0.05)
+        await eventually(lambda: bool(handed_over(first)), 20)
         await asyncio.sleep(0.5)
         assert handed_over(first) in (15, 30, 45, 60, 75, 90), (
             "whole chains, of the small ones alone"
