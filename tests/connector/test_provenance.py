@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool_connector.records.provenance import MARK_BYTES, UNKNOWN, BlockWriter, marked, writer_of
+from kvpool_connector.memory.block_form import PlainRows
+from kvpool_connector.records.provenance import MARK_BYTES, UNKNOWN, BlockWriter, writer_of
 
 
 @pytest.mark.parametrize("label", ["", "gpu1 (pid 12)", "h" * 300, "hôte" * 20])
@@ -34,10 +35,10 @@ def test_what_is_no_mark_is_of_nobody_that_is_known(data: bytes) -> None:
 
 async def test_room_for_a_mark_follows_a_block_in_one_or_several_pieces() -> None:
     writer = BlockWriter.new()
-    source = await marked(
-        [memoryview(b"one"), [memoryview(b"t"), memoryview(b"wo")]], writer.mark()
+    source = await PlainRows.of(
+        [memoryview(b"one"), [memoryview(b"t"), memoryview(b"wo")]], 3, writer.mark()
     )
-    target = await marked([memoryview(bytearray(3)), [memoryview(bytearray(3))]])
+    target = await PlainRows.of([memoryview(bytearray(3)), [memoryview(bytearray(3))]], 3)
     for ours, theirs in zip(source.memory, target.memory, strict=True):
         assert isinstance(ours, list)
         assert isinstance(theirs, list)

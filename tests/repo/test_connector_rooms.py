@@ -39,17 +39,17 @@ ONLY = {
 }
 #: Lines of the whole and of each package, (aim, today).
 LINES = {
-    "": (7_200, 11_287),
+    "": (7_200, 11_280),
     "codecs": (845, 845),
     "events": (320, 320),
-    "hints": (360, 360),
+    "hints": (331, 331),
     "identity": (1_020, 1_020),
-    "memory": (1_050, 1_050),
+    "memory": (1_098, 1_098),
     "plan": (2_480, 2_480),
-    "records": (735, 735),
+    "records": (673, 673),
     "scheduler": (1_045, 1_045),
     "vllm_engine": (1_562, 1_562),
-    "worker": (875, 875),
+    "worker": (859, 859),
 }
 
 

@@ -5,11 +5,13 @@ Without a codec (`form_choice.py`) they are as they are, each with its writer's 
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvpool.types import Memory, ReadResult, WriteStatus
-from kvpool_connector.records.provenance import MARK_BYTES, BlockWriter, MarkedBlocks, marked
+from kvpool.types import DeviceRows, Memory, ReadResult, WriteStatus
+from kvpool_connector.records.provenance import MARK_BYTES, BlockWriter, writer_of
 
 if TYPE_CHECKING:
     from kvpool_connector.memory.block_memory import BlockMemory
@@ -58,12 +60,40 @@ class BlockForm(Protocol):
 class PlainRows:
     """Blocks as they are, each with a mark behind it."""
 
-    def __init__(self, blocks: MarkedBlocks, size: int) -> None:
-        self.memory = blocks.memory
-        self._blocks, self._size = blocks, size + MARK_BYTES
+    def __init__(self, memory: list[Memory], marks: Sequence[Any], size: int) -> None:
+        self.memory = memory
+        self._marks, self._size = marks, size
+
+    @classmethod
+    async def of(cls, blocks: Sequence[Memory], size: int, mark: bytes = b"") -> PlainRows:
+        """Parts of blocks of this size, to be written with this mark, or to be read: then there is
+        room for theirs."""
+        marks: list[Any]
+        if blocks and isinstance(blocks[0], DeviceRows):
+            device = blocks[0].rows[0].device  # type: ignore[attr-defined]
+            if mark:
+                marks = [await asyncio.to_thread(_on_device, mark, device)] * len(blocks)
+            else:
+                marks = [_room_on(device) for _ in blocks]
+        elif mark:
+            marks = [memoryview(mark)] * len(blocks)
+        else:
+            room = memoryview(bytearray(MARK_BYTES * len(blocks)))
+            marks = [room[at : at + MARK_BYTES] for at in range(0, len(room), MARK_BYTES)]
+        memory = [_with(*one) for one in zip(blocks, marks, strict=True)]
+        return cls(memory, marks, size + MARK_BYTES)
+
+    async def writers(self) -> list[BlockWriter]:
+        """Of each block, after a read."""
+        if not self._marks or isinstance(self._marks[0], memoryview):
+            return [writer_of(bytes(mark)) for mark in self._marks]
+        # In a thread: the device is waited for.
+        return await asyncio.to_thread(
+            lambda: [writer_of(mark.cpu().numpy().tobytes()) for mark in self._marks]
+        )
 
     async def found(self, results: Sequence[ReadResult], until: float) -> list[Found]:
-        found = zip(results, await self._blocks.writers(), strict=True)
+        found = zip(results, await self.writers(), strict=True)
         return [Found(self._problem(result), writer) for result, writer in found]
 
     def written(self, statuses: Sequence[WriteStatus]) -> Sequence[WriteStatus]:
@@ -82,10 +112,33 @@ class PlainForm:
         return memories
 
     async def to_read(self, memory: BlockMemory, blocks: list[Memory]) -> Rows:
-        return PlainRows(await marked(blocks), memory.block_bytes // memory.parts)
+        return await PlainRows.of(blocks, memory.block_bytes // memory.parts)
 
     async def to_write(self, memory: BlockMemory, blocks: list[Memory], mark: bytes) -> Rows:
-        return PlainRows(await marked(blocks, mark), memory.block_bytes // memory.parts)
+        return await PlainRows.of(blocks, memory.block_bytes // memory.parts, mark)
 
     def take_counters(self) -> Mapping[str, float]:
         return {}
+
+
+def _with(block: Memory, mark: Any) -> Memory:
+    if isinstance(block, DeviceRows):
+        return DeviceRows([*block.rows, mark], block.ready)
+    return [*block, mark] if isinstance(block, list) else [block, mark]  # type: ignore[list-item]
+
+
+def _room_on(device: Any) -> Any:
+    import torch
+
+    with torch.cuda.stream(torch.cuda.current_stream(device)):
+        return torch.empty(MARK_BYTES, dtype=torch.uint8, device=device)
+
+
+@functools.lru_cache(maxsize=8)
+def _on_device(mark: bytes, device: Any) -> Any:
+    """A copy of the mark, which has ended."""
+    import torch
+
+    torch.cuda.set_device(device)  # or leaving the stream makes a context on the first one
+    with torch.cuda.stream(torch.cuda.current_stream(device)):
+        return _room_on(device).copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))

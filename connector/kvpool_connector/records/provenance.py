@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
-
-from kvpool.types import DeviceRows, Memory
 
 #: Behind each part of a block. A block in the pool begins at a page, so that this costs most blocks
 #: a page of room, whether it has 8 bytes or 64.
@@ -56,62 +52,6 @@ def writer_of(mark: bytes) -> BlockWriter:
     if magic != _MAGIC or len(mark) != MARK_BYTES or not label.isprintable():
         return UNKNOWN
     return BlockWriter(rest[:ID_BYTES], label)
-
-
-class MarkedBlocks(NamedTuple):
-    """Blocks in memory, each with its mark behind it: what the pool reads and writes."""
-
-    memory: list[Memory]
-    marks: Sequence[Any]
-
-    async def writers(self) -> list[BlockWriter]:
-        """Of each block, after a read."""
-        if not self.marks or isinstance(self.marks[0], memoryview):
-            return [writer_of(bytes(mark)) for mark in self.marks]
-        # In a thread: the device is waited for.
-        return await asyncio.to_thread(
-            lambda: [writer_of(mark.cpu().numpy().tobytes()) for mark in self.marks]
-        )
-
-
-async def marked(blocks: Sequence[Memory], mark: bytes = b"") -> MarkedBlocks:
-    """These blocks, to be written with this mark, or to be read: then there is room for theirs."""
-    marks: list[Any]
-    if blocks and isinstance(blocks[0], DeviceRows):
-        device = blocks[0].rows[0].device  # type: ignore[attr-defined]
-        if mark:
-            marks = [await asyncio.to_thread(_on_device, mark, device)] * len(blocks)
-        else:
-            marks = [_room_on(device) for _ in blocks]
-    elif mark:
-        marks = [memoryview(mark)] * len(blocks)
-    else:
-        room = memoryview(bytearray(MARK_BYTES * len(blocks)))
-        marks = [room[at : at + MARK_BYTES] for at in range(0, len(room), MARK_BYTES)]
-    return MarkedBlocks([_with(*one) for one in zip(blocks, marks, strict=True)], marks)
-
-
-def _with(block: Memory, mark: Any) -> Memory:
-    if isinstance(block, DeviceRows):
-        return DeviceRows([*block.rows, mark], block.ready)
-    return [*block, mark] if isinstance(block, list) else [block, mark]  # type: ignore[list-item]
-
-
-def _room_on(device: Any) -> Any:
-    import torch
-
-    with torch.cuda.stream(torch.cuda.current_stream(device)):
-        return torch.empty(MARK_BYTES, dtype=torch.uint8, device=device)
-
-
-@functools.lru_cache(maxsize=8)
-def _on_device(mark: bytes, device: Any) -> Any:
-    """A copy of the mark, which has ended."""
-    import torch
-
-    torch.cuda.set_device(device)  # or leaving the stream makes a context on the first one
-    with torch.cuda.stream(torch.cuda.current_stream(device)):
-        return _room_on(device).copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
 
 
 class Trust(NamedTuple):
