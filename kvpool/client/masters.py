@@ -171,7 +171,7 @@ class Masters:
     def _lost(self, problems: Sequence[Exception]) -> MasterLost:
         """The error to raise; the first one after `_LOST_AFTER_S` without an answer is logged."""
         now = asyncio.get_running_loop().time()
-        why = "; ".join(map(str, problems))
+        why = "; ".join(dict.fromkeys(map(str, problems)))  # one was asked twice
         if self._failing_since is None:
             self._failing_since = now
         elif not self._logged_lost and now - self._failing_since >= _LOST_AFTER_S:

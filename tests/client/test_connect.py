@@ -113,6 +113,13 @@ def test_without_a_master_it_ends_after_its_timeout(timeout: float | str) -> Non
     assert 0.3 <= time.monotonic() - started < 3.0
 
 
+async def test_each_master_that_does_not_answer_is_named_once() -> None:
+    masters = [free_address(), free_address()]
+    with pytest.raises(MasterLost) as lost:
+        await connect(*masters, timeout=0.5)
+    assert [str(lost.value).count(f"master {one} did not answer: ") for one in masters] == [1, 1]
+
+
 async def test_arguments_replace_what_the_configuration_says(guarded: tuple[str, Path]) -> None:
     address, secret = guarded
     config = ClientConfig(masters=[free_address()], transports=["shm"], timeout_s=0.3)
