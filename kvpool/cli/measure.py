@@ -33,11 +33,14 @@ TimeUnit = Annotated[
 ]
 Workload = Annotated[str, typer.Option(help="Generated if no trace is given: codex or fanout.")]
 Servers = Annotated[
-    str, typer.Option(help="Number of block servers; with --dry several, e.g. 1,4,16.")
+    list[str] | None,
+    typer.Option(
+        help="Number of block servers; with --dry several, e.g. 1,4,16. Default: 2, with --dry 1."
+    ),
 ]
 Clients = Annotated[int, typer.Option(min=1, max=64, help="Number of engine instances.")]
 Capacity = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         help="Memory of all servers together, e.g. 1GiB or 5000blocks; "
         "with --dry also 0.5ws, a part of the mean working set."
@@ -60,15 +63,16 @@ InFlight = Annotated[
     typer.Option(help="Requests at a time. Default: 1 for a trace, else the number of clients."),
 ]
 EngineTransports = Annotated[
-    str, typer.Option(help="Transports of the clients in turn, comma-separated, e.g. shm,tcp.")
+    list[str] | None,
+    typer.Option(help="Transports of the clients in turn, comma-separated. Default: shm,tcp."),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Play only the first requests, e.g. 1000.")]
 Seed = Annotated[int, typer.Option(help="Seed of the generated workload and contents.")]
 PolicyNames = Annotated[
-    str,
+    list[str] | None,
     typer.Option(
-        help="Eviction policy, e.g. lru; with --dry several. Those that learn from times, such as "
-        "density, need --dry, which has the trace's."
+        help="Eviction policy; with --dry several. Default: lru. Those that learn from times, such "
+        "as density, need --dry, which has the trace's."
     ),
 ]
 ReplayTiers = Annotated[
@@ -79,7 +83,7 @@ ReplayTiers = Annotated[
     ),
 ]
 Events = Annotated[
-    str,
+    list[str] | None,
     typer.Option(
         help="What happens after shares of the requests, such as 0.3:join,0.5:drain,0.7:kill. A "
         "server that is killed is started again, and requests wait meanwhile."
@@ -113,7 +117,7 @@ def replay(
     format: TraceFormat = "auto",
     time_unit: TimeUnit = None,
     workload: Workload = "codex",
-    servers: Servers = "",
+    servers: Servers = None,
     clients: Clients = 4,
     capacity: Capacity = None,
     block_size: BlockSize = None,
@@ -121,13 +125,13 @@ def replay(
     concurrent: Concurrent = 24,
     block_tokens: BlockTokens = None,
     in_flight: InFlight = None,
-    transports: EngineTransports = "shm,tcp",
+    transports: EngineTransports = None,
     limit: Limit = None,
     seed: Seed = 1,
-    policy: PolicyNames = "lru",
+    policy: PolicyNames = None,
     tier: ReplayTiers = None,
     kill_at: KillAt = None,
-    events: Events = "",
+    events: Events = None,
     dry: Dry = False,
     hints: Hints = False,
     picture: Picture = None,
@@ -141,36 +145,36 @@ def replay(
     from kvpool.tools import replay as replays
 
     _check(picture, block_size)
+    counts, sizes, policies = (",".join(_several(one)) for one in (servers, capacity, policy))
     if dry:
         try:
             name, requests = replays.requests_of(
                 trace, workload, sessions, concurrent, seed, block_tokens, format, time_unit
             )
             requests = requests[:limit]
-            blocks = replays.capacities_in_blocks(capacity or "5000blocks", block_size, requests)
-            counts = replays.server_counts(servers or "1", most=1024)
+            blocks = replays.capacities_in_blocks(sizes or "5000blocks", block_size, requests)
+            pools = replays.server_counts(counts or "1", most=1024)
         except KvpoolError as error:
             fail(error)
-        _dry(name, requests, policy, blocks, counts, hints, seed, picture, as_json)
-        return
+        return _dry(name, requests, policies, blocks, pools, hints, seed, picture, as_json)
     try:
         options = replays.options(
             trace=trace,
             workload=workload,
-            servers=_one_count(servers, hints),
+            servers=_one_count(counts, sizes, policies, hints),
             clients=clients,
-            capacity=capacity,
+            capacity=sizes or None,
             block_size=block_size,
             sessions=sessions,
             concurrent=concurrent,
             in_flight=in_flight,
-            transports=[name.strip() for name in transports.split(",") if name.strip()],
+            transports=_several(transports) or ["shm", "tcp"],
             limit=limit,
             seed=seed,
-            policy=policy,
+            policy=policies or "lru",
             tiers=tier or (),
             kill_at=kill_at,
-            events=events,
+            events=",".join(_several(events)),
             format=format,
             unit=time_unit,
             block_tokens=block_tokens,
@@ -178,6 +182,11 @@ def replay(
     except KvpoolError as error:
         fail(error)
     _play(options, picture, as_json)
+
+
+def _several(given: list[str] | None) -> list[str]:
+    """The values of an option that was given several times, each with one or several."""
+    return [one.strip() for one in ",".join(given or ()).split(",") if one.strip()]
 
 
 def _size_of_block(text: str) -> int:
@@ -217,15 +226,16 @@ def _write_picture(path: Path, picture: str) -> None:
         fail(Unavailable(f"--picture {path}: {error.strerror}"))
 
 
-def _one_count(servers: str, hints: bool) -> int:
+def _one_count(servers: str, capacity: str, policy: str, hints: bool) -> int:
     """How many servers a run without --dry has. Raises ConfigError."""
     from kvpool.tools import replay as replays
 
     if hints:
         raise ConfigError("--hints needs --dry: only there the times of the trace are kept")
     counts = replays.server_counts(servers or "2", most=64)
-    if len(counts) > 1:
-        raise ConfigError("several numbers of --servers need --dry")
+    for option, given in ("servers", servers), ("capacity", capacity), ("policy", policy):
+        if "," in given:
+            raise ConfigError(f"several values of --{option} need --dry")
     return counts[0]
 
 

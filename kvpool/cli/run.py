@@ -291,6 +291,7 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
     network = TcpNetwork(cluster_of(settings))
     running: BlockServer | None = None
     try:
+        registry.check_transports(wanted.listen)
         transports = registry.transports(wanted.listen, strict=True)
         if settings.local_only:
             _check_authenticated(transports)

@@ -138,18 +138,21 @@ def _panel(study: Study, left: int, top: int, width: int, height: int) -> list[s
     }
     for number, (policy, points) in enumerate(lines.items()):
         colour = LINE_COLOURS[number % len(LINE_COLOURS)] if policy != MIN else INK
-        # Lines that lie on each other are nested, the first one widest: none hides another.
-        above = sum(_same(points, lines[later]) for later in policies[number + 1 :])
-        line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
         dashes = ' stroke-dasharray="6 4"' if policy == MIN else ""
-        parts.append(
-            f'<polyline points="{line}" fill="none" stroke="{colour}" '
-            f'stroke-width="{2.2 + 3 * above:.1f}"{dashes}/>'
-        )
-        parts += [
-            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{3 + 1.5 * above:g}" fill="{colour}"/>'
-            for a, b in points
-        ]
+        # Where lines lie on each other they are nested, the first one widest: none hides another.
+        after = [lines[later] for later in policies[number + 1 :]]
+        for place, (a, b) in enumerate(points):
+            beside = sum(_same(points, one, place, place) for one in after)
+            parts.append(
+                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{3 + 1.5 * beside:g}" fill="{colour}"/>'
+            )
+            if place:
+                above = sum(_same(points, one, place - 1, place) for one in after)
+                (c, d), wide = points[place - 1], 2.2 + 3 * above
+                parts.append(
+                    f'<line x1="{c:.1f}" y1="{d:.1f}" x2="{a:.1f}" y2="{b:.1f}" '
+                    f'stroke="{colour}" stroke-width="{wide:.1f}"{dashes}/>'
+                )
         key = top + 20 + 20 * number
         parts.append(
             f'<rect x="{left + width + 16}" y="{key - 6}" width="14" height="4" fill="{colour}"/>'
@@ -158,9 +161,11 @@ def _panel(study: Study, left: int, top: int, width: int, height: int) -> list[s
     return parts
 
 
-def _same(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> bool:
-    """The two lines lie on each other, as far as can be seen."""
-    return all(abs(a[1] - b[1]) < 2 for a, b in zip(one, other, strict=True))
+def _same(
+    one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]], first: int, last: int
+) -> bool:
+    """The two lines lie on each other between these points, as far as can be seen."""
+    return all(abs(one[n][1] - other[n][1]) < 2 for n in (first, last))
 
 
 def _bars(report: ReplayReport) -> list[str]:

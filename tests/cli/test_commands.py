@@ -109,6 +109,11 @@ def test_the_smallest_batches_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
         (("replay", "--capacity", "x"), "--capacity: size 'x'"),
         (("replay", "--block-size", "x"), "--block-size: size 'x'"),
         (("replay", "--dry", "--capacity", "1MiB", "--block-size", "x"), "--block-size: size 'x'"),
+        (("replay", "--policy", "lru", "--policy", "arc"), "several values of --policy need --dry"),
+        (("replay", "--capacity", "1MiB,2MiB"), "several values of --capacity need --dry"),
+        (("replay", "--events", "0.3:x", "--events", "0.2:join"), "event '0.3:x'"),
+        (("replay", "--transports", "x", "--transports", "shm"), "no transport 'x'"),
+        (("server", "--listen", "tpc://a:1", "--listen", "shm://"), "'tpc'; did you mean 'tcp'?"),
     ],
 )
 def test_nothing_is_refused_before_anything_starts(words: tuple[str, ...], said: str) -> None:

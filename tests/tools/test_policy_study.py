@@ -149,16 +149,19 @@ def test_the_working_set_is_the_one_that_a_master_measures() -> None:
 
 
 def test_lines_that_are_equal_do_not_hide_each_other() -> None:
-    rows = [dry.StudyRow(one, size, 0.5, 0.0) for one in ("lru", "arc", "MIN") for size in (1, 2)]
-    rows += [dry.StudyRow("lease", 1, 0.2, 0.0), dry.StudyRow("lease", 2, 0.5, 0.0)]
+    rates = {"lru": (0.5,) * 3, "arc": (0.5,) * 3, "MIN": (0.5,) * 3, "lease": (0.2, 0.5, 0.5)}
+    rows = [dry.StudyRow(n, 1 + i, rate, 0.0) for n in rates for i, rate in enumerate(rates[n])]
     study = dry.Study("equal", 1, 1, 0.5, 1, 1, rows)
     (table,) = dry.tables(study)
     assert "in brackets how much of the way from lru to MIN" in str(table.caption)
     drawn = curves(study)
-    widths = [float(one) for one in re.findall(r'<polyline[^>]*stroke-width="([\d.]+)"', drawn)]
-    assert widths == sorted(widths, reverse=True)
-    assert len(set(widths[:3])) == 3  # lru, arc, MIN, nested
-    assert widths[2] == widths[3]  # lease has a line of its own
+    # Of each line its first half, where lease has a place of its own, and its second half.
+    widths = [float(one) for one in re.findall(r'<line[^>]*stroke-width="([\d.]+)"', drawn)]
+    first, second = widths[::2], widths[1::2]
+    assert first[0] > first[1] > first[2] == first[3]
+    assert second[0] > second[1] > second[2] > second[3]
+    radii = [float(one) for one in re.findall(r' r="([\d.]+)"', drawn)]
+    assert all(radii[place::3] == sorted(set(radii[place::3]), reverse=True) for place in (1, 2))
 
 
 def test_a_lease_helps_where_lru_throws_out_what_is_needed_next() -> None:
@@ -195,7 +198,8 @@ def test_the_command_prints_every_policy_beside_the_bound(tmp_path: Path) -> Non
 
 
 def test_the_command_compares_numbers_of_servers() -> None:
-    small = ("--sessions", "4", "--concurrent", "4", "--capacity", "0.5ws", "--servers", "1,3")
+    small = ("--sessions", "4", "--concurrent", "4", "--capacity", "0.5ws")
+    small += ("--servers", "1", "--servers", "3")
     done = run(*small, "--policy", "lease+hints", "--json")
     assert done.code == 0, done.err
     study = json.loads(done.out)
