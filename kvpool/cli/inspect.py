@@ -120,7 +120,7 @@ def status(
 def explain(
     keys: Annotated[
         list[str] | None,
-        typer.Argument(help="Keys of blocks in hex, e.g. 9f86d081884c7d659a2feaa0c55ad015."),
+        typer.Argument(help="Keys in hex, e.g. 9f86d081884c7d659a2feaa0c55ad015; - for stdin."),
     ] = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the blocks, e.g. llama-3.")] = "",
     parts: Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from typing import Annotated
 
@@ -63,7 +62,7 @@ def prefetch(
 
     settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
     try:
-        chain = digests_of(sys.stdin.read().split() if keys == ["-"] else keys)
+        chain = digests_of(keys)
         within_s = parsed("--deadline", parse_duration, deadline)
         wanted = Namespace(namespace, parts)
     except UsageError as error:

@@ -238,7 +238,7 @@ def server(
         {
             "server.masters": masters,
             "server.capacity": capacity,
-            "server.tiers": tier,
+            "server.tiers": _instead_of(capacity, tier),
             "server.write_mode": write_mode,
             "server.policy": policy,
             "server.id": id,
@@ -257,6 +257,13 @@ def server(
     _check_http("server", settings.server, settings)
     _say_who_may_use_it(settings, insecure=settings.server.insecure)
     run(_serve(settings), log_level)
+
+
+def _instead_of(capacity: str | None, tiers: list[str] | None) -> list[str] | None:
+    """The tiers. Ends the command that has a capacity, too: it would not be looked at."""
+    if capacity is not None and tiers:
+        fail(ConfigError("--capacity and --tier: expected one of them"))
+    return tiers
 
 
 async def _serve(settings: Config) -> None:

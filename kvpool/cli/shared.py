@@ -158,9 +158,14 @@ def query_settings(
 
 
 def digests_of(keys: Sequence[str]) -> list[bytes]:
-    """Keys as they are typed. Raises ConfigError and BadKey."""
+    """Keys as they are typed, or with `-` those on stdin. Raises ConfigError and BadKey."""
     from kvpool.client.checks import check_digests
 
+    if list(keys) == ["-"]:
+        try:
+            keys = sys.stdin.read().split()
+        except UnicodeDecodeError:
+            raise ConfigError("keys on stdin: expected text, got something binary") from None
     try:
         digests = [bytes.fromhex(key) for key in keys]
     except ValueError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -70,7 +69,7 @@ def spread(
     """
     settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
     try:
-        chain = digests_of(sys.stdin.read().split() if keys == ["-"] else keys)
+        chain = digests_of(keys)
         within_s = parsed("--deadline", parse_duration, deadline)
         wanted = Namespace(namespace, parts)
     except UsageError as error:

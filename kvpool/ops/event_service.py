@@ -17,6 +17,7 @@ from kvpool.net.event_publisher import EventPublisher
 from kvpool.net.event_subscriber import EngineBatch
 from kvpool.ops.engine_stream import EngineStream
 from kvpool.ops.pool_stream import PoolStream
+from kvpool.runtime import task_group
 
 log = logs.get("kvpool.events")
 
@@ -66,7 +67,7 @@ async def publish_engine(
     those of another: a stream's state and what was published of it are always the same.
     """
     turn = asyncio.Lock()
-    async with asyncio.TaskGroup() as tasks:
+    async with task_group() as tasks:
         tasks.create_task(_pass_on(engine, stream, publisher, turn, counts or EngineCounts()))
         tasks.create_task(_add_pool(pool, stream, publisher, turn))
 

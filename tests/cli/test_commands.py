@@ -113,6 +113,7 @@ def test_the_smallest_batches_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
         (("replay", "--capacity", "1MiB,2MiB"), "several values of --capacity need --dry"),
         (("replay", "--events", "0.3:x", "--events", "0.2:join"), "event '0.3:x'"),
         (("replay", "--transports", "x", "--transports", "shm"), "no transport 'x'"),
+        (("server", "--capacity", "1MiB", "--tier", "dram:1MiB"), "--capacity and --tier: expect"),
         (("server", "--listen", "tpc://a:1", "--listen", "shm://"), "'tpc'; did you mean 'tcp'?"),
     ],
 )
@@ -160,6 +161,13 @@ def test_help_cuts_no_word() -> None:
         done = CliRunner().invoke(app, [command, "--help"], env=env)
         assert "Usage: kvpool" in done.output
         assert "\N{HORIZONTAL ELLIPSIS}" not in done.output
+
+
+@pytest.mark.parametrize("words", ["spread --to 1", "prefetch", "explain"])
+def test_keys_on_stdin_that_are_no_text_are_a_usage_error(words: str) -> None:
+    done = CliRunner().invoke(app, [*words.split(), "--namespace", "n", "-"], input=b"\xff\xfe")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "keys on stdin: expected text" in done.stderr
 
 
 def test_names_are_printed_as_they_are() -> None:

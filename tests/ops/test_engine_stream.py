@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvpool import PoolEvent, PoolEventKind
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, MasterLost
 from kvpool.kv_events import (
     ClearedEvent,
     EventHash,
@@ -24,6 +24,7 @@ from kvpool.net import event_subscriber
 from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
 from kvpool.net.event_subscriber import Arrival, EngineBatch, EventSubscriber, Sequence
 from kvpool.ops.engine_stream import EngineStream
+from kvpool.ops.event_service import publish_engine
 from tests.conftest import eventually
 from tests.ops.test_pool_stream import AT, ONE, Subscriber, digest, removed, stored
 
@@ -374,3 +375,20 @@ def test_an_address_that_is_none_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="cannot read nowhere"):
         asyncio.run(make())
+
+
+async def test_an_error_of_the_pool_ends_a_relay_as_it_is() -> None:
+    """The command prints it as one line; it would not know a group."""
+
+    async def lost() -> AsyncIterator[PoolEvent]:
+        if publisher is not None:
+            raise MasterLost("no master answers")
+        yield RESET
+
+    async def silent() -> AsyncIterator[EngineBatch]:
+        await asyncio.Event().wait()
+        yield EngineBatch(b"", None, "")
+
+    publisher = EventPublisher("tcp://127.0.0.1:*", "")
+    with pytest.raises(MasterLost):
+        await publish_engine(silent(), lost(), EngineStream(ONE, "shared", "here"), publisher)
