@@ -121,6 +121,7 @@ class Master:
             await asyncio.wait([self._ticker])
         if self._listener is not None:
             await self._listener.close()
+        self._guard.flush(float("inf"))
 
     def handle(self, type: int, body: bytes, caller: Caller = _NOBODY) -> tuple[int, bytes]:
         """The reply to one request of `caller`.

@@ -205,12 +205,11 @@ class BlockServer:
         context = self._context
         for extension in self.extensions.all:
             await extension.leave()
-        announcers, context.announcers = context.announcers, []
-        for announcer in announcers:
-            await announcer.close()
-        listeners, self._listeners, self.addresses = self._listeners, [], []
-        for listener in listeners:
-            await listener.close()
+        ending = [*context.announcers, *self._listeners]
+        context.announcers, self._listeners, self.addresses = [], [], []
+        for one in ending:
+            await one.close()
+        self.guard.flush(float("inf"))
         for extension in self.extensions.all:
             await extension.close()
         await context.mover.close(self._parts.config.flush_s)

@@ -11,6 +11,7 @@ import pytest
 from kvpool import ReadStatus, WriteStatus
 from kvpool.audit import CALLERS_MAX, LOG_EVERY_S, AuditLog
 from kvpool.errors import Forbidden
+from kvpool.guard import Who
 from kvpool.net.control_network import TcpNetwork
 from kvpool.wire import messages as wire
 from tests.conftest import keys, values
@@ -70,6 +71,22 @@ def test_callers_without_end_cost_neither_memory_nor_lines(
     assert len(lines(caplog)) <= CALLERS_MAX + 1
     audit.flush(LOG_EVERY_S)
     assert sum(one.count for one in lines(caplog)) == CALLERS_MAX + 5000  # type: ignore[attr-defined]
+
+
+async def test_what_no_line_has_yet_is_on_record_when_a_process_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with tenant_pool(tmp_path) as pool, await pool.client(tenant("acme")) as acme:
+        await acme.write(MODEL, CHAIN, values(CHAIN))
+        for key in CHAIN:
+            await acme.remove(MODEL, [key])
+        pool.master._guard.removed(0.0, Who("blue", "b", "b"), "Remove", 3)
+        pool.master._guard.removed(0.0, Who("blue", "b", "b"), "Remove", 4)
+    removed = {"acme": 0, "blue": 0}
+    for one in lines(caplog):
+        removed[one.tenant] += one.blocks  # type: ignore[attr-defined]
+    assert removed == {"acme": len(CHAIN), "blue": 7}
 
 
 async def test_what_a_tenant_tries_and_removes_is_on_record(
