@@ -24,23 +24,25 @@ _RATIO_MAX: Final = 100
 
 
 def memory_of(members: Iterable[Member]) -> int:
-    """Bytes of the living servers' memory."""
+    """Bytes that living servers hold: their memory, or a larger tier below it."""
     return sum(member.capacity for member in members if member.alive)
 
 
 def judged(demand: Demand, memory: int) -> tuple[str, str]:
     """Verdict and sentence: ok, warn, or fail when there is too little memory for what is live."""
     size = demand.size
-    if not size or not memory:
+    if not size:
         return "ok", "no prompt has come back yet: nothing is known of the live working set"
+    if not memory:
+        return "ok", f"no server is up, and the live working set is {human(size)}"
     if demand.seconds < OBSERVED_S:
         return "ok", (
-            f"{human(memory)} of memory; the live working set is known after {OBSERVED_S:.0f} s, "
+            f"{human(memory)} of capacity; the live working set is known after {OBSERVED_S:.0f} s, "
             f"and clients have asked for {demand.seconds:.0f} s"
         )
     ratio = memory / size
     times = f"{ratio:.2f}" if ratio <= _RATIO_MAX else f"more than {_RATIO_MAX}"
-    text = f"{human(memory)} of memory, {times} times the live working set of {human(size)}"
+    text = f"{human(memory)} of capacity, {times} times the live working set of {human(size)}"
     by_tenant: Counter[str] = Counter()
     for one in demand.working_sets:
         by_tenant[labelled_tenant(one.namespace.name)] += one.size
