@@ -709,22 +709,22 @@ class ServerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     consumers: Annotated[list[Consumer], Meta(max_length=64)] = []
 
 
-class Member(NamedTuple):
-    """A block server as a master sees it.
+class Member(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+    """A block server as a master sees it, and as `MembersReply` carries it.
 
     `capacity` is bytes; `heard_s` is the seconds since the master received its last message.
     `epoch` changes with each start of the server. `left`: it is not `alive` because it has ended in
     order.
     """
 
-    server: str
-    epoch: int
-    host: str
-    addresses: tuple[str, ...]
-    tiers: tuple[str, ...]
+    server: Name
+    epoch: Annotated[int, Meta(ge=0)]
+    host: Name
+    addresses: Annotated[tuple[Name, ...], Meta(max_length=64)]
+    tiers: Annotated[tuple[Name, ...], Meta(max_length=64)]
     alive: bool
-    heard_s: float
-    capacity: int
+    heard_s: Seconds
+    capacity: Count
     stats: ServerStats
     left: bool = False
 

@@ -137,21 +137,22 @@ class Servers:
 
         A server with a new epoch has restarted, empty: its channels are closed, and it is ready.
         """
-        infos: list[wire.MemberInfo] = []
+        members: list[Member] = []
         more = True
         while more:
-            after = infos[-1].server if infos else ""
+            after = members[-1].server if members else ""
             answer = await self._masters.ask(
                 wire.Members(after), wire.MembersReply, deadline, patient=patient
             )
             # Pages are sorted. A master whose pages do not go on would be asked for ever.
             if not answer.members or answer.members[-1].server <= after:
                 break
-            infos += answer.members
-            more = answer.more and len(infos) < _MEMBERS_MAX
+            members += answer.members
+            more = answer.more and len(members) < _MEMBERS_MAX
         self._refreshed_at = self._loop.time()
-        members = [self._update(info) for info in infos]
-        self._forget_missing(self.known.keys() - {info.server for info in infos})
+        for member in members:
+            self._update(member)
+        self._forget_missing(self.known.keys() - {member.server for member in members})
         return members
 
     async def call(
@@ -301,25 +302,21 @@ class Servers:
             raise ServerLost(f"server {server} did not answer; next try in a moment")
         return record
 
-    def _update(self, info: wire.MemberInfo) -> Member:
+    def _update(self, member: Member) -> None:
         """Take over what a master says of one server."""
-        fields = {name: getattr(info, name) for name in info.__struct_fields__}
-        fields["addresses"] = tuple(info.addresses)
-        fields["tiers"] = tuple(info.tiers)
-        record = self.known.get(info.server)
+        record = self.known.get(member.server)
         if record is None:
-            record = self.known[info.server] = KnownServer(info.server, self._rng)
+            record = self.known[member.server] = KnownServer(member.server, self._rng)
         record.missing_since = math.inf
         # A master that has lost touch with a server knows less of it than this client.
-        if info.alive or not record.paths:
-            if record.epoch != info.epoch:
-                record.epoch = info.epoch
+        if member.alive or not record.paths:
+            if record.epoch != member.epoch:
+                record.epoch = member.epoch
                 record.retry_at = record.slow_until = 0.0
                 record.backoff.reset()
                 self._close_channels(record)
-            record.host = info.host
-            self._find_paths(record, info.addresses)
-        return Member(**fields)
+            record.host = member.host
+            self._find_paths(record, member.addresses)
 
     def _forget_missing(self, missing: Set[str]) -> None:
         """Drop those of them that were missing before, and for long. What a call uses stays."""

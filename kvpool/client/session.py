@@ -79,7 +79,7 @@ class ClientSession:
         deadline = context.begin(timeout)
         try:
             hint = wire.Hint(self._known_as, resume_in)
-            accepted = (await context.masters.ask(hint, wire.HintReply, deadline)).accepted
+            accepted = any((await context.masters.ask(hint, wire.StatusReply, deadline)).statuses)
         except Unavailable:
             accepted = False
         context.counters["hint_accepted" if accepted else "hint_refused"] += 1

@@ -27,9 +27,9 @@ class NoHints:
         """The number of the last hint."""
         return 0
 
-    def hint(self, m: wire.Hint, caller: Caller) -> wire.HintReply:
+    def hint(self, m: wire.Hint, caller: Caller) -> wire.StatusReply:
         """From a client."""
-        return wire.HintReply(False)
+        return wire.StatusReply(bytes([False]))
 
     def explain(self, m: wire.ExplainSession, caller: Caller) -> wire.SessionExplained:
         """What became of the hints about a session."""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Final, TypeVar
 
+import msgspec
+
 from kvpool import logs
 from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Forbidden
@@ -28,7 +30,7 @@ from kvpool.master.state.sweeper import Sweeper
 from kvpool.net.announced import reachable
 from kvpool.protocols import Caller, CountedListener, Network
 from kvpool.supervision import Supervisor
-from kvpool.types import ServerStats
+from kvpool.types import Member, ServerStats
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.master")
@@ -186,25 +188,19 @@ class Master:
         """All servers. A tenant sees where they are, and not what others do there: their figures
         count the traffic of all, and name clients."""
         now, hidden = self._now(), bool(caller.tenant)
-        members = sorted(self.directory.servers.members(now), key=lambda member: member.server)
-        page: list[wire.MemberInfo] = []
+        members = sorted(self.directory.servers.members(now))
+        page: list[Member] = []
         size, more = 0, False
         for member in members:
             if member.server <= m.after:
                 continue
-            info = wire.MemberInfo(
-                **{
-                    **member._asdict(),
-                    "addresses": list(member.addresses),
-                    "tiers": list(member.tiers),
-                    "stats": _seen_by_tenant(member.stats) if hidden else member.stats,
-                }
-            )
-            size += wire.encoded_size(info)
+            if hidden:
+                member = msgspec.structs.replace(member, stats=_seen_by_tenant(member.stats))
+            size += wire.encoded_size(member)
             if page and size > PAGE_SIZE:
                 more = True
                 break
-            page.append(info)
+            page.append(member)
         blocks = 0 if hidden else len(self.directory)
         return wire.MembersReply(self.address, self.uptime_s(now), blocks, page, more)
 

@@ -21,8 +21,8 @@ class SessionHints(NoHints):
     def last(self) -> int:
         return self._log.last
 
-    def hint(self, m: wire.Hint, caller: Caller) -> wire.HintReply:
-        return wire.HintReply(self._add(m.session, m.resume_s))
+    def hint(self, m: wire.Hint, caller: Caller) -> wire.StatusReply:
+        return wire.StatusReply(bytes([self._add(m.session, m.resume_s)]))
 
     def explain(self, m: wire.ExplainSession, caller: Caller) -> wire.SessionExplained:
         report = self._log.explain(m.session, self._now())

@@ -208,7 +208,7 @@ def as_json_object(member: Member, *, hidden: bool = False) -> dict[str, Any]:
 
     `hidden`: without those that a tenant does not see.
     """
-    seen = {name: value for name, value in member._asdict().items() if name != "stats"}
+    seen = {name: value for name, value in structs.asdict(member).items() if name != "stats"}
     if hidden:
         return {**seen, "draining": member.stats.draining}
     usage = [structs.asdict(tier) for tier in member.stats.usage]

@@ -75,7 +75,6 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Explain: _OWN,
     wire.Explained: _NO_REQUEST,
     wire.Hint: _OWN,
-    wire.HintReply: _NO_REQUEST,
     wire.Namespaces: _ANSWERED,  # its own
     wire.NamespacesReply: _NO_REQUEST,
     wire.Demands: _ANSWERED,  # of its own namespaces

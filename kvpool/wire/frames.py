@@ -30,7 +30,7 @@ from kvpool.wire import messages
 from kvpool.wire.messages import PAYLOAD, TYPES, Error, Message
 
 #: All processes of a pool speak the same (design: streams).
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 BODY_SIZE_MAX: Final = 1 << 20
 PAYLOAD_SIZE_MAX: Final = BATCH_BLOCKS_MAX * BLOCK_SIZE_MAX
 HEADER_SIZE: Final = 16

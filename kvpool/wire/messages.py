@@ -41,6 +41,7 @@ from kvpool.types import (
     SESSION_NAME_MAX,
     TEXT_MAX,
     Count,
+    Member,
     Name,
     Namespace,
     Seconds,
@@ -195,7 +196,8 @@ class Seal(Message, frozen=True):
 
 class StatusReply(Tolerant, frozen=True):
     """One byte per block or id: a `WriteStatus` (`Seal`, `Write`), a `MoveStatus` (`Fetch`,
-    `Prefetch`), or 1 where one was removed (`Remove`, `ReportCorruption`).
+    `Prefetch`), or 1 where one was removed (`Remove`, `ReportCorruption`). To a `Hint` one byte: 1
+    where this master passes it on.
 
     NOT_YET for a `Write`: the server cannot take it at once; ask with `Reserve`: there it waits.
     """
@@ -567,28 +569,13 @@ class Members(Message, frozen=True):
     after: Name = ""
 
 
-class MemberInfo(Tolerant, frozen=True, omit_defaults=True):
-    """One server; `stats` are those of its last heartbeat."""
-
-    server: Name
-    epoch: Hash64
-    host: Name
-    addresses: Names
-    tiers: Names
-    alive: bool
-    heard_s: Seconds
-    capacity: Count
-    stats: ServerStats
-    left: bool = False
-
-
 class MembersReply(Tolerant, frozen=True):
     """As many as fit well into one message; with `more`, ask again after the last one."""
 
     master: Name
     uptime_s: Seconds
     blocks: Count
-    members: Annotated[list[MemberInfo], Meta(max_length=4096)]
+    members: Annotated[list[Member], Meta(max_length=4096)]
     more: bool
 
 
@@ -598,12 +585,6 @@ class Hint(Message, frozen=True):
 
     session: Annotated[SessionName, Meta(min_length=1)]
     resume_s: Seconds | None
-
-
-class HintReply(Tolerant, frozen=True):
-    """Whether this master passes it on."""
-
-    accepted: bool
 
 
 class ExplainSession(Message, frozen=True):
@@ -763,7 +744,6 @@ TYPES: Final[dict[type[Message], int]] = {
     Explain: 46,
     Explained: 47,
     Hint: 48,
-    HintReply: 49,
     Namespaces: 50,
     NamespacesReply: 51,
     Demands: 52,
@@ -794,7 +774,7 @@ def encode(message: Message) -> tuple[int, bytes]:
     return TYPES[type(message)], ENCODER.encode(message)
 
 
-def encoded_size(part: Message) -> int:
+def encoded_size(part: msgspec.Struct) -> int:
     """Bytes that this takes inside another message."""
     return len(ENCODER.encode(part))
 

@@ -15,7 +15,7 @@ from kvpool.client.servers import Servers
 from kvpool.errors import Overloaded
 from kvpool.protocols import Channel
 from kvpool.runtime import Host
-from kvpool.types import ServerStats
+from kvpool.types import Member, ServerStats
 from kvpool.wire import messages as wire
 
 
@@ -34,9 +34,7 @@ class Told:
 
     async def ask(self, *_: object, **__: object) -> wire.MembersReply:
         members = [
-            wire.MemberInfo(
-                name, 1, host, [f"x://{name}"], ["dram"], True, 0.0, 1 << 30, ServerStats()
-            )
+            Member(name, 1, host, (f"x://{name}",), ("dram",), True, 0.0, 1 << 30, ServerStats())
             for name, host in (("far", "there"), ("near", "here"))
         ]
         return wire.MembersReply("m", 1.0, 0, members, False)

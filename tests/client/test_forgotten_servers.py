@@ -12,7 +12,7 @@ from kvpool import ClientConfig, dev
 from kvpool.client import servers as servers_module
 from kvpool.errors import Closed, LinkBroken
 from kvpool.protocols import Channel
-from kvpool.types import ServerStats
+from kvpool.types import Member, ServerStats
 from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, eventually, keys
 
@@ -20,8 +20,8 @@ OTHERS = keys("others", 1)
 
 
 def listed(*names: str) -> wire.MembersReply:
-    def one(name: str) -> wire.MemberInfo:
-        return wire.MemberInfo(name, 1, "h", [f"tcp://{name}:1"], [], True, 0.0, 1, ServerStats())
+    def one(name: str) -> Member:
+        return Member(name, 1, "h", (f"tcp://{name}:1",), (), True, 0.0, 1, ServerStats())
 
     return wire.MembersReply("m", 1.0, 0, [one(name) for name in sorted(names)], False)
 

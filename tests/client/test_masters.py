@@ -28,7 +28,7 @@ from kvpool.client.servers import Servers
 from kvpool.errors import DeadlineExceeded, LinkBroken, MasterLost, ServerLost
 from kvpool.protocols import BlockStore, Channel, CountedListener, Link, Listener, Transport
 from kvpool.runtime import Host
-from kvpool.types import Cluster, Match, Replica, Run, ServerStats
+from kvpool.types import Cluster, Match, Member, Replica, Run, ServerStats
 from kvpool.wire import messages as wire
 from kvpool_transports.streams import StreamChannel
 from tests.conftest import NAMESPACE, buffers, keys, value, values
@@ -94,8 +94,8 @@ def later(seconds: float) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-def member(server: str, *, epoch: int = 1, host: str = "far") -> wire.MemberInfo:
-    return wire.MemberInfo(server, epoch, host, [f"x://{server}"], ["dram"], True, 0.0, 1, _STATS)
+def member(server: str, *, epoch: int = 1, host: str = "far") -> Member:
+    return Member(server, epoch, host, (f"x://{server}",), ("dram",), True, 0.0, 1, _STATS)
 
 
 _STATS = ServerStats()
@@ -403,13 +403,13 @@ async def test_masters_that_are_silent_cost_one_attempt() -> None:
 # --- what is known of a server -------------------------------------------------------------------
 
 
-def listing(*members: wire.MemberInfo) -> Answer:
+def listing(*members: Member) -> Answer:
     return lambda _: wire.MembersReply("m", 1.0, 0, list(members), False)
 
 
 @asynccontextmanager
 async def knowing(
-    *members: wire.MemberInfo, broken: bool = False
+    *members: Member, broken: bool = False
 ) -> AsyncIterator[tuple[ScriptedMaster, ScriptedTransport, Servers]]:
     """A client that has heard of these servers; and what it heard it from, and reaches them by."""
     network, transport = ScriptedNetwork(m=listing(*members)), ScriptedTransport()

@@ -93,7 +93,8 @@ async def test_a_server_that_takes_the_name_of_another(
             with pytest.raises(Unauthenticated, match=re.escape(member.addresses[0])):
                 await ask(link, attacks[attack], wire.Announced)
     (record,) = caplog.records  # once, with both addresses
-    assert (record.caller, record.holder) == ("127.0.0.1", member.addresses)  # type: ignore[attr-defined]
+    holder = list(member.addresses)
+    assert (record.caller, record.holder) == ("127.0.0.1", holder)  # type: ignore[attr-defined]
     assert sum(watched.master.refusals.values()) == 3
     async with watched.pool() as pool:
         got = buffers(3)

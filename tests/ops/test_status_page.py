@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import kvpool
 from kvpool import dev
@@ -202,7 +203,7 @@ async def test_the_longest_names_make_no_endless_answer(
     monkeypatch.setattr(page, "_members", lambda: members)
     monkeypatch.setattr(pool_dev.master.clients, "demand", lambda _: Demand(1.0, sets, 1.0, 1.0))
     for second in range(3700):
-        some = [one._replace(alive=second % 2 == 0, epoch=second) for one in members[:3]]
+        some = [replace(one, alive=second % 2 == 0, epoch=second) for one in members[:3]]
         page._watch.sample(float(second), some, AskedTotals(second * 10**9, second * 10**8))
     for one in members:  # all of them leave
         page._watch._drains[one.server] = drain = pool_watch_module._Drain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from io import StringIO
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -104,7 +105,7 @@ def test_a_frozen_server_is_late_before_masters_give_it_up() -> None:
 
 
 def test_a_server_without_memory() -> None:
-    assert "(0%)" in " ".join(lines(members_table([member()._replace(capacity=0)]))[1])
+    assert "(0%)" in " ".join(lines(members_table([replace(member(), capacity=0)]))[1])
 
 
 def test_tiers_share_the_hits_and_add_up_their_errors() -> None:

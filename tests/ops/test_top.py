@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvpool.ops.bars import bar, sparkline
 from kvpool.ops.top import Top
@@ -191,8 +192,8 @@ def test_sparklines() -> None:
 @pytest.mark.parametrize("width", [40, 100])
 def test_a_tenant_sees_no_zeros_of_what_is_not_told(width: int) -> None:
     top = Top("figures are for operators")
-    told = member("gpu-a")._replace(stats=ServerStats())  # all that masters tell a tenant
-    top.seen(0.0, [told, told._replace(server="gpu-b", alive=False)], None)
+    told = replace(member("gpu-a"), stats=ServerStats())  # all that masters tell a tenant
+    top.seen(0.0, [told, replace(told, server="gpu-b", alive=False)], None)
     page = text(top, width)
     assert "1 up 1 lost" in page.replace("  ", " ")
     assert "memory    4 MiB\nfigures are for operators\n" in page

@@ -124,7 +124,7 @@ async def test_a_master_refuses_what_is_no_session(link: Link, session: str) -> 
 
 async def test_a_flood_of_hints_costs_only_hints(link: Link) -> None:
     for number in range(3000):
-        await ask(link, wire.Hint(f"{number}", 1.0), wire.HintReply)
+        await ask(link, wire.Hint(f"{number}", 1.0), wire.StatusReply)
 
 
 async def test_without_sessions_a_hint_is_about_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvpool.types import ClientUsage, Consumer, ServerStats, TierUsage
+from kvpool.types import ClientUsage, Consumer, Member, ServerStats, TierUsage
 from kvpool.wire import messages
 
 DIGESTS: Final = bytes(range(32)) + bytes(range(32, 64))
@@ -14,7 +14,7 @@ USAGE: Final = TierUsage("dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0
 CLIENT: Final = ClientUsage("engine", "shm", 1, 2, 0.5, 3)
 CONSUMER: Final = Consumer("tenant", "acme", {"dram": 1}, 2, 3, 4, {"b": 5})
 STATS: Final = ServerStats(2, 3, 4, 5, 6, 0.5, {"a": 1}, [USAGE], 7, 0.5, 8, [CLIENT])
-MEMBER: Final = messages.MemberInfo("s", 1, "h", ["tcp://x:1"], ["dram"], True, 0.5, 9, STATS)
+MEMBER: Final = Member("s", 1, "h", ("tcp://x:1",), ("dram",), True, 0.5, 9, STATS)
 SAMPLES: Final[list[messages.Message]] = [
     messages.Error("BadMessage", "why"),
     messages.Hello("default", "client"),
@@ -103,7 +103,6 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Explain(**KEYS),
     messages.Hint("a", 2.5),
     messages.Hint("a", None),
-    messages.HintReply(True),
     messages.Heartbeat("s", 1, TOKEN, STATS, 8, 9, hint_answers=[("chat", False)]),
     messages.ExplainSession("chat"),
     messages.SessionExplained([(0.5, 2.5), (0.1, None)], [("s", True, 1.5)]),

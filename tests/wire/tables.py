@@ -9,14 +9,14 @@ from typing import Final
 
 import msgspec
 
-from kvpool.types import ClientUsage, Consumer, ServerStats, TierUsage
+from kvpool.types import ClientUsage, Consumer, Member, ServerStats, TierUsage
 from kvpool.wire import messages
 
 #: Structs inside of messages, which have lines of their own.
 NESTED: Final[tuple[type[msgspec.Struct], ...]] = (
     messages.BlockChanges,
     messages.MapChange,
-    messages.MemberInfo,
+    Member,
     ServerStats,
     Consumer,
     ClientUsage,

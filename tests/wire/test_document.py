@@ -12,6 +12,7 @@ import pytest
 from kvpool.types import (
     ClientUsage,
     Consumer,
+    Member,
     MoveStatus,
     ReadStatus,
     ServerStats,
@@ -26,7 +27,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "wire.md").read_text()
 MEMBERS: dict[type[msgspec.Struct], msgspec.Struct] = {
     messages.BlockChanges: messages.BlockChanges(**KEYS, part=0, tier=0, status=0),
-    messages.MemberInfo: MEMBER,
+    Member: MEMBER,
     ClientUsage: CLIENT,
     Consumer: CONSUMER,
     ServerStats: STATS,

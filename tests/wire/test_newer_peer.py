@@ -26,7 +26,7 @@ SAY_MORE = {
     *(messages.Welcome, messages.StatusReply, messages.Proposed),
     *(messages.Drained, messages.HoldingsReply, messages.RemovedAll, messages.Error),
     *(messages.Registered, messages.Heartbeat, messages.HeartbeatReply, messages.Announced),
-    *(messages.FindReply, messages.PlaceReply, messages.MembersReply, messages.HintReply),
+    *(messages.FindReply, messages.PlaceReply, messages.MembersReply),
     *(messages.SessionExplained, messages.Explained, messages.NamespacesReply),
     *(messages.DemandsReply, messages.ChangesReply),
 }

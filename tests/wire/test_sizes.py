@@ -50,6 +50,8 @@ def most(type: inspect.Type) -> int:
             return 5 + length * (most(key) + most(value))
         case inspect.TupleType(item_types=items):
             return 5 + sum(map(most, items))
+        case inspect.VarTupleType(item_type=item, max_length=int(length)):
+            return 5 + length * most(item)
         case inspect.UnionType(types=types):
             return max(map(most, types))
         case inspect.Metadata(type=inner):

@@ -9,6 +9,7 @@ from typing import Final
 from kvpool.errors import MasterLost, Overloaded, PeerError, Unavailable
 from kvpool.protocols import Link, Network
 from kvpool.server.moves.state.wants import BlockName
+from kvpool.types import Member
 from kvpool.wire import messages as wire
 
 #: One master is asked for so long before the next one is.
@@ -28,7 +29,7 @@ class AskedMasters:
         self._addresses = addresses
         self._on_ask = on_ask
         self._links: list[Link] = []
-        self._members: dict[str, wire.MemberInfo] = {}
+        self._members: dict[str, Member] = {}
         self._refreshed_at = float("-inf")
         self.asked_at = float("-inf")
         self.ended = False  # no question is asked any more
@@ -56,14 +57,14 @@ class AskedMasters:
                     self._links.append(link)
         raise MasterLost(f"no master answers: {problem}")
 
-    async def members(self, deadline: float) -> Mapping[str, wire.MemberInfo]:
+    async def members(self, deadline: float) -> Mapping[str, Member]:
         """Every server that a master knows, by name; not older than half a second.
 
         Raises MasterLost.
         """
         if _now() < self._refreshed_at + REFRESH_S:
             return self._members
-        found: dict[str, wire.MemberInfo] = {}
+        found: dict[str, Member] = {}
         after, more = "", True
         while more and len(found) < _MEMBERS_MAX:
             page = await self.ask(wire.Members(after), wire.MembersReply, deadline)

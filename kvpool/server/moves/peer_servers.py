@@ -22,8 +22,7 @@ from kvpool.errors import (
 from kvpool.protocols import Channel, Network, SupportsReachability, Transport
 from kvpool.runtime import Host
 from kvpool.server.moves.asked_masters import AskedMasters
-from kvpool.types import Cluster
-from kvpool.wire import messages as wire
+from kvpool.types import Cluster, Member
 
 #: What was not used for so long is closed: a connection costs the other side memory and a place.
 #: Longer than any call takes.
@@ -124,7 +123,7 @@ class PeerServers:
         if self._used_at or self.masters.are_connected:
             self._watch()
 
-    async def _connect(self, info: wire.MemberInfo, deadline: float) -> Channel:
+    async def _connect(self, info: Member, deadline: float) -> Channel:
         problem = "it has no transport in common with this server"
         for transport, address in self._paths(info):
             try:
@@ -137,7 +136,7 @@ class PeerServers:
                 problem = str(error)
         raise ServerLost(f"server {info.server!r}: {problem}")
 
-    def _paths(self, info: wire.MemberInfo) -> list[tuple[Transport, str]]:
+    def _paths(self, info: Member) -> list[tuple[Transport, str]]:
         """Those inside this host first."""
         by_scheme = {address.partition("://")[0]: address for address in info.addresses}
         inside, remote = [], []

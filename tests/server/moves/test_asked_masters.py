@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.errors import MasterLost, Unavailable
 from kvpool.server.moves.asked_masters import AskedMasters
-from kvpool.types import ServerStats
+from kvpool.types import Member, ServerStats
 from kvpool.wire import messages as wire
 
 
@@ -34,8 +34,8 @@ class LinkToMaster:
         self.masters.asked.append(self.address)
         if self.address in self.masters.down:
             raise Unavailable("down")
-        one = ("one", self.masters.epoch, "host", [], [], True, 0.0, 0, ServerStats())
-        member = wire.MemberInfo(*one)
+        one = ("one", self.masters.epoch, "host", (), (), True, 0.0, 0, ServerStats())
+        member = Member(*one)
         return wire.encode(wire.MembersReply("m", 1.0, 2, [member], False))
 
     def close(self) -> None:

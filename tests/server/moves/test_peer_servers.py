@@ -10,7 +10,7 @@ from kvpool import ClientConfig, admin, dev
 from kvpool.errors import LinkBroken, ServerLost
 from kvpool.protocols import Channel
 from kvpool.server.moves import peer_servers
-from kvpool.wire.messages import MemberInfo
+from kvpool.types import Member
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.support.moves import moves_of
 
@@ -81,7 +81,7 @@ async def test_a_connection_that_is_made_while_the_server_closes_is_closed(
         connect, asked, go_on = peers._connect, asyncio.Event(), asyncio.Event()
         made: list[Channel] = []
 
-        async def slowly(info: MemberInfo, deadline: float) -> Channel:
+        async def slowly(info: Member, deadline: float) -> Channel:
             asked.set()
             await go_on.wait()
             made.append(await connect(info, deadline))
