@@ -205,7 +205,7 @@ class BlockServer:
         context = self._context
         for extension in self.extensions.all:
             await extension.leave()
-        ending = [*context.announcers, *self._listeners]
+        ending: list[Announcer | Listener] = [*context.announcers, *self._listeners]
         context.announcers, self._listeners, self.addresses = [], [], []
         for one in ending:
             await one.close()
