@@ -8,7 +8,8 @@ from functools import cached_property, partial
 from typing import TypeVar
 
 from kvpool.client.servers import KnownServer, Path, Servers, is_fast
-from kvpool.protocols import Channel, ReachesDevices, Transport
+from kvpool.device.transport import ReachesDevices
+from kvpool.protocols import Channel, Transport
 
 T = TypeVar("T")
 

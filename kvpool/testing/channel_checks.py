@@ -11,6 +11,7 @@ import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias
 
+from kvpool.device.transport import ReachesDevices, SupportsDeviceRead
 from kvpool.errors import (
     BadMessage,
     ConfigError,
@@ -26,10 +27,8 @@ from kvpool.protocols import (
     Channel,
     OverFabric,
     Peer,
-    ReachesDevices,
     ReadOptions,
     RequiresCertificates,
-    SupportsDeviceRead,
     SupportsReachability,
     SupportsStatusText,
     SupportsZeroCopyView,

@@ -100,7 +100,7 @@ NEIGHBOURS = {
     "config": {"secret_file", "wire"},
     "moves": {"protocols", "wire"},
     "checksum": set(),
-    "device": {"checksum", "device_copy"},
+    "device": {"checksum", "device_copy", "protocols"},
     "memory_limits": {"huge_pages"},
     "testing": {"dev"},
 }
