@@ -32,6 +32,7 @@ ONE = Namespace("one")
 TWO = Namespace("two", parts=2)
 HOST = "host-a"
 OTHER = b"another token"
+NEXT, GAP, DUPLICATE = SequenceCheck.NEXT, SequenceCheck.GAP, SequenceCheck.DUPLICATE
 
 
 def directory_of(*servers: str, now: float = 0.0) -> Directory:
@@ -54,6 +55,16 @@ def registered(
 ) -> Refusal | None:
     own = Registration(epoch, HOST, (f"tcp://{server}:1",), ("dram",), 1000, token, kept)
     return directory.servers.register(server, own, now, sequence=sequence)
+
+
+def announcement(directory: Directory, sequence: int) -> SequenceCheck:
+    """Of `s`, whose process has epoch 1."""
+    return directory.servers.check_sequence("s", 1, sequence)
+
+
+def piece(directory: Directory, sequence: int, number: int, *, last: bool = False) -> SequenceCheck:
+    """Of the inventory of `s` that has this sequence number."""
+    return directory.servers.check_piece("s", 1, sequence, number, last=last)
 
 
 def prefix(directory: Directory, chain: list[bytes], namespace: Namespace = ONE) -> int:
@@ -89,10 +100,7 @@ def history(rng: random.Random, steps: int) -> None:
     def resync(server: str, attempts: int = 3) -> None:
         register(server)
         sequence[server] += 1
-        assert (
-            directory.servers.check_piece(server, epoch[server], sequence[server], 0)
-            is SequenceCheck.NEXT
-        )
+        assert directory.servers.check_piece(server, epoch[server], sequence[server], 0) is NEXT
         for namespace, part, digest in sorted(truth[server], key=repr):
             directory.stored(server, namespace, part, 0, [digest])
             told[server].add((namespace, part, digest))
@@ -146,18 +154,14 @@ def history(rng: random.Random, steps: int) -> None:
             lost = rng.random() < 0.1
             if not lost:
                 number = sequence[server]
-                if (
-                    directory.servers.check_sequence(server, epoch[server], number)
-                    is SequenceCheck.NEXT
-                ):
+                if directory.servers.check_sequence(server, epoch[server], number) is NEXT:
                     if gone:
                         directory.removed(server, namespace, part, some, ReadStatus.EVICTED)
                     else:
                         directory.stored(server, namespace, part, 0, some)
                     told[server] = set(truth[server])
                     assert (
-                        directory.servers.check_sequence(server, epoch[server], number)
-                        is SequenceCheck.DUPLICATE
+                        directory.servers.check_sequence(server, epoch[server], number) is DUPLICATE
                     )  # a double
                 else:
                     resync(server)
@@ -195,19 +199,17 @@ def test_a_server_goes_through_the_states_of_its_table() -> None:
         return directory.match(ONE, chain).stopped
 
     assert reason() is ReadStatus.NEVER_WRITTEN
-    assert directory.servers.check_sequence("s", 2, 1) is SequenceCheck.GAP  # another process
-    assert directory.servers.check_sequence("s", 1, 1) is SequenceCheck.NEXT
+    assert directory.servers.check_sequence("s", 2, 1) is GAP  # another process
+    assert announcement(directory, 1) is NEXT
     directory.stored("s", ONE, 0, 0, chain)  # registered -> live
     assert reason() is ReadStatus.HIT
-    assert directory.servers.check_sequence("s", 1, 3) is SequenceCheck.GAP
-    assert (
-        directory.servers.check_piece("s", 1, 4, 0) is SequenceCheck.GAP
-    )  # it has to register first
+    assert announcement(directory, 3) is GAP
+    assert piece(directory, 4, 0) is GAP  # it has to register first
     assert register("s", sequence=3) is None
-    assert directory.servers.check_piece("s", 1, 4, 0) is SequenceCheck.NEXT  # live -> syncing
+    assert piece(directory, 4, 0) is NEXT  # live -> syncing
     assert reason() is ReadStatus.HIT
     directory.stored("s", ONE, 0, 0, chain[:1])
-    assert directory.servers.check_piece("s", 1, 4, 1) is SequenceCheck.NEXT
+    assert piece(directory, 4, 1) is NEXT
     directory.servers.end_inventory("s")  # syncing -> live
     assert directory.match(ONE, chain).length == 1
     assert register("s", 2, token=OTHER) is not None  # its id is taken
@@ -221,7 +223,7 @@ def test_a_server_goes_through_the_states_of_its_table() -> None:
     for second in range(2, 700):
         directory.servers.tick(float(second))  # registered -> lost -> unknown
     assert not directory.servers.members(700.0)
-    assert directory.servers.check_sequence("s", 2, 1) is SequenceCheck.GAP
+    assert directory.servers.check_sequence("s", 2, 1) is GAP
 
 
 def test_a_belated_greeting_is_not_all_there_is_to_know() -> None:
@@ -230,7 +232,7 @@ def test_a_belated_greeting_is_not_all_there_is_to_know() -> None:
     assert not directory.servers.heartbeat("s", 1, ServerStats(), 1.0, sequence=7)
     assert directory.servers.members(1.0)[0].alive
     assert registered(directory, "s", sequence=7) is None
-    assert directory.servers.check_piece("s", 1, 8, 0) is SequenceCheck.NEXT
+    assert piece(directory, 8, 0) is NEXT
     directory.servers.end_inventory("s")
     assert directory.servers.heartbeat("s", 1, ServerStats(), 1.0, sequence=8)
     assert directory.servers.heartbeat("s", 1, ServerStats(), 1.0, sequence=7)  # a late one
@@ -324,23 +326,23 @@ def test_a_process_that_registers_again_has_its_new_addresses_and_its_blocks() -
 
 def test_a_registration_takes_no_number_back() -> None:
     directory = directory_of("s")
-    assert directory.servers.check_sequence("s", 1, 1) is SequenceCheck.NEXT
+    assert announcement(directory, 1) is NEXT
     assert registered(directory, "s", sequence=0) is None  # a second copy that came late
     assert directory.servers.records["s"].inventories.sequence == 1
-    assert directory.servers.check_sequence("s", 1, 1) is SequenceCheck.DUPLICATE
+    assert announcement(directory, 1) is DUPLICATE
     assert registered(directory, "s", sequence=5) is None  # four announcements were lost
-    assert directory.servers.check_sequence("s", 1, 5) is SequenceCheck.DUPLICATE
-    assert directory.servers.check_piece("s", 1, 6, 0) is SequenceCheck.NEXT
+    assert announcement(directory, 5) is DUPLICATE
+    assert piece(directory, 6, 0) is NEXT
 
 
 @pytest.mark.parametrize("number", [3, 2**32, 2**62, 2**63 - 1])
 def test_a_number_that_is_made_up_is_a_gap(number: int) -> None:
     """Otherwise every later message would count as a repeated one, and be ignored."""
     directory = directory_of("s")
-    assert directory.servers.check_sequence("s", 1, 1) is SequenceCheck.NEXT
-    assert directory.servers.check_piece("s", 1, number, 0) is SequenceCheck.GAP
-    assert directory.servers.check_sequence("s", 1, number) is SequenceCheck.GAP
-    assert directory.servers.check_sequence("s", 1, 2) is SequenceCheck.NEXT
+    assert announcement(directory, 1) is NEXT
+    assert piece(directory, number, 0) is GAP
+    assert announcement(directory, number) is GAP
+    assert announcement(directory, 2) is NEXT
 
 
 def test_a_run_ends_where_the_place_changes() -> None:
@@ -377,31 +379,25 @@ def test_each_miss_is_explained() -> None:
 def test_a_piece_of_an_inventory_that_comes_again_changes_nothing() -> None:
     directory = directory_of("s")
     registered(directory, "s", sequence=4)
-    assert directory.servers.check_piece("s", 1, 5, 0) is SequenceCheck.NEXT
+    assert piece(directory, 5, 0) is NEXT
     directory.stored("s", ONE, 0, 0, keys("first", 2))
-    assert directory.servers.check_piece("s", 1, 5, 1) is SequenceCheck.NEXT
+    assert piece(directory, 5, 1) is NEXT
     directory.stored("s", ONE, 0, 0, keys("second", 2))
-    assert (
-        directory.servers.check_piece("s", 1, 5, 0) is SequenceCheck.DUPLICATE
-    )  # doubled on the way, and late
-    assert directory.servers.check_piece("s", 1, 5, 3) is SequenceCheck.NEXT  # it overtook piece 2
-    assert directory.servers.check_piece("s", 1, 5, 3) is SequenceCheck.DUPLICATE
-    assert (
-        directory.servers.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.GAP
-    )  # piece 2 is missing
-    assert directory.servers.check_sequence("s", 1, 6) is SequenceCheck.GAP
-    assert directory.servers.check_piece("s", 1, 5, 2) is SequenceCheck.NEXT
-    assert (
-        directory.servers.check_piece("s", 1, 5, 68) is SequenceCheck.GAP
-    )  # so far ahead is no server
-    assert directory.servers.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.NEXT
+    assert piece(directory, 5, 0) is DUPLICATE  # doubled on the way, and late
+    assert piece(directory, 5, 3) is NEXT  # it overtook piece 2
+    assert piece(directory, 5, 3) is DUPLICATE
+    assert piece(directory, 5, 4, last=True) is GAP  # piece 2 is missing
+    assert announcement(directory, 6) is GAP
+    assert piece(directory, 5, 2) is NEXT
+    assert piece(directory, 5, 68) is GAP  # so far ahead is no server
+    assert piece(directory, 5, 4, last=True) is NEXT
     directory.servers.end_inventory("s")
-    assert directory.servers.check_piece("s", 1, 5, 4, last=True) is SequenceCheck.DUPLICATE
-    assert directory.servers.check_piece("s", 1, 5, 5) is SequenceCheck.GAP
+    assert piece(directory, 5, 4, last=True) is DUPLICATE
+    assert piece(directory, 5, 5) is GAP
     assert prefix(directory, keys("first", 2)) == 2
-    assert directory.servers.check_sequence("s", 1, 6) is SequenceCheck.NEXT
-    assert directory.servers.check_piece("s", 1, 5, 0) is SequenceCheck.DUPLICATE
-    assert directory.servers.check_sequence("s", 1, 7) is SequenceCheck.NEXT
+    assert announcement(directory, 6) is NEXT
+    assert piece(directory, 5, 0) is DUPLICATE
+    assert announcement(directory, 7) is NEXT
     assert prefix(directory, keys("second", 2)) == 2
     check_invariants(directory)
 
@@ -449,7 +445,7 @@ def test_an_inventory_says_why_blocks_are_gone() -> None:
     directory.stored("t", ONE, 0, 0, keys("x", 1))
     for server in ("t", "s"):  # both were out of touch when they threw it out
         registered(directory, server, sequence=4)
-        assert directory.servers.check_piece(server, 1, 5, 0) is SequenceCheck.NEXT
+        assert directory.servers.check_piece(server, 1, 5, 0) is NEXT
         directory.removed(server, ONE, 0, keys("x", 1), ReadStatus.EVICTED)
         directory.servers.end_inventory(server)
     assert directory.match(ONE, keys("x", 1)).stopped is ReadStatus.EVICTED
@@ -458,7 +454,7 @@ def test_an_inventory_says_why_blocks_are_gone() -> None:
     assert directory.match(ONE, keys("x", 1)).stopped is ReadStatus.EVICTED
     new = directory_of("s")
     registered(new, "s", sequence=5)
-    assert new.servers.check_piece("s", 1, 6, 0) is SequenceCheck.NEXT
+    assert new.servers.check_piece("s", 1, 6, 0) is NEXT
     new.removed("s", ONE, 0, keys("x", 1), ReadStatus.REMOVED)
     new.servers.end_inventory("s")
     assert new.match(ONE, keys("x", 1)).stopped is ReadStatus.REMOVED
@@ -468,7 +464,7 @@ def test_an_inventory_says_why_blocks_are_gone() -> None:
 def listed_again(directory: Directory, server: str, digests: Sequence[bytes], part: int) -> None:
     """The whole inventory of a server: one namespace, one part."""
     sequence = directory.servers.records[server].inventories.sequence + 1
-    assert directory.servers.check_piece(server, 1, sequence, 0, last=True) is SequenceCheck.NEXT
+    assert directory.servers.check_piece(server, 1, sequence, 0, last=True) is NEXT
     directory.stored(server, TWO, part, 0, digests)
     directory.servers.end_inventory(server)
 
@@ -531,11 +527,11 @@ def test_an_inventory_equal_to_what_is_known_leaves_nothing_to_sweep() -> None:
     chain = keys("c", 50)
     for server in ("s", "t"):
         directory.stored(server, ONE, 0, 0, chain)
-        assert directory.servers.check_piece(server, 1, 1, 0) is SequenceCheck.NEXT
+        assert directory.servers.check_piece(server, 1, 1, 0) is NEXT
         directory.stored(server, ONE, 0, 0, chain)
         assert directory.servers.end_inventory(server) == 0
         assert not sweeper.step()
-    assert directory.servers.check_piece("s", 1, 2, 0) is SequenceCheck.NEXT
+    assert piece(directory, 2, 0) is NEXT
     directory.stored("s", ONE, 0, 0, chain[1:])
     assert directory.servers.end_inventory("s") == 1
     assert len(directory.match(ONE, chain).runs) == 2
@@ -548,7 +544,7 @@ def test_useless_sets_of_locations_are_forgotten() -> None:
     """Resyncs that lose nothing are not swept, but each leaves sets that nobody uses."""
     directory = directory_of("s")
     for sequence in range(1, 3000):
-        assert directory.servers.check_piece("s", 1, sequence, 0) is SequenceCheck.NEXT
+        assert piece(directory, sequence, 0) is NEXT
         directory.stored("s", ONE, 0, 0, keys("c", 2))
         assert directory.servers.end_inventory("s") == 0
         sweep_all(directory)
@@ -576,7 +572,7 @@ def test_attempts_at_an_inventory_leave_a_bounded_number_behind() -> None:
     sweeper = Sweeper(directory)
     directory.stored("s", ONE, 0, 0, keys("c", 100))
     for attempt in range(20):
-        assert directory.servers.check_piece("s", 1, attempt + 1, 0) is SequenceCheck.NEXT
+        assert piece(directory, attempt + 1, 0) is NEXT
         directory.stored("s", ONE, 0, 0, keys("c", 20 - attempt))
         check_invariants(directory)
     assert len(directory.servers.records["s"].inventories.earlier) <= 4
@@ -659,7 +655,7 @@ def test_a_map_that_is_right_does_not_differ() -> None:
         (ONE, 0, 0, [chain[2], chain[0]]), (ONE, 0, 1, chain[3:]), (TWO, 1, 0, chain[:1])
     )
     assert not own.differs(0, *held)
-    assert directory.servers.check_piece("s", 1, 1, 0) is SequenceCheck.NEXT
+    assert piece(directory, 1, 0) is NEXT
     directory.stored("s", ONE, 0, 0, chain[:2])
     assert own.differs(1, *held)  # the server believes that the inventory is complete
     directory.servers.end_inventory("s")
@@ -803,7 +799,7 @@ def test_an_inventory_at_the_limit_lists_again_what_was_listed() -> None:
     assert at(directory, "b", "t") is None
     assert listed(directory, "s", chain[:3]) == 3
     assert listed(directory, "t", chain[3:]) == 3
-    assert directory.servers.check_piece("s", 1, 1, 0) is SequenceCheck.NEXT
+    assert piece(directory, 1, 0) is NEXT
     assert listed(directory, "s", chain[:3]) == 3
     directory.servers.end_inventory("s")
     assert prefix(directory, chain) == 6
