@@ -7,7 +7,7 @@ a test machine has. What they would compute the test writes into their memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +143,6 @@ class Ranks(Played):
 def kv(number: int, head: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * number + head)
     return torch.rand(HEAD_SHAPE, generator=generator)
-
-
-@pytest.fixture
-def pool() -> Iterator[LocalPool]:
-    pool = LocalPool()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(4, 4), (1, 4), (4, 1), (2, 4), (4, 2)])
