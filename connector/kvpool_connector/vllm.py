@@ -178,6 +178,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- a worker's side ----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        def first_info() -> ModelInfo:
+            count_loads(loaded_models(self._vllm_config))  # from now on
+            return model_info(self._vllm_config, self._split)
+
         blocks = self._kv_cache_config.num_blocks
         caches = {name: group_kernel_blocks(cache, blocks) for name, cache in kv_caches.items()}
         self._of_worker().register(
@@ -188,17 +192,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 direct=self._settings.device_path == "direct",
             ),
             ModelInMemory(
-                self._first_info,
+                first_info,
                 partial(model_info, self._vllm_config, self._split, summed_bytes=1 << 60),
                 LoadedAdapters(self._vllm_config),
                 weight_changes,
             ),
         )
-
-    def _first_info(self) -> ModelInfo:
-        """The model as it was loaded; from now on calls that load it anew are counted."""
-        count_loads(loaded_models(self._vllm_config))
-        return model_info(self._vllm_config, self._split)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._of_worker().start_loads(self._work())
