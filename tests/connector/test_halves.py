@@ -1148,7 +1148,7 @@ def test_an_idle_engine_waits_only_while_something_runs(start: Start) -> None:
     for _ in range(3):
         engine.step()
     assert (transfers.count, poller.waited_s) == (0, [])
-    worker._ended.begin(1)
+    worker._ended.begin()
     engine.scheduler.on_new_request("s", hashes, 2 * BLOCK + 1, RequestHints())
     engine.step()
     assert (transfers.count, poller.waited_s) == (1, [0.001])

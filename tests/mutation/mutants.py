@@ -35,7 +35,9 @@ _PACKAGES: Final = (
     "kvpool",
     "transports/kvpool_transports",
     "tiers/kvpool_tiers",
+    "connector/kvpool_agents",
     "connector/kvpool_connector",
+    "connector/kvpool_engines",
 )
 #: Files that the tests of the main environment do not run: they need vLLM, a GPU, a store of
 #: objects, or are run by a person. `make test WITH=...` and the benchmarks cover them.

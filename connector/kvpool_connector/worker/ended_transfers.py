@@ -43,9 +43,9 @@ class EndedTransfers:
         self._finished = FinishedTransfers(set(), set(), set())
         self._counters: dict[str, float] = {}
 
-    def begin(self, transfers: int) -> None:
+    def begin(self) -> None:
         with self._lock:
-            self.running += transfers
+            self.running += 1
 
     def on_load(
         self,

@@ -21,6 +21,7 @@ from kvpool_connector.memory.block_memory import READS_MAX, WRITES_MAX, BlockMem
 from kvpool_connector.memory.load_rounds import LOOK_TIMEOUT_S, LoadRounds, Span
 from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.records.messages import (
+    AdapterKey,
     GroupBlocks,
     LoadRequest,
     ProbeRequest,
@@ -41,6 +42,8 @@ from kvpool_connector.worker.worker_checks import CANCEL_AFTER_S, TransferContex
 _CLOSE_S: Final = 5.0
 #: A save without an acknowledgement releases the engine's blocks after so long.
 _SAVE_TIMEOUT_S: Final = 10.0
+#: Why a transfer is not begun.
+_CHANGED: Final = "the blocks have no name now, or another adapter"
 
 
 class Rank(NamedTuple):
@@ -94,16 +97,10 @@ class ConnectorWorker:
         Raises nothing: what cannot be started has failed.
         """
         self._trust = work.trust or self._trust
-        self._model.on_step(work)
-        if not work.loads:
-            return
         began = time.monotonic()
-        context = self._context(work)
-        self._ended.begin(len(work.loads))
+        context = self._context(work, self._model.on_step, needed=bool(work.loads))
         for load in work.loads:
-            if context is None or not self._start(
-                self._traced("kvpool.load", partial(self._load, load, context, began))
-            ):
+            if self._begin(partial(self._load, load, began), context, span="kvpool.load"):
                 missing = [i for blocks in load.blocks for i in blocks.block_ids]
                 self._ended.on_load(load, 0, missing, 0.0)
 
@@ -112,26 +109,20 @@ class ConnectorWorker:
 
         Raises nothing: what cannot be started has failed.
         """
-        self._work = work
-        self._model.on_names(work)
-        if not work.saves and work.probe is None and work.verify is None:
-            return
-        context = self._context(work)
-        self._ended.begin(len(work.saves) + (work.probe is not None) + (work.verify is not None))
+        self._work, probe, verify = work, work.probe, work.verify
+        needed = bool(work.saves) or probe is not None or verify is not None
+        context = self._context(work, self._model.on_names, needed=needed)
         for save in work.saves:
-            if context is None or not self._model.has(save.adapters):
-                self._ended.count("save_error ModelChanged", 1)
-                self._ended.on_save(save, 0, _all_refused(save, WriteStatus.BYPASSED))
-            elif not self._start(self._traced("kvpool.save", partial(self._save, save, context))):
-                self._ended.on_save(save, 0, _all_refused(save, WriteStatus.NO_MASTER))
-        if work.probe is not None and (
-            context is None or not self._start(partial(self._probe, work.probe, context))
-        ):
+            run, status = partial(self._save, save), WriteStatus.NO_MASTER
+            if why := self._begin(run, context, save.adapters, span="kvpool.save"):
+                if why is _CHANGED:
+                    status = WriteStatus.BYPASSED
+                    self._ended.count("save_error ModelChanged", 1)
+                self._ended.on_save(save, 0, _all_refused(save, status))
+        if probe is not None and self._begin(partial(self._probe, probe), context):
             self._ended.on_check(ProbeResult(0, 0.0))
-        if (verify := work.verify) is not None and (
-            context is None
-            or not self._model.has(verify.adapters)
-            or not self._start(partial(self._verify, verify, context))
+        if verify is not None and self._begin(
+            partial(self._verify, verify), context, verify.adapters
         ):
             self._ended.on_check(VerifyResult(verify.job, 0))
 
@@ -162,32 +153,49 @@ class ConnectorWorker:
         """Cancel every transfer and wait for its end, at most `_CLOSE_S`."""
         self._thread.close(_CLOSE_S)
 
-    def _traced(self, name: str, work: _Work) -> _Work:
-        """The same work, in a span if there are spans."""
-        return work if self._tracer is None else partial(tracing.run, self._tracer, name, work)
-
     def _describe(self, **attributes: str | float) -> None:
         """Of the span that runs here, if there are spans."""
         if self._tracer is not None:
             tracing.describe(**attributes)
 
-    def _context(self, work: StepWork) -> TransferContext | None:
-        """None: this step's blocks have no name, or their memory cannot be used."""
-        if not self._model.registered:
-            return None
-        record = [memory.record_event for memory in self._memory]
-        events = self._failures.guard("recording an event", lambda: [one() for one in record], None)
-        if events is None:
-            return None
-        return TransferContext(work.namespaces, events, self._model.serial, work.mark)
+    def _context(
+        self, work: StepWork, look: Callable[[StepWork], None], *, needed: bool
+    ) -> TransferContext | None:
+        """After a `look` at the step; None: it is not needed, the step's blocks have no name, or
+        their memory cannot be used."""
 
-    def _start(self, work: _Work) -> bool:
-        """Whether it runs in the pool's thread now."""
-        return self._failures.guard("starting a transfer", lambda: self._thread.start(work), False)
+        def made() -> TransferContext | None:
+            look(work)
+            if not needed or not self._model.registered:
+                return None
+            events = [memory.record_event() for memory in self._memory]
+            return TransferContext(work.namespaces, events, self._model.serial, work.mark)
+
+        return self._failures.guard("looking at a step", made, None)
+
+    def _begin(
+        self,
+        run: Callable[[TransferContext], Coroutine[Any, Any, None]],
+        context: TransferContext | None,
+        adapters: frozenset[AdapterKey] = frozenset(),
+        span: str = "",
+    ) -> str:
+        """Run a transfer in the pool's thread. Empty, or why it does not run and never will."""
+        self._ended.begin()
+
+        def begun() -> str:
+            if context is None or not self._model.has(adapters):
+                return _CHANGED
+            work: _Work = partial(run, context)
+            if self._tracer is not None and span:
+                work = partial(tracing.run, self._tracer, span, work)
+            return "" if self._thread.start(work) else "the pool's thread has ended"
+
+        return self._failures.guard("starting a transfer", begun, "a mistake")
 
     # --- in the pool's thread ---------------------------------------------------------------
 
-    async def _load(self, load: LoadRequest, context: TransferContext, began: float) -> None:
+    async def _load(self, load: LoadRequest, began: float, context: TransferContext) -> None:
         missing = [block for blocks in load.blocks for block in blocks.block_ids]
         size, wait, limit_s = 0, None, load.timeout_s
         met = MetWriters(load.compared, set(), set())
