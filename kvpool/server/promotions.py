@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvpool.server.state.tier_transfers import TierTransfer
+from kvpool.shares import Shares
+from kvpool.tenant_names import tenant_of
 from kvpool.types import Namespace
 
 #: A reader is answered when so many bytes have been promoted for it, or all of its blocks.
@@ -37,11 +39,11 @@ class PromotionWaiter:
 
 
 class Promotions:
-    """The promotions under way: those that readers asked for take up to `size_max` bytes."""
+    """The promotions under way: those that readers asked for take up to `size_max` bytes, of each
+    tenant its share. One with many readers would keep those of all others from the disk."""
 
     def __init__(self, size_max: int) -> None:
-        self.size = 0  # of those that readers asked for
-        self._size_max = size_max
+        self._shares = Shares(size_max)
         #: By block: the transfer, and the readers that wait for it.
         self._under_way: dict[_Key, tuple[TierTransfer, list[PromotionWaiter]]] = {}
         self._none = asyncio.Event()
@@ -51,9 +53,13 @@ class Promotions:
         return f"<Promotions of {len(self._under_way)} blocks>"
 
     @property
-    def left(self) -> int:
-        """Bytes that may come up for readers besides."""
-        return self._size_max - self.size
+    def size(self) -> int:
+        """Bytes of those that readers asked for."""
+        return self._shares.used
+
+    def left(self, namespace: Namespace) -> int:
+        """Bytes of a namespace that may come up for readers besides."""
+        return self._shares.room(tenant_of(namespace.name))
 
     def missing(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> list[bytes]:
         """Those that are not under way."""
@@ -63,7 +69,7 @@ class Promotions:
     def begin(self, copy: TierTransfer) -> None:
         self._under_way[_key(copy)] = copy, []
         if not copy.prefetch:
-            self.size += copy.entry.size
+            self._shares.hold(_tenant(copy), copy.entry.size)
             self._none.clear()
 
     def end(self, copy: TierTransfer) -> None:
@@ -74,7 +80,7 @@ class Promotions:
             return  # of a place that was lost meanwhile
         del self._under_way[key]
         if not copy.prefetch:
-            self.size -= copy.entry.size
+            self._shares.give_back(_tenant(copy), copy.entry.size)
         if not self.size:
             self._none.set()
         for waiter in found[1]:
@@ -104,3 +110,7 @@ class Promotions:
 def _key(copy: TierTransfer) -> _Key:
     index = copy.entry.index
     return index.namespace, index.part, copy.entry.digest
+
+
+def _tenant(copy: TierTransfer) -> str:
+    return tenant_of(copy.entry.index.namespace.name)

@@ -184,7 +184,7 @@ class TierMover(Mover):
 
     def promote(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
         """As many as may be under way at a time (design: promotion)."""
-        if (left := self.promotions.left) > 0:
+        if (left := self.promotions.left(namespace)) > 0:
             self._start_promotions(namespace, part, digests, left)
 
     def prefetch(
@@ -220,7 +220,9 @@ class TierMover(Mover):
         """False also where nothing is under way that would free room (design: promotion)."""
         self.promote(namespace, part, digests)
         # Where no more may come up, what is behind is another call.
-        while self._store.transfers.behind and self.promotions.left > 0 and _now() < until:
+        while (
+            self._store.transfers.behind and self.promotions.left(namespace) > 0 and _now() < until
+        ):
             await asyncio.sleep(0)
             self.promote(namespace, part, digests)
         waiter = self.promotions.waiter(namespace, part, digests)

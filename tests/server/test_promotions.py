@@ -7,7 +7,7 @@ import asyncio
 from kvpool.server.promotions import Promotions
 from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.tier_transfers import TierTransfer
-from kvpool.types import ROOT, Extent
+from kvpool.types import ROOT, Extent, Namespace
 from tests.conftest import NAMESPACE, keys
 
 CHAIN = keys("chain", 4)
@@ -27,11 +27,25 @@ async def test_what_readers_ask_for_is_bounded_and_what_is_prefetched_counts_apa
     asked, early = coming(0), coming(1, prefetch=True)
     promotions.begin(asked)
     promotions.begin(early)
-    assert (promotions.size, promotions.left) == (100, 150)
+    assert (promotions.size, promotions.left(NAMESPACE)) == (100, 150)
     assert promotions.missing(NAMESPACE, 0, CHAIN) == CHAIN[2:]
     promotions.end(asked)
     promotions.end(early)
     assert (promotions.size, promotions.missing(NAMESPACE, 0, CHAIN)) == (0, CHAIN)
+
+
+async def test_a_tenant_with_many_readers_leaves_the_disk_to_others_too() -> None:
+    promotions, acme, blue = Promotions(1000), Namespace("@acme/m"), Namespace("@blue/m")
+    index, under_way = Index(acme, 0, 1), []
+    while promotions.left(acme) > 0:
+        under_way.append(copy := coming(0))
+        copy.entry.index, copy.entry.digest = index, bytes([len(under_way)]) * 8
+        promotions.begin(copy)
+    assert promotions.size == 500
+    assert promotions.left(blue) == 250
+    assert promotions.left(NAMESPACE) == 500, "the pool itself has no less than is free"
+    promotions.end(under_way[0])
+    assert promotions.left(acme) > 0
 
 
 async def test_others_yield_only_while_readers_wait() -> None:
