@@ -14,7 +14,6 @@ from kvpool.server.extension import Extensions, Handlers, ServerExtension, Serve
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
-from kvpool.sorting import sorted_runs
 from kvpool.tenant_names import marker_of
 from kvpool.types import Holding, HoldingsPage, Namespace, Removal, RemovalCursor
 from kvpool.wire import messages as wire
@@ -97,9 +96,9 @@ async def _in_order(store: Blocks, marker: str) -> list[Namespace]:
             some = keys[start : start + _NAMES_STEP]
             found.update([one for one, _ in some if one.name.startswith(marker)])
             await asyncio.sleep(0)
-    runs: list[list[Namespace]] = []
-    for run in sorted_runs(list(found), _name):
-        runs.append(run)
+    names, runs = list(found), []
+    for start in range(0, len(names), _NAMES_STEP):
+        runs.append(sorted(names[start : start + _NAMES_STEP], key=_name))
         await asyncio.sleep(0)
     ordered: list[Namespace] = []
     for one in heapq.merge(*runs, key=_name):
