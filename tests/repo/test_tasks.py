@@ -79,7 +79,7 @@ SHORT_LIVED = {
     "kvpool/server/cold/bucket.py Bucket._hedged": _CALL,
     "kvpool/server/moves/drainer.py Drainer._pass": _GROUP,
     "kvpool/server/moves/drainer.py Drainer.begin": "ends with its deadline, and says what is left",
-    "kvpool/server/moves/peer_servers.py PeerServers._close": _CLOSES,
+    "kvpool/server/moves/peer_servers.py PeerServers._end": _CLOSES,
     "kvpool/server/tier_mover.py TierMover._demote_to": _CALL,
     "kvpool/server/tier_mover.py TierMover._spawn": "one transfer; whoever asked for it goes on",
     "kvpool/supervision.py Supervisor._start": "this is the supervisor",

@@ -7,6 +7,7 @@ It asks masters where they are (`asked_masters.py`), and keeps a channel to each
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 from weakref import WeakValueDictionary
@@ -50,6 +51,9 @@ class PeerServers:
         self.masters = AskedMasters(network, masters, self._watch)
         self._channels: dict[str, tuple[int, Channel]] = {}  # with the epoch of the server
         self._used_at: dict[str, float] = {}  # each of these channels
+        #: When to try the better path to a server again: it failed, so a worse one is used.
+        self._better_at: dict[str, float] = {}
+        self._replaced: dict[Channel, float] = {}  # by a better one; calls on it still end well
         self._rest: asyncio.TimerHandle | None = None
         #: Each server has its own: one that is frozen keeps nobody from the others.
         self._connecting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -59,7 +63,8 @@ class PeerServers:
     async def channel(self, server: str, deadline: float) -> Channel:
         """A channel to this server. Raises ServerLost when no path to it works, MasterLost."""
         kept = self._channels.get(server)
-        if kept is not None and kept[0] == self.masters.epoch(server):
+        is_due = _now() >= self._better_at.get(server, math.inf)
+        if kept is not None and kept[0] == self.masters.epoch(server) and not is_due:
             self._used(server)
             return kept[1]
         connecting = self._connecting.setdefault(server, asyncio.Lock())
@@ -72,6 +77,11 @@ class PeerServers:
                 self.failed(server, kept[1])
             if server not in self._channels:
                 self._channels[server] = info.epoch, await self._connect(info, deadline)
+            elif _now() >= self._better_at.get(server, math.inf):
+                better = await self._connect(info, deadline)
+                if (worse := self._channels.get(server)) is not None:
+                    self._replaced[worse[1]] = _now()
+                self._channels[server] = info.epoch, better
             if self._closed:  # meanwhile
                 self._close(server)
                 raise ServerLost("this server is closing")
@@ -92,17 +102,22 @@ class PeerServers:
             self._rest.cancel()
         for server in list(self._channels):
             self._close(server)
+        for channel in self._replaced:
+            self._end(channel)
         self.masters.close()
         if self._closing:
             await asyncio.wait(self._closing)
 
     def _close(self, server: str) -> None:
-        kept = self._channels.pop(server, None)
-        if kept is not None:
-            kept[1].abort()
-            closing = asyncio.get_running_loop().create_task(kept[1].close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        self._better_at.pop(server, None)
+        if (kept := self._channels.pop(server, None)) is not None:
+            self._end(kept[1])
+
+    def _end(self, channel: Channel) -> None:
+        channel.abort()
+        closing = asyncio.get_running_loop().create_task(channel.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     def _used(self, server: str) -> None:
         self._used_at[server] = _now()
@@ -118,18 +133,23 @@ class PeerServers:
         for server in [one for one, used_at in self._used_at.items() if used_at <= before]:
             del self._used_at[server]
             self._close(server)
+        for channel in [one for one, since in self._replaced.items() if since <= before]:
+            del self._replaced[channel]
+            self._end(channel)
         if self.masters.asked_at <= before:
             self.masters.close()
-        if self._used_at or self.masters.are_connected:
+        if self._used_at or self._replaced or self.masters.are_connected:
             self._watch()
 
     async def _connect(self, info: Member, deadline: float) -> Channel:
         problem = "it has no transport in common with this server"
-        for transport, address in self._paths(info):
+        for number, (transport, address) in enumerate(self._paths(info)):
             try:
-                return await transport.connect(
+                channel = await transport.connect(
                     address, cluster=self._cluster, client=self.server, deadline=deadline
                 )
+                self._better_at[info.server] = _now() + _IDLE_S if number else math.inf
+                return channel
             except DeadlineExceeded:
                 raise
             except (Unavailable, PeerError, Overloaded, ConfigError, OSError) as error:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvpool import ClientConfig, admin, dev
-from kvpool.errors import LinkBroken, ServerLost
+from kvpool.errors import LinkBroken, ServerLost, Unavailable
 from kvpool.protocols import Channel
 from kvpool.server.moves import peer_servers
 from kvpool.types import Member
@@ -57,6 +57,35 @@ async def test_a_call_that_fails_late_leaves_the_connection_that_was_opened_sinc
         peers.failed(name, None)
         assert await peers.channel(name, until) is fresh
         assert await fresh.remove(NAMESPACE, keys("none", 1), deadline=until) == [False]
+
+
+async def test_a_better_path_that_failed_once_is_used_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And a call on the worse one ends well."""
+    monkeypatch.setattr(peer_servers, "_IDLE_S", 0.3)
+    async with dev.serve("16MiB", servers=2, listen=("shm://", "tcp://127.0.0.1:0")) as running:
+        peers = moves_of(running.servers[0]).peers
+        name, until = running.servers[1].server, asyncio.get_running_loop().time() + 10
+
+        def refuse(*_: object, **__: object) -> None:
+            raise Unavailable("not yet")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(type(peers._transports["shm"]), "connect", refuse)
+            worse = await peers.channel(name, until)
+        assert await peers.channel(name, until) is worse
+        for _ in range(100):  # used all the time
+            await asyncio.sleep(0.05)
+            if (better := await peers.channel(name, until)) is not worse:
+                break
+        for one in (worse, better):
+            assert await one.remove(NAMESPACE, keys("none", 1), deadline=until) == [False]
+        await asyncio.sleep(0.2)
+        assert await peers.channel(name, until) is better, "there is no better one"
+        await eventually(lambda: not peers._replaced)
+        with pytest.raises(Unavailable):
+            await worse.remove(NAMESPACE, keys("none", 1), deadline=until)
 
 
 async def test_masters_are_left_although_no_other_server_was_used(
