@@ -47,7 +47,7 @@ class DeviceRows:
     Without an event a call waits for what is on the current stream of the thread that calls.
     """
 
-    rows: Sequence[DeviceBuffer]
+    rows: Sequence[DeviceBuffer]  # one of two dimensions of bytes is pieces of one size
     ready: DeviceEvent
 
 

@@ -32,7 +32,10 @@ _HOST: Final = (bytes, bytearray, memoryview)
 
 @dataclass(frozen=True, slots=True)
 class DeviceBlock:
-    """The memory of one block on a device: rows of bytes, whose concatenation is the block."""
+    """The memory of one block on a device: rows of bytes, whose concatenation is the block.
+
+    A row of two dimensions is several pieces of one size: a layout of many layers costs one row.
+    """
 
     rows: tuple[torch.Tensor, ...]
     size: int
@@ -42,6 +45,11 @@ class DeviceBlock:
     @property
     def device(self) -> torch.device:
         return self.rows[0].device
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its bytes lie one after the other."""
+        return len(self.rows) == 1 and self.rows[0].ndim == 1
 
 
 #: The memory of one block in a call: as the caller passed it, or after `with_device_blocks`.

@@ -42,9 +42,9 @@ def _device_block(pieces: Sequence[Any], index: int, ready: DeviceEvent | None) 
     if not pieces:
         raise BadBuffer(f"buffer {index} has no pieces: a block has at least one byte")
     tensors = [_tensor(piece, index) for piece in pieces]
-    rows = tuple([_byte_row(tensor, index) for tensor in tensors])
+    rows = tuple([one if _is_in_pieces(one) else _byte_row(one, index) for one in tensors])
     (device, *others) = {row.device for row in rows}
-    size = sum(map(len, rows))
+    size = sum([row.numel() for row in rows])
     if others:
         raise BadBuffer(f"buffer {index} has pieces on several devices: a block lies on one")
     if size > BLOCK_SIZE_MAX:
@@ -114,6 +114,16 @@ def _array(tensor: Any, index: int) -> Any:
         from kvpool.device_copy import first_line  # not at the top (design: layout)
 
         raise BadBuffer(f"buffer {index} cannot be used: {first_line(error)}") from None
+
+
+def _is_in_pieces(tensor: torch.Tensor) -> bool:
+    """Whether it is pieces of bytes of one size, at equal distances: as engines keep layers."""
+    import torch
+
+    if tensor.ndim != 2 or tensor.dtype is not torch.uint8 or not tensor.numel():
+        return False
+    step, one = tensor.stride()
+    return one == 1 and step > tensor.shape[1] and len(tensor) > 1 and not tensor.requires_grad
 
 
 def _byte_row(tensor: torch.Tensor, index: int) -> torch.Tensor:

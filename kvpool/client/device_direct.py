@@ -170,7 +170,7 @@ class DirectReads:
             await wait_for_stream(blocks.values(), deadline)
         except DeadlineExceeded:
             return results
-        whole = {i: block.rows[0] for i, block in blocks.items() if len(block.rows) == 1}
+        whole = {i: block.rows[0] for i, block in blocks.items() if block.is_whole}
         if whole:
             results.update(await fetch(whole))
         for one in rounds({i: block for i, block in blocks.items() if i not in whole}):
@@ -237,10 +237,10 @@ class DirectReads:
             targets: list[torch.Tensor] = []
             for number, size in hits.items():
                 taken = 0
-                for row in first_bytes(blocks[number], size):
-                    sources.append(places[number][taken : taken + len(row)])
+                for row in first_bytes(blocks[number].rows, size):
+                    sources.append(places[number][taken : taken + row.numel()])
                     targets.append(row)
-                    taken += len(row)
+                    taken += row.numel()
             copy_rows(sources, targets)
 
         if hits:
@@ -255,8 +255,8 @@ def check_sizes(blocks: Mapping[int, DeviceBlock], call: str) -> None:
     for number, block in blocks.items():
         if not fits(block):
             raise TooLarge(
-                f"buffer {number} has {block.size} bytes in {len(block.rows)} pieces on a device; "
-                f"a direct {call} takes up to {SCRATCH}: set client.device_path to auto or staged"
+                f"buffer {number} has {block.size} bytes in pieces on a device; a "
+                f"direct {call} takes up to {SCRATCH}: set client.device_path to auto or staged"
             )
 
 
@@ -267,7 +267,7 @@ def is_fast(block: DeviceBlock) -> bool:
 
 def fits(block: DeviceBlock) -> bool:
     """Whether a block can be read or written directly."""
-    return len(block.rows) == 1 or block.size <= SCRATCH
+    return block.is_whole or block.size <= SCRATCH
 
 
 class Round(NamedTuple):
@@ -288,7 +288,7 @@ def rounds(blocks: Mapping[int, DeviceBlock]) -> Iterator[Round]:
     current: Round | None = None
     held, limit = 0, SCRATCH // _ROUNDS
     for number, block in blocks.items():
-        size = room(block.size) if len(block.rows) > 1 else 0
+        size = 0 if block.is_whole else room(block.size)
         full = held > 0 and held + size > limit
         if current is not None and (current.device != block.device or full):
             yield current

@@ -257,11 +257,13 @@ def _copy(memory: torch.Tensor, moves: Iterable[tuple[StagingSlot, int]], *, to_
     """Queue the copies of so many bytes of each slot, on the current stream."""
     for slot, size in moves:
         start = slot.start
-        for row in first_bytes(slot.block, size):
-            place = memory[start : start + len(row)]
-            start += len(row)
-            target, source = (place, row) if to_host else (row, place)
-            target.copy_(source, non_blocking=True)
+        for row in first_bytes(slot.block.rows, size):
+            # One copy for each piece: of them together torch would make one more on the device.
+            for piece in row.unbind() if row.ndim == 2 else (row,):
+                place = memory[start : start + len(piece)]
+                start += len(piece)
+                target, source = (place, piece) if to_host else (piece, place)
+                target.copy_(source, non_blocking=True)
 
 
 async def wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> None:
@@ -273,13 +275,16 @@ async def wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> Non
         await reached({event for block in blocks for event in block.ready_events})
 
 
-def first_bytes(block: DeviceBlock, size: int) -> Iterator[torch.Tensor]:
+def first_bytes(rows: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
     """The first `size` bytes: a block may be smaller than the memory it is read into."""
-    for row in block.rows:
+    for row in rows:
         if size <= 0:
             break
-        yield row[:size]
-        size -= len(row)
+        if row.ndim == 2 and size < row.numel():
+            yield from first_bytes(row.unbind(), size)
+        else:
+            yield row[:size]
+        size -= row.numel()
 
 
 async def _run_two(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -193,7 +193,7 @@ class DirectWrites:
             targets = [
                 part
                 for number in one.in_rows
-                for part in places[number].split([len(row) for row in blocks[number].rows])
+                for part in places[number].split([row.numel() for row in blocks[number].rows])
             ]
             copy_rows(sources, targets)
             return direct.hash_rows(whole, seeds)

@@ -20,7 +20,8 @@ from kvpool.device.xxh3 import SHORT, as_int64, key_table, torch_checksums
 if TYPE_CHECKING:
     import torch
 
-#: The rows of one block, whose concatenation it is; each is one dimension of bytes.
+#: The rows of one block, whose concatenation it is; each is one dimension of bytes, or in copies
+#: two: pieces of one size.
 DeviceRows: TypeAlias = "Sequence[torch.Tensor]"
 
 
@@ -94,6 +95,7 @@ def contiguous(blocks: Sequence[DeviceRows]) -> list[torch.Tensor]:
 
 def copy_rows(sources: DeviceRows, targets: DeviceRows) -> None:
     """Copy each source to the target of equal size, on the current stream: gather and scatter.
+    One of each pair has one dimension.
 
     One launch for all of them where the Triton kernels run, one for each row elsewhere. Targets
     must not overlap each other, nor a source.
@@ -106,7 +108,8 @@ def copy_rows(sources: DeviceRows, targets: DeviceRows) -> None:
         kernels.copy_rows(sources, targets)
         return
     for source, target in zip(sources, targets, strict=True):
-        target.copy_(source, non_blocking=True)
+        shape = max(source.shape, target.shape, key=len)
+        target.view(shape).copy_(source.view(shape), non_blocking=True)
 
 
 def _on_host(rows: DeviceRows) -> bytes:

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from kvpool.device import xxh3 as plan
 
@@ -48,17 +50,24 @@ def checksums(blocks: Sequence[torch.Tensor], keys: torch.Tensor) -> torch.Tenso
 
 
 def copy_rows(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """As `checksum.copy_rows`: one launch for all rows."""
-    rows = [
-        (source.data_ptr(), target.data_ptr(), len(source))
-        for source, target in zip(sources, targets, strict=True)
-    ]
-    longest = max(size for _, _, size in rows)
-    aligned = all(number % 8 == 0 for row in rows for number in row)
+    """As `checksum.copy_rows`: one launch for all pieces of all rows."""
+    rows = np.concatenate([_pieces(*pair) for pair in zip(sources, targets, strict=True)])
+    aligned = not (rows & 7).any()
     # The tiles first: a grid has 2**31 - 1 programs in this dimension, 65,535 in the next.
-    grid = (triton.cdiv(longest, TILE) * len(rows),)
-    where = torch.tensor(rows, dtype=torch.int64).to(sources[0].device)
-    _copy[grid](where, len(rows), ALIGNED=aligned, TILE=TILE, num_warps=4)
+    grid = (triton.cdiv(int(rows[:, 2].max()), TILE) * len(rows),)
+    where = torch.from_numpy(rows).to(sources[0].device)
+    _copy[grid](where, len(rows), ALIGNED=bool(aligned), TILE=TILE, num_warps=4)
+
+
+def _pieces(source: torch.Tensor, target: torch.Tensor) -> NDArray[np.int64]:
+    """For each piece of a row where it is, where it goes, and its size."""
+    in_pieces = max(source, target, key=torch.Tensor.dim)
+    count, size = in_pieces.shape if in_pieces.dim() == 2 else (1, len(in_pieces))
+    found = np.full((count, 3), size)
+    for column, side in enumerate((source, target)):
+        step = side.stride(0) if side.dim() == 2 else size
+        found[:, column] = side.data_ptr() + step * np.arange(count)
+    return found
 
 
 @triton.jit(do_not_specialize=["rows"])  # or it is compiled again for 1, and for 16

@@ -96,11 +96,3 @@ def test_one_bit_anywhere_changes_it() -> None:
         data[at] ^= 1 << at % 8
     seen |= set(on_device(blocks, [2] * len(blocks)))
     assert len(seen) == len(blocks) + 1
-
-
-def test_rows_are_copied_as_they_are() -> None:
-    sources = [tensor(DATA[i : i + size], i % 8) for i, size in enumerate(EDGES)]
-    targets = [torch.zeros_like(source) for source in sources]
-    device.copy_rows(sources, targets)
-    assert all(map(torch.equal, sources, targets))
-    device.copy_rows([], [])

@@ -47,7 +47,7 @@ DEVICE_BUGS: Sequence[Bug] = read(
 -sources = [row for number in one.in_rows for row in blocks[number].rows]
 +sources = [row for number in one.in_rows for row in blocks[number].rows[::-1]]
 @@ scattered-from-the-start-of-the-block  G1  kvpool.client.device_direct
--                    taken += len(row)
+-                    taken += row.numel()
 @@ what-has-arrived-is-trusted  G1  kvpool.client.device_direct
 -if checksum != arrivals[position].checksum:
 +if checksum < 0:

@@ -391,18 +391,17 @@ class DirectBlockMemory(_Blocks):
         [block] = await self._blocks([block_id], part)
         await _reached(after)
         # In a thread: the device is waited for.
-        return await asyncio.to_thread(lambda: [row.cpu().numpy().data for row in block])
+        return await asyncio.to_thread(lambda: [row.cpu().view(-1).numpy().data for row in block])
 
     target = source
 
     async def _blocks(self, block_ids: Sequence[int], part: int) -> list[list[torch.Tensor]]:
-        """The pieces of each block."""
+        """The runs of pieces of each block."""
         found = []
         for number, block in enumerate(block_ids):
-            rows = [row for run in self._runs[part] for row in run[block].unbind()]
-            found.append(rows)
+            found.append([run[block].squeeze(0) for run in self._runs[part]])
             if number % _BLOCKS_PER_TURN == _BLOCKS_PER_TURN - 1:
-                await asyncio.sleep(0)  # up to a microsecond for each piece
+                await asyncio.sleep(0)  # some microseconds for each
         return found
 
 
