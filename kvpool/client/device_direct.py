@@ -64,6 +64,11 @@ def reserve_device_memory(device: torch.device, config: ClientConfig | None = No
     config, take twice the `DIRECT_PIECES_MAX` bytes of the device, before the program measures what
     is left of it, and compile its kernels: that takes seconds. Raises ConfigError and RuntimeError.
     """
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:  # blocks say which one they lie on
+        device = torch.device("cuda", torch.cuda.current_device())
     if config is not None and config.device_path != DIRECT:
         reserve(config.device_staging, device)
     elif not _reserved.get(device):

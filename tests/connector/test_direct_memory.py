@@ -295,7 +295,8 @@ async def test_a_client_uses_what_was_taken_for_it(
     monkeypatch.setattr(direct, "_reserved", {})
     with torch.cuda.stream(torch.cuda.Stream(device)):
         direct.reserve_device_memory(device)
-        direct.reserve_device_memory(device)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        direct.reserve_device_memory(torch.device("cuda"))
     (reserved,) = [list(memories) for memories in direct._reserved.values()]
     reads, writes, others = direct.Devices(), direct.Devices(), direct.Devices()
     until = asyncio.get_running_loop().time() + 9
