@@ -159,25 +159,6 @@ def test_a_double_free_is_refused() -> None:
         allocator.release(offset)
 
 
-def test_a_full_segment_takes_back_exactly_what_was_freed() -> None:
-    allocator = Allocator(100 * 4096)
-    offsets = [allocator.allocate(4096) for _ in range(100)]
-    assert allocator.allocate(1) is None
-    for offset in offsets:
-        assert offset is not None
-        allocator.release(offset)
-        assert allocator.allocate(4096) == offset
-
-
-def test_freed_neighbours_join_to_one_extent() -> None:
-    allocator = Allocator(64 * 4096)
-    offsets = [allocator.allocate(4096) for _ in range(64)]
-    for offset in (*offsets[::2], *offsets[1::2]):
-        assert offset is not None
-        allocator.release(offset)
-    assert allocator.allocate(64 * 4096) == 0
-
-
 def test_a_capacity_is_rounded_down_to_whole_extents() -> None:
     assert Allocator(10_000).capacity == 8192
     with pytest.raises(UsageError, match="at least 4096"):
