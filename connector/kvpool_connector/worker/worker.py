@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 from kvpool import KvpoolError, Pool, WriteStatus, tracing
 from kvpool_connector.form_choice import form_of
@@ -56,9 +56,6 @@ class Rank(NamedTuple):
     saves: bool
     parts: int = 1
     compares: bool = False
-
-
-_Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
 class ConnectorWorker:
@@ -186,7 +183,7 @@ class ConnectorWorker:
         def begun() -> str:
             if context is None or not self._model.has(adapters):
                 return _CHANGED
-            work: _Work = partial(run, context)
+            work = partial(run, context)
             if self._tracer is not None and span:
                 work = partial(tracing.run, self._tracer, span, work)
             return "" if self._thread.start(work) else "the pool's thread has ended"
