@@ -40,7 +40,10 @@ SETTINGS = settings.parse({"masters": ["127.0.0.1:9"]})
 
 
 class NoPool:
-    """Closes like one."""
+    """Answers and closes like one."""
+
+    async def match(self, name: Namespace, chain: list[bytes], timeout: float) -> Match:
+        return Match((), 0, ReadStatus.NEVER_WRITTEN)
 
     async def close(self) -> None:
         pass
@@ -145,8 +148,8 @@ class ServersPool(WatchedPool):
             self.all_asked.set()
         if alive is None:
             raise MasterLost("no answer")
-        usual = Member("s", 1, "host", (), ("dram",), True, 0.0, 1 << 30, ServerStats())
-        return [usual._replace(alive=one) for one in alive]
+        stats = ServerStats()
+        return [Member("s", 1, "host", (), ("dram",), one, 0.0, 1 << 30, stats) for one in alive]
 
 
 def test_the_log_says_once_that_all_servers_are_gone_and_once_that_some_are_back(
