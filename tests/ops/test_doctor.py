@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvpool import ClientConfig, Namespace, Pool, ReadStatus, admin, dev
 from kvpool.client.admin import Admin
@@ -46,7 +47,7 @@ def test_groups_of_one_engine_are_not_taken_for_two() -> None:
 def member(name: str, **more: Any) -> Member:
     figures = ServerStats(counters={"fetched_bytes": 0})
     usual = Member(name, 1, "host", (), ("dram",), True, 0.0, 1 << 30, figures)
-    return usual._replace(**more)
+    return replace(usual, **more)
 
 
 def test_servers_that_are_alike_are_not_mentioned() -> None:
@@ -192,7 +193,7 @@ async def test_it_says_what_is_wrong_with_a_server(
     members, read = Pool.members, Pool.read
 
     async def silent(self: Pool, **options: Any) -> Any:
-        return [one._replace(alive=False, heard_s=7.4) for one in await members(self, **options)]
+        return [replace(one, alive=False, heard_s=7.4) for one in await members(self, **options)]
 
     async def empty(self: Pool, *arguments: Any, **options: Any) -> Any:
         return [ReadResult(ReadStatus.HIT, 1 << 20)]
