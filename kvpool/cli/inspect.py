@@ -28,6 +28,7 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config, cluster_of
 from kvpool.errors import ConfigError
+from kvpool.tenant_names import marker_of
 from kvpool.types import (
     OTHERS,
     Cluster,
@@ -159,6 +160,8 @@ def explain(
         wanted = Namespace(namespace, parts)
         async with await open_pool(settings) as pool:
             found = await admin(pool).explain(wanted, digests, timeout=QUERY_S)
+            own = marker_of(cluster_of(settings).tenant)  # a tenant writes its names without it
+            found = [one._replace(text=one.text.replace(own, "")) for one in found]
             gone = [one.key.digest for one in found if one.status in _GONE]
             evicted = any(one.status is ReadStatus.EVICTED for one in found)
             members = await pool.members(timeout=QUERY_S) if evicted and not as_json else []
@@ -170,11 +173,12 @@ def explain(
         print(json.dumps([_as_json(answer, why) for answer in answers]))
         return
     for answer in answers:
-        colour = "green" if answer.status.hit else "yellow"
-        text = escape(answer.text)
+        colour, label = "green" if answer.status.hit else "yellow", answer.status.label
+        told = answer.text.startswith(label)
+        text = escape(answer.text.removeprefix(label) if told else f": {answer.text}")
         if answer.key.digest in why:
             text += f"; {escape(why[answer.key.digest])}"
-        console.print(f"{answer.key}  [{colour}]{answer.status.label}[/]: {text}")
+        console.print(f"{answer.key}  [{colour}]{label}[/]{text}")
     if inferred:
         console.print(f"what the policy infers: {inferred}")
 

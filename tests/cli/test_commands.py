@@ -271,8 +271,10 @@ def test_explain(pool: LocalPool) -> None:
     assert here["replicas"][0]["server"] == "dev-0"
     assert (gone["key"], gone["replicas"]) == (missing, [])
     assert gone["status"] != "hit"
-    done = kvpool("explain", stored, "--namespace", "commands", "--masters", pool.master)
-    assert "hit" in done.stdout
+    done = kvpool("explain", stored, missing, "--namespace", "commands", "--masters", pool.master)
+    assert "  hit: present on dev-0" in done.stdout
+    assert "  never written (since this master started)" in done.stdout
+    assert "never written: never" not in done.stdout
     # A block has as many parts as its namespace: with another number it is another block.
     [other] = as_json(
         "explain", stored, "--namespace", "commands", "--parts", "2", "--masters", pool.master

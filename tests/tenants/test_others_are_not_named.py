@@ -222,6 +222,7 @@ async def test_no_command_names_others(pool: TenantPool, monkeypatch: pytest.Mon
         assert done.exit_code in (0, 1), done.output
         shown = done.output.encode().replace(THEIRS[0].hex()[:12].encode(), b"")  # was asked about
         assert not named_in(shown), command
+        assert "@blue/" not in done.output, command  # a tenant writes its names without it
         if command[0] in ("status", "usage") and "--json" not in command:
             check_figures(done.output)
     # A process of its own: a thread gets no signals.
