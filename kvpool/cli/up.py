@@ -154,9 +154,10 @@ async def _started(plan: HostPlan) -> None:
 
     from kvpool.tools.subprocesses import process_of
 
-    async with process_of("kvpool", *plan.master) as master:
+    settings = os.environ  # of this shell: they are for this pool
+    async with process_of("kvpool", *plan.master, environment=settings) as master:
         console.print(await master.line(), markup=False)
-        async with process_of("kvpool", *plan.server) as server:
+        async with process_of("kvpool", *plan.server, environment=settings) as server:
             console.print(await server.line(), soft_wrap=True, markup=False)
             console.print("\nPress Ctrl-C to stop.")
             waits = [master.ended(), server.ended(), runtime.wait_for_signal()]

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import IO
+from typing import IO, Final
 
 from kvpool.client.opening import connect
 from kvpool.config import ClientConfig
@@ -17,6 +17,13 @@ from kvpool.types import Member
 
 _END_S = 0.8
 _START_S = 20.0
+#: Settings of one pool: its secret, its addresses, and its files, which a server would open.
+_OF_A_POOL: Final = {
+    *("KVPOOL_CONFIG", "KVPOOL_CLUSTER", "KVPOOL_SECRET_FILE", "KVPOOL_TENANTS_FILE"),
+    *("KVPOOL_LOCAL_ONLY", "KVPOOL_MASTER_HTTP", "KVPOOL_SERVER_TIERS", "KVPOOL_SERVER_ID"),
+    *("KVPOOL_SERVER_IDENTITY_FILE", "KVPOOL_SERVER_LISTEN", "KVPOOL_SERVER_ANNOUNCE"),
+    *("KVPOOL_SERVER_HTTP", "KVPOOL_SERVER_DRAIN_S"),
+}
 
 
 class Child:
@@ -64,13 +71,15 @@ class Child:
 async def process_of(
     module: str,
     *arguments: str,
-    environment: dict[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
     stderr: IO[bytes] | None = None,
 ) -> AsyncIterator[Child]:
     """`python -m module`, ended with the `with`, or by the kernel when this process dies.
 
-    Its stderr is that of this process, or a file.
+    Its stderr is that of this process, or a file. It does not inherit what belongs to a pool in
+    use; `environment` is added.
     """
+    inherited = {k: v for k, v in os.environ.items() if k not in _OF_A_POOL}
     if module == "kvpool":
         arguments = (*arguments, "--die-with-parent")
     process = await asyncio.create_subprocess_exec(
@@ -82,7 +91,7 @@ async def process_of(
         stdout=asyncio.subprocess.PIPE,
         stderr=stderr,
         limit=1 << 24,
-        env={**os.environ, **(environment or {})},
+        env={**inherited, **(environment or {})},
         start_new_session=True,  # Ctrl-C is for us; we end them in order
     )
     try:

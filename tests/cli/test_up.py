@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -171,13 +172,17 @@ def test_it_runs_a_pool_until_it_is_stopped() -> None:
         start = [sys.executable, "-m", "kvpool", "up", "--capacity", "16MiB", "--port", str(port)]
         taken = subprocess.run(start, capture_output=True, text=True, timeout=60)
         assert taken.returncode == 1  # and no server is left behind
-    running = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    shell = os.environ | {"KVPOOL_SERVER_ID": "gpu-17"}  # settings of this shell are for it
+    running = subprocess.Popen(
+        start, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=shell
+    )
     try:
         assert running.stdout is not None
         while "Press Ctrl-C" not in (line := running.stdout.readline()):
             assert line, "it has ended"
         status = ("status", "--masters", f"127.0.0.1:{port}", "--json")
-        assert [one["capacity"] for one in json.loads(kvpool(*status).out)] == [16 * MIB]
+        (server,) = json.loads(kvpool(*status).out)
+        assert (server["server"], server["capacity"]) == ("gpu-17", 16 * MIB)
         running.send_signal(signal.SIGTERM)
         assert running.wait(20) == 0
         assert kvpool(*status).code == 1

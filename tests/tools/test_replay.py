@@ -57,6 +57,27 @@ def test_a_replay_with_four_servers_is_what_the_dry_one_is(monkeypatch: pytest.M
     assert all(one["counters"]["handed_over_blocks"] == 0 for one in report["members"])
 
 
+def test_a_replay_leaves_the_pool_of_this_shell_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, secret, config = tmp_path / "blocks", tmp_path / "secret", tmp_path / "pool.yaml"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    config.write_text(f"cluster: theirs\nsecret_file: {secret}\n")
+    monkeypatch.setenv("KVPOOL_CONFIG", str(config))
+    monkeypatch.setenv("KVPOOL_SECRET_FILE", str(secret))
+    monkeypatch.setenv("KVPOOL_SERVER_TIERS", f"dram:8MiB,nvme:{blocks}:16MiB")
+    monkeypatch.setenv("KVPOOL_SERVER_ID", "gpu-17")
+    done = replay(
+        *("--sessions", "1", "--limit", "5", "--servers", "2", "--clients", "1"),
+        *("--capacity", "16MiB", "--block-size", "4KiB", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["requests"], report["wrong_bytes"]) == (5, 0)
+    assert not blocks.exists()
+
+
 def test_a_replay_goes_on_warm_when_every_server_was_killed(tmp_path: Path) -> None:
     """More than fits in memory, and after kill -9 the file has what the pool had (G8)."""
     done = replay(
