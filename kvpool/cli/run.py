@@ -238,7 +238,7 @@ def server(
         {
             "server.masters": masters,
             "server.capacity": capacity,
-            "server.tiers": _instead_of(capacity, tier),
+            "server.tiers": tier,
             "server.write_mode": write_mode,
             "server.policy": policy,
             "server.id": id,
@@ -254,16 +254,16 @@ def server(
             "local_only": local_only or None,
         },
     )
-    _check_http("server", settings.server, settings)
+    _check_server(settings, capacity)
     _say_who_may_use_it(settings, insecure=settings.server.insecure)
     run(_serve(settings), log_level)
 
 
-def _instead_of(capacity: str | None, tiers: list[str] | None) -> list[str] | None:
-    """The tiers. Ends the command that has a capacity, too: it would not be looked at."""
-    if capacity is not None and tiers:
-        fail(ConfigError("--capacity and --tier: expected one of them"))
-    return tiers
+def _check_server(settings: Config, capacity: str | None) -> None:
+    """Ends the command for a wrong address, and for a capacity that would not be looked at."""
+    _check_http("server", settings.server, settings)
+    if capacity is not None and (tiers := settings.server.tiers):
+        fail(ConfigError(f"--capacity and tiers ({', '.join(tiers)}): expected one of them"))
 
 
 async def _serve(settings: Config) -> None:

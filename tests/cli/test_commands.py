@@ -113,7 +113,7 @@ def test_the_smallest_batches_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
         (("replay", "--capacity", "1MiB,2MiB"), "several values of --capacity need --dry"),
         (("replay", "--events", "0.3:x", "--events", "0.2:join"), "event '0.3:x'"),
         (("replay", "--transports", "x", "--transports", "shm"), "no transport 'x'"),
-        (("server", "--capacity", "1MiB", "--tier", "dram:1MiB"), "--capacity and --tier: expect"),
+        (("server", "--capacity", "1MiB", "--tier", "dram:1MiB"), "tiers (dram:1MiB): expected"),
         (("server", "--listen", "tpc://a:1", "--listen", "shm://"), "'tpc'; did you mean 'tcp'?"),
     ],
 )
@@ -161,6 +161,14 @@ def test_help_cuts_no_word() -> None:
         done = CliRunner().invoke(app, [command, "--help"], env=env)
         assert "Usage: kvpool" in done.output
         assert "\N{HORIZONTAL ELLIPSIS}" not in done.output
+
+
+def test_a_capacity_does_not_go_under_in_tiers_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVPOOL_SERVER_TIERS", "dram:1MiB")
+    done = kvpool("server", "--capacity", "2MiB")
+    assert (done.exit_code, "tiers (dram:1MiB)" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("words", ["spread --to 1", "prefetch", "explain"])
