@@ -93,8 +93,12 @@ def dev(
                 paths = ", ".join(server.addresses[1:])
                 line = f"  server {server.server}, {size}: {paths}"
                 console.print(line, soft_wrap=True, markup=False)
-            secret = ', cluster=kvpool.Cluster("default", kvpool.local_secret())'
-            known = secret if settings.local_only else ""
+            named = f'"{settings.cluster}"'
+            known = f", cluster={named}" if settings.cluster != "default" else ""
+            if settings.secret_file:
+                known += f', secret_file="{settings.secret_file}"'
+            if settings.local_only:
+                known = f", cluster=kvpool.Cluster({named}, kvpool.local_secret())"
             console.print(
                 f'\n  pool = await kvpool.connect("{pool.address}"{known})', soft_wrap=True
             )

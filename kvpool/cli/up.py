@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from kvpool import runtime
-from kvpool.cli.shared import SecretFile, console, fail, parsed, run
+from kvpool.cli.shared import SecretFile, console, fail, parsed, run, settings_of
 from kvpool.errors import ConfigError, KvpoolError, ServerLost
 from kvpool.units import parse_size
 
@@ -45,8 +45,10 @@ def up(
     from kvpool.memory_limits import MemoryLimits, tightest
     from kvpool.ops.host_plan import look_at, planned
 
+    file = os.environ.get("KVPOOL_CONFIG")  # the processes have this shell's settings, too
+    given = settings_of(Path(file) if file else None, {"secret_file": secret_file}).secret_file
     try:
-        secret = str(Path(secret_file).resolve()) if secret_file else ""
+        secret = str(Path(given).resolve()) if given else ""
         if secret and not Path(secret).is_file():
             raise ConfigError(
                 f"secret file {secret!r}: there is none; `kvpool secret FILE` makes it"

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,15 +223,26 @@ def test_top_shows_what_went_wrong_and_goes_on(
     assert isinstance(kvpool("top", "--masters", pool.master).exception, ValueError)
 
 
-def test_dev_says_how_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cluster", ["default", "bank"])
+def test_dev_says_how_to_connect(
+    cluster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async def at_once() -> None:
         pass
+
+    known, secret = "", tmp_path / "secret"
+    if cluster != "default":  # of the environment, which counts here, too
+        secret.write_text("0123456789abcdef")
+        secret.chmod(0o600)
+        monkeypatch.setenv("KVPOOL_CLUSTER", cluster)
+        monkeypatch.setenv("KVPOOL_SECRET_FILE", str(secret))
+        known = f', cluster="bank", secret_file="{secret}"'
 
     monkeypatch.setattr(runtime, "wait_for_signal", at_once)
     done = kvpool("dev", "--capacity", "1MiB", "--servers", "2", "--bind", "127.0.0.1:0")
     assert done.exit_code == 0, done.output
     (address,) = re.findall(r"kvpool is up: master at (127\.0\.0\.1:\d+)", done.stdout)
-    assert f'await kvpool.connect("{address}")' in done.stdout
+    assert f'await kvpool.connect("{address}"{known})' in done.stdout
     assert re.findall(r"server (dev-\d), 1 MiB: .*shm://", done.stdout) == ["dev-0", "dev-1"]
     assert "Ctrl-C" in done.stdout
 

@@ -120,6 +120,21 @@ def test_units_are_written_and_none_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "kvpool-master.service").exists()
 
 
+def test_a_secret_of_the_environment_is_in_what_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, config = tmp_path / "secret", tmp_path / "pool.yaml"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    config.write_text(f"secret_file: {secret}\n")
+    for name, value in (("KVPOOL_SECRET_FILE", secret), ("KVPOOL_CONFIG", config)):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, str(value))
+            shown = up("--dry", "--capacity", "16MiB").output
+        assert f'"secret_file": "{secret}"' in shown
+        assert shown.count(f"--secret-file {secret}") == 2
+
+
 def test_dry_shows_the_units_and_writes_none(tmp_path: Path) -> None:
     done = up("--capacity", "64MiB", "--systemd", tmp_path, "--dry")
     assert done.exit_code == 0, done.output
