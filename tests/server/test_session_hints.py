@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from kvpool.master.state.hint_log import ANSWERS_MAX, EXPLAINED_MAX, HintLog
 from kvpool.protocols import ReserveRequest
+from kvpool.protocols.policy import Decision
+from kvpool.server.eviction.density import Density
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.session_hints import (
     LEAVES_MAX,
@@ -31,8 +36,8 @@ from tests.support.stores import ONE, PAGE, TWO, here, read, write
 class Books:
     """A store of so many pages, and short words for what happens to it."""
 
-    def __init__(self, pages: int, **options: float) -> None:
-        self.store = Store(pages * PAGE, **options)  # type: ignore[arg-type]
+    def __init__(self, pages: int, **options: Any) -> None:
+        self.store = Store(pages * PAGE, **options)
         self.now = 0.0
 
     def write(
@@ -114,6 +119,35 @@ def test_a_session_that_writes_has_not_ended(books: Books) -> None:
     books.write("chain", chain[4:], parent=chain[3])
     books.fill(12)
     assert (books.here(old), books.here(chain)) == (0, 8)
+
+
+def test_what_was_said_last_counts(books: Books) -> None:
+    books.write("a", keys("a", 5))
+    books.store.hint("a", None, books.now)
+    books.store.hint("a", 60.0, books.now + 1.0)
+    books.fill(25)
+    assert books.here(keys("a", 5)) == 5
+
+
+class Refusing(Density[Entry]):
+    """It expects more of all that is stored than of anything new, for a while."""
+
+    def victim(
+        self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+    ) -> Entry | Decision | None:
+        return Decision.BYPASS if now < 1e4 else super().victim(newcomer, evictable, now)
+
+
+def test_nothing_is_refused_or_evicted_by_a_guess_that_a_client_announced() -> None:
+    books = Books(20, policy=Refusing(20 * PAGE))
+    announced, others = keys("a", 5), keys("b", 15)
+    books.write("a", announced, resume_in=200.0)
+    books.write("", others)
+    books.now += 15.0
+    assert books.write("", keys("c", 1)) == [WriteStatus.BYPASSED]
+    assert books.here(announced) == 5
+    assert books.write("d", keys("d", 1), resume_in=300.0) == [WriteStatus.RESERVED]
+    assert (books.here(announced), books.here(others)) == (5, 14)
 
 
 def test_both_parts_of_an_ended_session_go_first(books: Books) -> None:

@@ -43,7 +43,7 @@ _BYPASS_MARGIN: Final = 0.93
 #: Nothing is refused while fewer than this share of the uses of known blocks are of evicted or
 #: refused ones.
 _LATE_MIN: Final = 0.15
-#: A block that was not used for so many seconds is evicted, whatever its density is (G9).
+#: After so many seconds without a use, no block keeps a new one out (G9).
 _BYPASS_S_MAX: Final = 600.0
 
 #: Seconds within which a refusal and a reservation of one block are one use: another victim was

@@ -245,6 +245,8 @@ class SessionAwarePolicy(Order):
         session = self._sessions.get(name)
         if session is None or not session.bytes:
             return None
+        session.ended = 0  # the last word counts
+        self._ended.pop(session, None)
         return self._announce(session, resume_in, now, age_s)
 
     def due(self, entry: Entry) -> float | None:
@@ -374,11 +376,11 @@ class SessionAwarePolicy(Order):
         A block without a resume hint is expected `_UNANNOUNCED_S` after its last use. Beyond the
         budget, sessions with a hint are evicted first. BYPASS when `newcomer` is expected later
         than every evictable block. Of a `foreign` one, another tenant's, nothing is expected: the
-        hints order what is here, and refuse nothing.
+        hints order what is here, and refuse nothing. A policy that infers may keep old blocks: what
+        it gives up goes before sessions with a hint, however young it is.
         """
         if self._expiries:
             self._expire(now)
-        asked_at = now + LONG_S if wanted or (owed and foreign) else now
         if self._superseded or self._ended:
             useless = self.next_useless(evictable)
             if useless is not None:
@@ -387,19 +389,18 @@ class SessionAwarePolicy(Order):
             found = self._extra.take(newcomer, evictable, last_used)
             if found is not None:
                 return found
-        if not self._by_next_use:
-            return self.policy.victim(newcomer, evictable, asked_at)
-        found = self.policy.victim(
-            newcomer, lambda entry: evictable(entry) and not self._protects(entry), asked_at
-        )
-        if found is Decision.NOT_YET:
+        nothing_refused = wanted or (owed and foreign)
+        found = _unannounced_victim(self, newcomer, evictable, now, wanted=nothing_refused)
+        if found is Decision.NOT_YET or not self._by_next_use:
             return found
         far = self._next_announced(evictable)
         if far is None or far.session is None or far.session.due is None:
             return found
-        over = self.announced_bytes > self.budget
         if (foreign or wanted) and (found is None or isinstance(found, Decision)):
             return far
+        over = self.announced_bytes > self.budget
+        if found is not None and not over and _infers(self.policy):
+            return found
         if found is None or isinstance(found, Decision):
             expected = self._expected(newcomer, now)
             unannounced = newcomer.session is None or newcomer.session.due is None
@@ -555,6 +556,31 @@ class SessionAwarePolicy(Order):
                     del session.leaves[entry]
             self._by_next_use.drop(session)
         return None
+
+
+def _infers(policy: Policy[Entry]) -> bool:
+    """It may keep old blocks rather than young ones. What a client says counts more than that."""
+    return hasattr(policy, "inferred")
+
+
+def _unannounced_victim(
+    order: SessionAwarePolicy,
+    newcomer: Entry,
+    evictable: Callable[[Entry], bool],
+    now: float,
+    *,
+    wanted: bool,
+) -> Entry | Decision | None:
+    """That of the policy. It refuses nothing that is announced for what it infers."""
+    policy, may_go = order.policy, evictable
+    if order._by_next_use:
+        may_go = lambda entry: evictable(entry) and not order._protects(entry)  # noqa: E731
+    found = policy.victim(newcomer, may_go, now + LONG_S if wanted else now)
+    session: Session | None = newcomer.session
+    if found is not Decision.BYPASS or session is None or session.due is None:
+        return found
+    guessed = _infers(policy) and order.announced_bytes <= order.budget
+    return policy.victim(newcomer, may_go, now + LONG_S) if guessed else found
 
 
 def _last_stamp(session: Session) -> int:
