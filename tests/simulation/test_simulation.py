@@ -24,6 +24,7 @@ from tests.simulation.__main__ import main
 from tests.simulation.loop import Forbidden, SimLoop, Violation
 from tests.simulation.plan import WorldPlan
 from tests.simulation.planted_devices import DEVICE_BUGS
+from tests.simulation.planted_guesses import BUGS as OF_GUESSES
 from tests.simulation.planted_pots import BUGS as OF_POTS
 from tests.simulation.planted_streams import BUGS as OF_STREAMS
 from tests.simulation.sandbox import sandbox
@@ -166,7 +167,9 @@ def test_a_seed_is_one_history_in_every_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "bug", [*planted.BUGS, *DEVICE_BUGS, *OF_STREAMS, *OF_POTS], ids=lambda bug: bug.name
+    "bug",
+    [*planted.BUGS, *DEVICE_BUGS, *OF_STREAMS, *OF_POTS, *OF_GUESSES],
+    ids=lambda bug: bug.name,
 )
 def test_a_planted_bug_is_in_step_with_the_source(bug: planted.Bug) -> None:
     spec = importlib.util.find_spec(bug.module)
