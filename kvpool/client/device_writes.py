@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from kvpool import logs
+from kvpool import logs, removals
 from kvpool.checksum import block_seeds
 from kvpool.client import device_direct as direct
 from kvpool.client.buffers import DeviceBlock, HostRows
@@ -328,8 +328,8 @@ async def _ask(
 ) -> list[bool]:
     if not digests:
         return []
-    return await channel.report_corruption(
-        options.namespace, options.part, digests, deadline=deadline
+    return await removals.report_corruption(
+        channel, options.namespace, options.part, digests, deadline=deadline
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from kvpool import removals
 from kvpool.client.block_transfers import block_transfers
 from kvpool.client.buffers import BufferLike, check_one_for_each, normalize_buffers
 from kvpool.client.checks import (
@@ -34,7 +35,7 @@ from kvpool.client.versions import Versions
 from kvpool.client.writer import Writer
 from kvpool.config import ClientConfig, check_device_path
 from kvpool.errors import BadBuffer, BadKey, ConfigError, KvpoolError, TooLarge, UsageError
-from kvpool.protocols import Channel, Network, Transport, View, WriteOptions
+from kvpool.protocols import Network, Transport, View, WriteOptions
 from kvpool.runtime import Host, this_host
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
@@ -440,14 +441,11 @@ class Pool:
             batch = digests[first : first + BATCH_BLOCKS_MAX]
             # All living servers: a master may not know yet of a block that was just written.
             servers = [m.server for m in await self._servers.refresh(deadline) if m.alive]
-            answers = await gather_errors(
-                [
-                    self._servers.call(
-                        server, functools.partial(_remove, namespace, batch, deadline), deadline
-                    )
-                    for server in servers
-                ]
+            remove = functools.partial(
+                removals.remove, namespace=namespace, digests=batch, deadline=deadline
             )
+            calls = [self._servers.call(server, remove, deadline) for server in servers]
+            answers = await gather_errors(calls)
             for answer in answers:
                 if not isinstance(answer, KvpoolError):
                     for position, one in enumerate(answer):
@@ -465,12 +463,6 @@ class Pool:
             if self._own_network is not None:
                 self._own_network.close()
                 await self._own_network.wait_closed()
-
-
-async def _remove(
-    namespace: Namespace, digests: Sequence[bytes], deadline: float, channel: Channel
-) -> list[bool]:
-    return await channel.remove(namespace, digests, deadline=deadline)
 
 
 def _for_tenants(transports: Mapping[str, Transport]) -> dict[str, Transport]:

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvpool import logs
+from kvpool import logs, removals
 from kvpool.client.buffers import Buffers, DeviceBlock
 from kvpool.client.idle_timeout import InactivityTimer, ServerUnresponsive
 from kvpool.client.location_cache import CachedLocation, LocationCache
@@ -34,7 +34,7 @@ from kvpool.errors import (
     PeerError,
     Unavailable,
 )
-from kvpool.protocols import Channel, ReadOptions, View
+from kvpool.protocols import ReadOptions, View
 from kvpool.runtime import task_group
 from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus, rows_of
 
@@ -436,7 +436,13 @@ class Reader:
         for server, digests in [(s, list(d)) for s, d in state.corrupt.items()]:
             log.error("wrong checksum", server=server, blocks=len(digests))
             self._counters["corrupt"] += len(digests)
-            report = functools.partial(_report_to, namespace, part, digests, state.deadline)
+            report = functools.partial(
+                removals.report_corruption,
+                namespace=namespace,
+                part=part,
+                digests=digests,
+                deadline=state.deadline,
+            )
             (answer,) = await gather_errors([self._servers.call(server, report, state.deadline)])
             if not isinstance(answer, KvpoolError):
                 confirmed.update(itertools.compress(digests, answer))
@@ -451,12 +457,6 @@ class Reader:
             for result in results:
                 if result.status is not _HIT:
                     self._counters[f"read_{result.status.name.lower()}"] += 1
-
-
-async def _report_to(
-    namespace: Namespace, part: int, digests: Sequence[bytes], deadline: float, channel: Channel
-) -> list[bool]:
-    return await channel.report_corruption(namespace, part, digests, deadline=deadline)
 
 
 def miss_reason(error: KvpoolError) -> ReadStatus:

@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from kvpool import logs
+from kvpool import logs, removals
 from kvpool.checksum import block_seeds, hasher
 from kvpool.client.buffers import Buffers
 from kvpool.client.lookup import Lookup
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.errors import KvpoolError, Unavailable
-from kvpool.protocols import Channel, DeviceWriteBlock, WriteOptions
+from kvpool.protocols import DeviceWriteBlock, WriteOptions
 from kvpool.types import ReadStatus, WriteBlock
 
 log = logs.get("kvpool.client")
@@ -210,15 +210,18 @@ class Versions:
         self._counters["versions_removed"] += len(versions)
         known = [one for one in versions if one[1] != _UNREAD]
         unread = [digest for digest, version in versions if version == _UNREAD]
-        removals = []
+        remove = functools.partial(
+            removals.remove, namespace=options.namespace, part=options.part, deadline=deadline
+        )
+        calls = []
         if known:
             digests, checksums = zip(*known, strict=True)
-            remove = functools.partial(_remove_part, options, digests, checksums, deadline)
-            removals.append(self._servers.call(server, remove, deadline))
+            remove_known = functools.partial(remove, digests=digests, checksums=checksums)
+            calls.append(self._servers.call(server, remove_known, deadline))
         if unread:
-            remove = functools.partial(_remove_part, options, unread, (), deadline)
-            removals.append(self._servers.call(server, remove, deadline))
-        for answer in await gather_errors(removals):
+            remove_unread = functools.partial(remove, digests=unread)
+            calls.append(self._servers.call(server, remove_unread, deadline))
+        for answer in await gather_errors(calls):
             if isinstance(answer, KvpoolError):
                 log.error("a second version stays", server=server, why=str(answer))
 
@@ -270,15 +273,3 @@ def _by_server(servers_of: Mapping[int, Iterable[str]]) -> dict[str, list[int]]:
         for server in sorted(servers):
             positions.setdefault(server, []).append(position)
     return positions
-
-
-async def _remove_part(
-    options: WriteOptions,
-    digests: Sequence[bytes],
-    checksums: Sequence[int],
-    deadline: float,
-    channel: Channel,
-) -> list[bool]:
-    return await channel.remove(
-        options.namespace, digests, part=options.part, checksums=checksums, deadline=deadline
-    )

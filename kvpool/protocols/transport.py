@@ -161,28 +161,12 @@ class Connection(Protocol):
     def unpin(self, pins: Sequence[Pin]) -> None:
         """Release the hits among `pins`."""
 
-    async def remove(
-        self,
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        part: int | None = None,
-        checksums: Sequence[int] = (),
-    ) -> list[bool]:
-        """Remove blocks, every part or only `part`; True where the server had one. Waits a moment
-        until the masters have received the removal.
-
-        With `checksums`, one per block, and `part`: only blocks whose bytes have that checksum.
-        """
-
-    async def report_corruption(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[bool]:
-        """A reader found a wrong checksum: verify the stored bytes, and remove the blocks that are
-        corrupt. True where one was removed (design: checksums)."""
-
     async def answer(self, request: Any) -> Any:
-        """The answer to a message that not every server answers, about blocks that move or
-        namespaces that go. Raises Forbidden where nobody answers it."""
+        """The answer to a message that moves no block between client and server: about blocks that
+        are removed, are corrupt, or move elsewhere. Raises Forbidden where nobody answers it.
+
+        After a removal it waits a moment until the masters know.
+        """
 
     def views(self, extents: Sequence[Extent]) -> list[memoryview]:
         """The memory of extents that this connection has reserved or pinned."""
@@ -341,26 +325,6 @@ class Channel(Protocol):
         checksum is wrong. The memory of other misses is untouched. NOT_YET is no miss: the server
         is promoting the block from a slow tier; ask for it again.
         """
-
-    async def remove(
-        self,
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        *,
-        part: int | None = None,
-        checksums: Sequence[int] = (),
-        deadline: float,
-    ) -> list[bool]:
-        """Remove blocks, every part or only `part`; True where the server had one.
-
-        With `checksums`, one per block, and `part`: only blocks whose bytes have that checksum, so
-        that a writer removes the version that it means (design: versions).
-        """
-
-    async def report_corruption(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
-    ) -> list[bool]:
-        """Report wrong checksums; True where the server verified it and removed the block."""
 
     async def request(self, message: Any, answer: type[Any], *, deadline: float) -> Any:
         """The server's answer to any other message of `kvpool.wire.messages`, of this type.

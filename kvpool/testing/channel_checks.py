@@ -11,6 +11,7 @@ import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias
 
+from kvpool import removals
 from kvpool.device.transport import ReachesDevices, SupportsDeviceRead
 from kvpool.errors import (
     BadMessage,
@@ -128,9 +129,9 @@ def _refusable(stage: Stage, channel: Channel) -> Calls:
     keys, until = [digest("refused")], stage.within()
     calls = waiting(channel, stage, 10.0)
     calls["pin"] = calls.pop("read")
-    calls["remove"] = lambda: channel.remove(NAMESPACE, keys, deadline=until)
-    calls["report_corruption"] = lambda: channel.report_corruption(
-        NAMESPACE, 0, keys, deadline=until
+    calls["Remove"] = lambda: removals.remove(channel, NAMESPACE, keys, deadline=until)
+    calls["ReportCorruption"] = lambda: removals.report_corruption(
+        channel, NAMESPACE, 0, keys, deadline=until
     )
     return calls
 

@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
+from kvpool import removals
 from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -65,8 +66,8 @@ def every_call(stage: Stage, channel: Channel, name: str, within_s: float) -> li
     deadline = stage.within(within_s)
     return [
         stage.write(channel, blocks(name, 2, 1000), within_s=within_s),
-        channel.remove(NAMESPACE, [digest(name)], deadline=deadline),
-        channel.report_corruption(NAMESPACE, 0, [digest(name)], deadline=deadline),
+        removals.remove(channel, NAMESPACE, [digest(name)], deadline=deadline),
+        removals.report_corruption(channel, NAMESPACE, 0, [digest(name)], deadline=deadline),
     ]
 
 
@@ -512,7 +513,7 @@ async def a_view_is_pinned_and_read_only(stage: Stage) -> None:
         stage.expect(
             views[4] == View(ReadStatus.NEVER_WRITTEN), "a miss with its reason", describe(views[4])
         )
-        await channel.remove(NAMESPACE, list(data), deadline=stage.within())
+        await removals.remove(channel, NAMESPACE, list(data), deadline=stage.within())
         await stage.stored(channel, blocks("filler", 15, 1 << 20))
         stage.expect(
             all(map(shows, views, data.values())),
@@ -576,7 +577,7 @@ async def a_view_outlives_its_channel_but_not_its_server(stage: Stage) -> None:
     await stage.stored(other, data)
     async with look(stage, channel, list(data)) as views:
         channel.abort()
-        await other.remove(NAMESPACE, list(data), deadline=stage.within())
+        await removals.remove(other, NAMESPACE, list(data), deadline=stage.within())
         await stage.stored(other, blocks("filler", 15, 1 << 20))
         same = all(map(shows, views, data.values()))
         stage.expect(same, "a view's memory to be nobody else's")

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
+from kvpool import removals
 from kvpool.errors import Overloaded, Unavailable
 from kvpool.protocols import Channel
 from kvpool.testing.harness import (
@@ -148,9 +149,9 @@ def _small_calls(stage: Stage, channel: Channel) -> dict[str, Callable[[], Await
         calls[f"a write of {size} bytes"] = partial(stage.write, channel, data)
         calls[f"a read of {size} bytes"] = partial(stage.read, channel, list(data), into)
     keys = [digest("no")]
-    calls["a removal"] = lambda: channel.remove(NAMESPACE, keys, deadline=stage.within())
-    calls["a report"] = lambda: channel.report_corruption(
-        NAMESPACE, 0, keys, deadline=stage.within()
+    calls["a removal"] = lambda: removals.remove(channel, NAMESPACE, keys, deadline=stage.within())
+    calls["a report"] = lambda: removals.report_corruption(
+        channel, NAMESPACE, 0, keys, deadline=stage.within()
     )
     return calls
 
@@ -205,8 +206,8 @@ async def a_refused_call_is_made_once(stage: Stage) -> None:
     keys, deadline = list(data), stage.within()
     for call in (
         lambda: stage.read(channel, keys, [blank(100) for _ in keys]),
-        lambda: channel.remove(NAMESPACE, keys, deadline=deadline),
-        lambda: channel.report_corruption(NAMESPACE, 0, keys, deadline=deadline),
+        lambda: removals.remove(channel, NAMESPACE, keys, deadline=deadline),
+        lambda: removals.report_corruption(channel, NAMESPACE, 0, keys, deadline=deadline),
     ):
         stage.recorder.refused.clear()
         stage.recorder.refuse_others = Overloaded("not now")

@@ -59,7 +59,8 @@ class Recorder:
         self.refuse_clients: KvpoolError | None = None
         #: Raised by `reserve`.
         self.refuse_writes: KvpoolError | None = None
-        #: Raised by `pin`, `remove` and `report_corruption`; the names of those that raised it.
+        #: Raised by `pin`, and instead of the answer to a `Remove` and a `ReportCorruption`; the
+        #: names of those that raised it.
         self.refuse_others: KvpoolError | None = None
         self.refused: list[str] = []
         #: Each request that the transport has carried and not looked into.
@@ -235,28 +236,13 @@ class _Watched:
         self._inner.unpin(pins)
         self._let_go([p.id for p in pins if p.status is ReadStatus.HIT and p.tier is None])
 
-    async def remove(
-        self,
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        part: int | None = None,
-        checksums: Sequence[int] = (),
-    ) -> list[bool]:
-        self._recorder.refuse("remove")
-        removed = await self._inner.remove(namespace, digests, part, checksums)
-        await self._recorder.answering.wait()
-        return removed
-
-    async def report_corruption(
-        self, namespace: Namespace, part: int, digests: Sequence[bytes]
-    ) -> list[bool]:
-        self._recorder.refuse("report_corruption")
-        dropped = await self._inner.report_corruption(namespace, part, digests)
-        await self._recorder.answering.wait()
-        return dropped
-
     async def answer(self, request: wire.Message) -> wire.Message:
         recorder = self._recorder
+        if isinstance(request, wire.Remove | wire.ReportCorruption):
+            recorder.refuse(type(request).__name__)
+            answer = await self._really(request)
+            await recorder.answering.wait()
+            return answer
         laid_down = recorder.answer(request)
         if not isinstance(request, wire.Fetch):
             return laid_down or await self._really(request)

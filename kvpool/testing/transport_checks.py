@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+from kvpool import removals
 from kvpool.checksum import block_seeds, checksum
 from kvpool.errors import Overloaded
 from kvpool.protocols import Peer, ReserveRequest, WriteOptions
@@ -96,7 +97,7 @@ async def results_are_in_the_callers_order(stage: Stage) -> None:
     first, second, third = data
     gone, coming, never = digest("gone"), digest("coming"), digest("never")
     await stage.stored(channel, {**data, gone: bytes(100)})
-    await channel.remove(NAMESPACE, [gone], deadline=stage.within())
+    await removals.remove(channel, NAMESPACE, [gone], deadline=stage.within())
     writer = stage.recorder.connect(Peer("another writer"))
     await writer.reserve(
         ReserveRequest(NAMESPACE, 0, [coming], [ROOT], [100]), deadline=stage.within()
@@ -463,7 +464,9 @@ async def reported_corruption_is_verified(stage: Stage) -> None:
     await stage.stored(channel, data)
     stage.memory_of(keys[1])[4999] ^= 128
     asked = [*keys, digest("never")]
-    dropped = await channel.report_corruption(NAMESPACE, 0, asked, deadline=stage.within())
+    dropped = await removals.report_corruption(
+        channel, NAMESPACE, 0, asked, deadline=stage.within()
+    )
     wanted = [False, True, False, False]
     stage.expect(dropped == wanted, f"{wanted}", describe(dropped))
     results = await stage.read(channel, keys, [blank(5000) for _ in keys])
@@ -487,8 +490,8 @@ async def a_removal_may_mean_one_version(stage: Stage) -> None:
     await stage.stored(channel, data, namespace=namespace, part=1)
     seeds = block_seeds(namespace, 1, [meant, other])
     checksums = [checksum(b"m" * 100, seeds[0]), checksum(b"m" * 100, seeds[1])]
-    removed = await channel.remove(
-        namespace, [meant, other], part=1, checksums=checksums, deadline=stage.within()
+    removed = await removals.remove(
+        channel, namespace, [meant, other], part=1, checksums=checksums, deadline=stage.within()
     )
     stage.expect(removed == [True, False], "[True, False]", describe(removed))
     memory = [blank(100), blank(100)]
@@ -508,9 +511,9 @@ async def removed_blocks_are_gone(stage: Stage) -> None:
         data = {kept: bytes(100), gone: bytes(100), half: bytes(100)}
         await stage.stored(channel, data, namespace=namespace, part=part)
     asked = [digest("never"), gone]
-    removed = await channel.remove(namespace, asked, deadline=stage.within())
+    removed = await removals.remove(channel, namespace, asked, deadline=stage.within())
     stage.expect(removed == [False, True], "[False, True]", describe(removed))
-    removed = await channel.remove(namespace, [half], part=1, deadline=stage.within())
+    removed = await removals.remove(channel, namespace, [half], part=1, deadline=stage.within())
     stage.expect(removed == [True], "[True]", describe(removed))
     for part in (0, 1):
         memory = [blank(100), blank(100), blank(100)]
@@ -561,9 +564,9 @@ async def many_calls_at_once(stage: Stage) -> None:
     await asyncio.gather(
         *(stage.holds(channel, {key: data[key]}) for key in old[:40]),
         *(stage.stored(channel, {key: value}) for key, value in new.items()),
-        *(channel.remove(NAMESPACE, [key], deadline=stage.within()) for key in old[40:]),
+        *(removals.remove(channel, NAMESPACE, [key], deadline=stage.within()) for key in old[40:]),
         *(
-            channel.report_corruption(NAMESPACE, 0, [key], deadline=stage.within())
+            removals.report_corruption(channel, NAMESPACE, 0, [key], deadline=stage.within())
             for key in old[:10]
         ),
     )

@@ -760,6 +760,8 @@ TYPES: Final[dict[type[Message], int]] = {
 PAYLOAD: Final = 6
 #: Requests to a server that one of its extensions answers.
 EXTENDED: Final = frozenset({Propose, Fetch, Prefetch, Drain, Namespaces, RemoveAll})
+#: All that move no block between a server and a client.
+ASIDE: Final = EXTENDED | {Remove, ReportCorruption}
 
 ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: Final = {type: msgspec.msgpack.Decoder(type) for type in TYPES}
@@ -894,6 +896,16 @@ def unpack_part(
     namespace, digests = unpack_batch(keys)
     check_part(namespace, keys.part)
     return namespace, keys.part, digests
+
+
+def unpack_removal(remove: Remove) -> tuple[Namespace, tuple[bytes, ...]]:
+    """Namespace and digests of a `Remove`. Raises BadMessage."""
+    namespace, digests = unpack_batch(remove)
+    if remove.part is not None:
+        check_part(namespace, remove.part)
+    if remove.checksums and (remove.part is None or len(remove.checksums) != len(digests)):
+        raise BadMessage("Remove: one checksum per block, of one part")
+    return namespace, digests
 
 
 def check_part(namespace: Namespace, part: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, dev
+from kvpool import ClientConfig, dev, removals
 from kvpool.client import servers as servers_module
 from kvpool.errors import Closed, LinkBroken
 from kvpool.protocols import Channel
@@ -39,7 +39,7 @@ async def test_servers_that_are_gone_are_forgotten_and_calls_of_them_end_first(
 
         async def operation(channel: Channel) -> list[bool]:
             await go_on.wait()
-            return await channel.remove(NAMESPACE, OTHERS[:1], deadline=deadline)
+            return await removals.remove(channel, NAMESPACE, OTHERS[:1], deadline=deadline)
 
         call = asyncio.create_task(servers.call("dev-0", operation, deadline))
         await eventually(lambda: servers.known["dev-0"].calls == 1)
@@ -100,6 +100,8 @@ async def test_a_connection_that_is_made_while_the_client_closes_is_closed(
     with pytest.raises(Closed):
         await writing
     with pytest.raises(LinkBroken):
-        await made[0].remove(NAMESPACE, OTHERS[:1], deadline=asyncio.get_running_loop().time() + 5)
+        await removals.remove(
+            made[0], NAMESPACE, OTHERS[:1], deadline=asyncio.get_running_loop().time() + 5
+        )
     assert len(made) == 1
     assert not pool._servers.known["dev-0"].channels

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev, registry
+from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev, registry, removals
 from kvpool.config import ServerConfig
 from kvpool.errors import LinkBroken
 from kvpool.protocols import ReadOptions, SupportsZeroCopyView
@@ -71,7 +71,7 @@ async def test_a_view_shows_its_block_whatever_its_client_learns(
         await eventually(lambda: not server.store.held.pins)
         deadline = asyncio.get_running_loop().time() + 5
         with pytest.raises(LinkBroken):  # closed with its last view
-            await held.remove(NAMESPACE, OTHERS[:1], deadline=deadline)
+            await removals.remove(held, NAMESPACE, OTHERS[:1], deadline=deadline)
 
 
 async def test_a_view_outlives_its_server_and_the_next_one_of_that_name() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, WriteStatus, admin, dev
+from kvpool import ClientConfig, Namespace, Pool, WriteStatus, admin, dev, removals
 from kvpool.client import versions
 from kvpool.client.versions import WrittenBlock
 from kvpool.client.writer import best_status
@@ -361,8 +361,8 @@ async def test_a_removal_names_one_version_for_each_block(
         deadline = asyncio.get_running_loop().time() + 5
         channel = await pool._servers.call("dev-0", _itself, deadline)
         with pytest.raises(PeerError, match="one checksum per block"):
-            await channel.remove(
-                NAMESPACE, chain, part=part, checksums=[7] * count, deadline=deadline
+            await removals.remove(
+                channel, NAMESPACE, chain, part=part, checksums=[7] * count, deadline=deadline
             )
     assert stored(two_servers, chain[0]) == [ord("a")]
 

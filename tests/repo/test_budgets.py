@@ -133,7 +133,7 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 22_916
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 22_850
 TEST_LINES, TEST_LINES_TODAY = 50_000, 96_500
 FILE_LINES = 600
 CLASS_METHODS = 25
@@ -144,7 +144,7 @@ SLACK = 20
 LONG_FILES = {
     # Two lists that are read by looking up, not from top to bottom.
     "kvpool/types.py": 781,  # what calls take and return: one page of the API reference
-    "kvpool/wire/messages.py": 920,  # all messages, in the order of docs/wire.md
+    "kvpool/wire/messages.py": 932,  # all messages, in the order of docs/wire.md
     # Not divided before it has run on RDMA, so that what fails there has one place.
     "transports/kvpool_transports/ucx.py": 766,
 }

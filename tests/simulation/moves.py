@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpool import admin, moves
+from kvpool import admin, moves, removals
 from kvpool.errors import Unavailable
 from kvpool.protocols import Channel
 from kvpool.server.moves.state.fetches import FetchBudget
@@ -191,7 +191,7 @@ class Moves:
             deadline = asyncio.get_running_loop().time() + 3.0
 
             async def ask(channel: Channel, until: float = deadline) -> list[bool]:
-                return await channel.remove(ONE, chain, deadline=until)
+                return await removals.remove(channel, ONE, chain, deadline=until)
 
             await client.pool._servers.call(node.name, ask, deadline)
             if fetching is None:

@@ -214,9 +214,7 @@ async def test_the_kit_says_what_it_did_not_check() -> None:
 # --- teeth: transports -------------------------------------------------------------------
 
 
-CALLS = (
-    *("write", "read", "remove", "report_corruption", "read_view", "request", "close", "abort"),
-)
+CALLS = (*("write", "read", "read_view", "request", "close", "abort"),)
 
 
 class Through:
@@ -352,7 +350,7 @@ async def hurrying(inner: Any, *asked: Any, deadline: float) -> Any:
 async def translating(inner: Any, *asked: Any, **options: Any) -> Any:
     """Says what it thinks was meant."""
     try:
-        return await inner.remove(*asked, **options)
+        return await inner.request(*asked, **options)
     except Forbidden as error:
         raise Unauthenticated(str(error)) from error
 
@@ -634,7 +632,7 @@ BROKEN: dict[str, Callable[[], Transport]] = {
     "a_read_shows_that_it_goes_on": lambda: ThroughTransport(read=silent),
     "every_call_ends_by_its_deadline": lambda: ThroughTransport(read=patient("read")),
     "every_status_arrives": lambda: ThroughTransport(read=summing),
-    "a_refusal_arrives_unchanged": lambda: ThroughTransport(remove=translating),
+    "a_refusal_arrives_unchanged": lambda: ThroughTransport(request=translating),
     "a_tenants_client_is_known_or_refused": Trusting,
     "what_a_transport_declares_is_so": Unreachable,
     "a_closed_listener_has_no_connection": Parting,

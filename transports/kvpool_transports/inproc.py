@@ -35,8 +35,6 @@ from kvpool.types import Cluster, ReadBlock, ReadResult, WriteBlock, WriteStatus
 from kvpool.wire.messages import M, Message
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
-from kvpool_transports.streams.side_answers import answer_aside
-from kvpool_transports.streams.side_requests import SideRequests
 
 
 class InprocTransport:
@@ -104,7 +102,7 @@ class _InprocListener:
             await channel.ended()
 
 
-class _InprocChannel(SideRequests):
+class _InprocChannel:
     def __init__(self, listener: _InprocListener, client: str) -> None:
         self._listener = listener
         self._client = client
@@ -244,7 +242,7 @@ class _InprocChannel(SideRequests):
 
     async def request(self, message: Message, answer: type[M], *, deadline: float) -> M:
         async with self._connection() as connection, self._until(deadline):
-            answered = await answer_aside(message, connection)
+            answered = await connection.answer(message)
         assert isinstance(answered, answer)
         return answered
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvpool import logs, moves
+from kvpool import logs, moves, removals
 from kvpool.checksum import block_seeds, checksum
 from kvpool.errors import Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, ReadOptions, ReserveRequest
@@ -322,7 +322,9 @@ class Fetcher:
         digests = [call.digests[i] for i in step if call.statuses[i] is MoveStatus.CORRUPT]
         if digests:
             until = min(call.until, _now() + _STEP_S)
-            await channel.report_corruption(call.namespace, call.part, digests, deadline=until)
+            await removals.report_corruption(
+                channel, call.namespace, call.part, digests, deadline=until
+            )
 
     async def _reserve(
         self, call: FetchCall, step: Sequence[int]
@@ -494,8 +496,8 @@ class Fetcher:
             channel: Channel | None = None
             try:
                 channel = await self._peers.channel(server, deadline)
-                await channel.remove(
-                    namespace, digests, part=part, checksums=checksums, deadline=deadline
+                await removals.remove(
+                    channel, namespace, digests, part=part, checksums=checksums, deadline=deadline
                 )
                 return
             except Exception as error:  # whatever it is: it is here already, and elsewhere

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import Namespace, Pool, dev, moves
+from kvpool import Namespace, Pool, dev, moves, removals
 from kvpool.errors import LinkBroken
 from kvpool.moves import pack_sessions, unpack_sessions
 from kvpool.protocols import Channel, Connection, Peer, ReserveRequest
@@ -66,7 +66,7 @@ class Pair:
         """Have the source remove blocks."""
 
         async def ask(channel: Channel) -> list[bool]:
-            return await channel.remove(NAMESPACE, digests, deadline=now() + 5, **more)
+            return await removals.remove(channel, NAMESPACE, digests, deadline=now() + 5, **more)
 
         return await self.pool._servers.call(self.source.server, ask, now() + 5)
 
@@ -487,7 +487,7 @@ async def test_a_restarted_peer_is_reached_at_its_new_address() -> None:
         channel = await moves_of(both.target).peers.channel(both.source.server, now() + 5)
         channel.abort()
         with pytest.raises(LinkBroken):
-            await channel.remove(NAMESPACE, chain, deadline=now() + 1)
+            await removals.remove(channel, NAMESPACE, chain, deadline=now() + 1)
         assert await both.fetch(chain) == [MoveStatus.LOST] * 3
         assert await both.fetch(chain) == [FETCHED] * 3
 

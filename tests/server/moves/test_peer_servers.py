@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvpool import ClientConfig, admin, dev
+from kvpool import ClientConfig, admin, dev, removals
 from kvpool.errors import LinkBroken, ServerLost, Unavailable
 from kvpool.protocols import Channel
 from kvpool.server.moves import peer_servers
@@ -56,7 +56,7 @@ async def test_a_call_that_fails_late_leaves_the_connection_that_was_opened_sinc
         peers.failed(name, old)
         peers.failed(name, None)
         assert await peers.channel(name, until) is fresh
-        assert await fresh.remove(NAMESPACE, keys("none", 1), deadline=until) == [False]
+        assert await removals.remove(fresh, NAMESPACE, keys("none", 1), deadline=until) == [False]
 
 
 async def test_a_better_path_that_failed_once_is_used_when_it_is_back(
@@ -125,5 +125,5 @@ async def test_a_connection_that_is_made_while_the_server_closes_is_closed(
         with pytest.raises(ServerLost, match="closing"):
             await call
         with pytest.raises(LinkBroken):
-            await made[0].remove(NAMESPACE, keys("none", 1), deadline=until)
+            await removals.remove(made[0], NAMESPACE, keys("none", 1), deadline=until)
         await eventually(lambda: not other.stats(0.0).counters["connections"])

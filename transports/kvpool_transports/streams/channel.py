@@ -18,12 +18,12 @@ from kvpool.types import (
     WriteBlock,
     WriteStatus,
 )
+from kvpool.wire.messages import M, Message
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
-from kvpool_transports.streams.side_requests import SideRequests
 
 
-class StreamChannel(SideRequests):
+class StreamChannel:
     """A `Channel` over a pool of streams, one exchange at a time on each.
 
     `address` is for logs. Its methods keep the contract of `kvpool.protocols.Channel`.
@@ -76,6 +76,9 @@ class StreamChannel(SideRequests):
             await stream.send(requests.read_request(options, blocks, view=False), deadline=deadline)
             await stream.receive(answer.payload_target, deadline=deadline)
         return answer.results()
+
+    async def request(self, message: Message, answer: type[M], *, deadline: float) -> M:
+        return await requests.request(self._streams, message, answer, deadline)
 
     async def close(self) -> None:
         """As `abort`: the channel has no copies of its own to wait for."""

@@ -23,11 +23,10 @@ from kvpool.types import (
     WriteStatus,
     rows_of,
 )
-from kvpool.wire.messages import Data, StatusReply, Unpin
+from kvpool.wire.messages import Data, M, Message, StatusReply, Unpin
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
-from kvpool_transports.streams.side_requests import SideRequests
 from kvpool_transports.streams.stream import Stream
 
 
@@ -58,7 +57,7 @@ class Segment(Protocol):
         """Unmap it. Idempotent. Views that are still in use keep their mapping."""
 
 
-class MappedChannel(SideRequests):
+class MappedChannel:
     """A `Channel` whose streams carry only messages; the client copies the payload itself.
 
     It keeps the contracts of `kvpool.protocols.Channel` and `SupportsZeroCopyView`.
@@ -170,6 +169,9 @@ class MappedChannel(SideRequests):
                 yield views
             if hits and not stream.lost:
                 stream.send_deferred(Unpin())
+
+    async def request(self, message: Message, answer: type[M], *, deadline: float) -> M:
+        return await requests.request(self._streams, message, answer, deadline)
 
     async def close(self) -> None:
         """`abort`, then end the copy threads and unmap the segment. Idempotent."""

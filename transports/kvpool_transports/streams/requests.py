@@ -347,9 +347,11 @@ def write_statuses(
     return statuses
 
 
-def flags(removed: StatusReply, count: int) -> list[bool]:
-    check_count(removed.statuses, count)
-    return [flag == 1 for flag in removed.statuses]
+async def request(streams: StreamPool, message: Message, answer: type[M], deadline: float) -> M:
+    """What moves no block: one message, one answer, on a stream of its own meanwhile."""
+    async with streams.stream(deadline) as stream:
+        await stream.send(message, deadline=deadline)
+        return await stream.expect(answer, deadline=deadline)
 
 
 def check_count(packed: bytes, count: int) -> None:

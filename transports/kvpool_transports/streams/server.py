@@ -36,6 +36,7 @@ from kvpool.types import (
 from kvpool.wire import auth
 from kvpool.wire.frames import STEP, Frame, PayloadReceiver, Pieces
 from kvpool.wire.messages import (
+    ASIDE,
     PAYLOAD,
     TYPES,
     WRITE_BYTES_MAX,
@@ -59,7 +60,6 @@ from kvpool.wire.messages import (
     unpack_batch,
     unpack_parents,
 )
-from kvpool_transports.streams.side_answers import ASIDE, answer_aside
 from kvpool_transports.streams.stream import Stream
 
 #: A handshake must be complete after this time.
@@ -373,7 +373,7 @@ class StreamSession:
         if kind in _TRANSFERS:
             await _TRANSFERS[kind](self, request, connection)
         else:
-            await self._send(await answer_aside(request, connection))
+            await self._send(await connection.answer(request))
 
     def _payload_of_request(self, frame: Frame) -> PayloadReceiver | None:
         """Where the bytes of a request go, of which only `Write` has some.

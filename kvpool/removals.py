@@ -1,0 +1,46 @@
+"""What is asked of a server about blocks that are to go, over any channel: one message, one answer.
+
+Each is an operation on a `Channel`, which comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.errors import BadMessage
+from kvpool.protocols import Channel
+from kvpool.types import Namespace
+from kvpool.wire.messages import Message, Remove, ReportCorruption, StatusReply, keys_of
+
+
+async def remove(
+    channel: Channel,
+    namespace: Namespace,
+    digests: Sequence[bytes],
+    *,
+    part: int | None = None,
+    checksums: Sequence[int] = (),
+    deadline: float,
+) -> list[bool]:
+    """Remove blocks, every part or only `part`; True where the server had one.
+
+    With `checksums`, one per block, and `part`: only blocks whose bytes have that checksum, so that
+    a writer removes the version that it means (design: versions).
+    """
+    message = Remove(*keys_of(namespace, digests), part, list(checksums))
+    return await _flags(channel, message, len(digests), deadline)
+
+
+async def report_corruption(
+    channel: Channel, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
+) -> list[bool]:
+    """Report wrong checksums; True where the server verified it and removed the block."""
+    message = ReportCorruption(*keys_of(namespace, digests), part)
+    return await _flags(channel, message, len(digests), deadline)
+
+
+async def _flags(channel: Channel, message: Message, count: int, deadline: float) -> list[bool]:
+    statuses = (await channel.request(message, StatusReply, deadline=deadline)).statuses
+    if len(statuses) != count:
+        raise BadMessage(f"{len(statuses)} statuses for {count} blocks")
+    return [flag == 1 for flag in statuses]
