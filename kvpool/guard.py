@@ -6,7 +6,7 @@ a process admits who knows the cluster's secret, and refuses tenants.
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvpool.errors import ConfigError, Forbidden
@@ -73,6 +73,5 @@ class Guard:
 
 def make_guard(secrets: TenantSecrets | None = None) -> Guard:
     """The guard of a process with these tenants. Raises ConfigError where it can have none."""
-    module, _, kind = GUARDS[-1].partition(":")
-    made: Guard = getattr(import_module(module), kind)(secrets)
+    made: Guard = resolve_name(GUARDS[-1])(secrets)
     return made

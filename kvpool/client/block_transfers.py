@@ -7,7 +7,7 @@ other memory as it refuses what is no memory.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Final, TypeAlias
 
 from kvpool.client.buffers import DeviceBlock, HostRows
@@ -70,6 +70,5 @@ class BlockTransfers:
 
 
 def block_transfers(config: ClientConfig, context: ClientContext) -> BlockTransfers:
-    module, _, kind = TRANSFERS[-1].partition(":")
-    made: BlockTransfers = getattr(import_module(module), kind)(config, context)
+    made: BlockTransfers = resolve_name(TRANSFERS[-1])(config, context)
     return made

@@ -7,7 +7,7 @@ calls that need it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvpool.client.context import ClientContext
@@ -54,8 +54,7 @@ class ClientExtensions:
     def __init__(self, parts: ClientParts) -> None:
         self._made: dict[str, Any] = {}
         for name, where in EXTENSIONS.items():
-            module, _, kind = where.partition(":")
-            self._made[name] = getattr(import_module(module), kind)(parts)
+            self._made[name] = resolve_name(where)(parts)
 
     def get(self, name: str) -> Any:
         """Raises UsageError for one that this client runs without."""

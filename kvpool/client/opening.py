@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Final
 
 from msgspec.structs import replace
@@ -86,7 +86,6 @@ def _pool_class() -> Callable[..., Pool]:
     """One that begins spans, where the environment asks for them."""
     for variable, where in TRACED.items():
         if variable in os.environ:
-            module, _, function = where.partition(":")
-            made: Callable[..., Pool] = getattr(import_module(module), function)()
+            made: Callable[..., Pool] = resolve_name(where)()
             return made
     return Pool

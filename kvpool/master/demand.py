@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Final
 
 from kvpool.master.state.directory import ChainMatch, Directory
@@ -42,6 +42,5 @@ class NoDemand:
 
 
 def make_demand(directory: Directory) -> NoDemand:
-    module, _, kind = DEMANDS[-1].partition(":")
-    made: NoDemand = getattr(import_module(module), kind)(directory)
+    made: NoDemand = resolve_name(DEMANDS[-1])(directory)
     return made

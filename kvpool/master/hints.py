@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Final
 
 from kvpool.protocols import Caller
@@ -48,6 +48,5 @@ class NoHints:
 
 
 def make_hints(now: Callable[[], float]) -> NoHints:
-    module, _, kind = HINTS[-1].partition(":")
-    made: NoHints = getattr(import_module(module), kind)(now)
+    made: NoHints = resolve_name(HINTS[-1])(now)
     return made

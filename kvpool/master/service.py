@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Final, TypeVar
 
 import msgspec
@@ -94,8 +94,7 @@ class Master:
         #: Names this master's numbers of changes: another one, or the next process, has its own.
         stream = (rng or random.SystemRandom()).getrandbits(62) + 1
         for one in FOLLOWERS:
-            module, _, kind = one.partition(":")
-            followers = getattr(import_module(module), kind)(directory, stream)
+            followers = resolve_name(one)(directory, stream)
             self._handle(wire.Changes, followers.changes)
             self._handle(wire.Snapshot, followers.snapshot)
 

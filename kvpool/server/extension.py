@@ -8,7 +8,7 @@ its folder and its line in `EXTENSIONS`, works as before and refuses those messa
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from kvpool.config import ServerConfig
@@ -97,8 +97,7 @@ class Extensions:
 
     def add_all(self, parts: ServerParts) -> None:
         for name in EXTENSIONS:
-            module, _, kind = name.partition(":")
-            self.all.append(getattr(import_module(module), kind)(parts))
+            self.all.append(resolve_name(name)(parts))
 
     def handler(self, message: type[wire.Message]) -> Callable[..., Any]:
         """Raises Forbidden for a message that no extension answers."""

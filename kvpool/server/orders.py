@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Final
 
 from kvpool.protocols.policy import Policy
@@ -18,6 +18,5 @@ ORDERS: Final = (
 
 
 def make_order(policy: Policy[Entry], budget: int, rounded: Callable[[int], int]) -> Order:
-    module, _, kind = ORDERS[-1].partition(":")
-    made: Order = getattr(import_module(module), kind)(policy, budget, rounded)
+    made: Order = resolve_name(ORDERS[-1])(policy, budget, rounded)
     return made

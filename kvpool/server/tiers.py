@@ -7,7 +7,7 @@ start with more than that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Final
 
 from kvpool.config import ServerConfig
@@ -103,6 +103,5 @@ def mover_for(tiers: Sequence[Tier]) -> type[Mover]:
         return Mover
     if len(MOVERS) == 1:
         raise ConfigError("this program has blocks in memory alone (setting server.tiers)")
-    module, _, kind = MOVERS[-1].partition(":")
-    made: type[Mover] = getattr(import_module(module), kind)
+    made: type[Mover] = resolve_name(MOVERS[-1])
     return made
