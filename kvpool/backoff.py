@@ -12,28 +12,18 @@ if TYPE_CHECKING:
 
 
 class Backoff:
-    """Delays in seconds: `base_s` after the first failure, then `factor` times more, to `max_s`.
+    """Delays in seconds: `base_s` after the first failure, then twice as long, to `max_s`.
 
-    `jitter` is the share of each delay that is random: with 0.5 and an `rng` a delay is between
-    half and all of its length, so that clients who failed together do not return together.
+    With an `rng` a delay is between half and all of its length, so that clients who failed together
+    do not return together.
     """
 
-    def __init__(
-        self,
-        base_s: float,
-        max_s: float,
-        *,
-        factor: float = 2.0,
-        jitter: float = 0.0,
-        rng: Random | None = None,
-    ) -> None:
+    def __init__(self, base_s: float, max_s: float, *, rng: Random | None = None) -> None:
         self._base_s = base_s
         self._max_s = max_s
-        self._factor = factor
-        self._jitter = jitter
         self._rng = rng
-        # The next delay itself and not a count of failures: factor ** count overflows a float
-        # after a thousand failures, which takes an hour.
+        # The next delay itself and not a count of failures: 2.0 ** count overflows a float after a
+        # thousand failures, which takes an hour.
         self._next_s = base_s
         #: Since the last success.
         self.failures = 0
@@ -42,10 +32,8 @@ class Backoff:
         """Count one more failure; how long to wait now."""
         self.failures += 1
         delay_s = min(self._next_s, self._max_s)
-        self._next_s = min(delay_s * self._factor, self._max_s)
-        if self._rng is None or not self._jitter:
-            return delay_s
-        return delay_s * self._rng.uniform(1.0 - self._jitter, 1.0)
+        self._next_s = min(delay_s * 2.0, self._max_s)
+        return delay_s if self._rng is None else delay_s * self._rng.uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """Something succeeded: the next delay is `base_s` again."""

@@ -78,7 +78,7 @@ class Supervisor:
         return self._start(name, attempts())
 
     def _backoff(self, pause_max_s: float) -> Backoff:
-        return Backoff(min(PAUSE_S, pause_max_s), pause_max_s, jitter=0.5, rng=self._rng)
+        return Backoff(min(PAUSE_S, pause_max_s), pause_max_s, rng=self._rng)
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.failures[name] += 0  # so that a rate sees the first one

@@ -86,7 +86,7 @@ class KnownServer:
         self.server = server
         # Of equal servers each client prefers another one, so that replicas share the load.
         self.preference = rng.random()
-        self.backoff = Backoff(_BACKOFF_S, _BACKOFF_S_MAX, jitter=0.5, rng=rng)
+        self.backoff = Backoff(_BACKOFF_S, _BACKOFF_S_MAX, rng=rng)
         self.host = ""
         self.epoch = 0
         self.paths: list[Path] = []  # best first: those inside this host, then the remote ones

@@ -143,7 +143,7 @@ class _Link(PendingRequests):
         self._end: _CallerEnd | None = None
         self._connected: set[_CallerEnd] = set()
         self._connecting: asyncio.Task[None] | None = None
-        self._retry = Backoff(RETRY_S, RETRY_MAX_S, jitter=0.5, rng=random.Random())
+        self._retry = Backoff(RETRY_S, RETRY_MAX_S, rng=random.Random())
         self._retry_at = 0.0
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ class _PolledLink:
         #: Replies that came while a request was sent.
         self._arrived: list[bytes] = []
         self._late_at = 0.0
-        self._retry = Backoff(RETRY_S, RETRY_MAX_S, jitter=0.5, rng=random.Random())
+        self._retry = Backoff(RETRY_S, RETRY_MAX_S, rng=random.Random())
         self._retry_at = 0.0
         #: Addresses that are to be tried before the name is looked up again; None while it is.
         self._found: list[str] | None = []

@@ -72,9 +72,6 @@ class ShmTransport:
     same_host = True
     authenticated = True
 
-    def __init__(self, copy_threads: int | None = None) -> None:
-        self._copy_threads = copy_threads
-
     async def listen(self, address: str, store: BlockStore) -> Listener:
         if not isinstance(store.tier, Mappable):
             raise ConfigError(
@@ -90,7 +87,7 @@ class ShmTransport:
     ) -> Channel:
         segment = _Segment(address, cluster, client)
         streams = StreamPool(segment.dial)
-        channel = MappedChannel(address, streams, segment, CopyPool(self._copy_threads))
+        channel = MappedChannel(address, streams, segment, CopyPool())
         try:
             async with streams.stream(deadline):
                 pass  # the server is there and its segment is mapped; the stream stays for later
