@@ -80,7 +80,7 @@ async def test_a_better_path_that_failed_once_is_used_when_it_is_back(
             if (better := await peers.channel(name, until)) is not worse:
                 break
         for one in (worse, better):
-            assert await one.remove(NAMESPACE, keys("none", 1), deadline=until) == [False]
+            assert await removals.remove(one, NAMESPACE, keys("none", 1), deadline=until) == [False]
         await asyncio.sleep(0.2)
         assert await peers.channel(name, until) is better, "there is no better one"
         await eventually(lambda: not peers._replaced)
