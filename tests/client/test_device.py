@@ -30,7 +30,7 @@ from kvpool import (
 from kvpool.client import device_staging as staging
 from kvpool.client.buffers import HostRows, with_device_blocks
 from kvpool.device.thread import DeviceFailed, DeviceThread
-from kvpool.errors import Closed, ConfigError
+from kvpool.errors import Closed, ConfigError, DeadlineExceeded
 from tests.conftest import NAMESPACE, TRANSPORTS, eventually, key, keys, value, values
 from tests.support.late_device import Gate, LateEvent, LateTensor, stream
 
@@ -226,6 +226,9 @@ async def test_a_large_block_is_not_passed_for_ever_by_small_ones() -> None:
         tasks.append(asyncio.ensure_future(takes(size, others)))
         await asyncio.sleep(0)
     await asyncio.sleep(0.05)
+    with pytest.raises(DeadlineExceeded):  # who comes last waits no longer than it may
+        async with asyncio.timeout(5), both.arena.allocate(1, asyncio.get_running_loop().time()):
+            pass
     first.set()
     await asyncio.gather(*tasks)
     assert order == [3 * SIZE, 4 * SIZE, SIZE, SIZE]
