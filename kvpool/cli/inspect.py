@@ -174,8 +174,8 @@ def explain(
         return
     for answer in answers:
         colour, label = "green" if answer.status.hit else "yellow", answer.status.label
-        has_label = answer.text.startswith(label)
-        text = escape(answer.text.removeprefix(label) if has_label else f": {answer.text}")
+        begins = answer.text.startswith(label)
+        text = escape(answer.text.removeprefix(label) if begins else f": {answer.text}")
         if answer.key.digest in why:
             text += f"; {escape(why[answer.key.digest])}"
         console.print(f"{answer.key}  [{colour}]{label}[/]{text}")

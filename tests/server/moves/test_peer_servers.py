@@ -85,7 +85,7 @@ async def test_a_better_path_that_failed_once_is_used_when_it_is_back(
         assert await peers.channel(name, until) is better, "there is no better one"
         await eventually(lambda: not peers._replaced)
         with pytest.raises(Unavailable):
-            await worse.remove(NAMESPACE, keys("none", 1), deadline=until)
+            await removals.remove(worse, NAMESPACE, keys("none", 1), deadline=until)
 
 
 async def test_masters_are_left_although_no_other_server_was_used(
