@@ -164,14 +164,6 @@ def test_help_cuts_no_word() -> None:
         assert "\N{HORIZONTAL ELLIPSIS}" not in done.output
 
 
-def test_a_capacity_does_not_go_under_in_tiers_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVPOOL_SERVER_TIERS", "dram:1MiB")
-    done = kvpool("server", "--capacity", "2MiB")
-    assert (done.exit_code, "tiers (dram:1MiB)" in done.stderr) == (2, True)
-
-
 @pytest.mark.parametrize("words", ["spread --to 1", "prefetch", "explain"])
 def test_keys_on_stdin_that_are_no_text_are_a_usage_error(words: str) -> None:
     done = CliRunner().invoke(app, [*words.split(), "--namespace", "n", "-"], input=b"\xff\xfe")

@@ -62,12 +62,10 @@ def test_a_replay_leaves_the_pool_of_this_shell_alone(
 ) -> None:
     blocks, secret, config = tmp_path / "blocks", tmp_path / "secret", tmp_path / "pool.yaml"
     secret.write_text("0123456789abcdef")
-    secret.chmod(0o600)
-    config.write_text(f"cluster: theirs\nsecret_file: {secret}\n")
-    monkeypatch.setenv("KVPOOL_CONFIG", str(config))
-    monkeypatch.setenv("KVPOOL_SECRET_FILE", str(secret))
-    monkeypatch.setenv("KVPOOL_SERVER_TIERS", f"dram:8MiB,nvme:{blocks}:16MiB")
-    monkeypatch.setenv("KVPOOL_SERVER_ID", "gpu-17")
+    config.write_text(f"cluster: theirs\nserver: {{id: gpu-17, tiers: [nvme:{blocks}:8MiB]}}\n")
+    tiers = f"dram:8MiB,nvme:{blocks}:16MiB"
+    for name, value in ("CONFIG", config), ("SECRET_FILE", secret), ("SERVER_TIERS", tiers):
+        monkeypatch.setenv(f"KVPOOL_{name}", str(value))
     done = replay(
         *("--sessions", "1", "--limit", "5", "--servers", "2", "--clients", "1"),
         *("--capacity", "16MiB", "--block-size", "4KiB", "--json"),
