@@ -56,17 +56,11 @@ class ChainMatch(NamedTuple):
 class Directory:
     """The directory of one master: its servers, and the blocks that they announced."""
 
-    def __init__(
-        self,
-        servers: ServerTable | None = None,
-        *,
-        tombstones_max: int = 65_536,
-        blocks_max: int = 50_000_000,
-    ) -> None:
+    def __init__(self, servers: ServerTable | None = None, *, blocks_max: int = 50_000_000) -> None:
         self.servers = servers if servers is not None else ServerTable()
         self.changes = self.servers.changes
         self.blocks_max = blocks_max
-        self.tombstones = Tombstones(tombstones_max)
+        self.tombstones = Tombstones()
         #: For those who walk through the map; it is changed by `stored`, `removed` and `put` alone.
         self.blocks = NamespaceMap()
         self.locations = LocationTable()
