@@ -181,6 +181,8 @@ async def test_what_is_removed_while_a_file_takes_no_writes_is_gone_after_a_stop
         good.runs.set()
         assert not await erasing, "what opened meanwhile has its records still"
         assert await removing == [True] * 6
+        one.parts.open(1)
+        assert not await one.server._context.mover.erase(), "it takes no writes"
         one.parts.close(1)
         await asyncio.sleep(0.01)
         bad.write_error = ""  # whoever stops tries it once more
