@@ -10,7 +10,7 @@ again (design: hedging). Reads of one client share the links: each counts on its
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -22,6 +22,8 @@ from kvpool.types import BATCH_BLOCKS_MAX, SHARED_BYTES_MIN, ReadResult, ReadSta
 _HIT = ReadStatus.HIT
 #: A piece takes so long at least, or messages cost more than a tenth of it.
 _PIECE_S: Final = 0.005
+#: What all ways bring in so many of that, each brings as one last piece, of this much at least.
+_LAST: Final = 0.4, 4
 _PIECE_BYTES_MIN: Final = 1 << 20
 _PIECE_BYTES_MAX: Final = 128 << 20
 #: Ways of one block: each is a connection to another server.
@@ -137,13 +139,9 @@ class Ways:
 
     def _share(self, positions: Sequence[int]) -> list[int]:
         """Have blocks with several good ways wait; the others."""
-        ways_of: dict[tuple[str, ...], tuple[str, ...]] = {}
-        others = []
+        good_ways, others = functools.cache(self._good_ways), list[int]()
         for position in positions:
-            key = tuple(self.candidates[position])
-            if key not in ways_of:
-                ways_of[key] = self._good_ways(key)
-            if len(ways := ways_of[key]) < 2:
+            if len(ways := good_ways(tuple(self.candidates[position]))) < 2:
                 others.append(position)
             else:
                 self._waiting.setdefault(ways, deque()).append(position)
@@ -177,18 +175,24 @@ class Ways:
             return None
         speeds = {one: rates[one] for one in ways if one in rates}
         waiting, rest, rate = self._waiting[ways], self._bytes[ways], rates[way]
+        together = sum(speeds.values())
+        busy = [  # until when, in seconds, and how fast
+            (max(0.0, piece.began + piece.size / speeds[one] - now), speeds[one])
+            for one, piece in self._pieces.items()
+            if one in speeds
+        ]
         # Half of its share: the last pieces are small. A new way shows first how fast it is.
-        share = rest * rate / sum(speeds.values()) / 2 if is_known else 0
+        share = rest * rate / together / 2 if is_known else 0
         wanted = min(share, rate * self.hedge_s / _LEAVE_AFTER, _PIECE_BYTES_MAX)
-        wanted = min(max(wanted, rate * _PIECE_S, _PIECE_BYTES_MIN), rest)
-        for other, speed in speeds.items():
-            piece = self._pieces.get(other)
-            if piece is not None:  # would it have brought all by the time that this way needs?
-                left_s = max(0.0, piece.began + piece.size / speed - now)
-                if left_s + rest / speed < wanted / rate:
-                    return None
-        positions: list[int] = []
-        size = 0
+        # The last ones are so large that all ways end together.
+        last = rate * (rest + sum([left_s * speed for left_s, speed in busy])) / together
+        least = rate * _PIECE_S
+        if last < least * (_LAST[1] if is_known else 1):
+            least = max(last, least * _LAST[0])
+        wanted = min(max(wanted, least, _PIECE_BYTES_MIN), rest)
+        if any(left_s + rest / speed < wanted / rate for left_s, speed in busy):
+            return None  # that way will have brought all by then
+        positions, size = list[int](), 0
         while waiting and size < wanted and len(positions) < BATCH_BLOCKS_MAX:
             positions.append(waiting.popleft())
             size += self.sizes[positions[-1]]
@@ -218,14 +222,10 @@ def group_by_server(
     Blocks without another replica are kept apart from those that have one: for them `attempt_s`
     counts, not `hedge_s`.
     """
-    groups: dict[tuple[str, bool], list[int]] = {}
+    groups: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
     for position in positions:
         others = candidates[position]
-        key = others.pop(), bool(others)
-        group = groups.get(key)
-        if group is None:
-            group = groups[key] = []
-        group.append(position)
+        groups[others.pop(), bool(others)].append(position)
     return [
         Attempt(server, batch)
         for (server, _), together in groups.items()

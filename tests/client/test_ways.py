@@ -118,6 +118,21 @@ def test_a_load_is_faster_by_the_number_of_its_ways(servers: str, faster: float)
     assert not load.missing()
 
 
+@pytest.mark.parametrize("mib", [4, 6, 8, 10, 16, 24])
+def test_the_last_pieces_of_a_load_end_together(mib: int) -> None:
+    """Of speeds that are known; so a load of a few pieces is faster by its ways, too."""
+    for speeds, faster in (
+        ({"a": 5e8, "b": 5e8}, 1.75),
+        (dict.fromkeys("abcd", 3e8), 3.4),
+        ({"a": 1e8, "b": 1e8, "c": 2e8, "d": 4e8}, 1.8 if mib > 6 else 1.2),
+    ):
+        load = Load(["".join(speeds)] * 16 * mib, speeds, size=MIB // 16, known=speeds)
+        assert (0.0005 + mib * MIB / max(speeds.values())) / load.play() > faster
+    new = Load(["abcd"] * 16 * mib, dict.fromkeys("abcd", 3e8), size=MIB // 16)
+    assert (0.0005 + mib * MIB / 3e8) / new.play() > min(3.4, mib / 2.2)
+    assert len(new.log[0].positions) <= 5e6 / (MIB // 16) + 1, "it may be slower than is believed"
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_way_brings_by_its_speed(known: bool) -> None:
     speeds = {"a": 1e8, "b": 4e8}
