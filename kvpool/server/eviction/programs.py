@@ -394,7 +394,7 @@ class Programs:
             if best is None or (rank, block.last_used) < best[:2]:
                 best = (rank, block.last_used, number)
         if best is None:
-            if len(numbers) == _CLASSES:
+            if len(numbers) == _CLASSES and not moved:  # else it is in a queue before this one
                 return None
             self._row = _NO_ROW
             return self._poorest(now)
