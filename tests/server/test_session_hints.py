@@ -18,7 +18,7 @@ from kvpool.server.eviction.session_hints import (
     SESSIONS_MAX,
     SessionAwarePolicy,
 )
-from kvpool.server.state.entry import Entry
+from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
@@ -148,6 +148,15 @@ def test_nothing_is_refused_or_evicted_by_a_guess_that_a_client_announced() -> N
     assert books.here(announced) == 5
     assert books.write("d", keys("d", 1), resume_in=300.0) == [WriteStatus.RESERVED]
     assert (books.here(announced), books.here(others)) == (5, 14)
+
+
+def test_no_guess_refuses_what_a_reader_waits_for() -> None:
+    """It comes up from a slower tier, and is needed now."""
+    books = Books(20, policy=Refusing(20 * PAGE))
+    books.write("", keys("b", 20))
+    request = ReserveRequest(ONE, 0, keys("cold", 1), [ROOT], [PAGE])
+    (answer,) = books.store.reserve(MOVER, request, books.now + 1.0)
+    assert answer.status is WriteStatus.RESERVED
 
 
 def test_both_parts_of_an_ended_session_go_first(books: Books) -> None:

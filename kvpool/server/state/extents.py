@@ -118,7 +118,7 @@ class Extents:
         if (gave_up := holder.gave_up) is not None and gave_up[0] == newcomer.digest:
             enough = max(enough, gave_up[1] + 1)
         in_steps = self.in_steps and owner != MOVER
-        wanted = owner == MOVER and self.demotes and last_used == JUST_NOW  # by a reader, now
+        wanted = owner == MOVER and last_used == JUST_NOW  # by a reader, now
         searched, wrong, asked = False, 0, 0
         while self.steps_left > 0:
             exceeds = account.used + size > account.limit
