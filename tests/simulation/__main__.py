@@ -45,8 +45,8 @@ from tests.simulation.wrong_maps import FAULTS_OF_MAPS
 #: are their own ancestors, `write-back` for servers that write to their disks what memory would
 #: drop, `sessions` for conversations whose prompts wait, `moves` for blocks that servers fetch from
 #: each other, `copies` for those of which they make copies by themselves, `joins` for full
-#: servers that hand over chains to an empty one, `one-request` for writes that come so, and `cold`
-#: for an object store below memory.
+#: servers that hand over chains to an empty one, `one-request` for writes that come so, `cold` for
+#: an object store below memory, and `guesses` for a policy that infers conversations.
 _WORLDS: Final = (
     "disk",
     "contests",
@@ -60,6 +60,7 @@ _WORLDS: Final = (
     "tenants",
     "one-request",
     "cold",
+    "guesses",
 )
 _PARTS: Final = (*FAULTS, *FAULTS_OF_DISKS, *FAULTS_OF_MAPS, HOARD, TASK_FAULT, REPORTS, *_WORLDS)
 BUGS: Final = (*OF_CLUSTERS, *DEVICE_BUGS)

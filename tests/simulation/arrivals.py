@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.entry import Entry
 
@@ -109,6 +110,8 @@ class ArrivalOracle:
         session = self._policy._sessions.get(name)
         if session is not None and session.due is not None:
             return
+        if not isinstance(self._policy.policy, LRU):
+            return  # it may refuse a block for what it infers
         waits = [*self._perhaps_until.values(), *self._expected_until.values()]
         if not any(self.now < until for until in waits):
             self._fail("arrivals: a write is refused, but no prompt waits, and none is expected")

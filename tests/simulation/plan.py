@@ -16,7 +16,8 @@ from tests.simulation.wrong_maps import FAULTS_OF_MAPS
 ALIGNMENT: Final = 64
 
 
-#: Eviction policies of the lowest tier; each world with disks draws one.
+#: Eviction policies of the lowest tier; each world with disks draws one. `programs`, whose guesses
+#: are of a whole pool's traffic, has worlds of its own, with disks and without.
 POLICIES: Final = ("lru", "arc", "lease", "density")
 
 
@@ -39,7 +40,8 @@ class WorldPlan:
     copy_s: float
     disk: int = 0  # bytes of each server's disk; 0 means no disk
     large: bool = False  # some blocks are larger than a page
-    policy: str = "lru"
+    policy: str = "lru"  # of the lowest tier
+    guesses: bool = False  # the lowest tier's policy infers conversations from chains, instead
     kept_secrets: bool = False  # a restarted server has the secret of the process before
     contests: bool = False  # writers disagree about the bytes of some blocks
     piece_blocks: int = 1024  # blocks in one piece of an inventory
@@ -136,6 +138,9 @@ class WorldPlan:
         rng = random.Random(f"{seed}/many-ways")
         if rng.random() < 0.3 and "many-ways" not in without:
             plan = replace(plan, piece_bytes=rng.choice([1, 500, 2_000]))
+        guesses = random.Random(f"{seed}/guesses").random() < 0.3
+        if guesses and "guesses" not in without:
+            plan = replace(plan, guesses=True, policy="programs")
         pieces = random.Random(f"{seed}/pieces").choice([1, 3, 10, 1024])
         plan = replace(plan, piece_blocks=pieces)
         rng = random.Random(f"{seed}/cold")
@@ -168,12 +173,14 @@ class WorldPlan:
             rate = prefetching.choice([0, 500, 5 * PAGE])
             fresh_s = prefetching.choice([0.1, 0.1, 2.0])
             plan = replace(plan, prefetches=True, prefetch_rate=rate, fresh_s=fresh_s)
+        large = rng.random() < 0.6 and not slow_net
+        drawn = rng.choice(POLICIES)
         return replace(
             plan,
             capacity=PAGE * extents,
             disk=PAGE * round(extents * share),
-            large=rng.random() < 0.6 and not slow_net,
-            policy=rng.choice(POLICIES),
+            large=large,
+            policy="programs" if plan.guesses else drawn,
             faults=plan.faults | (own - without),
             write_back=random.Random(f"{seed}/write-mode").random() < 0.4
             and "write-back" not in without,

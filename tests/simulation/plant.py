@@ -37,8 +37,9 @@ OPS: Final = 120
 #: be drawn yet when it was found.
 _WORLDS: Final = (
     frozenset[str](),
-    frozenset({"cold"}),
-    frozenset({"one-request", "task fails", "reports meet", "cold"}),
+    frozenset({"guesses"}),
+    frozenset({"cold", "guesses"}),
+    frozenset({"one-request", "task fails", "reports meet", "cold", "guesses"}),
 )
 
 

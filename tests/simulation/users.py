@@ -44,6 +44,8 @@ _SLACK_S: Final = 0.3
 _TIMEOUT_S: Final = 5.0
 #: Longer than any hint of these users keeps blocks.
 _HINTS_LAPSE_S: Final = 130.0
+#: The same of what a policy infers.
+_GUESSES_LAPSE_S: Final = 610.0
 #: A read that had enough time, and whose server is well, has none of these results.
 _NO_ANSWER: Final = (
     ReadStatus.DEADLINE,
@@ -626,8 +628,8 @@ class SimClient:
                 ONE, [digest], [value(ONE, digest, 0)], timeout=_TIMEOUT_S
             )
             alone = world.only_incident
-            if status is WriteStatus.BYPASSED and world.plan.sessions:
-                return  # for prompts that wait, as the oracle of the store has checked
+            if status is WriteStatus.BYPASSED and (world.plan.sessions or world.plan.guesses):
+                return  # for prompts that wait, as the oracle of the store has checked, or are due
             if world.moves.leaving() >= {node.name for node in world.servers}:
                 return  # they take no writes
             size = len(value(ONE, digest, 0))
@@ -697,8 +699,9 @@ class SimClient:
         statuses = await self._write_now(ONE, fresh)
         if WriteStatus.BYPASSED in statuses:
             # A tiny memory may hold one chain alone, whose session is expected: not for ever
-            # (seed 702131).
-            await asyncio.sleep(_HINTS_LAPSE_S)
+            # (seed 702131). Nor is any that was inferred to be worth more than new ones.
+            guesses = self._world.plan.guesses
+            await asyncio.sleep(_GUESSES_LAPSE_S if guesses else _HINTS_LAPSE_S)
             fresh = self._world.catalog.fresh(3)
             statuses = await self._write_now(ONE, fresh)
         if set(statuses) != {WriteStatus.STORED}:

@@ -294,7 +294,9 @@ class World:
         plan, truth = self.plan, self.truth
         tier = SimTier(plan.capacity, plan.alignment)
         kind = WatchedStore if self.shelf is None and node.platter is None else WatchedFront
-        store = kind(life, tier, truth, every=plan.check_every)
+        memory_is_pool = node.platter is None
+        policy = registry.policy(plan.policy, tier.capacity) if memory_is_pool else None
+        store = kind(life, tier, truth, every=plan.check_every, policy=policy)
         if plan.sessions:
             assert isinstance(store.extents.policy, SessionAwarePolicy)
             store.arrivals = ArrivalOracle(store.extents.policy, truth.fail)
