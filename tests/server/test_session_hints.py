@@ -374,7 +374,7 @@ def test_a_session_without_blocks_is_forgotten(books: Books) -> None:
 def test_a_full_store_of_announced_sessions_is_not_frozen() -> None:
     """All of it is announced for an hour, under the policy that refuses most (G9)."""
     policy: Lease[Entry] = Lease(20 * PAGE)
-    books = Books(20, policy=policy)  # type: ignore[arg-type]
+    books = Books(20, policy=policy)
     for number in range(4):
         books.write(f"{number}", keys(f"{number}", 5), resume_in=1.0)
     assert books.write("", keys("new", 1)) == [WriteStatus.RESERVED]
