@@ -16,10 +16,12 @@ by the rules, in this sequence, about the bytes of each `TenantAccount`:
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, Inferred
@@ -36,6 +38,11 @@ _ASKED_MAX: Final = 64
 #: Victims that are younger than the order seemed to be: so many are put back in one call.
 _YOUNGER_MAX: Final = 8
 _NEVER: Final = (3, math.inf)
+#: Entries of the heap that do not count any more, beside one for each that does.
+_OUTDATED_MAX: Final = 64
+
+#: The rank of an order, a serial number, and its account.
+_Ranked: TypeAlias = tuple[tuple[int, float], int, TenantAccount]
 
 
 def check_orders(
@@ -53,7 +60,10 @@ class OldestOrder:
     """The order that evicts next what was used least recently, of those beyond their guarantee.
 
     To compare all of them for each block would take a time that grows with the tenants. So the
-    order that was found keeps its turn for some evictions, while it stays the oldest.
+    order that was found keeps its turn for some evictions, while it stays the oldest; and each one
+    stands in a heap by the rank that it had when it was last asked. Blocks that are used or leave
+    only make a rank later, so it is asked again when it comes first. What makes it earlier is told
+    (`on_change`), but for what a policy thinks of blocks that grow old: one more is asked in turn.
     """
 
     def __init__(self, orders: dict[Any, Order]) -> None:
@@ -64,8 +74,20 @@ class OldestOrder:
         self._turn: TenantAccount | None = None
         self._until = _NEVER
         self._left = 0
+        #: By rank. An entry counts while it is the latest of its account, which `_latest` has;
+        #: those that may give nothing have none until they change.
+        self._heap: list[_Ranked] = []
+        self._latest: dict[TenantAccount, _Ranked] = {}
+        self._changed: set[Any] = set(orders)
+        self._serial = itertools.count()
+        self._round: Iterator[TenantAccount] = iter(())
 
-    def forget(self) -> None:
+    def on_change(self, account: Account) -> None:
+        """A block, a session or the quota of this account has changed, or it has more bytes."""
+        self.dry.discard(account)
+        self._changed.add(account)
+
+    def end_turn(self) -> None:
         """What was found may not be the oldest any more."""
         self._turn = None
 
@@ -78,33 +100,65 @@ class OldestOrder:
     ) -> tuple[TenantAccount | None, tuple[int, float]]:
         """The account whose order it is, of those that were not asked yet, and its rank."""
         turn = self._turn
-        if (
-            turn is not None
-            and self._left
-            and turn.spare >= turn.needed
-            and turn not in asked
-            and turn not in self.dry
-        ):
+        if turn is not None and self._left and turn not in asked and self._may_give(turn):
             rank = self._orders[turn].rank(now)
             if rank <= self._until:
                 self._left -= 1
                 return turn, rank
-        ranked = sorted(self._ranks(asked, now), key=lambda one: one[0])[:2]
-        if not ranked:
-            self._turn = None
-            return None, _NEVER
-        rank, self._turn = ranked[0]
-        self._until = ranked[1][0] if len(ranked) > 1 else _NEVER
+        self._rank_some(now)
+        aside: list[_Ranked] = []
+        first = self._first(asked, now, aside)
+        if first is not None:
+            aside.append(heapq.heappop(self._heap))
+        second = self._first(asked, now, aside)
+        for one in aside:
+            heapq.heappush(self._heap, one)
+        self._turn = first[2] if first is not None else None
+        self._until = second[0] if second is not None else _NEVER
         self._left = _TURNS
-        return self._turn, rank
+        return self._turn, first[0] if first is not None else _NEVER
 
-    def _ranks(
-        self, asked: set[Account], now: float
-    ) -> Iterator[tuple[tuple[int, float], TenantAccount]]:
-        for account, order in self._orders.items():
-            is_open = account not in asked and account not in self.dry
-            if is_open and account.spare >= account.needed:
-                yield order.rank(now), account
+    def _may_give(self, account: TenantAccount) -> bool:
+        return (
+            account.spare >= account.needed and account not in self.dry and account in self._orders
+        )
+
+    def _rank_some(self, now: float) -> None:
+        """What has changed, and one more."""
+        while self._changed:
+            self._rank(self._changed.pop(), now)
+        another = next(self._round, None)
+        if another is None:
+            self._round = iter(list(self._latest))
+        elif another in self._latest:
+            self._rank(another, now)
+        if len(self._heap) > 2 * len(self._latest) + _OUTDATED_MAX:
+            self._heap = list(self._latest.values())
+            heapq.heapify(self._heap)
+
+    def _rank(self, account: TenantAccount, now: float) -> None:
+        if self._may_give(account):
+            ranked = self._orders[account].rank(now), next(self._serial), account
+            self._latest[account] = ranked
+            heapq.heappush(self._heap, ranked)
+        else:
+            self._latest.pop(account, None)
+
+    def _first(self, asked: set[Account], now: float, aside: list[_Ranked]) -> _Ranked | None:
+        """What stands first when it has been asked just now; `aside` gets what was asked before."""
+        while self._heap:
+            ranked = self._heap[0]
+            account = ranked[2]
+            if self._latest.get(account) is not ranked:
+                heapq.heappop(self._heap)
+            elif account in asked and self._may_give(account):
+                aside.append(heapq.heappop(self._heap))
+            elif self._may_give(account) and self._orders[account].rank(now) <= ranked[0]:
+                return ranked
+            else:
+                heapq.heappop(self._heap)
+                self._rank(account, now)
+        return None
 
 
 class TenantOrders(Order):
@@ -125,7 +179,7 @@ class TenantOrders(Order):
         rounded: Callable[[int], int],
     ) -> None:
         super().__init__(pool.policy, 0, rounded)
-        self.touch = lambda entry, now: self._order(entry.index.account).touch(entry, now)
+        self.touch = lambda entry, now: self.order_of(entry.index).touch(entry, now)
         self.accounts = accounts
         self.account_of = accounts.of
         self._orders: dict[Any, Order] = {accounts.pool: pool}
@@ -144,21 +198,23 @@ class TenantOrders(Order):
 
     def order_of(self, index: Index) -> Order:
         """The order of the blocks of one index, in which a block may become a victim now."""
-        self._dry.discard(index.account)
+        self._oldest.on_change(index.account)
         return self._order(index.account)
 
     def _order(self, account: Account) -> Order:
         order = self._orders.get(account)
         if order is None:
             order = self._orders[account] = self._make()
+            self._oldest.on_change(account)
         return order
 
     def forget(self, accounts: Collection[Account]) -> None:
-        """Nothing counts in these accounts any more."""
+        """Nothing counts in these accounts any more, and quotas of others have changed."""
+        for account in (*self._orders, *accounts):
+            self._oldest.on_change(account)
         for account in accounts:
             self._orders.pop(account, None)
-            self._dry.discard(account)
-        self._oldest.forget()
+        self._oldest.end_turn()
         self._useless_of = self.accounts.pool
 
     # --- about one block or session ----------------------------------------------------------
@@ -210,7 +266,7 @@ class TenantOrders(Order):
         order = self._orders.get(account) if account is not None else None
         if account is None or order is None:
             return None
-        self._dry.discard(account)
+        self._oldest.on_change(account)
         return order.hint(name, resume_in, now, age_s=age_s)
 
     def hint_of(self, session: Any, now: float) -> SessionHint | None:
@@ -275,7 +331,7 @@ class TenantOrders(Order):
             ):
                 younger += 1  # its place in the order was old: it was used again
                 order.add_candidate(found)
-                self._oldest.forget()
+                self._oldest.end_turn()
             else:
                 return found
         return Decision.NOT_YET
