@@ -189,7 +189,7 @@ class Ways:
         least = rate * _PIECE_S
         if last < least * (_LAST[1] if is_known else 1):
             least = max(last, least * _LAST[0])
-        wanted = min(max(wanted, least, _PIECE_BYTES_MIN), rest)
+        wanted = min(max(wanted, least, _PIECE_BYTES_MIN), rest, _PIECE_BYTES_MAX)
         if any(left_s + rest / speed < wanted / rate for left_s, speed in busy):
             return None  # that way will have brought all by then
         positions, size = list[int](), 0

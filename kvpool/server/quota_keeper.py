@@ -64,6 +64,7 @@ class QuotaKeeper:
         return any(
             one.used > one.limit
             for store in self._store.stores
+            if store.extents.evicts
             for one in store.extents.policy.accounts
         )
 

@@ -133,6 +133,14 @@ def test_the_last_pieces_of_a_load_end_together(mib: int) -> None:
     assert len(new.log[0].positions) <= 5e6 / (MIB // 16) + 1, "it may be slower than is believed"
 
 
+def test_no_piece_is_larger_than_a_channel_takes() -> None:
+    speeds = {"a": 5e10, "b": 5e10}
+    load = Load(["ab"] * 4000, speeds, size=MIB // 4, known=speeds)
+    load.play()
+    assert max(len(one.positions) for one in load.log) <= 128 * 4
+    assert not load.missing()
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_way_brings_by_its_speed(known: bool) -> None:
     speeds = {"a": 1e8, "b": 4e8}

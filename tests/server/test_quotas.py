@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
@@ -26,9 +27,10 @@ from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.tenants import account_of, evict_beyond_limits, set_quotas
-from kvpool.server.state.tier_stores import FileStore
+from kvpool.server.state.tier_stores import ColdStore, FileStore
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tenancy import Tenancy
+from kvpool.supervision import Supervisor
 from kvpool.tenants import Share, Tenant
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
@@ -420,6 +422,19 @@ async def test_an_idle_tenant_comes_below_a_lowered_limit_when_its_readers_have_
         await eventually(lambda: server.stack.stored == 0)
         tasks = asyncio.all_tasks
         await eventually(lambda: not any(one.get_name() == "quotas" for one in tasks()))
+
+
+def test_a_cold_tier_above_a_lowered_limit_is_not_looked_at_for_ever() -> None:
+    """Its blocks leave with their objects, which are not of one tenant."""
+    stack = TieredStore([FrontStore(8 * PAGE), ColdStore(8 * PAGE, PAGE)])
+    for books in stack.stores:
+        set_quotas(books, pages(acme=(0, 8)))
+    chain = fresh(4)
+    for number, digest in enumerate(chain):
+        stack.stores[1].add(Record(ACME, 0, digest, ROOT, number << 36, PAGE, 1, 1, 1), 0)
+    keeper = quota_keeper.QuotaKeeper(stack, lambda: None, cast(Supervisor, None))
+    keeper.apply({"acme": Tenant("", limit=Share(0))})  # or it would begin a task
+    assert used(stack.stores[1], "acme") == 4
 
 
 @pytest.mark.parametrize("policy", [Lease, Density])

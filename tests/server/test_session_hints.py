@@ -19,6 +19,7 @@ from kvpool.server.eviction.session_hints import (
     SessionAwarePolicy,
 )
 from kvpool.server.state.entry import MOVER, Entry
+from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import (
@@ -110,6 +111,18 @@ def test_who_is_read_again_after_its_end_is_not_dead(books: Books) -> None:
     assert (books.here(old), books.here(ended)) == (0, 8)
 
 
+def test_of_two_hints_that_which_was_given_last_counts(books: Books) -> None:
+    """Not what came last: it may come through another master. Nor one that is refused."""
+    books.write("a", keys("a", 5))
+    books.write("others", keys("b", 15))
+    policy = books.store.extents.policy
+    assert policy.hint("a", None, books.now)
+    assert policy.hint("a", 3.0, books.now + 1.0, age_s=2.0)
+    assert not policy.hint("a", 1.0, books.now + 400.0, age_s=399.0)
+    books.fill(5)
+    assert (books.here(keys("a", 5)), books.here(keys("b", 15))) == (0, 15)
+
+
 def test_a_session_that_writes_has_not_ended(books: Books) -> None:
     old, chain = keys("old", 8), keys("chain", 8)
     books.write("chain", chain[:4])
@@ -150,13 +163,14 @@ def test_nothing_is_refused_or_evicted_by_a_guess_that_a_client_announced() -> N
     assert (books.here(announced), books.here(others)) == (5, 14)
 
 
-def test_no_guess_refuses_what_a_reader_waits_for() -> None:
-    """It comes up from a slower tier, and is needed now."""
-    books = Books(20, policy=Refusing(20 * PAGE))
-    books.write("", keys("b", 20))
-    request = ReserveRequest(ONE, 0, keys("cold", 1), [ROOT], [PAGE])
-    (answer,) = books.store.reserve(MOVER, request, books.now + 1.0)
-    assert answer.status is WriteStatus.RESERVED
+def test_a_guess_refuses_what_goes_down_and_not_what_a_reader_waits_for() -> None:
+    """What comes up from a slower tier is needed now; a disk gets what is written back."""
+    for kind, status in (Store, WriteStatus.BYPASSED), (FrontStore, WriteStatus.RESERVED):
+        store = kind(20 * PAGE, policy=Refusing(20 * PAGE))
+        write(store, keys("b", 20), 1.0)
+        request = ReserveRequest(ONE, 0, keys("cold", 1), [ROOT], [PAGE])
+        (answer,) = store.reserve(MOVER, request, 2.0)
+        assert answer.status is status
 
 
 def test_both_parts_of_an_ended_session_go_first(books: Books) -> None:

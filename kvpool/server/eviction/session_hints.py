@@ -245,8 +245,8 @@ class SessionAwarePolicy(Order):
         session = self._sessions.get(name)
         if session is None or not session.bytes:
             return None
-        session.ended = 0  # the last word counts
-        self._ended.pop(session, None)
+        if session.ended and now - age_s < session.ended / 1e6:
+            return True  # it has ended since
         return self._announce(session, resume_in, now, age_s)
 
     def due(self, entry: Entry) -> float | None:
@@ -482,6 +482,8 @@ class SessionAwarePolicy(Order):
             self.announced_bytes += session.bytes
         session.due = due
         session.expired = False
+        session.ended = 0  # the last word counts
+        self._ended.pop(session, None)
         self._expiries.set(session, lapses)
         if session.leaves:
             self._by_next_use.set(session, -due)

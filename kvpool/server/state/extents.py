@@ -58,6 +58,9 @@ class Extents:
 
     #: Blocks sealed here must be copied to another tier before they may go: of `FrontExtents` only.
     demotes = False
+    #: What the mover brings, a reader waits for, unless it is prefetched: so, too.
+    serves_readers = False
+    evicts = True  # one block after the other: not where they leave with their object
     dirty = 0  # those that must still be copied
 
     def __init__(
@@ -118,7 +121,7 @@ class Extents:
         if (gave_up := holder.gave_up) is not None and gave_up[0] == newcomer.digest:
             enough = max(enough, gave_up[1] + 1)
         in_steps = self.in_steps and owner != MOVER
-        wanted = owner == MOVER and last_used == JUST_NOW  # by a reader, now
+        wanted = owner == MOVER and self.serves_readers and last_used == JUST_NOW  # now
         searched, wrong, asked = False, 0, 0
         while self.steps_left > 0:
             exceeds = account.used + size > account.limit

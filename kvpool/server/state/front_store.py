@@ -24,6 +24,8 @@ class FrontExtents(Extents):
     is clean, nor is one that came up for a reader who has yet to come (design: tiers).
     """
 
+    serves_readers = True
+
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         """As `Extents`."""
         super().__init__(*arguments, **settings)

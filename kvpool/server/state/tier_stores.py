@@ -116,6 +116,8 @@ class Addresses(Allocator):
 class ColdExtents(Extents):
     """Nothing is evicted here one by one."""
 
+    evicts = False
+
     def __init__(self, *arguments: Any) -> None:
         """As `Extents`."""
         super().__init__(*arguments)
