@@ -24,14 +24,13 @@ if __package__ != "tests.mutation":
     raise SystemExit("start this program from the repository root: python -m tests.mutation")
 
 from tests.mutation import coverage_map
-from tests.mutation.equivalent import EQUIVALENT
-from tests.mutation.mutants import Mutant, changed_lines, names_of, sample
+from tests.mutation.mutants import Mutant, changed_lines, sample
 from tests.mutation.tree import copy_tree
 from tests.mutation.trial import Limits, Verdict, try_mutant
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _FOLDER: Final = _ROOT / ".mutants"
-#: Most survivors that are accepted, as a part of the mutants.
+#: Most survivors that are accepted, as a part of the mutants; those that make no difference count.
 _GOAL_PURE: Final = 0.10
 _GOAL: Final = 0.20
 
@@ -67,8 +66,7 @@ def main(
     _FOLDER.mkdir(exist_ok=True)
     tests_of_lines = coverage_map.load(_ROOT, _FOLDER, _names(tests))
     found = _Results(_FOLDER / "results.jsonl")
-    counted = [mutant for mutant in mutants if not _is_equivalent(mutant)]
-    open_ones = [mutant for mutant in counted if mutant not in found]
+    open_ones = [mutant for mutant in mutants if mutant not in found]
     trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for number in range(jobs):
         trees.put(copy_tree(_ROOT, _FOLDER / f"tree-{number}"))
@@ -86,8 +84,7 @@ def main(
     with ThreadPoolExecutor(jobs) as pool:
         for _ in pool.map(attempt, open_ones):
             pass
-    console.print(f"{len(mutants) - len(counted)} mistakes that make no difference are left out")
-    raise typer.Exit(_report(console, {mutant: found[mutant] for mutant in counted}))
+    raise typer.Exit(_report(console, {mutant: found[mutant] for mutant in mutants}))
 
 
 def _names(text: str) -> list[str]:
@@ -157,10 +154,6 @@ def _figures(mutants: Sequence[Mutant], found: Mapping[Mutant, Verdict]) -> Iter
 
 def _survivors(mutants: Sequence[Mutant], found: Mapping[Mutant, Verdict]) -> int:
     return sum(found[mutant].survived for mutant in mutants)
-
-
-def _is_equivalent(mutant: Mutant) -> bool:
-    return not names_of(_ROOT, mutant).isdisjoint(EQUIVALENT)
 
 
 def _described(mutant: Mutant) -> str:

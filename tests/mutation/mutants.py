@@ -309,17 +309,3 @@ def changed_lines(root: Path, mutant: Mutant) -> list[str]:
         for line in difflib.unified_diff(before, after, n=0, lineterm="")
         if line[0] in "+-" and not line.startswith(("+++", "---"))
     ]
-
-
-def names_of(root: Path, mutant: Mutant) -> set[tuple[str, str, str]]:
-    """What `EQUIVALENT` may name a mistake by: its file, and its first line before and after it.
-
-    The line before the mistake may follow the one above it, for a line like `break`.
-    """
-    changed = changed_lines(root, mutant)
-    before = next((line[1:] for line in changed if line[0] == "-"), "")
-    after = next((line[1:].strip() for line in changed if line[0] == "+"), "")
-    lines = _read(root / mutant.path).splitlines()
-    above = lines[lines.index(before, mutant.first_line - 1) - 1].strip()
-    before = before.strip()
-    return {(mutant.path, before, after), (mutant.path, f"{above} {before}", after)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import pytest
 pytest.importorskip("cosmic_ray", reason="make mutants installs it")
 
 from tests.mutation.coverage_map import CoverageMap, load
-from tests.mutation.equivalent import EQUIVALENT
-from tests.mutation.mutants import mutants_of, names_of, planted, product_files, sample
+from tests.mutation.mutants import mutants_of, planted, sample
 from tests.mutation.trial import Limits, Verdict, try_mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,18 +180,3 @@ def test_a_test_must_fail_twice_to_have_noticed(
     verdict = try_mutant(tree, root, mutant, tests, Limits(seconds=1, histories=0))
     assert verdict == Verdict(noticed_by, 2)
     assert "held >= 4" in (tree / "product" / "sizes.py").read_text()
-
-
-def test_each_equivalent_mistake_still_exists() -> None:
-    lines = defaultdict(set)
-    for path, before, _ in EQUIVALENT:
-        lines[path].add(before)
-    known = set()
-    for path, wanted in lines.items():
-        source = (ROOT / path).read_text().splitlines()
-        for mutant in mutants_of(ROOT, path):
-            line = source[mutant.line - 1].strip()
-            if line in wanted or f"{source[mutant.line - 2].strip()} {line}" in wanted:
-                known |= names_of(ROOT, mutant)
-    assert product_files(ROOT)
-    assert set(EQUIVALENT) - known == set()
