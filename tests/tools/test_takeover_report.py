@@ -11,39 +11,20 @@ from pathlib import Path
 import pytest
 
 from examples import vllm_two_instances as demo
-from examples.takeover_report import (
-    Pair,
-    Turn,
-    compare,
-    conclusion,
-    picture,
-    spread,
-    table,
-    why_computed,
-)
+from examples.takeover_report import Pair, Turn, compare, conclusion, table
 from kvpool.tools.charts import Bar, BarGroup, grouped_bars
 
 ROOT = Path(__file__).parents[2]
 
 
-def turn(seconds: float, *, pool: int = 0, answer: tuple[int, ...] = (1,), why: str = "") -> Turn:
-    return Turn("one", 5000, 32, pool, seconds, answer, why)
+def turn(seconds: float, *, pool: int = 0, answer: tuple[int, ...] = (1,)) -> Turn:
+    return Turn("one", 5000, 32, pool, seconds, answer, "")
 
 
 def pairs(pooled: list[float], alone: list[float], pool: int = 4960) -> list[Pair]:
     return [
         Pair(turn(one, pool=pool), turn(other)) for one, other in zip(pooled, alone, strict=True)
     ]
-
-
-def test_the_median_counts_and_no_single_measurement() -> None:
-    assert spread([0.3, 9.0, 0.1]) == (0.3, 0.1, 9.0)
-    assert spread([0.2, 0.4]).median == pytest.approx(0.3)
-    taken = compare("taken over", pairs([0.5, 0.4, 0.6], [5.0, 6.0, 4.0]))
-    assert (taken.pooled.median, taken.alone.median) == (0.5, 5.0)
-    assert taken.verdict == "10.0 x sooner"
-    with pytest.raises(ValueError, match="nothing was measured"):
-        spread([])
 
 
 def test_ranges_that_overlap_show_no_difference() -> None:
@@ -56,7 +37,7 @@ def test_ranges_that_overlap_show_no_difference() -> None:
 def test_the_conclusion_has_what_became_worse_as_well() -> None:
     rows = [
         compare("taken over", pairs([0.5], [5.0])),
-        compare("turns after that", pairs([0.5, 0.7], [0.6, 0.6])),
+        compare("turns after that", pairs([0.5, 0.6, 0.9], [0.6, 0.6, 0.6])),
         compare("a new session", pairs([3.0], [2.0])),
     ]
     text = conclusion(rows)
@@ -67,30 +48,7 @@ def test_the_conclusion_has_what_became_worse_as_well() -> None:
     assert len(lines) == 4
     assert "5,000" in lines[1]
     assert "4,960" in lines[1]
-    assert "0.60 s (0.50 to 0.70)" in lines[2]
-
-
-def test_a_session_that_was_computed_has_its_reason() -> None:
-    loaded, computed = Pair(turn(1, pool=64), turn(1)), Pair(turn(1, why="no master"), turn(1))
-    assert why_computed([loaded]) == []
-    assert why_computed([loaded, computed]) == [
-        "session 2: computed, although the pool should have it (no master)"
-    ]
-
-
-def test_the_picture_has_a_bar_for_every_median() -> None:
-    drawn = picture(
-        [[turn(3.0), turn(3.5)], [turn(0.3), turn(0.4)]],
-        [pairs([0.5, 0.6], [5.0, 5.5]), pairs([0.3, 0.3], [0.3, 0.4])],
-        pairs([2.0, 2.1], [2.0, 2.2]),
-    )
-    root = ElementTree.fromstring(drawn)
-    texts = [element.text or "" for element in root.iter() if element.tag.endswith("}text")]
-    assert {"1", "2", "3", "4", "a new one"} <= set(texts)
-    assert {"the engine that goes away", "with the pool", "without"} <= set(texts)
-    assert any("medians of 2 sessions" in text and "from turn 3 on" in text for text in texts)
-    bars = [one for one in root.iter() if one.tag.endswith("}rect")]
-    assert len(bars) == 1 + 3 + 2 + 2 * 3  # the page, the key, both kinds of groups
+    assert "0.60 s (0.50 to 0.90)" in lines[2]
 
 
 def test_bars_are_as_high_as_their_medians() -> None:
@@ -128,9 +86,3 @@ def test_without_vllm_the_demo_explains_itself() -> None:
     assert "vLLM is not installed" in done.stderr
     assert "make demo-vllm" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_wrong_number_of_sessions_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        demo.parse(["--sessions", "0"])
-    assert "--sessions: at least 1" in capsys.readouterr().err
