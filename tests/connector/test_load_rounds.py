@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,36 +14,9 @@ from kvpool_connector.memory.block_memory import READS_MAX
 from kvpool_connector.memory.load_rounds import LoadRounds, Span
 from kvpool_connector.records.messages import GroupBlocks
 from tests.conftest import keys
+from tests.support.virtual_time import virtual_time
 
 MIB = 1 << 20
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """It waits for nothing: its clock goes to the next timer."""
-
-    def __init__(self) -> None:
-        super().__init__(Instant(self))
-        self.now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-
-class Instant(selectors.DefaultSelector):
-    def __init__(self, loop: VirtualLoop) -> None:
-        super().__init__()
-        self.loop = loop
-
-    def select(self, timeout: float | None = None) -> Any:
-        self.loop.now += timeout or 0.0
-        return super().select(0)
-
-
-@pytest.fixture
-def loop() -> Iterator[VirtualLoop]:
-    loop = VirtualLoop()
-    yield loop
-    loop.close()
 
 
 def rounds(
@@ -90,36 +61,35 @@ class Stages:
     "seconds",
     [(0.01, 0.01, 0.01), (0.01, 0.004, 0.004), (0.004, 0.01, 0.004), (0.004, 0.004, 0.01)],
 )
-def test_a_load_takes_little_longer_than_its_slowest_part(
-    loop: VirtualLoop, seconds: tuple[float, ...]
-) -> None:
+@virtual_time
+async def test_a_load_takes_little_longer_than_its_slowest_part(seconds: tuple[float, ...]) -> None:
     """Network, verification and copies of 64 MiB, whichever is the slowest."""
     stages = Stages(*seconds)
-    assert loop.run_until_complete(rounds(64).run(stages.read_part)) == set(range(100, 164))
-    assert loop.now <= 1.15 * 64 * max(seconds)
+    assert await rounds(64).run(stages.read_part) == set(range(100, 164))
+    assert asyncio.get_running_loop().time() <= 1.15 * 64 * max(seconds)
     assert stages.most < READS_MAX  # one is left for another load
 
 
 @pytest.mark.parametrize("servers", [1, 2, 8])
-def test_a_load_into_memory_of_the_host_asks_the_servers_of_its_blocks_at_once(
-    loop: VirtualLoop, servers: int
+@virtual_time
+async def test_a_load_into_memory_of_the_host_asks_the_servers_of_its_blocks_at_once(
+    servers: int,
 ) -> None:
     """However small it is: the client takes different ones for reads at once."""
     replicas = tuple(Replica(f"s{number}", "dram", 0) for number in range(servers))
     match = Match((Run(0, 7, replicas),), 8, ReadStatus.HIT)
     stages = Stages(0.01)
-    loop.run_until_complete(rounds(8, at_once=1, match=match).run(stages.read_part))
+    await rounds(8, at_once=1, match=match).run(stages.read_part)
     assert stages.most == min(servers, READS_MAX)
     large = Stages(0.01)  # the client shares each of its reads
-    loop.run_until_complete(rounds(64, at_once=1, match=match).run(large.read_part))
+    await rounds(64, at_once=1, match=match).run(large.read_part)
     assert large.most == min(servers, READS_MAX - 1)
 
 
 @pytest.mark.parametrize("blocks", [4, 6, 8, 10, 16, 33])
 @pytest.mark.parametrize("servers", [2, 3, 4])
-def test_each_server_brings_its_share_of_a_load(
-    loop: VirtualLoop, servers: int, blocks: int
-) -> None:
+@virtual_time
+async def test_each_server_brings_its_share_of_a_load(servers: int, blocks: int) -> None:
     """Blocks of 1 MiB: none is idle while others have more than one block to bring."""
     replicas = tuple(Replica(f"s{number}", "dram", 0) for number in range(servers))
     match = Match((Run(0, blocks - 1, replicas),), blocks, ReadStatus.HIT)
@@ -129,12 +99,13 @@ def test_each_server_brings_its_share_of_a_load(
         return set(range(100 + span.first, 100 + span.last))
 
     load = rounds(blocks, at_once=1, match=match)
-    assert loop.run_until_complete(load.run(read_part)) == set(range(100, 100 + blocks))
-    assert loop.now == pytest.approx(0.01 * -(-blocks // servers))
+    assert await load.run(read_part) == set(range(100, 100 + blocks))
+    assert asyncio.get_running_loop().time() == pytest.approx(0.01 * -(-blocks // servers))
 
 
 @pytest.mark.parametrize("missing", [0, 9, 31])
-def test_nothing_is_read_behind_a_miss(loop: VirtualLoop, missing: int) -> None:
+@virtual_time
+async def test_nothing_is_read_behind_a_miss(missing: int) -> None:
     """But for rounds that were under way; what they brought counts."""
     spans: list[Span] = []
 
@@ -143,12 +114,13 @@ def test_nothing_is_read_behind_a_miss(loop: VirtualLoop, missing: int) -> None:
         await asyncio.sleep(1.0)
         return set(range(100 + span.first, 100 + span.last)) - {100 + missing}
 
-    found = loop.run_until_complete(rounds(32).run(read_part))
+    found = await rounds(32).run(read_part)
     assert found == set(range(100, 100 + spans[-1].last)) - {100 + missing}
     assert spans[-1].last <= missing + 2 * READS_MAX
 
 
-def test_a_part_that_lacks_a_block_is_the_last_that_is_read(loop: VirtualLoop) -> None:
+@virtual_time
+async def test_a_part_that_lacks_a_block_is_the_last_that_is_read() -> None:
     """Of two parts: without the first one nobody needs the second."""
     read: list[tuple[int, int]] = []
 
@@ -156,11 +128,12 @@ def test_a_part_that_lacks_a_block_is_the_last_that_is_read(loop: VirtualLoop) -
         read.append((span.first, part))
         return set() if span.first == 2 else {100 + span.first, 101 + span.first}
 
-    assert loop.run_until_complete(rounds(4, parts=2).run(read_part)) == {100, 101}
+    assert await rounds(4, parts=2).run(read_part) == {100, 101}
     assert read == [(0, 0), (0, 1), (2, 0)]
 
 
-def test_an_error_leaves_when_no_round_is_under_way(loop: VirtualLoop) -> None:
+@virtual_time
+async def test_an_error_leaves_when_no_round_is_under_way() -> None:
     """And as it is: the load says which one it was. A round that is cancelled may take its time."""
     ended = []
 
@@ -172,9 +145,9 @@ def test_an_error_leaves_when_no_round_is_under_way(loop: VirtualLoop) -> None:
             await asyncio.sleep(9.0)
         finally:
             await asyncio.sleep(2.0)
-            ended.append(loop.time())
+            ended.append(asyncio.get_running_loop().time())
         return set()
 
     with pytest.raises(Unavailable, match="gone"):
-        loop.run_until_complete(rounds(4).run(read_part))
+        await rounds(4).run(read_part)
     assert ended == [2.5]
