@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from kvpool import ROOT
 from kvpool_connector.records.messages import SaveRequest
 from kvpool_connector.records.provenance import BlockWriter
 from kvpool_connector.records.values import RequestHints, ScheduledRequest, StepPlan
-from tests.conftest import keys
-from tests.connector.test_halves import BLOCK, Engine
-from tests.connector.test_planner import Played, hashes
-from tests.support.local_pool import LocalPool
+from tests.connector.test_planner import BLOCK, Played, hashes
 
 GATHER_S = 0.1
 
@@ -143,62 +136,3 @@ def test_what_waits_at_a_mismatch_is_unpinned_and_never_saved() -> None:
     assert played.planner.saves.queue.take_dropped() == [2]
     assert not played.planner.has_pending_work
     assert played.planner.counters["dropped mismatch"] == 1
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    pool = LocalPool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def engine(pool: LocalPool) -> Iterator[Engine]:
-    """It has saved the first block of a request that decodes, and gathers for long."""
-    engine = Engine(pool.master, save_gather_s=5.0).connected()
-    yield engine
-    engine.close()
-
-
-def prompt(engine: Engine, chain: list[bytes]) -> None:
-    """Save the prompt, which is the first block; the request goes on to decode."""
-    engine.fill(range(1, len(chain) + 1), 1)
-    engine.compute("a", chain[:1], [1])
-    engine.until(lambda: engine.stored == 1)
-    engine.scheduler.planner.requests["a"].hashes = chain
-
-
-def decode(engine: Engine, block: int) -> None:
-    """The step that completes this block."""
-    end = block * BLOCK
-    report = engine.step([ScheduledRequest("a", end - 1, end, [list(range(1, block + 1))])])
-    assert not report.saves
-
-
-def test_an_engine_saves_what_it_generates_in_one_job_and_all_of_it_in_the_end(
-    engine: Engine,
-) -> None:
-    prompt(engine, keys("gathered", 6))
-    for block in range(2, 6):
-        decode(engine, block)
-    assert engine.stored == 1
-    engine.scheduler.on_request_finished("a")
-    saves = []
-    while engine.scheduler.planner.has_pending_work:
-        saves += engine.step().saves
-    assert len(saves) == 1
-    assert engine.stored == 5
-    assert sorted(engine.pinned) == sorted(engine.unpinned) == [1, 2, 3, 4, 5]
-
-
-def test_an_engine_that_is_reset_gets_its_blocks_back_and_saves_none_of_them(
-    engine: Engine,
-) -> None:
-    prompt(engine, keys("reset", 3))
-    decode(engine, 2)
-    decode(engine, 3)
-    assert engine.pinned == [1, 2, 3]
-    engine.scheduler.reset()
-    engine.until(lambda: not engine.scheduler.planner.has_pending_work)
-    assert engine.unpinned == [1, 2, 3]
-    assert engine.stored == 1
