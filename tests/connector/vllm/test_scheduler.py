@@ -109,14 +109,6 @@ def test_blocks_that_a_request_has_do_not_come_free_with_their_pins(played: Play
     assert not played.connector.has_pending_block_frees()
 
 
-def test_blocks_are_saved_and_let_go(played: Played) -> None:
-    played.step()
-    played.add("a", 64)
-    played.finish()
-    assert played.free == BLOCKS - 1
-    assert played.counters["saved_blocks"] == 4
-
-
 def test_a_step_that_is_scheduled_early_saves_no_block_whose_tokens_are_not_known(
     pool: LocalPool, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,44 +242,6 @@ def test_a_bad_block_is_computed_again(pool: LocalPool, played: Played) -> None:
     step, _ = played.step()
     assert step.num_scheduled_tokens == {"a": 32}
     played.finish()
-    assert played.free == BLOCKS - 1
-
-
-def test_a_swarm_loads_its_prefix_once(pool: LocalPool, played: Played) -> None:
-    """vLLM holds the others back until the load has ended, and then has the blocks itself."""
-    warmed(pool, played)
-    requests = {name: played.add(name, 64) for name in "abcd"}
-    load = played.first_load()
-    del requests[load.request_id]
-    for _ in range(50):
-        _, work = played.step()
-        assert not work.loads
-        time.sleep(0.002)  # the other lookups are answered
-    assert {request.status for request in requests.values()} == {RequestStatus.WAITING}
-    assert played.counters["load_waits"] == 3
-    result = LoadResult(load.request_id, 3 * SIZE, True, 0.01)
-    played.step(finished_recving={load.request_id}, loaded=[result])
-    step, work = played.step()
-    assert not work.loads
-    assert step.num_scheduled_tokens == dict.fromkeys("abcd", 16)
-    played.finish()
-    assert played.free == BLOCKS - 1
-
-
-def test_a_swarm_goes_on_when_its_load_is_aborted(pool: LocalPool, played: Played) -> None:
-    warmed(pool, played)
-    requests = {name: played.add(name, 64) for name in "abcd"}
-    first = played.first_load().request_id
-    played.scheduler.finish_requests(first, RequestStatus.FINISHED_ABORTED)
-    second = played.first_load()
-    played.step(
-        finished_recving={first, second.request_id},
-        invalid_block_ids={second.blocks[0].block_ids[0]},
-        loaded=[LoadResult(name, 0, False, 0.01) for name in (first, second.request_id)],
-    )
-    played.finish()
-    assert played.counters["decision load"] == 2, "what is lost is not tried by each"
-    assert all(request.num_output_tokens for name, request in requests.items() if name != first)
     assert played.free == BLOCKS - 1
 
 
@@ -498,24 +452,6 @@ def test_events_are_encoded_as_vllms_own() -> None:
     assert kv_events.decode_batch(encoded) == batch
     digest = bytes(range(32))
     assert kv_cache_utils.maybe_convert_block_hash(digest) == kv_events.short_hash(digest)
-
-
-def test_no_request_waits_for_masters_that_have_gone(pool: LocalPool, play: Play) -> None:
-    """Each is a miss at once, and one line of the log counts them."""
-    played = play(transfer(pool.master, load_timeout_s=0.05))
-    told: list[str] = []
-    played.connector.hooks.scheduler.report._watch._log_line = told.append  # what stands in the log
-    played.step()
-    played.add("a", 64)
-    played.finish()
-    pool.run(pool.dev.master.close())
-    for number in range(8):
-        played.add(f"r{number}", 64, first=100 * number)
-        played.finish()
-        time.sleep(0.06)
-    assert played.counters["miss no master"] >= 7
-    assert len([text for text in told if "computed without a lookup: " in text]) == 1
-    assert played.free == BLOCKS - 1
 
 
 def test_a_decode_step_makes_no_table_of_blocks(
