@@ -71,23 +71,6 @@ def test_a_prompt_beside_them_wakes_no_quiet_request() -> None:
     assert quiet.awake(step, 2050) == ["prompt", "decodes"]
 
 
-def test_a_step_of_several_tokens_wakes_whom_it_passes() -> None:
-    quiet = QuietRequests()
-    for name, tokens in (("a", 3), ("b", 4), ("c", 5)):
-        quiet.wake(name)
-        quiet.sleep(name, tokens)
-    assert quiet.awake({"a": 4, "b": 1, "c": 1}, 6) == ["a", "b"]
-    quiet.sleep("a", 2)
-    quiet.wake("a")
-    quiet.sleep("a", 9)  # what it was to wake at before counts no longer
-    assert quiet.awake({"a": 1, "c": 1}, 2) == ["c"]
-    assert quiet.awake({"a": 1, "b": 1}, 2) == ["b"]
-    quiet.forget("c")
-    quiet.wake("c")  # another request of this name, which sleeps on from here
-    quiet.sleep("c", 16)
-    assert [quiet.awake({"a": 1, "c": 1}, 2) for _ in range(8)] == [[]] * 6 + [["a"]] * 2
-
-
 def test_of_requests_that_have_ended_nothing_is_kept() -> None:
     quiet = QuietRequests()
     for number in range(1000):
