@@ -217,16 +217,6 @@ def test_parts_leave_together_so_a_hint_about_one_of_them_keeps_all() -> None:
     check_invariants(tiers.stack)
 
 
-def test_a_block_that_is_removed_on_its_way_does_not_come_back() -> None:
-    tiers, old, _ = filled()
-    copies = tiers.stack.transfers.start_promotions(ONE, 0, old, 1 << 30, tiers.now, prefetch=True)
-    tiers.stack.remove(ONE, old)
-    for copy in copies:
-        tiers.finish(copy)
-    assert not any(tiers.in_memory(old))
-    assert (tiers.blocks.came, len(tiers.blocks)) == (0, 0)
-
-
 def test_blocks_on_their_way_take_room_until_they_are_read_or_have_failed() -> None:
     tiers, old, _ = filled()
     memory = prefetches.SHARE * 4 * PAGE
@@ -243,14 +233,6 @@ def test_blocks_on_their_way_take_room_until_they_are_read_or_have_failed() -> N
     assert tiers.blocks.room(memory) == 3 * PAGE
     tiers.read(1, ONE, 0, old[:1])
     assert tiers.blocks.room(memory) == 4 * PAGE
-
-
-def test_masters_find_it_where_it_is() -> None:
-    tiers, old, _ = filled()
-    names = [(ONE, 0, digest) for digest in old]
-    assert {tiers.map[name] for name in names} == {1}
-    tiers.prefetch(old)
-    assert {tiers.map[name] for name in names} == {0}
 
 
 def test_the_check_finds_a_wrong_account() -> None:
