@@ -94,8 +94,11 @@ def test_the_connector_does_not_know_what_stands_beside_it() -> None:
     others = ("kvpool_agents", "kvpool_engines", "kvpool_lmcache", "kvpool_sglang")
     for path in connector_files():
         assert not [one for one in imports(path) if within(one, *others)], path
-    for path in files("connector.kvpool_agents"):
+    shared = {"client_log", "pool_thread", "session_names", "settings"}
+    for path in files("connector.kvpool_agents", "connector.kvpool_engines"):
         assert not [one for one in imports(path) if within(one, "vllm", "torch")], path
+        known = [one for one in imports(path) if within(one, "kvpool_connector")]
+        assert {room_of(one) for one in known} <= shared, path
 
 
 def test_decisions_and_requests_know_no_tensors() -> None:

@@ -113,8 +113,8 @@ def test_who_is_read_again_after_its_end_is_not_dead(books: Books) -> None:
 
 def test_of_two_hints_that_which_was_given_last_counts(books: Books) -> None:
     """Not what came last: it may come through another master. Nor one that is refused."""
-    books.write("a", keys("a", 5))
     books.write("others", keys("b", 15))
+    books.write("a", keys("a", 5))
     policy = books.store.extents.policy
     assert policy.hint("a", None, books.now)
     assert policy.hint("a", 3.0, books.now + 1.0, age_s=2.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.errors import Unavailable
+from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import Process, SimLoop, Violation
 from tests.simulation.platter import DISK_FAULTS, PAGE, Platter
@@ -93,6 +93,103 @@ async def test_calls_take_time_by_their_size_and_a_slow_disk_more(
         bench.platter.slow(100)
     assert took[0] >= 20 * SIZE / bench.platter.bytes_per_s
     assert took[1] > 20 * took[0]
+
+
+@in_a_process(1)
+async def test_no_more_calls_at_once_than_its_queue_is_deep(bench: Bench, disk: SimDisk) -> None:
+    bench.platter.queue_depth = 4
+    calls = [asyncio.ensure_future(read(disk, 0, PAGE)) for _ in range(10)]
+    await asyncio.sleep(0)
+    assert (len(disk._running), len(disk._queue)) == (4, 6)
+    await asyncio.gather(*calls)
+
+
+def test_who_reuses_a_buffer_too_early_has_written_something_else() -> None:
+    async def work(bench: Bench, disk: SimDisk) -> None:
+        buffer = bytearray(b"\1" * 8 * PAGE)
+        call = asyncio.ensure_future(disk.write(0, memoryview(buffer)))
+        await asyncio.sleep(bench.platter.latency_s / 2)
+        buffer[:] = bytes(len(buffer))
+        await call
+
+    found = [set(bench.platter.memory[: 8 * PAGE]) for bench in seeds(alone(work))]
+    assert all(one in found for one in ({0}, {1}, {0, 1})), "some of it before, some after"
+
+
+def test_one_handle_at_a_time() -> None:
+    async def test(bench: Bench) -> None:
+        async def idle(disk: SimDisk) -> None:
+            await asyncio.sleep(1e6)
+
+        bench.spawn(idle)
+        await asyncio.sleep(1)
+        first = bench.process
+        with pytest.raises(ConfigError, match="disk is in use by server"):
+            await bench.spawn(idle)
+        first.kill()
+        await bench.spawn(lambda disk: read(disk, 0, 1))
+
+    play(test)
+
+
+@in_a_process(1)
+async def test_a_closed_handle_gives_the_platter_free_when_its_calls_have_ended(
+    bench: Bench, disk: SimDisk
+) -> None:
+    bench.platter.queue_depth = 1
+    calls = [asyncio.ensure_future(read(disk, 0, PAGE)) for _ in range(2)]
+    await asyncio.sleep(0)
+    disk.close()
+    disk.close()
+    assert bench.platter.owner is disk
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(ended[0], bytearray)
+    assert isinstance(ended[1], Closed)
+    assert bench.platter.owner is None
+    with pytest.raises(Closed):
+        await read(disk, 0, 1)
+
+
+@in_a_process(1)
+async def test_calls_outside_of_it_are_refused(bench: Bench, disk: SimDisk) -> None:
+    for offset, size in ((SIZE, 1), (-1, 1), (0, SIZE + 1)):
+        with pytest.raises(UsageError):
+            await read(disk, offset, size)
+
+
+def test_a_power_cut_takes_only_what_was_written_last() -> None:
+    async def test(bench: Bench) -> None:
+        async def work(disk: SimDisk) -> None:
+            await disk.write(0, memoryview(b"\1" * 4 * PAGE))
+            await asyncio.sleep(6)  # longer than anything stays unsynced
+            await disk.write(PAGE, memoryview(b"\2" * 2 * PAGE))
+            await disk.write(PAGE, memoryview(b"\3" * 2 * PAGE))
+
+        await bench.spawn(work)
+        with pytest.raises(UsageError, match="kill its process first"):
+            bench.platter.power_cut()
+        bench.process.kill()
+        bench.platter.power_cut()
+        memory = bench.platter.memory
+        assert set(memory[:PAGE]) == {1}
+        assert set(memory[3 * PAGE : 4 * PAGE]) == {1}
+        wrong = any(one.what == "power cut" for one in bench.platter.damaged)
+        assert wrong is (set(memory[PAGE : 3 * PAGE]) != {3})
+
+    found = [set(bench.platter.memory[PAGE : 3 * PAGE]) for bench in seeds(test, 60)]
+    assert all({one} in found for one in (1, 2, 3))
+    assert any(len(one) > 1 for one in found)
+
+
+@in_a_process()
+async def test_a_full_disk_says_so_and_can_still_be_read(bench: Bench, disk: SimDisk) -> None:
+    await disk.write(0, memoryview(b"\1" * PAGE))
+    bench.platter.fill()
+    with pytest.raises(Unavailable, match="disk: ENOSPC: No space left on device"):
+        await disk.write(PAGE, memoryview(b"\2" * PAGE))
+    assert await read(disk, 0, PAGE) == b"\1" * PAGE
+    bench.platter.heal()
+    await disk.write(PAGE, memoryview(b"\2" * PAGE))
 
 
 def test_a_page_that_is_written_both_ways_at_once_is_a_violation() -> None:
