@@ -7,9 +7,8 @@ It asks masters where they are (`asked_masters.py`), and keeps a channel to each
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 from kvpool.errors import (
@@ -28,6 +27,20 @@ from kvpool.types import Cluster, Member
 #: What was not used for so long is closed: a connection costs the other side memory and a place.
 #: Longer than any call takes.
 _IDLE_S: Final = 20.0
+#: A call that has a channel waits so long at most for a better one.
+_BETTER_S: Final = 0.5
+
+_Path: TypeAlias = tuple[Transport, str]  # with the address
+
+
+class _Kept(NamedTuple):
+    """A channel to a server of this epoch."""
+
+    epoch: int
+    channel: Channel
+    #: Paths that are better and have failed, and when to try them again.
+    better: Sequence[_Path]
+    again_at: float
 
 
 class PeerServers:
@@ -49,10 +62,8 @@ class PeerServers:
         self._cluster = cluster
         self._transports = transports
         self.masters = AskedMasters(network, masters, self._watch)
-        self._channels: dict[str, tuple[int, Channel]] = {}  # with the epoch of the server
+        self._channels: dict[str, _Kept] = {}
         self._used_at: dict[str, float] = {}  # each of these channels
-        #: When to try the better path to a server again: it failed, so a worse one is used.
-        self._better_at: dict[str, float] = {}
         self._replaced: dict[Channel, float] = {}  # by a better one; calls on it still end well
         self._rest: asyncio.TimerHandle | None = None
         #: Each server has its own: one that is frozen keeps nobody from the others.
@@ -63,36 +74,35 @@ class PeerServers:
     async def channel(self, server: str, deadline: float) -> Channel:
         """A channel to this server. Raises ServerLost when no path to it works, MasterLost."""
         kept = self._channels.get(server)
-        is_due = _now() >= self._better_at.get(server, math.inf)
-        if kept is not None and kept[0] == self.masters.epoch(server) and not is_due:
+        if kept is not None and kept.epoch == self.masters.epoch(server):
             self._used(server)
-            return kept[1]
+            if kept.better and _now() >= kept.again_at:
+                return await self._better(server, kept, deadline)
+            return kept.channel
         connecting = self._connecting.setdefault(server, asyncio.Lock())
         async with connecting:
             info = (await self.masters.members(deadline)).get(server)
             if info is None or server == self.server:
                 raise ServerLost(f"no master knows another server {server!r}")
             kept = self._channels.get(server)
-            if kept is not None and kept[0] != info.epoch:  # it was restarted
-                self.failed(server, kept[1])
+            if kept is not None and kept.epoch != info.epoch:  # it was restarted
+                self.failed(server, kept.channel)
             if server not in self._channels:
-                self._channels[server] = info.epoch, await self._connect(info, deadline)
-            elif _now() >= self._better_at.get(server, math.inf):
-                better = await self._connect(info, deadline)
-                if (worse := self._channels.get(server)) is not None:
-                    self._replaced[worse[1]] = _now()
-                self._channels[server] = info.epoch, better
+                self._channels[server] = await self._connect(
+                    server, info.epoch, self._paths(info), deadline
+                )
             if self._closed:  # meanwhile
                 self._close(server)
                 raise ServerLost("this server is closing")
             self._used(server)
-            return self._channels[server][1]
+            return self._channels[server].channel
 
     def failed(self, server: str, channel: Channel | None) -> None:
         """A call on this channel has failed, or there was none: connect anew the next time, to what
         a master knows then. A channel that another call has opened meanwhile stays."""
         self.masters.members_changed()
-        if channel is not None and channel is self._channels.get(server, (0, None))[1]:
+        kept = self._channels.get(server)
+        if kept is not None and kept.channel is channel:
             self._close(server)
 
     async def close(self) -> None:
@@ -109,9 +119,8 @@ class PeerServers:
             await asyncio.wait(self._closing)
 
     def _close(self, server: str) -> None:
-        self._better_at.pop(server, None)
         if (kept := self._channels.pop(server, None)) is not None:
-            self._end(kept[1])
+            self._end(kept.channel)
 
     def _end(self, channel: Channel) -> None:
         channel.abort()
@@ -141,22 +150,40 @@ class PeerServers:
         if self._used_at or self._replaced or self.masters.are_connected:
             self._watch()
 
-    async def _connect(self, info: Member, deadline: float) -> Channel:
+    async def _better(self, server: str, kept: _Kept, deadline: float) -> Channel:
+        """Over one of the better paths if it works again, else the one that is kept."""
+        now = _now()
+        # Other calls use the kept one meanwhile, and this one needs time for itself.
+        kept = self._channels[server] = kept._replace(again_at=now + _IDLE_S)
+        until = min(now + _BETTER_S, (now + deadline) / 2)
+        try:
+            better = await self._connect(server, kept.epoch, kept.better, until)
+        except (ServerLost, DeadlineExceeded):
+            return kept.channel
+        if self._channels.get(server) is not kept:  # it has failed or was closed meanwhile
+            self._end(better.channel)
+            return kept.channel
+        self._channels[server] = better
+        self._replaced[kept.channel] = _now()
+        return better.channel
+
+    async def _connect(
+        self, server: str, epoch: int, paths: Sequence[_Path], deadline: float
+    ) -> _Kept:
         problem = "it has no transport in common with this server"
-        for number, (transport, address) in enumerate(self._paths(info)):
+        for number, (transport, address) in enumerate(paths):
             try:
                 channel = await transport.connect(
                     address, cluster=self._cluster, client=self.server, deadline=deadline
                 )
-                self._better_at[info.server] = _now() + _IDLE_S if number else math.inf
-                return channel
+                return _Kept(epoch, channel, paths[:number], _now() + _IDLE_S)
             except DeadlineExceeded:
                 raise
             except (Unavailable, PeerError, Overloaded, ConfigError, OSError) as error:
                 problem = str(error)
-        raise ServerLost(f"server {info.server!r}: {problem}")
+        raise ServerLost(f"server {server!r}: {problem}")
 
-    def _paths(self, info: Member) -> list[tuple[Transport, str]]:
+    def _paths(self, info: Member) -> list[_Path]:
         """Those inside this host first."""
         by_scheme = {address.partition("://")[0]: address for address in info.addresses}
         inside, remote = [], []

@@ -199,8 +199,9 @@ async def test_a_frozen_server_keeps_nobody_from_fetching_from_others(where: str
 
         connect = peers._connect
 
-        async def connect_to(info: Any, deadline: float) -> Channel:
-            return await (stuck() if info.server == frozen.server else connect(info, deadline))
+        async def connect_to(server: str, epoch: int, paths: Any, deadline: float) -> Any:
+            frozen_now = server == frozen.server
+            return await (stuck() if frozen_now else connect(server, epoch, paths, deadline))
 
         if where == "connecting":
             peers._connect = connect_to  # type: ignore[method-assign]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from kvpool import ClientConfig, admin, dev, removals
-from kvpool.errors import LinkBroken, ServerLost, Unavailable
+from kvpool.errors import DeadlineExceeded, LinkBroken, Overloaded, ServerLost, Unavailable
 from kvpool.protocols import Channel
 from kvpool.server.moves import peer_servers
-from kvpool.types import Member
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.support.moves import moves_of
 
@@ -88,6 +88,48 @@ async def test_a_better_path_that_failed_once_is_used_when_it_is_back(
             await removals.remove(worse, NAMESPACE, keys("none", 1), deadline=until)
 
 
+async def test_while_a_better_path_fails_the_worse_one_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when masters are away. Only the call that tries the better one waits, and shortly."""
+    monkeypatch.setattr(peer_servers, "_IDLE_S", 0.6)
+    loop = asyncio.get_running_loop()
+    async with dev.serve("16MiB", servers=2, listen=("shm://", "tcp://127.0.0.1:0")) as running:
+        peers, name = moves_of(running.servers[0]).peers, running.servers[1].server
+        shm, tcp = [type(peers._transports[scheme]) for scheme in ("shm", "tcp")]
+        tries: list[tuple[float, float]] = []
+
+        async def fail(*_: object, deadline: float, **__: object) -> None:
+            tries.append((loop.time(), deadline - loop.time()))
+            if len(tries) != 2:
+                raise Overloaded("not now")
+            await asyncio.sleep(deadline - loop.time())
+            raise DeadlineExceeded("it hangs")
+
+        monkeypatch.setattr(shm, "connect", fail)
+        worse = await peers.channel(name, loop.time() + 10)
+        monkeypatch.setattr(tcp, "connect", lambda *_, **__: pytest.fail("it is open already"))
+        monkeypatch.setattr(peers.masters, "_addresses", ())
+        peers.masters.close()
+        peers.masters.members_changed()
+        for count, timeout in ((2, 0.1), (3, 10.0)):
+            while len(tries) < count:
+                tried, others = [
+                    asyncio.create_task(peers.channel(name, loop.time() + one))
+                    for one in (timeout, 10.0)
+                ]
+                assert await others is worse
+                assert tried.done() or len(tries) == 2, "only that call waits"
+                assert await tried is worse
+                await asyncio.sleep(0.02)
+        (first, _), (second, left), (third, long_left) = tries
+        assert min(second - first, third - second) >= 0.6
+        assert left <= 0.05, "half of its time"
+        assert long_left <= 0.5
+        until = loop.time() + 5
+        assert await removals.remove(worse, NAMESPACE, keys("none", 1), deadline=until) == [False]
+
+
 async def test_masters_are_left_although_no_other_server_was_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -102,28 +144,35 @@ async def test_masters_are_left_although_no_other_server_was_used(
         await eventually(lambda: not masters.are_connected)
 
 
+@pytest.mark.parametrize("is_better", [False, True])
 async def test_a_connection_that_is_made_while_the_server_closes_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_better: bool
 ) -> None:
     async with dev.serve("16MiB", servers=2, listen=("tcp://127.0.0.1:0",)) as running:
         peers, other = moves_of(running.servers[0]).peers, running.servers[1]
         connect, asked, go_on = peers._connect, asyncio.Event(), asyncio.Event()
         made: list[Channel] = []
 
-        async def slowly(info: Member, deadline: float) -> Channel:
+        async def slowly(*path: Any) -> Any:
             asked.set()
             await go_on.wait()
-            made.append(await connect(info, deadline))
-            return made[0]
+            kept = await connect(*path)
+            made.append(kept.channel)
+            return kept
 
-        monkeypatch.setattr(peers, "_connect", slowly)
         until = asyncio.get_running_loop().time() + 5
+        if is_better:  # than the one that is there
+            await peers.channel(other.server, until)
+            kept = peers._channels[other.server]
+            paths = peers._paths((await peers.masters.members(until))[other.server])
+            peers._channels[other.server] = kept._replace(better=paths, again_at=0.0)
+        monkeypatch.setattr(peers, "_connect", slowly)
         call = asyncio.create_task(peers.channel(other.server, until))
         await asked.wait()
         await peers.close()
         go_on.set()
-        with pytest.raises(ServerLost, match="closing"):
-            await call
+        with pytest.raises((ServerLost, LinkBroken), match="clos"):
+            await removals.remove(await call, NAMESPACE, keys("none", 1), deadline=until)
         with pytest.raises(LinkBroken):
             await removals.remove(made[0], NAMESPACE, keys("none", 1), deadline=until)
         await eventually(lambda: not other.stats(0.0).counters["connections"])
