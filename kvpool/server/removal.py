@@ -26,6 +26,8 @@ _CALL_S: Final = 0.2
 _NAMES_STEP: Final = 1024
 #: Namespaces in one answer, with names of any length.
 _HOLDINGS_MAX: Final = 256
+#: Names are kept for so long until the next page is asked for.
+_NAMES_S: Final = 60.0
 #: Before all names.
 _FIRST: Final = ("", 0)
 
@@ -45,12 +47,16 @@ class NamespaceRemoval(ServerExtension):
     def __init__(self, parts: ServerParts) -> None:
         self._context = parts.context
         self._extensions = parts.extensions
-        #: By tenant, while it asks page after page: what there was at its first one.
-        self._names: dict[str, list[Namespace]] = {}
+        #: By tenant, while it asks page after page: what there was at its first one, until when.
+        self._names: dict[str, tuple[list[Namespace], asyncio.TimerHandle]] = {}
 
     @property
     def handlers(self) -> Handlers:
         return {wire.Namespaces: self._holdings, wire.RemoveAll: self._remove_all}
+
+    async def close(self) -> None:
+        for tenant in list(self._names):
+            self._forget(tenant)
 
     async def _holdings(self, peer: Peer, m: wire.Namespaces) -> wire.HoldingsReply:
         found = await self.holdings(peer.tenant, (m.after, m.parts))
@@ -64,9 +70,11 @@ class NamespaceRemoval(ServerExtension):
         """
         store = self._context.store
         begin = RemovalCursor(self._context.epoch, store.front.held.last_id)
-        names = None if after == _FIRST else self._names.get(tenant)
-        if names is None:
-            names = self._names[tenant] = await _in_order(store, marker_of(tenant))
+        kept = None if after == _FIRST else self._names.get(tenant)
+        names = kept[0] if kept is not None else await _in_order(store, marker_of(tenant))
+        self._forget(tenant)
+        ending = asyncio.get_running_loop().call_later(_NAMES_S, self._forget, tenant)
+        self._names[tenant] = names, ending
         held: list[Holding] = []
         for one in islice(names, bisect_right(names, after, key=_name), None):
             found = holding(store, one)
@@ -75,8 +83,12 @@ class NamespaceRemoval(ServerExtension):
             if found.blocks:  # else it has left meanwhile
                 held.append(found)
             await asyncio.sleep(0)  # it may have 256 parts in each tier
-        self._names.pop(tenant, None)
+        self._forget(tenant)
         return HoldingsPage(begin, tuple(held), more=False)
+
+    def _forget(self, tenant: str) -> None:
+        if (kept := self._names.pop(tenant, None)) is not None:
+            kept[1].cancel()
 
     async def _remove_all(self, peer: Peer, m: wire.RemoveAll) -> wire.RemovedAll:
         namespace, at = wire.checked_namespace(m.namespace, m.parts), RemovalCursor(*m.at)

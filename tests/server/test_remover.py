@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvpool import Namespace, Pool, admin, dev
 from kvpool.client.pool_events import PoolEventKind
 from kvpool.client.removal import HeldNamespace
@@ -192,6 +194,35 @@ async def test_a_page_of_namespaces_of_many_parts_leaves_the_loop_to_others() ->
     assert found == [(one, 1, 14) for one in spaces[300:]]
     assert looks == 2, "of each tier, once"
     assert not server._names, "nothing is kept"
+
+
+async def test_names_of_a_look_that_was_broken_off_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A minute after its last page. Who goes on later finds what there is then."""
+    monkeypatch.setattr(removal, "_NAMES_S", 0.4)
+    index = {
+        (Namespace(f"n{one:04d}"), 0): SimpleNamespace(blocks=[0], used=7) for one in range(900)
+    }
+    tier = SimpleNamespace(index=SimpleNamespace(by_part=index))
+    front = SimpleNamespace(held=SimpleNamespace(last_id=1))
+    store = SimpleNamespace(stores=[tier], online=[tier], front=front)
+    parts: Any = SimpleNamespace(context=SimpleNamespace(epoch=1, store=store), extensions=None)
+    server = removal.NamespaceRemoval(parts)
+    fresh = Namespace("n0300 new")
+    for after in (("", 0), ("n0255", 1)):
+        page = await server.holdings("", after)
+        index[fresh, 0] = SimpleNamespace(blocks=[0], used=7)
+        assert page.more
+        await asyncio.sleep(0.25)
+    assert server._names, "each page begins the time anew"
+    assert fresh not in [one.namespace for one in page.held]
+    await eventually(lambda: not server._names)
+    page = await server.holdings("", ("n0255", 1))
+    assert fresh in [one.namespace for one in page.held]
+    assert server._names
+    await server.close()
+    assert not server._names
 
 
 async def test_a_server_that_does_not_answer_is_named() -> None:
