@@ -25,9 +25,8 @@ from kvpool.client.device_staging import first_bytes, reserve, wait_for_stream
 from kvpool.config import DIRECT, ClientConfig
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_kernels
 from kvpool.device.thread import DeviceFailed, DeviceThread
-from kvpool.device.transport import DeviceArrival
 from kvpool.errors import Closed, DeadlineExceeded, TooLarge
-from kvpool.protocols import DeviceReadBlock, DeviceToken, ReadOptions
+from kvpool.protocols import DeviceArrival, DeviceReadBlock, DeviceToken, ReadOptions
 from kvpool.types import DIRECT_PIECES_MAX, ReadResult, ReadStatus
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from functools import cached_property, partial
 from typing import TypeVar
 
 from kvpool.client.servers import KnownServer, Path, Servers, is_fast
-from kvpool.device.transport import ReachesDevices
-from kvpool.protocols import Channel, Transport
+from kvpool.protocols import Channel, ReachesDevices, Transport
 
 T = TypeVar("T")
 

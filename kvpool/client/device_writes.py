@@ -29,7 +29,6 @@ from kvpool.client.servers import Servers
 from kvpool.config import AUTO, DIRECT
 from kvpool.device.checksum import copy_rows, unsigned
 from kvpool.device.thread import DeviceFailed
-from kvpool.device.transport import BlocksToHost, SupportsDeviceWrite
 from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
@@ -37,7 +36,14 @@ from kvpool.errors import (
     PeerError,
     Unavailable,
 )
-from kvpool.protocols import Channel, DeviceToken, DeviceWriteBlock, WriteOptions
+from kvpool.protocols import (
+    BlocksToHost,
+    Channel,
+    DeviceToken,
+    DeviceWriteBlock,
+    SupportsDeviceWrite,
+    WriteOptions,
+)
 from kvpool.types import WriteBlock, WriteStatus
 
 if TYPE_CHECKING:

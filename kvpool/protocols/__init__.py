@@ -7,6 +7,15 @@ OSError. `kvpool.testing` checks an implementation against these contracts.
     A transport never retries.   A channel never caches.   A tier never allocates.
 """
 
+from kvpool.protocols.device_transport import (
+    BlocksToHost,
+    DeviceArrival,
+    DeviceReadBlock,
+    DeviceWriteBlock,
+    ReachesDevices,
+    SupportsDeviceRead,
+    SupportsDeviceWrite,
+)
 from kvpool.protocols.network import Caller, CountedListener, Handler, Link, Network
 from kvpool.protocols.policy import B, Decision, Evictable, LearnsFromArrivals, Policy
 from kvpool.protocols.tier import (
@@ -29,8 +38,6 @@ from kvpool.protocols.transport import (
     BlockStore,
     Channel,
     Connection,
-    DeviceReadBlock,
-    DeviceWriteBlock,
     IdleTimeout,
     Listener,
     OverFabric,
@@ -50,12 +57,14 @@ __all__ = [
     "B",
     "BelongsToOwner",
     "BlockStore",
+    "BlocksToHost",
     "Caller",
     "Channel",
     "Connection",
     "CountedListener",
     "Decision",
     "DeviceAddressable",
+    "DeviceArrival",
     "DeviceMemory",
     "DeviceReadBlock",
     "DeviceToken",
@@ -75,10 +84,13 @@ __all__ = [
     "Peer",
     "PersistentTier",
     "Policy",
+    "ReachesDevices",
     "ReadOptions",
     "ReportsDropped",
     "RequiresCertificates",
     "ReserveRequest",
+    "SupportsDeviceRead",
+    "SupportsDeviceWrite",
     "SupportsReachability",
     "SupportsStatusText",
     "SupportsZeroCopyView",

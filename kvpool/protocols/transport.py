@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from kvpool.errors import KvpoolError
 from kvpool.guard import Guard
-from kvpool.protocols.tier import DeviceAddressable, DeviceMemory, Tier
+from kvpool.protocols.tier import DeviceAddressable, Tier
 from kvpool.types import (
     Cluster,
     Extent,
@@ -233,30 +233,6 @@ class Listener(Protocol):
 
 
 # --- the client's side of a transport ----------------------------------------------------
-
-
-class DeviceWriteBlock(NamedTuple):
-    """One block to be written from memory on a device, all of which it is, with its checksum."""
-
-    digest: bytes
-    parent: bytes
-    memory: DeviceMemory
-    checksum: int
-
-    @property
-    def size(self) -> int:
-        return len(self.memory)
-
-
-class DeviceReadBlock(NamedTuple):
-    """One block to be read into memory on a device, which has room for `size` bytes of it."""
-
-    digest: bytes
-    memory: DeviceMemory
-
-    @property
-    def size(self) -> int:
-        return len(self.memory)
 
 
 class WriteOptions(NamedTuple):

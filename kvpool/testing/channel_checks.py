@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias
 
 from kvpool import removals
-from kvpool.device.transport import ReachesDevices, SupportsDeviceRead
 from kvpool.errors import (
     BadMessage,
     ConfigError,
@@ -28,8 +27,10 @@ from kvpool.protocols import (
     Channel,
     OverFabric,
     Peer,
+    ReachesDevices,
     ReadOptions,
     RequiresCertificates,
+    SupportsDeviceRead,
     SupportsReachability,
     SupportsStatusText,
     SupportsZeroCopyView,

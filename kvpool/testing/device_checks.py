@@ -15,14 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.checksum import block_seeds, checksum
-from kvpool.device.transport import DeviceArrival, SupportsDeviceRead, SupportsDeviceWrite
 from kvpool.errors import DeadlineExceeded, Unavailable
 from kvpool.protocols import (
     Channel,
+    DeviceArrival,
     DeviceReadBlock,
     DeviceToken,
     DeviceWriteBlock,
     ReadOptions,
+    SupportsDeviceRead,
+    SupportsDeviceWrite,
     WriteOptions,
 )
 from kvpool.testing.harness import (

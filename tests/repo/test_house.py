@@ -101,7 +101,7 @@ NEIGHBOURS = {
     "moves": {"protocols", "wire"},
     "removals": {"protocols", "wire"},
     "checksum": set(),
-    "device": {"checksum", "device_copy", "protocols"},
+    "device": {"checksum", "device_copy"},
     "memory_limits": {"huge_pages"},
     "testing": {"dev"},
 }

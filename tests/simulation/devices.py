@@ -32,9 +32,14 @@ from kvpool.client import device_direct, device_writes
 from kvpool.client.buffers import normalize_buffers
 from kvpool.config import DIRECT
 from kvpool.device import thread
-from kvpool.device.transport import DeviceArrival
 from kvpool.errors import Unavailable
-from kvpool.protocols import DeviceReadBlock, DeviceWriteBlock, ReadOptions, WriteOptions
+from kvpool.protocols import (
+    DeviceArrival,
+    DeviceReadBlock,
+    DeviceWriteBlock,
+    ReadOptions,
+    WriteOptions,
+)
 from kvpool.types import ROOT, Namespace, ReadResult, ReadStatus, WriteStatus
 from kvpool_transports import ucx
 from tests.simulation import device_tiers

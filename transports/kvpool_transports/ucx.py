@@ -37,7 +37,6 @@ import xxhash
 
 from kvpool import logs
 from kvpool.addresses import is_loopback, parse
-from kvpool.device.transport import BlocksToHost, DeviceArrival
 from kvpool.errors import (
     BadFrame,
     ConfigError,
@@ -48,9 +47,11 @@ from kvpool.errors import (
 )
 from kvpool.memory_limits import MemoryLimits, tightest
 from kvpool.protocols import (
+    BlocksToHost,
     BlockStore,
     Channel,
     Connection,
+    DeviceArrival,
     DeviceMemory,
     DeviceReadBlock,
     DeviceToken,
