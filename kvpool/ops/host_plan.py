@@ -104,7 +104,8 @@ def planned(
     for folder in folders:
         if folders.count(folder) > 1:
             raise ConfigError(f"--disk {folder} is given twice: name each directory once")
-    tiers = [f"dram:{_text(capacity)}"] if disks else []
+    # Not --capacity, which is refused beside the tiers of a file or of this shell.
+    tiers = [f"dram:{_text(capacity)}"]
     for disk in disks:
         size = _size_on(disk)
         tiers.append(f"nvme:{disk.folder / 'kvpool'}:{_text(size)}")
@@ -132,7 +133,7 @@ def planned(
     )
     address = join(host, port)
     secret = ("--secret-file", secret_file) if secret_file else ()
-    sizes = [word for tier in tiers for word in ("--tier", tier)] or ["--capacity", _text(capacity)]
+    sizes = [word for tier in tiers for word in ("--tier", tier)]
     listen = f"tcp://{join(host, 0)},shm://"
     return HostPlan(
         ("master", "--bind", address, *secret),

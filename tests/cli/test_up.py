@@ -44,13 +44,13 @@ def why(chosen: HostPlan, what: str) -> list[str]:
 
 def test_a_host_gives_half_of_the_memory_that_is_left() -> None:
     chosen = plan()
-    assert chosen.server[-2:] == ("--capacity", "5GiB")
+    assert chosen.server[-2:] == ("--tier", "dram:5GiB")
     assert why(chosen, "memory")[0].startswith("5 GiB: half of what cgroup /pool has left, 10 GiB")
-    assert plan(capacity=5000).server[-2:] == ("--capacity", "5000")
-    assert plan(capacity=FREE.free).server[-1] == str(FREE.free)
+    assert plan(capacity=5000).server[-2:] == ("--tier", "dram:5000")
+    assert plan(capacity=FREE.free).server[-1] == f"dram:{FREE.free}"
     with pytest.raises(ConfigError, match=r"--capacity 11GiB: .* cgroup /pool has left, 10 GiB"):
         plan(capacity=11 * GIB)
-    assert plan(Limit("x", 32 * MIB, "")).server[-1] == "16MiB"
+    assert plan(Limit("x", 32 * MIB, "")).server[-1] == "dram:16MiB"
     for little in (32 * MIB - 1, -7):
         with pytest.raises(ConfigError, match="give --capacity"):
             plan(Limit("x", little, ""))
@@ -137,7 +137,7 @@ def test_dry_shows_the_units_and_writes_none(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert list(tmp_path.iterdir()) == []
     assert "kvpool-server.service would have:" in done.stdout
-    assert '"--capacity" "64MiB"' in done.stdout
+    assert '"--tier" "dram:64MiB"' in done.stdout
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
@@ -184,7 +184,8 @@ def test_it_runs_a_pool_until_it_is_stopped() -> None:
         start = [sys.executable, "-m", "kvpool", "up", "--capacity", "16MiB", "--port", str(port)]
         taken = subprocess.run(start, capture_output=True, text=True, timeout=60)
         assert taken.returncode == 1  # and no server is left behind
-    shell = os.environ | {"KVPOOL_SERVER_ID": "gpu-17"}  # settings of this shell are for it
+    # Settings of this shell are for it, but not those that the command decides.
+    shell = os.environ | {"KVPOOL_SERVER_ID": "gpu-17", "KVPOOL_SERVER_TIERS": "dram:64MiB"}
     running = subprocess.Popen(
         start, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=shell
     )
