@@ -46,7 +46,8 @@ def up(
     from kvpool.ops.host_plan import look_at, planned
 
     file = os.environ.get("KVPOOL_CONFIG")  # the processes have this shell's settings, too
-    given = settings_of(Path(file) if file else None, {"secret_file": secret_file}).secret_file
+    settings = settings_of(Path(file) if file else None, {"secret_file": secret_file})
+    given = settings.secret_file
     try:
         secret = str(Path(given).resolve()) if given else ""
         if secret and not Path(secret).is_file():
@@ -56,7 +57,9 @@ def up(
         disks = [look_at(one) for one in disk or []]
         memory = tightest(MemoryLimits().memory())
         size = _size_of(capacity)
-        plan = planned(memory, disks, size, address, port, secret)
+        who = {"cluster": settings.cluster} if settings.cluster != "default" else {}
+        who |= {"secret_file": secret} if secret else {}
+        plan = planned(memory, disks, size, address, port, who)
         _check_address(address)
         if systemd is not None:
             _check_folder(systemd)

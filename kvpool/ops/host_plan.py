@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -76,9 +76,15 @@ def _size_on(disk: DiskSpace) -> int:
 
 
 def planned(
-    memory: Limit, disks: Sequence[DiskSpace], capacity: int, host: str, port: int, secret_file: str
+    memory: Limit,
+    disks: Sequence[DiskSpace],
+    capacity: int,
+    host: str,
+    port: int,
+    who: Mapping[str, str],
 ) -> HostPlan:
-    """A master and a server. `capacity` 0: as much as is good. Raises ConfigError."""
+    """A master and a server, `who` in both; `capacity` 0: what is good. Raises ConfigError."""
+    secret_file = who.get("secret_file", "")
     if is_everywhere(host) or not (is_loopback(host) or secret_file):
         raise ConfigError(
             f"--address {host}: expected an address of this host, and for other hosts a "
@@ -121,24 +127,20 @@ def planned(
     if not alone:
         why = "it asks for no secret: docs/deploy-ucx.md for a fabric"
         choices.append(PlannedPart("lanes", "without ucx", why))
-    shown = secret_file or "none"
-    choices.append(
-        PlannedPart(
-            "secret",
-            shown,
-            "who has it may use the pool"
-            if secret_file
-            else "this host only; --secret-file admits others",
-        )
+    why = (
+        "who has it may use the pool"
+        if secret_file
+        else "this host only; --secret-file admits others"
     )
+    choices.append(PlannedPart("secret", secret_file or "none", why))
     address = join(host, port)
-    secret = ("--secret-file", secret_file) if secret_file else ()
+    known = [word for name, one in who.items() for word in (f"--{name.replace('_', '-')}", one)]
     sizes = [word for tier in tiers for word in ("--tier", tier)]
     listen = f"tcp://{join(host, 0)},shm://"
     return HostPlan(
-        ("master", "--bind", address, *secret),
-        ("server", "--masters", address, "--listen", listen, *sizes, *secret),
-        _vllm(address, secret_file),
+        ("master", "--bind", address, *known),
+        ("server", "--masters", address, "--listen", listen, *sizes, *known),
+        _vllm({"masters": [address], **who}),
         tuple(choices),
     )
 
@@ -151,8 +153,7 @@ def _text(size: int) -> str:
     return str(size)
 
 
-def _vllm(address: str, secret_file: str) -> str:
-    extra = {"masters": [address], **({"secret_file": secret_file} if secret_file else {})}
+def _vllm(extra: Mapping[str, object]) -> str:
     settings = {
         "kv_connector": "KVPoolConnector",
         "kv_role": "kv_both",

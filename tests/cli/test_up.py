@@ -35,7 +35,7 @@ def plan(
     host: str = "127.0.0.1",
     secret: str = "",
 ) -> HostPlan:
-    return planned(memory, disks, capacity, host, 7450, secret)
+    return planned(memory, disks, capacity, host, 7450, {"secret_file": secret} if secret else {})
 
 
 def why(chosen: HostPlan, what: str) -> list[str]:
@@ -120,16 +120,16 @@ def test_units_are_written_and_none_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "kvpool-master.service").exists()
 
 
-def test_a_secret_of_the_environment_is_in_what_is_shown(
+def test_who_is_of_the_pool_by_the_environment_is_in_what_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret, config = tmp_path / "secret", tmp_path / "pool.yaml"
     secret.write_text("0123456789abcdef")
-    config.write_text(f"secret_file: {secret}\n")
+    config.write_text(f"secret_file: {secret}\ncluster: bank\n")
     monkeypatch.setenv("KVPOOL_CONFIG", str(config))
     shown = up("--dry", "--capacity", "16MiB").output
-    assert f'"secret_file": "{secret}"' in shown
-    assert shown.count(f"--secret-file {secret}") == 2
+    assert f'"cluster": "bank", "secret_file": "{secret}"' in shown
+    assert shown.count(f"--cluster bank --secret-file {secret}") == 2
 
 
 def test_dry_shows_the_units_and_writes_none(tmp_path: Path) -> None:
