@@ -209,7 +209,7 @@ async def _say_where(publisher: EventPublisher) -> None:
     from kvpool.net.announced import reachable
 
     shown = await reachable(publisher.endpoint)
-    console.print(f"publishing at {shown}", highlight=False, soft_wrap=True)
+    console.print(f"publishing at {shown}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_endpoint(endpoint: str, insecure: bool) -> None:

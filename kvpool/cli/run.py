@@ -100,7 +100,9 @@ def dev(
             if settings.local_only:
                 known = f", cluster=kvpool.Cluster({named}, kvpool.local_secret())"
             console.print(
-                f'\n  pool = await kvpool.connect("{pool.address}"{known})', soft_wrap=True
+                f'\n  pool = await kvpool.connect("{pool.address}"{known})',
+                soft_wrap=True,
+                markup=False,
             )
             console.print("\nPress Ctrl-C to stop.")
             await runtime.wait_for_signal()
@@ -167,7 +169,7 @@ def master(
             await running.start()
             watching = tenants.watched(running.tasks) if tenants else nullcontext()
             async with watching, _master_pages(running, settings):
-                console.print(f"master at {running.address}")
+                console.print(f"master at {running.address}", markup=False)
                 await runtime.wait_for_signal()
         finally:
             await running.close()

@@ -135,7 +135,7 @@ def _write_units(plan: HostPlan, folder: Path, *, dry: bool) -> None:
     }
     if dry:
         for name, text in units.items():
-            console.print(f"{folder / name} would have:\n")
+            console.print(f"{folder / name} would have:\n", soft_wrap=True, markup=False)
             console.print(text, soft_wrap=True, markup=False, highlight=False)
         return
     made: list[Path] = []

@@ -222,7 +222,7 @@ def test_dev_says_how_to_connect(
     async def at_once() -> None:
         pass
 
-    known, secret = "", tmp_path / "secret"
+    known, secret = "", tmp_path / "[a]"
     if cluster != "default":  # of the environment, which counts here, too
         secret.write_text("0123456789abcdef")
         secret.chmod(0o600)

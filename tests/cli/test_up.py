@@ -133,10 +133,11 @@ def test_who_is_of_the_pool_by_the_environment_is_in_what_is_shown(
 
 
 def test_dry_shows_the_units_and_writes_none(tmp_path: Path) -> None:
-    done = up("--capacity", "64MiB", "--systemd", tmp_path, "--dry")
+    (folder := tmp_path / "[a]").mkdir()
+    done = up("--capacity", "64MiB", "--systemd", folder, "--dry")
     assert done.exit_code == 0, done.output
-    assert list(tmp_path.iterdir()) == []
-    assert "kvpool-server.service would have:" in done.stdout
+    assert list(folder.iterdir()) == []
+    assert f"{folder}/kvpool-server.service would have:" in done.stdout
     assert '"--tier" "dram:64MiB"' in done.stdout
 
 
