@@ -226,8 +226,10 @@ def up(wanted: argparse.Namespace, more: list[str]) -> None:
                 f"no place for {servers} servers, each on a node of its own with {wanted.cpus:g} "
                 f"CPU and {human(memory)}: `ray status` says what is free"
             )
-        words = ["server", "--id", "{id}", "--capacity", wanted.capacity, "--masters", "{masters}"]
-        words += ["--listen", wanted.listen, *common, *more]
+        words = ["server", "--id", "{id}", "--masters", "{masters}", "--listen", wanted.listen]
+        if not any(word.partition("=")[0] == "--tier" for word in more):  # it has one of them
+            words += ["--capacity", wanted.capacity]
+        words += [*common, *more]
         for number in range(servers):
             place = PlacementGroupSchedulingStrategy(group, number)
             need = {"num_cpus": wanted.cpus, "memory": memory, "scheduling_strategy": place}
@@ -286,7 +288,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--namespace", default="kvpool", help="of Ray; one pool in each")
     parser.add_argument("--masters", type=int, default=1, help="each on a node of its own")
     parser.add_argument("--servers", type=int, default=0, help="default: one on each node")
-    parser.add_argument("--capacity", default="1GiB", help="memory of each server")
+    parser.add_argument("--capacity", default="1GiB", help="memory of each server, for Ray, too")
     parser.add_argument("--cpus", type=float, default=1.0, help="of each server")
     parser.add_argument("--port", type=int, default=7450, help="of the first master")
     parser.add_argument("--listen", default="shm://,tcp://{ip}:0", help="of servers")

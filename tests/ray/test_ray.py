@@ -298,6 +298,7 @@ def test_a_task_on_each_node_reads_what_the_driver_has_written(pool_nodes: Nodes
         (["--capacity", "1GB"], "--capacity: size '1GB': unit 'GB' is not one of KiB, MiB"),
         (["--secret-file", "/nowhere/secret"], "/nowhere/secret"),
         (["--", "--policy", "newest"], "kvpool-server-0 does not start: no policy 'newest'"),
+        (["--", "--tier", "tape:1MiB"], "kvpool-server-0 does not start: no tier 'tape'"),
         (["--cpus", "7"], "no place for 3 servers, each on a node of its own with 7 CPU"),
     ],
 )
