@@ -156,7 +156,7 @@ def replay(
             pools = replays.server_counts(counts or "1", most=1024)
         except KvpoolError as error:
             fail(error)
-        return _dry(name, requests, policies, blocks, pools, hints, seed, picture, as_json)
+        return _dry(name, requests, policies or "lru", blocks, pools, hints, seed, picture, as_json)
     try:
         options = replays.options(
             trace=trace,
@@ -174,7 +174,7 @@ def replay(
             policy=policies or "lru",
             tiers=tier or (),
             kill_at=kill_at,
-            events=",".join(_several(events)),
+            events=",".join(events or ()),
             format=format,
             unit=time_unit,
             block_tokens=block_tokens,

@@ -110,7 +110,7 @@ async def test_a_reader_tells_for_how_long_it_has_known_nothing_new(pool_dev: de
 async def test_where_says_which_blocks_are_there_in_whatever_order(pool_dev: dev.Dev) -> None:
     chain = keys("chain", 3)
     async with pool_dev.pool() as pool:
-        ((server, *_),) = await pool.members()
+        server = (await pool.members())[0].server
         await pool.write(NAMESPACE, chain, values(chain))
         await pool.remove(NAMESPACE, [chain[0]])
         first, second, third = await pool.where(NAMESPACE, [chain[2], chain[0], chain[1]])

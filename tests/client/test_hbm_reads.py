@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import Pool, ReadStatus, dev
-from kvpool.client import reader
+from kvpool import Pool, ReadStatus, dev, removals
 from kvpool.server.state.budget import Limits
 from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of
@@ -256,14 +255,14 @@ async def test_a_rotten_copy_is_not_the_ways_fault(
     """It is gone when the block is read once more, and another copy may be right."""
     blocks = await on_the_device("acquitted")
     rot(served, blocks.chain[1])
-    report = reader._report_to
+    report = removals.report_corruption
 
-    async def and_written_again(*arguments: Any) -> list[bool]:
-        answer = await report(*arguments)
+    async def and_written_again(*arguments: Any, **named: Any) -> list[bool]:
+        answer = await report(*arguments, **named)
         await writer.write(NAMESPACE, blocks.chain, blocks.data)
         return answer
 
-    monkeypatch.setattr(reader, "_report_to", and_written_again)
+    monkeypatch.setattr(removals, "report_corruption", and_written_again)
     await blocks.arrive(auto)
     assert auto.counters["direct_corrupt"] == 1
     before = auto.counters["direct_read_bytes"]

@@ -188,7 +188,7 @@ async def test_explain_shows_what_is_inferred_where_a_block_was_evicted() -> Non
             asked = (*where, "--server-http", serving.address)
             said = await running_kvpool("explain", key("0").hex(), *asked)
             shown = " ".join(said.out.split())
-            assert ": evicted: it was stored earlier; used once, quiet for " in shown
+            assert " evicted: it was stored earlier; used once, quiet for " in shown
             both = (key("0").hex(), key("19").hex())
             said = await running_kvpool("explain", *both, *asked, "--json")
             evicted, present = json.loads(said.out)

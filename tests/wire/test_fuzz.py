@@ -62,6 +62,8 @@ def values(type: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.one_of(*map(values, types))
         case msgspec.inspect.ListType(item_type=item):
             return st.lists(values(item), max_size=3)
+        case msgspec.inspect.VarTupleType(item_type=item):
+            return st.lists(values(item), max_size=3).map(tuple)
         case msgspec.inspect.TupleType(item_types=items):
             return st.tuples(*map(values, items))
         case msgspec.inspect.DictType(key_type=key, value_type=value):

@@ -41,8 +41,8 @@ _NEVER: Final = (3, math.inf)
 #: Entries of the heap that do not count any more, beside one for each that does.
 _OUTDATED_MAX: Final = 64
 
-#: The rank of an order, a serial number, and its account.
-_Ranked: TypeAlias = tuple[tuple[int, float], int, TenantAccount]
+#: The rank of an order, the numbers of its account and of this entry, and the account.
+_Ranked: TypeAlias = tuple[tuple[int, float], int, int, TenantAccount]
 
 
 def check_orders(
@@ -78,14 +78,20 @@ class OldestOrder:
         #: those that may give nothing have none until they change.
         self._heap: list[_Ranked] = []
         self._latest: dict[TenantAccount, _Ranked] = {}
-        self._changed: set[Any] = set(orders)
+        self._changed: dict[Any, None] = dict.fromkeys(orders)
+        self._numbers: dict[TenantAccount, int] = {}  # of equals the first goes
         self._serial = itertools.count()
         self._round: Iterator[TenantAccount] = iter(())
 
     def on_change(self, account: Account) -> None:
-        """A block, a session or the quota of this account has changed, or it has more bytes."""
+        """A block, a session or the quota of this account has changed."""
         self.dry.discard(account)
-        self._changed.add(account)
+        self._changed[account] = None
+
+    def on_bytes(self, account: TenantAccount) -> None:
+        """It has more bytes than a moment ago: perhaps it is beyond its guarantee."""
+        if account not in self._latest:
+            self._changed[account] = None
 
     def end_turn(self) -> None:
         """What was found may not be the oldest any more."""
@@ -113,7 +119,7 @@ class OldestOrder:
         second = self._first(asked, now, aside)
         for one in aside:
             heapq.heappush(self._heap, one)
-        self._turn = first[2] if first is not None else None
+        self._turn = first[3] if first is not None else None
         self._until = second[0] if second is not None else _NEVER
         self._left = _TURNS
         return self._turn, first[0] if first is not None else _NEVER
@@ -125,8 +131,9 @@ class OldestOrder:
 
     def _rank_some(self, now: float) -> None:
         """What has changed, and one more."""
-        while self._changed:
-            self._rank(self._changed.pop(), now)
+        for account in self._changed:
+            self._rank(account, now)
+        self._changed.clear()
         another = next(self._round, None)
         if another is None:
             self._round = iter(list(self._latest))
@@ -138,17 +145,21 @@ class OldestOrder:
 
     def _rank(self, account: TenantAccount, now: float) -> None:
         if self._may_give(account):
-            ranked = self._orders[account].rank(now), next(self._serial), account
+            serial = next(self._serial)
+            number = self._numbers.setdefault(account, serial)
+            ranked = self._orders[account].rank(now), number, serial, account
             self._latest[account] = ranked
             heapq.heappush(self._heap, ranked)
         else:
             self._latest.pop(account, None)
+            if account not in self._orders:
+                self._numbers.pop(account, None)
 
     def _first(self, asked: set[Account], now: float, aside: list[_Ranked]) -> _Ranked | None:
         """What stands first when it has been asked just now; `aside` gets what was asked before."""
         while self._heap:
             ranked = self._heap[0]
-            account = ranked[2]
+            account = ranked[3]
             if self._latest.get(account) is not ranked:
                 heapq.heappop(self._heap)
             elif account in asked and self._may_give(account):
@@ -370,6 +381,7 @@ class TenantOrders(Order):
         self, mine: TenantAccount, owed: bool, asked: set[Account], now: float
     ) -> TenantAccount | None:
         """The account whose order gives up a block for a newcomer of `mine`, by rules 2 to 4."""
+        self._oldest.on_bytes(mine)
         found, rank = self._oldest.find(asked, now)
         # What is beyond its guarantee is compared above, as that of others is.
         if not owed and mine.spare < mine.needed and mine not in asked and mine not in self._dry:
