@@ -121,7 +121,7 @@ WITH_HINTS = {
     "lru": Figures(7555, 12310, 0),
     "arc": Figures(7515, 12284, 0),
     "lease": Figures(7436, 12372, 4),
-    "density": Figures(7638, 12144, 0),
+    "density": Figures(7546, 12271, 0),
 }
 
 
