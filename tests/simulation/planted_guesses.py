@@ -17,8 +17,8 @@ BUGS: Sequence[Bug] = read(
 @@ what-returns-has-still-ended  G9  kvpool.server.eviction.session_hints  seed 5
 -        session.ended = 0  # the last word counts
 -        self._ended.pop(session, None)
--        return self._announce
-+        return self._announce
+-        self._expiries
++        self._expiries
 @@ what-has-ended-waits-for-its-turn  G9  kvpool.server.eviction.session_hints
 -            useless = self.next_useless(evictable)
 +            useless = self.next_useless(evictable) if self._superseded else None
