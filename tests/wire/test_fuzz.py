@@ -24,8 +24,8 @@ from kvpool.protocols import ReadOptions
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadBlock
 from kvpool.wire import frames, messages
-from kvpool_transports.streams.channel import StreamChannel
 from kvpool_transports.streams.pool import StreamPool
+from kvpool_transports.streams.requests import StreamChannel
 from kvpool_transports.streams.stream import Stream
 from tests.wire import offline
 from tests.wire.samples import DIGESTS, KEYS, SAMPLES

@@ -18,8 +18,8 @@ from kvpool.errors import ConfigError
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.types import Cluster
 from kvpool_transports.streams import requests
-from kvpool_transports.streams.channel import StreamChannel
 from kvpool_transports.streams.pool import StreamPool, os_errors
+from kvpool_transports.streams.requests import StreamChannel
 from kvpool_transports.streams.server import Sessions
 from kvpool_transports.streams.stream import Stream
 

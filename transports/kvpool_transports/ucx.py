@@ -84,11 +84,10 @@ from kvpool.wire.messages import (
 )
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
-from kvpool_transports.streams.channel import StreamChannel
-from kvpool_transports.streams.payload import cut
 from kvpool_transports.streams.pool import StreamPool, os_errors
+from kvpool_transports.streams.requests import StreamChannel
 from kvpool_transports.streams.server import HELLO_S, Sessions, StreamSession
-from kvpool_transports.streams.stream import Stream
+from kvpool_transports.streams.stream import Stream, cut
 from kvpool_transports.tcp import TcpListener, tune
 from kvpool_transports.ucx_context import (
     device_lack,

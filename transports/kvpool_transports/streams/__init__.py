@@ -15,10 +15,9 @@ listen and how to dial. Everything else is here; `examples/write_a_transport.py`
 Only the names in `__all__` are promised to stay.
 """
 
-from kvpool_transports.streams.channel import StreamChannel
 from kvpool_transports.streams.mapped_channel import MappedChannel
 from kvpool_transports.streams.pool import StreamPool, os_errors
-from kvpool_transports.streams.requests import handshake
+from kvpool_transports.streams.requests import StreamChannel, handshake
 from kvpool_transports.streams.server import Sessions, StreamSession
 from kvpool_transports.streams.stream import Stream
 
