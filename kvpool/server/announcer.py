@@ -255,7 +255,7 @@ class Announcer:
 
     def correct(self, missed: Sequence[MissedBlock]) -> None:
         """Tell the master, after all changes, that these are not here, if that is so then."""
-        if missed and self._state is not AnnouncerState.UNREGISTERED:
+        if self._state is not AnnouncerState.UNREGISTERED:
             self.outbox.correct(missed)
 
     def heartbeat_soon(self) -> asyncio.Future[None]:

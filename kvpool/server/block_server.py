@@ -40,8 +40,8 @@ from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions, ServerParts
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.budget import START, Limits
 from kvpool.server.state.entry import Entry
+from kvpool.server.state.holdings import START, Limits
 from kvpool.server.state.store import Store
 from kvpool.server.tiers import mover_for
 from kvpool.supervision import Supervisor

@@ -98,11 +98,12 @@ class ServerContext:
         """Queue the store's changes for every master, and wake the mover."""
         changes = self.store.change_log.take()
         log = self.store.change_log
-        missed = log.missed.take() if log.missed.blocks else []
+        missed = log.missed.take() if log.missed.blocks else None
         held = self.store.fingerprint if self.announcers else None
         for announcer in self.announcers:
             announcer.enqueue(changes, held)
-            announcer.correct(missed)
+            if missed:
+                announcer.correct(missed)
         self.mover.wake()
 
     def publish_evicted(self, answers: Sequence[Reservation]) -> bool:

@@ -25,8 +25,8 @@ from kvpool.runtime import wait_for_all
 from kvpool.server import tier_traffic
 from kvpool.server.promotions import Promotions
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import MOVER, Entry
+from kvpool.server.state.holdings import Limits
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import front_tier, is_on_a_device, stores_of
 from kvpool.server.state.tier_transfers import TierTransfer

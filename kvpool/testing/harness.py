@@ -21,7 +21,7 @@ from kvpool.protocols import (
     WriteOptions,
 )
 from kvpool.server.block_server import BlockServer
-from kvpool.server.state.budget import Limits
+from kvpool.server.state.holdings import Limits
 from kvpool.testing.invariants import check_invariants
 from kvpool.testing.recorder import Recorder
 from kvpool.types import (

@@ -21,8 +21,9 @@ from kvpool.master.state.placement import Placer
 from kvpool.master.state.server_record import ServerRecord
 from kvpool.server.state.allocator import Allocator, _class_of
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.entry import Account, Entry, Index, TenantHoldings
+from kvpool.server.state.entry import Account, Entry, Index
 from kvpool.server.state.extent_state import State
+from kvpool.server.state.holdings import TenantHoldings
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Namespace
 

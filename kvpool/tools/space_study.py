@@ -26,9 +26,10 @@ from rich.table import Table
 
 from kvpool.protocols import Decision, ReserveRequest
 from kvpool.server.state.clearing import Clearing, let_blocks_move, movable
-from kvpool.server.state.entry import Entry, Index, Owner
+from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.extents import MAKING_ROOM, Extents
+from kvpool.server.state.holdings import Owner
 from kvpool.server.state.store import Store
 from kvpool.types import ROOT, Namespace, ReadStatus, Reservation, WriteStatus
 

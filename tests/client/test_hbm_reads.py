@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvpool import Pool, ReadStatus, dev, removals
-from kvpool.server.state.budget import Limits
+from kvpool.server.state.holdings import Limits
 from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of
 from kvpool.types import Pin

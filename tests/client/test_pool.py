@@ -23,7 +23,7 @@ from kvpool import (
     admin,
     dev,
 )
-from kvpool.server.state.budget import Limits
+from kvpool.server.state.holdings import Limits
 from kvpool_transports.streams import StreamChannel
 from tests.conftest import NAMESPACE, buffers, key, keys, patient, value, values
 

@@ -20,7 +20,7 @@ from kvpool.protocols import Addressable, Channel, WriteOptions
 from kvpool.registry import transports
 from kvpool.runtime import Host
 from kvpool.server.connection import ServerConnection
-from kvpool.server.state.budget import Limits
+from kvpool.server.state.holdings import Limits
 from kvpool.types import ROOT, Cluster, WriteBlock
 from tests.conftest import NAMESPACE, buffers, keys
 

@@ -16,8 +16,8 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.programs import Programs
 from kvpool.server.eviction.tenant_orders import TenantOrders
 from kvpool.server.state import store
-from kvpool.server.state.budget import START, Budget
 from kvpool.server.state.extents import STEPS_MAX, STEPS_OF_EVICTION
+from kvpool.server.state.holdings import START, Budget
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
 from kvpool.server.state.tenants import set_quotas

@@ -16,8 +16,8 @@ from kvpool.errors import Overloaded
 from kvpool.protocols import Peer, ReserveRequest
 from kvpool.server import clients
 from kvpool.server.block_server import default_reserved_max
-from kvpool.server.state.budget import START, Budget, Limits
-from kvpool.server.state.entry import MOVER, Owner
+from kvpool.server.state.entry import MOVER
+from kvpool.server.state.holdings import START, Budget, Limits, Owner
 from kvpool.server.state.store import Store
 from kvpool.server.state.tenants import set_quotas
 from kvpool.testing.invariants import check_invariants

@@ -8,10 +8,10 @@ import pytest
 
 from kvpool.errors import InvariantViolated
 from kvpool.protocols import ReserveRequest
-from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import MOVER, Entry, Index
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.front_store import FrontStore
+from kvpool.server.state.holdings import Limits
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants

@@ -9,9 +9,9 @@ import pytest
 
 from kvpool import registry
 from kvpool.protocols import ReserveRequest
-from kvpool.server.state.budget import Limits
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.front_store import FrontStore
+from kvpool.server.state.holdings import Limits
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import SPAN, ColdStore, FileStore
 from kvpool.server.state.tier_transfers import TierTransfer

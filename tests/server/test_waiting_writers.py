@@ -8,7 +8,7 @@ import pytest
 
 from kvpool import ClientConfig, WriteStatus, dev
 from kvpool.protocols import Peer, ReserveRequest
-from kvpool.server.state.budget import Limits
+from kvpool.server.state.holdings import Limits
 from kvpool.types import ROOT
 from tests.conftest import NAMESPACE, eventually, keys, value
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import WriteStatus, dev
 from kvpool.protocols import Connection, Peer, ReserveRequest
-from kvpool.server.state.budget import Limits
+from kvpool.server.state.holdings import Limits
 from kvpool.server.tenancy import Tenancy
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Cluster, Namespace

@@ -7,7 +7,8 @@ from typing import Final
 
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import ReserveRequest
-from kvpool.server.state.entry import Entry, Owner, Stretch
+from kvpool.server.state.entry import Entry, Stretch
+from kvpool.server.state.holdings import Owner
 from kvpool.server.state.store import Store
 from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
 

@@ -1,21 +1,22 @@
-"""The records of a store: blocks, owners, and the changes to announce."""
+"""The records of a store: blocks, and the changes to announce."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from kvpool.fingerprint import location_seed
 from kvpool.piecewise_dict import PiecewiseDict
-from kvpool.server.state.budget import UNLIMITED, Budget
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.missed import Missed
 from kvpool.tombstones import Tombstones
 from kvpool.types import ROOT, Extent, Namespace, ReadStatus
 
+#: No limit, in bytes.
+UNLIMITED: Final = 1 << 62
 #: Departures that wait for their tombstones, at most.
 _DEPARTED_MAX: Final = 256
 _NAMESPACE_AND_REASON: Final = attrgetter("namespace", "status")
@@ -150,8 +151,9 @@ class Entry:
     offset: int
     size: int
     generation: int
-    #: The generation of the block where it was written: copies in other tiers have the same.
-    born: int = field(init=False)
+    #: The generation of the block where it was written: copies in other tiers have the same. 0 of
+    #: one that is restored: before all that is written from now on.
+    born: int = 0
     checksum: int = 0
     state: State = State.RESERVED
     pins: int = 0
@@ -166,9 +168,6 @@ class Entry:
     #: With how many copies it was written; 0: an extra copy (design: movers).
     copies: int = 1
 
-    def __post_init__(self) -> None:
-        self.born = self.generation
-
     def __lt__(self, other: Entry) -> bool:
         """Breaks ties in the policy's heap, where the parts of one block share `last_used`."""
         return self.generation < other.generation
@@ -179,48 +178,6 @@ class Entry:
     @property
     def extent(self) -> Extent:
         return Extent(self.offset, self.size, self.generation)
-
-
-@dataclass(slots=True)
-class TenantHoldings:
-    """What the connections of one tenant hold together, in bytes (design: budgets)."""
-
-    connections: int = 0
-    reserved: int = 0
-    copies: int = 0  # pins of readers that copy
-    views: int = 0
-
-
-@dataclass(slots=True)
-class Owner:
-    """The reservations and pins of one connection, by their ids."""
-
-    reservations: dict[int, Entry]
-    pins: dict[int, Entry]
-    limited: bool  # False for the server's own transfers
-    reserved_bytes: int = 0
-    pinned_bytes: int = 0
-    sealed_bytes: int = 0  # since the connection began
-    lent: bool = False  # its client may write into the reservations by itself
-    views: bool = False  # its pins are those of `read_view`
-    pinned_at: float = 0.0  # when it got the pins that it has now
-    #: The block that no range could be emptied for, and the free bytes that were not enough.
-    gave_up: tuple[bytes, int] | None = None
-    #: The block for which it waits for the disk, or has waited, and since when (design: tiers).
-    waits_for: tuple[bytes, float] | None = None
-    #: Of all connections of its tenant; None: it is not a tenant's.
-    together: TenantHoldings | None = None
-
-    def left_to_evict(self, writes: Budget) -> int:
-        """Bytes of reservations for which blocks may be evicted; none if that is below 1.
-
-        Before it has sealed anything, a connection has evictions for `start` bytes only; then for
-        twice what it has sealed. So what a writer throws out is in proportion to what it
-        stores (design: budgets).
-        """
-        if not self.limited:
-            return UNLIMITED
-        return min(writes.each, max(writes.start, 2 * self.sealed_bytes)) - self.reserved_bytes
 
 
 class Change(NamedTuple):

@@ -8,8 +8,7 @@ from typing import Final, Protocol
 from kvpool.protocols.policy import Decision
 from kvpool.server.eviction.order import JUST_NOW, Order
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.budget import UNLIMITED
-from kvpool.server.state.entry import MOVER, Account, Entry
+from kvpool.server.state.entry import MOVER, UNLIMITED, Account, Entry
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.index import BlockIndex

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvpool.server.eviction.order import JUST_NOW
-from kvpool.server.state.entry import MOVER, Account, Entry, Owner
+from kvpool.server.state.entry import MOVER, Account, Entry
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.extents import Extents
+from kvpool.server.state.holdings import Owner
 from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.server.state.store import Store
 from kvpool.types import ReadStatus

@@ -1,12 +1,131 @@
-"""What connections hold of a store: reservations, pins, and extents in quarantine."""
+"""What connections hold of a store: reservations, pins, extents in quarantine; and how much they
+may (design: budgets)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from kvpool.errors import BadMessage
-from kvpool.server.state.budget import UNLIMITED, Budget, Limits
-from kvpool.server.state.entry import MOVER, Entry, Owner, TenantHoldings
+from kvpool.server.state.entry import MOVER, UNLIMITED, Entry
+
+#: Bytes for which a connection may have blocks evicted before it has sealed any: this part of
+#: what all connections may reserve, and between these.
+_START_PART: Final = 16
+START: Final = 1 << 20
+_START_MAX: Final = 16 << 20
+
+
+class Budget:
+    """Bytes that connections may hold: `each` of them, and all together (`total`).
+
+    A connection may take a block while it holds less than `each` and all hold less than `total`, so
+    a limit is exceeded by one block at most, and a block of any size can be taken in the end. What
+    is used of the budget `inside` counts here, too.
+    """
+
+    __slots__ = ("each", "inside", "start", "total", "used")
+
+    def __init__(
+        self, each: int = UNLIMITED, total: int = UNLIMITED, inside: Budget | None = None
+    ) -> None:
+        self.each = each
+        self.total = total
+        self.inside = inside
+        #: Bytes for which a connection may have blocks evicted before it has sealed any.
+        self.start = max(START, min(_START_MAX, total // _START_PART))
+        self.used = 0
+
+    def left(self, held: int, of_tenant: int | None = None) -> int:
+        """What a connection that holds `held` bytes may still take; nothing if that is below 1.
+
+        The connections of one tenant, which hold `of_tenant` bytes together, may take only while
+        that is less than what is free: one greedy tenant gets half, two get a third each, and
+        however many there are, another one finds as much as each of them has.
+        """
+        inside = self.inside.used if self.inside is not None else 0
+        free = self.total - self.used - inside
+        if of_tenant is not None:
+            free -= of_tenant
+        return min(self.each - held, free)
+
+    def fits(self, size: int) -> bool:
+        """Whether `size` bytes more stay within the total; any size does while nothing is held."""
+        return not self.used or self.used + size <= self.total
+
+
+class Limits(NamedTuple):
+    """The budgets of a store. Without arguments there is no limit."""
+
+    #: Pins of readers that copy the bytes: a server may take them back (design: pins).
+    copies: Budget
+    #: Pins of readers that use the memory itself, for as long as they like.
+    views: Budget
+    #: Reservations that are not sealed.
+    writes: Budget
+    #: Extents into which a client may write by itself: reservations that are lent, and quarantine.
+    lent: Budget
+
+    @classmethod
+    def none(cls) -> Limits:
+        """No limits: each budget only counts."""
+        return cls(Budget(), Budget(), Budget(), Budget())
+
+    @classmethod
+    def of(cls, pinned_max: int, reserved_max: int) -> Limits:
+        """Bytes for all pins and all reservations: one connection gets at most half of them, and
+        all views together get half of the pins, so that reads that copy always go on."""
+        half = max(1, pinned_max // 2)
+        views = Budget(half, half)
+        return cls(
+            Budget(half, pinned_max, inside=views),
+            views,
+            Budget(max(1, reserved_max // 2), reserved_max),
+            Budget(total=reserved_max),
+        )
+
+
+@dataclass(slots=True)
+class TenantHoldings:
+    """What the connections of one tenant hold together, in bytes (design: budgets)."""
+
+    connections: int = 0
+    reserved: int = 0
+    copies: int = 0  # pins of readers that copy
+    views: int = 0
+
+
+@dataclass(slots=True)
+class Owner:
+    """The reservations and pins of one connection, by their ids."""
+
+    reservations: dict[int, Entry]
+    pins: dict[int, Entry]
+    limited: bool  # False for the server's own transfers
+    reserved_bytes: int = 0
+    pinned_bytes: int = 0
+    sealed_bytes: int = 0  # since the connection began
+    lent: bool = False  # its client may write into the reservations by itself
+    views: bool = False  # its pins are those of `read_view`
+    pinned_at: float = 0.0  # when it got the pins that it has now
+    #: The block that no range could be emptied for, and the free bytes that were not enough.
+    gave_up: tuple[bytes, int] | None = None
+    #: The block for which it waits for the disk, or has waited, and since when (design: tiers).
+    waits_for: tuple[bytes, float] | None = None
+    #: Of all connections of its tenant; None: it is not a tenant's.
+    together: TenantHoldings | None = None
+
+    def left_to_evict(self, writes: Budget) -> int:
+        """Bytes of reservations for which blocks may be evicted; none if that is below 1.
+
+        Before it has sealed anything, a connection has evictions for `start` bytes only; then for
+        twice what it has sealed. So what a writer throws out is in proportion to what it
+        stores (design: budgets).
+        """
+        if not self.limited:
+            return UNLIMITED
+        return min(writes.each, max(writes.start, 2 * self.sealed_bytes)) - self.reserved_bytes
 
 
 class ConnectionHoldings:

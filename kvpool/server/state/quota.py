@@ -21,8 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from kvpool.server.state.budget import UNLIMITED
-from kvpool.server.state.entry import Account
+from kvpool.server.state.entry import UNLIMITED, Account
 from kvpool.tenant_names import tenant_of
 
 

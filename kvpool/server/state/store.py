@@ -21,11 +21,10 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.order import JUST_NOW, Order
 from kvpool.server.orders import make_order
 from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.budget import UNLIMITED
-from kvpool.server.state.entry import MOVER, Entry, Index, Owner
+from kvpool.server.state.entry import MOVER, UNLIMITED, Entry, Index
 from kvpool.server.state.extent_state import Event, State, after
 from kvpool.server.state.extents import ASK_AGAIN, MAKING_ROOM, STEPS_MAX, Extents
-from kvpool.server.state.holdings import ConnectionHoldings
+from kvpool.server.state.holdings import ConnectionHoldings, Owner
 from kvpool.server.state.index import BlockIndex
 from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
@@ -122,7 +121,7 @@ class Store:
                 extents.steps_left -= 1
                 held.last_id = id = held.last_id + 1
                 entry = Entry(index, digest, parent, 0, size, id)
-                entry.session, entry.copies = session, copies
+                entry.session, entry.copies, entry.born = session, copies, id
                 left -= taken
                 if not spare:
                     over = account.used + taken > account.limit
@@ -137,14 +136,16 @@ class Store:
                         self.index.keep(index)  # evictions may have emptied it
                         spare = made
                     else:
-                        index.count(taken)
+                        index.used += taken  # as `Index.count`, for each of many blocks
+                        account.used += taken
                         spare.append(offset)
                 entry.offset = offset = spare.pop()
                 blocks_at[offset] = granted[digest] = reservations[id] = entry
                 fresh.append(entry)
                 answers.append(Reservation(WriteStatus.RESERVED, id, Extent(offset, size, id)))
         self._enter(index, holder, fresh, now)
-        self.index.drop_if_empty(index)  # perhaps nothing was granted
+        if not granted:
+            self.index.drop_if_empty(index)
         if session is not None and granted:
             promoted = owner == MOVER and extents.demotes
             policy.end_write(session, list(granted.values()), request, promoted=promoted)

@@ -48,7 +48,6 @@ class FileStore(Store):
         entry = Entry(index, digest, parent, offset, size, generation)
         entry.checksum = checksum
         entry.copies = copies
-        entry.born = 0  # before all that is written from now on
         entry.state = State.STORED
         self.extents.blocks_at[offset] = entry
         index.count(self.allocator.rounded(size))

@@ -30,10 +30,11 @@ from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.divided_allocator import part_of
-from kvpool.server.state.entry import MOVER, Entry, Owner
+from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.erasures import Erasures
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.front_store import FrontStore
+from kvpool.server.state.holdings import Owner
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_index import TierIndex
 from kvpool.server.state.tier_stores import RESTORED_AT_ONCE, FileStore, cold_store
