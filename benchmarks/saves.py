@@ -31,7 +31,6 @@ from kvpool.tools.bench import Row, serving, table
 from kvpool_connector import settings
 from kvpool_connector.memory.block_memory import memory_of
 from kvpool_connector.plan.planner import Planner
-from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.records.messages import StepWork
 from kvpool_connector.records.values import (
     CacheGroup,
@@ -42,6 +41,7 @@ from kvpool_connector.records.values import (
 from kvpool_connector.scheduler.scheduler import SAVE_GATHER_S
 from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
+from kvpool_engines.pool_thread import PoolThread
 
 _TARGET = 1.3
 _MEMORY_BYTES = 160 << 20

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvpool_connector.identity import fingerprint
+from kvpool_engines import fingerprint
 
 _LAYERS, _HIDDEN, _INNER, _HEAD, _KV_HEADS, _VOCABULARY = 80, 1024, 3584, 128, 1, 128_256
 

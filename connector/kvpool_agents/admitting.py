@@ -15,7 +15,7 @@ from kvpool import KvpoolError, admin
 from kvpool_agents.admission_gate import AdmissionGate, LineFull, Ticket
 from kvpool_agents.client_requests import Spoken
 from kvpool_agents.sessions import App, Middleware, Scope
-from kvpool_connector.pool_thread import PoolThread
+from kvpool_engines.pool_thread import PoolThread
 
 _ROOM_S: Final = 2.0
 

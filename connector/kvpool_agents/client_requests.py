@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvpool_agents.pauses import Answer
-from kvpool_connector.session_names import child_name, session_name
+from kvpool_engines.session_names import child_name, session_name
 
 #: vLLM's own header for a session; a client that sends it means it.
 SESSION_HEADER: Final = b"x-session-id"

@@ -33,9 +33,10 @@ from kvpool_agents.client_requests import (
     spliced,
 )
 from kvpool_agents.pauses import Answer, Expectation, Pauses
-from kvpool_connector import client_log, settings
-from kvpool_connector.pool_thread import PoolThread
-from kvpool_connector.session_names import DEFAULT_TENANT, in_tenant
+from kvpool_connector import settings
+from kvpool_engines import client_log
+from kvpool_engines.pool_thread import PoolThread
+from kvpool_engines.session_names import DEFAULT_TENANT, in_tenant
 
 #: Bytes. A longer body passes unread: reading this much takes 2 to 3 ms of the server's loop.
 BODY_MAX: Final = 4 << 20

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvpool_connector import client_log, settings
+from kvpool_connector import settings
 from kvpool_connector.memory.block_memory import device_of_this_thread
-from kvpool_connector.pool_thread import START_WAIT_S, PoolThread
 from kvpool_connector.records.messages import ModelInfo, StepWork, WorkerReport
 from kvpool_connector.vllm_engine import engine_log
 from kvpool_connector.vllm_engine import interface as vllm_interface
@@ -48,6 +47,8 @@ from kvpool_connector.vllm_engine.scheduler_hooks import SchedulerHooks
 from kvpool_connector.vllm_engine.stats import ConnectorPromMetrics, ConnectorStats
 from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker
+from kvpool_engines import client_log
+from kvpool_engines.pool_thread import START_WAIT_S, PoolThread
 
 if TYPE_CHECKING:
     import torch

@@ -5,31 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
-from kvpool import ClientConfig, Cluster, read_cluster
-from kvpool_connector.settings import checked, naming
+from kvpool_engines.settings import PoolSettings, checked, naming
 
 _Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 
-class AdapterSettings(msgspec.Struct, frozen=True):
+class AdapterSettings(PoolSettings, frozen=True):
     """What an operator can set. Times are in seconds."""
 
-    masters: Annotated[list[str], Meta(min_length=1)] = msgspec.field(
-        default_factory=lambda: ["127.0.0.1:7450"]
-    )
-    transports: Annotated[list[str], Meta(min_length=1)] = msgspec.field(
-        default_factory=lambda: ["shm", "tcp"]
-    )
-    cluster: str = "default"
-    #: A file with the cluster's secret, if it has one, or with the key of a tenant.
-    secret_file: str = ""
-    #: Tenants share nothing.
-    tenant: str = "default"
-    #: Of the weights: these engines tell their model's name only. Change it with the weights.
-    revision: str = ""
     #: The longest time that the engine's start waits for the pool.
     start_wait_s: _Seconds = 1.0
     lookup_timeout_s: _Seconds = 1.0
@@ -46,11 +31,3 @@ class AdapterSettings(msgspec.Struct, frozen=True):
         """
         with naming(where):
             return checked(cls, params)
-
-    def client(self) -> ClientConfig:
-        """The configuration of the pool's client."""
-        return ClientConfig(masters=self.masters, transports=self.transports)
-
-    def owner(self) -> Cluster:
-        """The cluster, with its secret. Raises ConfigError for a file that cannot be read."""
-        return read_cluster(self.cluster, self.secret_file)

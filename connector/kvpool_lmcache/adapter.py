@@ -28,8 +28,8 @@ from kvpool import (
     Unavailable,
     WriteStatus,
 )
-from kvpool_connector.pool_thread import PoolThread
 from kvpool_engines.adapter_settings import AdapterSettings
+from kvpool_engines.pool_thread import PoolThread
 from kvpool_lmcache.object_names import ObjectNames, digest
 
 #: The release whose interface this is. Others may have another one.
@@ -88,7 +88,7 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._resume_at = 0.0
         #: Tasks, those of them that failed, and the objects that were found, loaded and stored.
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-        self._pool = PoolThread(settings.client(), settings.owner(), log.info, log.warning)
+        self._pool = PoolThread(settings.client(), settings.member(), log.info, log.warning)
         self._pool.wait(settings.start_wait_s)
 
     # --- what LMCache calls --------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvpool import Namespace
-from kvpool_connector.identity import namespace
+from kvpool_engines import namespace
 
 #: Change it when any field, or the bytes of an object, get another meaning.
 _FORMAT: Final = "lmcache/2"

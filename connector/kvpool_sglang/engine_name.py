@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from kvpool import ConfigError
-from kvpool_connector.identity import fingerprint, namespace
+from kvpool_engines import fingerprint, namespace
 
 #: Arguments that change no key and no value of a page, and those that the name has anyway (ranks,
 #: pages). All others do, or may: one that a later SGLang adds keeps engines apart.

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from kvpool import ConfigError, Namespace
-from kvpool_connector.identity import namespace
+from kvpool_engines import namespace
 
 #: Change it when any field, or the bytes of a page, get another meaning.
 _FORMAT: Final = "sglang/1"

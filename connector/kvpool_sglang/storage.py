@@ -70,7 +70,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]
         self.counters: Counter[str] = Counter()
         self._pool = EnginePool(
             settings.client(),
-            cluster=settings.owner(),
+            cluster=settings.member(),
             log=log,
             start_wait_s=settings.start_wait_s,
             pause_s=settings.pause_s,

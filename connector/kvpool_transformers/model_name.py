@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvpool import Namespace, UsageError
-from kvpool_connector.identity import namespace
+from kvpool_engines import namespace
 from kvpool_transformers.blocks import BlockLayout
 from kvpool_transformers.model_state import NAMES_ONLY, ModelState
 

@@ -13,7 +13,7 @@ from kvpool_agents import admission as admission_module
 from kvpool_agents import admission_gate, sessions
 from kvpool_agents.admitting import AdmittingMiddleware
 from kvpool_agents.sessions import Message, Scope
-from kvpool_connector.pool_thread import PoolThread
+from kvpool_engines.pool_thread import PoolThread
 from tests.conftest import NAMESPACE, eventually
 
 

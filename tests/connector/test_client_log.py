@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvpool import logs
-from kvpool_connector import client_log
+from kvpool_engines import client_log
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from kvpool_agents.pauses import PAUSE_S_MAX, Answer, Expectation, Pauses
 from kvpool_agents.sessions import BODY_MAX, Message, Middleware, Scope
 from kvpool_connector import settings as settings_module
 from kvpool_connector.hints.request_params import Asked, parse_request
-from kvpool_connector.session_names import session_name
+from kvpool_engines.session_names import session_name
 
 CAPTURED = Path(__file__).parent / "captured"
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (

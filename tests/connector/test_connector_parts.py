@@ -10,7 +10,6 @@ import torch
 from kvpool import ConfigError, Pool
 from kvpool_connector import settings
 from kvpool_connector.hints.request_params import OTHERS, Asked, Mistakes, parse_request
-from kvpool_connector.identity import namespace
 from kvpool_connector.memory import kv_layout as layout
 from kvpool_connector.memory.block_memory import (
     DeviceBlockMemory,
@@ -19,6 +18,7 @@ from kvpool_connector.memory.block_memory import (
     views_of,
 )
 from kvpool_connector.memory.kv_layout import LayerSlice, LayerView, UnsupportedLayout
+from kvpool_engines import namespace
 from tests.conftest import NAMESPACE, keys
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 6, 2, 4, 8, 3

@@ -14,7 +14,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpool import ConfigError, Unavailable
-from kvpool_connector.identity import fingerprint
 from kvpool_connector.memory import block_memory
 from kvpool_connector.memory.block_memory import (
     DEVICE_BYTES,
@@ -27,6 +26,7 @@ from kvpool_connector.memory.block_memory import (
     views_of,
 )
 from kvpool_connector.memory.kv_layout import SliceRun, windows
+from kvpool_engines import fingerprint
 from tests.connector.test_connector_parts import LAYOUTS, caches
 from tests.support.fake_device import FakeGpu
 

@@ -28,7 +28,6 @@ from kvpool_connector.memory.block_memory import (
     memory_of,
     views_of,
 )
-from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.records.messages import (
     GroupBlocks,
     LoadRequest,
@@ -40,6 +39,7 @@ from kvpool_connector.records.messages import (
 from kvpool_connector.records.provenance import MARK_BYTES
 from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
+from kvpool_engines.pool_thread import PoolThread
 from tests.client.direct_blocks import gpu, served, torch, warm  # noqa: F401
 from tests.conftest import eventually, keys
 from tests.connector.test_connector_parts import LAYOUTS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpool_connector.identity import fingerprint
+from kvpool_engines import fingerprint
 from tests.support.poisoned_memory import PoisonedMemory
 
 KIB = 1 << 10

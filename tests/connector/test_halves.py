@@ -20,7 +20,6 @@ from kvpool_connector.identity.adapters import Adapter
 from kvpool_connector.identity.naming import EngineInfo
 from kvpool_connector.memory.block_memory import memory_of
 from kvpool_connector.plan.save_queue import SaveQueue, SaveRun
-from kvpool_connector.pool_thread import START_WAIT_S, PoolThread
 from kvpool_connector.records.messages import (
     LoadResult,
     ModelInfo,
@@ -38,6 +37,7 @@ from kvpool_connector.scheduler.sharing_watch import LOOKUPS_BEFORE_COMPARED
 from kvpool_connector.vllm_engine.head_split import HeadSplit, LayerHeads, divide
 from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
+from kvpool_engines.pool_thread import START_WAIT_S, PoolThread
 from tests.conftest import keys
 from tests.support.local_pool import LocalPool
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool_connector.identity import fingerprint
 from kvpool_connector.identity.adapters import Adapter, KnownAdapters, SaltedHashes
 from kvpool_connector.identity.naming import EngineInfo, EngineNames
 from kvpool_connector.records.messages import AdapterInfo, ModelInfo, WorkerInfo
 from kvpool_connector.records.values import CacheGroup
+from kvpool_engines import fingerprint
 
 SIZE = 2048
 

@@ -16,9 +16,8 @@ import kvpool
 from kvpool import ROOT, Cluster, Match, Member, Namespace, ReadStatus
 from kvpool.errors import MasterLost
 from kvpool.types import ServerStats
-from kvpool_connector import pool_thread, settings
+from kvpool_connector import settings
 from kvpool_connector.memory.block_memory import memory_of
-from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.records.messages import (
     GroupBlocks,
     LoadRequest,
@@ -30,6 +29,8 @@ from kvpool_connector.records.messages import (
 )
 from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
+from kvpool_engines import pool_thread
+from kvpool_engines.pool_thread import PoolThread
 from tests.conftest import keys
 from tests.support import raising
 from tests.support.local_pool import LocalPool

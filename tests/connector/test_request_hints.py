@@ -12,7 +12,7 @@ from kvpool.client.checks import check_session
 from kvpool_connector.hints.kv_hints import ACTIONS_MAX, RETAIN_S, read_envelope
 from kvpool_connector.hints.request_params import Asked, parse_request
 from kvpool_connector.records.values import RequestHints
-from kvpool_connector.session_names import GIVEN_MAX, child_name, in_tenant, session_name
+from kvpool_engines.session_names import GIVEN_MAX, child_name, in_tenant, session_name
 
 KEY = {"prompt_cache_key": "key"}
 CONTEXT = {"agentic_context": json.dumps({"session_id": "agent", "kv_retention_ttl_seconds": 60})}

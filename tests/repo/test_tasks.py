@@ -88,7 +88,7 @@ SHORT_LIVED = {
     "kvpool/tools/replay.py _play": _GROUP,
     "kvpool/tools/replay.py _while_alive": _GROUP,
     "transports/kvpool_transports/streams/server.py Sessions.start": "one connection ends with it",
-    "connector/kvpool_connector/pool_thread.py PoolThread._begin": "one save or load; `_connect` "
+    "connector/kvpool_engines/pool_thread.py PoolThread._begin": "one save or load; `_connect` "
     "catches all",
     "connector/kvpool_lmcache/adapter.py KVPoolL2Adapter._all": _GROUP,
 }
@@ -98,7 +98,7 @@ SHORT_LIVED = {
 THREADS = {
     "connector/kvpool_engines/engine_pool.py EnginePool.__init__": "it ends when it has "
     "connected, and says and tries again whatever went wrong before",
-    "connector/kvpool_connector/pool_thread.py PoolThread.__init__": "it runs a loop, for ever",
+    "connector/kvpool_engines/pool_thread.py PoolThread.__init__": "it runs a loop, for ever",
     "kvpool/huge_pages.py HugePageMapping.__init__": "pages that it does not touch are slower once",
     "kvpool/net/polled_links.py _PolledLink.begin": "one lookup of a name; it catches all",
     "kvpool/ops/engines.py read_engines": "its caller waits for so long, and says that",

@@ -16,7 +16,7 @@ from kvpool import KvpoolError, Namespace
 from kvpool.kv_events import EventForm, KVEvent, StoredEvent
 from kvpool.types import Presence
 from kvpool_connector.events.published_blocks import PublishedBlocks, Question
-from kvpool_connector.pool_thread import PoolThread
+from kvpool_engines.pool_thread import PoolThread
 
 _TIMEOUT_S: Final = 2.0
 #: Events that one step sends beside the engine's own: together they must stay below the 4,096 that

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 from kvpool_connector.hints.kv_hints import read_envelope
 from kvpool_connector.records.promises import PROMISE, PromisedBlocks, parse_promise
 from kvpool_connector.records.values import RequestHints
-from kvpool_connector.session_names import GIVEN_MAX, session_name
-from kvpool_connector.settings import nearest
+from kvpool_engines.session_names import GIVEN_MAX, session_name
+from kvpool_engines.settings import nearest
 
 #: Keys of vLLM's own connectors, for which a request with a MultiConnector may be meant, too.
 _OTHERS: Final = (

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint
 from typing import Final
 
-from kvpool_connector.identity.namespace import digest
+from kvpool_engines.namespace import digest
 
 #: Where vLLM's plug-ins register.
 PLUGINS: Final = ("vllm.general_plugins", "vllm.platform_plugins")

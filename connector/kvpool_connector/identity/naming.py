@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from kvpool.types import Namespace
-from kvpool_connector.identity import namespace
 from kvpool_connector.records.messages import WorkerInfo
 from kvpool_connector.records.provenance import BlockWriter
 from kvpool_connector.records.values import CacheGroup
+from kvpool_engines import namespace
 
 #: Infos that were sent before a reset have serials below those that it asks for, also if ranks have
 #: described their models in the meantime without being asked.

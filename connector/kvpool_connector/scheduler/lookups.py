@@ -16,10 +16,10 @@ from kvpool import KvpoolError, Match, MatchPoller, ReadStatus
 from kvpool.backoff import Backoff
 from kvpool_connector.identity.naming import EngineNames
 from kvpool_connector.plan.planner import Planner
-from kvpool_connector.pool_thread import START_WAIT_S
 from kvpool_connector.records.values import LookupRequest
 from kvpool_connector.scheduler.pool_messages import PoolMessages
 from kvpool_connector.scheduler.sharing_watch import LATE, NO_MASTER, NO_NAMESPACE, SILENT
+from kvpool_engines.pool_thread import START_WAIT_S
 
 #: After so many lookups in a row without an answer in time the pool is silent, for `_PAUSE_S` at
 #: least, doubled when the first lookup after it is late as well.

@@ -11,9 +11,9 @@ from typing import Final
 
 from kvpool import KvpoolError, Namespace, Pool, admin
 from kvpool_connector.plan.prefetching import PrefetchRequest
-from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.records.values import RequestHints
 from kvpool_connector.scheduler.sharing_watch import others_of_this_model
+from kvpool_engines.pool_thread import PoolThread
 
 #: Servers keep a waiting prompt's blocks for 120 s after its arrival, which is repeated in time.
 _ARRIVE_EVERY_S: Final = 60.0

@@ -20,7 +20,6 @@ from kvpool_connector.identity.naming import EngineInfo, EngineNames
 from kvpool_connector.plan.cost_model import StepTimer
 from kvpool_connector.plan.planner import Planner
 from kvpool_connector.plan.save_queue import SaveRun
-from kvpool_connector.pool_thread import START_WAIT_S, PoolThread
 from kvpool_connector.records.messages import StepWork, WorkerInfo, WorkerReport
 from kvpool_connector.records.promises import PromisedBlocks, promise_name
 from kvpool_connector.records.provenance import BlockWriter
@@ -31,9 +30,10 @@ from kvpool_connector.scheduler.lookups import Lookups
 from kvpool_connector.scheduler.pool_messages import PoolMessages
 from kvpool_connector.scheduler.scheduler_log import SchedulerLog
 from kvpool_connector.scheduler.sharing_watch import SharingWatch
-from kvpool_connector.session_names import in_tenant
 from kvpool_connector.settings import Settings
 from kvpool_connector.worker.ended_transfers import IDLE_S
+from kvpool_engines.pool_thread import START_WAIT_S, PoolThread
+from kvpool_engines.session_names import in_tenant
 
 #: Share of the engine's blocks that unfinished saves may keep from reuse: the rest is for prompts.
 _SAVE_SHARE_MAX: Final = 0.25

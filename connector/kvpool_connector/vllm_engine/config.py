@@ -10,7 +10,6 @@ import torch
 from kvpool import ConfigError
 from kvpool.kv_events import KVEvent, RemovedEvent, StoredEvent
 from kvpool_connector.form_choice import fields_of
-from kvpool_connector.identity import fingerprint, namespace
 from kvpool_connector.identity.naming import EngineInfo
 from kvpool_connector.memory.block_memory import BlockMemory, memory_of
 from kvpool_connector.memory.kv_layout import UnsupportedLayout
@@ -29,6 +28,7 @@ from kvpool_connector.vllm_engine.interface import (
     kv_cache_utils,
 )
 from kvpool_connector.worker.worker import Rank
+from kvpool_engines import fingerprint, namespace
 
 
 def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> EngineInfo:

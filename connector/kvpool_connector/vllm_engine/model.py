@@ -9,10 +9,11 @@ from typing import Any, Final
 
 import torch
 
-from kvpool_connector.identity import fingerprint, kv_shape, namespace
+from kvpool_connector.identity import kv_shape
 from kvpool_connector.records.messages import ModelInfo
 from kvpool_connector.vllm_engine.head_split import HeadSplit, why_undivided
 from kvpool_connector.vllm_engine.interface import LAYERWISE_INFO
+from kvpool_engines import fingerprint, namespace
 
 #: Tensors that every tensor parallel rank has as a whole.
 _UNDIVIDED: Final = re.compile(r"norm\.|layernorm\.|cos_sin_cache")

@@ -17,7 +17,6 @@ from kvpool_connector.hints.request_params import OWN, Asked, Mistakes, parse_re
 from kvpool_connector.hook_guard import FailureLog, Fuse, Owed
 from kvpool_connector.identity.adapters import Adapter, salted
 from kvpool_connector.identity.naming import EngineInfo
-from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.records.messages import StepWork, WorkerReport
 from kvpool_connector.records.promises import PROMISE
 from kvpool_connector.records.values import ScheduledRequest
@@ -28,6 +27,7 @@ from kvpool_connector.vllm_engine.config import events_of, vllm_event
 from kvpool_connector.vllm_engine.interface import kv_cache_utils
 from kvpool_connector.vllm_engine.replaced import named_by_client
 from kvpool_connector.vllm_engine.stats import DESCRIPTION
+from kvpool_engines.pool_thread import PoolThread
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 

@@ -19,7 +19,6 @@ from kvpool_connector.form_choice import form_of
 from kvpool_connector.hook_guard import FailureLog
 from kvpool_connector.memory.block_memory import READS_MAX, WRITES_MAX, BlockMemory
 from kvpool_connector.memory.load_rounds import LOOK_TIMEOUT_S, LoadRounds, Span
-from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.records.messages import (
     AdapterKey,
     GroupBlocks,
@@ -38,6 +37,7 @@ from kvpool_connector.settings import Settings
 from kvpool_connector.worker.ended_transfers import EndedTransfers, FinishedTransfers
 from kvpool_connector.worker.rank_model import ModelInMemory, RankModel
 from kvpool_connector.worker.worker_checks import CANCEL_AFTER_S, TransferContext, WorkerChecks
+from kvpool_engines.pool_thread import PoolThread
 
 _CLOSE_S: Final = 5.0
 #: A save without an acknowledgement releases the engine's blocks after so long.

@@ -12,7 +12,7 @@ logging.basicConfig()  # as trainers do that have an engine in their process
 from vllm.config.logging import LoggingConfig
 from vllm.logger import configure_logging
 from kvpool import logs
-from kvpool_connector import client_log
+from kvpool_engines import client_log
 from kvpool_connector.vllm_engine import engine_log
 configure_logging(LoggingConfig())
 client_log.hand_on(engine_log.logger)

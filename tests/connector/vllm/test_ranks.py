@@ -20,12 +20,12 @@ from vllm.v1.request import RequestStatus
 
 from kvpool_connector import settings as settings_module
 from kvpool_connector.memory.block_memory import memory_of
-from kvpool_connector.pool_thread import PoolThread
 from kvpool_connector.records.messages import StepWork
 from kvpool_connector.vllm import ReportMetadata
 from kvpool_connector.vllm_engine.head_split import HeadSplit, head_split
 from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
+from kvpool_engines.pool_thread import PoolThread
 from tests.connector.vllm.helpers import Models, transfer
 from tests.connector.vllm.test_scheduler import BLOCK, BLOCKS, Played
 from tests.support.local_pool import LocalPool

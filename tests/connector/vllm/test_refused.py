@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kvpool import ConfigError
 from kvpool_connector import settings
-from kvpool_connector.identity import namespace
 from kvpool_connector.vllm_engine.config import engine_of
+from kvpool_engines import namespace
 from tests.connector.vllm.helpers import Models, transfer
 
 BLOCK = 32
