@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool import ConfigError
-from kvpool_connector.codecs.checks import Sample, encoded, like_kv
-from kvpool_connector.codecs.codec import Codec, Flat, codec_of
-from kvpool_connector.codecs.lossless import Lossless
-from kvpool_connector.memory.comparison import LayerBytes
+from kvpool_codecs.checks import Sample, encoded, like_kv
+from kvpool_codecs.codec import Codec, Flat, codec_of
+from kvpool_codecs.lossless import Lossless
+from kvpool_engines.comparison import LayerBytes
 
 _ROUNDS: Final = 7
 _TOKENS: Final = 16

@@ -1,17 +1,22 @@
-"""The joint of `codecs`: without that folder, or a codec, blocks are stored as they are."""
+"""The joint of `kvpool_codecs`: without it, or a codec, blocks are stored as they are."""
 
 from __future__ import annotations
 
-from kvpool_connector.memory.block_form import BlockForm, PlainForm
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvpool_connector.memory.block_form import BlockForm
 
 
 def form_of(codec: str) -> BlockForm:
     """The form that the setting `codec` asks for. Raises ConfigError."""
-    if not codec:
-        return PlainForm()
-    from kvpool_connector.codecs.coded_form import CodedForm
+    from kvpool_connector.memory.block_form import BlockForm  # settings are read without torch
 
-    return CodedForm(codec)
+    if not codec:
+        return BlockForm()
+    from kvpool_codecs.coder import Coder
+
+    return BlockForm(Coder(codec))
 
 
 def fields_of(codec: str) -> dict[str, str]:
@@ -19,6 +24,6 @@ def fields_of(codec: str) -> dict[str, str]:
     nothing with this one. Raises ConfigError."""
     if not codec:
         return {}
-    from kvpool_connector.codecs.codec import codec_of, full_name
+    from kvpool_codecs.codec import codec_of, full_name
 
     return {"codec": full_name(codec_of(codec))}

@@ -10,11 +10,11 @@ import pytest
 
 from kvpool import ConfigError
 from kvpool.testing import ConformanceError
-from kvpool_connector.codecs.checks import CODEC_CHECKS, MakeCodec, Sample, like_kv
-from kvpool_connector.codecs.codec import BadEncoding, Codec, Flat, codec_of, full_name
-from kvpool_connector.codecs.coded_tail import TAIL_BYTES, CodedTail, opened
-from kvpool_connector.codecs.lossless import Lossless
-from kvpool_connector.memory.comparison import LayerBytes
+from kvpool_codecs.checks import CODEC_CHECKS, MakeCodec, Sample, like_kv
+from kvpool_codecs.codec import BadEncoding, Codec, Flat, codec_of, full_name
+from kvpool_codecs.coded_tail import TAIL_BYTES, CodedTail, opened
+from kvpool_codecs.lossless import Lossless
+from kvpool_engines.comparison import LayerBytes
 
 KV = Sample.of("like KV", like_kv(0), "bfloat16")
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from kvpool import ConfigError, WriteStatus
+from kvpool_codecs import coder
+from kvpool_codecs.checks import Sample, like_kv
+from kvpool_codecs.codec import codec_id
+from kvpool_codecs.coded_tail import TAIL_BYTES, CodedTail, content_of
+from kvpool_codecs.coder import Coder
+from kvpool_codecs.lossless import Lossless
+from kvpool_codecs.payoff import Payoff
 from kvpool_connector import settings
-from kvpool_connector.codecs import coded_form
-from kvpool_connector.codecs.checks import Sample, like_kv
-from kvpool_connector.codecs.codec import codec_id
-from kvpool_connector.codecs.coded_form import CodedForm
-from kvpool_connector.codecs.coded_tail import TAIL_BYTES, CodedTail, content_of
-from kvpool_connector.codecs.lossless import Lossless
-from kvpool_connector.codecs.payoff import Payoff
-from kvpool_connector.form_choice import fields_of
+from kvpool_connector.form_choice import fields_of, form_of
 from kvpool_connector.memory.block_memory import DirectBlockMemory, memory_of
 from kvpool_connector.records.provenance import MARK_BYTES, BlockWriter
 from tests.conftest import keys
@@ -39,7 +39,7 @@ MARK: Final = BlockWriter(b"w" * 8, "somebody").mark()
 def _with_every_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compressor is not what is tested."""
     both = (lambda data: zlib.compress(data, 1), unpacked)
-    monkeypatch.setattr("kvpool_connector.codecs.lossless._zstd", lambda: both)
+    monkeypatch.setattr("kvpool_codecs.lossless._zstd", lambda: both)
 
 
 def coded(start: Start, codec: str = "lossless", **options: Any) -> Engine:
@@ -208,8 +208,8 @@ async def test_a_cancelled_load_waits_for_the_block_that_is_decoded() -> None:
         go.wait(5)
         ran.append(number)
 
-    jobs = [coded_form.coders().submit(work, number) for number in range(20)]
-    waiting = asyncio.create_task(coded_form._done(jobs))
+    jobs = [coder.coders().submit(work, number) for number in range(20)]
+    waiting = asyncio.create_task(coder._done(jobs))
     await asyncio.to_thread(began.wait, 5)
     for _ in range(2):
         waiting.cancel()
@@ -218,7 +218,7 @@ async def test_a_cancelled_load_waits_for_the_block_that_is_decoded() -> None:
     go.set()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert len(ran) <= coded_form.coders()._max_workers
+    assert len(ran) <= coder.coders()._max_workers
     assert all(job.done() for job in jobs)
 
 
@@ -226,21 +226,20 @@ async def test_a_codec_that_is_broken_costs_no_block(monkeypatch: pytest.MonkeyP
     def fails(*arguments: Any) -> bytes:
         raise MemoryError
 
-    form = CodedForm("lossless")
+    form = Coder("lossless")
     memory = memory_of({"layer": torch.ones(4, 64, dtype=torch.bfloat16)})
     monkeypatch.setattr(Lossless, "encode", fails)
     async with memory.source([1], None) as source:
-        rows = await form.to_write(memory, source, MARK)
-    stored = b"".join(rows.memory[0])  # type: ignore[arg-type]
+        stored = b"".join(await form.encoded([memoryview(source[0][0])], memory.layers))
     assert stored[:128] == torch.ones(64, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
     assert form.take_counters()["coded_blocks not encodable"] == 1
     assert form.take_counters() == {}
 
 
 def test_what_waits_for_a_write_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_connector.codecs.coded_form.STAGING_BYTES", 1024)
+    monkeypatch.setattr("kvpool_connector.memory.block_form.STAGING_BYTES", 1024)
     memory = memory_of({"layer": torch.ones(4, 64, dtype=torch.bfloat16)})
-    [memory] = CodedForm("lossless").memories([memory])
+    [memory] = form_of("lossless").memories([memory])
     assert memory.blocks_per_transfer == 8
 
 
@@ -250,7 +249,7 @@ def test_what_a_codec_cannot_take_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="device_path must be staged"):
         settings.parse({"codec": "lossless", "device_path": "direct"})
     with pytest.raises(ConfigError, match="host"):
-        CodedForm("lossless").memories([DirectBlockMemory.__new__(DirectBlockMemory)])
+        form_of("lossless").memories([DirectBlockMemory.__new__(DirectBlockMemory)])
     with pytest.raises(ConfigError, match="'lookup_timeout_s' is gone"):
         settings.parse({"lookup_timeout_s": 1})
 
@@ -275,28 +274,28 @@ def test_coding_pays_where_its_time_is_less_than_that_of_the_bytes_it_saves(
     assert payoff.pays(), "nobody knows yet"
     for size in (MIB, 4 * MIB, 16 * MIB):
         payoff.on_encoded(size, int(size * share), size / coding)
-        payoff.on_written(size, 0.001 + size / way)
+        payoff.writes.observe(size, 0.001 + size / way)
     assert payoff.pays() is pays
     for size in (MIB, 4 * MIB, 16 * MIB):
-        payoff.on_decoded(size, size / coding)
-        payoff.on_read(size, 0.001 + size / way)
+        payoff.decoding.observe(size, size / coding)
+        payoff.reads.observe(size, 0.001 + size / way)
     assert payoff.pays() is pays
 
 
 def test_a_codec_that_does_not_pay_is_tried_again_now_and_then() -> None:
     payoff = Payoff()
     payoff.on_encoded(MIB, MIB // 2, 1.0)
-    payoff.on_written(MIB, 0.001)
+    payoff.writes.observe(MIB, 0.001)
     assert sum(payoff.codes() for _ in range(640)) == 10
     for _ in range(9):  # the link has become slow
-        payoff.on_written(MIB, 30.0)
+        payoff.writes.observe(MIB, 30.0)
     assert payoff.codes()
 
 
 def test_slow_reads_make_it_pay_also_where_writes_are_fast() -> None:
     payoff = Payoff()
     payoff.on_encoded(MIB, MIB // 2, 0.01)
-    payoff.on_written(MIB, 0.001)
+    payoff.writes.observe(MIB, 0.001)
     assert not payoff.pays()
-    payoff.on_read(MIB, 1.0)
+    payoff.reads.observe(MIB, 1.0)
     assert payoff.pays()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool_connector.memory.comparison import TOLERANCES, LayerBytes, difference, segments, spread
+from kvpool_engines.comparison import TOLERANCES, LayerBytes, difference, segments, spread
 
 DTYPES = sorted(TOLERANCES)
 

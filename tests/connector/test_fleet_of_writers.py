@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kvpool_connector.memory.comparison import TOLERANCES, difference
 from kvpool_connector.plan.known_writers import KnownWriters
 from kvpool_connector.records.provenance import BlockWriter
 from kvpool_connector.settings import parse
+from kvpool_engines.comparison import TOLERANCES, difference
 from tests.connector.test_comparison import data
 
 #: Loads of blocks of each other engine, by each engine.

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from kvpool_connector.memory.block_form import PlainRows
+from kvpool import Namespace, ReadStatus, WriteStatus
+from kvpool.types import ReadResult
+from kvpool_connector.memory.block_form import BlockForm
 from kvpool_connector.records.provenance import MARK_BYTES, UNKNOWN, BlockWriter, writer_of
 
 
@@ -33,18 +39,31 @@ def test_what_is_no_mark_is_of_nobody_that_is_known(data: bytes) -> None:
     assert writer_of(data) == UNKNOWN
 
 
+class OneBlockPool:
+    """What was written is what is read."""
+
+    rows: tuple[Any, ...] = ()
+
+    async def write(self, name: Namespace, digests: Any, rows: Any, **_: Any) -> list[WriteStatus]:
+        self.rows = tuple(b"".join(map(bytes, row)) for row in rows)
+        return [WriteStatus.STORED] * len(rows)
+
+    async def read(self, name: Namespace, digests: Any, rows: Any, **_: Any) -> list[ReadResult]:
+        for row, stored in zip(rows, self.rows, strict=True):
+            for piece in row:
+                piece[:], stored = stored[: len(piece)], stored[len(piece) :]
+            assert not stored
+        return [ReadResult(ReadStatus.HIT, len(stored)) for stored in self.rows]
+
+
 async def test_room_for_a_mark_follows_a_block_in_one_or_several_pieces() -> None:
-    writer = BlockWriter.new()
-    source = await PlainRows.of(
-        [memoryview(b"one"), [memoryview(b"t"), memoryview(b"wo")]], 3, writer.mark()
+    writer, pool, form = BlockWriter.new(), OneBlockPool(), BlockForm()
+    at: Any = (pool, Namespace("a"), SimpleNamespace(block_bytes=3, parts=1), [b"1", b"2"])
+    await form.write(
+        *at, [memoryview(b"one"), [memoryview(b"t"), memoryview(b"wo")]], writer.mark()
     )
-    target = await PlainRows.of([memoryview(bytearray(3)), [memoryview(bytearray(3))]], 3)
-    for ours, theirs in zip(source.memory, target.memory, strict=True):
-        assert isinstance(ours, list)
-        assert isinstance(theirs, list)
-        stored = b"".join(bytes(piece) for piece in ours)  # type: ignore[arg-type]
-        for piece in theirs:
-            piece[:] = stored[: len(piece)]  # type: ignore[index, arg-type]
-            stored = stored[len(piece) :]  # type: ignore[arg-type]
-        assert not stored
-    assert await target.writers() == [writer, writer]
+    whole, first, rest = bytearray(3), bytearray(2), bytearray(1)
+    into = [[memoryview(first), memoryview(rest)], memoryview(whole)]
+    found = await form.read(*at, into, part=0, match=None, until=math.inf)
+    assert found == [("", writer), ("", writer)]
+    assert (first, rest, whole) == (b"on", b"e", b"two")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvpool.types import Match, ReadStatus, Replica, Run
-from kvpool_connector.memory.block_form import PlainForm
+from kvpool_connector.memory.block_form import BlockForm
 from kvpool_connector.plan.known_writers import WRITERS_MAX, KnownWriters
 from kvpool_connector.plan.verifier import Verifier
 from kvpool_connector.records.messages import Mismatch, VerifyRequest, VerifyResult
@@ -397,7 +397,7 @@ def test_what_a_codec_may_change_is_no_mismatch(
     start: Start, monkeypatch: pytest.MonkeyPatch, seed: int, of_codec: float, found: str
 ) -> None:
     """A lossy codec says how much. That comes on top of rounding, and hides no other model."""
-    monkeypatch.setattr(PlainForm, "tolerance", of_codec)
+    monkeypatch.setattr(BlockForm, "tolerance", of_codec)
     writer, reader = start(seed=seed, noise=0.2), start(verify_rate=1.0)
     hashes = keys(f"coded {seed} {of_codec}", 4)
     writer.serve("w", hashes)

@@ -36,6 +36,7 @@ _PACKAGES: Final = (
     "transports/kvpool_transports",
     "tiers/kvpool_tiers",
     "connector/kvpool_agents",
+    "connector/kvpool_codecs",
     "connector/kvpool_connector",
     "connector/kvpool_engines",
 )

@@ -16,6 +16,7 @@ PLUGINS = (
     "kvpool_transports",
     "kvpool_tiers",
     "kvpool_agents",
+    "kvpool_codecs",
     "kvpool_connector",
     "kvpool_engines",
     "kvpool_lmcache",

@@ -24,6 +24,7 @@ PACKAGES = (
     "kvpool_transports",
     "kvpool_tiers",
     "kvpool_agents",
+    "kvpool_codecs",
     "kvpool_connector",
     "kvpool_engines",
     "kvpool_lmcache",

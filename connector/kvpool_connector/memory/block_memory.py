@@ -20,7 +20,6 @@ import torch
 from kvpool import ConfigError
 from kvpool.device.thread import DeviceThread, reached
 from kvpool.types import DIRECT_PIECES_MAX, DeviceRows, Memory
-from kvpool_connector.memory.comparison import LayerBytes
 from kvpool_connector.memory.kv_layout import (
     LayerSlice,
     LayerView,
@@ -33,6 +32,7 @@ from kvpool_connector.memory.kv_layout import (
     slice_runs,
     windows,
 )
+from kvpool_engines.comparison import LayerBytes
 
 #: Page-locked host memory of one transfer; the worker splits larger ones.
 STAGING_BYTES: Final = 32 << 20

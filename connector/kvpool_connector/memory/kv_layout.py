@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvpool_connector.memory.comparison import LayerBytes
+from kvpool_engines.comparison import LayerBytes
 
 #: Pieces of one block. More means that its bytes are scattered in crumbs: copying those would be
 #: slower than computing them.

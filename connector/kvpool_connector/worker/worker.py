@@ -249,16 +249,13 @@ class ConnectorWorker:
         memory = self._memory[blocks.group]
         ids, after = blocks.block_ids[first:last], context.events[blocks.group]
         async with self._load_slots, memory.target(ids, after, part) as target:
-            rows = await self._checks.form.to_read(memory, target)
-            results = await pool.read(
-                context.namespaces[blocks.group],
-                blocks.digests[first:last],
-                rows.memory,
+            found = await self._checks.form.read(
+                *(pool, context.namespaces[blocks.group], memory),
+                *(blocks.digests[first:last], target),
                 part=self._rank.part + part,
                 match=match,
-                timeout=max(0.0, until - time.monotonic()),
+                until=until,
             )
-            found = await rows.found(results, until)
         read_ids, wrong = set(), []
         for digest, block, (problem, writer) in zip(
             blocks.digests[first:last], ids, found, strict=True
@@ -337,11 +334,9 @@ class ConnectorWorker:
             ids = blocks.block_ids[first : first + memory.blocks_per_transfer]
             after = context.events[blocks.group]
             async with self._checks.slots, memory.source(ids, after, part) as source:
-                rows = await self._checks.form.to_write(memory, source, context.mark)
-                written = await pool.write(
-                    context.namespaces[blocks.group],
-                    digests,
-                    rows.memory,
+                statuses += await self._checks.form.write(
+                    *(pool, context.namespaces[blocks.group], memory),
+                    *(digests, source, context.mark),
                     parents=blocks.parents[first : first + memory.blocks_per_transfer],
                     part=self._rank.part + part,
                     copies=self._settings.copies,
@@ -349,7 +344,6 @@ class ConnectorWorker:
                     resume_in=save.resume_in_s,
                     timeout=_SAVE_TIMEOUT_S,
                 )
-            statuses += rows.written(written)
         return statuses
 
     async def _probe(self, probe: ProbeRequest, context: TransferContext) -> None:

@@ -15,7 +15,6 @@ from kvpool import ROOT, KvpoolError, Namespace, Pool, WriteStatus
 from kvpool.types import Memory
 from kvpool_connector.memory.block_form import BlockForm
 from kvpool_connector.memory.block_memory import BlockMemory
-from kvpool_connector.memory.comparison import TOLERANCES, difference, segments, spread
 from kvpool_connector.records.messages import (
     GroupBlocks,
     Mismatch,
@@ -25,6 +24,7 @@ from kvpool_connector.records.messages import (
     VerifyResult,
 )
 from kvpool_connector.records.provenance import UNKNOWN, BlockWriter, writer_of
+from kvpool_engines.comparison import TOLERANCES, difference, segments, spread
 
 #: A transfer that the pool's client did not end by its deadline is cancelled so much later.
 CANCEL_AFTER_S: Final = 1.0
@@ -78,16 +78,13 @@ class WorkerChecks:
                     part_bytes = memory.block_bytes // memory.parts
                     scratch: list[Memory] = [bytearray(part_bytes) for _ in blocks.digests]
                     for part in range(memory.parts):
-                        rows = await self.form.to_read(memory, scratch)
-                        results = await pool.read(
-                            context.namespaces[blocks.group],
-                            blocks.digests,
-                            rows.memory,
+                        found = await self.form.read(
+                            *(pool, context.namespaces[blocks.group], memory),
+                            *(blocks.digests, scratch),
                             part=self.part + part,
                             match=blocks.match,
-                            timeout=probe.timeout_s,
+                            until=began + probe.timeout_s,
                         )
-                        found = await rows.found(results, began + probe.timeout_s)
                         size += sum(part_bytes for one in found if not one.problem)
         except (KvpoolError, TimeoutError):
             pass
@@ -217,17 +214,12 @@ class _Comparison:
         stored = bytearray(size)
         match = blocks.match.of(place, place + 1) if blocks.match is not None else None
         async with checks.slots:
-            until = time.monotonic() + self._timeout_s
-            rows = await checks.form.to_read(memory, [stored])
-            read = await self._pool.read(
-                self._context.namespaces[blocks.group],
-                [digest],
-                rows.memory,
+            [(problem, writer)] = await checks.form.read(
+                *(self._pool, self._context.namespaces[blocks.group], memory, [digest], [stored]),
                 part=checks.part + part,
                 match=match,
-                timeout=self._timeout_s,
+                until=time.monotonic() + self._timeout_s,
             )
-            [(problem, writer)] = await rows.found(read, until)
             if problem:
                 return None
             pieces = await memory.host_source(block, self._context.events[blocks.group], part)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import ConfigError
-from kvpool_connector.codecs.codec import BadEncoding, Flat, check_size
-from kvpool_connector.memory.comparison import LayerBytes
+from kvpool_codecs.codec import BadEncoding, Flat, check_size
+from kvpool_engines.comparison import LayerBytes
 
 #: Of a plane, how much is tried first; one whose beginning gets no smaller than this is not tried.
 _TRIED_BYTES: Final = 16 << 10

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvpool_connector.codecs.codec import BadEncoding, Flat
+from kvpool_codecs.codec import BadEncoding, Flat
 
 #: A magic word, whether it is encoded, the block's size, the codec, a hash of the decoded bytes.
 _FORM: Final = struct.Struct("<4sB3xQ8s8s")

@@ -20,8 +20,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from kvpool.testing import ConformanceError
-from kvpool_connector.codecs.codec import BadEncoding, Codec, Flat
-from kvpool_connector.memory.comparison import LayerBytes, difference, segments
+from kvpool_codecs.codec import BadEncoding, Codec, Flat
+from kvpool_engines.comparison import LayerBytes, difference, segments
 
 MakeCodec: TypeAlias = Callable[[], Codec]
 Check: TypeAlias = Callable[[MakeCodec], None]

@@ -14,14 +14,14 @@ from importlib.metadata import entry_points
 from typing import Any, Final, Protocol, TypeAlias
 
 from kvpool import ConfigError
-from kvpool_connector.memory.comparison import LayerBytes
+from kvpool_engines.comparison import LayerBytes
 
 #: Bytes that lie in one piece.
 Flat: TypeAlias = bytes | bytearray | memoryview
 
 GROUP: Final = "kvpool.codecs"
 #: Those that come with the connector.
-_OWN: Final = {"lossless": "kvpool_connector.codecs.lossless:Lossless"}
+_OWN: Final = {"lossless": "kvpool_codecs.lossless:Lossless"}
 
 
 class BadEncoding(ValueError):
