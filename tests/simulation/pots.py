@@ -170,7 +170,8 @@ def play_names(seed: int) -> str:
 
 
 def play_turns(seed: int) -> str:
-    """A peer that is frozen, or slow, costs no other its turns and its speed."""
+    """A peer that is frozen, or slow, costs no other its turns and its speed; nor does a tenant
+    that fetches from many peers."""
     return SimLoop(random.Random(seed), 0.0).run(_turns(seed))  # type: ignore[abstract]
 
 
@@ -181,29 +182,34 @@ async def _turns(seed: int) -> str:
     late: list[float] = []
     over = False
 
-    async def transfer(peer: str, seconds: float) -> None:
+    greedy = chance.random() < 0.5  # then many peers are frozen, and all are asked by one tenant
+
+    async def transfer(peer: str, seconds: float, tenant: str = "") -> None:
         began = loop.time()
-        await turns.acquire(peer)
-        if peer != "frozen" and loop.time() - began > slow_s / 2:
+        await turns.acquire(peer, tenant)
+        if not peer.startswith("frozen") and loop.time() - began > slow_s / 2:
             late.append(loop.time())
         try:
             await asyncio.sleep(seconds)
             budget.end(0.0, 1 << 20, 1 << 20, seconds)
         finally:
-            turns.release(peer)
+            turns.release(peer, tenant)
             if over:  # whose turn has just come, perhaps
                 for one in chance.sample(waiting, len(waiting) // 8):
                     one.cancel()
 
     def freeze(count: int) -> list[asyncio.Task[None]]:
-        return [asyncio.ensure_future(transfer("frozen", slow_s)) for _ in range(count)]
+        frozen = [("frozen", slow_s)] * count
+        if greedy:
+            frozen = [(f"frozen-{n % 8}", slow_s, GREEDY) for n in range(count)]
+        return [asyncio.ensure_future(transfer(*one)) for one in frozen]
 
     waiting = freeze(chance.choice([3, 30]))
     await asyncio.sleep(0.001)
 
     async def user(peer: str) -> None:
         for _ in range(40):
-            await transfer(peer, 0.05)
+            await transfer(peer, 0.05, peer if greedy else "")
             await asyncio.sleep(chance.choice([0.0, 0.02, 0.3]))
             waiting.extend(freeze(chance.choice([0, 1, 10])))
 
@@ -214,8 +220,8 @@ async def _turns(seed: int) -> str:
         return f"fetches: {budget.rate:.0f} bytes a second, since one peer is slow"
     over = True
     await asyncio.gather(*waiting, return_exceptions=True)
-    if turns._shares.used:
-        return f"turns: {turns._shares.used} places are held, and nothing runs"
+    if held := turns._shares.used + turns._tenants.used:
+        return f"turns: {held} places are held, and nothing runs"
     return ""
 
 

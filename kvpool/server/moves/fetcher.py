@@ -134,7 +134,7 @@ class FetchCall:
 
 class Fetcher:
     """All that a server does with other servers' blocks. At most `_TRANSFERS_MAX` steps run at a
-    time, half of them from one server."""
+    time, half of them from one server, three for one tenant."""
 
     def __init__(self, context: ServerContext, peers: PeerServers) -> None:
         self._context = context
@@ -209,7 +209,7 @@ class Fetcher:
                 try:
                     again = await self._step(call, step, channel, price_s)
                 finally:
-                    self._transfers.release(call.source)
+                    self._transfers.release(call.source, call.tenant)
                 waiting[:0] = again
                 if len(again) == len(step):  # a pause, because two such calls wake each other
                     await self._context.wait_for_space(call.until)
@@ -259,24 +259,24 @@ class Fetcher:
             if not guard.wait_s(tenant, _now()):
                 guard.begin(tenant, size, _now())
                 return self.budget.begin(size, _now())
-            self._transfers.release(call.source)  # another call of the tenant was first
+            self._transfers.release(call.source, call.tenant)  # another call of the tenant was first
 
     async def _place_and_budget(self, call: FetchCall) -> bool:
         """Whether the call has a place among the transfers now, while the budget allows one more;
         not if its time is over."""
         try:
             async with asyncio.timeout_at(call.until):
-                await self._transfers.acquire(call.source)
+                await self._transfers.acquire(call.source, call.tenant)
         except TimeoutError:
             return False
         try:
             while (wait_s := self.budget.wait_s(_now())) > 0:
                 if _now() + wait_s >= call.until:
-                    self._transfers.release(call.source)
+                    self._transfers.release(call.source, call.tenant)
                     return False
                 await asyncio.sleep(max(wait_s, _TURN_MIN_S))
         except BaseException:
-            self._transfers.release(call.source)
+            self._transfers.release(call.source, call.tenant)
             raise
         return True
 

@@ -67,3 +67,22 @@ async def test_one_place_is_for_whoever_comes_first() -> None:
     turns.release("b")
     await asyncio.sleep(0)
     assert have(tasks) == [True, True, True]
+
+
+async def test_a_tenant_that_asks_many_peers_leaves_places_for_others() -> None:
+    turns = Turns(4)
+    greedy = [asyncio.create_task(turns.acquire(peer, "acme")) for peer in "abcd"]
+    await asyncio.sleep(0)
+    assert have(greedy) == [True, True, True, False]
+    names = (("e", "globex"), ("f", "hooli"))
+    modest = [asyncio.create_task(turns.acquire(*one)) for one in names]
+    await asyncio.sleep(0)
+    assert have(modest) == [True, False]
+    turns.release("a", "acme")
+    await asyncio.sleep(0)
+    assert (have(greedy)[3], have(modest)) == (False, [True, True]), "who has least is next"
+    greedy[3].cancel()
+
+
+async def test_the_pool_itself_may_have_every_place() -> None:
+    assert have(await started(Turns(4), "a", "b", "c", "d")) == [True] * 4
