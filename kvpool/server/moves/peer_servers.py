@@ -172,14 +172,17 @@ class PeerServers:
     ) -> _Kept:
         problem = "it has no transport in common with this server"
         for number, (transport, address) in enumerate(paths):
+            # One that hangs leaves as much time to the others.
+            now, last = _now(), number == len(paths) - 1
+            until = deadline if last else (now + deadline) / 2
             try:
                 channel = await transport.connect(
-                    address, cluster=self._cluster, client=self.server, deadline=deadline
+                    address, cluster=self._cluster, client=self.server, deadline=until
                 )
                 return _Kept(epoch, channel, paths[:number], _now() + _IDLE_S)
-            except DeadlineExceeded:
-                raise
             except (Unavailable, PeerError, Overloaded, ConfigError, OSError) as error:
+                if last and isinstance(error, DeadlineExceeded):
+                    raise
                 problem = str(error)
         raise ServerLost(f"server {server!r}: {problem}")
 

@@ -130,6 +130,32 @@ async def test_while_a_better_path_fails_the_worse_one_is_used(
         assert await removals.remove(worse, NAMESPACE, keys("none", 1), deadline=until) == [False]
 
 
+async def test_a_first_path_that_hangs_leaves_time_for_the_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with dev.serve("16MiB", servers=2, listen=("shm://", "tcp://127.0.0.1:0")) as running:
+        peers, name = moves_of(running.servers[0]).peers, running.servers[1].server
+        loop = asyncio.get_running_loop()
+
+        async def hang(*_: object, deadline: float, **__: object) -> None:
+            await asyncio.sleep(deadline - loop.time())
+            raise DeadlineExceeded("it hangs")
+
+        for scheme in ("shm", "tcp"):
+            monkeypatch.setattr(type(peers._transports[scheme]), "connect", hang)
+            began = loop.time()
+            if scheme == "tcp":
+                peers.failed(name, channel)
+                with pytest.raises(DeadlineExceeded):
+                    await peers.channel(name, began + 0.2)
+                continue
+            channel = await peers.channel(name, began + 1.0)
+            assert 0.4 <= loop.time() - began < 0.9
+            assert await removals.remove(
+                channel, NAMESPACE, keys("none", 1), deadline=began + 5
+            ) == [False]
+
+
 async def test_masters_are_left_although_no_other_server_was_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
