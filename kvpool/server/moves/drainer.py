@@ -74,6 +74,7 @@ class Drainer:
                 self._limit.reschedule(self._deadline)
             return
         self._keeps_file = back_in_s > 0 and self._durable
+        self._limit = None  # that of one that was cancelled cannot be moved any more
         self._state = MoveStatus.IN_PROGRESS
         self._context.draining = True
         self._planner = DrainPlanner(self._store, self._stays)
@@ -83,14 +84,14 @@ class Drainer:
     async def cancel(self) -> None:
         """Stay: take writes again. Copies that others have made already remain theirs."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
         if self._state is not None:
             log.warning("drain is cancelled", moved_blocks=self._planner.handed.moved_blocks)
             self._state = None
             self._context.draining = False
             self._tell_masters()
+        if task is not None:  # last: a drain that begins while this one ends is another one
+            task.cancel()
+            await asyncio.wait([task])
 
     async def wait(self) -> DrainReport:
         """Until it is over; the result."""

@@ -307,6 +307,39 @@ async def test_a_drain_that_is_cancelled_leaves_an_ordinary_server() -> None:
         await assert_readable(pool, blocks)
 
 
+@pytest.mark.parametrize("canceller", ["waits", "is gone", "has its answer"])
+async def test_a_drain_that_begins_when_another_one_is_cancelled_goes_on(canceller: str) -> None:
+    async with movers(servers=2) as running, running.pool() as pool:
+        leaving, other = running.servers
+        await put(pool, leaving, keys("block", 20), apart=True)
+        drainer = moves_of(leaving).drainer
+        real_pass, waits = drainer._pass, asyncio.Event()
+
+        async def ends_slowly() -> bool:
+            try:
+                waits.set()
+                return await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)
+
+        drainer._pass = ends_slowly  # type: ignore[method-assign]
+        drainer.begin(30.0)
+        await waits.wait()
+        cancelling = asyncio.create_task(drainer.cancel())
+        await asyncio.sleep(0.01)
+        drainer._pass = real_pass  # type: ignore[method-assign]
+        if canceller == "is gone":
+            cancelling.cancel()
+        if canceller != "waits":
+            await asyncio.wait([cancelling])
+        drainer.begin(60.0)
+        drainer.begin(30.0)  # the deadline of the second one, and not of the one that ends
+        await asyncio.wait([cancelling])
+        assert (await drainer.wait()).state is MoveStatus.DONE
+        assert other.store.index.stored == 20
+        assert leaving._context.draining
+
+
 @pytest.mark.parametrize("how", ["a request", "a stop"])
 async def test_a_server_that_comes_back_with_its_file_keeps_what_is_in_it(
     tmp_path: Path, how: str
