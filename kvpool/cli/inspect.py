@@ -28,7 +28,6 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config, cluster_of
 from kvpool.errors import ConfigError
-from kvpool.tenant_names import marker_of
 from kvpool.types import (
     OTHERS,
     Cluster,
@@ -160,8 +159,6 @@ def explain(
         wanted = Namespace(namespace, parts)
         async with await open_pool(settings) as pool:
             found = await admin(pool).explain(wanted, digests, timeout=QUERY_S)
-            own = marker_of(cluster_of(settings).tenant)  # a tenant writes its names without it
-            found = [one._replace(text=one.text.replace(own, "")) for one in found]
             gone = [one.key.digest for one in found if one.status in _GONE]
             evicted = any(one.status is ReadStatus.EVICTED for one in found)
             members = await pool.members(timeout=QUERY_S) if evicted and not as_json else []

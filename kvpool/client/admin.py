@@ -12,6 +12,7 @@ from kvpool.client.context import TIMEOUT_S_MAX
 from kvpool.client.pool import Pool
 from kvpool.errors import BadKey, BadMessage, MasterLost, UsageError
 from kvpool.protocols import Channel, WriteOptions
+from kvpool.tenant_names import marker_of
 from kvpool.types import (
     ROOT,
     Buffer,
@@ -110,9 +111,11 @@ class Admin:
         answers = await self._context.lookup.explain(
             self._context.own(namespace), digests, self._context.begin(timeout)
         )
-        if not self._context.tenant:
-            return answers
-        return [one._replace(key=one.key._replace(namespace=namespace)) for one in answers]
+        own = marker_of(self._context.tenant)  # a tenant writes its names without it
+        return [
+            one._replace(key=one.key._replace(namespace=namespace), text=one.text.replace(own, ""))
+            for one in answers
+        ]
 
     # --- moving --------------------------------------------------------------------------
 

@@ -254,6 +254,10 @@ async def test_lists_have_what_is_the_tenants_own(pool: TenantPool, blue: Pool, 
     assert await admin(acme).namespaces() == [(MODEL, 4)]
     (explained,) = await admin(blue).explain(Namespace("mistral"), CHAIN[:1])
     assert explained.key.namespace == Namespace("mistral")
+    pool.master.clients.partial = False  # it has heard of all
+    (unknown,) = await admin(blue).explain(Namespace("mistra"), CHAIN[:1])
+    assert "mistral" in unknown.text
+    assert "@blue" not in unknown.text  # a tenant writes its names without it
 
 
 async def test_a_list_is_not_cut_off_by_what_others_have(pool: TenantPool, acme: Pool) -> None:
