@@ -440,10 +440,10 @@ def _check(config: Config) -> None:
         raise ConfigError(
             "setting 'server.identity_file' is the proof of an id: set 'server.id', too"
         )
-    if len(config.server.id) > 256 or not config.server.id.isprintable():
+    if not re.fullmatch(r"[^\s,]{0,256}", config.server.id) or not config.server.id.isprintable():
         raise ConfigError(
             f"setting 'server.id' is {config.server.id[:40]!r}, "
-            "expected at most 256 printable characters"
+            "expected at most 256 printable characters, without blanks and commas"
         )
     listens = {parse_transport(text).scheme for text in config.server.listen}
     for chosen in config.server.announce:

@@ -200,6 +200,8 @@ def test_a_wrong_duration(text: str) -> None:
         ("server: {zeal_max: 2}", "unknown setting 'server.zeal_max'; known: server.id"),
         ("server: {capacity: 64GB}", "setting 'server.capacity'.*did you mean 64GiB"),
         ("server: {heartbeat_s: 0}", "heartbeat_s"),
+        ("server: {id: gpu 17}", "'gpu 17', expected .* without blanks"),
+        ("server: {id: 'gpu-1,gpu-2'}", "without blanks and commas"),
         ("server: {connections_max: many}", "connections_max"),
         ("server: [1, 2]", "expected a section"),
         ("server: {alignment: 3000}", "'server.alignment' is gone: remove it: blocks start at"),
