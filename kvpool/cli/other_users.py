@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 
+from kvpool.cli.shared import stderr
+from kvpool.config import Config
+from kvpool.secret_file import local_secret_file
+
 _UID_MIN = 1000  # below are the accounts of services
 
 
@@ -27,3 +31,24 @@ def has_other_users(accounts: str = "/etc/passwd") -> bool:
                 if entry.name.isdecimal() and entry.stat().st_uid not in own:
                     return True
     return False
+
+
+def say_who_may_use_it(settings: Config, *, insecure: bool = False, said: bool = False) -> None:
+    """One line about the users of this host, unless the command that started this has `said` it.
+
+    On stderr: scripts read stdout.
+    """
+    if said:
+        return
+    if settings.local_only:
+        stderr.print(
+            f"only for processes of this user: the secret is {local_secret_file()}",
+            soft_wrap=True,
+            markup=False,
+        )
+    elif not settings.secret_file and not insecure and has_other_users():
+        stderr.print(
+            "[yellow]no secret:[/] every user of this host can read and change what is stored; "
+            "--local-only admits processes of this user only",
+            soft_wrap=True,
+        )

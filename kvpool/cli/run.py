@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from kvpool import runtime
 from kvpool.addresses import is_loopback, split
-from kvpool.cli.other_users import has_other_users
+from kvpool.cli.other_users import say_who_may_use_it
 from kvpool.cli.progress import progress
 from kvpool.cli.shared import (
     ClusterName,
@@ -32,7 +32,6 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config, MasterConfig, ServerConfig, check_bind, cluster_of
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.secret_file import local_secret_file
 from kvpool.units import human
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def dev(
     }
     settings = settings_of(None, flags)
     _check_this_host(bind, settings.master.http)
-    _say_who_may_use_it(settings)
+    say_who_may_use_it(settings)
 
     async def main() -> None:
         cluster = cluster_of(settings)
@@ -157,7 +156,7 @@ def master(
     )
 
     _check_http("master", settings.master, settings)
-    _say_who_may_use_it(settings, insecure=settings.master.insecure)
+    say_who_may_use_it(settings, insecure=settings.master.insecure, said=die_with_parent)
 
     async def main() -> None:
         tenants = _tenants_of(settings)
@@ -261,7 +260,7 @@ def server(
         },
     )
     _check_server(settings, capacity)
-    _say_who_may_use_it(settings, insecure=settings.server.insecure)
+    say_who_may_use_it(settings, insecure=settings.server.insecure, said=die_with_parent)
     run(_serve(settings), log_level)
 
 
@@ -382,22 +381,6 @@ async def _drain(running: BlockServer, config: ServerConfig) -> None:
     for task in (draining, stopped):
         task.cancel()
     await asyncio.wait([draining, stopped])
-
-
-def _say_who_may_use_it(settings: Config, *, insecure: bool = False) -> None:
-    """One line about the users of this host. On stderr: scripts read stdout."""
-    if settings.local_only:
-        stderr.print(
-            f"only for processes of this user: the secret is {local_secret_file()}",
-            soft_wrap=True,
-            markup=False,
-        )
-    elif not settings.secret_file and not insecure and has_other_users():
-        stderr.print(
-            "[yellow]no secret:[/] every user of this host can read and change what is stored; "
-            "--local-only admits processes of this user only",
-            soft_wrap=True,
-        )
 
 
 def _check_authenticated(transports: Mapping[str, Transport]) -> None:

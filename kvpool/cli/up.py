@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 import sys
@@ -9,10 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec.structs import replace
 from rich.markup import escape
 
 from kvpool import runtime
-from kvpool.cli.shared import SecretFile, console, fail, parsed, run, settings_of
+from kvpool.cli.other_users import say_who_may_use_it
+from kvpool.cli.shared import (
+    ClusterName,
+    LocalOnly,
+    SecretFile,
+    TenantsPath,
+    console,
+    fail,
+    parsed,
+    run,
+    settings_of,
+)
+from kvpool.config import Config
 from kvpool.errors import ConfigError, KvpoolError, ServerLost
 from kvpool.units import parse_size
 
@@ -33,7 +47,10 @@ def up(
         str, typer.Option(help="Where this host is reached, e.g. 10.0.0.1.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the master.")] = 7450,
+    cluster: ClusterName = None,
     secret_file: SecretFile = None,
+    tenants: TenantsPath = None,
+    local_only: LocalOnly = False,
     systemd: Annotated[
         Path | None, typer.Option(help="Write units into this directory instead of starting.")
     ] = None,
@@ -46,30 +63,38 @@ def up(
     from kvpool.ops.host_plan import look_at, planned
 
     file = os.environ.get("KVPOOL_CONFIG")  # the processes have this shell's settings, too
-    settings = settings_of(Path(file) if file else None, {"secret_file": secret_file})
-    given = settings.secret_file
+    flags = {"cluster": cluster, "secret_file": secret_file, "tenants_file": tenants}
+    settings = settings_of(Path(file) if file else None, flags | {"local_only": local_only or None})
     try:
-        secret = str(Path(given).resolve()) if given else ""
-        if secret and not Path(secret).is_file():
-            raise ConfigError(
-                f"secret file {secret!r}: there is none; `kvpool secret FILE` makes it"
-            )
+        who = _with_whole_paths(settings)
         disks = [look_at(one) for one in disk or []]
         memory = tightest(MemoryLimits().memory())
         size = _size_of(capacity)
-        who = {"cluster": settings.cluster} if settings.cluster != "default" else {}
-        who |= {"secret_file": secret} if secret else {}
         plan = planned(memory, disks, size, address, port, who)
         _check_address(address)
         if systemd is not None:
             _check_folder(systemd)
         _show(plan)
         if systemd is not None:
-            _write_units(plan, systemd, dry=dry)
+            _write_units(plan, systemd, who, dry=dry)
         elif not dry:
+            say_who_may_use_it(who)
             run(_started(plan))
     except KvpoolError as error:
         fail(error)
+
+
+def _with_whole_paths(settings: Config) -> Config:
+    """The same from every directory. Raises ConfigError for a file that is not there."""
+    secret, tenants = (
+        str(Path(one).resolve()) if one else ""
+        for one in (settings.secret_file, settings.tenants_file)
+    )
+    if secret and not Path(secret).is_file():
+        raise ConfigError(f"secret file {secret!r}: there is none; `kvpool secret FILE` makes it")
+    if tenants and not Path(tenants).is_file():
+        raise ConfigError(f"tenants file {tenants!r}: there is none")
+    return replace(settings, secret_file=secret, tenants_file=tenants)
 
 
 def _size_of(capacity: str | None) -> int:
@@ -124,14 +149,31 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-def _write_units(plan: HostPlan, folder: Path, *, dry: bool) -> None:
+#: Variables of the environment that name files.
+_PATHS = {"KVPOOL_CONFIG", "KVPOOL_SERVER_IDENTITY_FILE"}
+#: In the commands of the units, with whole paths.
+_IN_COMMANDS = {
+    *("KVPOOL_CLUSTER", "KVPOOL_SECRET_FILE", "KVPOOL_TENANTS_FILE", "KVPOOL_LOCAL_ONLY"),
+}
+
+
+def _environment() -> dict[str, str]:
+    """The settings of this shell, for processes that start in another directory."""
+    return {
+        name: str(Path(value).resolve()) if name in _PATHS else value
+        for name, value in os.environ.items()
+        if name.startswith("KVPOOL_") and name not in _IN_COMMANDS
+    }
+
+
+def _write_units(plan: HostPlan, folder: Path, who: Config, *, dry: bool) -> None:
     """Those that are not there. `dry`: they are shown instead."""
     from kvpool.ops.host_plan import unit
 
-    program = (sys.executable, "-m", "kvpool")
+    program, shell = (sys.executable, "-m", "kvpool"), _environment()
     units = {
-        _MASTER_UNIT: unit("master", (*program, *plan.master)),
-        _SERVER_UNIT: unit("server", (*program, *plan.server), _MASTER_UNIT),
+        _MASTER_UNIT: unit("master", (*program, *plan.master), environment=shell),
+        _SERVER_UNIT: unit("server", (*program, *plan.server), _MASTER_UNIT, shell),
     }
     if dry:
         for name, text in units.items():
@@ -150,7 +192,8 @@ def _write_units(plan: HostPlan, folder: Path, *, dry: bool) -> None:
         raise ConfigError(f"--systemd: {folder / name}: {error.strerror}") from None
     for path in made:
         console.print(f"written: {path}", soft_wrap=True, markup=False)
-    console.print("add User= to them; then: systemctl daemon-reload, enable --now")
+    user = f"{getpass.getuser()}, whose secret it is," if who.local_only else ""
+    console.print(f"add User={user} to them; then: systemctl daemon-reload, enable --now")
 
 
 async def _started(plan: HostPlan) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvpool.addresses import is_everywhere, is_loopback, join
+from kvpool.config import Config
 from kvpool.errors import ConfigError
 from kvpool.memory_limits import Limit
+from kvpool.secret_file import local_secret_file
 from kvpool.units import human
 
 #: The shares of what is left of memory and disks that blocks get.
@@ -20,6 +22,7 @@ _DISK_SHARE: Final = 0.8
 #: Sizes are whole multiples of it.
 _STEP: Final = 1 << 20
 _CAPACITY_MIN: Final = 16 << 20
+_CLUSTER: Final = Config().cluster
 
 
 class PlannedPart(NamedTuple):
@@ -81,11 +84,13 @@ def planned(
     capacity: int,
     host: str,
     port: int,
-    who: Mapping[str, str],
+    who: Config,
 ) -> HostPlan:
-    """A master and a server, `who` in both; `capacity` 0: what is good. Raises ConfigError."""
-    secret_file = who.get("secret_file", "")
-    if is_everywhere(host) or not (is_loopback(host) or secret_file):
+    """A master and a server, both for who may use them: cluster, secrets and tenants of `who`.
+
+    `capacity` 0: what is good. Raises ConfigError.
+    """
+    if is_everywhere(host) or not (is_loopback(host) or who.secret_file):
         raise ConfigError(
             f"--address {host}: expected an address of this host, and for other hosts a "
             "--secret-file (`kvpool secret FILE` makes one)"
@@ -127,20 +132,17 @@ def planned(
     if not alone:
         why = "it asks for no secret: docs/deploy-ucx.md for a fabric"
         choices.append(PlannedPart("lanes", "without ucx", why))
-    why = (
-        "who has it may use the pool"
-        if secret_file
-        else "this host only; --secret-file admits others"
-    )
-    choices.append(PlannedPart("secret", secret_file or "none", why))
-    address = join(host, port)
-    known = [word for name, one in who.items() for word in (f"--{name.replace('_', '-')}", one)]
+    choices.append(_secret(who))
+    if who.tenants_file:
+        why = "each has a share and keys of its own (`kvpool tenant-key`)"
+        choices.append(PlannedPart("tenants", who.tenants_file, why))
+    address, known = join(host, port), _words_of(who)
     sizes = [word for tier in tiers for word in ("--tier", tier)]
     listen = f"tcp://{join(host, 0)},shm://"
     return HostPlan(
         ("master", "--bind", address, *known),
         ("server", "--masters", address, "--listen", listen, *sizes, *known),
-        _vllm({"masters": [address], **who}),
+        _vllm(address, who),
         tuple(choices),
     )
 
@@ -153,7 +155,29 @@ def _text(size: int) -> str:
     return str(size)
 
 
-def _vllm(extra: Mapping[str, object]) -> str:
+def _secret(who: Config) -> PlannedPart:
+    if who.local_only:
+        why = "only processes of this user may use the pool"
+        return PlannedPart("secret", str(local_secret_file()), why)
+    if who.secret_file:
+        return PlannedPart("secret", who.secret_file, "who has it may use the pool")
+    return PlannedPart("secret", "none", "this host only; --secret-file admits others")
+
+
+def _words_of(who: Config) -> list[str]:
+    """Options that say who may use the pool, for a master or a server."""
+    words = ["--cluster", who.cluster] if who.cluster != _CLUSTER else []
+    for option, file in (("--secret-file", who.secret_file), ("--tenants", who.tenants_file)):
+        words += [option, file] if file else []
+    return [*words, "--local-only"] if who.local_only else words
+
+
+def _vllm(master: str, who: Config) -> str:
+    extra: dict[str, object] = {"masters": [master]}
+    if who.cluster != _CLUSTER:
+        extra["cluster"] = who.cluster
+    if secret := str(local_secret_file()) if who.local_only else who.secret_file:
+        extra["secret_file"] = secret
     settings = {
         "kv_connector": "KVPoolConnector",
         "kv_role": "kv_both",
@@ -163,19 +187,24 @@ def _vllm(extra: Mapping[str, object]) -> str:
     return f"vllm serve MODEL --kv-transfer-config '{json.dumps(settings)}'"
 
 
-def unit(what: str, command: Sequence[str], after: str = "") -> str:
+def unit(
+    what: str, command: Sequence[str], after: str = "", environment: Mapping[str, str] | None = None
+) -> str:
     """A unit of systemd that runs this command."""
-    words = " ".join(_quoted(word) for word in command)
+    words = " ".join(_quoted(word.replace("$", "$$")) for word in command)
+    variables = "".join(
+        f"Environment={_quoted(f'{name}={value}')}\n" for name, value in (environment or {}).items()
+    )
     order = f"After=network-online.target {after}".rstrip()
     return (
         f"[Unit]\nDescription=kvpool {what}\nWants=network-online.target\n{order}\n\n"
-        f"[Service]\nExecStart={words}\nRestart=always\nRestartSec=1\nTimeoutStopSec=30\n"
+        f"[Service]\n{variables}ExecStart={words}\nRestart=always\nRestartSec=1\nTimeoutStopSec=30\n"
         "LimitNOFILE=65536\nLimitMEMLOCK=infinity\nNoNewPrivileges=yes\nUMask=0077\n\n"
         "[Install]\nWantedBy=multi-user.target\n"
     )
 
 
 def _quoted(word: str) -> str:
-    for letter, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+    for letter, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%")):
         word = word.replace(letter, escaped)
     return f'"{word}"'

@@ -199,7 +199,7 @@ async def test_a_host_with_several_users_is_told_once() -> None:
     other = await asyncio.create_subprocess_exec("/bin/sleep", "60", user=SOMEBODY)
     try:
         assert other_users.has_other_users("/dev/null")
-        for extra in ([], ["--local-only"]):
+        for extra in ([], ["--local-only"], ["--die-with-parent"]):
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "kvpool", "master", "--bind", "127.0.0.1:0", *extra),
                 stdout=asyncio.subprocess.PIPE,

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvpool.cli.app import app
-from kvpool.config import load
+from kvpool.config import Config, load
 from kvpool.errors import ConfigError
 from kvpool.memory_limits import Limit
 from kvpool.ops.host_plan import DiskSpace, HostPlan, look_at, planned, unit
@@ -35,7 +35,7 @@ def plan(
     host: str = "127.0.0.1",
     secret: str = "",
 ) -> HostPlan:
-    return planned(memory, disks, capacity, host, 7450, {"secret_file": secret} if secret else {})
+    return planned(memory, disks, capacity, host, 7450, Config(secret_file=secret))
 
 
 def why(chosen: HostPlan, what: str) -> list[str]:
@@ -130,6 +130,38 @@ def test_who_is_of_the_pool_by_the_environment_is_in_what_is_shown(
     shown = up("--dry", "--capacity", "16MiB").output
     assert f'"cluster": "bank", "secret_file": "{secret}"' in shown
     assert shown.count(f"--cluster bank --secret-file {secret}") == 2
+
+
+def test_units_have_the_settings_of_the_shell_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("secret", "0123456789abcdef"), ("all.yaml", "tenants: []"), ("c", "")):
+        (tmp_path / name).write_text(text)
+    for name, value in (("CONFIG", "c"), ("SERVER_POLICY", "lru"), ("SECRET_FILE", "secret")):
+        monkeypatch.setenv(f"KVPOOL_{name}", value)
+    monkeypatch.setenv("KVPOOL_TENANTS_FILE", "all.yaml")
+    done = up("--capacity", "16MiB", "--systemd", tmp_path)
+    assert done.exit_code == 0, done.output
+    for unit_file in tmp_path.glob("*.service"):
+        lines = unit_file.read_text().splitlines()
+        assert f'Environment="KVPOOL_CONFIG={tmp_path}/c"' in lines
+        assert 'Environment="KVPOOL_SERVER_POLICY=lru"' in lines
+        (command,) = [line for line in lines if line.startswith("ExecStart=")]
+        for option, file in (("secret-file", "secret"), ("tenants", "all.yaml")):
+            assert f'"--{option}" "{tmp_path}/{file}"' in command
+    monkeypatch.setenv("KVPOOL_TENANTS_FILE", "nowhere")
+    assert up("--dry").exit_code == 2
+
+
+def test_a_pool_of_this_user_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVPOOL_LOCAL_ONLY", "yes")
+    shown = up("--capacity", "16MiB", "--systemd", tmp_path, "--dry").output
+    assert shown.count('"--local-only"') == 2
+    assert f'"secret_file": "{tmp_path}/kvpool/secret"' in shown
+    monkeypatch.delenv("KVPOOL_LOCAL_ONLY")
+    assert up("--capacity", "16MiB", "--local-only", "--dry").output.count(" --local-only") == 2
 
 
 def test_dry_shows_the_units_and_writes_none(tmp_path: Path) -> None:
