@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from inspect import isawaitable
 
 import pytest
@@ -49,6 +50,14 @@ def _logs_as_before() -> Iterator[None]:
     yield
     logger.handlers, logger.propagate = before[:2]
     logger.setLevel(before[2])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_heartbeats() -> Iterator[None]:
+    """What a pool in this process tells by its next heartbeat, a test need not await for a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dev, "ServerConfig", partial(dev.ServerConfig, heartbeat_s=0.1))
+        yield
 
 
 def key(name: object) -> bytes:

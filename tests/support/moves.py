@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from kvpool import Namespace, Pool, dev
 from kvpool.protocols import WriteOptions
 from kvpool.server.block_server import BlockServer
-from kvpool.server.moves import Moves
+from kvpool.server.moves import Moves, asked_masters, drainer, hand_over
 from kvpool.server.moves.prefetcher import Prefetcher
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.types import ROOT, DrainReport, SessionHint, WriteBlock
@@ -18,6 +20,13 @@ from tests.conftest import NAMESPACE, value, values
 
 SIZE = 8192
 LISTEN = ("inproc://", "tcp://127.0.0.1:0")
+#: How long a server waits before it asks masters again.
+_LOOKS = (
+    (asked_masters, "REFRESH_S"),
+    (drainer, "REFRESH_S"),
+    (drainer, "PAUSE_S"),
+    (hand_over, "PAUSE_S"),
+)
 
 
 def now() -> float:
@@ -26,11 +35,14 @@ def now() -> float:
 
 @asynccontextmanager
 async def movers(capacity: str = "8MiB", servers: int = 3, **more: Any) -> AsyncIterator[dev.Dev]:
-    """Servers that fetch from each other as fast as they can."""
-    async with dev.serve(capacity, servers=servers, listen=LISTEN, **more) as running:
-        for server in running.servers:
-            moves_of(server).fetcher.budget = FetchBudget(1e9)
-        yield running
+    """Servers that fetch from each other as fast as they can, and look ten times as often."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in _LOOKS:
+            patch.setattr(module, name, 0.05)
+        async with dev.serve(capacity, servers=servers, listen=LISTEN, **more) as running:
+            for server in running.servers:
+                moves_of(server).fetcher.budget = FetchBudget(1e9)
+            yield running
 
 
 async def put(

@@ -120,7 +120,7 @@ async def test_the_setting_keeps_chains_where_they_are(monkeypatch: pytest.Monke
         chains = await fill(pool, first)
         await join(running)
         moves_of(first)._others_have_room()  # as a master says
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.4)
         assert handed_over(first) == newcomer.store.index.stored == 0
         for chain in chains:
             await assert_readable(pool, chain)
@@ -173,7 +173,7 @@ async def test_a_chain_for_which_another_one_would_evict_stays() -> None:
         for chain in large:
             await put(pool, first, chain)
         await join(running)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.4)
         assert handed_over(first) == 0
         assert newcomer.store.extents.evicted == 0
         await assert_readable(pool, theirs)
@@ -228,7 +228,7 @@ async def test_copies_stay_two_and_what_is_shared_stays() -> None:
             for server in (first, second):
                 await put(pool, server, keys(f"both {number}", 5))
         await join(running)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.4)
         assert newcomer.store.index.stored == 0
         assert handed_over(first) == handed_over(second) == 0
 
@@ -329,7 +329,7 @@ async def test_a_server_that_leaves_is_handed_nothing_and_hands_over_by_its_drai
         await known(running)
         for server in running.servers:
             hand_over_chains(server)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.4)
         assert handed_over(first) == handed_over(second) == 0
 
 

@@ -20,7 +20,16 @@ from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.shares import Shares
 from kvpool.types import Left, MoveStatus, ReadStatus
 from tests.conftest import NAMESPACE, key, keys, patient, value, values
-from tests.support.moves import SIZE, assert_readable, drain, masters_know, movers, moves_of, put
+from tests.support.moves import (
+    SIZE,
+    assert_readable,
+    drain,
+    keep_chains,
+    masters_know,
+    movers,
+    moves_of,
+    put,
+)
 
 TWO = Namespace("test/two", parts=2)
 
@@ -344,10 +353,10 @@ async def test_a_drain_that_begins_when_another_one_is_cancelled_goes_on(cancell
 async def test_a_server_that_comes_back_with_its_file_keeps_what_is_in_it(
     tmp_path: Path, how: str
 ) -> None:
-    tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
+    tiers = ["dram:256KiB", f"nvme:{tmp_path}/{{server}}:4MiB"]
     async with movers(servers=2, tiers=tiers) as running, running.pool() as pool:
         leaving, _ = running.servers
-        blocks = keys("block", 300)
+        blocks = keys("block", 80)
         await put(pool, leaving, blocks, apart=True)
         if how == "a stop":  # where a setting says so
             await run._drain(leaving, ServerConfig(drain_s=30.0, back_in_s=60.0))
@@ -355,23 +364,23 @@ async def test_a_server_that_comes_back_with_its_file_keeps_what_is_in_it(
             await admin(pool).drain(leaving.server, within_s=30.0, back_in_s=60.0)
         report = await moves_of(leaving).drainer.wait()
         assert (report.state, report.moved_blocks) == (MoveStatus.DONE, 0)
-        assert leaving.stack.backing.index.stored == 300
+        assert leaving.stack.backing.index.stored == 80
         await admin(pool).cancel_drain(leaving.server)
         report = await drain(leaving, 30.0)
-        assert (report.state, report.moved_blocks) == (MoveStatus.DONE, 300)
+        assert (report.state, report.moved_blocks) == (MoveStatus.DONE, 80)
         await leaving.close()
         await assert_readable(pool, blocks)
 
 
 async def test_what_others_took_over_does_not_come_back_from_the_file(tmp_path: Path) -> None:
     """Else each upgrade of a server doubles what the pool holds of its blocks."""
-    tiers = ["dram:1MiB", f"nvme:{tmp_path}/{{server}}:8MiB"]
+    tiers = ["dram:256KiB", f"nvme:{tmp_path}/{{server}}:4MiB"]
     async with movers(servers=2, tiers=tiers) as running, running.pool() as pool:
         leaving, other = running.servers
-        blocks, copied = keys("block", 300), keys("copied", 20)
+        blocks, copied = keys("block", 80), keys("copied", 20)
         await put(pool, leaving, [*blocks, *copied], apart=True)
         await put(pool, other, copied, apart=True)
-        assert (await drain(leaving, 30.0)).moved_blocks == 300
+        assert (await drain(leaving, 30.0)).moved_blocks == 80
         other.stack.remove(NAMESPACE, blocks[:7], ReadStatus.EVICTED)
         other._context.on_change()
         await other._context.wait_until_announced(asyncio.get_running_loop().time() + 5)
@@ -478,6 +487,7 @@ async def test_without_a_file_nothing_stays_here_although_the_server_comes_back(
 async def test_servers_that_placement_does_not_draw_are_asked_when_others_are_full() -> None:
     async with movers("1MiB") as running, running.pool() as pool:
         leaving, full, roomy = running.servers
+        keep_chains(full)
         blocks = keys("block", 50)
         await put(pool, leaving, blocks, apart=True)
         theirs = keys("theirs", full.store.allocator.capacity // SIZE)
