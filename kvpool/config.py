@@ -1,9 +1,7 @@
 """Every setting, with its unit, default and reason.
 
-A value comes from, last one wins: the default here, a YAML file, the environment (`KVPOOL_`, then
-the section and name: KVPOOL_SERVER_CAPACITY=4GiB), the command line. Sizes are written `64GiB`,
-durations `250ms`. An unknown setting or a wrong value is an error that names it and what is
-expected; no setting is ignored.
+Sizes are written `64GiB`, durations `250ms`. An unknown setting or a wrong value is an error that
+names it and what is expected; no setting is ignored. Where commands find theirs: `cli/settings.py`.
 """
 
 from __future__ import annotations
@@ -11,18 +9,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, get_args, get_type_hints
 from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta
 
-from kvpool.addresses import announced_parts, is_loopback, split
+from kvpool.addresses import is_loopback, split
 from kvpool.errors import ConfigError
-from kvpool.secret_file import local_secret, read_cluster
-from kvpool.types import ALIGNMENT, Cluster
-from kvpool.units import human, parse_bool, parse_duration, parse_size
+from kvpool.guard import of_secrets
+from kvpool.types import Cluster
+from kvpool.units import parse_bool, parse_duration, parse_size
 
 Size = Annotated[int, Meta(ge=0, le=2**60, extra={"unit": "size"})]
 Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"unit": "seconds"})]
@@ -37,8 +34,6 @@ DIRECT: Final = "direct"
 AUTO: Final = "auto"
 
 DEFAULT_MASTER: Final = "127.0.0.1:7450"
-#: Bytes of a configuration, which has some 40 settings.
-_FILE_SIZE_MAX: Final = 1 << 16
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,8 +165,8 @@ def checked_client(config: ClientConfig) -> ClientConfig:
     `timeout_s="5s"`. Raises ConfigError for a value that is not valid."""
     if not isinstance(config, ClientConfig):
         raise ConfigError(f"config is a {type(config).__name__}, expected a kvpool.ClientConfig")
-    checked: ClientConfig = _convert(msgspec.structs.asdict(config), ClientConfig, "client.")
-    _check_masters(checked.masters)
+    checked: ClientConfig = convert(msgspec.structs.asdict(config), ClientConfig, "client.")
+    check_masters(checked.masters)
     return checked
 
 
@@ -187,41 +182,11 @@ def check_device_path(config: ClientConfig) -> None:
 def cluster_of(config: Config) -> Cluster:
     """The cluster that a process belongs to, its secret read from its file. Raises ConfigError."""
     if config.local_only:
-        return Cluster(config.cluster, local_secret())
-    return read_cluster(config.cluster, config.secret_file)
-
-
-#: Variables of the environment that are read elsewhere: the file's name, and whether there are
-#: spans (`kvpool.tracing`).
-_NO_SETTINGS: Final = frozenset({"KVPOOL_CONFIG", "KVPOOL_OTEL"})
-
-
-def load(
-    path: str | Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    flags: Mapping[str, object] | None = None,
-) -> Config:
-    """The configuration from a file, the environment and flags (`{"server.capacity": "1GiB"}`).
-
-    Raises ConfigError for an unknown setting or a value that is not valid.
-    """
-    raw: dict[str, Any] = read_file(Path(path)) if path is not None else {}
-    for name, value in (environment or {}).items():
-        if name.startswith("KVPOOL_") and name not in _NO_SETTINGS:
-            setting = setting_of(name)
-            alone: dict[str, Any] = {}
-            _set(alone, setting, value, name)
-            try:
-                _convert(alone, Config, "")
-            except ConfigError as error:
-                raise ConfigError(f"environment variable {name}: {error}") from None
-            _set(raw, setting, value, name)
-    for name, flag in (flags or {}).items():
-        if flag is not None:
-            _set(raw, name.split("."), flag, name)
-    config: Config = _convert(raw, Config, "")
-    _check(config)
-    return config
+        return Cluster(config.cluster, of_secrets("local_secret")())
+    if not config.secret_file:
+        return Cluster(config.cluster)
+    read: Cluster = of_secrets("read_cluster")(config.cluster, config.secret_file)
+    return read
 
 
 class TierSpec(NamedTuple):
@@ -300,35 +265,9 @@ def check_bind(address: str, insecure: bool) -> None:
         )
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The settings in a file as they are written, unchecked. Raises ConfigError."""
-    from kvpool.yaml_file import read_yaml  # for files alone
-
-    loaded = read_yaml(path, f"config file {path}", size_max=_FILE_SIZE_MAX)
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"config file {path}: expected settings, got {type(loaded).__name__}")
-    return loaded
-
-
-def setting_of(name: str) -> list[str]:
-    """Section and name of the setting that a variable of the environment has, known or not."""
-    rest = name.removeprefix("KVPOOL_").lower()
-    section, _, setting = rest.partition("_")
-    return [section, setting] if section in ("master", "server", "client") else [rest]
-
-
-def _set(raw: dict[str, Any], path: list[str], value: object, source: str) -> None:
-    for section in path[:-1]:
-        inner = raw.setdefault(section, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{source}: {section!r} is not a section in the config file")
-        raw = inner
-    raw[path[-1]] = value
-
-
-def _convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
+def convert(raw: Mapping[str, Any], section: type[Any], prefix: str) -> Any:
+    """A section with these values, as users write them. Raises ConfigError for an unknown setting
+    or a value that is not valid."""
     hints = get_type_hints(section, include_extras=True)
     values: dict[str, Any] = {}
     for name, value in raw.items():
@@ -377,7 +316,7 @@ def _value(value: Any, hint: Any, name: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         if not isinstance(value, Mapping):
             raise ConfigError(f"setting {name!r}: expected a section, got {value!r}")
-        return _convert(value, hint, f"{name}.")
+        return convert(value, hint, f"{name}.")
     if isinstance(value, str):  # [$(POD_IP)]:7450 in a manifest, whichever family the cluster has
         value = re.sub(r"\[(\d+(?:\.\d+){3})\]", r"\1", value)
     meta = next((m for m in get_args(hint)[1:] if isinstance(m, Meta)), None)
@@ -397,64 +336,7 @@ def _value(value: Any, hint: Any, name: str) -> Any:
     return value
 
 
-def _check_local_only(config: Config) -> None:
-    if config.secret_file:
-        raise ConfigError("settings 'local_only' and 'secret_file': a cluster has one secret")
-    if config.tenants_file:
-        raise ConfigError("settings 'local_only' and 'tenants_file': tenants are of other users")
-    if config.master.insecure or config.server.insecure:
-        raise ConfigError("settings 'local_only' and 'insecure' contradict each other")
-    for text in (f"tcp://{config.master.bind}", *config.server.listen):
-        parts = split(parse_transport(text).address)  # None: `check_bind` explains it
-        if parts is not None and not is_loopback(parts[1]):
-            raise ConfigError(
-                f"setting 'local_only': address {text} is reachable from other machines, "
-                "choose one on 127.0.0.1"
-            )
-
-
-def _check(config: Config) -> None:
-    for tier in config.server.tiers:
-        parse_tier(tier)
-    for transport in (*config.server.listen, *config.client.transports):
-        parse_transport(transport)
-    if config.server.capacity < ALIGNMENT:
-        raise ConfigError(
-            f"setting 'server.capacity' is {human(config.server.capacity)}, "
-            f"expected at least {human(ALIGNMENT)}: one aligned extent"
-        )
-    if config.server.write_mode not in (WRITE_THROUGH, WRITE_BACK):
-        raise ConfigError(
-            f"setting 'server.write_mode' is {config.server.write_mode!r}, "
-            f"expected {WRITE_THROUGH} or {WRITE_BACK}"
-        )
-    check_device_path(config.client)
-    if config.local_only:
-        _check_local_only(config)
-    if config.tenants_file and not config.secret_file:
-        raise ConfigError(
-            "setting 'tenants_file': tenants have secrets of their own, so the cluster needs one, "
-            "too: set 'secret_file'"
-        )
-    if config.server.identity_file and not config.server.id:
-        raise ConfigError(
-            "setting 'server.identity_file' is the proof of an id: set 'server.id', too"
-        )
-    if not re.fullmatch(r"[^\s,]{0,256}", config.server.id) or not config.server.id.isprintable():
-        raise ConfigError(
-            f"setting 'server.id' is {config.server.id[:40]!r}, "
-            "expected at most 256 printable characters, without blanks and commas"
-        )
-    listens = {parse_transport(text).scheme for text in config.server.listen}
-    for chosen in config.server.announce:
-        if (scheme := announced_parts(chosen)[0]) and scheme not in listens:
-            raise ConfigError(
-                f"setting 'server.announce': {chosen!r}: 'server.listen' has no {scheme}"
-            )
-    for section in (config.server, config.client):
-        _check_masters(section.masters)
-
-
-def _check_masters(masters: list[str]) -> None:
+def check_masters(masters: list[str]) -> None:
+    """Raises ConfigError if there is none."""
     if not masters:
         raise ConfigError("setting 'masters' is empty: expected at least one host:port")

@@ -1,7 +1,9 @@
-"""The joint of tenancy: who is admitted, what he may ask for, and who writes that down. Pure.
+"""The joints of secrets and of tenancy: who is admitted, what he may ask for, and who writes that
+down. Pure.
 
-A master, its listener and a server have a guard each. Without the line and the file of the last one
-a process admits who knows the cluster's secret, and refuses tenants.
+Without the lines and the files of the first a process has no secret, and refuses to be one of a
+cluster that has. A master, its listener and a server have a guard each. Without the line and the
+file of the last one a process admits who knows the cluster's secret, and refuses tenants.
 """
 
 from __future__ import annotations
@@ -10,6 +12,14 @@ from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvpool.errors import ConfigError, Forbidden
+
+#: What reads files of secrets, and makes what a master shows that has one.
+SECRETS: Final = {
+    "local_secret": "kvpool.secret_file:local_secret",
+    "read_cluster": "kvpool.secret_file:read_cluster",
+    "checked_cluster": "kvpool.secret_file:checked_cluster",
+    "masters_certificate": "kvpool.net.masters_certificate:masters_certificate",
+}
 
 #: `module:class`; the last one is made.
 GUARDS: Final = (
@@ -69,6 +79,13 @@ class Guard:
     def flush(self, now: float) -> bool:
         """Write the lines of the audit that are due; whether others are to come."""
         return False
+
+
+def of_secrets(function: str) -> Any:
+    """One of `SECRETS`. Raises ConfigError where this program runs without them."""
+    if function not in SECRETS:
+        raise ConfigError("this program runs without secrets (setting secret_file)")
+    return resolve_name(SECRETS[function])
 
 
 def make_guard(secrets: TenantSecrets | None = None) -> Guard:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from kvpool.errors import BadMessage
 from kvpool.protocols import Channel
-from kvpool.types import COPIES_MAX, MoveStatus, Namespace, Offer, ReadStatus, SessionHint
+from kvpool.types import COPIES_MAX, ROOT, MoveStatus, Namespace, ReadStatus, SessionHint
 from kvpool.wire.messages import (
     SESSION_RUNS_MAX,
     Fetch,
@@ -30,6 +30,23 @@ S = TypeVar("S")
 #: By value; calling an enum takes ten times as long.
 _MOVE: Final = tuple(MoveStatus)
 _READ: Final = tuple(ReadStatus)
+
+
+class Offer(NamedTuple):
+    """What a server tells another one about a block that it may fetch.
+
+    The rest is of a hit only: bytes, checksum, parent, the seconds since its last use, the session
+    that alone uses it, if that has not ended, and with how many copies it was written (0: this one
+    is an extra copy).
+    """
+
+    status: ReadStatus
+    size: int = 0
+    checksum: int = 0
+    parent: bytes = ROOT
+    age_s: float = 0.0
+    session_hint: SessionHint | None = None
+    copies: int = 1
 
 
 async def offer(

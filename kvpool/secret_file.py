@@ -12,7 +12,6 @@ from typing import Final
 import msgspec
 
 from kvpool import logs
-from kvpool.arguments import as_text
 from kvpool.errors import ConfigError
 from kvpool.runtime import make_private_directory, others_may_read, state_directory
 from kvpool.tenant_names import is_tenant_name
@@ -162,14 +161,10 @@ def local_secret() -> bytes:
     return read_secret(str(path))
 
 
-def checked_cluster(cluster: str | Cluster, secret_file: str | Path = "") -> Cluster:
-    """A cluster by its name, with the secret in the file if there is one, or as it is. Raises
-    ConfigError for a name or a secret that no file could hold."""
-    if not isinstance(cluster, Cluster):
-        cluster = Cluster(cluster)
-    name, secret = as_text(cluster.name), cluster.secret
-    if name is None:
-        raise ConfigError(f"cluster is {cluster.name!r:.40}, expected a name or a kvpool.Cluster")
+def checked_cluster(cluster: Cluster, secret_file: str | Path) -> Cluster:
+    """A cluster with the secret in the file if there is one, or as it is. Raises ConfigError for a
+    secret that no file could hold."""
+    name, secret = cluster.name, cluster.secret
     if not isinstance(secret, bytes):
         raise ConfigError(f"the secret of a cluster is a {type(secret).__name__}, expected bytes")
     if not isinstance(secret_file, str | Path):  # a number would be a file that is open
@@ -178,4 +173,4 @@ def checked_cluster(cluster: str | Cluster, secret_file: str | Path = "") -> Clu
         raise ConfigError(f"secret_file {secret_file}: cluster {name!r} has a secret already")
     if secret:
         _check_secret_size(f"the secret of cluster {name!r}", secret)
-    return read_cluster(name, str(secret_file)) if secret_file else cluster._replace(name=name)
+    return read_cluster(name, str(secret_file)) if secret_file else cluster

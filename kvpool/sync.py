@@ -28,7 +28,6 @@ from kvpool.client.buffers import BufferLike, DeviceBlock, with_device_blocks
 from kvpool.config import ClientConfig
 from kvpool.errors import Closed, DeadlineExceeded
 from kvpool.protocols import View
-from kvpool.secret_file import checked_cluster
 from kvpool.types import Cluster, Match, Namespace
 
 P = ParamSpec("P")
@@ -48,7 +47,7 @@ def connect(
 ) -> Pool:
     """Open a pool, as `kvpool.connect` does, with the same arguments and errors."""
     config = opening.client_config(config, masters, transports, timeout)
-    cluster = checked_cluster(cluster, secret_file)
+    cluster = opening.checked_cluster(cluster, secret_file)
     return Pool(config, cluster)
 
 

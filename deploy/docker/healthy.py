@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvpool.addresses import is_everywhere, split
-from kvpool.config import load
+from kvpool.cli.settings import load
 
 TIMEOUT_S = 3.0
 

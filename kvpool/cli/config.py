@@ -15,15 +15,9 @@ import typer
 from msgspec import Meta
 from rich.markup import escape
 
+from kvpool.cli.settings import read_file, setting_of
 from kvpool.cli.shared import ConfigFile, Json, console, fail, settings_of
-from kvpool.config import (
-    ClientConfig,
-    Config,
-    MasterConfig,
-    ServerConfig,
-    read_file,
-    setting_of,
-)
+from kvpool.config import ClientConfig, Config, MasterConfig, ServerConfig
 from kvpool.errors import ConfigError
 from kvpool.units import human
 

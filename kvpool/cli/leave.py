@@ -26,11 +26,12 @@ from kvpool.cli.shared import (
     run,
 )
 from kvpool.errors import ConfigError, Unavailable, UsageError
-from kvpool.types import DrainReport, MoveStatus
+from kvpool.types import MoveStatus
 from kvpool.units import human, parse_duration
 
 if TYPE_CHECKING:
     from kvpool.client.admin import Admin
+    from kvpool.operators import DrainReport
 
 #: How often the server is asked how far it is.
 _POLL_S = 0.25

@@ -7,7 +7,6 @@ import os
 
 from kvpool.cli.shared import stderr
 from kvpool.config import Config
-from kvpool.secret_file import local_secret_file
 
 _UID_MIN = 1000  # below are the accounts of services
 
@@ -41,6 +40,8 @@ def say_who_may_use_it(settings: Config, *, insecure: bool = False, said: bool =
     if said:
         return
     if settings.local_only:
+        from kvpool.secret_file import local_secret_file
+
         stderr.print(
             f"only for processes of this user: the secret is {local_secret_file()}",
             soft_wrap=True,

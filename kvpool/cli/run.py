@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from kvpool.net.tenants_file import TenantsFile
     from kvpool.protocols import Transport
     from kvpool.server.block_server import BlockServer
-    from kvpool.server.identity_file import IdentityFile
 
 #: How often a server that leaves shows how far it is.
 _SHOW_S = 0.25
@@ -272,10 +271,15 @@ def _check_server(settings: Config, capacity: str | None) -> None:
 
 
 async def _serve(settings: Config) -> None:
-    from kvpool.server.identity_file import IdentityFile
-
+    if not settings.server.id:  # another one at each start
+        await _serve_as(settings, b"", kept=False)
+        return
+    try:
+        from kvpool.server.identity_file import IdentityFile
+    except ModuleNotFoundError:
+        raise ConfigError("this program proves no id of a server (setting server.id)") from None
     with IdentityFile(settings.server, settings.cluster) as identity:
-        await _serve_as(identity, settings)
+        await _serve_as(settings, identity.secret, kept=identity.kept)
 
 
 def _tenants_of(settings: Config) -> TenantsFile | None:
@@ -289,7 +293,7 @@ def _tenants_of(settings: Config) -> TenantsFile | None:
     return TenantsFile(settings.tenants_file, cluster_of(settings))
 
 
-async def _serve_as(identity: IdentityFile, settings: Config) -> None:
+async def _serve_as(settings: Config, secret: bytes, *, kept: bool) -> None:
     import asyncio
 
     from kvpool import registry
@@ -315,8 +319,8 @@ async def _serve_as(identity: IdentityFile, settings: Config) -> None:
             transports=transports,
             tiers=tiers,
             policy=registry.policy(wanted.policy, registry.pool_tier(tiers).capacity),
-            secret=identity.secret,
-            keeps_secret=identity.kept,
+            secret=secret,
+            keeps_secret=kept,
             tenants=tenants.keys if tenants is not None else None,
         )
         if tenants is not None:

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvpool import logs, runtime
-from kvpool.config import ClientConfig, Config, cluster_of, load
+from kvpool.cli.settings import load
+from kvpool.config import ClientConfig, Config, cluster_of
 from kvpool.errors import ConfigError, KvpoolError, MasterLost, Unavailable, UsageError
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import typer
 from kvpool.cli.shared import ClusterName, ConfigFile, SecretFile, console, fail, settings_of
 from kvpool.config import cluster_of
 from kvpool.errors import ConfigError, KvpoolError
-from kvpool.secret_file import TenantKey, read_secret
 from kvpool.tenant_names import is_tenant_name
 from kvpool.types import Cluster
 
@@ -69,6 +68,7 @@ def _make(name: str, secret_path: Path, out: Path, cluster: Cluster) -> bool:
     import msgspec
 
     from kvpool.net.masters_certificate import masters_fingerprint
+    from kvpool.secret_file import TenantKey, read_secret
 
     if not is_tenant_name(name):
         raise ConfigError(

@@ -11,16 +11,14 @@ from kvpool.client.checks import check_digests
 from kvpool.client.context import TIMEOUT_S_MAX
 from kvpool.client.pool import Pool
 from kvpool.errors import BadKey, BadMessage, MasterLost, UsageError
+from kvpool.operators import DrainOrder, DrainReport, Left
 from kvpool.protocols import Channel, WriteOptions
 from kvpool.tenant_names import marker_of
 from kvpool.types import (
     ROOT,
     Buffer,
     Demand,
-    DrainOrder,
-    DrainReport,
     Explanation,
-    Left,
     MoveStatus,
     Namespace,
     WriteBlock,

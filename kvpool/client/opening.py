@@ -11,11 +11,12 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvpool import registry
+from kvpool.arguments import as_text
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig, checked_client
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.guard import of_secrets
 from kvpool.net.control_network import TcpNetwork
-from kvpool.secret_file import checked_cluster
 from kvpool.types import Cluster
 
 #: What makes the class of a pool that begins spans, where the environment has this variable.
@@ -61,6 +62,19 @@ def client_config(
     given = {"masters": masters or None, "transports": transports, "timeout_s": timeout}
     chosen = {name: value for name, value in given.items() if value is not None}
     return checked_client(replace(known, **chosen))
+
+
+def checked_cluster(cluster: str | Cluster, secret_file: str | Path = "") -> Cluster:
+    """A cluster by its name, with the secret in the file if there is one, or as it is. Raises
+    ConfigError for a name or a secret that no file could hold."""
+    known = cluster if isinstance(cluster, Cluster) else Cluster(cluster)
+    name = as_text(known.name)
+    if name is None:
+        raise ConfigError(f"cluster is {known.name!r:.40}, expected a name or a kvpool.Cluster")
+    known = known._replace(name=name)
+    if (secret_file, known.secret) != ("", b""):
+        known = of_secrets("checked_cluster")(known, secret_file)
+    return known
 
 
 async def _connect(config: ClientConfig, cluster: Cluster) -> Pool:

@@ -16,10 +16,11 @@ from kvpool.client.own_names import own_namespace
 from kvpool.client.presence import MEMORY_TIERS
 from kvpool.client.servers import gather_errors
 from kvpool.errors import KvpoolError, Overloaded, Unavailable, UsageError
+from kvpool.operators import Holding, HoldingsPage, Removal, RemovalCursor
 from kvpool.protocols import Channel
 from kvpool.runtime import task_group
 from kvpool.tenant_names import unqualified
-from kvpool.types import Holding, HoldingsPage, Namespace, Removal, RemovalCursor
+from kvpool.types import Namespace
 from kvpool.wire import messages as wire
 
 #: One request to a server; it works for a part of a second, and waits for its disk and the masters.

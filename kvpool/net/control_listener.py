@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import ssl
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, cast
@@ -19,7 +20,6 @@ from kvpool.addresses import join, listening_socket, network_of, numeric
 from kvpool.errors import ConfigError, KvpoolError, Overloaded, PeerError, Unauthenticated
 from kvpool.guard import Guard
 from kvpool.net.control_session import MasterSession
-from kvpool.net.masters_certificate import Certificate
 from kvpool.net.requests import answer, cluster_id
 from kvpool.protocols import Caller, Handler
 from kvpool.shares import Shares
@@ -56,9 +56,10 @@ class ControlListener:
         handler: Handler,
         cluster: Cluster,
         guard: Guard,
-        certificate: Certificate | None,
+        certificate: tuple[ssl.SSLContext, bytes] | None,
     ) -> None:
-        """With a certificate, callers must know the cluster's secret, or one of a tenant."""
+        """With a certificate (TLS, and the hash of what it shows), callers must know the cluster's
+        secret, or one of a tenant."""
         self._cluster = cluster
         self._secrets_of = guard.secrets_of
         self._certificate = certificate

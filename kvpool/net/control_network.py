@@ -28,10 +28,9 @@ from kvpool.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kvpool.guard import TenantSecrets, make_guard
+from kvpool.guard import TenantSecrets, make_guard, of_secrets
 from kvpool.net.control_listener import HELLO_S, ControlListener
 from kvpool.net.control_session import CallerSession, caller_context
-from kvpool.net.masters_certificate import masters_certificate
 from kvpool.net.requests import PendingRequests, cluster_id
 from kvpool.protocols import Handler, Link
 from kvpool.types import Cluster
@@ -99,7 +98,8 @@ class TcpNetwork:
             )
         tenants, certificate = self._tenants, None
         if self._cluster.secret:
-            certificate = masters_certificate(self._cluster, tenants=tenants is not None)
+            certify = of_secrets("masters_certificate")
+            certificate = certify(self._cluster, tenants=tenants is not None)
         listener = ControlListener(handler, self._cluster, make_guard(tenants), certificate)
         await listener.listen(host, port)
         self._listeners.append(listener)

@@ -32,18 +32,17 @@ class IdentityFile:
 
     With `server.identity_file` the secret is `kept`. Without, it lies in a directory of this user
     that no logout empties (an earlier release's in the runtime directory), until the server ends in
-    order: the id is free then. Without an id there is no file, and another secret at each start.
+    order: the id is free then.
     """
 
     def __init__(self, config: ServerConfig, cluster: str) -> None:
         self._id = config.id
         self.kept = bool(config.identity_file)
         self.secret = b""
-        self._path: Path | None = None
         self._fd = -1
         if self.kept:
             self._path = Path(config.identity_file)
-        elif config.id:
+        else:
             named = "\0".join((cluster, config.id, *sorted(config.masters)))
             name = hashlib.sha256(named.encode()).hexdigest()[:32]
             self._path = state_directory() / f"{name}.identity"
@@ -55,8 +54,6 @@ class IdentityFile:
 
     def __enter__(self) -> IdentityFile:
         """Raises ConfigError when another process holds the file, or it is not usable."""
-        if self._path is None:
-            return self
         try:
             if not self.kept:
                 self._path.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +80,7 @@ class IdentityFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._fd >= 0 and self._path is not None and not self.kept:
+        if self._fd >= 0 and not self.kept:
             # Before the lock is released: another process that waits for nothing finds no file, or
             # one that is locked.
             with contextlib.suppress(OSError):

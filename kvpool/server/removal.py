@@ -8,6 +8,7 @@ from bisect import bisect_right
 from itertools import islice
 from typing import Final, NamedTuple
 
+from kvpool.operators import Holding, HoldingsPage, Removal, RemovalCursor
 from kvpool.protocols import Peer
 from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions, Handlers, ServerExtension, ServerParts
@@ -15,7 +16,7 @@ from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.store import Store
 from kvpool.tenant_names import marker_of
-from kvpool.types import Holding, HoldingsPage, Namespace, Removal, RemovalCursor
+from kvpool.types import Namespace
 from kvpool.wire import messages as wire
 
 #: Blocks that are removed in one turn of the loop: a millisecond or two.

@@ -12,7 +12,8 @@ import pytest
 
 from kvpool import registry
 from kvpool.cli import run
-from kvpool.config import load, parse_tier, parse_transport
+from kvpool.cli.settings import load
+from kvpool.config import parse_tier, parse_transport
 from kvpool.errors import ConfigError
 from kvpool.server.eviction.density import Density
 from kvpool.server.eviction.lru import LRU

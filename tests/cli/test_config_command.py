@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from kvpool.cli.app import app
 from kvpool.cli.config import json_schema
-from kvpool.config import load
+from kvpool.cli.settings import load
 from kvpool.errors import ConfigError
 
 FILE = """

@@ -14,7 +14,8 @@ import pytest
 from kvpool import Pool, admin, logs
 from kvpool.cli.leave import _as_json, _print
 from kvpool.errors import ServerLost
-from kvpool.types import DrainReport, Left, MoveStatus
+from kvpool.operators import DrainReport, Left
+from kvpool.types import MoveStatus
 from tests.chaos.cluster import Node, ProcessCluster
 from tests.conftest import NAMESPACE, buffers, eventually, patient, value
 from tests.support.commands import kvpool, running_kvpool

@@ -17,7 +17,7 @@ import pytest
 import kvpool
 from kvpool import ClientConfig, Cluster, MasterLost, WriteStatus, local_secret
 from kvpool.cli import other_users
-from kvpool.config import load
+from kvpool.cli.settings import load
 from kvpool.errors import ConfigError, Unauthenticated
 from kvpool.secret_file import local_secret_file
 from kvpool.tools.subprocesses import process_of

@@ -18,7 +18,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvpool.cli.app import app
-from kvpool.config import Config, load
+from kvpool.cli.settings import load
+from kvpool.config import Config
 from kvpool.errors import ConfigError
 from kvpool.memory_limits import Limit
 from kvpool.ops.host_plan import DiskSpace, HostPlan, look_at, planned, unit

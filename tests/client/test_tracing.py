@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 import kvpool
-from kvpool import config, dev, tracing
+from kvpool import dev, tracing
+from kvpool.cli.settings import load
 from kvpool.client.opening import _pool_class
 from kvpool.client.pool import Pool
 
@@ -108,4 +109,4 @@ def test_nothing_is_traced_unless_it_is_asked_for(
 
 
 def test_the_switch_is_no_setting_of_the_configuration() -> None:
-    assert config.load(None, {"KVPOOL_OTEL": "1"}) == config.load(None, {})
+    assert load(None, {"KVPOOL_OTEL": "1"}) == load(None, {})

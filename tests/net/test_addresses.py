@@ -13,7 +13,7 @@ import pytest
 
 import kvpool.net.announced as announcing
 from kvpool import ClientConfig, Cluster, Pool, addresses, dev
-from kvpool.config import load
+from kvpool.cli.settings import load
 from kvpool.errors import ConfigError
 from kvpool.kv_events import EventBatch, encode_batch
 from kvpool.net import event_address

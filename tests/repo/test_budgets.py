@@ -107,6 +107,10 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/net/event_*.py",
     ),
     "ucx": ("transports/kvpool_transports/ucx*.py",),
+    "secrets": ("kvpool/secret_file.py", "kvpool/net/masters_certificate.py"),
+    "identity": ("kvpool/server/identity_file.py",),  # of `--id`
+    # Of tenants, certificates and settings: those of a command come from `kvpool/cli`.
+    "files": ("kvpool/file_stamp.py", "kvpool/yaml_file.py"),
     "pages": ("kvpool/net/http_server.py",),  # of `--http`
     "tls": (
         "transports/kvpool_transports/certificates.py",
@@ -114,6 +118,7 @@ RINGS: dict[str, tuple[str, ...]] = {
     ),
     "tracing": ("kvpool/tracing.py", "kvpool/client/traced_pool.py"),  # of KVPOOL_OTEL
     "admin": ("kvpool/client/admin.py",),  # of `kvpool.admin`
+    "operators": ("kvpool/operators.py",),  # what they ask of servers
     "sync": ("kvpool/sync.py",),  # for threads
     "removal": ("kvpool/client/removal.py", "kvpool/server/removal.py"),  # of `kvpool remove`
     "demand": (  # for those who plan memory, and admit sessions
@@ -134,7 +139,7 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 22_793
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 22_129
 TEST_LINES, TEST_LINES_TODAY = 50_000, 96_500
 FILE_LINES = 600
 CLASS_METHODS = 25
@@ -144,7 +149,7 @@ SLACK = 20
 
 LONG_FILES = {
     # Two lists that are read by looking up, not from top to bottom.
-    "kvpool/types.py": 781,  # what calls take and return: one page of the API reference
+    "kvpool/types.py": 688,  # what calls take and return: one page of the API reference
     "kvpool/wire/messages.py": 932,  # all messages, in the order of docs/wire.md
     # Not divided before it has run on RDMA, so that what fails there has one place.
     "transports/kvpool_transports/ucx.py": 766,
@@ -170,6 +175,7 @@ KERNEL_TO_RING = {
     "kvpool -> kvpool.client.device_direct",
     "kvpool -> kvpool.client.match_poller",
     "kvpool -> kvpool.client.pool_events",
+    "kvpool -> kvpool.secret_file",
     "kvpool -> kvpool.sync",
     "kvpool.client.pool -> kvpool.client.pool_events",
     "kvpool.client.pool -> kvpool.client.session",

@@ -35,12 +35,15 @@ TABLES = (
 )
 #: What stands upon a ring goes with it.
 UPON = {
+    "files": ("tenancy", "tls"),
     "heaps": ("sessions", "tiers", "prefetch", "cold"),
     "moves": ("prefetch",),
+    "operators": ("admin", "moves", "prefetch", "removal"),
+    "secrets": ("tenancy",),
     "tiers": ("prefetch", "cold"),
 }
-#: The tests look at a pool by it, so it is deleted alone.
-INSTRUMENT = "admin"
+#: The tests look at a pool by it, so it is deleted alone, and what it stands upon with it.
+INSTRUMENT = {"admin", "operators"}
 KERNEL_TESTS = ("tests/client/test_pool.py", "tests/client/test_reader.py")
 WHAT_THEY_NEED = (
     *("tests/__init__.py", "tests/conftest.py"),
@@ -122,7 +125,7 @@ def run(folder: Path, environment: dict[str, str], *arguments: str) -> str:
 
 def test_the_kernel_s_tests_pass_without_any_ring(tmp_path: Path) -> None:
     tests = (*WHAT_THEY_NEED, *KERNEL_TESTS)
-    environment = copy_without(RINGS.keys() - {INSTRUMENT}, tmp_path, *tests)
+    environment = copy_without(RINGS.keys() - INSTRUMENT, tmp_path, *tests)
     options = ("-n0", "-q", "-p", "no:cacheprovider", "-k", "not inproc and not shm and not ucx")
     assert not run(tmp_path, environment, "-m", "pytest", *options, *KERNEL_TESTS)
 

@@ -25,7 +25,7 @@ import yaml
 import kvpool
 from kvpool import config, registry
 from kvpool.cli import run as commands
-from kvpool.cli import shared
+from kvpool.cli import settings, shared
 from kvpool.cli.app import app
 from kvpool.config import Config, check_bind, parse_transport
 from kvpool.net.http_server import Page, pages
@@ -42,7 +42,7 @@ def settings_of(
     seen: list[Config] = []
 
     def load(*args: Any) -> Config:
-        seen.append(config.load(args[0], environment, args[2]))
+        seen.append(settings.load(args[0], environment, args[2]))
         return seen[-1]
 
     def stop(main: Coroutine[Any, Any, object], *_: object) -> NoReturn:

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvpool.config import ServerConfig, load
+from kvpool.cli.settings import load
+from kvpool.config import ServerConfig
 from kvpool.errors import ConfigError
 from kvpool.server.identity_file import IdentityFile
 
@@ -177,10 +178,7 @@ def test_a_file_that_cannot_be_locked_is_closed(
     assert descriptors() == before
 
 
-def test_a_server_without_an_id_has_no_file(state_directory: Path) -> None:
-    with IdentityFile(ServerConfig(), "c") as nameless:
-        assert nameless.secret == b""
-        assert not state_directory.exists()
+def test_a_file_needs_an_id() -> None:
     with pytest.raises(ConfigError, match=r"server\.id"):
         load(flags={"server.identity_file": "own"})
 

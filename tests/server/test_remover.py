@@ -14,9 +14,9 @@ import pytest
 from kvpool import Namespace, Pool, admin, dev
 from kvpool.client.pool_events import PoolEventKind
 from kvpool.client.removal import HeldNamespace
+from kvpool.operators import RemovalCursor
 from kvpool.server import removal
 from kvpool.server.removal import remove_written
-from kvpool.types import RemovalCursor
 from tests.conftest import eventually, keys
 from tests.support.tenant_pool import OPERATOR, tenant, tenant_pool
 

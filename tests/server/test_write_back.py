@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvpool import Pool, ReadStatus, WriteStatus, connect, dev
-from kvpool.config import WRITE_BACK, ClientConfig, load
+from kvpool.cli.settings import load
+from kvpool.config import WRITE_BACK, ClientConfig
 from kvpool.errors import ConfigError
 from kvpool.protocols import ReserveRequest
 from kvpool.testing.invariants import check_invariants

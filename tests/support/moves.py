@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from kvpool import Namespace, Pool, dev
+from kvpool.operators import DrainReport
 from kvpool.protocols import WriteOptions
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import Moves, asked_masters, drainer, hand_over
 from kvpool.server.moves.prefetcher import Prefetcher
 from kvpool.server.moves.state.fetches import FetchBudget
-from kvpool.types import ROOT, DrainReport, SessionHint, WriteBlock
+from kvpool.types import ROOT, SessionHint, WriteBlock
 from tests.conftest import NAMESPACE, value, values
 
 SIZE = 8192

@@ -8,6 +8,7 @@ import math
 from typing import Final
 
 from kvpool import logs
+from kvpool.operators import DrainReport
 from kvpool.runtime import task_group
 from kvpool.server.context import ServerContext
 from kvpool.server.moves.asked_masters import REFRESH_S
@@ -16,7 +17,7 @@ from kvpool.server.moves.peer_servers import PeerServers
 from kvpool.server.moves.state.drain_plan import DrainPlanner
 from kvpool.server.moves.state.wants import name_of
 from kvpool.server.state.entry import Entry
-from kvpool.types import DrainReport, MoveStatus, ReadStatus
+from kvpool.types import MoveStatus, ReadStatus
 
 log = logs.get("kvpool.server")
 

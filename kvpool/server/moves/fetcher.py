@@ -16,6 +16,7 @@ from typing import Final
 from kvpool import logs, moves, removals
 from kvpool.checksum import block_seeds, checksum
 from kvpool.errors import Overloaded, PeerError, Unavailable
+from kvpool.moves import Offer
 from kvpool.protocols import Channel, ReadOptions, ReserveRequest
 from kvpool.runtime import wait_for_all
 from kvpool.server.context import ServerContext
@@ -26,7 +27,6 @@ from kvpool.types import (
     Extent,
     MoveStatus,
     Namespace,
-    Offer,
     ReadBlock,
     ReadStatus,
     Reservation,

@@ -14,11 +14,12 @@ from kvpool import MasterLost, Namespace, Pool, WriteStatus, admin, moves
 from kvpool.cli import run
 from kvpool.cli.progress import Show
 from kvpool.config import ServerConfig
+from kvpool.operators import Left
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves import drainer
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.shares import Shares
-from kvpool.types import Left, MoveStatus, ReadStatus
+from kvpool.types import MoveStatus, ReadStatus
 from tests.conftest import NAMESPACE, key, keys, patient, value, values
 from tests.support.moves import (
     SIZE,

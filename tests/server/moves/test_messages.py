@@ -9,21 +9,13 @@ import pytest
 from kvpool import admin, dev, moves
 from kvpool.client.admin import report_of
 from kvpool.errors import BadMessage
+from kvpool.moves import Offer
+from kvpool.operators import DrainReport, Left
 from kvpool.protocols import Peer
 from kvpool.server.moves.drainer import Drainer
 from kvpool.server.moves.fetcher import Fetcher
 from kvpool.testing.move_checks import SIDE_REQUESTS
-from kvpool.types import (
-    COPIES_MAX,
-    ROOT,
-    DrainReport,
-    Left,
-    MoveStatus,
-    Namespace,
-    Offer,
-    ReadStatus,
-    SessionHint,
-)
+from kvpool.types import COPIES_MAX, ROOT, MoveStatus, Namespace, ReadStatus, SessionHint
 from kvpool.wire import messages as wire
 from tests.conftest import key, keys
 from tests.support.moves import moves_of

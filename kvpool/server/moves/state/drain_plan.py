@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import merge
 from typing import Final
 
+from kvpool.operators import DrainReport, Left
 from kvpool.server.moves.state.wants import (
     BlockName,
     MovePlanner,
@@ -20,7 +21,7 @@ from kvpool.server.moves.state.wants import (
 )
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
-from kvpool.types import DrainReport, Left, MoveStatus, Namespace, ReadStatus
+from kvpool.types import MoveStatus, Namespace, ReadStatus
 
 #: How far up its chain a block is followed, so that its head goes first. Beyond, a later block of
 #: the chain may go before an earlier one, which costs hits at worst.
