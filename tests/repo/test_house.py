@@ -176,6 +176,7 @@ def test_the_pure_rooms_are_pure() -> None:
         "shares",
         "fingerprint",
         "piecewise_dict",
+        "operators",
         "sorting",
         "spans",
         "protocols",

@@ -96,8 +96,7 @@ class Store:
         # What is above a lowered limit goes in steps, not all at once for a block that moves.
         in_steps = account.used > account.limit if owner == MOVER else extents.in_steps
         extents.steps_left = STEPS_MAX if in_steps else UNLIMITED
-        fresh: list[Entry] = []  # entered at once, before the policy touches another block
-        spare: list[int] = []  # extents for the blocks that follow
+        fresh, spare = list[Entry](), list[int]()  # to be entered; extents for those that follow
         found, mask = index.blocks.get_all(request.digests), allocator.alignment - 1
         # Hints count each block that is entered; who waits for the disk does so for each block.
         in_a_row = policy.in_a_row and session is None and not extents.demotes
@@ -136,8 +135,7 @@ class Store:
                         self.index.keep(index)  # evictions may have emptied it
                         spare = made
                     else:
-                        index.used += taken  # as `Index.count`, for each of many blocks
-                        account.used += taken
+                        index.used, account.used = index.used + taken, account.used + taken
                         spare.append(offset)
                 entry.offset = offset = spare.pop()
                 blocks_at[offset] = granted[digest] = reservations[id] = entry
@@ -146,7 +144,7 @@ class Store:
         self._enter(index, holder, fresh, now)
         if not granted:
             self.index.drop_if_empty(index)
-        if session is not None and granted:
+        elif session is not None:
             promoted = owner == MOVER and extents.demotes
             policy.end_write(session, list(granted.values()), request, promoted=promoted)
         return answers
