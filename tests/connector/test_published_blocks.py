@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from kvpool import Namespace
 from kvpool.kv_events import RemovedEvent, StoredEvent
 from kvpool.types import Presence, Replica
-from kvpool_connector.events import published_blocks
-from kvpool_connector.events.published_blocks import PublishedBlocks, Question
+from kvpool_events import published_blocks
+from kvpool_events.event_feed import EventFeed
+from kvpool_events.published_blocks import PublishedBlocks, Question
 
 NEAR = Presence((Replica("s1", "dram"),), True, "dram")
 FAR = Presence((Replica("s2", "dram"),), False, "dram")
@@ -232,3 +237,29 @@ def test_an_adapters_own_name_is_no_such_thing(blocks: PublishedBlocks) -> None:
     named = event(1, lora_name="adapter", extra_keys=[("adapter",)])
     blocks.add(0, digest(1), named, 0.0)
     assert blocks.questions(0.0)
+
+
+@pytest.mark.parametrize("names", [(), (Namespace("other weights"),)])
+def test_an_engine_without_its_names_takes_back_what_it_has_announced(
+    names: tuple[Namespace, ...],
+) -> None:
+    async def where(_: Namespace, digests: tuple[bytes, ...], **__: Any) -> list[Presence]:
+        return [NEAR] * len(digests)
+
+    def start(work: Any) -> bool:
+        asyncio.run(work())
+        return True
+
+    thread: Any = SimpleNamespace(pool=SimpleNamespace(where=where), start=start)
+    feed = EventFeed("shared", thread, Counter())
+    for _ in range(2):
+        feed.step((Namespace("a"),), 0.0)
+        feed.add([(0, digest(1), event(1))], 0.0)
+        feed.step((Namespace("a"),), 0.1)
+        feed.step((Namespace("a"),), 0.2)
+        assert [type(one) for one in feed.take()] == [StoredEvent]
+        feed.add([(0, digest(2), event(2))], 0.2)
+        feed.step((Namespace("a"),), 0.3)  # asked, and its answer comes too late
+        feed.step(names, 0.4)
+        assert [type(one) for one in feed.take()] == [RemovedEvent]
+        assert not feed.waiting

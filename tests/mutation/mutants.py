@@ -39,6 +39,7 @@ _PACKAGES: Final = (
     "connector/kvpool_codecs",
     "connector/kvpool_connector",
     "connector/kvpool_engines",
+    "connector/kvpool_events",
 )
 #: Files that the tests of the main environment do not run: they need vLLM, a GPU, a store of
 #: objects, or are run by a person. `make test WITH=...` and the benchmarks cover them.

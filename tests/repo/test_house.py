@@ -19,6 +19,7 @@ PLUGINS = (
     "kvpool_codecs",
     "kvpool_connector",
     "kvpool_engines",
+    "kvpool_events",
     "kvpool_lmcache",
     "kvpool_sglang",
     "kvpool_transformers",

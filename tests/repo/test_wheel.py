@@ -27,6 +27,7 @@ PACKAGES = (
     "kvpool_codecs",
     "kvpool_connector",
     "kvpool_engines",
+    "kvpool_events",
     "kvpool_lmcache",
     "kvpool_sglang",
     "kvpool_transformers",

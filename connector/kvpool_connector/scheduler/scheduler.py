@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from kvpool import MatchPoller, Namespace
-from kvpool.kv_events import EventForm, KVEvent, StoredEvent
-from kvpool_connector.events.event_feed import EventFeed
 from kvpool_connector.identity.adapters import Adapter, KnownAdapters
 from kvpool_connector.identity.naming import EngineInfo, EngineNames
 from kvpool_connector.plan.cost_model import StepTimer
@@ -120,7 +118,6 @@ class ConnectorScheduler:
         self.adapter_requests = AdapterRequests(KnownAdapters(engine.ranks))
         self._step_timer = StepTimer(self.planner.choice.prefill_cost)
         self._step = 0
-        self._feed: EventFeed | None = None  # with KV events only
         self._asked = False  # for a request, since the last step: the engine is not paused
         #: Requests that begin anew when the engine asks for them: preempted, or queued at a reset.
         self._restarting: set[str] = set()
@@ -137,19 +134,6 @@ class ConnectorScheduler:
             replaces._lookups.close()
             self._step, self.names.serial = replaces._step, replaces.names.serial
             self.reset()
-
-    def send_events(self, form: EventForm) -> None:
-        """Announce the pool's blocks in the engine's stream of KV events from now on."""
-        self._feed = EventFeed(form, self._thread, self.planner.counters)
-
-    @property
-    def sends_events(self) -> bool:
-        return self._feed is not None
-
-    @property
-    def has_pending_work(self) -> bool:
-        """Whether the engine must step although it has nothing to compute."""
-        return self.planner.has_pending_work or (self._feed is not None and self._feed.waiting)
 
     # --- a request --------------------------------------------------------------------------
 
@@ -240,8 +224,6 @@ class ConnectorScheduler:
         self._messages.repeat_arrivals(now)
         self._step_timer.on_start(self._step, step.prefill, now)
         self._start_prefetches(idle=step.idle)
-        if self._feed is not None:
-            self._feed.step(self.namespaces, now)
         if not self.namespaces:
             if self._lookups.names_are_late(now):
                 self._log.no_name(self.names)
@@ -269,15 +251,15 @@ class ConnectorScheduler:
         )
         return work, plan.blocks_to_pin
 
-    def wait_if_idle(self, work: StepWork) -> None:
+    def wait_if_idle(self, work: StepWork) -> bool:
         """Wait for a lookup, at most `IDLE_S`, if the engine only waits for lookups.
 
         Such an engine would step without a pause, and take a core from the masters.
         """
-        if work.idle and not work.loads and self._lookups.waiting:
+        waits = work.idle and not work.loads and self._lookups.waiting
+        if waits:
             self._lookups.take(IDLE_S)
-        elif work.idle and not work.loads and self._feed is not None and self._feed.waiting:
-            self._feed.wait(IDLE_S)
+        return waits
 
     def on_worker_report(self, report: WorkerReport) -> ReportOutcome:
         """Take what the workers report after a step."""
@@ -310,23 +292,12 @@ class ConnectorScheduler:
                 outcome = outcome._replace(drop_cache=outcome.drop_cache or was_trusted)
         return outcome
 
-    def announce(self, stored: Iterable[tuple[int, bytes, StoredEvent]]) -> None:
-        """The pool has these blocks now: group, key, and an event that does not say where."""
-        if self._feed is not None:
-            self._feed.add(stored, self._clock())
-
-    def take_events(self) -> list[KVEvent]:
-        """KV events about the pool's blocks, for the engine's stream."""
-        return self._feed.take() if self._feed is not None else []
-
     def reset(self, serial: int | None = None) -> None:
         """The weights may have changed: share blocks under the name of those that there are now.
 
         `serial`: of the infos that tell what they are; None: of those that ranks are asked for.
         """
         self._restarting.update(self.planner.on_reset())
-        if self._feed is not None:
-            self._feed.reset()
         self._lookups.reset()
         # With parts by heads the fingerprint is of those weights only that no rank divides.
         alone = self._settings.kv_head_parts > 0

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from kvpool import ConfigError
-from kvpool.kv_events import KVEvent, RemovedEvent, StoredEvent
 from kvpool_connector.form_choice import fields_of
 from kvpool_connector.identity.naming import EngineInfo
 from kvpool_connector.memory.block_memory import BlockMemory, memory_of
 from kvpool_connector.memory.kv_layout import UnsupportedLayout
-from kvpool_connector.plan.save_queue import SaveRun
 from kvpool_connector.records.values import CacheGroup
 from kvpool_connector.settings import Settings
 from kvpool_connector.vllm_engine import interface as vllm_interface
 from kvpool_connector.vllm_engine.head_split import HeadSplit, head_split, specs_of
 from kvpool_connector.vllm_engine.interface import (
-    BlockRemoved,
-    BlockStored,
-    get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
     get_pp_group,
     get_tp_group,
     kv_cache_utils,
@@ -111,49 +105,6 @@ def memories_of(
             )
         memories.append(memory)
     return memories
-
-
-def events_of(
-    stored: Iterable[SaveRun], requests: Mapping[str, Any], kv_cache_config: Any
-) -> Iterator[tuple[int, bytes, StoredEvent]]:
-    """Group and key of what the pool has now, and an event of it in the form of the engine's own,
-    which does not say where it is."""
-    blocks = ((one, place) for one in stored for place in enumerate(one.digests, one.number))
-    for run, (number, digest) in blocks:
-        request = requests.get(run.request_id)
-        if request is None:
-            continue
-        spec = kv_cache_config.kv_cache_groups[run.group].kv_cache_spec
-        first, last = number * spec.block_size, (number + 1) * spec.block_size
-        hashed = kv_cache_config.hash_block_size or spec.block_size
-        parent = request.block_hashes[first // hashed - 1] if first else None
-        convert = kv_cache_utils.maybe_convert_block_hash
-        extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, first, last, 0)
-        lora = request.lora_request
-        yield (
-            run.group,
-            digest,
-            StoredEvent(
-                block_hashes=[convert(request.block_hashes[last // hashed - 1])],
-                parent_block_hash=convert(parent) if parent is not None else None,
-                token_ids=list(request.all_token_ids[first:last]),
-                block_size=spec.block_size,
-                lora_id=lora.adapter_id if lora else None,
-                medium=None,
-                lora_name=lora.name if lora else None,
-                extra_keys=kv_cache_utils.to_event_extra_keys([extra]) if extra else None,
-                group_idx=run.group,
-                kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
-                kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-                session_id=request.session_id,
-            ),
-        )
-
-
-def vllm_event(event: KVEvent) -> Any:
-    """The same as an object of vLLM's."""
-    kind = {StoredEvent: BlockStored, RemovedEvent: BlockRemoved}[type(event)]
-    return kind(**{name: getattr(event, name) for name in event.__struct_fields__})
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from kvpool_connector.hints.request_params import OWN, Asked, Mistakes, parse_request
 from kvpool_connector.hook_guard import FailureLog, Fuse, Owed
@@ -23,16 +23,13 @@ from kvpool_connector.records.values import ScheduledRequest
 from kvpool_connector.scheduler.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.settings import Settings
 from kvpool_connector.vllm_engine import engine_log
-from kvpool_connector.vllm_engine.config import events_of, vllm_event
 from kvpool_connector.vllm_engine.interface import kv_cache_utils
+from kvpool_connector.vllm_engine.kv_events import EngineEvents
 from kvpool_connector.vllm_engine.replaced import named_by_client
 from kvpool_connector.vllm_engine.stats import DESCRIPTION
 from kvpool_engines.pool_thread import PoolThread
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
-
-#: Finished requests that are kept for the KV events of their last blocks.
-_FINISHED_MAX: Final = 256
 
 
 class BlockIds(Sequence[int]):
@@ -99,25 +96,20 @@ class SchedulerHooks:
         """`engine_events`: the engine sends KV events."""
         logs = engine_log.info, time.monotonic, engine_log.error, engine_log.warning
 
-        def make(replaces: ConnectorScheduler | None = None) -> ConnectorScheduler:
-            made = ConnectorScheduler(settings, thread, engine, *logs, replaces=replaces)
-            if engine_events and settings.kv_events != "off":
-                made.send_events(settings.kv_events)
-            return made
-
-        self._make_scheduler = make
+        self._make_scheduler = functools.partial(
+            ConnectorScheduler, settings, thread, engine, *logs
+        )
         self._kv = kv_cache_config
         self._fuse, self._owed = Fuse(), Owed(engine.ranks)
-        self._failed: Counter[str] = Counter()  # since the last metrics
-        self._failures = FailureLog(
-            "", engine_log.error, lambda name, count: self._failed.update({name: int(count)})
-        )
-        self.scheduler = make()
+        self._counted: defaultdict[str, float] = defaultdict(float)  # since the last metrics
+        self._failures = FailureLog("", engine_log.error, functools.partial(_add, self._counted))
+        self.scheduler = self._make_scheduler()
+        self._events: EngineEvents | None = None
+        if engine_events and settings.kv_events != "off":
+            self._events = EngineEvents(settings.kv_events, thread, kv_cache_config, self._counted)
         self._requests: dict[str, Any] = {}
         self._offered: dict[str, int] = {}  # tokens that the engine itself had, by request
         self._mistakes = Mistakes()
-        #: For KV events of saves that end later.
-        self._finished: OrderedDict[str, Any] = OrderedDict()
         #: Running requests that may have used KV which this engine would not compute, and how many
         #: tokens of them are not in its cache any more.
         self._tainted: dict[str, int] = {}
@@ -194,7 +186,7 @@ class SchedulerHooks:
         wrong = scheduler.planner.verifier.writers.odd
         if self._fuse.due(now) and not self._owed and not wrong:
             try:
-                self.scheduler = scheduler = self._make_scheduler(scheduler)
+                self.scheduler = scheduler = self._make_scheduler(replaces=scheduler)
                 for request_id in self._requests:  # how fast their prompts are computed counts
                     scheduler.planner.quiet.wake(request_id)
             except Exception as error:
@@ -231,7 +223,10 @@ class SchedulerHooks:
             self.block_pool.touch([self.block_pool.blocks[block] for block in blocks_to_pin])
             self._owed.on_pinned(blocks_to_pin)
         self._count_hook(began)
-        self.scheduler.wait_if_idle(work)
+        waited = self.scheduler.wait_if_idle(work)
+        if self._events is not None:
+            waits = work.idle and not work.loads and not waited
+            self._events.step(self.scheduler.namespaces, waits=waits)
         self._owed.on_sent(work)  # last: nothing that raises comes behind it
         return work
 
@@ -256,15 +251,15 @@ class SchedulerHooks:
             begun = [one for one in self._requests.values() if one.num_computed_tokens]
             self._tainted = {request.request_id: 0 for request in begun}
         self._unpin(outcome.blocks_to_unpin)
-        if self.scheduler.sends_events:
-            known = {**self._finished, **self._requests}
-            self.scheduler.announce(events_of(outcome.stored, known, self._kv))
+        if self._events is not None:
+            self._events.on_stored(outcome.stored, self._requests)
         self._count_hook(began)
 
     @_guarded(lambda hooks: bool(hooks._owed))
     def has_pending_work(self) -> bool:
         """Whether the engine must step although it has nothing to compute."""
-        return self.scheduler.has_pending_work
+        sends = self._events is not None and self._events.waiting
+        return sends or self.scheduler.planner.has_pending_work
 
     def on_finished(self, request: Any) -> dict[str, Any] | None:
         """What a proxy hands to another engine, if it asked for that."""
@@ -272,21 +267,19 @@ class SchedulerHooks:
         self._requests.pop(request.request_id, None)
         self._tainted.pop(request.request_id, None)
         self._offered.pop(request.request_id, None)
-        if self.scheduler.sends_events:
-            self._finished[request.request_id] = request
-            while len(self._finished) > _FINISHED_MAX:
-                self._finished.popitem(last=False)
         return self._on_finished(request)
 
     @_guarded(_nothing)
     def _on_finished(self, request: Any) -> dict[str, Any] | None:
+        if self._events is not None:
+            self._events.on_finished(request)
         params = self._promise(request)
         self.scheduler.on_request_finished(request.request_id)
         return params
 
     @_guarded(lambda *_: ())
     def take_events(self) -> Iterable[Any]:
-        return [vllm_event(event) for event in self.scheduler.take_events()]
+        return self._events.take() if self._events is not None else ()
 
     @_guarded(_nothing)  # a new half begins with names of its own
     def reset(self) -> None:
@@ -294,8 +287,8 @@ class SchedulerHooks:
 
     def take_metrics(self) -> dict[str, Any]:
         """Sums since the last call, and the description of the engine where it has news."""
-        metrics = {**self._take_metrics(), **self._failed}
-        self._failed.clear()
+        metrics = {**self._take_metrics(), **self._counted}
+        self._counted.clear()
         return metrics
 
     @_guarded(lambda *_: {})
@@ -367,6 +360,10 @@ class SchedulerHooks:
         counters = self.scheduler.planner.counters
         counters["hook_s"] += time.perf_counter() - began
         counters["hooks"] += 1
+
+
+def _add(counters: defaultdict[str, float], name: str, amount: float) -> None:
+    counters[name] += amount
 
 
 def _adapter(request: Any) -> Adapter | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.config import KVEventsConfig
 from vllm.v1.request import RequestStatus
 
 from kvpool_connector import hook_guard
@@ -22,8 +23,10 @@ from kvpool_connector.records.messages import (
 )
 from kvpool_connector.scheduler.engine_report import EngineReport
 from kvpool_connector.scheduler.scheduler import ConnectorScheduler
+from kvpool_connector.vllm_engine.kv_events import EngineEvents
 from kvpool_connector.vllm_engine.scheduler_hooks import SchedulerHooks
-from tests.connector.vllm.played import BLOCKS, SIZE, Played, warmed
+from tests.connector.vllm.helpers import transfer
+from tests.connector.vllm.played import BLOCKS, SIZE, Play, Played, warmed
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,7 +35,8 @@ pytestmark = pytest.mark.timeout(120)
 CALLS = [
     *("on_new_request", "loadable_tokens", "on_blocks_allocated", "plan_step", "wait_if_idle"),
     *("on_worker_report", "make_promise", "on_request_finished"),
-    *("take_events", "report.take_metrics", "report.take_description"),
+    *("report.take_metrics", "report.take_description"),
+    *("events.step", "events.on_stored", "events.on_finished", "events.take"),
 ]
 
 
@@ -67,11 +71,12 @@ class Worker:
 
 
 def owner(method: str) -> type:
-    return EngineReport if method.startswith("report.") else ConnectorScheduler
+    kinds = {"report": EngineReport, "events": EngineEvents}
+    return kinds.get(method.partition(".")[0], ConnectorScheduler)
 
 
 def raising_once(method: str, at_call: int = 1) -> Callable[..., Any]:
-    real = getattr(owner(method), method.removeprefix("report."))
+    real = getattr(owner(method), method.rpartition(".")[2])
     calls = 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,11 +92,12 @@ def raising_once(method: str, at_call: int = 1) -> Callable[..., Any]:
 @pytest.mark.parametrize("at_call", [1, 2])
 @pytest.mark.parametrize("method", CALLS)
 def test_requests_end_and_no_block_stays_pinned_when_a_call_raises(
-    method: str, at_call: int, pool: LocalPool, played: Played, monkeypatch: pytest.MonkeyPatch
+    method: str, at_call: int, pool: LocalPool, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    played = play(transfer(pool.master, load_timeout_s=0.5), kv_events_config=events)
     warmed(pool, played)
-    name = method.removeprefix("report.")
-    monkeypatch.setattr(owner(method), name, raising_once(method, at_call))
+    monkeypatch.setattr(owner(method), method.rpartition(".")[2], raising_once(method, at_call))
     requests = [played.request(name, 64, first) for name, first in (("a", 0), ("b", 500))]
     requests[1].kv_transfer_params = {"do_remote_decode": True}
     for request in requests:

@@ -44,7 +44,7 @@ from kvpool_connector.records.messages import (
 )
 from kvpool_connector.records.provenance import UNKNOWN
 from kvpool_connector.vllm_engine import engine_log
-from kvpool_connector.vllm_engine.config import vllm_event
+from kvpool_connector.vllm_engine.kv_events import vllm_event
 from kvpool_connector.vllm_engine.replaced import RefusedSettings
 from kvpool_connector.vllm_engine.stats import ConnectorPromMetrics, ConnectorStats
 from tests.connector.vllm.helpers import Models, transfer

@@ -15,8 +15,8 @@ from typing import Final
 from kvpool import KvpoolError, Namespace
 from kvpool.kv_events import EventForm, KVEvent, StoredEvent
 from kvpool.types import Presence
-from kvpool_connector.events.published_blocks import PublishedBlocks, Question
 from kvpool_engines.pool_thread import PoolThread
+from kvpool_events.published_blocks import PublishedBlocks, Question
 
 _TIMEOUT_S: Final = 2.0
 #: Events that one step sends beside the engine's own: together they must stay below the 4,096 that
@@ -32,6 +32,7 @@ class EventFeed:
     ) -> None:
         self._thread = thread
         self._published = PublishedBlocks(form, counters)
+        self._namespaces: Sequence[Namespace] = ()
         #: Filled by the pool's thread.
         self._answers: deque[tuple[int, list[Presence | None] | None]] = deque()
         self._answered = threading.Event()
@@ -52,8 +53,14 @@ class EventFeed:
             self._answered.wait(wait_s)
 
     def step(self, namespaces: Sequence[Namespace], now: float) -> None:
-        """Take answers, and ask what is to be asked; returns at once."""
+        """Take answers, and ask what is to be asked; returns at once.
+
+        An engine that has no names now, or others, can use nothing of what it has announced.
+        """
         self._answered.clear()
+        if namespaces != self._namespaces:
+            self._published.reset()
+            self._namespaces = namespaces
         while self._answers:
             self._published.answer(*self._answers.popleft(), now)
         if not namespaces:
@@ -66,10 +73,6 @@ class EventFeed:
     def take(self) -> list[KVEvent]:
         """Events for the engine's stream, in order; what is too much for one step comes later."""
         return self._published.take(_EVENTS_PER_STEP)
-
-    def reset(self) -> None:
-        """The engine shares under another name from now on."""
-        self._published.reset()
 
     async def _ask(self, question: Question, namespace: Namespace) -> None:
         """In the pool's thread."""
