@@ -243,7 +243,12 @@ class EventPublisher:
         taken = 0
         while taken < _REQUESTS_BURST and int(router.get(_EVENTS)) & _POLLIN:
             taken += 1
-            reader = self._reader(router.recv_multipart(_NOBLOCK, copy=False))
+            frames = router.recv_multipart(_NOBLOCK, copy=False)
+            try:
+                reader = self._reader(frames)
+            except Exception:  # the others go on: nobody says again that their requests are here
+                log.exception("a replay has failed before it began")
+                reader = None
             if reader is None:
                 self.counts.refused += 1
                 continue  # nobody waits for an answer to what is no request

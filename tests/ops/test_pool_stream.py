@@ -400,6 +400,19 @@ async def test_a_publisher_counts_what_it_has_sent_and_what_it_could_not() -> No
         one.close()
 
 
+async def test_a_request_that_fails_keeps_nobody_behind_it_waiting(
+    publisher: EventPublisher, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells again that there are requests."""
+    monkeypatch.setattr(publisher, "_snapshot", lambda: 1 / 0)
+    for _ in range(3):
+        await client.dealer.send_multipart([b"", SNAPSHOT])
+    async with asyncio.timeout(5):
+        last = publisher.buffer.next - 1
+        assert [number for number, _ in await client.ask(struct.pack(">Q", last))] == [last]
+    assert publisher.counts.refused == 3
+
+
 def test_the_buffer_is_bounded_in_batches_and_bytes() -> None:
     buffer = ReplayBuffer(first=5, kept_max=3, bytes_max=100)
     for number in range(5, 10):

@@ -170,6 +170,8 @@ class Worker:
                     worker.progress()  # cancels the requests of endpoints that have failed, too
                     rest = not worker.arm()
                     break
+            for transfer in tuple(self._moving):
+                transfer.look()
         except Exception as error:
             # Nobody has called this: without a word its transfers would wait, and it would sleep.
             self._failed(error)
@@ -177,8 +179,6 @@ class Worker:
         if self._failing:
             self._failing = False
             self._loop.add_reader(self._fd, self._drive)
-        for transfer in tuple(self._moving):
-            transfer.look()
         # There is more to do: the steps ran out, or events arrived before `arm`, which then fails.
         if rest:
             self.kick()
