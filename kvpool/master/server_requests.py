@@ -16,14 +16,15 @@ from kvpool.master.hints import NoHints
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Registration, SequenceCheck
 from kvpool.protocols import Caller
+from kvpool.shares import Shares
 from kvpool.types import Namespace, ReadStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.master")
 
-#: Pairs of id and caller whose refusal was logged. At the limit all are forgotten, so that a caller
-#: that makes up ids costs no memory, only log lines, one for each of its messages.
-_REFUSED_MAX: Final = 1024
+#: So many refusals are logged in so long, of one caller half of them: it may make up ids.
+_LINES_MAX: Final = 256
+_LINES_S: Final = 600.0
 
 S = TypeVar("S", bound=wire.ServerMessage)
 
@@ -41,7 +42,9 @@ class ServerRequests:
         self.address = ""
         #: Heartbeats after which this master's map was not what the server held.
         self.differences = 0
+        #: Pairs of id and caller whose refusal was logged, and until when that holds.
         self._refused: set[tuple[str, str]] = set()
+        self._lines, self._lines_until = Shares(_LINES_MAX), 0.0
 
     def from_owner(
         self, answer: Callable[[S], wire.Message]
@@ -63,25 +66,21 @@ class ServerRequests:
         return checked
 
     def _log_refusal(
-        self,
-        reason: str,
-        server: str,
-        caller: str,
-        holder: Sequence[str],
-        claimed: Sequence[str] = (),
+        self, reason: str, server: str, caller: str, holder: Sequence[str], *claimed: str
     ) -> None:
         """Count a refusal, and log it once for each id and caller."""
         self._refusals[reason] += 1
-        if len(self._refused) >= _REFUSED_MAX:
-            self._refused.clear()
-        if (server, caller) not in self._refused:
+        if (now := self._now()) >= self._lines_until:
+            self._refused, self._lines = set(), Shares(_LINES_MAX)
+            self._lines_until = now + _LINES_S
+        if (server, caller) not in self._refused and self._lines.take(caller):
             self._refused.add((server, caller))
             log.warning(
                 "a message in the name of a server was refused",
                 why=reason,
                 server=server,
                 caller=caller,
-                claimed=list(claimed),
+                claimed=claimed,
                 holder=list(holder),
             )
 
@@ -102,11 +101,11 @@ class ServerRequests:
         )
         refusal = self._servers.register(m.server, registration, self._now(), sequence=m.sequence)
         if refusal is not None and refusal.full:
-            self._log_refusal("too many servers", "", caller.address, (), m.addresses)
+            self._log_refusal("too many servers", "", caller.address, (), *m.addresses)
             raise Overloaded(refusal.problem)
         if refusal is not None:
             holder = refusal.holder
-            self._log_refusal("server id is taken", m.server, caller.address, holder, m.addresses)
+            self._log_refusal("server id is taken", m.server, caller.address, holder, *m.addresses)
             return wire.Registered(
                 False,
                 self.address,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,7 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.config import MasterConfig
+from kvpool.errors import Unauthenticated
 from kvpool.fingerprint import MapFingerprint, location_seed
+from kvpool.master import server_requests
+from kvpool.master.hints import NoHints
+from kvpool.master.server_requests import ServerRequests
 from kvpool.master.service import Master
 from kvpool.master.state.change_ring import ChangeKind
 from kvpool.master.state.directory import Directory
@@ -22,9 +27,11 @@ from kvpool.master.state.server_table import ServerTable
 from kvpool.master.state.sweeper import Sweeper
 from kvpool.net.control_network import TcpNetwork
 from kvpool.piecewise_dict import PIECE_KEYS
+from kvpool.protocols import Caller
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, ServerStats
+from kvpool.wire import messages as wire
 from tests.conftest import key, keys
 from tests.support.sweeping import sweep_all
 
@@ -773,6 +780,34 @@ def test_a_map_without_arguments_has_the_limits_of_a_master_without_settings() -
 async def test_no_server_is_forgotten_before_it_is_lost(timeout_s: float, forget_s: float) -> None:
     master = Master(MasterConfig(timeout_s=timeout_s), TcpNetwork())
     assert master.directory.servers.forget_s == forget_s
+
+
+def test_who_speaks_for_many_servers_fills_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lines, refusals = [1.0], list[str](), Counter[str]()
+    monkeypatch.setattr(
+        server_requests.log, "warning", lambda *_, caller, **more: lines.append(caller)
+    )
+    directory, names = Directory(), [f"s{number}" for number in range(400)]
+    for name in names:
+        assert registered(directory, name, token=b"its token") is None
+    clock = lambda: now[0]  # noqa: E731
+    requests = ServerRequests(directory, NoHints(clock), refusals, clock)
+    heartbeat = requests.from_owner(lambda message: message)
+
+    def speak(caller: str, servers: Sequence[str]) -> None:
+        for server in servers:
+            with pytest.raises(Unauthenticated):
+                heartbeat(wire.Leave(server, 1, OTHER), Caller(caller))
+
+    speak("loud", names * 3)
+    loud = len(lines)
+    assert 100 < loud < 200
+    speak("other", names[:1] * 3)
+    assert lines[loud:] == ["other"]
+    now[0] += 3600.0
+    speak("loud", names[:1] * 3)
+    assert lines[loud + 1 :] == ["loud"]
+    assert refusals.total() == 1206, "and each is counted"
 
 
 def test_a_full_map_and_the_share_of_one_address() -> None:
