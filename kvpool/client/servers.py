@@ -255,7 +255,8 @@ class Servers:
 
     async def near(self, servers: Set[str], deadline: float) -> frozenset[str]:
         """Those of the `servers` that are on this host. Asks a master about unknown ones."""
-        if not servers <= self.known.keys():
+        due = self._loop.time() >= self._refreshed_at + _REFRESH_S
+        if due and not servers <= self.known.keys():
             await self.refresh(deadline)
         records = [self.known[server] for server in servers & self.known.keys()]
         return frozenset([one.server for one in records if one.host == self._host.id])

@@ -123,6 +123,21 @@ async def test_where_says_which_blocks_are_there_in_whatever_order(pool_dev: dev
             await pool.where(NAMESPACE, [chain[0], chain[1][:16]])
 
 
+async def test_a_server_that_no_member_list_has_is_not_asked_for_with_each_call(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, asked = keys("chain", 3), pool_dev.master.requests
+    async with pool_dev.pool() as pool:
+        await pool.write(NAMESPACE, chain, values(chain))
+        monkeypatch.setattr(pool._servers, "_update", lambda member: None)
+        pool._servers.known.clear()
+        before = asked["members"]
+        for _ in range(20):
+            (found, *_) = await pool.where(NAMESPACE, chain)
+            assert not found.near
+        assert asked["members"] <= before + 1
+
+
 async def test_who_observes_asks_for_nothing(pool_dev: dev.Dev) -> None:
     """Otherwise blocks that routers are told of would count as the working set."""
     chain = keys("chain", 3)
