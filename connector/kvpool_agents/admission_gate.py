@@ -136,12 +136,18 @@ class AdmissionGate:
             self._asked_at = now
             if now - self._answered_at >= 10 * _ASK_S:
                 self.admission.measured(None)
-            self._ask()
+            try:
+                self._ask()
+            except Exception:  # no answer: what was known stays, and no prompt fails for it
+                logger.exception("the pool is not asked for its room")
 
     def _look(self) -> None:
-        for seat in self.admission.admit(self.now()):
-            if (event := self._waiting.pop(seat, None)) is not None:
-                event.set()
+        try:
+            for seat in self.admission.admit(self.now()):
+                if (event := self._waiting.pop(seat, None)) is not None:
+                    event.set()
+        except Exception:  # else nobody would look again, and all would wait for `HOLD_S`
+            logger.exception("nobody is let in for a moment")
 
     async def _keep_looking(self) -> None:
         while self._waiting:

@@ -243,6 +243,27 @@ async def test_first_bytes_and_ends_count_once(gate: AdmissionGate) -> None:
     assert next(seats).prompts == 0
 
 
+async def test_an_error_inside_keeps_nobody_waiting(
+    gate: AdmissionGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one of whoever asks the pool, nor one of what decides."""
+    first = await gate.enter("t", "a")
+    gate._ask, gate._asked_at = lambda: 1 / 0, -math.inf  # type: ignore[method-assign,assignment]
+    second = asyncio.create_task(gate.enter("t", "b"))
+    await waiting(gate, 1)
+    admit, failing = gate.admission.admit, iter([ValueError("a bug")] * 3)
+
+    def admit_later(now: float) -> list[Seat]:
+        if (error := next(failing, None)) is not None:
+            raise error
+        return list(admit(now))
+
+    monkeypatch.setattr(gate.admission, "admit", admit_later)
+    gate._asked_at = -math.inf
+    first.ended(session_ends=True)
+    assert (await second).waited_s < 4.0
+
+
 async def test_a_pool_that_no_longer_answers_is_not_believed_for_ever(
     gate: AdmissionGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
