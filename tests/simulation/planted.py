@@ -203,6 +203,16 @@ BUGS: Sequence[Bug] = read(
 @@ no-time-is-nothing-left  G15  kvpool.server.moves.drainer  seed 26
 -                await self._count_left()
 +                pass
+@@ a-look-at-all-is-the-hand-over-of-all  G15  kvpool.server.moves.drainer  seed 34
+-        return False
+-
+-    async def _forget_moved
++        return True
++
++    async def _forget_moved
+@@ what-was-refused-is-handed-over  G15  kvpool.server.moves.hand_over  seed 13
+-                    planner.left(name, _REASONS.get(status, status.label))
++                    planner.came(name, target, moved=False)
 # --- full servers that hand over chains
 @@ forgotten-without-being-fetched  G15  kvpool.server.moves.hand_over  seed 21
 -if s is _FETCHED]

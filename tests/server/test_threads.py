@@ -1,0 +1,85 @@
+"""What a process does that may start no more threads, as under `ulimit -u`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvpool.threads import in_thread, submit
+from kvpool.types import MoveStatus
+from tests.conftest import NAMESPACE, keys, values
+from tests.support.moves import movers, moves_of, now
+
+KIB = 1 << 10
+
+
+class Busy:
+    """An executor with one thread, which works, and calls that say that they have run."""
+
+    def __init__(self, threads: int) -> None:
+        self.executor = ThreadPoolExecutor(2)
+        self.ran: list[str] = []
+        self._go_on = threading.Event()
+        if threads:
+            self.executor.submit(self._go_on.wait)
+
+    def call(self, name: str) -> str:
+        self.ran.append(name)
+        return name
+
+    def rest(self) -> list[str]:
+        """All that has run, when its queue is empty."""
+        self._go_on.set()
+        self.executor.submit(lambda: None).result(10)
+        return self.ran
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.fixture(params=[0, 1])
+def busy(request: pytest.FixtureRequest) -> Iterator[Busy]:
+    one = Busy(request.param)
+    yield one
+    one.rest()
+    one.executor.shutdown()
+
+
+async def test_without_a_thread_a_call_runs_at_once_and_once(
+    busy: Busy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as limit:
+        limit.setattr(threading.Thread, "start", refuse)
+        assert await in_thread(busy.call, "first", executor=busy.executor) == "first"
+        with pytest.raises(ZeroDivisionError):
+            await in_thread(divmod, 1, 0, executor=busy.executor)
+    assert busy.rest() == ["first"]
+
+
+async def test_what_was_refused_for_want_of_a_thread_never_runs(
+    busy: Busy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory has another use by then."""
+    with monkeypatch.context() as limit:
+        limit.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            submit(busy.executor, busy.call, "refused")
+    later = submit(busy.executor, busy.call, "later")
+    assert busy.rest() == ["later"]
+    assert later.result() == "later"
+
+
+async def test_large_blocks_are_fetched_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with movers("16MiB", servers=2) as running, running.pool() as pool:
+        chain = keys("chain", 8)
+        await pool.write(NAMESPACE, chain, values(chain, 512 * KIB))
+        source, target = sorted(running.servers, key=lambda one: -one.store.index.stored)
+        fetch = moves_of(target).fetcher.fetch
+        with monkeypatch.context() as limit:
+            limit.setattr(threading.Thread, "start", refuse)
+            fetched = await fetch(NAMESPACE, 0, chain, source.server, deadline=now() + 20)
+        assert fetched == [MoveStatus.DONE] * 8
