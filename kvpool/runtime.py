@@ -45,14 +45,19 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """`asyncio.TaskGroup` for callers that are promised single errors: the first leaves as it is.
 
-    As there, it ends when every task has ended, and the first error cancels the others.
+    As there, it ends when every task has ended, and the first error cancels the others. Whoever has
+    cancelled the caller in the same moment is obeyed: Python before 3.13 forgets that.
     """
     import asyncio
 
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
     try:
         async with asyncio.TaskGroup() as group:
             yield group
     except BaseExceptionGroup as errors:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError from None
         error: BaseException = errors
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from kvpool import runtime
 from kvpool.cli import other_users
+from kvpool.errors import Unavailable
 
 INFINITY = resource.RLIM_INFINITY
 UID = os.geteuid()
@@ -130,3 +132,27 @@ def test_a_closed_terminal_ends_a_process_in_order(on_hangup: Any, stops: bool) 
         assert {signal.SIGINT, signal.SIGTERM} <= {*runtime.stop_signals()}
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+async def test_a_group_one_of_whose_tasks_fails_while_it_is_cancelled_is_cancelled() -> None:
+    """Else whoever closes a process would wait for a task that goes on."""
+
+    async def fails_at_its_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise Unavailable("the other side has gone, too")
+
+    async def work() -> None:
+        async with runtime.task_group() as group:
+            group.create_task(fails_at_its_end())
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await work()

@@ -43,9 +43,7 @@ class Dram:
         os.fchmod(self.fd, 0o400)
         os.ftruncate(self.fd, self.capacity)
         fcntl.fcntl(
-            self.fd,
-            fcntl.F_ADD_SEALS,
-            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+            self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )
         self._mapping = HugePageMapping(
             self.fd, self.capacity, prefault=prefault, collapse=not self.huge_pages
@@ -92,9 +90,7 @@ def _fits(wanted: int, capacity: int, limits: MemoryLimits) -> bool:
     """
     reserved = tightest(limits.huge_pages())
     huge = capacity % HUGE_PAGE == 0 and reserved.free >= capacity
-    bound = tightest(
-        [*([] if huge else limits.memory()), *limits.mapped(), *limits.file_size()],
-    )
+    bound = tightest([*([] if huge else limits.memory()), *limits.mapped(), *limits.file_size()])
     if wanted > bound.free:
         more = f" or raise {bound.advice}" if bound.advice else ""
         if not huge and reserved.free > 0:
