@@ -72,7 +72,8 @@ class PeerServers:
         self._closed = False
 
     async def channel(self, server: str, deadline: float) -> Channel:
-        """A channel to this server. Raises ServerLost when no path to it works, MasterLost."""
+        """A channel to this server. Raises ServerLost when no path to it works, MasterLost,
+        DeadlineExceeded."""
         kept = self._channels.get(server)
         if kept is not None and kept.epoch == self.masters.epoch(server):
             self._used(server)
@@ -80,7 +81,12 @@ class PeerServers:
                 return await self._better(server, kept, deadline)
             return kept.channel
         connecting = self._connecting.setdefault(server, asyncio.Lock())
-        async with connecting:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await connecting.acquire()
+        except TimeoutError:  # another call has more time
+            raise DeadlineExceeded(f"still connecting to server {server!r}") from None
+        try:
             info = (await self.masters.members(deadline)).get(server)
             if info is None or server == self.server:
                 raise ServerLost(f"no master knows another server {server!r}")
@@ -96,6 +102,8 @@ class PeerServers:
                 raise ServerLost("this server is closing")
             self._used(server)
             return self._channels[server].channel
+        finally:
+            connecting.release()
 
     def failed(self, server: str, channel: Channel | None) -> None:
         """A call on this channel has failed, or there was none: connect anew the next time, to what

@@ -136,6 +136,7 @@ async def test_a_first_path_that_hangs_leaves_time_for_the_second_one(
     async with dev.serve("16MiB", servers=2, listen=("shm://", "tcp://127.0.0.1:0")) as running:
         peers, name = moves_of(running.servers[0]).peers, running.servers[1].server
         loop = asyncio.get_running_loop()
+        channel: Channel | None = None
 
         async def hang(*_: object, deadline: float, **__: object) -> None:
             await asyncio.sleep(deadline - loop.time())
@@ -146,8 +147,13 @@ async def test_a_first_path_that_hangs_leaves_time_for_the_second_one(
             began = loop.time()
             if scheme == "tcp":
                 peers.failed(name, channel)
-                with pytest.raises(DeadlineExceeded):
+                patient = asyncio.create_task(peers.channel(name, began + 1.0))
+                await asyncio.sleep(0.05)
+                with pytest.raises(DeadlineExceeded, match="still connecting"):
                     await peers.channel(name, began + 0.2)
+                assert loop.time() - began < 0.8, "it does not wait as long as another call"
+                with pytest.raises(DeadlineExceeded, match="it hangs"):
+                    await patient
                 continue
             channel = await peers.channel(name, began + 1.0)
             assert 0.4 <= loop.time() - began < 0.9
