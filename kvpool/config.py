@@ -246,8 +246,7 @@ def parse_tier(text: str) -> TierSpec:
         raise ConfigError(f"tier {text!r}: {error}") from None
     if capacity < 1:
         raise ConfigError(f"tier {text!r}: expected a size of at least 1 byte")
-    settings = _parse_settings(query, f"tier {text!r}")
-    return TierSpec(name, place, capacity, settings)
+    return TierSpec(name, place, capacity, _parse_settings(query, f"tier {text!r}"))
 
 
 def check_bind(address: str, insecure: bool) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import os
 import pwd
-import resource
 import signal
 import socket
 import stat
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
-_FILES = 65_536
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -83,8 +81,7 @@ def stop_signals() -> list[signal.Signals]:
     SIGHUP, because a terminal that is closed sends it; but not where it has another meaning (files
     are read again) or is ignored, as under `nohup`.
     """
-    on_hangup = signal.getsignal(signal.SIGHUP)
-    hangup = [signal.SIGHUP] if on_hangup is signal.SIG_DFL else []
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
     return [signal.SIGINT, signal.SIGTERM, *hangup]
 
 
@@ -115,17 +112,6 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent or parent == 1:  # it ended before we could ask
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as it may, up to 65,536.
-
-    Shells give 1,024 by default, as many as a server accepts connections (`connections_max`).
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def freeze_gc() -> None:
@@ -184,8 +170,7 @@ def host_id() -> str:
     (The network namespace, because abstract Unix sockets live in it.)
     """
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
@@ -193,8 +178,7 @@ def host_id() -> str:
 
 def runtime_directory() -> Path:
     """Where files of running processes lie that nobody misses after a reboot."""
-    directory = os.environ.get("XDG_RUNTIME_DIR")
-    if directory:
+    if directory := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(directory) / "kvpool"
     import tempfile
 
@@ -245,7 +229,6 @@ def others_may_read(path: Path) -> bool:
 def resident_bytes() -> int:
     """This process's resident memory, shared pages included."""
     try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0

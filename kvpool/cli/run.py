@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from kvpool.protocols import Transport
     from kvpool.server.block_server import BlockServer
 
+#: Files that a process may open, where the system lets it.
+_FILES = 65_536
 #: How often a server that leaves shows how far it is.
 _SHOW_S = 0.25
 
@@ -179,7 +182,7 @@ def master(
 def _prepare(die_with_parent: bool) -> None:
     if die_with_parent:
         runtime.die_with_parent()
-    runtime.raise_file_limit()
+    _raise_file_limit()
 
 
 WriteMode = Annotated[
@@ -261,6 +264,17 @@ def server(
     _check_server(settings, capacity)
     say_who_may_use_it(settings, insecure=settings.server.insecure, said=die_with_parent)
     run(_serve(settings), log_level)
+
+
+def _raise_file_limit() -> None:
+    """Let this process open as many files as it may, up to 65,536.
+
+    Shells give 1,024 by default, as many as a server accepts connections (`connections_max`).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _check_server(settings: Config, capacity: str | None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Final
+from typing import Any, Final, cast
 
 from msgspec.structs import replace
 
@@ -25,15 +26,41 @@ TRACED: Final = {
 }
 
 
-async def connect(
+class Opening(Coroutine[Any, Any, Pool]):
+    """To be awaited, or for an `async with`, which closes the pool at its end."""
+
+    def __init__(self, opening: Coroutine[Any, Any, Pool]) -> None:
+        self._opening = opening
+
+    def __await__(self) -> Generator[Any, Any, Pool]:
+        return self._opening.__await__()
+
+    async def __aenter__(self) -> Pool:
+        self._pool = await self._opening
+        return self._pool
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._pool.close()
+
+    def send(self, value: Any, /) -> Any:
+        return self._opening.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._opening.throw(*error)
+
+    def close(self) -> None:
+        self._opening.close()
+
+
+def connect(
     *masters: str,
     transports: Sequence[str] | None = None,
     timeout: float | str | None = None,
     secret_file: str | Path = "",
     config: ClientConfig | None = None,
     cluster: str | Cluster = "default",
-) -> Pool:
-    """Open a pool on the masters at `host:port`; any one of them is enough.
+) -> Opening:
+    """Open a pool on the masters at `host:port`, by `await` or `async with`; any one is enough.
 
     `transports` are used best first, `timeout` is for each call, in seconds or as `500ms`; they and
     `masters` replace those of `config`, which has all other settings. `secret_file` has the
@@ -42,13 +69,7 @@ async def connect(
     Unavailable when this process cannot open a file or a socket.
     """
     config = client_config(config, masters, transports, timeout)
-    cluster = checked_cluster(cluster, secret_file)
-    try:
-        return await _connect(config, cluster)
-    except OSError as error:
-        if isinstance(error, KvpoolError):
-            raise
-        raise Unavailable(f"cannot open a pool: {error}") from error
+    return Opening(_connect(config, checked_cluster(cluster, secret_file)))
 
 
 def client_config(
@@ -78,28 +99,25 @@ def checked_cluster(cluster: str | Cluster, secret_file: str | Path = "") -> Clu
 
 
 async def _connect(config: ClientConfig, cluster: Cluster) -> Pool:
-    transports = registry.transports(config.transports)
-    network = TcpNetwork(cluster)
     try:
-        pool = _pool_class()(
-            config, cluster=cluster, network=network, transports=transports, owns_network=True
-        )
-    except BaseException:
-        network.close()
+        async with AsyncExitStack() as undo:
+            transports, network = registry.transports(config.transports), TcpNetwork(cluster)
+            undo.callback(network.close)
+            pool = _pool_class()(
+                config, cluster=cluster, network=network, transports=transports, owns_network=True
+            )
+            undo.push_async_callback(pool.close)
+            # Patient: a master to which hundreds of clients connect at once answers after seconds.
+            await pool._servers.refresh(pool._context.begin(None), patient=True)
+            undo.pop_all()
+        return pool
+    except KvpoolError:
         raise
-    try:
-        # Patient: a master to which hundreds of clients connect at once answers after seconds.
-        await pool._servers.refresh(pool._context.begin(None), patient=True)
-    except BaseException:
-        await pool.close()
-        raise
-    return pool
+    except OSError as error:
+        raise Unavailable(f"cannot open a pool: {error}") from error
 
 
 def _pool_class() -> Callable[..., Pool]:
     """One that begins spans, where the environment asks for them."""
-    for variable, where in TRACED.items():
-        if variable in os.environ:
-            made: Callable[..., Pool] = resolve_name(where)()
-            return made
-    return Pool
+    where = next((TRACED[variable] for variable in TRACED if variable in os.environ), "")
+    return cast(Callable[..., Pool], resolve_name(where)() if where else Pool)

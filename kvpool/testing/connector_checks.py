@@ -208,7 +208,7 @@ class ProcessPool:
         async def count() -> int:
             from kvpool.client.admin import admin  # a ring
 
-            async with await connect(self.address) as pool:
+            async with connect(self.address) as pool:
                 return sum(blocks for _, blocks in await admin(pool).namespaces())
 
         try:

@@ -425,7 +425,7 @@ class _Servers:
         Raises ServerLost when blocks are left.
         """
         number = min(self._running)
-        async with await connect(config=ClientConfig(masters=[self._master])) as pool:
+        async with connect(config=ClientConfig(masters=[self._master])) as pool:
             report = await admin(pool).drain(_id(number), within_s=_DRAIN_S)
             while report.state is MoveStatus.IN_PROGRESS:
                 await asyncio.sleep(_POLL_S)

@@ -111,7 +111,7 @@ async def main() -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     setup = json.loads(await reader.readline())
     config = ClientConfig(masters=[setup["master"]], transports=setup["transports"], timeout_s=30.0)
-    async with await connect(config=config) as pool:
+    async with connect(config=config) as pool:
         engine = Engine(pool, Namespace("replay"), Payload(setup["block_size"], setup["seed"]))
         print(json.dumps({"ready": True}), flush=True)
         while line := await reader.readline():

@@ -111,7 +111,7 @@ async def servers_up(master: str, count: int) -> list[Member]:
     """Wait until `count` servers are alive. Raises ServerLost when they do not come."""
     loop = asyncio.get_running_loop()
     until = loop.time() + _START_S
-    async with await connect(config=ClientConfig(masters=[master])) as pool:
+    async with connect(config=ClientConfig(masters=[master])) as pool:
         while True:
             members = await pool.members()
             if sum(member.alive for member in members) >= count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import kvpool.sync
 from kvpool import (
     ClientConfig,
+    Closed,
     Cluster,
     ConfigError,
     MasterLost,
@@ -103,6 +105,22 @@ async def test_a_secret_a_transport_and_a_timeout_are_arguments(guarded: tuple[s
     await asyncio.to_thread(sync.close)
     with pytest.raises(MasterLost):
         await connect(address, timeout=0.3)
+
+
+async def test_async_with_closes_it_and_await_leaves_that(guarded: tuple[str, Path]) -> None:
+    address, secret = guarded
+    with contextlib.suppress(ZeroDivisionError):
+        async with connect(address, secret_file=secret) as pool:
+            _ = len(await pool.members()) / 0
+    with pytest.raises(Closed):
+        await pool.members()
+    other = await asyncio.create_task(connect(address, secret_file=secret))  # a coroutine as any
+    assert len(await other.members()) == 1
+    await other.close()
+    never = asyncio.create_task(connect(free_address(), timeout=60))
+    never.cancel()
+    await asyncio.wait([never], timeout=5)
+    assert never.cancelled()
 
 
 @pytest.mark.parametrize("timeout", [0.3, "300ms"])

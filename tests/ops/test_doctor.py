@@ -190,7 +190,7 @@ async def test_it_tries_one_block_on_every_transport_to_every_server(two_servers
 async def test_it_says_what_is_wrong_with_a_server(
     pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    members, read = Pool.members, Pool.read
+    members = Pool.members
 
     async def silent(self: Pool, **options: Any) -> Any:
         return [replace(one, alive=False, heard_s=7.4) for one in await members(self, **options)]
@@ -212,11 +212,6 @@ async def test_it_says_what_is_wrong_with_a_server(
         (finding,) = await doctor._pool(config)
         assert finding.verdict == "fail"
         assert text in finding.text
-    monkeypatch.setattr(Pool, "read", read)
-    for listener in pool_dev.servers[0]._listeners:
-        await listener.close()
-    (finding,) = await doctor._pool(config)
-    assert (finding.verdict, "firewalls" in finding.advice) == ("fail", True)
 
 
 @pytest.mark.parametrize(
@@ -259,20 +254,12 @@ async def test_a_check_that_fails_itself_is_a_finding_and_the_others_go_on(
 
 
 async def test_a_check_that_finds_nothing_to_check_says_so(pool_dev: dev.Dev) -> None:
-    found = await doctor.examine(settings(pool_dev.address, "ucx"))
-    (server,) = [one for one in found if one.check == "server dev-0"]
-    assert server.verdict == "fail"
-    assert "no block was tried" in server.text
-    assert "uses ucx" in server.text
     said = {one.check: one.text for one in await doctor.examine(settings(pool_dev.address))}
     assert "no two of one model" in said["namespaces"]
     assert said["memory"].startswith("not judged")
     found = await doctor.examine(settings("127.0.0.1:9"))
     (servers,) = [one for one in found if one.check == "servers"]
-    assert (servers.verdict, servers.text) == (
-        "fail",
-        "none is known: no block was written or read",
-    )
+    assert servers[1:3] == ("fail", "none is known: no block was written or read")
 
 
 async def test_what_a_master_does_not_tell_is_a_finding(
@@ -313,9 +300,7 @@ def test_the_largest_of_several_names_is_what_others_are_compared_with() -> None
     names = [(named(model="m", block=str(number), tp="1"), 100 + number) for number in range(12)]
     found = compared([(named(model="m", block="x"), 5000), *names, (named(model="n"), 1)])
     assert len(found) == 8
-    assert all(
-        "block x and" in finding.text and "tp none and 1" in finding.text for finding in found
-    )
+    assert all("block x and" in one.text and "tp none and 1" in one.text for one in found)
     assert found[0].text.startswith("111 blocks are apart from the others: ")
 
 

@@ -245,7 +245,7 @@ async def one_master_that_a_server_was_not_told(place: Place) -> Iterable[Findin
 # --- servers: real ones, or their figures ---------------------------------------------------------
 
 
-@mistake("server s", "fail", "this client uses ucx", "--transport")
+@mistake("server s", "fail", "no block was tried: it has inproc, ", "--transport")
 async def no_transport_in_common(place: Place) -> Iterable[Finding]:
     masters = [(await place.pool()).address]
     config = Config(client=ClientConfig(masters=masters, transports=["ucx"]))
@@ -513,12 +513,6 @@ async def huge_pages_denied(place: Place) -> Iterable[Finding]:
     opened = doctor.aiofiles.open
     place.patch.setattr(doctor.aiofiles, "open", lambda _: opened(mode))
     return [await doctor._huge_pages()]
-
-
-@mistake("kernel", "warn", "5.4.0 cannot touch pages in advance", "Linux >= 5.14")
-async def an_old_kernel(place: Place) -> Iterable[Finding]:
-    place.patch.setattr("platform.release", lambda: "5.4.0")
-    return [doctor._kernel()]
 
 
 @mistake("transport ucx", "fail", "left out: UCX has no lanes", "extras")
