@@ -27,11 +27,12 @@ demo: $(VENV)/ready  ## a master, two servers, four engine instances, an agentic
 
 # Suites with packages of their own, each in a virtual environment .venv-NAME.
 SUITES := attack kernels vllm vllm-long routers objects page ray helm prometheus transformers lmcache lmcache-long sglang
-# The suite starts hundreds of processes: each would compile the product again.
+# The suite starts hundreds of processes: each would compile the product again. A third of the time of a
+# test is a wait: three at a time keep two cores busy.
 test: export PYTHONDONTWRITEBYTECODE :=
 ifeq ($(WITH),)
-test: $(VENV)/ready  ## the whole suite, two tests at a time; with vLLM and others: WITH=vllm ...
-	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+test: $(VENV)/ready  ## the whole suite, three tests at a time; with vLLM and others: WITH=vllm ...
+	$(BIN)/pytest -n 3 --dist worksteal $(ARGS)
 else ifneq ($(filter $(WITH),$(SUITES)),)
 test: test/$(WITH)
 else

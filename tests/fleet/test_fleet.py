@@ -26,7 +26,7 @@ SMALL = FleetOptions(
     sessions=72,
     concurrent=54,
     router="least-loaded",
-    block=2048,
+    block=4096,
     constants=Constants().changed({"hbm_tokens": 100_000, "warm_s": 100}),
 )
 #: A third of it.
