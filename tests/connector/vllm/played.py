@@ -40,7 +40,7 @@ from kvpool_connector.records.messages import (
     WorkerReport,
 )
 from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
-from kvpool_connector.vllm_engine.stats import DESCRIPTION
+from kvpool_connector.vllm_engine.stats import DESCRIPTION, ConnectorStats
 from tests.support.local_pool import LocalPool
 
 BLOCK, BLOCKS = 16, 100
@@ -184,9 +184,9 @@ class Played:
         )
         for answer in self.scheduler.update_from_output(step, output).values():
             stats = answer.scheduler_stats
-            for name, value in ((stats and stats.kv_connector_stats) or {}).items():
-                if name != DESCRIPTION:
-                    self.counters[name] += value
+            news = dict((stats and stats.kv_connector_stats) or {})
+            news.pop(DESCRIPTION, None)
+            ConnectorStats(self.counters).aggregate(ConnectorStats(news))
         return work
 
     def until_loading(self, request: Any) -> LoadRequest:

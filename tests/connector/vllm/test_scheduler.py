@@ -74,12 +74,16 @@ def short_of_blocks(played: Played) -> Any:
     raise AssertionError("it has enough blocks")
 
 
-def test_an_engine_waits_for_blocks_of_a_save_and_preempts_nobody(played: Played) -> None:
+def test_an_engine_waits_for_blocks_of_a_save_and_preempts_nobody(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool_connector.scheduler.engine_report._METRICS_EVERY_S", 0.0)
     request = short_of_blocks(played)
     assert request.status == RequestStatus.RUNNING
-    assert played.connector.hooks._owed.pinned_blocks == 0.25 * BLOCKS
+    assert played.counters["pinned_share"] == 0.25
     step, _ = played.step(saved=played.acknowledged())
     assert not step.preempted_req_ids
+    assert played.counters["pinned_share"] == 0.0
     step, _ = played.step()
     assert step.num_scheduled_tokens["long"]
     assert request.num_preemptions == 0
