@@ -86,7 +86,7 @@ class MasterContact:
     async def request(
         self, message: wire.Message, answer: type[wire.M], within_s: float | None = None
     ) -> wire.M:
-        deadline = loop_time() + (within_s or self.heartbeat_s)
+        deadline = asyncio.get_running_loop().time() + (within_s or self.heartbeat_s)
         request, hasty = wire.encode(message), self.answers  # then others may wait for it, too
         type, body = await self.link.request(*request, deadline=deadline, hasty=hasty)
         self.answers = True
@@ -424,8 +424,14 @@ class Announcer:
         """Until there are changes or a heartbeat is due."""
         # `wake` may still be set for changes that were sent already: the queue itself decides.
         self.outbox.wake.clear()
-        if not self.outbox.pending and self._state is not AnnouncerState.UNREGISTERED:
-            await self.outbox.wait(self._next_heartbeat)
+        if self.outbox.pending or self._state is AnnouncerState.UNREGISTERED:
+            return
+        due = self._next_heartbeat
+        if self.outbox.missed.blocks:
+            due = min(due, self.outbox.missed_due)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(due):
+                await self.outbox.wake.wait()
 
     def _failed(self, error: KvpoolError) -> None:
         self.master.has_problem(error)

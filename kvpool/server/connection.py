@@ -80,7 +80,8 @@ class ServerConnection:
             answers = self._already_stored(request)
         else:
             answers = store.reserve(self._id, request, now)
-            context.room_maker.stop(self._id)  # room is made for callers that wait for it
+            if MAKING_ROOM in answers:  # that is for callers who wait for it
+                context.room_maker.stop(self._id)
         granted = context.publish_evicted(answers)
         full = [i for i, a in enumerate(answers) if a.status is WriteStatus.NO_SPACE]
         if full and (granted or (store.is_held and not context.draining)):

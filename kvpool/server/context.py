@@ -104,7 +104,8 @@ class ServerContext:
             announcer.enqueue(changes, held)
             if missed:
                 announcer.correct(missed)
-        self.mover.wake()
+        if self.mover.moves:
+            self.mover.wake()
 
     def publish_evicted(self, answers: Sequence[Reservation]) -> bool:
         """Publish what made room for these; whether one of them is granted. Then it waits for what
@@ -118,7 +119,8 @@ class ServerContext:
         if not granted:
             self.publish()
             return False
-        self.mover.wake()
+        if self.mover.moves:
+            self.mover.wake()
         if self.store.change_log.changes:
             asyncio.get_running_loop().call_later(_PUBLISH_SOON_S, publish_rest)
         return True

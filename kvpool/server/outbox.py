@@ -62,7 +62,7 @@ class Outbox:
         self.acknowledged = 0
         self._last_batch_at = 0.0
         self.missed = Missed()
-        self._missed_due = 0.0  # when they may be told
+        self.missed_due = 0.0  # when they may be told
 
     def begin(self) -> None:
         """An inventory begins: it has all that is here now."""
@@ -115,7 +115,7 @@ class Outbox:
                     await self._urgent.wait()
         self._last_batch_at = loop_time()
         return bool(self.pending) or (
-            bool(self.missed.blocks) and self._last_batch_at >= self._missed_due
+            bool(self.missed.blocks) and self._last_batch_at >= self.missed_due
         )
 
     def take(self) -> tuple[list[wire.BlockChanges], int]:
@@ -134,9 +134,9 @@ class Outbox:
         The master's map is compared with what this server held after the last change that is
         applied there. So these must be true of that moment: nothing has changed since.
         """
-        if loop_time() < self._missed_due or not self.missed.blocks:
+        if loop_time() < self.missed_due or not self.missed.blocks:
             return []
-        self._missed_due = loop_time() + _MISSED_GAP_S
+        self.missed_due = loop_time() + _MISSED_GAP_S
         if self.pending or self._store.change_log.changes or len(self.missed.blocks) > room:
             return []
         reason = self._store.change_log.tombstones.reason
@@ -174,14 +174,6 @@ class Outbox:
             return None
         mark = self._marks[0]
         return mark.held if mark.position == self.acknowledged else None
-
-    async def wait(self, until: float) -> None:
-        """Until there is something to send, or that time."""
-        if self.missed.blocks:
-            until = min(until, self._missed_due)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await self.wake.wait()
 
 
 def pieces(steps: Iterator[list[Stretch]]) -> Iterator[list[wire.BlockChanges]]:

@@ -64,6 +64,8 @@ _T = TypeVar("_T")
 class TierMover(Mover):
     """Carries out the transfers of a `TieredStore`."""
 
+    moves = True
+
     def __init__(
         self,
         store: Blocks,

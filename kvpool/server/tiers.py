@@ -63,6 +63,9 @@ class Mover:
     async def close(self, flush_s: float) -> None:
         """Stop when what would be lost is in a tier that keeps it, or after so many seconds."""
 
+    #: Whether there is ever anything to move, so that it is to be woken.
+    moves = False
+
     def wake(self) -> None:
         """The store has changed: there may be something to move."""
 

@@ -341,7 +341,8 @@ class Directory:
     def _room(self, record: ServerRecord, wanted: int) -> int:
         """How many of the `wanted` blocks may be listed for this server; perhaps more."""
         own, half = record.registration, self.blocks_max // 2
-        room = min(own.blocks_max - record.inventories.latest.blocks, self.blocks_max - self._count)
+        listed = record.inventories.latest.listed.blocks
+        room = min(own.blocks_max - listed, self.blocks_max - self._count)
         if own.caller and self._count + wanted > half:  # else no host can have more
             room = min(room, half - self.servers.blocks_of(own.caller))
         return max(0, room)
