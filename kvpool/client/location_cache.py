@@ -9,12 +9,17 @@ if it had not been cached. A wrong entry costs one request, never a wrong byte.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from kvpool.types import Namespace
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 #: Blocks that one client remembers; each takes about 200 bytes.
 LOCATIONS_MAX: Final = 32_768
+#: Spans that one client remembers, 32 blocks and about 100 bytes each.
+SPANS_MAX: Final = 32_768
 
 
 class CachedLocation(NamedTuple):
@@ -25,32 +30,47 @@ class CachedLocation(NamedTuple):
     sole_replica: bool
 
 
-class LocationCache:
-    """At most `limit` blocks, in two generations: when the young one is full, the old one goes.
+class _Remembered(Generic[K, V]):
+    """At most `limit` keys, in two generations: when the young one is full, the old one goes.
 
-    So an entry is dropped after between half of `limit` and `limit` later ones, and nothing is
-    counted or moved when it is used.
+    So a key is dropped after between half of `limit` and `limit` later ones, and nothing is counted
+    or moved when it is used.
     """
 
-    def __init__(self, limit: int = LOCATIONS_MAX) -> None:
+    def __init__(self, limit: int) -> None:
         self._generation_max = limit // 2
-        self._young: dict[bytes, CachedLocation] = {}
-        self._old: dict[bytes, CachedLocation] = {}
+        self._young: dict[K, V] = {}
+        self._old: dict[K, V] = {}
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
+
+    def _keep(self, keys: Iterable[K], value: V) -> None:
+        for key in keys:
+            if len(self._young) >= self._generation_max and key not in self._young:
+                self._old, self._young = self._young, {}
+            self._young[key] = value
+
+    def discard(self, keys: Iterable[K]) -> None:
+        """They were not there, or a master does not know them."""
+        for key in keys:
+            self._young.pop(key, None)
+            self._old.pop(key, None)
+
+
+class LocationCache(_Remembered[bytes, CachedLocation]):
+    """Where blocks were lately."""
+
+    def __init__(self, limit: int = LOCATIONS_MAX) -> None:
+        super().__init__(limit)
 
     def put(self, location: CachedLocation, digests: Iterable[bytes]) -> None:
         """These blocks are there, or were a moment ago.
 
         Blocks of several parts are not kept: only a master knows whether every part is there.
         """
-        if location.namespace.parts > 1:
-            return
-        for digest in digests:
-            if len(self._young) >= self._generation_max:
-                self._old, self._young = self._young, {}
-            self._young[digest] = location
+        if location.namespace.parts == 1:
+            self._keep(digests, location)
 
     def get(self, namespace: Namespace, digests: Sequence[bytes]) -> list[CachedLocation]:
         """Where each block was; an empty list unless all of them are cached."""
@@ -65,8 +85,25 @@ class LocationCache:
             same = location
         return locations
 
-    def discard(self, digests: Iterable[bytes]) -> None:
-        """They were not there."""
-        for digest in digests:
-            self._young.pop(digest, None)
-            self._old.pop(digest, None)
+
+class KnownSpans(_Remembered[int, bool]):
+    """Which spans a master has found.
+
+    A span that is here is a guess, whatever the namespace and the master that it came from. A
+    master that does not know it says so, and is then asked for its blocks. (design: match)
+    """
+
+    def __init__(self, limit: int = SPANS_MAX) -> None:
+        super().__init__(limit)
+
+    def add(self, marks: Iterable[int]) -> None:
+        """A master has found these spans."""
+        self._keep(marks, True)
+
+    def count(self, marks: Sequence[int], first: int, last: int) -> int:
+        """How many spans from number `first` on, before `last`, are here without a gap."""
+        young, old = self._young, self._old
+        for number in range(first, last):
+            if marks[number] not in young and marks[number] not in old:
+                return number - first
+        return max(0, last - first)

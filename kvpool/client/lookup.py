@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from kvpool import spans
 from kvpool.client.checks import check_digest_size, check_digest_types, check_digests
-from kvpool.client.known_spans import KnownSpans
+from kvpool.client.location_cache import KnownSpans
 from kvpool.client.masters import Masters
 from kvpool.client.presence import MEMORY_TIERS, presence
 from kvpool.client.servers import Servers

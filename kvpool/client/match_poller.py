@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from kvpool.client.checks import check_session
-from kvpool.client.known_spans import KnownSpans
+from kvpool.client.location_cache import KnownSpans
 from kvpool.client.lookup import match
 from kvpool.client.own_names import own_namespace, own_session
 from kvpool.config import ClientConfig

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from kvpool import ClientConfig, Match, Namespace, ReadStatus
-from kvpool.client.known_spans import KnownSpans
+from kvpool.client.location_cache import KnownSpans
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.config import MasterConfig
