@@ -32,7 +32,7 @@ from kvpool.types import Namespace
 from kvpool.units import human, parse_duration
 
 if TYPE_CHECKING:
-    from kvpool.client.removal import HeldByServers
+    from kvpool.client.namespace_removal import HeldByServers
 
 #: For a look at all servers.
 _LOOK_S = 30.0

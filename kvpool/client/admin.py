@@ -28,7 +28,7 @@ from kvpool.wire import messages as wire
 
 if TYPE_CHECKING:
     from kvpool.client.lookup import Asks
-    from kvpool.client.removal import Removals
+    from kvpool.client.namespace_removal import Removals
     from kvpool.client.room import Room
     from kvpool.client.spread import SpreadReport
 

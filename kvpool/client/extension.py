@@ -20,7 +20,7 @@ from kvpool.protocols import WriteOptions
 EXTENSIONS: Final = {
     "events": "kvpool.client.pool_events:PoolEvents",
     "prefetch": "kvpool.client.prefetch:PrefetchCalls",
-    "removal": "kvpool.client.removal:Removals",
+    "removal": "kvpool.client.namespace_removal:Removals",
     "room": "kvpool.client.room:PoolRoom",
     "score": "kvpool.client.score:Scorer",
     "sessions": "kvpool.client.session:SessionCalls",

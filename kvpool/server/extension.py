@@ -23,7 +23,7 @@ from kvpool.wire import messages as wire
 EXTENSIONS: Final = (
     "kvpool.server.compactor:Compaction",
     "kvpool.server.tenancy:Tenancy",
-    "kvpool.server.removal:NamespaceRemoval",
+    "kvpool.server.namespace_removal:NamespaceRemoval",
     "kvpool.server.moves:Moves",
     "kvpool.server.moves.prefetcher:Prefetcher",
     "kvpool.server.cold:ColdRing",

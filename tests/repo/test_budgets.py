@@ -120,7 +120,7 @@ RINGS: dict[str, tuple[str, ...]] = {
     "admin": ("kvpool/client/admin.py",),  # of `kvpool.admin`
     "operators": ("kvpool/operators.py",),  # what they ask of servers
     "sync": ("kvpool/sync.py",),  # for threads
-    "removal": ("kvpool/client/removal.py", "kvpool/server/removal.py"),  # of `kvpool remove`
+    "removal": tuple(f"kvpool/{one}/namespace_removal.py" for one in ("client", "server")),
     "demand": (  # for those who plan memory, and admit sessions
         "kvpool/client/room.py",
         "kvpool/master/state/demand.py",

@@ -64,7 +64,7 @@ SHORT_LIVED = {
     "kvpool/client/prefetch.py PrefetchCalls._copy": "ends by itself, and its error is said",
     "kvpool/client/reader.py Reader.fetch": _GROUP,
     "kvpool/client/reader.py Reader.fetch.follow": _GROUP,
-    "kvpool/client/removal.py Removals.remove": _GROUP,
+    "kvpool/client/namespace_removal.py Removals.remove": _GROUP,
     "kvpool/client/servers.py Servers._abort_and_close": _CLOSES,
     "kvpool/client/servers.py Servers._renew_addresses": "one request; a failure asks again",
     "kvpool/client/servers.py gather_errors": _GROUP,

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvpool import Namespace, Pool, admin, dev
+from kvpool.client.namespace_removal import HeldNamespace
 from kvpool.client.pool_events import PoolEventKind
-from kvpool.client.removal import HeldNamespace
 from kvpool.operators import RemovalCursor
-from kvpool.server import removal
-from kvpool.server.removal import remove_written
+from kvpool.server import namespace_removal
+from kvpool.server.namespace_removal import remove_written
 from tests.conftest import eventually, keys
 from tests.support.tenant_pool import OPERATOR, tenant, tenant_pool
 
@@ -179,7 +179,7 @@ async def test_a_page_of_namespaces_of_many_parts_leaves_the_loop_to_others() ->
     store = SimpleNamespace(stores=[tier, tier], online=[tier, tier], front=front)
     context = SimpleNamespace(epoch=1, store=store)
     parts: Any = SimpleNamespace(context=context, extensions=None)
-    server, found, after = removal.NamespaceRemoval(parts), [], ("", 0)
+    server, found, after = namespace_removal.NamespaceRemoval(parts), [], ("", 0)
     for more in (True, True, False):
         looking = asyncio.create_task(server.holdings("", after))
         turns = 0
@@ -200,7 +200,7 @@ async def test_names_of_a_look_that_was_broken_off_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A minute after its last page. Who goes on later finds what there is then."""
-    monkeypatch.setattr(removal, "_NAMES_S", 0.4)
+    monkeypatch.setattr(namespace_removal, "_NAMES_S", 0.4)
     index = {
         (Namespace(f"n{one:04d}"), 0): SimpleNamespace(blocks=[0], used=7) for one in range(900)
     }
@@ -208,7 +208,7 @@ async def test_names_of_a_look_that_was_broken_off_are_forgotten(
     front = SimpleNamespace(held=SimpleNamespace(last_id=1))
     store = SimpleNamespace(stores=[tier], online=[tier], front=front)
     parts: Any = SimpleNamespace(context=SimpleNamespace(epoch=1, store=store), extensions=None)
-    server = removal.NamespaceRemoval(parts)
+    server = namespace_removal.NamespaceRemoval(parts)
     fresh = Namespace("n0300 new")
     for after in (("", 0), ("n0255", 1)):
         page = await server.holdings("", after)
