@@ -8,8 +8,7 @@ from typing import Final
 
 from kvpool import spans
 from kvpool.errors import BadMessage
-from kvpool.master.demand import make_demand
-from kvpool.master.hints import NoHints
+from kvpool.master.extension import NoHints, make_demand
 from kvpool.master.state.change_ring import PAGE_SIZE, size_of
 from kvpool.master.state.directory import ChainMatch, Directory
 from kvpool.protocols import Caller

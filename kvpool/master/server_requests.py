@@ -12,7 +12,7 @@ from typing import Final, TypeAlias, TypeVar
 
 from kvpool import logs
 from kvpool.errors import BadMessage, Overloaded, Unauthenticated
-from kvpool.master.hints import NoHints
+from kvpool.master.extension import NoHints
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Registration, SequenceCheck
 from kvpool.protocols import Caller

@@ -21,7 +21,7 @@ from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Forbidden
 from kvpool.guard import Who, make_guard
 from kvpool.master.client_requests import ClientRequests
-from kvpool.master.hints import make_hints
+from kvpool.master.extension import make_hints
 from kvpool.master.server_requests import ServerRequests
 from kvpool.master.state.change_ring import PAGE_SIZE
 from kvpool.master.state.directory import Directory

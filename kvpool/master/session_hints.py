@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpool.errors import BadMessage
-from kvpool.master.hints import NoHints
+from kvpool.master.extension import NoHints
 from kvpool.master.state.hint_log import HintLog
 from kvpool.protocols import Caller
 from kvpool.types import ARRIVED

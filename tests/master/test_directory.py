@@ -17,7 +17,7 @@ from kvpool.config import MasterConfig
 from kvpool.errors import Unauthenticated
 from kvpool.fingerprint import MapFingerprint, location_seed
 from kvpool.master import server_requests
-from kvpool.master.hints import NoHints
+from kvpool.master.extension import NoHints
 from kvpool.master.server_requests import ServerRequests
 from kvpool.master.service import Master
 from kvpool.master.state.change_ring import ChangeKind

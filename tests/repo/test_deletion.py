@@ -29,8 +29,7 @@ TABLES = (
     "kvpool/server/extension.py",
     "kvpool/server/tiers.py",
     "kvpool/server/orders.py",
-    "kvpool/master/demand.py",
-    "kvpool/master/hints.py",
+    "kvpool/master/extension.py",
     "kvpool/master/service.py",
 )
 #: What stands upon a ring goes with it.

@@ -14,7 +14,7 @@ from kvpool import (
     dev,
 )
 from kvpool.errors import BadMessage, PeerError
-from kvpool.master import hints
+from kvpool.master import extension
 from kvpool.protocols import Link
 from kvpool.server import orders
 from kvpool.wire import messages as wire
@@ -129,7 +129,7 @@ async def test_a_flood_of_hints_costs_only_hints(link: Link) -> None:
 
 async def test_without_sessions_a_hint_is_about_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when their files and their lines in the two tables are gone."""
-    monkeypatch.setattr(hints, "HINTS", hints.HINTS[:1])
+    monkeypatch.setattr(extension, "HINTS", extension.HINTS[:1])
     monkeypatch.setattr(orders, "ORDERS", orders.ORDERS[:1])
     async with dev.pool("4MiB") as pool:
         chain, session = keys("chain", 4), pool.session("agent")

@@ -1,0 +1,90 @@
+"""The joints of a master: hints of clients, which heartbeats take to every server; and what clients
+ask for, and what follows from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
+from typing import Final
+
+from kvpool.master.state.directory import ChainMatch, Directory
+from kvpool.protocols import Caller
+from kvpool.spans import MarkedChain
+from kvpool.types import Demand, Namespace
+from kvpool.wire import messages as wire
+
+#: `module:class`; the last one is made. Without its line and file no hint is passed on.
+HINTS: Final = (
+    "kvpool.master.extension:NoHints",
+    "kvpool.master.session_hints:SessionHints",
+)
+#: The same. Without its line and file nothing is measured.
+DEMANDS: Final = (
+    "kvpool.master.extension:NoDemand",
+    "kvpool.master.state.demand:DemandMeter",
+)
+
+
+class NoHints:
+    """What a master asks; each answer as if there were no session."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+
+    @property
+    def last(self) -> int:
+        """The number of the last hint."""
+        return 0
+
+    def hint(self, m: wire.Hint, caller: Caller) -> wire.StatusReply:
+        """From a client."""
+        return wire.StatusReply(bytes([False]))
+
+    def explain(self, m: wire.ExplainSession, caller: Caller) -> wire.SessionExplained:
+        """What became of the hints about a session."""
+        return wire.SessionExplained([], [])
+
+    def asked(self, session: str) -> None:
+        """A client asks for blocks for a prompt of this session."""
+
+    def heard(self, m: wire.Heartbeat) -> tuple[list[wire.WireHint], int]:
+        """From a server that lives: the hints that it has not heard, and the number of the last."""
+        return [], m.hints_heard
+
+    def latest(self, count: int) -> list[tuple[str, float | None, float]]:
+        """The sessions that were hinted at last: name, `resume_in` of the hint, its age in s."""
+        return []
+
+
+def make_hints(now: Callable[[], float]) -> NoHints:
+    made: NoHints = resolve_name(HINTS[-1])(now)
+    return made
+
+
+class NoDemand:
+    """What a master tells of the questions that it answers, and is asked for; `now` in seconds."""
+
+    def __init__(self, directory: Directory) -> None:
+        """It has the blocks that are behind a hole."""
+
+    def asked(
+        self, namespace: Namespace, digests: Sequence[bytes], now: float, size: int = 0
+    ) -> None:
+        """These blocks were looked up, or are being written with `size` bytes each."""
+
+    def asked_chain(
+        self, namespace: Namespace, chain: MarkedChain, now: float, behind: Sequence[int] = ()
+    ) -> None:
+        """These blocks were looked up for a prompt, which goes on with the spans `behind`."""
+
+    def found(self, namespace: Namespace, chain: MarkedChain, match: ChainMatch, nth: int) -> None:
+        """That was answered, as the `nth` match that ended so; 0: the client asks again."""
+
+    def demand(self, now: float) -> Demand:
+        """The figures now."""
+        return Demand(0.0, (), 0.0, 0.0)
+
+
+def make_demand(directory: Directory) -> NoDemand:
+    made: NoDemand = resolve_name(DEMANDS[-1])(directory)
+    return made
