@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -679,10 +679,9 @@ class ReadBlock(NamedTuple):
     size: int
 
 
-def rows_of(kind: type[R], *columns: Iterable[Any]) -> list[R]:
-    """The named tuples of some columns: `[kind(*row) for row in zip(*columns)]`, in half the time.
+def row_of(kind: type[R]) -> Callable[[tuple[Any, ...]], R]:
+    """What makes a named tuple of all of its fields, in half the time of a call of its class.
 
-    For batches of many small blocks: the call of a named tuple is one of Python, and this is none.
-    The columns are of one length, and there is one for every field, in their order.
+    For batches of many small blocks: that call is one of Python, and this is none.
     """
-    return list(map(functools.partial(tuple.__new__, kind), zip(*columns, strict=True)))
+    return functools.partial(tuple.__new__, kind)

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from kvpool.errors import BadBuffer, TooLarge
-from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, DeviceEvent, Memory
+from kvpool.types import BLOCK_SIZE_MAX, DeviceEvent, Memory
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 RESOLVERS: Final = {
     "devices": "kvpool.client.device_buffers:resolve",
 }
-#: Bytes that one call to a channel carries; larger batches go in several.
-_BATCH_BYTES: Final = 256 << 20
 PIECES: Final = (list, tuple)
 _HOST: Final = (bytes, bytearray, memoryview)
 
@@ -148,23 +146,6 @@ def as_views(memory: Memory, index: int) -> tuple[memoryview, ...]:
     else:
         return tuple(memory)
     return tuple([_view(piece, index) for piece in memory])
-
-
-def batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Consecutive positions in batches that a channel takes in one call."""
-    total = sum([sizes[position] for position in positions])
-    if len(positions) <= BATCH_BLOCKS_MAX and total <= _BATCH_BYTES:
-        return [list(positions)] if positions else []
-    batches: list[list[int]] = []
-    held = 0
-    for position in positions:
-        size = sizes[position]
-        if not batches or len(batches[-1]) >= BATCH_BLOCKS_MAX or held + size > _BATCH_BYTES:
-            batches.append([])
-            held = 0
-        batches[-1].append(position)
-        held += size
-    return batches
 
 
 # --- memory of the host -----------------------------------------------------------------------

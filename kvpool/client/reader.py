@@ -36,10 +36,11 @@ from kvpool.errors import (
 )
 from kvpool.protocols import ReadOptions, View
 from kvpool.runtime import task_group
-from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus, rows_of
+from kvpool.types import Match, Namespace, ReadBlock, ReadResult, ReadStatus, row_of
 
 log = logs.get("kvpool.client")
 
+_BLOCK = row_of(ReadBlock)
 #: A property of the enum would be called for each block.
 _HIT, _NOT_YET, _CORRUPT = ReadStatus.HIT, ReadStatus.NOT_YET, ReadStatus.CORRUPT
 #: A server that hands over a block has evicted it: another one may have it (design: movers).
@@ -341,12 +342,12 @@ class Reader:
         if state.asker is not None and state.asker.takes(attempt.positions[0]):
             return await state.asker.ask(attempt, hedged)
         server, positions, _ = attempt
-        blocks = rows_of(
-            ReadBlock,
+        columns = (
             [state.digests[i] for i in positions],
             [state.host[i] for i in positions],
             [state.sizes[i] for i in positions],
         )
+        blocks = list(map(_BLOCK, zip(*columns, strict=True)))
         try:
             async with self.timer(state, attempt, hedged) as timer:
                 options = state.options._replace(idle_timeout=timer)

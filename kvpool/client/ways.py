@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvpool.client import buffers as memory
 from kvpool.client.read_rates import PRIOR_FAR_RATE, ReadRates
 from kvpool.types import BATCH_BLOCKS_MAX, SHARED_BYTES_MIN, ReadResult, ReadStatus
 
 _HIT = ReadStatus.HIT
+#: Bytes that one call to a channel carries; larger batches go in several.
+_BATCH_BYTES: Final = 256 << 20
 #: A piece takes so long at least, or messages cost more than a tenth of it.
 _PIECE_S: Final = 0.005
 #: What all ways bring in so many of that, each brings as one last piece, of this much at least.
@@ -229,5 +230,22 @@ def group_by_server(
     return [
         Attempt(server, batch)
         for (server, _), together in groups.items()
-        for batch in memory.batches(together, sizes)
+        for batch in batches(together, sizes)
     ]
+
+
+def batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Consecutive positions in batches that a channel takes in one call."""
+    total = sum([sizes[position] for position in positions])
+    if len(positions) <= BATCH_BLOCKS_MAX and total <= _BATCH_BYTES:
+        return [list(positions)] if positions else []
+    batches: list[list[int]] = []
+    held = 0
+    for position in positions:
+        size = sizes[position]
+        if not batches or len(batches[-1]) >= BATCH_BLOCKS_MAX or held + size > _BATCH_BYTES:
+            batches.append([])
+            held = 0
+        batches[-1].append(position)
+        held += size
+    return batches

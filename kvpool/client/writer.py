@@ -10,21 +10,23 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
 from kvpool.client.block_transfers import BlockTransfers
-from kvpool.client.buffers import Buffers, HostRows, batches
+from kvpool.client.buffers import Buffers, HostRows
 from kvpool.client.extension import OnApart
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
 from kvpool.client.versions import SourceBlock, Versions, WrittenBlock, differing, rounds
+from kvpool.client.ways import batches
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, DeviceWriteBlock, WriteOptions
 from kvpool.runtime import task_group
 from kvpool.shares import Recent
-from kvpool.types import WriteBlock, WriteStatus, rows_of
+from kvpool.types import WriteBlock, WriteStatus, row_of
 from kvpool.wire import messages as wire
 
 T = TypeVar("T")
 
+_BLOCK: Final = row_of(WriteBlock)
 #: A block with one of these is not stored on that server: the next one is tried.
 RETRY_ELSEWHERE: Final = (
     WriteStatus.NO_SPACE,
@@ -173,13 +175,9 @@ class Writer:
         host, device, sizes = buffers
 
         async def send(rows: HostRows) -> dict[int, WriteStatus]:
-            blocks = rows_of(
-                WriteBlock,
-                [digests[i] for i in rows],
-                [parents[i] for i in rows],
-                rows.values(),
-                [sizes[i] for i in rows],
-            )
+            keys = [digests[i] for i in rows], [parents[i] for i in rows]
+            columns = zip(*keys, rows.values(), [sizes[i] for i in rows], strict=True)
+            blocks = list(map(_BLOCK, columns))
             written = await self._write_blocks(options, blocks, copies, deadline)
             return dict(zip(rows, written, strict=True))
 

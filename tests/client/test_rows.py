@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.types import ReadBlock, ReadResult, ReadStatus, rows_of
+from kvpool.types import ReadBlock, ReadResult, ReadStatus, row_of
 from kvpool_transports.streams.requests import verified
 
 
 def test_rows_are_the_named_tuples_of_their_columns() -> None:
     digests, sizes = [b"a" * 16, b"b" * 16], [3, 4]
     pieces = [(memoryview(bytes(size)),) for size in sizes]
-    rows = rows_of(ReadBlock, digests, pieces, sizes)
+    rows = list(map(row_of(ReadBlock), zip(digests, pieces, sizes, strict=True)))
     assert rows == [ReadBlock(*row) for row in zip(digests, pieces, sizes, strict=True)]
     assert [(row.digest, row.size) for row in rows] == [(b"a" * 16, 3), (b"b" * 16, 4)]
-    assert rows_of(ReadBlock, [], [], []) == []
-
-
-def test_columns_of_different_lengths_are_a_mistake() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        rows_of(ReadBlock, [b"a"], [()], [])
 
 
 def test_each_block_of_a_batch_is_verified_by_its_own_checksum() -> None:

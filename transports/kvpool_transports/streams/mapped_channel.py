@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvpool.checksum import block_seeds
 from kvpool.errors import BadMessage
@@ -21,13 +21,15 @@ from kvpool.types import (
     ReadStatus,
     WriteBlock,
     WriteStatus,
-    rows_of,
+    row_of,
 )
 from kvpool.wire.messages import Data, M, Message, StatusReply, Unpin
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
 from kvpool_transports.streams.stream import Stream
+
+_JOB: Final = row_of(CopyJob)
 
 
 class Memory(Protocol):
@@ -105,7 +107,8 @@ class MappedChannel:
                     for i, offset in zip(granted, reserved.offsets, strict=True)
                 ]
                 pieces = [blocks[i].pieces for i in granted]
-                jobs = rows_of(CopyJob, pieces, zip(targets), seeds, [True] * len(granted))
+                columns = pieces, zip(targets), seeds, [True] * len(granted)
+                jobs = list(map(_JOB, zip(*columns, strict=True)))
                 # If this is cancelled, the copies have stopped before the stream is aborted: the
                 # server may then reuse the extents at once.
                 with _borrowed(targets, jobs):
@@ -133,7 +136,8 @@ class MappedChannel:
                         options.namespace, options.part, [blocks[i].digest for i in hits]
                     )
                 pieces = [blocks[i].pieces for i in hits]
-                jobs = rows_of(CopyJob, zip(sources), pieces, seeds, [False] * len(hits))
+                columns = zip(sources), pieces, seeds, [False] * len(hits)
+                jobs = list(map(_JOB, zip(*columns, strict=True)))
                 with _borrowed(sources, jobs):
                     got = await self._copies.run(jobs, deadline=deadline)
                 if options.verify and got == sent:

@@ -440,9 +440,9 @@ class StreamChannel:
         self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
     ) -> list[ReadResult]:
         """`Read`, then one `Data` frame whose payload fills the blocks' memory."""
-        answer = ReadAnswer(options, blocks)
+        message, answer = read_request(options, blocks, view=False), ReadAnswer(options, blocks)
         async with self._streams.stream(deadline, options.idle_timeout) as stream:
-            await stream.send(read_request(options, blocks, view=False), deadline=deadline)
+            await stream.send(message, deadline=deadline)
             await stream.receive(answer.payload_target, deadline=deadline)
         return answer.results()
 
