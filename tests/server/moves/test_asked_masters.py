@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.errors import MasterLost, Unavailable
+from kvpool.errors import DeadlineExceeded, MasterLost, Unavailable
 from kvpool.server.moves.asked_masters import AskedMasters
 from kvpool.types import Member, ServerStats
 from kvpool.wire import messages as wire
@@ -18,6 +18,7 @@ class Masters:
 
     def __init__(self) -> None:
         self.down: set[str] = set()
+        self.silent: set[str] = set()
         self.asked: list[str] = []
         self.closed: list[str] = []
         self.epoch = 1
@@ -34,6 +35,10 @@ class LinkToMaster:
         self.masters.asked.append(self.address)
         if self.address in self.masters.down:
             raise Unavailable("down")
+        left = deadline - asyncio.get_running_loop().time()
+        if left <= 0 or self.address in self.masters.silent:
+            await asyncio.sleep(left)
+            raise DeadlineExceeded("no answer")
         one = ("one", self.masters.epoch, "host", (), (), True, 0.0, 0, ServerStats())
         member = Member(*one)
         return wire.encode(wire.MembersReply("m", 1.0, 2, [member], False))
@@ -63,6 +68,17 @@ async def test_one_that_does_not_answer_is_asked_last_the_next_time(
     network.down = {"a", "b"}
     with pytest.raises(MasterLost, match="down"):
         await masters.ask(wire.Members(""), wire.MembersReply, until)
+
+
+async def test_a_silent_one_leaves_time_for_the_next_one(
+    network: Masters, masters: AskedMasters
+) -> None:
+    network.silent, loop = {"a"}, asyncio.get_running_loop()
+    await masters.ask(wire.Members(""), wire.MembersReply, loop.time() + 0.2)
+    assert network.asked == ["a", "b"]
+    network.silent = {"a", "b"}
+    with pytest.raises(MasterLost, match="no answer"):
+        await masters.ask(wire.Members(""), wire.MembersReply, loop.time() + 0.1)
 
 
 async def test_members_are_asked_for_again_when_a_call_to_one_has_failed(
