@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.errors import Closed, ConfigError, Unavailable
+from kvpool.threads import in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +99,7 @@ class DeviceCopier:
                     call.stopped = True
                 self._finish(share, None)
             else:
-                working = loop.run_in_executor(self._executor, self._work, share)
+                working = in_thread(self._work, share, executor=self._executor)
                 working.add_done_callback(functools.partial(self._finish, share))
 
     def _work(self, share: list[_Copy]) -> None:

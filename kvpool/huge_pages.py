@@ -85,8 +85,10 @@ class HugePageMapping:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if prefault:
-            self._thread = threading.Thread(target=self._touch_pages, name="prefault", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._touch_pages, name="prefault", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread: pages are slower once
+                thread.start()
+                self._thread = thread
 
     def wait_until_touched(self) -> None:
         """Return when the thread has touched every page, or has given up. For tests and timings."""

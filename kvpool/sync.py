@@ -26,7 +26,7 @@ from kvpool.client import admin as administration
 from kvpool.client import opening, session
 from kvpool.client.buffers import BufferLike, DeviceBlock, with_device_blocks
 from kvpool.config import ClientConfig
-from kvpool.errors import Closed, DeadlineExceeded
+from kvpool.errors import Closed, DeadlineExceeded, Unavailable
 from kvpool.protocols import View
 from kvpool.types import Cluster, Match, Namespace
 
@@ -103,7 +103,11 @@ class Pool:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool", daemon=True)
         self._closed = self._has_device = False
         self._lock = threading.Lock()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            raise Unavailable(f"cannot open a pool: {error}; see `ulimit -u`") from None
         try:
             opened = opening.connect(config=config, cluster=cluster)
             self._inner = self._run(opened, self._timeout_s)

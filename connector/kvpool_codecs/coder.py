@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
+from kvpool.threads import submit
 from kvpool.types import ReadStatus
 from kvpool_codecs.codec import BadEncoding, Codec, Flat, codec_id, codec_of
 from kvpool_codecs.coded_tail import TAIL_BYTES, CodedTail, content_of, opened
@@ -67,7 +68,10 @@ class Coder:
         size, one = sum(map(len, block)), _Encoded("slower")
         if self.tolerance or self.payoff.codes():
             # One at a time: what is loaded is decoded first.
-            [one] = await _done([coders().submit(self._encode, block, layers)])
+            try:
+                [one] = await _done([submit(coders(), self._encode, block, layers)])
+            except RuntimeError:  # no thread can be started
+                one = _Encoded("not encodable")
         self.counters[f"coded_blocks {one.outcome}"] += 1
         tail = CodedTail(one.data is not None, size, self.id, one.content.rjust(8, b"\0"))
         taken = size if one.data is None else len(one.data)
@@ -96,7 +100,10 @@ class Coder:
             if tail.encoded:
                 size += whole
                 work = functools.partial(self._decode, pieces, taken, layers, tail, until)
-                jobs[number] = coders().submit(work)
+                try:
+                    jobs[number] = submit(coders(), work)
+                except RuntimeError as error:  # no thread can be started
+                    problems[number] = str(error)
             elif taken != whole:
                 problems[number] = "wrong size"
         for number, problem in zip(jobs, await _done(list(jobs.values())), strict=True):

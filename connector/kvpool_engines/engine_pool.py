@@ -70,8 +70,13 @@ class EnginePool:
                 name="kvpool-connect",
                 daemon=True,
             )
-            self._thread.start()
-            connected.wait(start_wait_s)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # as many as this process may have
+                self._thread = None
+                self._warn(f"no pool, the engine runs without it: {error}; see `ulimit -u`")
+            else:
+                connected.wait(start_wait_s)
 
     @property
     def is_ready(self) -> bool:

@@ -70,11 +70,16 @@ class PoolThread:
         self._counted: dict[Duration, int] = {}
         self._counted_at = -_DURATIONS_EVERY_S
         self._thread = threading.Thread(target=self._run, name="kvpool", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # as many as this process may have
+            self._closed = True
+            self._loop.close()
+            log_line(f"no pool, the engine runs without it: {error}; see `ulimit -u`")
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the first connection. False when there is none within that time."""
-        return self._connected.wait(timeout_s)
+        return not self._closed and self._connected.wait(timeout_s)
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """Run this coroutine in the thread; False once closed.
@@ -108,7 +113,8 @@ class PoolThread:
         if not self._closed:
             self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvpool.device_copy import DeviceStream, ended, first_line, threads_of
 from kvpool.errors import Closed, KvpoolError, Unavailable
+from kvpool.threads import submit
 from kvpool.types import DeviceEvent
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ class DeviceThread(DeviceStream):
         it. Raises DeviceFailed for an error of the device or of its compiler, Closed after `close`.
         """
         await self.prepared()
-        job = self._executor.submit(self._work, queue, finish)
         try:
+            job = submit(self._executor, self._work, queue, finish)
             return await ended(asyncio.wrap_future(job), job.cancel)
         except Exception as error:
             raise self._failed(error) from None
@@ -105,7 +106,7 @@ class DeviceThread(DeviceStream):
         if self._closed:
             raise Closed("the pool is closed")
         if self._preparing is None:
-            self._preparing = self._executor.submit(self._try_to_prepare)
+            self._preparing = submit(self._executor, self._try_to_prepare)
         return self._preparing
 
     def _try_to_prepare(self) -> Exception | None:

@@ -19,6 +19,7 @@ from kvpool.file_stamp import Stamp, stamp
 from kvpool.secret_file import read_secret
 from kvpool.supervision import Supervisor
 from kvpool.tenants import Tenant, TenantKeys, parse_tenants
+from kvpool.threads import in_thread
 from kvpool.types import Cluster
 from kvpool.yaml_file import read_yaml
 
@@ -89,13 +90,13 @@ class TenantsFile:
 
     async def look(self, *, asked: bool = False) -> bool:
         """Read the files if they have changed, or if `asked`; True when they are used now."""
-        now = await asyncio.to_thread(lambda: {path: stamp(path) for path in self._stamps})
+        now = await in_thread(lambda: {path: stamp(path) for path in self._stamps})
         if now == self._stamps and not asked:
             return False
         stamps: dict[Path, Stamp] = {}
         try:
             # In a thread: files may be slow.
-            loaded = await asyncio.to_thread(self._read, stamps)
+            loaded = await in_thread(self._read, stamps)
         except ConfigError as error:
             log.warning("the tenants file is refused, the one before stays", why=str(error))
             self._stamps = stamps  # it is warned of once

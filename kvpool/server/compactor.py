@@ -18,6 +18,7 @@ from kvpool.server.context import RoomMaker
 from kvpool.server.extension import ServerExtension, ServerParts
 from kvpool.server.state.clearing import Clearing, Move, let_blocks_move
 from kvpool.server.state.store import Store
+from kvpool.threads import in_thread
 from kvpool.types import ServerStats
 
 #: Moved in one turn of the loop, at most.
@@ -103,7 +104,7 @@ class Compactor(RoomMaker):
         if size <= self.inline_max:
             target[:] = source
             return
-        copying = asyncio.get_running_loop().run_in_executor(None, _copy, target, source)
+        copying = in_thread(_copy, target, source)
         try:
             await asyncio.shield(copying)
         finally:

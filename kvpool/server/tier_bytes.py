@@ -14,6 +14,7 @@ from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_health import TierHealth
 from kvpool.server.tier_traffic import TierTraffic
+from kvpool.threads import in_thread
 from kvpool.types import Extent, ReadStatus
 
 #: Smaller blocks are hashed on the loop: waking up a thread costs more.
@@ -100,4 +101,4 @@ async def _checksum(entry: Entry, data: memoryview) -> int:
     seed = block_seed(namespace_seed(entry.index.namespace, entry.index.part), entry.digest)
     if len(data) <= _INLINE_MAX:
         return checksum(data, seed)
-    return await asyncio.get_running_loop().run_in_executor(None, checksum, data, seed)
+    return await in_thread(checksum, data, seed)

@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import pytest
@@ -27,6 +28,7 @@ from kvpool_connector.records.provenance import MARK_BYTES, BlockWriter
 from tests.conftest import keys
 from tests.connector.test_codecs import planes, unpacked
 from tests.connector.test_halves import BLOCK, BYTES, Engine, Start, ended, pool, start
+from tests.support import raising
 from tests.support.local_pool import LocalPool
 
 __all__ = ["pool", "start"]  # fixtures
@@ -220,6 +222,28 @@ async def test_a_cancelled_load_waits_for_the_block_that_is_decoded() -> None:
         await waiting
     assert len(ran) <= coder.coders()._max_workers
     assert all(job.done() for job in jobs)
+
+
+async def test_without_a_thread_nothing_is_decoded_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load of the block fails, and its memory has another use."""
+    form, go_on = Coder("lossless"), threading.Event()
+    memory = memory_of({"layer": torch.ones(4, 64, dtype=torch.bfloat16)})
+    async with memory.source([1], None) as source:
+        block = bytes(source[0][0])
+        *data, tail = await form.encoded([memoryview(block)], memory.layers)
+    encoded = b"".join(data)
+    room = bytearray(encoded.ljust(len(block), b"."))
+    with ThreadPoolExecutor(4) as busy:
+        busy.submit(go_on.wait)
+        monkeypatch.setattr(coder, "coders", lambda: busy)
+        monkeypatch.setattr(threading.Thread, "start", raising.no_thread)
+        arrived, until = ([memoryview(room)], len(encoded), bytes(tail)), time.monotonic() + 60
+        problems = await form.decoded([arrived] * 2, memory.layers, until)
+        plain = await form.encoded([memoryview(block)], memory.layers)
+        go_on.set()
+    assert problems == ["can't start new thread"] * 2
+    assert room == encoded.ljust(len(block), b".")
+    assert plain[0] == block
 
 
 async def test_a_codec_that_is_broken_costs_no_block(monkeypatch: pytest.MonkeyPatch) -> None:

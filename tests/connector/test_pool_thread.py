@@ -30,6 +30,7 @@ from kvpool_connector.records.messages import (
 from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from kvpool_engines import pool_thread
+from kvpool_engines.engine_pool import EnginePool
 from kvpool_engines.pool_thread import PoolThread
 from tests.conftest import keys
 from tests.support import raising
@@ -52,6 +53,25 @@ class NoPool:
 @pytest.fixture
 def lines() -> list[str]:
     return []
+
+
+@pytest.mark.parametrize("kind", ["its own thread", "sync"])
+def test_an_engine_that_may_start_no_thread_runs_without_a_pool(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lines: list[str]
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", raising.no_thread)
+    if kind == "sync":
+        pool = EnginePool(SETTINGS.client(), log=logging.getLogger("engine"), start_wait_s=60.0)
+        assert pool.call(lambda _: 1, 0) == 0
+        pool.close()
+        lines.append(caplog.text)
+    else:
+        thread = PoolThread(SETTINGS.client(), Cluster(), lines.append)
+        assert not thread.wait(60.0)
+        assert not thread.start(lambda: pytest.fail("it would never be awaited"))
+        thread.close(60.0)
+    (line,) = lines
+    assert "the engine runs without it: can't start new thread; see `ulimit -u`" in line
 
 
 def test_what_is_first_in_the_thread(lines: list[str]) -> None:

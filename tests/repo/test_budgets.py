@@ -112,6 +112,7 @@ RINGS: dict[str, tuple[str, ...]] = {
     # Of tenants, certificates and settings: those of a command come from `kvpool/cli`.
     "files": ("kvpool/file_stamp.py", "kvpool/yaml_file.py"),
     "pages": ("kvpool/net/http_server.py",),  # of `--http`
+    "threads": ("kvpool/threads.py",),  # of what other rings hash, copy and read
     "tls": (
         "transports/kvpool_transports/certificates.py",
         "transports/kvpool_transports/tls.py",

@@ -76,7 +76,7 @@ def files(*folders: str) -> list[Path]:
 #: Who may import whom, one direction: a layer sees itself only where it is a package, and all
 #: layers above it in this list. `client`, `server` and `master` run in processes of their own.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "arguments", "logs", "runtime"),
+    ("errors", "arguments", "logs", "runtime", "threads"),
     (
         *("types", "units", "tenant_names", "tenants", "backoff", "piecewise_dict", "spans"),
         *("kv_events", "file_stamp", "yaml_file", "tracing", "sorting", "addresses", "guard"),
@@ -198,7 +198,7 @@ def test_the_pure_rooms_are_pure() -> None:
 
 def test_transports_and_tiers_know_contracts_only() -> None:
     helpers = ("addresses", "checksum", "device", "device_copy", "file_stamp", "huge_pages")
-    helpers += ("logs", "memory_limits", "shares", "strangers", "tenant_names", "units")
+    helpers += ("logs", "memory_limits", "shares", "strangers", "tenant_names", "threads", "units")
     allowed = ("types", "errors", "protocols", "wire", *helpers)
     for path in files("transports", "tiers"):
         for name in imports(path):
@@ -208,7 +208,7 @@ def test_transports_and_tiers_know_contracts_only() -> None:
 
 def test_connectors_and_examples_use_the_public_api() -> None:
     public = {"sync", "dev", "types", "errors", "protocols", "checksum", "backoff", "testing"}
-    public |= {"kv_events", "tracing", "device"}
+    public |= {"kv_events", "threads", "tracing", "device"}
     rooms = {room for layer in LAYERS for room in layer}
     for path in files("connector", "examples"):
         for name in imports(path):

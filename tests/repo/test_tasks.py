@@ -52,7 +52,7 @@ SHORT_LIVED = {
     "connector/kvpool_connector/memory/load_rounds.py LoadRounds.run": "one load, which "
     "waits for them",
     "connector/kvpool_agents/admission_gate.py AdmissionGate.enter": "while prompts "
-    "wait; the next one that has to begins it anew",
+    "wait; it catches all",
     "kvpool/cli/run.py _drain": _MAIN,
     "kvpool/cli/run.py _serve_as": _MAIN,
     "kvpool/cli/top.py _on_screen": _MAIN,
@@ -107,6 +107,95 @@ THREADS = {
 }
 
 
+#: Who has an executor of its own do something, or need not fear that it is done later.
+EXECUTORS = {
+    "connector/kvpool_codecs/coder.py Coder.decoded": "`kvpool.threads.submit`",
+    "connector/kvpool_codecs/coder.py Coder.encoded": "`kvpool.threads.submit`",
+    "connector/kvpool_connector/memory/block_form.py BlockForm.write": "its memory is its own",
+    "connector/kvpool_connector/memory/block_form.py _writers": "its memory is its own",
+    "connector/kvpool_connector/memory/block_memory.py DirectBlockMemory.host_source": "its "
+    "memory is its own",
+    "connector/kvpool_transformers/pooled_cache.py PooledCache._save": "its calls catch all",
+    "kvpool/device/thread.py DeviceThread._start_to_prepare": "`kvpool.threads.submit`",
+    "kvpool/device/thread.py DeviceThread.run": "`kvpool.threads.submit`",
+    "kvpool/ops/doctor.py examine": "a check that fails",
+    "kvpool/ops/engines.py examine_engines": "a check that fails",
+    "kvpool/threads.py in_thread": "this is what others call",
+    "kvpool/threads.py submit": "this is what others call",
+    "kvpool/tools/bench.py _raw_socket": _MAIN,
+    "kvpool/tools/bench.py _raw_socket.limit": _MAIN,
+    "tiers/kvpool_tiers/nvme/file_disk.py FileDisk._submit": "its threads are no executor's",
+    "transports/kvpool_transports/copy_pool.py CopyPool._run_in_threads": "a flag stops it",
+    "transports/kvpool_transports/ucx.py UcxTransport._workers": "it imports a module",
+}
+
+SCHEDULES = ("call_later", "call_at", "call_soon", "call_soon_threadsafe", "add_reader")
+SCHEDULES += ("add_writer", "add_done_callback", "add_signal_handler", "finalize")
+#: Who has the loop call something, by what an exception in there costs.
+CALLBACKS = {
+    "nothing: it sets an event or stops the loop, or takes something out of a collection": """
+        connector/kvpool_engines/pool_thread.py:PoolThread.close
+        kvpool/cli/top.py:_on_screen
+        kvpool/client/servers.py:Servers._abort_and_close
+        kvpool/net/tenants_file.py:TenantsFile.watched
+        kvpool/runtime.py:wait_for_signal
+        kvpool/server/moves/peer_servers.py:PeerServers._end
+        kvpool/server/tier_mover.py:TierMover._own
+        kvpool/supervision.py:Supervisor._start
+        kvpool/sync.py:Pool._cancel
+        kvpool/sync.py:Pool._stop
+        transports/kvpool_transports/streams/server.py:Sessions.start""",
+    "one call or one connection: it ends with its deadline, or its peer's": """
+        connector/kvpool_engines/pool_thread.py:PoolThread._begin
+        connector/kvpool_engines/pool_thread.py:PoolThread.start
+        kvpool/client/idle_timeout.py:InactivityTimer._look_at
+        kvpool/client/prefetch.py:PrefetchCalls._copy
+        kvpool/client/shared_copies.py:SharedCopies.wrote
+        kvpool/device_copy.py:DeviceCopier._distribute
+        kvpool/device_copy.py:DeviceCopier.copy
+        kvpool/net/control_listener.py:_MasterEnd._watch
+        kvpool/net/control_listener.py:_MasterEnd.connection_made
+        kvpool/net/http_server.py:Pages._connected
+        kvpool/net/requests.py:PendingRequests.request
+        kvpool/sync.py:Pool._resolve
+        kvpool/sync.py:Pool._run
+        kvpool/sync.py:Pool._run.start
+        tiers/kvpool_tiers/nvme/encryption.py:Sealing.finish
+        tiers/kvpool_tiers/nvme/file_disk.py:FileDisk._call
+        tiers/kvpool_tiers/nvme/file_disk.py:FileDisk._piece_done
+        transports/kvpool_transports/shm.py:_BareStream._wait_until_readable
+        transports/kvpool_transports/streams/server.py:Sessions.accept
+        transports/kvpool_transports/streams/stream.py:Stream._received
+        transports/kvpool_transports/streams/stream.py:Stream.send_deferred
+        transports/kvpool_transports/streams/stream.py:wait_until""",
+    "one time of many: what comes next begins it anew": """
+        connector/kvpool_agents/admitting.py:AdmittingMiddleware._ask.ask
+        kvpool/cli/keyboard.py:keyboard
+        kvpool/server/context.py:ServerContext.publish_evicted
+        kvpool/server/moves/peer_servers.py:PeerServers._watch
+        kvpool/server/removal.py:NamespaceRemoval.holdings
+        kvpool/server/tier_health.py:TierHealth.calling
+        kvpool/server/tier_health.py:TierHealth.calling.late""",
+    "one connection: the loop calls it again for the next one": """
+        transports/kvpool_transports/shm.py:_ShmListener._accept
+        transports/kvpool_transports/shm.py:_ShmListener._accept_again
+        transports/kvpool_transports/shm.py:_ShmListener.start
+        transports/kvpool_transports/tls.py:_TlsListener._accept
+        transports/kvpool_transports/tls.py:_TlsListener._listen""",
+    "one of those in line: it catches all, and goes on": """
+        kvpool/net/control_listener.py:_Answers._work
+        kvpool/net/control_listener.py:_Answers.asked
+        kvpool/net/control_listener.py:_Handshakes._work
+        kvpool/net/control_listener.py:_Handshakes.go_on
+        kvpool/net/event_publisher.py:EventPublisher._take_requests
+        kvpool/net/event_publisher.py:EventPublisher.start
+        transports/kvpool_transports/ucx_worker.py:Worker.__init__
+        transports/kvpool_transports/ucx_worker.py:Worker._drive
+        transports/kvpool_transports/ucx_worker.py:Worker._failed
+        transports/kvpool_transports/ucx_worker.py:Worker.kick""",
+}
+
+
 def calls(path: Path, *names: str) -> Iterator[tuple[str, ast.Call]]:
     """Calls of methods with these names, each with the function that it is in."""
 
@@ -133,37 +222,38 @@ def sources() -> Iterator[Path]:
 
 
 def test_every_task_is_supervised_or_lives_shortly() -> None:
-    found = {
-        f"{path.relative_to(ROOT)} {where}"
-        for path in sources()
-        for where, _ in calls(path, *STARTS)
-    }
+    found = found_calls(*STARTS)
     unsupervised = found - SHORT_LIVED.keys()
     assert not unsupervised, "Supervisor.forever or until_done; or list it, with the reason"
     assert not SHORT_LIVED.keys() - found, "they start no task any more"
 
 
 def test_no_thread_ends_unnoticed() -> None:
-    found = {
+    assert found_calls("Thread", "Timer", "start_new_thread") == THREADS.keys(), (
+        "list it, with the reason"
+    )
+
+
+def found_calls(*names: str) -> set[str]:
+    return {
         f"{path.relative_to(ROOT)} {where}"
         for path in sources()
-        for where, _ in calls(path, "Thread", "Timer", "start_new_thread")
+        for where, _ in calls(path, *names)
     }
-    assert found == THREADS.keys(), "list it, with the reason"
 
 
-def test_somebody_looks_at_the_end_of_what_an_executor_runs() -> None:
-    """A future that is dropped takes its exception along."""
-    names = {"submit", "run_in_executor", "to_thread", "run_coroutine_threadsafe"}
-    dropped = {
-        f"{path.relative_to(ROOT)} {node.value.func.attr}"
-        for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-        if isinstance(node.value.func, ast.Attribute) and node.value.func.attr in names
-    }
-    # Its threads are not an executor's: what they run catches all.
-    assert dropped == {"tiers/kvpool_tiers/nvme/file_disk.py submit"}
+def test_what_an_executor_cannot_start_never_runs_later() -> None:
+    """And somebody looks at its end: a future that is dropped takes its exception along."""
+    found = found_calls("run_in_executor", "to_thread", "submit", "run_coroutine_threadsafe")
+    assert found == EXECUTORS.keys(), "kvpool.threads; or list it, with the reason"
+
+
+def test_a_callback_that_raises_ends_nothing_that_others_wait_for() -> None:
+    """The loop logs its exception, and calls it no more."""
+    listed = " ".join(CALLBACKS.values()).split()
+    assert len(listed) == len(set(listed))
+    found = found_calls(*SCHEDULES)
+    assert {one.replace(" ", ":") for one in found} == set(listed), "list it under its reason"
 
 
 def supervised_names() -> set[str]:

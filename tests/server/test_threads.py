@@ -8,10 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvpool import sync
+from kvpool.errors import Unavailable
+from kvpool.huge_pages import HugePageMapping
 from kvpool.threads import in_thread, submit
 from kvpool.types import MoveStatus
 from tests.conftest import NAMESPACE, keys, values
 from tests.support.moves import movers, moves_of, now
+from tests.support.raising import no_thread
 
 KIB = 1 << 10
 
@@ -37,10 +41,6 @@ class Busy:
         return self.ran
 
 
-def refuse(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 @pytest.fixture(params=[0, 1])
 def busy(request: pytest.FixtureRequest) -> Iterator[Busy]:
     one = Busy(request.param)
@@ -53,7 +53,7 @@ async def test_without_a_thread_a_call_runs_at_once_and_once(
     busy: Busy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as limit:
-        limit.setattr(threading.Thread, "start", refuse)
+        limit.setattr(threading.Thread, "start", no_thread)
         assert await in_thread(busy.call, "first", executor=busy.executor) == "first"
         with pytest.raises(ZeroDivisionError):
             await in_thread(divmod, 1, 0, executor=busy.executor)
@@ -65,7 +65,7 @@ async def test_what_was_refused_for_want_of_a_thread_never_runs(
 ) -> None:
     """Its memory has another use by then."""
     with monkeypatch.context() as limit:
-        limit.setattr(threading.Thread, "start", refuse)
+        limit.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(RuntimeError, match="new thread"):
             submit(busy.executor, busy.call, "refused")
     later = submit(busy.executor, busy.call, "later")
@@ -80,6 +80,16 @@ async def test_large_blocks_are_fetched_without_a_thread(monkeypatch: pytest.Mon
         source, target = sorted(running.servers, key=lambda one: -one.store.index.stored)
         fetch = moves_of(target).fetcher.fetch
         with monkeypatch.context() as limit:
-            limit.setattr(threading.Thread, "start", refuse)
+            limit.setattr(threading.Thread, "start", no_thread)
             fetched = await fetch(NAMESPACE, 0, chain, source.server, deadline=now() + 20)
         assert fetched == [MoveStatus.DONE] * 8
+
+
+def test_a_pool_for_threads_and_pages_in_advance_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(Unavailable, match="cannot open a pool: can't start new thread"):
+        sync.connect("127.0.0.1:1")
+    pages = HugePageMapping(-1, 4096)
+    pages.memory[0] = 1
+    pages.wait_until_touched()
+    pages.close()

@@ -199,10 +199,9 @@ async def _turns(seed: int) -> str:
                     one.cancel()
 
     def freeze(count: int) -> list[asyncio.Task[None]]:
-        frozen = [("frozen", slow_s)] * count
-        if greedy:
-            frozen = [(f"frozen-{n % 8}", slow_s, GREEDY) for n in range(count)]
-        return [asyncio.ensure_future(transfer(*one)) for one in frozen]
+        peers = [f"frozen-{n % 8}" if greedy else "frozen" for n in range(count)]
+        tenant = GREEDY if greedy else ""
+        return [asyncio.ensure_future(transfer(one, slow_s, tenant)) for one in peers]
 
     waiting = freeze(chance.choice([3, 30]))
     await asyncio.sleep(0.001)

@@ -1,9 +1,10 @@
-"""Mistakes in any function of the connector that this thread calls."""
+"""Mistakes in any function of the connector that this thread calls, and what a system refuses."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -12,6 +13,11 @@ from typing import Any
 import kvpool_connector
 
 FOLDER = str(Path(kvpool_connector.__file__).parent)
+
+
+def no_thread(thread: threading.Thread) -> None:
+    """In place of `Thread.start` where a process has as many as it may."""
+    raise RuntimeError("can't start new thread")
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from kvpool import logs
 from kvpool.errors import ConfigError
 from kvpool.file_stamp import Stamp, stamp
+from kvpool.threads import in_thread
 
 #: Files are looked at when a connection begins, and at most so often.
 LOOK_EVERY_S: Final = 1.0
@@ -56,7 +57,7 @@ class Certificates:
         now = asyncio.get_running_loop().time()
         if now - self._looked >= LOOK_EVERY_S:
             self._looked = now  # at once: of many connections one looks
-            stamps = await asyncio.to_thread(self._stamped)
+            stamps = await in_thread(self._stamped)
             if stamps != self._stamps:
                 self._stamps = stamps  # also of bad files: they are warned of once
                 await self._read_again()
@@ -64,7 +65,7 @@ class Certificates:
 
     async def _read_again(self) -> None:
         try:
-            self._loaded = await asyncio.to_thread(self._load)
+            self._loaded = await in_thread(self._load)
         except ConfigError as error:
             log.warning("new certificates are refused, those before stay", why=str(error))
         else:

@@ -33,12 +33,7 @@ from array import array
 from kvpool import logs
 from kvpool.errors import BadMessage, ConfigError, KvpoolError, LinkBroken, Unauthenticated
 from kvpool.huge_pages import HugePageMapping
-from kvpool.protocols import (
-    BlockStore,
-    Channel,
-    Listener,
-    Mappable,
-)
+from kvpool.protocols import BlockStore, Channel, Listener, Mappable
 from kvpool.strangers import Strangers
 from kvpool.types import Cluster
 from kvpool.wire.frames import Frame, FrameReader, encode_message, no_payload

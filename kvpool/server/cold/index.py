@@ -16,6 +16,7 @@ from kvpool.server.cold.state.format import TAG_SIZE, ColdBlock, Damaged, Object
 from kvpool.server.context import ServerContext
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tier_stores import SPAN, ColdStore
+from kvpool.threads import in_thread
 from kvpool.types import ReadStatus, Record
 
 #: Blocks that enter or leave the index in one turn of the loop.
@@ -67,7 +68,7 @@ class ColdIndex:
         if one.tail.encrypted:
             cipher = self.keys.cipher(one.tail.salt)
             try:
-                data = await asyncio.to_thread(cipher.decrypt, position, data)
+                data = await in_thread(cipher.decrypt, position, data)
             except Damaged:
                 data = bytes(size)  # its checksum is not right, as for any other damage
         buffer[:size] = data

@@ -28,6 +28,7 @@ from kvpool.server.cold.state.format import (
     parse_tail,
 )
 from kvpool.sorting import sorted_runs
+from kvpool.threads import in_thread
 
 T = TypeVar("T")
 
@@ -266,7 +267,7 @@ class Searcher:
             index = bytes(end[-TAIL.size - tail.size : -TAIL.size])
         else:
             index = bytes(await self._index.bucket.get(name, tail.start, tail.size))
-        return tail, await asyncio.to_thread(parse_index, name, tail, index, self._index.keys)
+        return tail, await in_thread(parse_index, name, tail, index, self._index.keys)
 
     async def _read_removed(self, name: str, listed: Listed | None) -> set[int]:
         if listed is None:

@@ -25,6 +25,7 @@ from kvpool.server.cold.state.format import (
 from kvpool.server.context import ServerContext
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import State
+from kvpool.threads import in_thread
 from kvpool.types import ROOT, Namespace
 
 #: Bytes that are copied in one turn of the loop.
@@ -174,7 +175,7 @@ class ObjectWriter:
                 await self._context.tiers[index.tier].read_into(entry.offset, data)
             if self._settings.encrypt:
                 cipher = self._index.keys.cipher(draft.salt)
-                draft.payload += await asyncio.to_thread(cipher.encrypt, position, data)
+                draft.payload += await in_thread(cipher.encrypt, position, data)
             else:
                 for start in range(0, entry.size, _COPY_STEP):
                     draft.payload += data[start : start + _COPY_STEP]

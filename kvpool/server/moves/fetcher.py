@@ -23,6 +23,7 @@ from kvpool.server.context import ServerContext
 from kvpool.server.moves.peer_servers import PeerServers
 from kvpool.server.moves.state.fetches import FetchBudget, Fetches, Receivers
 from kvpool.server.moves.turns import Turns
+from kvpool.threads import in_thread
 from kvpool.types import (
     Extent,
     MoveStatus,
@@ -259,7 +260,7 @@ class Fetcher:
             if not guard.wait_s(tenant, _now()):
                 guard.begin(tenant, size, _now())
                 return self.budget.begin(size, _now())
-            self._transfers.release(call.source, call.tenant)  # another call of the tenant was first
+            self._transfers.release(call.source, call.tenant)  # another of its calls was first
 
     async def _place_and_budget(self, call: FetchCall) -> bool:
         """Whether the call has a place among the transfers now, while the budget allows one more;
@@ -402,8 +403,7 @@ class Fetcher:
         view = self._context.memory.view(extent.offset, extent.size)
         if extent.size <= _INLINE_MAX:
             return checksum(view, seed)
-        hashing = asyncio.get_running_loop().run_in_executor(None, checksum, view, seed)
-        return await hashing
+        return await in_thread(checksum, view, seed)
 
     def _count(self, call: FetchCall) -> None:
         counters = self._context.counters

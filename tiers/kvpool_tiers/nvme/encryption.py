@@ -23,6 +23,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from kvpool.threads import in_thread
 from kvpool_tiers.nvme.format import (
     HEADER_SIZE,
     SALT_SIZE,
@@ -168,7 +169,7 @@ async def _called(call: Callable[[], T], size: int) -> T:
     """In a thread if it takes long. It has ended when this has, also when this is cancelled."""
     if size <= _INLINE_MAX:
         return call()
-    future = asyncio.get_running_loop().run_in_executor(None, call)
+    future = in_thread(call)
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
