@@ -23,8 +23,10 @@ from kvpool.cli.shared import (
     digests_of,
     fail,
     open_pool,
+    query_flags,
     query_settings,
     run,
+    settings_of,
 )
 from kvpool.config import Config, cluster_of
 from kvpool.errors import ConfigError
@@ -237,6 +239,13 @@ def doctor(
             "under which name it shares blocks. Repeat it, and their names are compared.",
         ),
     ] = None,
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            help="What vLLM gets as --kv-transfer-config: check it, and the pool as such an engine "
+            "sees it.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check this machine and a pool for problems, and show what to do about them.
@@ -245,6 +254,7 @@ def doctor(
     """
     from kvpool import registry
     from kvpool.ops.doctor import examine
+    from kvpool.ops.engine_json import ExaminedJson, examine_json
     from kvpool.ops.engines import examine_engines, metrics_url
 
     if engines:
@@ -254,12 +264,18 @@ def doctor(
         except ConfigError as error:
             fail(error)
         _report(run(examine_engines(engines)), as_json=as_json)
-    settings = query_settings(config, masters, cluster, secret_file, local_only, transports)
+    of_json = examine_json(vllm) if vllm is not None else ExaminedJson([], {})
+    if of_json.settings is None:
+        _report(of_json.findings, as_json=as_json)
+    flags = query_flags(masters, cluster, secret_file, local_only, transports)
+    settings = settings_of(
+        config, of_json.settings | {name: one for name, one in flags.items() if one is not None}
+    )
     try:
         registry.check_settings(settings.client.transports)
     except ConfigError as error:
         fail(ConfigError(f"--transport (setting client.transports): {error}"))
-    _report(run(examine(settings)), as_json=as_json)
+    _report(of_json.findings + run(examine(settings)), as_json=as_json)
 
 
 def _report(findings: list[Finding], *, as_json: bool) -> NoReturn:

@@ -148,14 +148,25 @@ def query_settings(
     transports: list[str] | None = None,
 ) -> Config:
     """Settings of a command that queries the pool."""
-    flags: dict[str, object] = {
+    flags = query_flags(masters, cluster, secret_file, local_only, transports)
+    return settings_of(config, flags)
+
+
+def query_flags(
+    masters: list[str] | None,
+    cluster: str | None,
+    secret_file: str | None,
+    local_only: bool,
+    transports: list[str] | None = None,
+) -> dict[str, object]:
+    """The settings that its options are; None: not given."""
+    return {
         "client.masters": masters,
         "client.transports": transports,
         "cluster": cluster,
         "secret_file": secret_file,
         "local_only": local_only or None,
     }
-    return settings_of(config, flags)
 
 
 def digests_of(keys: Sequence[str]) -> list[bytes]:

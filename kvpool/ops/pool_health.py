@@ -72,6 +72,8 @@ def _cold(check: str, tier: TierUsage) -> Iterator[Finding]:
     """Of a tier in an object store, which says itself while it fails."""
     _, fails, why = tier.status_text.partition("; failing: ")
     advice = "its credentials, bucket and endpoint: docs/cold-tier.md"
+    if "clock" in why:
+        advice = "set it: `chronyc tracking` or `timedatectl` on the host of that server"
     if fails:
         yield Finding(check, "warn", f"the object store fails: {why}", advice)
     elif tier.failures:

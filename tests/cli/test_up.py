@@ -121,57 +121,47 @@ def test_units_are_written_and_none_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "kvpool-master.service").exists()
 
 
-def test_who_is_of_the_pool_by_the_environment_is_in_what_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    secret, config = tmp_path / "secret", tmp_path / "pool.yaml"
-    secret.write_text("0123456789abcdef")
-    config.write_text(f"secret_file: {secret}\ncluster: bank\n")
-    monkeypatch.setenv("KVPOOL_CONFIG", str(config))
-    shown = up("--dry", "--capacity", "16MiB").output
-    assert f'"cluster": "bank", "secret_file": "{secret}"' in shown
-    assert shown.count(f"--cluster bank --secret-file {secret}") == 2
-
-
-def test_units_have_the_settings_of_the_shell_from_any_directory(
+def test_what_the_environment_says_is_in_what_is_shown_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in (("secret", "0123456789abcdef"), ("all.yaml", "tenants: []"), ("c", "")):
-        (tmp_path / name).write_text(text)
-    for name, value in (("CONFIG", "c"), ("SERVER_POLICY", "lru"), ("SECRET_FILE", "secret")):
-        monkeypatch.setenv(f"KVPOOL_{name}", value)
-    monkeypatch.setenv("KVPOOL_TENANTS_FILE", "all.yaml")
+    (tmp_path / "pool.yaml").write_text("cluster: bank\nsecret_file: secret\n")
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    (tmp_path / "all.yaml").touch()
+    for name, one in (
+        ("CONFIG", "pool.yaml"),
+        ("TENANTS_FILE", "all.yaml"),
+        ("SERVER_POLICY", "lru"),
+    ):
+        monkeypatch.setenv(f"KVPOOL_{name}", one)
     done = up("--capacity", "16MiB", "--systemd", tmp_path)
     assert done.exit_code == 0, done.output
-    for unit_file in tmp_path.glob("*.service"):
-        lines = unit_file.read_text().splitlines()
-        assert f'Environment="KVPOOL_CONFIG={tmp_path}/c"' in lines
-        assert 'Environment="KVPOOL_SERVER_POLICY=lru"' in lines
-        (command,) = [line for line in lines if line.startswith("ExecStart=")]
-        for option, file in (("secret-file", "secret"), ("tenants", "all.yaml")):
-            assert f'"--{option}" "{tmp_path}/{file}"' in command
+    assert f'"cluster": "bank", "secret_file": "{tmp_path}/secret"' in done.output
+    who = f"--cluster bank --secret-file {tmp_path}/secret --tenants {tmp_path}/all.yaml"
+    assert done.output.count(who) == 2
+    for file in tmp_path.glob("*.service"):
+        lines = file.read_text().replace('"', "").splitlines()
+        assert any(line.startswith("ExecStart=") and line.endswith(who) for line in lines)
+        assert f"Environment=KVPOOL_CONFIG={tmp_path}/pool.yaml" in lines
+        assert "Environment=KVPOOL_SERVER_POLICY=lru" in lines
     monkeypatch.setenv("KVPOOL_TENANTS_FILE", "nowhere")
     assert up("--dry").exit_code == 2
 
 
-def test_a_pool_of_this_user_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_shows_units_and_writes_none_and_a_pool_of_this_user_stays_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setenv("KVPOOL_LOCAL_ONLY", "yes")
-    shown = up("--capacity", "16MiB", "--systemd", tmp_path, "--dry").output
-    assert shown.count('"--local-only"') == 2
-    assert f'"secret_file": "{tmp_path}/kvpool/secret"' in shown
-    monkeypatch.delenv("KVPOOL_LOCAL_ONLY")
-    assert up("--capacity", "16MiB", "--local-only", "--dry").output.count(" --local-only") == 2
-
-
-def test_dry_shows_the_units_and_writes_none(tmp_path: Path) -> None:
     (folder := tmp_path / "[a]").mkdir()
+    monkeypatch.setenv("KVPOOL_LOCAL_ONLY", "yes")
     done = up("--capacity", "64MiB", "--systemd", folder, "--dry")
-    assert done.exit_code == 0, done.output
-    assert list(folder.iterdir()) == []
+    assert (done.exit_code, list(folder.iterdir())) == (0, []), done.output
     assert f"{folder}/kvpool-server.service would have:" in done.stdout
     assert '"--tier" "dram:64MiB"' in done.stdout
+    assert done.stdout.count('"--local-only"') == 2
+    assert f'"secret_file": "{tmp_path}/kvpool/secret"' in done.stdout
+    monkeypatch.delenv("KVPOOL_LOCAL_ONLY")
+    assert up("--capacity", "16MiB", "--local-only", "--dry").output.count(" --local-only") == 2
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -28,6 +29,7 @@ from kvpool.net import control_network
 from kvpool.net.control_network import TcpNetwork
 from kvpool.net.masters_certificate import masters_fingerprint
 from kvpool.ops import doctor, own_host, pool_health, unreachable_master
+from kvpool.ops.engine_json import examine_json
 from kvpool.ops.engines import examine_engines
 from kvpool.ops.finding import Finding
 from kvpool.runtime import host_id
@@ -44,6 +46,9 @@ from tests.support.tenant_pool import OPERATOR, SECRETS, TenantPool
 SECRET = b"0123456789abcdef-the-secret"
 OPEN = Cluster()
 GIB = 1 << 30
+USUAL, SLOW = ClientConfig(), ClientConfig(timeout_s=1.0, attempt_s=1.0)
+MANY = {"connections": 900, "connections_max": 1024}
+BLIND, TWICE = ClientConfig(verify=False), ClientConfig(masters=["a:1", "a:1"])
 
 
 class Place:
@@ -66,14 +71,15 @@ class Place:
         config = Config(client=ClientConfig(masters=[address], transports=["tcp"]), **settings)
         return [await doctor._master(config, address)]
 
-    def server(self, *tiers: str, **settings: Any) -> Iterable[Finding]:
-        config = ServerConfig(
-            tiers=[one.replace("DIR", str(self.folder)) for one in tiers], **settings
-        )
-        return own_host.examine_settings(Config(server=config))
+    def server(
+        self, *tiers: str, client: ClientConfig = USUAL, **settings: Any
+    ) -> Iterable[Finding]:
+        settings["tiers"] = [one.replace("DIR", str(self.folder)) for one in tiers]
+        return own_host.examine_settings(Config(server=ServerConfig(**settings), client=client))
 
 
-Plant = Callable[[Place], Awaitable[Iterable[Finding]]]
+Found = Iterable[Finding]
+Plant = Callable[[Place], Awaitable[Found] | Found]
 
 
 class Mistake(NamedTuple):
@@ -104,12 +110,6 @@ def mistake(check: str, verdict: str, text: str, advice: str) -> Callable[[Plant
 async def another_secret(place: Place) -> Iterable[Finding]:
     pool = await place.pool(Cluster("default", SECRET))
     return await place.master(pool.address, secret_file=place.secret(SECRET + b"!"))
-
-
-@mistake("master", "fail", "another cluster (setting `cluster`)", "do as it says")
-async def another_cluster_with_the_secret(place: Place) -> Iterable[Finding]:
-    pool = await place.pool(Cluster("default", SECRET))
-    return await place.master(pool.address, cluster="bank", secret_file=place.secret())
 
 
 @mistake("master", "fail", "requires a secret: set secret_file", "the same secret_file")
@@ -171,16 +171,6 @@ async def a_firewall_that_drops(place: Place) -> Iterable[Finding]:
         waiting.setblocking(False)
         waiting.connect_ex(full.getsockname())
     return await place.master(f"127.0.0.1:{full.getsockname()[1]}")
-
-
-@mistake("master", "fail", "no master", "not that of --http, nor of a server")
-async def the_port_of_a_web_server(place: Place) -> Iterable[Finding]:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        writer.close()
-
-    served = await place.stack.enter_async_context(await asyncio.start_server(answer, "127.0.0.1"))
-    return await place.master(f"127.0.0.1:{served.sockets[0].getsockname()[1]}")
 
 
 @mistake("master", "fail", "says nothing: no master, or one that is frozen", "its host")
@@ -245,7 +235,7 @@ async def one_master_that_a_server_was_not_told(place: Place) -> Iterable[Findin
 # --- servers: real ones, or their figures ---------------------------------------------------------
 
 
-@mistake("server s", "fail", "no block was tried: it has inproc, ", "--transport")
+@mistake("server s", "fail", "no block was tried: it has ", "--transport")
 async def no_transport_in_common(place: Place) -> Iterable[Finding]:
     masters = [(await place.pool()).address]
     config = Config(client=ClientConfig(masters=masters, transports=["ucx"]))
@@ -297,10 +287,7 @@ COUNTERS = {
 
 
 def reported(**stats: Any) -> Plant:
-    async def plant(_: Place) -> Iterable[Finding]:
-        return figures(**stats)
-
-    return plant
+    return lambda _: figures(**stats)
 
 
 for field, (wrong, *said) in TIER.items():
@@ -315,17 +302,6 @@ def cold(text: str = "", failures: int = 0) -> Iterable[Finding]:
     tiers = [TierUsage("dram"), TierUsage("s3", f"s3://b, 1 GiB in 8 objects{text}")]
     tiers[1] = msgspec.structs.replace(tiers[1], failures=failures)
     return figures(usage=tiers, counters={"cold_failures": 3})
-
-
-@mistake("tier s3 of s", "warn", "fails: access is refused: look", "credentials, bucket and")
-async def a_cold_store_without_credentials(place: Place) -> Iterable[Finding]:
-    assert not list(cold())
-    return cold("; failing: access is refused: look at the credentials")
-
-
-@mistake("tier s3 of s", "warn", "7 reads failed since", "in its log")
-async def a_cold_store_that_has_failed(place: Place) -> Iterable[Finding]:
-    return cold(failures=7)
 
 
 @mistake("memory of s", "warn", "75% is held by clients, for 61 s, most by engine-2", "does that")
@@ -358,12 +334,6 @@ async def all_servers_drain(place: Place) -> Iterable[Finding]:
     return pool_health.unwell([leaving])
 
 
-@mistake("connections", "warn", "s has 900 of 1024 connections", "server.connections_max")
-async def too_many_clients(place: Place) -> Iterable[Finding]:
-    counters = {"connections": 900, "connections_max": 1024}
-    return doctor.crowded([member("s", stats=ServerStats(counters=counters))])
-
-
 class Told(NamedTuple):
     """The operator's half of a pool that says what clients ask for."""
 
@@ -373,18 +343,21 @@ class Told(NamedTuple):
         return self.said
 
 
-@mistake("memory", "warn", "expect many misses", "add servers")
-async def a_working_set_larger_than_memory(place: Place) -> Iterable[Finding]:
-    sets = (WorkingSet(Namespace("n"), 2 * GIB, 9),)
-    place.patch.setattr(doctor, "admin", lambda _: Told(Demand(600.0, sets, 1.0, 0.0)))
-    return await doctor._memory(None, [member("s")])  # type: ignore[arg-type]
+def of_demand(size: int, beyond_hole: float) -> Plant:
+    async def plant(place: Place) -> Iterable[Finding]:
+        said = Demand(600.0, (WorkingSet(Namespace("n"), size, 9),), 1.0, beyond_hole)
+        place.patch.setattr(doctor, "admin", lambda _: Told(said))
+        return await doctor._memory(None, [member("s")])  # type: ignore[arg-type]
+
+    return plant
 
 
-@mistake("chains", "warn", "20% of the blocks of prompts lie behind a missing one", "lost")
-async def chains_with_holes(place: Place) -> Iterable[Finding]:
-    sets = (WorkingSet(Namespace("n"), 1, 9),)
-    place.patch.setattr(doctor, "admin", lambda _: Told(Demand(600.0, sets, 1.0, 0.2)))
-    return await doctor._memory(None, [member("s")])  # type: ignore[arg-type]
+MISTAKES["a working set larger than memory"] = Mistake(
+    of_demand(2 * GIB, 0.0), "memory", "warn", "expect many misses", "add servers"
+)
+MISTAKES["chains with holes"] = Mistake(
+    of_demand(1, 0.2), "chains", "warn", "20% of the blocks of prompts lie behind a", "lost"
+)
 
 
 # --- this host, and settings for a server ---------------------------------------------------------
@@ -396,38 +369,10 @@ async def a_file_twice(place: Place) -> Iterable[Finding]:
     return place.server("nvme:DIR/a:1MiB", "nvme:DIR/link:1MiB")
 
 
-@mistake("tier files", "fail", "there is no directory", "mkdir -p")
-async def a_disk_that_is_not_mounted(place: Place) -> Iterable[Finding]:
-    return place.server("dram:1MiB", "nvme:DIR/data/blocks:1MiB")
-
-
-@mistake("tier files", "fail", "is a directory", "name a file in it")
-async def a_directory_as_a_file(place: Place) -> Iterable[Finding]:
-    return place.server("nvme:DIR:1MiB")
-
-
-@mistake("tier files", "fail", "this user may not write", "chown")
-async def the_directory_of_another_user(place: Place) -> Iterable[Finding]:
-    place.patch.setattr(own_host.os, "access", lambda *_: False)  # root may always
-    return place.server("nvme:DIR/a:1MiB")
-
-
 @mistake("tier files", "fail", "is mounted read-only", "mount it for writing")
 async def a_disk_mounted_read_only(place: Place) -> Iterable[Finding]:
     only = SimpleNamespace(f_flag=os.ST_RDONLY, f_bavail=1 << 40, f_frsize=1)
     place.patch.setattr(own_host.os, "statvfs", lambda _: only)
-    return place.server("nvme:DIR/a:1MiB")
-
-
-@mistake("tier files", "warn", "lies in memory", "a file on a disk")
-async def a_file_in_memory(place: Place) -> Iterable[Finding]:
-    place.patch.setattr(own_host, "_kind_of_mount", lambda _: "tmpfs")
-    return place.server("nvme:DIR/a:1MiB")
-
-
-@mistake("tier files", "warn", "lies on another host or in a program (nfs4)", "of this host")
-async def a_file_on_another_host(place: Place) -> Iterable[Finding]:
-    place.patch.setattr(own_host, "_kind_of_mount", lambda _: "nfs4")
     return place.server("nvme:DIR/a:1MiB")
 
 
@@ -437,45 +382,12 @@ async def files_larger_than_the_disk_together(place: Place) -> Iterable[Finding]
     return place.server("nvme:DIR/a:512TiB", "nvme:DIR/b:512TiB")
 
 
-@mistake("open files", "warn", "this process may open 256", "ulimit -n 65536")
-async def few_open_files(place: Place) -> Iterable[Finding]:
-    place.patch.setattr(own_host.resource, "getrlimit", lambda _: (256, 256))
-    return place.server()
-
-
-@mistake("times", "warn", "one lost heartbeat in 3 s", "a third of master.timeout_s")
-async def rare_heartbeats(place: Place) -> Iterable[Finding]:
-    return place.server(heartbeat_s=1.5)
-
-
-@mistake("times", "warn", "a silent server costs a call all of its time", "hedge_s < attempt_s")
-async def an_attempt_as_long_as_a_call(place: Place) -> Iterable[Finding]:
-    client = ClientConfig(timeout_s=1.0, attempt_s=1.0)
-    return own_host.examine_settings(Config(client=client))
-
-
-@mistake("checksums", "warn", "damaged bytes are not noticed", "turn it on")
-async def checksums_turned_off(place: Place) -> Iterable[Finding]:
-    return own_host.examine_settings(Config(client=ClientConfig(verify=False)))
-
-
 @mistake("secret", "warn", "none, and tcp://0.0.0.0:7460 is reachable", "kvpool secret")
 async def no_secret_beyond_loopback(place: Place) -> Iterable[Finding]:
     listen = ["tcp://0.0.0.0:7460", "shm://"]
     closed = Config(server=ServerConfig(listen=listen), secret_file="s")
     assert not list(own_host.examine_settings(closed))
     return place.server(listen=listen)
-
-
-@mistake("masters", "warn", "a:1 stands twice", "once")
-async def a_master_twice(place: Place) -> Iterable[Finding]:
-    client = ClientConfig(masters=["a:1", "a:1"])
-    return own_host.examine_settings(Config(client=client, secret_file="s"))
-
-
-@mistake("secret", "fail", "secret file '/nowhere/secret': No such file", "kvpool secret FILE")
-async def a_secret_that_is_not_there(place: Place) -> Iterable[Finding]:
-    return [doctor._secret(Config(secret_file="/nowhere/secret"))]
 
 
 def limited(place: Place, **limits: list[Limit]) -> None:
@@ -524,6 +436,10 @@ async def ucx_without_lanes(place: Place) -> Iterable[Finding]:
     return doctor._transports(ClientConfig(transports=["ucx"]))
 
 
+DEFAULTS = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both"}
+RIGHT = DEFAULTS | {"kv_load_failure_policy": "recompute"}
+
+
 @mistake("engine", "fail", "Connection refused", "the address of a vLLM server")
 async def an_engine_behind_a_proxy_of_the_environment(place: Place) -> Iterable[Finding]:
     """A proxy would answer in its place: none is asked."""
@@ -539,6 +455,95 @@ async def an_engine_behind_a_proxy_of_the_environment(place: Place) -> Iterable[
     return await examine_engines(["127.0.0.1:9"])
 
 
+def said_of(**change: Any) -> list[Finding]:
+    """What it says of vLLM's JSON with this in it."""
+    return examine_json(json.dumps(RIGHT | change)).findings
+
+
+def given(*tiers: str, client: ClientConfig = USUAL, **server: Any) -> Plant:
+    return lambda place: place.server(*tiers, client=client, **server)
+
+
+def patched(name: str, value: Any, *tiers: str) -> Plant:
+    """Where a function of this host's says something else."""
+
+    def plant(place: Place) -> Found:
+        place.patch.setattr(f"kvpool.ops.own_host.{name}", lambda *_: value)
+        return place.server(*tiers)
+
+    return plant
+
+
+A_FILE = "nvme:DIR/a:1MiB"
+#: Mistakes of one line.
+SHORT: dict[str, tuple[Plant, str, str, str, str]] = {
+    "no disk there": (given("nvme:DIR/a/b:1MiB"), "tier", "fail", "no directory", "mkdir -p"),
+    "a directory": (given("nvme:DIR:1MiB"), "tier", "fail", "is a directory", "name a file in it"),
+    "heartbeats": (given(heartbeat_s=1.5), "times", "warn", "one lost heartbeat", "a third of"),
+    "attempts": (given(client=SLOW), "times", "warn", "costs a call all of", "hedge_s < attempt_s"),
+    "checksums": (given(client=BLIND), "checksums", "warn", "bytes are not noticed", "turn it on"),
+    "twice": (given(client=TWICE), "masters", "warn", "a:1 stands twice", "once"),
+    "another user's": (
+        patched("os.access", False, A_FILE),
+        "tier",
+        "fail",
+        "may not write",
+        "chown",
+    ),
+    "in memory": (
+        *(patched("_kind_of_mount", "tmpfs", A_FILE), "tier", "warn", "in memory", "a file on a"),
+    ),
+    "on another host": (
+        *(patched("_kind_of_mount", "nfs4", A_FILE), "tier", "warn"),
+        *("lies on another host or in a program (nfs4)", "of this host"),
+    ),
+    "few open files": (
+        *(patched("resource.getrlimit", (256, 256)), "open files", "warn", "may open 256", "-n 65"),
+    ),
+    "clients": (
+        *(lambda _: doctor.crowded([member("s", stats=ServerStats(counters=MANY))]), "connections"),
+        *("warn", "s has 900 of 1024 connections", "server.connections_max"),
+    ),
+    "a secret that is not there": (
+        *(lambda _: [doctor._secret(Config(secret_file="/nowhere/secret"))], "secret", "fail"),
+        *("secret file '/nowhere/secret': No such file", "kvpool secret FILE"),
+    ),
+    "a cold store that failed": (
+        *(lambda _: cold(failures=7), "tier s3", "warn", "7 reads failed since", "in its log"),
+    ),
+    "a cold store without credentials": (
+        *(lambda _: cold("; failing: access is refused"), "tier s3", "warn"),
+        *("the object store fails: access is refused", "its credentials, bucket and"),
+    ),
+    "a clock that is not the store's": (
+        *(lambda _: cold("; failing: the clock of this host is not that of the store"), "tier s3"),
+        *("warn", "the clock of this host is not that", "set it: `chronyc tracking`"),
+    ),
+    "JSON that is none": (
+        *(lambda _: examine_json("{'a': 1}").findings, "vLLM", "fail", "no JSON", "'...'"),
+    ),
+    "JSON without this connector": (
+        *(lambda _: said_of(kv_connector="KvPool"), "vLLM", "fail", "no engine", "KVPoolConnector"),
+    ),
+    "JSON without a role": (
+        *(lambda _: said_of(kv_role=None), "vLLM", "fail", "kv_role is None", '"kv_both" loads'),
+    ),
+    "JSON that lets requests fail": (
+        *(lambda _: examine_json(json.dumps(DEFAULTS)).findings, "vLLM", "warn"),
+        *("a request fails when one of its blocks", '"kv_load_failure_policy": "recompute"'),
+    ),
+    "JSON with a slip": (
+        *(lambda _: said_of(kv_conector_extra_config={}), "vLLM", "fail", "is no name", "extra_"),
+    ),
+    "JSON with a setting that is none": (
+        *(lambda _: said_of(kv_connector_extra_config={"master": ["a:1"]}), "vLLM", "fail"),
+        *("did you mean 'masters'?", "do as it says"),
+    ),
+}
+for name, (planted, *said) in SHORT.items():
+    MISTAKES[name] = Mistake(planted, *said)
+
+
 @asynccontextmanager
 async def prepared(folder: Path) -> AsyncIterator[Place]:
     with pytest.MonkeyPatch.context() as patch:
@@ -550,7 +555,8 @@ async def prepared(folder: Path) -> AsyncIterator[Place]:
 async def test_a_mistake_is_found_and_it_says_what_to_do(name: str, tmp_path: Path) -> None:
     planted = MISTAKES[name]
     async with prepared(tmp_path) as place:
-        found = list(await planted.plant(place))
+        found = planted.plant(place)
+        found = list(await found if isinstance(found, Awaitable) else found)
     fitting = [one for one in found if one.check.startswith(planted.check) and one.verdict != "ok"]
     assert fitting, found
     matching = [one for one in fitting if planted.text in one.text and planted.advice in one.advice]
@@ -562,6 +568,10 @@ async def test_a_mistake_is_found_and_it_says_what_to_do(name: str, tmp_path: Pa
 
 def test_there_are_many_and_a_right_pool_has_none() -> None:
     assert len(MISTAKES) >= 50
+    both = {"connectors": [RIGHT | {"kv_connector_extra_config": {"cluster": "bank"}}]}
+    multi = RIGHT | {"kv_connector": "MultiConnector", "kv_connector_extra_config": both}
+    (fine,), settings = examine_json(json.dumps(multi))
+    assert (fine.verdict, settings and settings["cluster"]) == ("ok", "bank")
     assert not list(own_host.examine_settings(Config()))
     assert not list(pool_health.unwell([member("a"), member("b")], "host"))
     known = [member("a"), member("gone", alive=False)]
@@ -585,8 +595,10 @@ async def test_a_check_that_warns_is_not_ok_as_well() -> None:
         (["--masters", "127.0.0.1:9"], 1),
         (["--masters", "no port"], 2),
         (["--engine", "127.0.0.1:9"], 1),
+        (["--vllm", "{"], 1),
+        (["--vllm", json.dumps(RIGHT), "--masters", "127.0.0.1:9"], 1),
     ],
 )
 def test_a_script_sees_it_in_the_exit_code(options: list[str], code: int) -> None:
     done = kvpool("doctor", "--transport", "tcp", *options)
-    assert done.code == code, done.all
+    assert (done.code, "vLLM's JSON" in done.all) == (code, "--vllm" in options), done.all
