@@ -54,7 +54,7 @@ def _logs_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_heartbeats() -> Iterator[None]:
-    """What a pool in this process tells by its next heartbeat, a test need not await for a second."""
+    """What a pool in this process tells by its next heartbeat, a test need not await for long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dev, "ServerConfig", partial(dev.ServerConfig, heartbeat_s=0.1))
         yield

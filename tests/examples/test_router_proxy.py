@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from examples.router import __main__ as program
+from examples.router import fleet as fleet_module
 from examples.router import proxy as proxy_module
 from examples.router.prompts import block_hashes
 from kvpool import Namespace, admin, dev
@@ -145,6 +146,11 @@ class Asked:
             await asyncio.sleep(0.05)
 
 
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_POLL_S", 0.1)
+
+
 @asynccontextmanager
 async def router(policy: str, *made: FakeEngine | str, healthy: int = -1) -> AsyncIterator[Asked]:
     arguments = ["--policy", policy, "--port", "0"]
@@ -199,6 +205,7 @@ async def test_an_engine_lost_before_the_first_byte_is_replaced() -> None:
         assert {(await asked.engine())[0] for _ in range(2)} == {a.url, b.url}
 
 
+@pytest.mark.usefixtures("looks_often")
 @pytest.mark.parametrize("figure", ["NaN", "+Inf", "1e400"])
 async def test_an_engine_whose_page_makes_no_sense_is_looked_at_again(figure: str) -> None:
     async with engines("a") as (engine,), router("round_robin", engine, healthy=1) as asked:

@@ -37,6 +37,7 @@ from kvpool.secret_file import TenantKey
 from kvpool.tools.subprocesses import process_of
 from kvpool.types import ClientUsage, Cluster, Demand, Namespace, ServerStats, TierUsage, WorkingSet
 from kvpool_transports.tcp import TcpTransport
+from tests.conftest import patient
 from tests.net.test_secret import pool_of
 from tests.net.test_versions import THEIRS
 from tests.ops.test_doctor import member
@@ -547,6 +548,7 @@ for name, (planted, *said) in SHORT.items():
 @asynccontextmanager
 async def prepared(folder: Path) -> AsyncIterator[Place]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unreachable_master, "_STEP_S", patient(0.3))
         async with AsyncExitStack() as stack:
             yield Place(folder, patch, stack)
 

@@ -21,6 +21,7 @@ from kvpool.errors import ConfigError, Unavailable
 from kvpool.ops.tables import problem_of
 from kvpool.registry import tiers as open_tiers
 from kvpool.server import tier_health
+from kvpool.server.moves import prefetcher
 from kvpool.server.state import tiered_store
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.testing.invariants import check_invariants
@@ -324,6 +325,7 @@ async def test_what_a_hanging_disk_was_to_bring_takes_no_room_of_what_others_bri
 ) -> None:
     monkeypatch.setattr(tier_health, "_STUCK_S", 0.3)
     monkeypatch.setattr(tier_health, "_CONFIRM_DELAY_S", 0.1)
+    monkeypatch.setattr(prefetcher, "_STEP_S", 1.0)
     chain = keys("chain", 300)
     async with scene(tmp_path) as one:
         await one.write(chain)

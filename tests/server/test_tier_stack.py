@@ -19,6 +19,7 @@ from kvpool import Cluster, Pool, ReadStatus, WriteStatus, connect, dev
 from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError
 from kvpool.registry import tier
+from kvpool.server import tier_health
 from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of, servers_up
@@ -316,6 +317,12 @@ async def test_a_disk_that_takes_no_writes_is_read_and_comes_back(
     assert not found & set(gone), "what was removed meanwhile is erased"
 
 
+@pytest.fixture
+def retries_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_health, "_RETRY_S", 0.1)
+
+
+@pytest.mark.usefixtures("retries_soon")
 async def test_a_second_outage_begins_anew(tiered: dev.Dev) -> None:
     """One batch that fails after the first is none, and delays do not go on growing."""
     (server,) = tiered.servers

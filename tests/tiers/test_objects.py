@@ -18,6 +18,7 @@ from kvpool.config import parse_tier
 from kvpool.errors import ConfigError
 from kvpool.registry import tier
 from kvpool.server.block_server import BlockServer
+from kvpool.server.cold import bucket
 from kvpool.server.state.tier_stores import cold_store
 from kvpool.testing.invariants import check_invariants
 from tests.conftest import NAMESPACE, buffers, eventually, keys, value, values
@@ -314,8 +315,14 @@ async def test_objects_of_others_without_number_are_some_lines(
 
 @pytest.mark.parametrize("why", ["access is refused", "503 Slow Down"])
 async def test_a_store_that_fails_is_a_miss_at_once_and_then_works_again(
-    fleet: Fleet, pool: Pool, shelf: Shelf, why: str, caplog: pytest.LogCaptureFixture
+    fleet: Fleet,
+    pool: Pool,
+    shelf: Shelf,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(bucket, "_PAUSE_S", 0.1)
     caplog.set_level(logging.ERROR, "kvpool.cold")
     server = await fleet.start("a")
     await write(pool, server)
@@ -343,9 +350,10 @@ async def test_what_alerts_and_the_page_name_is_counted_from_the_start(fleet: Fl
 
 
 async def test_what_is_written_while_the_store_fails_is_written_later(
-    fleet: Fleet, pool: Pool, shelf: Shelf
+    fleet: Fleet, pool: Pool, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the writer does not wait for it."""
+    monkeypatch.setattr(bucket, "_PAUSE_S", 0.1)
     server = await fleet.start("a")
     shelf.fails("503", "put")
     began = asyncio.get_running_loop().time()
