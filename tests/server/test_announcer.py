@@ -431,6 +431,15 @@ async def test_heartbeats_go_on_between_the_pieces_of_an_inventory(
     await setup.announcer.close()
 
 
+async def test_a_heartbeat_that_somebody_waits_for_is_sent_at_once() -> None:
+    setup = Setup(heartbeat_s=60.0)
+    setup.announcer.start()
+    async with asyncio.timeout(10):
+        for _ in range(2):
+            await setup.announcer.heartbeat_soon()
+    await setup.announcer.close()
+
+
 async def test_blocks_that_come_and_go_during_an_inventory_are_right_in_the_end() -> None:
     """Pieces are made from the index as it is then; changes follow the last piece."""
     chain, later = keys("c", 8_000), keys("later", 3_000)
