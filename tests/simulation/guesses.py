@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, ClassVar, Final, NoReturn
 from unittest.mock import patch
 
@@ -26,7 +28,9 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction import density, programs
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extents import Extents
+from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
+from kvpool.server.state.tenants import set_quotas
 from kvpool.types import ARRIVED, ROOT, Namespace, ReadStatus, Reservation, SessionHint, WriteStatus
 from tests.simulation.blocks import ONE, value
 from tests.simulation.loop import Violation
@@ -107,6 +111,10 @@ class GuessedStore(WatchedStore):
     def useless(self) -> list[Entry]:
         """What clients have ended, and may go."""
         return [entry for entry in self.may_go() if self.order_of(entry).is_over(entry)]
+
+
+def _store(policy: str, blocks: int) -> Store:
+    return Store(_BLOCK * blocks, alignment=64, policy=_POLICIES[policy](_BLOCK * blocks))
 
 
 def _ask(
@@ -310,7 +318,7 @@ def play_changes(seed: int) -> str:
 def _hits(seed: int, *, taught: bool) -> int:
     """Of conversations of two prompts, after such as ended earlier, or went on for longer."""
     chance, now, hits = random.Random(seed), 0.0, 0
-    store = Store(_BLOCK * _SCARCE, alignment=64, policy=programs.Programs(_BLOCK * _SCARCE))
+    store = _store("programs", _SCARCE)
     later: list[tuple[float, int, list[bytes]]] = []
     for number in range(-_BEFORE * taught, 400):
         now += 1.0
@@ -327,10 +335,71 @@ def _hits(seed: int, *, taught: bool) -> int:
     return hits
 
 
+def play_refusals(seed: int) -> str:
+    """Those that always return keep strangers out while they are awaited, and no longer than a
+    policy may refuse for them."""
+    with learning_soon():
+        for policy in _POLICIES:
+            chance, now = random.Random(seed), 0.0
+            store = _store(policy, _SCARCE)
+            talks = [[_key(seed, talk, i) for i in range(3)] for talk in range(_SCARCE // 2)]
+            for number in range(700):
+                now += 3.0
+                is_strange = chance.random() < 0.03
+                _write(
+                    store, [_key(seed, number)] if is_strange else talks[number % len(talks)], now
+                )
+            now += _BYPASS_S + 1.0
+            for number in range(4):
+                _, ((_, answer),) = _ask(store, [_key(seed, "late", number)], now)
+                if answer.status is not WriteStatus.RESERVED:
+                    return f"G9: {policy}: late as it is, a new block gets {answer.status.name}"
+    return ""
+
+
+def play_costs(seed: int) -> str:
+    """To make room takes as many steps beside many tenants as beside few."""
+    for policy in _POLICIES:
+        few, many = (_steps(seed, policy, tenants) for tenants in (3, 100))
+        if many > 2 * few:
+            return f"{policy}: {few} steps a block beside 3 tenants, {many} beside 100"
+    return ""
+
+
+def _steps(seed: int, policy: str, tenants: int) -> int:
+    """Lines of Python that one block takes in a full store whose tenants all have too much."""
+    chance, steps, written = random.Random(seed), 0, 0
+    store = _store(policy, 200)
+    set_quotas(store, {f"t{number}": Quota(1, _BLOCK * 200) for number in range(tenants)})
+
+    def write(tenant: int) -> None:
+        nonlocal written
+        written += 1
+        _write(store, [_key(seed, written)], float(written), Namespace(f"@t{tenant}/x"))
+
+    def step(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal steps
+        steps += 1
+        return step
+
+    for number in range(240):
+        write(number % tenants)
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        for _ in range(30):
+            write(chance.randrange(tenants))
+    finally:
+        sys.settrace(before)
+    return steps // 30
+
+
 WORLDS: Final[dict[str, Callable[[int], str]]] = {
     "lies": play_lies,
     "hints": play_hints,
     "changes": play_changes,
+    "refusals": play_refusals,
+    "costs": play_costs,
 }
 
 

@@ -25,6 +25,15 @@ BUGS: Sequence[Bug] = read(
 @@ what-is-shared-stays  G9  kvpool.server.eviction.programs  seed 1
 -numbers = range(_CLASSES) if number
 +numbers = range(_SHARED) if number
+@@ what-is-expected-keeps-all-out  G9  kvpool.server.eviction.programs
+-            if age_s < _BYPASS_S_MAX:
++            if True:
+@@ what-is-dense-keeps-all-out  G9  kvpool.server.eviction.density
+-            if is_short and age_s < _BYPASS_S_MAX:  # else
++            if is_short:  # else
+@@ every-tenant-is-asked-for-each-block  G9  kvpool.server.eviction.tenant_orders
+-        for account in self._changed:
++        for account in self._orders:
 @@ what-was-learned-stays  G9  kvpool.server.eviction.density
 -        self._ended = [count * self.KEPT for count in self._ended]
 +        pass
