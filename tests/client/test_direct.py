@@ -96,19 +96,22 @@ async def test_rounds_take_turns_with_the_scratch_memory(
     assert await beside.there() == beside.data
 
 
-async def test_a_round_is_on_the_network_while_another_is_verified(gpu: FakeGpu) -> None:
-    """Engines read several batches at once; in turns each would wait for the others' every part."""
+async def test_a_round_is_on_the_network_while_others_are_verified_and_scattered(
+    gpu: FakeGpu, monkeypatch: Patch
+) -> None:
+    """Engines read several batches at once: three share the memory, whatever one could use."""
+    monkeypatch.setattr(direct, "SCRATCH", 6 * direct.room(SIZE))
     reads = direct.DirectReads(direct.Devices(), Counter())
-    both = asyncio.Barrier(2)
+    three = asyncio.Barrier(3)
 
     async def fetch(_: Any) -> dict[int, Any]:
         async with asyncio.timeout(10):
-            await both.wait()
+            await three.wait()
         return {}
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(2):
-            blocks = normalize_buffers([layers(gpu)], writable=True).device
+        for _ in range(3):
+            blocks = normalize_buffers([layers(gpu) for _ in range(6)], writable=True).device
             group.create_task(reads.read(blocks, fetch, asyncio.get_running_loop().time() + 20))
 
 
