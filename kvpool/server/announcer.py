@@ -23,7 +23,7 @@ from kvpool.protocols import Link
 from kvpool.runtime import task_group
 from kvpool.server.outbox import Outbox, loop_time, pieces
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.entry import Change
+from kvpool.server.state.entry import Stretch
 from kvpool.server.state.missed import MissedBlock
 from kvpool.supervision import Supervisor
 from kvpool.types import ServerStats
@@ -243,7 +243,7 @@ class Announcer:
         self.master.link.close()
         self._unregister()
 
-    def enqueue(self, changes: Sequence[Change], held: MapFingerprint | None) -> None:
+    def enqueue(self, changes: Sequence[Stretch], held: MapFingerprint | None) -> None:
         """Queue changes for the next batch, unless an inventory is due anyway.
 
         `held` is what the server holds after them. It is compared with the master's map when they

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 from kvpool.fingerprint import MapFingerprint
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.entry import Change, Stretch
+from kvpool.server.state.entry import Stretch
 from kvpool.server.state.missed import Missed, MissedBlock
-from kvpool.types import Namespace, ReadStatus
+from kvpool.types import ReadStatus
 from kvpool.wire import messages as wire
 
 #: Changes that may wait for one master, and the share of this server's blocks that may. With more,
@@ -52,7 +52,7 @@ class Outbox:
 
     def __init__(self, store: Blocks) -> None:
         self._store = store
-        self.pending: deque[Change] = deque()
+        self.pending: deque[Stretch] = deque()
         self.wake = asyncio.Event()
         self._urgent = asyncio.Event()  # a caller waits, or a block has left
         self._marks: deque[_Mark] = deque()
@@ -78,20 +78,22 @@ class Outbox:
         self._marks.clear()
         self.acknowledge(self.enqueued)
 
-    def add(self, changes: Sequence[Change], held: MapFingerprint | None) -> bool:
+    def add(self, changes: Sequence[Stretch], held: MapFingerprint | None) -> bool:
         """Changes, and what the server holds after them; False if too many wait now."""
-        self.enqueued += len(changes)
+        self.enqueued += sum([len(one.digests) for one in changes])
         if self._marks and self._marks[-1].position == self.enqueued:
             self._marks.pop()
         self._marks.append(_Mark(self.enqueued, held))
         if not changes:
             return True
-        self.pending.extend(changes)
+        for one in changes:
+            for first in range(0, len(one.digests), most := wire.ANNOUNCED_BLOCKS_MAX):
+                self.pending.append(one._replace(digests=one.digests[first : first + most]))
         # A reader that is sent to a block that has left loses a round trip: do not wait for more.
         if any(change.status is not ReadStatus.HIT for change in changes):
             self._urgent.set()
         self.wake.set()
-        waiting = len(self.pending)
+        waiting = self.enqueued - self.acknowledged
         return waiting <= _PENDING_MAX or waiting <= self._store.stored * _PENDING_SHARE
 
     def correct(self, missed: Sequence[MissedBlock]) -> None:
@@ -120,15 +122,19 @@ class Outbox:
 
     def take(self) -> tuple[list[wire.BlockChanges], int]:
         """The next message, which may have nothing, and how many changes it acknowledges."""
-        count = min(len(self.pending), wire.ANNOUNCED_BLOCKS_MAX)
-        batch = [self.pending.popleft() for _ in range(count)]
-        batch += self._corrections(wire.ANNOUNCED_BLOCKS_MAX - count)
-        groups, fits = _fitting(_grouped(batch))
+        batch, count = list[Stretch](), 0
+        while self.pending and count + len(self.pending[0].digests) <= wire.ANNOUNCED_BLOCKS_MAX:
+            batch.append(self.pending.popleft())
+            count += len(batch[-1].digests)
+        corrections = self._corrections(wire.ANNOUNCED_BLOCKS_MAX - count)
+        groups, fits = _fitting(_grouped([*batch, *corrections]))
         # The others go next, but for corrections, which a later reader asks for again.
-        self.pending.extendleft(reversed(batch[fits:count]))
-        return groups, min(count, fits)
+        while count > fits:
+            self.pending.appendleft(batch.pop())
+            count -= len(self.pending[0].digests)
+        return groups, count
 
-    def _corrections(self, room: int) -> list[Change]:
+    def _corrections(self, room: int) -> list[Stretch]:
         """That missed blocks are not here; none before they are due, or while there are changes.
 
         The master's map is compared with what this server held after the last change that is
@@ -141,7 +147,7 @@ class Outbox:
             return []
         reason = self._store.change_log.tombstones.reason
         return [
-            Change(namespace, part, digest, reason(namespace, digest))
+            Stretch(namespace, part, [digest], reason(namespace, digest))
             for namespace, part, digest in self.missed.take()
             if self._store.peek(namespace, part, digest) is None
         ]
@@ -235,15 +241,12 @@ def _size_of(group: wire.BlockChanges) -> int:
     return max(128 + 4 * len(group.namespace), _CHANGES_SIZE // 192) + len(group.digests)
 
 
-def _kind(change: Change) -> tuple[ReadStatus, int, int, Namespace, int]:
-    return change.status, change.part, change.tier, change.namespace, len(change.digest)
-
-
-def _grouped(changes: Sequence[Change]) -> list[wire.BlockChanges]:
+def _grouped(changes: Sequence[Stretch]) -> list[wire.BlockChanges]:
     """Consecutive changes of one kind become one message; the order is kept."""
     groups: list[wire.BlockChanges] = []
-    for (status, part, tier, of, size), same in itertools.groupby(changes, _kind):
-        packed = b"".join([change.digest for change in same])
+    kind = lambda one: (one.status, one.part, one.tier, one.namespace, len(one.digests[0]))  # noqa: E731
+    for (status, part, tier, of, size), same in itertools.groupby(changes, kind):
+        packed = b"".join(itertools.chain.from_iterable([change.digests for change in same]))
         groups.append(wire.BlockChanges(of.name, of.parts, size, packed, part, tier, status))
     return groups
 

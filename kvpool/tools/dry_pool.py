@@ -569,11 +569,7 @@ class DryPool:
     def announce(self, name: str) -> None:
         """Tell the map what has changed on this server."""
         store = self.servers[name].store
-        changes = store.change_log.take()
-        for (status, namespace, tier), group in itertools.groupby(
-            changes, key=lambda change: (change.status, change.namespace, change.tier)
-        ):
-            digests = [change.digest for change in group]
+        for namespace, _, digests, status, tier in store.change_log.take():
             if status is ReadStatus.HIT:
                 self.directory.stored(name, namespace, 0, tier, digests)
             else:

@@ -8,7 +8,7 @@ from kvpool.fingerprint import MapFingerprint
 from kvpool.server import outbox
 from kvpool.server.outbox import Outbox
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.entry import Change
+from kvpool.server.state.entry import Stretch
 from kvpool.server.state.store import Store
 from kvpool.types import ReadStatus
 from tests.conftest import NAMESPACE, keys
@@ -16,8 +16,8 @@ from tests.conftest import NAMESPACE, keys
 HELD = MapFingerprint(3, 7)
 
 
-def came(digests: list[bytes]) -> list[Change]:
-    return [Change(NAMESPACE, 0, digest, ReadStatus.HIT) for digest in digests]
+def came(digests: list[bytes]) -> list[Stretch]:
+    return [Stretch(NAMESPACE, 0, [digest], ReadStatus.HIT) for digest in digests]
 
 
 async def test_what_does_not_fit_goes_next_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,36 @@ async def test_what_does_not_fit_goes_next_in_order(monkeypatch: pytest.MonkeyPa
         groups, count = one.take()
         one.acknowledge(one.acknowledged + count)
         told += [group.digests for group in groups]
-    assert told == [change.digest for change in changes]
+    assert told == [change.digests[0] for change in changes]
+
+
+@pytest.mark.parametrize("fits", [1, 3, 100])
+def test_a_stretch_is_cut_where_a_message_is_full(
+    fits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that leave and come in turns: each change is told once, in order."""
+    monkeypatch.setattr(outbox.wire, "ANNOUNCED_BLOCKS_MAX", 10)
+    monkeypatch.setattr(outbox, "_CHANGES_SIZE", 192 * fits)  # so many groups in a message
+    monkeypatch.setattr(outbox, "loop_time", lambda: 0.0)
+    one, chain = Outbox(Blocks([Store(1 << 20)])), keys("chain", 64)
+    one.begin()
+    changes, first = list[Stretch](), 0
+    for number, size in enumerate((3, 25, 1, 1, 9, 10, 11, 4)):
+        status = ReadStatus.EVICTED if number % 2 else ReadStatus.HIT
+        changes.append(Stretch(NAMESPACE, 0, chain[first : first + size], status))
+        first += size
+    assert one.add(changes, HELD)
+    told = []
+    while one.pending:
+        groups, count = one.take()
+        assert 0 < count <= 10
+        for group in groups:
+            size, packed = group.digest_size, group.digests
+            digests = [packed[at : at + size] for at in range(0, len(packed), size)]
+            told += [(digest, group.status) for digest in digests]
+        one.acknowledge(one.acknowledged + count)
+    assert told == [(digest, one.status) for one in changes for digest in one.digests]
+    assert one.comparable() == HELD
 
 
 async def test_maps_are_compared_only_when_the_inventory_is_no_later_than_the_changes() -> None:

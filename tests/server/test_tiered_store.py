@@ -162,14 +162,14 @@ class Server:
             assert pin.extent is not None
             tier = self.stack.front_tier if pin.tier is None else pin.tier
             assert self.memory[tier][pin.extent.offset] == name
-        for change in self.stack.change_log.take():
-            name = (change.namespace, change.part, change.digest)
-            if change.status is ReadStatus.HIT:
-                self.map[name] = change.tier
-                self.reasons.pop(name, None)
-            else:
-                self.map.pop(name, None)
-                self.reasons[name] = change.status
+        for namespace, part, digests, status, tier in self.stack.change_log.take():
+            for name in [(namespace, part, digest) for digest in digests]:
+                if status is ReadStatus.HIT:
+                    self.map[name] = tier
+                    self.reasons.pop(name, None)
+                else:
+                    self.map.pop(name, None)
+                    self.reasons[name] = status
         found = {}
         for entry in inventory(self.stack):
             found[entry.index.namespace, entry.index.part, entry.digest] = self.place(entry)

@@ -112,7 +112,7 @@ class ColdIndex:
         if here is None:
             change_log = self._stack.change_log
             change_log.tombstones.came_back_all(namespace, [digest])
-            change_log.append(entry, ReadStatus.HIT, self.store.index.tier)
+            change_log.add(entry.index, [entry.digest], ReadStatus.HIT, self.store.index.tier)
 
     async def drop(self, one: ColdObject) -> None:
         """Take an object and its blocks out of the index."""

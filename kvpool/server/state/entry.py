@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from kvpool.fingerprint import location_seed
@@ -19,7 +18,6 @@ from kvpool.types import ROOT, Extent, Namespace, ReadStatus
 UNLIMITED: Final = 1 << 62
 #: Departures that wait for their tombstones, at most.
 _DEPARTED_MAX: Final = 256
-_NAMESPACE_AND_REASON: Final = attrgetter("namespace", "status")
 #: The owner of pins and reservations for copies inside a server; connections count from 1.
 MOVER: Final = 0
 #: How far up a chain is looked for a circle. Only a block whose children came before it is looked
@@ -180,18 +178,8 @@ class Entry:
         return Extent(self.offset, self.size, self.generation)
 
 
-class Change(NamedTuple):
-    """A block of this server became visible (`HIT`) or left for the reason `status`."""
-
-    namespace: Namespace
-    part: int
-    digest: bytes
-    status: ReadStatus
-    tier: int = 0
-
-
 class Stretch(NamedTuple):
-    """Blocks of this server that became visible or left in the same way, as one `Change` each."""
+    """Blocks of this server that became visible (`HIT`), or left for the reason `status`."""
 
     namespace: Namespace
     part: int
@@ -205,8 +193,10 @@ class ChangeLog:
 
     def __init__(self, tombstones_max: int = 65_536) -> None:
         self._tombstones = Tombstones(tombstones_max)
-        self._departed: list[Change] = []  # whose tombstones are still to be recorded
-        self.changes: list[Change] = []
+        self._departed: list[Stretch] = []  # whose tombstones are still to be recorded
+        self._departures = 0  # in them
+        self.changes: list[Stretch] = []
+        self._open: object = None  # what they must be to join the last one
         #: What readers asked for in vain, for masters that have sent them here.
         self.missed = Missed()
 
@@ -217,33 +207,40 @@ class ChangeLog:
             self._record_departures()
         return self._tombstones
 
-    def take(self) -> list[Change]:
+    def take(self) -> list[Stretch]:
         """The changes since the last call, in order (design: announcements)."""
-        changes, self.changes = self.changes, []
+        changes, self.changes, self._open = self.changes, [], None
         return changes
-
-    def append(self, entry: Entry, status: ReadStatus, tier: int) -> None:
-        """Record a change of a block: `HIT` means that it is in `tier` now."""
-        index = entry.index
-        self.changes.append(Change(index.namespace, index.part, entry.digest, status, tier))
 
     def append_arrivals(self, index: Index, digests: Sequence[bytes], tier: int) -> None:
         """Record that blocks of one index have come to `tier`: their tombstones are dropped."""
-        namespace, part = index.namespace, index.part
-        self.changes += [
-            Change(namespace, part, digest, ReadStatus.HIT, tier) for digest in digests
-        ]
-        self.tombstones.came_back_all(namespace, digests)
+        for _, same in groupby(digests, len):
+            self.add(index, list(same), ReadStatus.HIT, tier)
+        self.tombstones.came_back_all(index.namespace, digests)
 
     def append_departure(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
         """Record that a block has left this server, with its tombstone."""
-        self.append(entry, reason, tier)
-        self._departed.append(self.changes[-1])
-        if len(self._departed) == _DEPARTED_MAX:
+        stretch = self.add(entry.index, [entry.digest], reason, tier)
+        if len(stretch.digests) == 1:
+            self._departed.append(stretch)
+        self._departures += 1
+        if self._departures == _DEPARTED_MAX:
             self._record_departures()
 
+    def add(self, index: Index, digests: list[bytes], status: ReadStatus, tier: int) -> Stretch:
+        """Record changes of blocks: `HIT` means that they are in `tier` now.
+
+        They join those before them, if these are alike: a record for each block takes longer.
+        """
+        kind = status, index.part, tier, index.namespace, len(digests[0])
+        if kind != self._open:
+            self._open = kind
+            self.changes.append(Stretch(index.namespace, index.part, [], status, tier))
+        self.changes[-1].digests.extend(digests)
+        return self.changes[-1]
+
     def _record_departures(self) -> None:
-        """Several blocks of one namespace together: that takes half of the time."""
-        departed, self._departed = self._departed, []
-        for (namespace, reason), group in groupby(departed, _NAMESPACE_AND_REASON):
-            self._tombstones.left_all(namespace, [change.digest for change in group], reason)
+        departed, self._departed, self._departures = self._departed, [], 0
+        self._open = None  # what joined it would be recorded no more
+        for namespace, _, digests, reason, _ in departed:
+            self._tombstones.left_all(namespace, digests, reason)

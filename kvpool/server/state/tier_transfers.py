@@ -278,7 +278,7 @@ class TierTransfers:
     def _came_up(self, copy: TierTransfer, now: float) -> None:
         """The front tier has a block that was below: masters send readers there."""
         entry, front = copy.entry, self._front
-        self._blocks.change_log.append(entry, ReadStatus.HIT, self._front_tier)
+        self._blocks.change_log.add(entry.index, [entry.digest], ReadStatus.HIT, self._front_tier)
         index = entry.index
         came = front.index.blocks(index.namespace, index.part)[entry.digest]
         if copy.prefetch:

@@ -440,7 +440,7 @@ class TieredStore(Blocks):
         # Masters send readers to this tier: announce the tier that has the block now.
         place = found.index.tier
         if tier == self.front_tier or (place != self.front_tier and tier < place):
-            self.change_log.append(found, ReadStatus.HIT, place)
+            self.change_log.add(found.index, [found.digest], ReadStatus.HIT, place)
         kept = tier == self.backing_tier and place == self.front_tier
         if kept and not (event is Event.EVICT and self.queue.is_given_up(found)):
             # The backing tier lost its copy because that was corrupt: write it again. Or, with
