@@ -131,15 +131,20 @@ def test_the_kernel_s_tests_pass_without_any_ring(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("process", ["master", "server"])
-def test_a_program_without_tenants_refuses_a_tenants_file(process: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ring", ["tenancy", "secrets"])
+def test_a_program_refuses_files_of_a_ring_that_it_lacks(
+    process: str, ring: str, tmp_path: Path
+) -> None:
     """It would serve everybody's blocks to everybody."""
-    environment = copy_without(["tenancy"], tmp_path)
+    environment = copy_without([ring, *UPON.get(ring, ())], tmp_path)
     (tmp_path / "tenants.yaml").write_text("tenants: []")
     (tmp_path / "secret").write_text("0123456789abcdef-cluster")
     (tmp_path / "secret").chmod(0o600)
-    files = ("--tenants", "tenants.yaml", "--secret-file", "secret")
+    tenants = ("--tenants", "tenants.yaml") if ring == "tenancy" else ()
+    files = (*tenants, "--secret-file", "secret")
     said = run(tmp_path, environment, "-m", "kvpool", process, *files)
-    assert "this program runs without tenants (setting tenants_file)" in said
+    lack = "tenants (setting tenants_file)" if tenants else "secrets (setting secret_file)"
+    assert f"this program runs without {lack}" in said
     assert "Traceback" not in said
 
 
