@@ -6,7 +6,8 @@ Each claim is asked in a process of its own: one that hangs, or that leaves the 
 error, spoils no other. What the machine lacks is named, and the claims that need it are not run.
 All together take 12 minutes at most. The page, and a JSON of the same name, are written after each
 claim, so that a run which is stopped leaves what it has found. Ends with 1 if a claim that was run
-is not met. `--device cpu` shows only that the questions work.
+is not met. `--device cpu` shows only that the questions work, and `--device fake` the same of those
+that no processor can take.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -302,6 +303,20 @@ def ask_apart(claim: Claim, device: str, left_s: float) -> Answer:
     return Answer(*json.loads(said.strip().rpartition("\n")[2]))
 
 
+@contextlib.contextmanager
+def _present(device: str) -> Iterator[str]:
+    """The name that torch has for it."""
+    if device != machine.FAKE:
+        yield device
+        return
+    import pytest  # and the tests: a machine with a GPU may have neither
+
+    from benchmarks.gpu.fake import DEVICE, fake_device
+
+    with pytest.MonkeyPatch.context() as patch, fake_device(patch):
+        yield DEVICE
+
+
 def _tell(line: Line) -> None:
     first = line.figures.partition("\n")[0]
     print(f"{line.result.value:8} {line.text}: {first} ({line.seconds:.1f} s)", flush=True)
@@ -309,21 +324,22 @@ def _tell(line: Line) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, cpu or fake")
     parser.add_argument("--page", type=Path, default=Path("gpu-acceptance.md"))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of claims")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = [claim.name for claim in CLAIMS]
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
-        parser.error(f"--device {options.device}: expected cuda, cuda:N or cpu")
+    if not re.fullmatch(r"cpu|fake|cuda(:\d+)?", options.device):
+        parser.error(f"--device {options.device}: expected cuda, cuda:N, cpu or fake")
     if unknown := [name for name in options.only or () if name not in names]:
         parser.error(f"--only {' '.join(unknown)}: expected some of {', '.join(names)}")
     if not options.page.parent.is_dir():
         parser.error(f"--page {options.page}: there is no folder {options.page.parent}")
     if options.one:
         (claim,) = (claim for claim in CLAIMS if claim.name == options.one)
-        print(json.dumps(claim.ask(options.device)))
+        with _present(options.device) as device:
+            print(json.dumps(claim.ask(device)))
         return
     chosen = [claim for claim in CLAIMS if claim.name in (options.only or names)]
     until = time.monotonic() + _ALL_S
@@ -334,7 +350,7 @@ def main() -> None:
         print(f"  {claim.text} ...", file=sys.stderr, flush=True)
         answer = ask_apart(claim, options.device, until - time.monotonic())
         # Nothing is claimed of how fast the host is in the place of a device.
-        is_figure = claim.part == _SPEED and options.device == "cpu"
+        is_figure = claim.part == _SPEED and options.device in machine.IN_PLACE
         return answer._replace(met=None) if is_figure else answer
 
     answers = lines(chosen, machine.present(options.device), ask, time.monotonic)

@@ -12,6 +12,9 @@ from typing import Final
 
 import torch
 
+#: What takes the place of a GPU: the host's memory, and the fake device of the tests (`fake.py`).
+CPU, FAKE = "cpu", "fake"
+IN_PLACE: Final = (CPU, FAKE)
 #: Attributes of a device, by their numbers in cuda.h.
 _RDMA_SUPPORTED, _WRITES_ORDERING, _DMA_BUF_SUPPORTED = 116, 118, 124
 _ORDERINGS: Final = {
@@ -22,31 +25,37 @@ _ORDERINGS: Final = {
 
 
 def present(device: str) -> dict[str, str | None]:
-    """By need, None if it is there, else why not. `device` `cpu` takes the place of a GPU."""
-    gpu = device == "cpu" or torch.cuda.is_available()
+    """By need, None if it is there, else why not. `IN_PLACE` of a GPU others may be."""
+    gpu = device in IN_PLACE or torch.cuda.is_available()
     ucx = importlib.util.find_spec("ucxx") is not None
     no_gpu = None if gpu else "no GPU"
+    if device == FAKE and importlib.util.find_spec("pytest") is None:
+        no_gpu = "no pytest for the fake device"
+    alone = device != FAKE
     return {
         "gpu": no_gpu,
         "cuda": no_gpu or _unless(device != "cpu", "no memory apart from the host's"),
-        "triton": no_gpu or _unless(importlib.util.find_spec("triton") is not None, "no triton"),
+        "triton": no_gpu
+        or _unless(alone, "the fake device runs no kernels")
+        or _unless(importlib.util.find_spec("triton") is not None, "no triton"),
         "connector": _unless(
             importlib.util.find_spec("kvpool_connector") is not None, "no kvpool_connector"
         ),
-        "pytest": _unless(
+        "pytest": _unless(alone, "no other process has the fake device")
+        or _unless(
             all(map(importlib.util.find_spec, ("pytest", "pytest_asyncio"))),
             "no pytest with pytest-asyncio",
         ),
         "ucx": _unless(ucx, "no UCX"),
         "ucx-cuda": no_gpu
-        or _unless(device == "cpu" or bool(_libraries("uct_cuda")), "no UCX for CUDA"),
+        or _unless(device in IN_PLACE or bool(_libraries("uct_cuda")), "no UCX for CUDA"),
         "vllm": no_gpu or _unless(_vllm() is not None, "no vLLM for GPUs"),
     }
 
 
 def gpu(device: str) -> str:
-    if device == "cpu":
-        return "the device cpu in place of a GPU: figures mean nothing"
+    if device in IN_PLACE:
+        return f"the device {device} in place of a GPU: figures mean nothing"
     if not torch.cuda.is_available():
         return f"none: torch {torch.__version__} finds no CUDA device"
     properties = torch.cuda.get_device_properties(device)
@@ -70,7 +79,7 @@ def gpudirect(device: str) -> str:
     modules = _read("/proc/modules")
     names = [name for name in ("nvidia_peermem", "nv_peer_mem") if name in modules]
     words = [f"module {name}" for name in names] or ["no nvidia-peermem"]
-    if device != "cpu" and torch.cuda.is_available():
+    if device not in IN_PLACE and torch.cuda.is_available():
         supported = _attribute(device, _DMA_BUF_SUPPORTED)
         words.append("dmabuf" if supported else "no dmabuf")
         words.append(

@@ -22,6 +22,7 @@ import pytest
 from benchmarks import device as plain
 from benchmarks.gpu import __main__ as kit
 from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine, stage
+from benchmarks.gpu.fake import fake_device
 from benchmarks.gpu.report import (
     Answer,
     Claim,
@@ -153,15 +154,16 @@ def test_a_claim_that_is_not_met_is_its_exit_status(
     assert "| FALSE | slow |" in (tmp_path / "page.md").read_text()
 
 
+@pytest.mark.parametrize("device", machine.IN_PLACE)
 def test_nothing_is_claimed_of_how_fast_the_host_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the place of a device only to show that the questions work."""
     monkeypatch.setattr(kit, "ask_apart", lambda *_: Answer(False, "slow", 1.0, 2.0))
     there = dict.fromkeys(machine.present("cpu"))
     monkeypatch.setattr(machine, "present", lambda _: there)
     arguments = ["--only", "pool-4", "--page", str(tmp_path / "page.md"), "--device"]
-    monkeypatch.setattr(sys, "argv", ["gpu", *arguments, "cpu"])
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments, device])
     kit.main()
     (row,) = [
         one
@@ -177,7 +179,7 @@ def test_nothing_is_claimed_of_how_fast_the_host_is(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--device", "xpu"], "--device xpu: expected cuda, cuda:N or cpu"),
+        (["--device", "xpu"], "--device xpu: expected cuda, cuda:N, cpu or fake"),
         (["--device", "cuda:x"], "--device cuda:x: expected"),
         (["--only", "rot", "nothing"], "--only nothing: expected some of "),
         (["--only"], "expected at least one argument"),
@@ -238,6 +240,15 @@ def test_a_process_that_asks_answers_or_fails(monkeypatch: pytest.MonkeyPatch) -
         kit.ask_apart(flush, "cpu", 0.001)
 
 
+@needs_ucx
+def test_the_fake_device_is_asked_what_no_processor_can_be() -> None:
+    lacks = {name for name, why in machine.present("fake").items() if why is not None}
+    assert lacks == {"triton", "pytest", "vllm"}
+    (order,) = (one for one in kit.CLAIMS if one.name == "stage-omissions")
+    answer = kit.ask_apart(order, "fake", 100.0)
+    assert answer[0], answer
+
+
 def test_the_order_of_a_staged_step_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_ROUNDS", 2)
     monkeypatch.setattr(stage, "_WORK", 1 << 10)
@@ -253,7 +264,6 @@ def test_a_staged_step_without_its_order_is_seen_to_be_wrong(
 ) -> None:
     """On a device that works as late as it may. Where it is right all the same, the claim fails."""
     monkeypatch.setattr(stage, "_ROUNDS", 1)
-    monkeypatch.setattr(stage, "_WORK", 1 << 10)
     assert stage.keeps_the_order("cuda:0").met
     answer = stage.omissions_are_seen("cuda:0")
     assert answer.met, answer.figures
@@ -382,14 +392,7 @@ def test_a_sender_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """A device that is none, and blocks that it hashes in a moment."""
-    from kvpool_transports import ucx
-
-    monkeypatch.setattr(ucx, "SMALL", 4096)
-    monkeypatch.setattr(direct, "_SIZES", (1, 241, 5000, 9001))
-    monkeypatch.setattr(direct, "_SIZE", 512 << 10)
-    monkeypatch.setattr(direct, "_READS", 20)
-    gpu = FakeGpu(monkeypatch)
-    with gpu.on_stream(torch.cuda.Stream(torch.device("cuda", 0))):
+    with fake_device(monkeypatch) as gpu:
         yield gpu
 
 
@@ -438,7 +441,6 @@ def test_bytes_after_a_direct_read_are_seen(gpu: FakeGpu, monkeypatch: pytest.Mo
 
 @needs_ucx
 def test_direct_writes_are_asked_for(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_writes, "_WRITES", 12)
     monkeypatch.setattr(direct, "_SIZE", 6000)
     right = direct_writes.give_right_bytes("cuda:0")
     assert right.met, right.figures
@@ -450,8 +452,6 @@ def test_direct_writes_are_asked_for(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
 def test_reads_from_a_servers_device_are_asked_for(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hbm_reads, "_ROUNDS", 2)
-    monkeypatch.setattr(direct, "_BATCH", 4)
     monkeypatch.setattr(direct, "_SIZE", 8192)
     right = hbm_reads.give_right_bytes("cuda:0")
     assert right.met, right.figures
@@ -466,7 +466,6 @@ def test_a_server_that_does_not_send_from_its_device_is_seen(
     """Nor is it measured as if it did; and the bytes that it sends are compared."""
     from kvpool_transports.ucx_worker import Transfer
 
-    monkeypatch.setattr(hbm_reads, "_ROUNDS", 2)
     send = Transfer.send
 
     def stale(transfer: Transfer, buffer: Any) -> bool:

@@ -30,7 +30,11 @@ torch = pytest.importorskip("torch", reason="devices need torch")
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-_TO_HOST = (torch.ops.aten._to_copy.default, torch.ops.aten._local_scalar_dense.default)
+_TO_HOST = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+)
 #: No process has addresses with these bits: an access faults.
 _FAR = 0xDE << 48
 
@@ -357,6 +361,10 @@ class _Factories(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
         if func is torch.Tensor.to and not isinstance(args[0], FakeTensor):
             place = _cuda(kwargs.get("device", args[1] if len(args) > 1 else None), none=None)
             return func(*args, **kwargs) if place is None else self._gpu.upload(args[0], place)
+        if func is torch.Tensor.pin_memory:
+            whole = args[0].contiguous()
+            place = self._gpu.pinned(whole.nbytes, None).view(whole.dtype).view(whole.shape)
+            return place.copy_(whole)
         if kwargs.pop("pin_memory", False):
             whole = func(*args, **kwargs)
             return self._gpu.pinned(whole.nbytes, None).view(whole.dtype).view(whole.shape)

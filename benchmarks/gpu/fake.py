@@ -1,0 +1,47 @@
+"""The fake device of the tests in the place of a GPU: claims that no processor can take run to
+their end. That shows that they can be asked; figures mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pytest
+import torch
+
+from benchmarks import device as plain
+from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine, questions, stage
+from kvpool_transports import ucx
+from tests.support.fake_device import FakeGpu, FakeStream
+
+#: Its name for the product.
+DEVICE: Final = "cuda:0"
+#: What takes its time on a processor: a hash of 1 MiB takes half a second.
+_SMALL: Final[tuple[tuple[Any, str, object], ...]] = (
+    (plain, "_SIZE", 64 << 10),
+    (checks, "_SIZE", 64 << 10),
+    (checks, "_GEMM", 32),
+    (stage, "_ROUNDS", 2),
+    (stage, "_WORK", 1 << 10),
+    (questions, "_MESSAGES", 20),
+    (direct, "_SIZES", (1, 241, 5000, 9001)),
+    (direct, "_BATCH", 4),
+    (direct, "_SIZE", 512 << 10),
+    (direct, "_READS", 20),
+    (direct_writes, "_WRITES", 12),
+    (hbm_reads, "_ROUNDS", 2),
+    (ucx, "SMALL", 4096),  # larger blocks do not come with their frames
+)
+
+
+@contextmanager
+def fake_device(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """This process has a fake device, until `patch` is undone."""
+    gpu = FakeGpu(patch)
+    for module, name, value in _SMALL:
+        patch.setattr(module, name, value)
+    patch.setattr(machine, "writes_ordering", lambda _: "the fake device: writes are seen at once")
+    with gpu.on_stream(FakeStream(gpu, torch.device(DEVICE))):
+        yield gpu
