@@ -91,12 +91,12 @@ async def test_no_range_is_emptied_for_a_write_that_does_not_wait(
     for digest in small:  # so those that were used least lie far from each other
         (pin,) = server.store.pin(9, NAMESPACE, 0, [digest], 1.0)
         server.store.unpin(9, pin.id)
-    # The first ones evict; for the last one blocks would move.
-    for size in (MIB, MIB // 4, MIB // 16):
-        assert statuses(connection, request("large", size)) == [WriteStatus.NOT_YET]
-        assert server.store.extents.clearing is None
     while not server.store.extents.evicted:
         assert statuses(connection, request("large", MIB)) == [WriteStatus.NOT_YET]
+    # For those that follow, blocks would move.
+    for size in (MIB, MIB // 2):
+        assert statuses(connection, request("large", size)) == [WriteStatus.NOT_YET]
+        assert server.store.extents.clearing is None
     known = functools.partial(pool_dev.master.directory.listed_of, NAMESPACE, small)
     await eventually(lambda: known() == server.store.index.stored)
 
