@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
+from functools import lru_cache
 from typing import Final
 
 from kvpool.arguments import as_float
 from kvpool.client.checks import check_namespace, check_session
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
-from kvpool.client.own_names import own_namespace, own_session
 from kvpool.client.servers import Servers
 from kvpool.config import ClientConfig
-from kvpool.errors import Closed, MasterLost, UsageError
-from kvpool.tenant_names import unqualified
-from kvpool.types import Namespace
+from kvpool.errors import BadKey, Closed, MasterLost, UsageError
+from kvpool.tenant_names import marker_of, qualified, unqualified
+from kvpool.types import SESSION_NAME_MAX, Namespace
 
 TIMEOUT_S_MAX: Final = 86_400.0
 
@@ -95,3 +95,30 @@ class ClientContext:
     def own_session(self, session: str) -> str:
         """The name by which the pool knows a session. Raises UsageError."""
         return own_session(self.tenant, check_session(session))
+
+
+@lru_cache(maxsize=256)
+def own_namespace(tenant: str, namespace: Namespace) -> Namespace:
+    """The namespace that users of this tenant call so. Raises BadKey for a name that is too long.
+
+    Each call gets the same object: seeds of checksums are kept by it.
+    """
+    try:
+        return Namespace(qualified(tenant, namespace.name), namespace.parts)
+    except BadKey:
+        raise BadKey(
+            f"namespace {namespace.name[:40]!r}: expected at most "
+            f"{512 - len(marker_of(tenant))} characters for a client of tenant {tenant!r}"
+        ) from None
+
+
+def own_session(tenant: str, session: str) -> str:
+    """The session that users of this tenant call so. Raises UsageError for one that is too long."""
+    name = qualified(tenant, session)
+    if len(name) > SESSION_NAME_MAX:
+        raise UsageError(
+            f"session {session[:40]!r}: expected at most "
+            f"{SESSION_NAME_MAX - len(marker_of(tenant))} characters for a client of tenant "
+            f"{tenant!r}"
+        )
+    return name

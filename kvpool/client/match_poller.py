@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from kvpool.client.checks import check_session
+from kvpool.client.context import own_namespace, own_session
 from kvpool.client.location_cache import KnownSpans
 from kvpool.client.lookup import match
-from kvpool.client.own_names import own_namespace, own_session
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     Closed,

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from kvpool.client.context import own_namespace
 from kvpool.client.extension import ClientExtension, ClientParts
-from kvpool.client.own_names import own_namespace
 from kvpool.client.presence import MEMORY_TIERS
 from kvpool.client.servers import gather_errors
 from kvpool.errors import KvpoolError, Overloaded, Unavailable, UsageError

@@ -23,8 +23,7 @@ from kvpool.protocols import Link
 from kvpool.runtime import task_group
 from kvpool.server.outbox import Outbox, loop_time, pieces
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.entry import Stretch
-from kvpool.server.state.missed import MissedBlock
+from kvpool.server.state.entry import MissedBlock, Stretch
 from kvpool.supervision import Supervisor
 from kvpool.types import ServerStats
 from kvpool.wire import auth

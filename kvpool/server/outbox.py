@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 
 from kvpool.fingerprint import MapFingerprint
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.entry import Stretch
-from kvpool.server.state.missed import Missed, MissedBlock
+from kvpool.server.state.entry import Missed, MissedBlock, Stretch
 from kvpool.types import ReadStatus
 from kvpool.wire import messages as wire
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 import kvpool
 from kvpool import dev
-from kvpool.client.durations import Durations
+from kvpool.client.servers import Durations
 from kvpool.ops.client_metrics import BUCKETS_S, PoolMetrics
 from kvpool.types import Duration
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.master.state.demand import NAMESPACES_MAX, DemandMeter
 from kvpool.master.state.hint_log import EXPLAINED_MAX, HintLog
-from kvpool.server.state.missed import MISSED_MAX, Missed
+from kvpool.server.state.entry import MISSED_MAX, Missed
 from kvpool.shares import Recent, Shares
 from kvpool.testing.policy_checks import work
 from kvpool.types import Namespace

@@ -32,7 +32,7 @@ from kvpool.server.moves.state.fetches import FetchBudget, Receivers
 from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
 from kvpool.server.moves.turns import Turns
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.missed import Missed
+from kvpool.server.state.entry import Missed
 from kvpool.server.state.store import Store
 from kvpool.shares import Shares
 from kvpool.tombstones import Tombstones

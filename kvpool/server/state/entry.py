@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvpool.fingerprint import location_seed
 from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.server.state.extent_state import State
-from kvpool.server.state.missed import Missed
+from kvpool.shares import Shares
+from kvpool.tenant_names import tenant_of
 from kvpool.tombstones import Tombstones
 from kvpool.types import ROOT, Extent, Namespace, ReadStatus
 
@@ -18,6 +19,8 @@ from kvpool.types import ROOT, Extent, Namespace, ReadStatus
 UNLIMITED: Final = 1 << 62
 #: Departures that wait for their tombstones, at most.
 _DEPARTED_MAX: Final = 256
+#: Missed blocks that wait to be told, at most.
+MISSED_MAX: Final = 1024
 #: The owner of pins and reservations for copies inside a server; connections count from 1.
 MOVER: Final = 0
 #: How far up a chain is looked for a circle. Only a block whose children came before it is looked
@@ -186,6 +189,40 @@ class Stretch(NamedTuple):
     digests: list[bytes]
     status: ReadStatus
     tier: int = 0
+
+
+#: Namespace, part and digest.
+MissedBlock: TypeAlias = tuple[Namespace, int, bytes]
+
+
+class Missed:
+    """Blocks that readers have asked for and that are not here: a master may be outdated.
+
+    They are told to masters after all changes, each once, of each tenant its share: nobody waits
+    for them, most were never here, and whoever asks for such keys decides how many there are.
+    (design: announcements)
+    """
+
+    def __init__(self, limit: int = MISSED_MAX) -> None:
+        self.shares = Shares(limit)
+        #: In the order in which they came.
+        self.blocks: dict[MissedBlock, None] = {}
+
+    def add(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
+        """Keep these, too. Those beyond the share of their tenant are dropped, and counted."""
+        tenant, before = tenant_of(namespace.name), len(self.blocks)
+        kept = digests[: self.shares.room(tenant)]
+        self.blocks.update(dict.fromkeys([(namespace, part, digest) for digest in kept]))
+        self.shares.take(tenant, len(self.blocks) - before)
+        if len(kept) < len(digests):
+            self.shares.refuse(tenant, len(digests) - len(kept))
+
+    def take(self) -> list[MissedBlock]:
+        """All that wait, oldest first; none is left."""
+        blocks = list(self.blocks)
+        self.blocks.clear()
+        self.shares.clear()
+        return blocks
 
 
 class ChangeLog:
