@@ -50,11 +50,18 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0
+    group, asked = asyncio.TaskGroup(), "_parent_cancel_requested"
+    early = False
     try:
-        async with asyncio.TaskGroup() as group:
-            yield group
+        async with group:
+            try:
+                yield group
+            finally:
+                early = getattr(group, asked, False)
     except BaseExceptionGroup as errors:
-        if task is not None and task.cancelling() > before:
+        # At a failure the group cancels the caller, too, and takes that back only if it was early.
+        own = getattr(group, asked, False) and not early
+        if task is not None and task.cancelling() - own > before:
             raise asyncio.CancelledError from None
         error: BaseException = errors
         while isinstance(error, BaseExceptionGroup):
