@@ -32,8 +32,8 @@ def verifier(loads: int = 4, ranks: int = 1, groups: Sequence[int] = (16,)) -> V
         Counter(),  # type: ignore[arg-type]
         [CacheGroup(size, size // 16) for size in groups],
         KnownWriters(loads),
-        ranks=ranks,
-        timeout_s=5.0,
+        ranks,
+        5.0,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol, TypeAlias
@@ -21,7 +22,6 @@ from kvpool import ConfigError
 from kvpool.device.thread import DeviceThread, reached
 from kvpool.types import DIRECT_PIECES_MAX, DeviceRows, Memory
 from kvpool_connector.memory.kv_layout import (
-    LayerSlice,
     LayerView,
     SliceRun,
     UnsupportedLayout,
@@ -174,7 +174,9 @@ class HostBlockMemory(_Blocks):
         self._runs = [
             [
                 (stride, size, [memory[piece.buffer][piece.start :] for piece in run])
-                for (stride, size), run in itertools.groupby(of_part, _stride_and_size)
+                for (stride, size), run in itertools.groupby(
+                    of_part, operator.attrgetter("stride", "size")
+                )
             ]
             for of_part in self._slices
         ]
@@ -434,10 +436,6 @@ def _pieces(window: Sequence[torch.Tensor], staged: torch.Tensor) -> list[_Piece
         found.append((whole, staged[:, start : start + size].unflatten(1, whole.shape[1:])))
         start += size
     return found
-
-
-def _stride_and_size(piece: LayerSlice) -> tuple[int, int]:
-    return piece.stride, piece.size
 
 
 def _rows(buffer: torch.Tensor, run: SliceRun, blocks: int) -> torch.Tensor:

@@ -167,16 +167,12 @@ def layer_bytes(views: Sequence[LayerView]) -> list[LayerBytes]:
     """What each layer has of a block, in the order of `layer_slices`."""
     found = []
     for view in views:
-        order = _order(view)
+        order, size = _order(view), math.prod(view.shape[1:]) * view.item_size
         shape = tuple(view.shape[d] for d in order)
         before_last = len(view.shape) - 2  # tokens, in all caches whose last is one token's content
         tokens = order.index(before_last) if before_last in order else -1
-        found.append(LayerBytes(view.layer, _size(view), view.dtype, shape, tokens))
+        found.append(LayerBytes(view.layer, size, view.dtype, shape, tokens))
     return found
-
-
-def _size(view: LayerView) -> int:
-    return math.prod(view.shape[1:]) * view.item_size
 
 
 def _of_layer(view: LayerView) -> list[LayerSlice]:
@@ -195,9 +191,7 @@ def _of_layer(view: LayerView) -> list[LayerSlice]:
         raise UnsupportedLayout(
             f"layer {view.layer}: its elements overlap (strides {view.strides})"
         )
-    count = 1
-    for _, size in inner:
-        count *= size
+    count = math.prod(size for _, size in inner)
     if count > SLICES_MAX:
         raise UnsupportedLayout(
             f"layer {view.layer}: a block lies in {count} pieces of {run * view.item_size} bytes"

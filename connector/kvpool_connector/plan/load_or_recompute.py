@@ -1,6 +1,5 @@
 """Whether a prompt is loaded, computed, or waits for a load; and when a load is aborted: pure.
 
-It knows no engine, clock or socket; `now` is in seconds of any one clock.
 (design: load-or-recompute)
 """
 

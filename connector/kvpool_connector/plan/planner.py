@@ -1,7 +1,6 @@
 """What to look up, what to load, what to save, and when: the connector's decisions, pure.
 
-It knows no engine, clock or socket. The scheduler half (`scheduler.py`) calls it with what
-happened and carries out what it returns; `now` is in seconds of any one clock.
+The scheduler half (`scheduler.py`) calls it with what happened and carries out what it returns.
 (design: pool-thread)
 
 One request, as a rule: `on_new_request` returns what to look up; `lookups.on_result` takes the
@@ -68,9 +67,7 @@ class Planner:
         self._running = RunningLoads(tokens_per_hash, self.windows.unit)
         transfer_cost, prefill_cost = TransferCost(), PrefillCost()
         writers, timeout_s = KnownWriters(limits.loads_per_check), limits.load_timeout_s
-        self.verifier = Verifier(
-            self.counters, self._groups, writers, ranks=ranks, timeout_s=timeout_s
-        )
+        self.verifier = Verifier(self.counters, self._groups, writers, ranks, timeout_s)
         self.prober = Prober(limits, transfer_cost, ranks)
         self.choice = LoadOrRecompute(
             limits, transfer_cost, prefill_cost, self._running, self.prober, self.windows.bytes_of

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvpool.types import Match
@@ -31,6 +32,7 @@ class _SlowLoad(NamedTuple):
     limit_s: float
 
 
+@dataclass
 class Prober:
     """Measures for an engine with `ranks` workers; plans its probes, one at a time.
 
@@ -41,17 +43,16 @@ class Prober:
     | running | on the workers                              | none, when every rank has reported |
     """
 
-    def __init__(self, limits: PlannerLimits, transfer_cost: TransferCost, ranks: int) -> None:
-        self._limits = limits
-        self._transfer_cost = transfer_cost
-        self._ranks = ranks
-        self._planned: ProbeRequest | None = None
-        self._running = 0  # ranks that have not reported
-        self._ways = 1  # servers that share the probe
-        self._planned_at = -math.inf
-        self._delay_s = limits.probe_every_s
-        self._slow_load: _SlowLoad | None = None  # a probe will tell whether the pool is slow
-        self._excused = False  # the latest load was slow, and a probe was not
+    _limits: PlannerLimits
+    _transfer_cost: TransferCost
+    _ranks: int
+    _planned: ProbeRequest | None = None
+    _running: int = 0  # ranks that have not reported
+    _ways: int = 1  # servers that share the probe
+    _planned_at: float = -math.inf
+    _delay_s: float = math.inf  # until the next one, `probe_every_s` at most
+    _slow_load: _SlowLoad | None = None  # a probe will tell whether the pool is slow
+    _excused: bool = False  # the latest load was slow, and a probe was not
 
     @property
     def measuring(self) -> bool:
@@ -65,7 +66,7 @@ class Prober:
 
     def due(self, now: float) -> bool:
         """Whether the last one was planned long enough ago."""
-        return now - self._planned_at >= self._delay_s
+        return now - self._planned_at >= min(self._delay_s, self._limits.probe_every_s)
 
     def blocks(self, block_bytes: int) -> int:
         """How many blocks of this size a probe reads."""
@@ -79,7 +80,7 @@ class Prober:
         """Read these blocks of group 0 with the next step, if the result decides anything."""
         if self._limits.load == "auto" and digests and not self._running:
             self._planned_at = now
-            self._delay_s = min(2 * self._delay_s, self._limits.probe_every_s)
+            self._delay_s *= 2
             self._ways = ways
             blocks = GroupBlocks(0, tuple(digests), (), match=match)
             self._planned = ProbeRequest((blocks,), self._limits.load_timeout_s)
@@ -135,7 +136,7 @@ class Prober:
         load, _ = slow_load
         self._transfer_cost.start_over(load.size, load.ended.size, load.ended.seconds, load.ways)
         self._slow_load, self._excused = None, False
-        self._delay_s = min(probe_delay_s, self._limits.probe_every_s)
+        self._delay_s = probe_delay_s
 
 
 def _is_slow(probe: ProbeResult, slow_load: _SlowLoad) -> bool:

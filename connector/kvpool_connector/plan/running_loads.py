@@ -1,6 +1,6 @@
 """The loads under way, for those who want the same blocks or the same link: pure.
 
-It knows no engine, clock or socket; `now` is in seconds of any one clock, positions are in tokens.
+Positions are in tokens.
 (design: load-or-recompute)
 """
 

@@ -1,7 +1,4 @@
-"""Which blocks are being saved, which wait for their turn, and which the engine must pin: pure.
-
-It knows no engine, clock or socket; `now` is in seconds of any one clock.
-"""
+"""Which blocks are being saved, which wait for their turn, and which the engine must pin: pure."""
 
 from __future__ import annotations
 

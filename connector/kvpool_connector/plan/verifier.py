@@ -1,13 +1,13 @@
 """Which blocks of the pool are compared with the engine's own, and what follows: pure.
 
-It knows no engine, clock, socket or randomness. (design: provenance)
+(design: provenance)
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvpool.types import Match
@@ -53,6 +53,7 @@ class _Choice:
     computing: bool = False
 
 
+@dataclass
 class Verifier:
     """Compares what a load has refused with what its request computes; never two at a time.
 
@@ -67,31 +68,22 @@ class Verifier:
     `writers` what was found. `counters` counts verifications by their result.
     """
 
-    def __init__(
-        self,
-        counters: MutableMapping[str, float],
-        groups: Sequence[CacheGroup],
-        writers: KnownWriters,
-        *,
-        ranks: int,
-        timeout_s: float,
-    ) -> None:
-        #: The largest difference that the latest verification has found.
-        self.difference = 0.0
-        self._counters = counters
-        self._groups = tuple(groups)
-        self.writers = writers
-        self._ranks = ranks
-        self._timeout_s = timeout_s
-        self._state = VerifierState.IDLE
-        self._asked = ""  # the request whose load refuses writers that are due
-        self._choice = _Choice("", 0, 0, ())
-        # Of the running verification
-        self._job = 0
-        self._results: list[VerifyResult] = []
-        self._blocks: tuple[GroupBlocks, ...] = ()
-        self._begins: dict[int, int] = {}  # by group, the place of the first of them
-        self._outdated = False  # the names have changed since
+    _counters: MutableMapping[str, float]
+    _groups: Sequence[CacheGroup]
+    writers: KnownWriters
+    _ranks: int
+    _timeout_s: float
+    #: The largest difference that the latest verification has found.
+    difference: float = 0.0
+    _state: VerifierState = VerifierState.IDLE
+    _asked: str = ""  # the request whose load refuses writers that are due
+    _choice: _Choice = field(default_factory=lambda: _Choice("", 0, 0, ()))
+    # Of the running verification
+    _job: int = 0
+    _results: list[VerifyResult] = field(default_factory=list)
+    _blocks: tuple[GroupBlocks, ...] = ()
+    _begins: dict[int, int] = field(default_factory=dict)  # by group, where the first of them is
+    _outdated: bool = False  # the names have changed since
 
     @property
     def idle(self) -> bool:

@@ -6,7 +6,7 @@ import functools
 import os
 import secrets
 import socket
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 #: Behind each part of a block. A block in the pool begins at a page, so that this costs most blocks
 #: a page of room, whether it has 8 bytes or 64.
@@ -73,7 +73,3 @@ class MetWriters(NamedTuple):
     compared: frozenset[bytes]
     writers: set[BlockWriter]
     refused: set[bytes]
-
-    def found(self) -> dict[str, Any]:
-        """For the result of the load."""
-        return {"writers": frozenset(self.writers), "refused": frozenset(self.refused)}

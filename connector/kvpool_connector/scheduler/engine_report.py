@@ -35,10 +35,6 @@ class EngineReport:
     _described: dict[str, str] = field(default_factory=dict)
     _described_at: float = -math.inf
 
-    def on_names(self) -> None:
-        """The engine's blocks are called otherwise from here on."""
-        self._watch.on_new_names()
-
     def take_metrics(self) -> dict[str, float]:
         """What happened since the last call, and the estimates; empty when there is little news."""
         counters, choice = self._planner.counters, self._planner.choice

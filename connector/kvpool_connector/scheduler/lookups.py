@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool import KvpoolError, Match, MatchPoller, ReadStatus
@@ -65,6 +66,7 @@ class _Silence:
         return False
 
 
+@dataclass
 class Lookups:
     """Asks masters what the planner of one engine wants to look up, gives it the answers, and
     notices when none comes.
@@ -73,30 +75,25 @@ class Lookups:
     held for `START_WAIT_S` at most, and their own time begins when there are names.
     """
 
-    def __init__(
-        self,
-        planner: Planner,
-        names: EngineNames,
-        poller: MatchPoller,
-        messages: PoolMessages,
-        clock: Callable[[], float],
-    ) -> None:
-        self._planner = planner
-        self._names = names
-        self._poller = poller
-        self._messages = messages
-        self._clock = clock
-        self._held: dict[int, LookupRequest] = {}  # by serial, until there are names
-        self._names_by = math.inf  # they are held no longer, with or without names
-        self._wait_left_s = _WAIT_S
-        self._first_at: float | None = None
-        #: By serial, the requests that wait for a lookup, and since when. What else the poller has
-        #: runs on alone.
-        self._waiting: dict[int, tuple[str, float]] = {}
-        self._answers: list[tuple[str, int, tuple[Match, ...]]] = []  # not given to the planner yet
-        #: How long requests waited for lookups, in seconds; the owner takes them out.
-        self.durations: deque[float] = deque(maxlen=_DURATIONS_MAX)
-        self._silence = _Silence()
+    _planner: Planner
+    _names: EngineNames
+    _poller: MatchPoller
+    _messages: PoolMessages
+    _clock: Callable[[], float]
+    _held: dict[int, LookupRequest] = field(
+        default_factory=dict
+    )  # by serial, until there are names
+    _names_by: float = math.inf  # they are held no longer, with or without names
+    _wait_left_s: float = _WAIT_S
+    _first_at: float | None = None
+    #: By serial, the requests that wait for a lookup, and since when. What else the poller has runs
+    #: on alone.
+    _waiting: dict[int, tuple[str, float]] = field(default_factory=dict)
+    #: Not given to the planner yet.
+    _answers: list[tuple[str, int, tuple[Match, ...]]] = field(default_factory=list)
+    #: How long requests waited for lookups, in seconds; the owner takes them out.
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=_DURATIONS_MAX))
+    _silence: _Silence = field(default_factory=_Silence)
 
     @property
     def waiting(self) -> bool:

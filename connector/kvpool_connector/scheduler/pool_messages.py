@@ -7,6 +7,7 @@ never correctness: it is logged, and not sent again.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool import KvpoolError, Namespace, Pool, admin
@@ -19,21 +20,16 @@ from kvpool_engines.pool_thread import PoolThread
 _ARRIVE_EVERY_S: Final = 60.0
 
 
+@dataclass
 class PoolMessages:
     """Of one engine: hints about sessions, prefetches, and prompts that still wait."""
 
-    def __init__(
-        self,
-        thread: PoolThread,
-        counters: MutableMapping[str, float],
-        log_line: Callable[[str], None],
-        log_warning: Callable[[str], None],
-    ) -> None:
-        self._thread = thread
-        self._counters = counters
-        self._log_line, self._log_warning = log_line, log_warning
-        #: Requests of sessions that have no blocks yet: when to repeat that they wait, in order.
-        self._arrivals: dict[str, tuple[float, str]] = {}
+    _thread: PoolThread
+    _counters: MutableMapping[str, float]
+    _log_line: Callable[[str], None]
+    _log_warning: Callable[[str], None]
+    #: Requests of sessions that have no blocks yet: when to repeat that they wait, in order.
+    _arrivals: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def request_waits(self, request_id: str, session: str, now: float) -> None:
         """Its lookup has told the pool that this session's prompt waits: that is to be repeated."""

@@ -126,9 +126,9 @@ class ConnectorScheduler:
         )
         poller = MatchPoller(settings.client(), settings.member())
         self._lookups = Lookups(self.planner, self.names, poller, self._messages, clock)
-        watch = SharingWatch(log_line)
+        self._watch = SharingWatch(log_line)
         self.report = EngineReport(
-            self.planner, self.names, self._lookups, watch, self._messages, clock
+            self.planner, self.names, self._lookups, self._watch, self._messages, clock
         )
         if replaces is not None:
             replaces._lookups.close()
@@ -332,7 +332,7 @@ class ConnectorScheduler:
         self._log.names(self.names)
         self.planner.windows.block_bytes = self.names.block_bytes
         self.planner.promises.name = promise_name(self.namespaces)
-        self.report.on_names()
+        self._watch.on_new_names()
         self._lookups.on_names()
         return changed
 

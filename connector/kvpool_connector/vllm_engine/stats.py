@@ -115,44 +115,27 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._counters = {
-            name: self._counter_cls(
-                f"vllm:kvpool_{_metric(name)}", text, labelnames=self._labelnames
-            )
-            for name, text in _PLAIN.items()
-        }
+
+        def made(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            every = [*self._labelnames, *labels]
+            return kind(f"vllm:kvpool_{name}", text, labelnames=every, **options)
+
+        counter, latest = self._counter_cls, {"multiprocess_mode": "mostrecent"}
+        self._counters = {name: made(counter, _metric(name), text) for name, text in _PLAIN.items()}
         self._labelled = {
-            name: self._counter_cls(
-                f"vllm:kvpool_{_metric(name)}", text, labelnames=[*self._labelnames, label]
-            )
+            name: made(counter, _metric(name), text, label)
             for name, (label, text) in _LABELLED.items()
         }
         self._histograms = {
-            name: self._histogram_cls(
-                f"vllm:kvpool_{name}_seconds",
-                text,
-                labelnames=[*self._labelnames, *(["transport"] if by_transport else [])],
-                buckets=_BUCKETS_S,
-            )
-            for durations, by_transport in ((_DURATIONS, False), (_MESSAGE_DURATIONS, True))
+            name: made(self._histogram_cls, f"{name}_seconds", text, *labels, buckets=_BUCKETS_S)
+            for durations, labels in ((_DURATIONS, ()), (_MESSAGE_DURATIONS, ("transport",)))
             for name, text in durations.items()
         }
         self._gauges = {
-            name: self._gauge_cls(
-                f"vllm:kvpool_{name}",
-                text,
-                labelnames=self._labelnames,
-                multiprocess_mode="mostrecent",
-            )
-            for name, text in _GAUGES.items()
+            name: made(self._gauge_cls, name, text, **latest) for name, text in _GAUGES.items()
         }
-
-        self._name_info = self._gauge_cls(
-            "vllm:kvpool_name_info",
-            "The fields of the name under which the engine shares blocks; 1: it is so now.",
-            labelnames=[*self._labelnames, "field", "value"],
-            multiprocess_mode="mostrecent",
-        )
+        text = "The fields of the name under which the engine shares blocks; 1: it is so now."
+        self._name_info = made(self._gauge_cls, "name_info", text, "field", "value", **latest)
         self._described: dict[int, dict[str, str]] = {}
         self._failures = FailureLog("", engine_log.error, lambda *_: None)
 

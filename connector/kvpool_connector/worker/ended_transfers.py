@@ -56,13 +56,17 @@ class EndedTransfers:
         waited_s: float = 0.0,
         met: MetWriters | None = None,
     ) -> None:
-        ended = LoadResult(load.request_id, size, not missing, seconds, waited_s)
+        writers, refused = (met.writers, met.refused) if met is not None else (set(), set())
+        ended = LoadResult(
+            *(load.request_id, size, not missing, seconds, waited_s),
+            *(frozenset(writers), frozenset(refused)),
+        )
         with self._lock:
             self._finished.loaded.add(load.request_id)
             if missing:
                 self._finished.failed.add(load.request_id)
                 self._finished.bad_blocks.update(missing)
-            self._report.loads.append(ended if met is None else ended._replace(**met.found()))
+            self._report.loads.append(ended)
             self.running -= 1
         self._one_ended.set()
         self.count("load_bytes", size)
