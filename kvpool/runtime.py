@@ -43,26 +43,14 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """`asyncio.TaskGroup` for callers that are promised single errors: the first leaves as it is.
 
-    As there, it ends when every task has ended, and the first error cancels the others. Whoever has
-    cancelled the caller in the same moment is obeyed: Python before 3.13 forgets that.
+    As there, it ends when every task has ended, and the first error cancels the others.
     """
     import asyncio
 
-    task = asyncio.current_task()
-    before = task.cancelling() if task is not None else 0
-    group, asked = asyncio.TaskGroup(), "_parent_cancel_requested"
-    early = False
     try:
-        async with group:
-            try:
-                yield group
-            finally:
-                early = getattr(group, asked, False)
+        async with asyncio.TaskGroup() as group:
+            yield group
     except BaseExceptionGroup as errors:
-        # At a failure the group cancels the caller, too, and takes that back only if it was early.
-        own = getattr(group, asked, False) and not early
-        if task is not None and task.cancelling() - own > before:
-            raise asyncio.CancelledError from None
         error: BaseException = errors
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
