@@ -61,6 +61,8 @@ class DeviceTransfers(BlockTransfers):
             raise ConfigError(
                 f"setting 'client.device_path' is {DIRECT}: {lack}; or set it to auto or staged"
             )
+        if self.path == DIRECT and not self.paths.has_fabric:
+            log.warning("device_path is direct, and no lane to devices has RDMA: staged is faster")
         self._staging_logged = False
         self.pinned: Staging | None = None
         self.devices: list[Devices] = []  # of reads, and of writes

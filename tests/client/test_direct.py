@@ -511,6 +511,17 @@ async def test_auto_without_a_fabric_is_staged_and_says_so_once(
         assert why in said
 
 
+async def test_direct_without_a_fabric_says_so_at_the_start(
+    served: dev.Dev, caplog: pytest.LogCaptureFixture, monkeypatch: Patch
+) -> None:
+    for has_fabric, path in ((False, "direct"), (True, "direct"), (False, "auto")):
+        caplog.clear()
+        monkeypatch.setattr(UcxTransport, "has_fabric", has_fabric)
+        async with served.pool(configured(served, path)):
+            said = "no lane to devices has RDMA" in caplog.text
+        assert said is (not has_fabric and path == "direct")
+
+
 async def test_a_silent_lane_to_devices_is_left_for_a_while(
     auto: Pool, to_read: Make, served: dev.Dev, monkeypatch: Patch
 ) -> None:
