@@ -22,6 +22,15 @@ PAUSE_S: Final = 0.1
 PAUSE_MAX_S: Final = 5.0
 #: A step that has run for so long since the last failure is well, though it has not ended.
 WELL_AFTER_S: Final = 5.0
+_CANCEL_AGAIN_S: Final = 0.5
+
+
+async def stop(task: asyncio.Task[None]) -> None:
+    """Cancel it, and wait for its end. One cancellation may be lost: to the error of a task that a
+    TaskGroup runs (Python before 3.13), and what is supervised goes on after errors."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)
 
 
 class Supervisor:

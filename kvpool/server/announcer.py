@@ -24,7 +24,7 @@ from kvpool.runtime import task_group
 from kvpool.server.outbox import Outbox, loop_time, pieces
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import MissedBlock, Stretch
-from kvpool.supervision import Supervisor
+from kvpool.supervision import Supervisor, stop
 from kvpool.types import ServerStats
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
@@ -234,8 +234,7 @@ class Announcer:
         """Stop, and send `Leave`, waiting at most 0.2 s for the master's answer."""
         # The task first: a heartbeat after `Leave` would make the server alive again at the master.
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await stop(self._task)
         with contextlib.suppress(KvpoolError):
             leave = wire.Leave(*self.master.sender)
             await self.master.request(leave, wire.HeartbeatReply, within_s=0.2)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool import supervision
-from kvpool.supervision import Supervisor
+from kvpool.supervision import Supervisor, stop
 from tests.conftest import eventually
 
 
@@ -30,11 +30,6 @@ class Highest(random.Random):
 
 def pauses_of(lines: Sequence[str]) -> list[float]:
     return [float(found[1]) for line in lines if (found := re.search(r"pause_s=([0-9.]+)", line))]
-
-
-async def stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 async def test_a_task_that_fails_goes_on_after_pauses_that_grow(
@@ -163,3 +158,29 @@ async def test_a_task_that_is_cancelled_ends_and_is_failing_no_more() -> None:
     await asyncio.sleep(0)
     await stop(waiting)
     assert waiting.cancelled()
+
+
+async def test_a_cancellation_that_an_error_has_hidden_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else whoever closes a process would wait for ever."""
+    monkeypatch.setattr(supervision, "_CANCEL_AGAIN_S", 0.01)
+    errors = [ValueError("in that moment"), None]
+
+    async def part() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if (error := errors.pop(0)) is not None:
+                raise error
+
+    async def step() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(part())
+
+    task = Supervisor().forever("task", step)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await stop(task)
+    assert task.cancelled()

@@ -17,6 +17,7 @@ from kvpool.server.moves.peer_servers import PeerServers
 from kvpool.server.moves.state.drain_plan import DrainPlanner
 from kvpool.server.moves.state.wants import name_of
 from kvpool.server.state.entry import Entry
+from kvpool.supervision import stop
 from kvpool.types import MoveStatus, ReadStatus
 
 log = logs.get("kvpool.server")
@@ -91,8 +92,7 @@ class Drainer:
             self._context.draining = False
             self._tell_masters()
         if task is not None:  # last: a drain that begins while this one ends is another one
-            task.cancel()
-            await asyncio.wait([task])
+            await stop(task)
 
     async def wait(self) -> DrainReport:
         """Until it is over; the result."""
@@ -103,8 +103,7 @@ class Drainer:
     async def close(self) -> None:
         """End the task; forget what others have taken over. Idempotent."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await stop(self._task)
         over, self._task = self._state in (MoveStatus.DONE, MoveStatus.NOT_YET), None
         moved = self._planner.handed.moved
         if over and self._durable and moved:
@@ -141,6 +140,8 @@ class Drainer:
             self._limit = None
             if complete or self._deadline <= max(deadline, _now()):
                 break  # no new deadline was set meanwhile
+        if self._task is not asyncio.current_task():
+            return  # it was called off, in the moment of an error
         self._state = MoveStatus.DONE if complete else MoveStatus.NOT_YET
         left = self.report()
         (log.warning if complete else log.error)(
