@@ -309,6 +309,9 @@ async def test_a_drain_that_is_cancelled_leaves_an_ordinary_server() -> None:
         assert 0 < report.left_blocks < 200
         report = await admin(pool).cancel_drain(leaving.server)
         assert report.state is None
+        moved = moves_of(leaving).drainer._planner.handed.moved_blocks
+        await asyncio.sleep(0.3)
+        assert moves_of(leaving).drainer._planner.handed.moved_blocks == moved
         (member,) = [m for m in await pool.members() if m.server == leaving.server]
         assert (await admin(pool).write_to(leaving.server, NAMESPACE, key("new"), b"x")).present
         await masters_know(leaving)
