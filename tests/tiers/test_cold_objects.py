@@ -15,6 +15,7 @@ import pytest
 
 from kvpool.errors import Unavailable
 from kvpool.protocols.cold_tier import ColdSettings, Gone, Listed, ObjectStore
+from kvpool.server.cold import bucket as bucket_module
 from kvpool.server.cold import search
 from kvpool.server.cold.bucket import Bucket, Busy
 from kvpool.server.cold.index import ColdIndex
@@ -482,6 +483,22 @@ async def test_a_store_is_left_alone_after_failures_in_a_row(story: str, left_al
         await bucket.delete("any")
     assert flaky.asked == before + (not left_alone)
     assert bucket.counters["cold_failures"] == story.count("x")
+
+
+async def test_a_store_that_fails_now_and_then_fills_no_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    for level in ("error", "warning"):
+        monkeypatch.setattr(bucket_module.log, level, lambda line, **_: lines.append(line))
+    flaky = Flaky()
+    bucket = Bucket(cast(ObjectStore, flaky), requests=0, hedge_s=1.0)
+    for works in [False, True] * 50:
+        flaky.works = works
+        with contextlib.suppress(Unavailable):
+            await bucket.delete("any")
+    assert lines == ["object store fails", "object store answers again"]
+    assert bucket.counters["cold_failures"] == 50
 
 
 class Hangs:

@@ -35,6 +35,10 @@ _BACKGROUND: Final = 0.5
 _READ: Final = 0.0
 _SIGN: Final = -1e9
 
+#: A reason is logged once in so long, and so many of them.
+_LOG_S: Final = 60.0
+_REASONS_MAX: Final = 16
+
 _T = TypeVar("_T")
 
 
@@ -59,7 +63,9 @@ class Bucket:
         self._left_alone_until = 0.0
         #: Kinds of which a request tries the store again.
         self._trying: set[float] = set()
-        self._logged: set[str] = set()
+        #: Until when each reason is not logged again, and whether the present one was.
+        self._logged: dict[str, float] = {}
+        self._said = False
         #: What is wrong at the moment, for an operator.
         self.problem = ""
         self.counters: Counter[str] = Counter()
@@ -169,15 +175,17 @@ class Bucket:
     def _worked(self) -> None:
         self._failures, self._others_fail = 0, False
         if self.problem:
-            log.warning("object store answers again", after=self.problem)
-            self.problem = ""
-            self._logged.clear()
+            if self._said:
+                log.warning("object store answers again", after=self.problem)
+            self.problem, self._said = "", False
             self._backoff.reset()
 
     def _say(self, why: str) -> None:
-        """Once for each reason, until it works again."""
-        if why not in self._logged and len(self._logged) < 16:
-            self._logged.add(why)
+        """Once a minute for each reason: one request of a hundred may fail, for hours."""
+        now = _now()
+        self._logged = {one: until for one, until in self._logged.items() if until > now}
+        if why not in self._logged and len(self._logged) < _REASONS_MAX:
+            self._logged[why], self._said = now + _LOG_S, True
             log.error("object store fails", why=why)
 
 
