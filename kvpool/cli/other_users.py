@@ -32,12 +32,12 @@ def has_other_users(accounts: str = "/etc/passwd") -> bool:
     return False
 
 
-def say_who_may_use_it(settings: Config, *, insecure: bool = False, said: bool = False) -> None:
-    """One line about the users of this host, unless the command that started this has `said` it.
+def say_who_may_use_it(settings: Config, *, insecure: bool = False, quiet: bool = False) -> None:
+    """One line about the users of this host, unless `quiet`: who started this has told it.
 
     On stderr: scripts read stdout.
     """
-    if said:
+    if quiet:
         return
     if settings.local_only:
         from kvpool.secret_file import local_secret_file

@@ -158,7 +158,7 @@ def master(
     )
 
     _check_http("master", settings.master, settings)
-    say_who_may_use_it(settings, insecure=settings.master.insecure, said=die_with_parent)
+    say_who_may_use_it(settings, insecure=settings.master.insecure, quiet=die_with_parent)
 
     async def main() -> None:
         tenants = _tenants_of(settings)
@@ -262,7 +262,7 @@ def server(
         },
     )
     _check_server(settings, capacity)
-    say_who_may_use_it(settings, insecure=settings.server.insecure, said=die_with_parent)
+    say_who_may_use_it(settings, insecure=settings.server.insecure, quiet=die_with_parent)
     run(_serve(settings), log_level)
 
 
