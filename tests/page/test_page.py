@@ -22,7 +22,7 @@ playwright = pytest.importorskip("playwright.async_api", reason="see make test W
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 
-HOSTILE = "<img src=x onerror=document.title='owned'>"
+HOSTILE = "<img/src='x'onerror=document.title='owned'>"  # an id has no blanks
 SCRIPT = "</script><script>document.title='owned'</script>"
 NAMESPACE = kvpool.Namespace(f"model={SCRIPT}")
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,9 @@ class RunningPool(RunningPrograms):
 
     def serve(self, name: str) -> None:
         tiers = ["--tier", "dram:8MiB", "--tier", f"nvme:{self.folder}/{len(self.processes)}:32MiB"]
-        self.start_kvpool(name, "server", "--masters", self.master, "--id", name, *tiers)
+        self.start_kvpool(
+            name.replace("/", "-"), "server", "--masters", self.master, "--id", name, *tiers
+        )
 
 
 @pytest.fixture
