@@ -173,23 +173,6 @@ def test_a_conversation_outlives_what_has_only_begun() -> None:
     assert server.here(*chain("talk", 9)) == chain("talk", 9)
 
 
-def test_no_new_block_is_refused_for_one_that_was_not_used_for_ten_minutes() -> None:
-    """However sure it is that all come back, for they always did, after a quarter of an hour."""
-    server = Server(8)
-    for turn in range(1, 31):
-        for talk in ("a", "b"):
-            server.prompt(chain(talk, 3 + turn // 30), 450.0)
-        for number in range(4):
-            server.prompt([f"once {turn}.{number}"], 0.5)
-    server.now += 300.0 - 450.0
-    refused = server.write([key("early")], ROOT)
-    server.now += 450.0
-    assert (refused, server.write([key("late")], ROOT)) == (
-        [WriteStatus.BYPASSED],
-        [WriteStatus.RESERVED],
-    )
-
-
 def test_ends_go_first_where_the_next_prompt_has_others() -> None:
     server = Server(24)
     for number in range(80):
