@@ -31,7 +31,9 @@ TraceFormat = Annotated[
 TimeUnit = Annotated[
     str | None, typer.Option(help="Of the trace's times: s or ms. Default: what the format says.")
 ]
-Workload = Annotated[str, typer.Option(help="Generated if no trace is given: codex or fanout.")]
+Workload = Annotated[
+    str, typer.Option(help="Generated if no trace is given: codex, fanout or answers.")
+]
 Servers = Annotated[
     list[str] | None,
     typer.Option(
@@ -50,7 +52,9 @@ BlockSize = Annotated[
     str | None,
     typer.Option(help="Bytes of each block, e.g. 64KiB. Default: depends on the workload."),
 ]
-Sessions = Annotated[int, typer.Option(min=1, help="Sessions in all; of fanout: groups.")]
+Sessions = Annotated[
+    int, typer.Option(min=1, help="Sessions in all; of fanout and answers: groups.")
+]
 Concurrent = Annotated[int, typer.Option(min=1, help="Sessions, or groups, at the same time.")]
 BlockTokens = Annotated[
     int | None,

@@ -193,7 +193,12 @@ def requests_of(
     if workload == "fanout":
         name = f"fanout, {min(concurrent, sessions)} of {sessions} groups of 17 sessions at a time"
         return name, workloads.fan_out(sessions, concurrent, block=block_tokens, seed=seed)
-    raise ConfigError(f"workload {workload!r}: expected codex, fanout, or a trace file")
+    if workload == "answers":
+        name = (
+            f"answers, {min(concurrent, sessions)} of {sessions} prompts with 8 answers at a time"
+        )
+        return name, workloads.many_answers(sessions, concurrent, block=block_tokens, seed=seed)
+    raise ConfigError(f"workload {workload!r}: expected codex, fanout, answers, or a trace file")
 
 
 def server_counts(text: str, most: int) -> list[int]:

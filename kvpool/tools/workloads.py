@@ -2,8 +2,8 @@
 
 `codex` generates agentic traffic calibrated to published aggregates of Codex on SWE-bench Pro (610
 traces: median 33 turns, 94.2 % of the input repeated); `fan_out` has agents that start children
-with their own context. Recorded ones: `traces`. What a cache should do with the same requests:
-`cache_bounds`.
+with their own context, `many_answers` has several answers to each prompt. Recorded ones: `traces`.
+What a cache should do with the same requests: `cache_bounds`.
 """
 
 from __future__ import annotations
@@ -119,6 +119,44 @@ def fan_out(
 
 
 _CHILDREN = 16
+
+
+def many_answers(
+    groups: int = 500, concurrent: int = 32, *, block: int = 512, seed: int = 1
+) -> list[Request]:
+    """Eight answers to one prompt, as sampled for training or to choose the best of them:
+    `concurrent` groups at any time, blocks of `block` tokens.
+
+    A prompt has about 8,000 tokens, all begin with the same 1,024. Its answers begin over a minute,
+    as engines have room; each has one to three turns of its own, 20 seconds apart.
+    """
+    rng = np.random.default_rng(seed)
+    lanes = list(rng.random(concurrent) * 60.0)
+    fresh = iter(range(1 << 40)).__next__
+    system = [fresh() for _ in range(max(1, 1_024 // block))]
+    timed: list[tuple[int, Request]] = []
+    for group in range(groups):
+        lane = int(np.argmin(lanes))
+        tokens = int(rng.lognormal(math.log(8_000), 0.5))
+        prompt = system + [fresh() for _ in range(max(1, tokens // block))]
+        starts = lanes[lane] + np.sort(rng.exponential(20.0, _ANSWERS))
+        for answer, start in enumerate(starts):
+            chain, now = list(prompt), float(start)
+            turns = int(rng.integers(1, 4))
+            for turn in range(turns):
+                lasts_s = float(rng.lognormal(math.log(20.0), 0.6))
+                resumes_s = lasts_s if turn + 1 < turns else None
+                at_ms = int(now * 1000)
+                session = group * _ANSWERS + answer
+                timed.append((at_ms, Request(session, tuple(chain), at_ms / 1000, resumes_s)))
+                now += lasts_s
+                chain = chain + [fresh() for _ in range(max(1, 1_024 // block))]
+            lanes[lane] = max(lanes[lane], now)
+    timed.sort(key=lambda entry: entry[0])
+    return [request for _, request in timed]
+
+
+_ANSWERS = 8
 
 
 def codex_sessions(count: int, seed: int) -> Iterator[list[Turn]]:

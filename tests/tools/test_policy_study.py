@@ -19,7 +19,7 @@ from kvpool.tools.cache_bounds import belady, lru, working_set, working_set_peak
 from kvpool.tools.charts import curves
 from kvpool.tools.dry_pool import DryPool
 from kvpool.tools.traces import Request
-from kvpool.tools.workloads import blocks, codex, fan_out
+from kvpool.tools.workloads import blocks, codex, fan_out, many_answers
 from kvpool.types import Namespace
 from tests.support.commands import Said, kvpool
 from tests.support.dry_pools import check_pool
@@ -104,6 +104,19 @@ def test_the_working_set_is_what_will_be_used_again() -> None:
     turns = [Request(0, (1, 2 + n // 2), float(n)) for n in range(400)]
     assert working_set(turns) == 2  # 1 and half of one, rounded
     assert working_set([Request(0, (1, 2), 5.0)]) == 2  # at one moment
+
+
+def test_the_answers_to_one_prompt_begin_with_it_and_go_on_apart() -> None:
+    requests = many_answers(4, 2)
+    assert requests == many_answers(4, 2)
+    assert {request.session for request in requests} == set(range(4 * 8))
+    for group in range(4):
+        chains = [one.chain for one in requests if one.session // 8 == group]
+        prompt = min(chains, key=len)
+        assert all(chain[: len(prompt)] == prompt for chain in chains)
+        assert len({*chains}) == len(chains) - 7, "at first it is the same for all eight"
+        assert len(prompt) > 4
+    assert sum(one.resumes_s is None for one in requests) == 4 * 8
 
 
 def test_children_begin_with_the_whole_context_of_their_agent() -> None:
@@ -224,7 +237,7 @@ def test_the_command_compares_numbers_of_servers() -> None:
         (["--servers", "1,x"], "numbers from 1 to 1024"),
         (["--servers", "200", "--capacity", "100blocks"], "over 200 servers"),
         (["--capacity", "-1ws"], "part of the working set"),
-        (["--workload", "copilot"], "codex, fanout"),
+        (["--workload", "copilot"], "codex, fanout, answers"),
         (["--policy", "clock"], "no policy 'clock'"),
         (["--capacity", "12"], "5000blocks"),
         (["--capacity", "0blocks"], "holds no block"),
