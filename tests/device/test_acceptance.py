@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import device as plain
 from benchmarks.gpu import __main__ as kit
 from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine, stage
 from benchmarks.gpu.fake import fake_device
@@ -302,10 +301,10 @@ def test_what_the_driver_says_of_writes(monkeypatch: pytest.MonkeyPatch) -> None
 # --- right bytes ------------------------------------------------------------------------------
 
 
-def test_right_bytes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_bytes_are_seen(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_SIZE", 4096)
-    assert checks.a_wrong_byte_is_found("cpu").met
-    assert checks.pieces_are_gathered_and_scattered("cpu").met
+    assert checks.a_wrong_byte_is_found("cuda:0").met
+    assert checks.pieces_are_gathered_and_scattered("cuda:0").met
 
 
 def test_a_checksum_that_misses_bytes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,11 +344,9 @@ def test_work_beside_the_products_that_fails_is_no_figure() -> None:
         checks._beside(fails, 0.05, "cpu")
 
 
-def test_device_to_pool_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through real processes, with small blocks: on the device cpu only that it works."""
-    for module in (plain, checks):
-        monkeypatch.setattr(module, "_SIZE", 64 << 10)
-    answer = checks.pool_beside_a_plain_copy(4)("cpu")
+def test_device_to_pool_and_back(gpu: FakeGpu) -> None:
+    """Through real processes, with small blocks: only that it works."""
+    answer = checks.pool_beside_a_plain_copy(4)("cuda:0")
     assert "of a pinned copy; read" in answer.figures
 
 
