@@ -321,6 +321,7 @@ class FakeGpu:
             else:
                 ends = host.data_ptr(), host.data_ptr() + host.numel() * host.element_size() - 1
                 assert all(map(self.is_pinned, ends)), "CUDA would wait: this memory is not pinned"
+                assert host.is_contiguous(), "torch would copy over pageable memory of its own"
         return target
 
     def _streams(self) -> list[FakeStream]:

@@ -229,8 +229,7 @@ class _Lane:
         """
         if size <= self._host_bytes:
             return
-        locked = self.device.type == "cuda"
-        count = self._transfers
+        locked, count = self.device.type == "cuda", self._transfers
         try:
             with self.thread.on_stream():  # of this device, not of another
                 whole = torch.empty(count, size, dtype=torch.uint8, pin_memory=locked)
@@ -349,18 +348,20 @@ class DeviceBlockMemory(_Blocks):
         """For each round the numbers of its blocks, its pieces, and the same bytes as they are
         staged on the device and on the host.
 
-        All rounds use one buffer. The stream keeps their order, so nothing waits in between.
+        All use one buffer in their stream's order; nothing waits in between but for more numbers.
         """
         count = max(1, min(lane.buffer.nbytes // self._part_bytes, _ROUND_BLOCKS))
+        room = _ROUND_BLOCKS // count * count
         for first in range(0, len(block_ids), count):
-            ids = block_ids[first : first + count]
-            numbers = lane.numbers[: len(ids)]
-            numbers.copy_(torch.tensor(ids))
+            if first % room == 0:
+                ids = torch.tensor(block_ids[first : first + room])
+                lane.numbers[: len(ids)].copy_(ids)
+            numbers = lane.numbers[first % room :][: min(count, len(block_ids) - first)]
             begun = 0
             for window in self._windows[part]:
                 width = sum(whole.shape[1] * whole.shape[2] for whole in window)
-                staged = lane.buffer[: len(ids) * width].view(len(ids), width)
-                rows = host[first : first + len(ids), begun : begun + width]
+                staged = lane.buffer[: len(numbers) * width].view(len(numbers), width)
+                rows = host[first : first + len(numbers), begun : begun + width]
                 yield numbers, _pieces(window, staged), staged, rows
                 begun += width
 
