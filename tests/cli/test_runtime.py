@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvpool import runtime
-from kvpool.cli import other_users
+from kvpool.cli import other_users, run
 from kvpool.errors import Unavailable
 
 INFINITY = resource.RLIM_INFINITY
@@ -41,7 +41,7 @@ def test_as_many_files_as_a_process_may_open(
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda which, new: found.append(new))
-    runtime.raise_file_limit()
+    run._raise_file_limit()
     assert found == ([raised] if raised else [])
 
 

@@ -12,7 +12,6 @@ from kvpool import ConfigError
 from kvpool.testing import ConformanceError
 from kvpool_codecs.checks import CODEC_CHECKS, MakeCodec, Sample, like_kv
 from kvpool_codecs.codec import BadEncoding, Codec, Flat, codec_of, full_name
-from kvpool_codecs.coded_tail import TAIL_BYTES, CodedTail, opened
 from kvpool_codecs.lossless import Lossless
 from kvpool_engines.comparison import LayerBytes
 
@@ -159,21 +158,6 @@ def test_a_frame_that_declares_another_size_is_bad_before_it_is_decoded() -> Non
     data = half.to_bytes(4, "little") + bytes(half) + upper.to_bytes(4, "little") + bomb
     with pytest.raises(BadEncoding, match="another size"):
         zstd().decode(data, KV.layers, memoryview(bytearray(len(KV.block))))
-
-
-def test_a_tail_is_opened_by_its_own_codec_and_for_its_own_size_only() -> None:
-    packed = CodedTail(True, 4096, b"codec---", b"content-").packed()
-    assert len(packed) == TAIL_BYTES
-    assert opened(packed, 4096, b"codec---") == CodedTail(True, 4096, b"codec---", b"content-")
-    for data, size, codec, reason in (
-        (packed, 4096, b"other---", "other codec"),
-        (packed, 8192, b"codec---", "wrong size"),
-        (packed[:-1], 4096, b"codec---", "not coded"),
-        (bytes(TAIL_BYTES), 4096, b"codec---", "not coded"),
-        (packed[:4] + b"\2" + packed[5:], 4096, b"codec---", "not coded"),
-    ):
-        with pytest.raises(BadEncoding, match=reason):
-            opened(data, size, codec)
 
 
 def test_the_name_of_a_codec_says_what_engines_must_have_equal() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from kvpool import ConfigError, WriteStatus
+from kvpool import ConfigError, ReadResult, ReadStatus, WriteStatus
 from kvpool_codecs import coder
 from kvpool_codecs.checks import Sample, like_kv
 from kvpool_codecs.codec import codec_id
@@ -25,7 +25,7 @@ from kvpool_connector import settings
 from kvpool_connector.form_choice import fields_of, form_of
 from kvpool_connector.memory.block_memory import DirectBlockMemory, memory_of
 from kvpool_connector.records.provenance import MARK_BYTES, BlockWriter
-from tests.conftest import keys
+from tests.conftest import NAMESPACE, keys
 from tests.connector.test_codecs import planes, unpacked
 from tests.connector.test_halves import BLOCK, BYTES, Engine, Start, ended, pool, start
 from tests.support import raising
@@ -258,6 +258,55 @@ async def test_a_codec_that_is_broken_costs_no_block(monkeypatch: pytest.MonkeyP
     assert stored[:128] == torch.ones(64, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
     assert form.take_counters()["coded_blocks not encodable"] == 1
     assert form.take_counters() == {}
+
+
+async def test_no_change_of_a_stored_block_is_loaded_as_another_one() -> None:
+    """Each byte of it wrong, missing or there twice, or cut off there: equal, or a miss."""
+    block = Sample.of("", like_kv(0, 1, 2, 16), "bfloat16").block
+    numbers = torch.frombuffer(bytearray(block), dtype=torch.bfloat16).view(2, 1, 16, 16)
+    form, memory = form_of("lossless"), memory_of({"one": numbers[:1], "two": numbers[1:]})
+    stored: list[bytes] = []
+
+    class OneBlock:
+        """A pool of one block, whose bytes a test may choose."""
+
+        async def write(self, *arguments: Any, **options: Any) -> list[WriteStatus]:
+            stored.append(b"".join(arguments[2][0]))
+            return [WriteStatus.STORED]
+
+        async def read(self, *arguments: Any, **options: Any) -> list[ReadResult]:
+            rest = stored[-1]
+            for piece in arguments[2][0]:
+                piece[: len(rest)] = rest[: len(piece)]
+                rest = rest[len(piece) :]
+            return [ReadResult(ReadStatus.HIT, len(stored[-1]))]
+
+    pool: Any = OneBlock()
+    async with memory.source([0], None) as source:
+        await form.write(pool, NAMESPACE, memory, keys("one", 1), source, MARK)
+    [written] = stored
+
+    async def load(data: bytes) -> str:
+        stored.append(data)
+        pieces, until = [bytearray(512), bytearray(512)], time.monotonic() + 60
+        [found] = await form.read(
+            pool, NAMESPACE, memory, keys("one", 1), [pieces], part=0, match=None, until=until
+        )
+        assert found.problem or b"".join(pieces) == block
+        return found.problem
+
+    assert not await load(written)
+    tail, mark, harmless = len(written) - END, len(written) - MARK_BYTES, []
+    for at, byte in enumerate(written):
+        if not await load(written[:at] + bytes([byte ^ 1 << at % 8]) + written[at + 1 :]):
+            harmless.append(at - tail)
+        for changed in (
+            written[:at] + written[at + 1 :],
+            written[: at + 1] + written[at:],
+            written[:at],
+        ):
+            assert await load(changed)
+    assert [at for at in harmless if 0 <= at < mark - tail] == [5, 6, 7], "bytes that say nothing"
 
 
 def test_what_waits_for_a_write_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
