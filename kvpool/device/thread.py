@@ -106,7 +106,10 @@ class DeviceThread(DeviceStream):
         if self._closed:
             raise Closed("the pool is closed")
         if self._preparing is None:
-            self._preparing = submit(self._executor, self._try_to_prepare)
+            try:
+                self._preparing = submit(self._executor, self._try_to_prepare)
+            except RuntimeError as error:  # no thread can be started
+                raise self._failed(error) from None
         return self._preparing
 
     def _try_to_prepare(self) -> Exception | None:

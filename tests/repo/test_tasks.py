@@ -126,7 +126,6 @@ EXECUTORS = {
     "kvpool/tools/bench.py _raw_socket.limit": _MAIN,
     "tiers/kvpool_tiers/nvme/file_disk.py FileDisk._submit": "its threads are no executor's",
     "transports/kvpool_transports/copy_pool.py CopyPool._run_in_threads": "a flag stops it",
-    "transports/kvpool_transports/ucx.py UcxTransport._workers": "it imports a module",
 }
 
 SCHEDULES = ("call_later", "call_at", "call_soon", "call_soon_threadsafe", "add_reader")
@@ -173,7 +172,7 @@ CALLBACKS = {
         kvpool/cli/keyboard.py:keyboard
         kvpool/server/context.py:ServerContext.publish_evicted
         kvpool/server/moves/peer_servers.py:PeerServers._watch
-        kvpool/server/removal.py:NamespaceRemoval.holdings
+        kvpool/server/namespace_removal.py:NamespaceRemoval.holdings
         kvpool/server/tier_health.py:TierHealth.calling
         kvpool/server/tier_health.py:TierHealth.calling.late""",
     "one connection: the loop calls it again for the next one": """

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from kvpool import sync
+from kvpool.device.thread import DeviceFailed, DeviceThread
 from kvpool.errors import Unavailable
 from kvpool.huge_pages import HugePageMapping
 from kvpool.threads import in_thread, submit
@@ -93,3 +95,15 @@ def test_a_pool_for_threads_and_pages_in_advance_need_one(monkeypatch: pytest.Mo
     pages.memory[0] = 1
     pages.wait_until_touched()
     pages.close()
+
+
+async def test_a_device_without_a_thread_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, ran = DeviceThread(torch.device("cpu")), list[int]()
+    with monkeypatch.context() as limit:
+        limit.setattr(threading.Thread, "start", no_thread)
+        for _ in range(2):
+            with pytest.raises(DeviceFailed, match="can't start new thread"):
+                await device.run(lambda: ran.append(1), lambda queued: queued)
+    await device.run(lambda: ran.append(2), lambda queued: queued)
+    device.close()
+    assert ran == [2]

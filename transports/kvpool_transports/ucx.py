@@ -61,6 +61,7 @@ from kvpool.protocols import (
     ReadOptions,
     WriteOptions,
 )
+from kvpool.threads import in_thread
 from kvpool.types import Cluster, Pin, ReadStatus, WriteStatus
 from kvpool.units import human
 from kvpool.wire.frames import (
@@ -241,7 +242,7 @@ class UcxTransport:
 
     async def _workers(self, host: str) -> Workers:
         if not self._contexts:  # only the first call takes long, and a thread
-            await asyncio.to_thread(load)
+            await in_thread(load)
         local = is_loopback(host)
         context = self._contexts.get(local)
         if context is None:
