@@ -232,8 +232,8 @@ _REFUSED: Mapping[str, str] = {
     "key of this tenant": "make it anew with `kvpool tenant-key`; has each master the same "
     "tenants file?",
     "certificate": "start every master with --tenants; make the tenant's key with their secret",
-    "secret": "give all processes the same secret_file, and a tenant's clients the file that "
-    "`kvpool tenant-key` makes",
+    "secret": "give all processes the same secret_file, or all --local-only; and a tenant's "
+    "clients the file that `kvpool tenant-key` makes",
 }
 
 
