@@ -184,25 +184,23 @@ async def test_a_block_larger_than_a_transfer_has_memory_from_the_start(
     assert not any(cache[2].any() for cache in layers.values())
 
 
-def test_memory_that_a_device_does_not_have_is_one_sentence_at_the_start(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = Mock(side_effect=RuntimeError("CUDA out of memory. Tried to allocate\nIf reserved"))
-    monkeypatch.setattr(gpu, "upload", full)
-    with pytest.raises(ConfigError, match=r"^8 MiB of cuda:1 cannot be had: .* allocate$"):
-        DeviceStage(torch.device("cuda", 1))
-
-
-def test_memory_that_cannot_be_locked_is_one_sentence_at_the_start(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("upload", r"^8 MiB of cuda:1 cannot be had: CUDA error: out of memory$"),
+        (
+            "pinned",
+            r"^128 MiB of page-locked host memory for cuda:1 cannot be had: CUDA error: out of "
+            r"memory; see the limits of this container's memory and of locked memory \(ulimit -l\)$",
+        ),
+    ],
+)
+def test_memory_that_cannot_be_had_is_one_sentence_at_the_start(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, call: str, sentence: str
 ) -> None:
     fails = Mock(side_effect=RuntimeError("CUDA error: out of memory\nCUDA kernel errors might"))
-    monkeypatch.setattr(gpu, "pinned", fails)
-    with pytest.raises(
-        ConfigError,
-        match=r"^128 MiB of page-locked host memory for cuda:1 cannot be had: CUDA error: out of "
-        r"memory; see the limits of this container's memory and of locked memory \(ulimit -l\)$",
-    ):
+    monkeypatch.setattr(gpu, call, fails)
+    with pytest.raises(ConfigError, match=sentence):
         DeviceStage(torch.device("cuda", 1))
 
 
