@@ -6,6 +6,7 @@ import getpass
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -202,10 +203,12 @@ async def _started(plan: HostPlan) -> None:
 
     from kvpool.tools.subprocesses import process_of
 
-    settings = os.environ  # of this shell: they are for this pool
-    async with process_of("kvpool", *plan.master, environment=settings) as master:
+    # The settings of this shell are for this pool. Its terminal is for people: no log of each step.
+    start = partial(process_of, environment=os.environ)
+    quiet = ("--log-level", "warning")
+    async with start("kvpool", *plan.master, *quiet) as master:
         console.print(await master.line(), markup=False)
-        async with process_of("kvpool", *plan.server, environment=settings) as server:
+        async with start("kvpool", *plan.server, *quiet) as server:
             console.print(await server.line(), soft_wrap=True, markup=False)
             console.print("\nPress Ctrl-C to stop.")
             waits = [master.ended(), server.ended(), runtime.wait_for_signal()]

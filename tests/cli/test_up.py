@@ -170,10 +170,8 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
     command = ["systemd-analyze", "verify", *map(str, tmp_path.glob("kvpool-*.service"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert len(command) == 4
-    assert (done.returncode, [one for one in done.stderr.splitlines() if "kvpool" in one]) == (
-        0,
-        [],
-    )
+    said = [one for one in done.stderr.splitlines() if "kvpool" in one]
+    assert (done.returncode, said) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -211,10 +209,11 @@ def test_it_runs_a_pool_until_it_is_stopped() -> None:
     # Settings of this shell are for it, but not those that the command decides.
     shell = os.environ | {"KVPOOL_SERVER_ID": "gpu-17", "KVPOOL_SERVER_TIERS": "dram:64MiB"}
     running = subprocess.Popen(
-        start, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=shell
+        start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=shell
     )
     try:
         assert running.stdout is not None
+        assert running.stderr is not None
         while "Press Ctrl-C" not in (line := running.stdout.readline()):
             assert line, "it has ended"
         status = ("status", "--masters", f"127.0.0.1:{port}", "--json")
@@ -222,6 +221,7 @@ def test_it_runs_a_pool_until_it_is_stopped() -> None:
         assert (server["server"], server["capacity"]) == ("gpu-17", 16 * MIB)
         running.send_signal(signal.SIGTERM)
         assert running.wait(20) == 0
+        assert '"info"' not in running.stderr.read()  # lines for people are not lost among others
         assert kvpool(*status).code == 1
     finally:
         running.kill()
