@@ -23,7 +23,7 @@ Layers: TypeAlias = Sequence[LayerBytes]
 Arrived: TypeAlias = tuple[list[memoryview], int, bytes]
 
 
-class Coder(Protocol):
+class BlockCoder(Protocol):
     """Makes blocks smaller on their way to the pool (`kvpool_codecs.coder`)."""
 
     #: How far blocks may be from what their writer has computed (`comparison.difference`).
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 class BlockForm:
     """Reads and writes parts of blocks. Without a `coder` they stand there as they are."""
 
-    def __init__(self, coder: Coder | None = None) -> None:
+    def __init__(self, coder: BlockCoder | None = None) -> None:
         self.coder = coder
         #: Behind each part of a block.
         self._end_bytes = MARK_BYTES + (coder.end_bytes if coder is not None else 0)
@@ -145,7 +145,7 @@ class BlockForm:
 
     async def _decoded(
         self,
-        coder: Coder,
+        coder: BlockCoder,
         memory: BlockMemory,
         rows: Sequence[list[memoryview]],
         results: Sequence[ReadResult],
