@@ -100,3 +100,20 @@ def test_engines_with_other_formulas_that_join_late_give_no_wrong_answer(
     for liar in liars:
         assert liar.known.odd, "it is itself the one that differs"
         assert liar.counts["compared"] <= 16
+
+
+def test_an_engine_that_turns_wrong_under_its_old_name_is_found_by_each_other_one(
+    fleet: list[FleetEngine],
+) -> None:
+    """By its next check. (This is the last test of the fleet.)"""
+    turned, *others = fleet
+    turned.formula = 3
+    for engine in others:
+        before = engine.counts["wrong"]
+        for _ in range(2 * LOADS_PER_CHECK):
+            engine.asks_for_blocks_of(turned)
+            turned.asks_for_blocks_of(engine)
+        assert 0 < engine.counts["wrong"] - before <= LOADS_PER_CHECK
+        assert turned.writer.id in engine.known.wrong
+    assert turned.known.odd
+    assert turned.counts["wrong"] <= LOADS_PER_CHECK * len(others)
