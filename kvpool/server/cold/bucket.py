@@ -65,7 +65,7 @@ class Bucket:
         self._trying: set[float] = set()
         #: Until when each reason is not logged again, and whether the present one was.
         self._logged: dict[str, float] = {}
-        self._said = False
+        self._reported = False
         #: What is wrong at the moment, for an operator.
         self.problem = ""
         self.counters: Counter[str] = Counter()
@@ -175,9 +175,9 @@ class Bucket:
     def _worked(self) -> None:
         self._failures, self._others_fail = 0, False
         if self.problem:
-            if self._said:
+            if self._reported:
                 log.warning("object store answers again", after=self.problem)
-            self.problem, self._said = "", False
+            self.problem, self._reported = "", False
             self._backoff.reset()
 
     def _say(self, why: str) -> None:
@@ -185,7 +185,7 @@ class Bucket:
         now = _now()
         self._logged = {one: until for one, until in self._logged.items() if until > now}
         if why not in self._logged and len(self._logged) < _REASONS_MAX:
-            self._logged[why], self._said = now + _LOG_S, True
+            self._logged[why], self._reported = now + _LOG_S, True
             log.error("object store fails", why=why)
 
 
