@@ -191,7 +191,8 @@ async def test_a_block_larger_than_a_transfer_has_memory_from_the_start(
         (
             "pinned",
             r"^128 MiB of page-locked host memory for cuda:1 cannot be had: CUDA error: out of "
-            r"memory; see the limits of this container's memory and of locked memory \(ulimit -l\)$",
+            r"memory; see the limits of this container's memory "
+            r"and of locked memory \(ulimit -l\)$",
         ),
     ],
 )
