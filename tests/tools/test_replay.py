@@ -150,7 +150,7 @@ def playing(parent: int, name: str) -> int:
         engines = [child for child in processes if "replay_engine" in command_of(child)]
         if any(shared_kib(engine) > 2048 for engine in engines):
             return next(child for child in processes if name in command_of(child))
-        time.sleep(0.01)
+        time.sleep(0.05)
     raise AssertionError("the replay did not start")
 
 
