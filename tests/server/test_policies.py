@@ -249,29 +249,6 @@ def test_density_refuses_nothing_in_a_shortage_of_seconds(monkeypatch: pytest.Mo
     assert not [now for now in refused if now >= 3000]
 
 
-def test_density_lets_newcomers_in_when_what_was_dear_is_old(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whatever it has learned, ten minutes without a use end it (G9)."""
-    monkeypatch.setattr("kvpool.server.eviction.density._RELEARN_EVERY", 100)
-    store = books("density", 10)
-    loved = keys("loved", 10)
-    write(store, loved, 0.0)
-    for now in range(1, 200):
-        read(store, loved, now * 400.0)
-    assert write(store, keys("new", 3), 199 * 400.0 + 601.0) == [WriteStatus.RESERVED] * 3
-
-
-def test_density_remembers_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.server.eviction.density._GHOSTS_MIN", 8)
-    monkeypatch.setattr("kvpool.server.eviction.density._SAMPLE", 1)
-    policy: Density[Entry] = Density(0)
-    store = Store(16 * PAGE, policy=policy)
-    for number in range(300):
-        write(store, keys(f"scan/{number}", 3), float(number))
-        assert policy.ghosts <= 32
-
-
 # --- all ---------------------------------------------------------------------------------
 
 

@@ -186,16 +186,6 @@ def test_ends_go_first_where_the_next_prompt_has_others() -> None:
     assert all(server.here(*one) == one[:-1] for one in names)
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs_module, "_REMEMBERED_MIN", 16)
-    server = Server(40)
-    for number in range(300):
-        server.prompt(one := chain(f"{number}", 6))
-        assert server.policy.remembered <= 18
-        server.prompt([*one[:3], *chain(f"branch {number}", 2)])
-        assert server.policy.remembered <= 18
-
-
 # --- what is measured --------------------------------------------------------------------------
 
 
