@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation import guesses, pots
+from tests.simulation import guesses, pots, streams
 from tests.simulation.planted import Bug
 from tests.simulation.planted_guesses import BUGS as OF_GUESSES
-from tests.simulation.planted_pots import BUGS
+from tests.simulation.planted_pots import BUGS as OF_POTS
+from tests.simulation.planted_streams import BUGS as OF_STREAMS
 
 ROOT = Path(__file__).parents[2]
+PLANTED = [
+    pytest.param(worlds, bug, id=bug.name)
+    for worlds, bugs in (("pots", OF_POTS), ("guesses", OF_GUESSES), ("streams", OF_STREAMS))
+    for bug in bugs
+]
 
 
 @pytest.mark.parametrize("world", pots.WORLDS)
@@ -27,10 +33,19 @@ def test_a_wrong_guess_costs_hits_alone(world: str) -> None:
     assert {guesses.WORLDS[world](seed) for seed in range(6)} == {""}
 
 
-@pytest.mark.parametrize("bug", [*BUGS, *OF_GUESSES], ids=lambda bug: bug.name)
-def test_a_planted_bug_is_found(bug: Bug) -> None:
+@pytest.mark.parametrize("seed", sorted({bug.seed or 0 for bug in OF_STREAMS}))
+def test_routers_believe_in_the_end_what_the_pool_has(seed: int) -> None:
+    assert streams.play_events(seed) == ""
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_every_promise_ends_and_none_is_waited_for_too_long(first: int) -> None:
+    assert {streams.play_promises(seed) for seed in range(first, first + 20)} == {""}
+
+
+@pytest.mark.parametrize(("worlds", "bug"), PLANTED)
+def test_a_planted_bug_is_found(worlds: str, bug: Bug) -> None:
     seed = bug.seed or 0
-    worlds = "guesses" if bug in OF_GUESSES else "pots"
     command = [sys.executable, "-m", f"tests.simulation.{worlds}", "--bug", bug.name]
     command += ["--seeds", f"{seed}:{seed + 1}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
