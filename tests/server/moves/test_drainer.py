@@ -109,7 +109,7 @@ async def test_what_no_server_takes_is_left_with_its_reason_and_the_best_is_save
         await asyncio.sleep(0.05)
         into = [bytearray(SIZE) for _ in range(10)]
         await pool.read(NAMESPACE, blocks[40:50], into)  # the only ones that are newer
-        report = await drain(leaving, 1.0)
+        report = await drain(leaving, patient(1.0))
         assert report.state is MoveStatus.NOT_YET
         assert report.moved_blocks >= max(room, 10)
         assert report.moved_blocks == sum(
