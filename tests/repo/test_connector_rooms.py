@@ -36,20 +36,20 @@ ONLY = {
 }
 #: Lines of the whole and of each package, (aim, today).
 LINES = {
-    "": (7_200, 9_299),
+    "": (7_200, 9_287),
     "hints": (331, 331),
     "identity": (737, 737),
-    "memory": (1_023, 1_023),
+    "memory": (1_016, 1_016),
     "plan": (2_465, 2_465),
     "records": (669, 669),
     "scheduler": (997, 997),
-    "vllm_engine": (1_602, 1_602),
+    "vllm_engine": (1_597, 1_597),
     "worker": (854, 854),
 }
 
 
 #: Of it and of all packages beside it.
-ALL_LINES = 14_803
+ALL_LINES = 14_809
 
 
 def room_of(name: str) -> str:

@@ -127,14 +127,10 @@ def memory_of(
         raise UnsupportedLayout("a KV cache group without layers")
     if all(buffer.device.type == "cpu" for buffer in buffers):
         return HostBlockMemory(views, buffers, parts)
-    if direct and part_bytes(views, parts) <= DIRECT_PIECES_MAX:
+    part_bytes = sum(piece.size for piece in layer_slices(head_parts(views, parts)[0]))
+    if direct and part_bytes <= DIRECT_PIECES_MAX:
         return DirectBlockMemory(views, buffers, parts)
     return DeviceBlockMemory(views, buffers, parts)
-
-
-def part_bytes(views: Sequence[LayerView], parts: int) -> int:
-    """Of one part of a block."""
-    return sum(piece.size for piece in layer_slices(head_parts(views, parts)[0]))
 
 
 class _Blocks:
@@ -313,7 +309,7 @@ class DeviceBlockMemory(_Blocks):
         await _reached(after)
         lane = self._stage.saves
         async with lane.host(len(block_ids), self._part_bytes) as staged:
-            await lane.thread.run(lambda: self._gather(block_ids, staged, part), _nothing)
+            await lane.thread.run(lambda: self._gather(block_ids, staged, part), lambda _: None)
             yield [row.numpy().data for row in staged]
 
     async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
@@ -328,7 +324,7 @@ class DeviceBlockMemory(_Blocks):
             yield [row.numpy().data for row in staged]
             await _reached(after)  # kernels of the blocks' last user may still run
             lane = self._stage
-            await lane.thread.run(lambda: self._scatter(block_ids, staged, part), _nothing)
+            await lane.thread.run(lambda: self._scatter(block_ids, staged, part), lambda _: None)
 
     def _gather(self, block_ids: Sequence[int], host: torch.Tensor, part: int) -> None:
         for numbers, pieces, staged, rows in self._rounds(self._stage.saves, block_ids, part, host):
@@ -423,10 +419,6 @@ async def _reached(after: Any) -> None:
     """Wait for the engine's work before an event, and hold up nothing else meanwhile."""
     if after is not None:  # else no device has work
         await reached([after])
-
-
-def _nothing(_: None) -> None:
-    pass
 
 
 def _pieces(window: Sequence[torch.Tensor], staged: torch.Tensor) -> list[_Piece]:

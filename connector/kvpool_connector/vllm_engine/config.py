@@ -28,7 +28,7 @@ from kvpool_engines import fingerprint, namespace
 def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> EngineInfo:
     """The engine as the scheduler half sees it. Raises ConfigError for what is not supported."""
     check_supported(vllm_config, kv_cache_config, settings)
-    parallel = vllm_config.parallel_config
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     split = head_split(vllm_config, kv_cache_config, settings)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -52,15 +52,10 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
         loads=bool(vllm_config.kv_transfer_config.is_kv_consumer),
         saves=vllm_config.kv_transfer_config.is_kv_producer,
         stage_ranks=parallel.tensor_parallel_size if settings.kv_head_parts else 0,
-        drops_last_block=_drops_last_block(vllm_config),
+        # As vLLM's own cache does with EAGLE and MTP, unless an operator has switched that off.
+        drops_last_block=bool(speculative is not None and speculative.use_eagle_block_drop()),
         recomputes=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
     )
-
-
-def _drops_last_block(vllm_config: Any) -> bool:
-    """As vLLM's own cache does with EAGLE and MTP, unless an operator has switched that off."""
-    speculative = vllm_config.speculative_config
-    return bool(speculative is not None and speculative.use_eagle_block_drop())
 
 
 def rank_of(vllm_config: Any, kv_cache_config: Any, split: HeadSplit, settings: Settings) -> Rank:
