@@ -13,6 +13,7 @@ import pwd
 import signal
 import socket
 import stat
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +48,18 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """
     import asyncio
 
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    before = inside = task.cancelling()
     try:
         async with asyncio.TaskGroup() as group:
             yield group
+            inside = task.cancelling()
     except BaseExceptionGroup as errors:
+        # Before Python 3.13 its own cancellation stays counted where a task fails at the end: a
+        # timeout around the call, which counts them, would end in CancelledError.
+        own = sys.version_info < (3, 13) and getattr(group, "_parent_cancel_requested", False)
+        if own and inside == before < task.cancelling():
+            task.uncancel()
         error: BaseException = errors
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

@@ -19,14 +19,7 @@ from kvpool.server.context import ServerContext
 from kvpool.server.extension import Extensions
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extents import MAKING_ROOM
-from kvpool.types import (
-    Extent,
-    Namespace,
-    Pin,
-    ReadStatus,
-    Reservation,
-    WriteStatus,
-)
+from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")

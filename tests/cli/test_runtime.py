@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from kvpool import runtime
-from kvpool.cli import other_users, run
+from kvpool.cli import other_users
+from kvpool.cli import run as commands
 from kvpool.errors import Unavailable
 
 INFINITY = resource.RLIM_INFINITY
@@ -41,7 +42,7 @@ def test_as_many_files_as_a_process_may_open(
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda which, new: found.append(new))
-    run._raise_file_limit()
+    commands._raise_file_limit()
     assert found == ([raised] if raised else [])
 
 
@@ -134,8 +135,11 @@ def test_a_closed_terminal_ends_a_process_in_order(on_hangup: Any, stops: bool) 
         signal.signal(signal.SIGHUP, before)
 
 
-async def test_the_first_error_of_a_group_comes_as_it_is() -> None:
-    """Also when a task fails while the others are waited for."""
+@pytest.mark.parametrize("body_waits", [False, True])
+async def test_the_first_error_of_a_group_comes_as_it_is(body_waits: bool) -> None:
+    """And leaves no trace: a timeout around it is one."""
+    task = asyncio.current_task()
+    assert task is not None
 
     async def fail() -> None:
         await asyncio.sleep(0)
@@ -145,6 +149,17 @@ async def test_the_first_error_of_a_group_comes_as_it_is() -> None:
         async with runtime.task_group() as group:
             group.create_task(asyncio.sleep(60))
             group.create_task(fail())
+            await asyncio.sleep(60 * body_waits)
 
-    with pytest.raises(Unavailable, match="gone"):
-        await work()
+    async def go_on() -> None:
+        with pytest.raises(Unavailable, match="gone"):
+            await work()
+        await asyncio.sleep(60)
+
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(go_on(), 0.02)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await go_on()
+        assert not task.cancelling()
