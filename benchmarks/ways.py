@@ -1,6 +1,6 @@
 """A load of one chain over 1, 2 and 4 servers that hold it, each behind a link of its own speed.
 
-    python -m benchmarks.ways [--rounds 5] [--mib 96] [--rate 50]
+    python -m benchmarks.ways [--rounds 5] [--mib 96] [--rate 50] [--kib 1024]
 
 The master and the servers are processes of their own. The kernel paces what each connection to a
 server carries (SO_MAX_PACING_RATE), and a load uses one connection to each. The limit is the load
@@ -31,19 +31,19 @@ from kvpool.tools.subprocesses import process_of, servers_up
 from kvpool_transports import tcp
 
 _NAMESPACE: Final = Namespace("bench")
-_BLOCK: Final = 1 << 20
 _SERVERS: Final = 4
 _SO_MAX_PACING_RATE: Final = 47
 #: A load over so many ways is to be so much faster than over one.
 _TARGETS: Final = {2: 1.85, 4: 3.4}
 
 
-def measure(rounds: int, mib: int = 96, rate: float = 50e6) -> list[Row]:
-    """Speed as a ratio to that of one server, at `rate` bytes per second for each."""
-    return runtime.run(_measure(rounds, mib, rate))
+def measure(rounds: int, mib: int = 96, rate: float = 50e6, kib: int = 1024) -> list[Row]:
+    """Speed as a ratio to that of one server, at `rate` bytes per second for each, with blocks of
+    `kib`."""
+    return runtime.run(_measure(rounds, mib, rate, kib << 10))
 
 
-async def _measure(rounds: int, mib: int, rate: float) -> list[Row]:
+async def _measure(rounds: int, mib: int, rate: float, block: int) -> list[Row]:
     async with contextlib.AsyncExitStack() as stack:
         quiet = ("--log-level", "error")
         master = await stack.enter_async_context(
@@ -60,8 +60,8 @@ async def _measure(rounds: int, mib: int, rate: float) -> list[Row]:
         await servers_up(address, _SERVERS)
         config = ClientConfig(masters=[address], transports=["tcp"], timeout_s=30.0)
         pool = await stack.enter_async_context(await connect(config=config))
-        buffers = [bytearray(_BLOCK) for _ in range(mib)]
-        chains = {count: await _write(pool, count, mib) for count in (1, *_TARGETS)}
+        buffers = [bytearray(block) for _ in range((mib << 20) // block)]
+        chains = {count: await _write(pool, count, len(buffers), block) for count in (1, *_TARGETS)}
         seconds: dict[int, list[float]] = {count: [] for count in chains}
         for number in range(rounds + 1):
             for count, chain in chains.items():
@@ -89,12 +89,12 @@ async def _measure(rounds: int, mib: int, rate: float) -> list[Row]:
         return rows
 
 
-async def _write(pool: Pool, servers: int, mib: int) -> list[bytes]:
+async def _write(pool: Pool, servers: int, count: int, block: int) -> list[bytes]:
     """One chain that the first so many servers hold."""
     rng = random.Random(servers)
-    chain = [hashlib.sha256(f"{servers}/{i}".encode()).digest() for i in range(mib)]
+    chain = [hashlib.sha256(f"{servers}/{i}".encode()).digest() for i in range(count)]
     for digest in chain:
-        data = rng.randbytes(_BLOCK)
+        data = rng.randbytes(block)
         for number in range(servers):
             await admin(pool).write_to(f"s{number}", _NAMESPACE, digest, data)
     return chain
@@ -140,8 +140,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=96)
     parser.add_argument("--rate", type=float, default=50.0, help="MB/s")
+    parser.add_argument("--kib", type=int, default=1024, help="of a block")
     options = parser.parse_args()
-    Console(width=140).print(table(measure(options.rounds, options.mib, options.rate * 1e6)))
+    rows = measure(options.rounds, options.mib, options.rate * 1e6, options.kib)
+    Console(width=140).print(table(rows))
 
 
 if __name__ == "__main__":
