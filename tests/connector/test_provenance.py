@@ -51,7 +51,8 @@ class OneBlockPool:
     async def read(self, name: Namespace, digests: Any, rows: Any, **_: Any) -> list[ReadResult]:
         for row, stored in zip(rows, self.rows, strict=True):
             for piece in row:
-                piece[:], stored = stored[: len(piece)], stored[len(piece) :]
+                part, stored = stored[: len(piece)], stored[len(piece) :]
+                piece[: len(part)] = part
             assert not stored
         return [ReadResult(ReadStatus.HIT, len(stored)) for stored in self.rows]
 
@@ -67,3 +68,38 @@ async def test_room_for_a_mark_follows_a_block_in_one_or_several_pieces() -> Non
     found = await form.read(*at, into, part=0, match=None, until=math.inf)
     assert found == [("", writer), ("", writer)]
     assert (first, rest, whole) == (b"on", b"e", b"two")
+
+
+class Shortening:
+    """A coder that leaves the last byte of a block out."""
+
+    tolerance, end_bytes = 0.0, 1
+    arrived: Any = None
+
+    def on_moved(self, size: int, seconds: float) -> None: ...
+
+    on_read = on_written = on_moved
+
+    async def encoded(self, block: list[memoryview], layers: Any) -> list[memoryview]:
+        return [memoryview(b"".join(block)[:-1]), memoryview(b"!")]
+
+    async def decoded(self, arrived: Any, layers: Any, until: float) -> list[str]:
+        self.arrived = [(bytes(pieces[0]), taken, end) for pieces, taken, end in arrived]
+        return [""] * len(arrived)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+async def test_a_block_s_writer_is_found_where_it_ends_and_a_shorter_one_is_none(
+    coded: bool,
+) -> None:
+    writer, pool, coder = BlockWriter.new(), OneBlockPool(), Shortening()
+    form, memory = BlockForm(coder if coded else None), SimpleNamespace(layers=[])
+    memory.block_bytes, memory.parts = 3, 1
+    at: Any = (pool, Namespace("a"), memory, [b"1", b"2"])
+    await form.write(*at, [memoryview(b"one")], writer.mark())
+    pool.rows = (*pool.rows, b"o" + writer.mark()[:-1])
+    into = [memoryview(bytearray(3)), memoryview(bytearray(3))]
+    found = await form.read(*at, into, part=0, match=None, until=math.inf)
+    assert found[0] == ("", writer)
+    assert found[1].problem == "wrong size"
+    assert not coded or coder.arrived == [(b"on!", 2, b"!")]
