@@ -103,6 +103,21 @@ def expected(message: messages.Message, payload: bytes = b"") -> tuple[frames.Fr
     return frames.Frame(*messages.encode(message), len(payload)), payload
 
 
+def arrive(reader: FrameReader, data: bytes) -> frames.Frame | None:
+    """All at once, where the reader has room for it."""
+    reader.memory[: len(data)] = data
+    return reader.received(len(data))
+
+
+def filling(*blocks: bytearray) -> FrameReader:
+    """A reader for these blocks that has the head of their frame."""
+    reader = FrameReader()
+    reader.ask(lambda frame: PayloadReceiver([(memoryview(block),) for block in blocks]))
+    head = frames.encode_frame(messages.PAYLOAD, b"", sum(map(len, blocks)))
+    assert arrive(reader, head) is None
+    return reader
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda m: type(m).__name__)
 def test_every_message_however_it_is_cut(sample: messages.Message) -> None:
     """Byte by byte, and in two halves at every split, with a payload, before and after `ask`."""
@@ -154,11 +169,7 @@ def test_a_block_in_any_pieces(blocks: list[list[int]], steps: list[int], is_has
 def test_a_target_is_filled_without_a_copy() -> None:
     """Once the head is there, the memory for the next bytes is the target itself."""
     block = bytearray(100)
-    reader = FrameReader()
-    reader.ask(lambda frame: PayloadReceiver([(memoryview(block),)]))
-    head = frames.encode_frame(messages.PAYLOAD, b"", len(block))
-    reader.memory[: len(head)] = head
-    assert not reader.received(len(head))
+    reader = filling(block)
     assert reader.state is ReaderState.PAYLOAD
     assert reader.memory.obj is block
 
@@ -207,12 +218,10 @@ def test_garbage_is_refused_alike_however_it_is_cut(data: bytes, cut: float, who
 def test_a_bad_head_closes_the_reader(header: bytes, error: type[PeerError]) -> None:
     reader = FrameReader()
     reader.ask(no_payload)
-    reader.memory[: len(header)] = header
     with pytest.raises(error):
-        reader.received(len(header))
+        arrive(reader, header)
     assert reader.state is ReaderState.CLOSED
-    reader.memory[:4] = b"more"
-    assert not reader.received(4)
+    assert not arrive(reader, b"more")
 
 
 def test_what_is_no_frame_is_shown() -> None:
@@ -221,13 +230,6 @@ def test_what_is_no_frame_is_shown() -> None:
         frames.decode_header(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(BadFrame, match=r"starts with b'GET ', expected b'kM'$"):
         requests.decode_envelope(b"GET / HTTP/1.1\r\n\r\n", 0)
-
-
-def test_a_frame_begins_with_its_first_byte() -> None:
-    reader = FrameReader()
-    reader.memory[:1] = b"k"
-    reader.received(1)
-    assert reader.begun
 
 
 def test_between_frames_the_reader_holds_no_memory_but_its_own() -> None:
@@ -241,9 +243,7 @@ def test_between_frames_the_reader_holds_no_memory_but_its_own() -> None:
     targets = [target]
     del target
     reader.ask(lambda frame: targets.pop())
-    data = encoded(SAMPLES[0], bytes(10))
-    reader.memory[: len(data)] = data
-    assert reader.received(len(data))
+    assert arrive(reader, encoded(SAMPLES[0], bytes(10)))
     assert gone() is None
     assert reader.memory.obj is own
     assert reader.position == (0, 0)
@@ -254,8 +254,7 @@ def test_a_large_body_is_received_as_it_arrives() -> None:
     reader = FrameReader()
     reader.ask(no_payload)
     head = frames.encode_frame(2, bytes(frames.BODY_SIZE_MAX))[: frames.HEADER_SIZE]
-    reader.memory[: len(head)] = head
-    assert not reader.received(len(head))
+    assert not arrive(reader, head)
     assert len(reader.memory) < READ_AHEAD
     missing, frame, seen = frames.BODY_SIZE_MAX, None, len(head)
     while frame is None:
@@ -279,11 +278,8 @@ def test_what_nobody_asks_for_waits() -> None:
 
 def test_nothing_is_written_into_a_target_that_was_given_up() -> None:
     block = bytearray(100)
-    reader = FrameReader()
-    reader.ask(lambda frame: PayloadReceiver([(memoryview(block),)]))
-    data = frames.encode_frame(messages.PAYLOAD, b"", len(block)) + b"x"
-    reader.memory[: len(data)] = data
-    reader.received(len(data))
+    reader = filling(block)
+    arrive(reader, b"x")
     reader.close()
     room = reader.memory
     assert room.obj is not block
@@ -308,9 +304,9 @@ def test_a_frame_whose_payload_has_not_come_has_begun() -> None:
     reader.ask(lambda frame: PayloadReceiver([(memoryview(block),)]))
     head = frames.encode_frame(messages.PAYLOAD, b"", 10)
     assert not reader.begun
-    reader.memory[: len(head)] = head
-    assert not reader.received(len(head))
-    assert reader.begun
+    for part in (head[:1], head[1:]):
+        assert not arrive(reader, part)
+        assert reader.begun
     assert not reader.received(9)
     assert reader.begun
     assert reader.received(1)
@@ -372,11 +368,7 @@ def test_small_pieces_are_filled_many_at_a_time(sizes: list[int], first: int, st
 def test_large_memory_is_filled_in_place() -> None:
     """No copy of it: only what is in small pieces comes through the buffer."""
     small, large = bytearray(10), bytearray(2 * STEP)
-    reader = FrameReader()
-    reader.ask(lambda frame: PayloadReceiver([(memoryview(small),), (memoryview(large),)]))
-    head = frames.encode_frame(messages.PAYLOAD, b"", 10 + 2 * STEP)
-    reader.memory[: len(head)] = head
-    assert reader.received(len(head)) is None
+    reader = filling(small, large)
     assert reader.memory.obj is not small
     reader.received(10)
     assert reader.memory.obj is large
@@ -387,21 +379,15 @@ def test_a_payload_of_another_size_is_refused(size: int) -> None:
     """Before one byte of it: a shorter one would be waited for, a longer one read as a frame."""
     reader = FrameReader()
     reader.ask(lambda frame: PayloadReceiver([(memoryview(bytearray(10)),)]))
-    head = frames.encode_frame(messages.PAYLOAD, b"", size)
-    reader.memory[: len(head)] = head
     with pytest.raises(BadFrame, match="expected 10"):
-        reader.received(len(head))
+        arrive(reader, frames.encode_frame(messages.PAYLOAD, b"", size))
     assert reader.state is ReaderState.CLOSED
 
 
 def test_the_rest_of_a_large_piece_is_filled_in_place() -> None:
     """However its bytes are cut: what is left of it is small, and its neighbours are not."""
     blocks = [bytearray(STEP), bytearray(STEP)]
-    reader = FrameReader()
-    reader.ask(lambda frame: PayloadReceiver([(memoryview(block),) for block in blocks]))
-    head = frames.encode_frame(messages.PAYLOAD, b"", 2 * STEP)
-    reader.memory[: len(head)] = head
-    reader.received(len(head))
+    reader = filling(*blocks)
     reader.received(STEP - 10)
     assert reader.memory.obj is blocks[0]
     assert len(reader.memory) == 10

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool.config import MasterConfig
-from kvpool.errors import KvpoolError, PeerError, Unavailable
+from kvpool.errors import BadMessage, KvpoolError, PeerError, Unavailable
 from kvpool.master.service import Master
 from kvpool.net import requests
 from kvpool.protocols import ReadOptions
@@ -119,6 +119,42 @@ def mutated(data: bytes, changes: list[Mutation]) -> bytes:
 # --- messages ----------------------------------------------------------------------------
 
 
+def test_every_message_has_a_sample_and_a_number_of_its_own() -> None:
+    assert {type(sample) for sample in SAMPLES} == set(messages.TYPES)
+    numbers = [*messages.TYPES.values(), messages.PAYLOAD]
+    assert len(set(numbers)) == len(numbers)
+
+
+@EVERY
+def test_hostile_bodies(sample: messages.Message) -> None:
+    empty = b"" if msgspec.structs.fields(type(sample)) else b"\xc0"
+    nested = b"\x91" * 100_000, b"\x81\xa1x" * 50_000
+    longer = [kind + b"\xff\xff\xff\xff" for kind in (b"\xdf", b"\xdd", b"\xc6")]
+    no_text = b"\xa4\xff\xfe\xfd\xfc", b"\x81\xa9namespace\xa2\xff\xff"
+    for body in (empty, *nested, *longer, *no_text):
+        with pytest.raises(BadMessage):
+            messages.decode(type(sample), messages.TYPES[type(sample)], body)
+
+
+@pytest.mark.parametrize("kind", messages.TYPES, ids=lambda kind: kind.__name__)
+def test_a_message_does_not_change_and_what_it_leaves_out_is_empty(
+    kind: type[messages.Message],
+) -> None:
+    """It may be kept, shared and compared; and a peer that lacks a field says nothing by it."""
+    sample = next(sample for sample in SAMPLES if type(sample) is kind)
+    for field in msgspec.structs.fields(kind):
+        with pytest.raises(AttributeError):
+            setattr(sample, field.name, getattr(sample, field.name))
+        if not field.required:
+            assert not msgspec.structs.asdict(kind(**required(sample)))[field.name]
+
+
+def required(sample: messages.Message) -> dict[str, Any]:
+    """The fields that a message must have."""
+    fields = msgspec.structs.fields(type(sample))
+    return {field.name: getattr(sample, field.name) for field in fields if field.required}
+
+
 def parses_or_is_refused(parse: Callable[[], object]) -> None:
     try:
         parse()
@@ -131,8 +167,12 @@ def parses_or_is_refused(parse: Callable[[], object]) -> None:
 @given(data=st.data())
 def test_round_trip(sample: messages.Message, data: st.DataObject) -> None:
     """What is encoded within the bounds is decoded to the same, for every type."""
-    made = data.draw(values(msgspec.inspect.type_info(type(sample))))
-    assert messages.decode(type(sample), *messages.encode(made)) == made
+    made = data.draw(st.just(sample) | values(msgspec.inspect.type_info(type(sample))))
+    number, body = messages.encode(made)
+    assert messages.decode(type(sample), number, body) == made
+    assert messages.message_type(number) is type(sample)
+    with pytest.raises(BadMessage, match="expected"):
+        messages.decode(type(sample), 250, body)
 
 
 @EVERY
@@ -156,6 +196,15 @@ def test_mutated_messages(sample: messages.Message, changes: list[Mutation]) -> 
 def test_any_bytes_as_every_message(body: bytes) -> None:
     for type, number in messages.TYPES.items():
         parses_or_is_refused(lambda type=type, number=number: messages.decode(type, number, body))
+
+
+@fuzz(300)
+@given(st.integers(0, 255), st.binary(max_size=100), st.integers(0, 2**40))
+def test_frames_round_trip(type: int, body: bytes, payload: int) -> None:
+    encoded = frames.encode_frame(type, body, payload)
+    assert frames.decode_header(encoded) == (type, len(body), payload)
+    envelope = requests.encode_envelope(type, 7, payload, body)
+    assert requests.decode_envelope(envelope, 7) == (type, payload, body)
 
 
 @fuzz(1000)

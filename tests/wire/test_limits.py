@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -41,6 +41,38 @@ def test_a_batch_has_at_most_so_many_blocks_and_none_twice() -> None:
         messages.unpack_batch(naming([*chain[:3], chain[1]]))
     with pytest.raises(BadMessage, match="no digests"):
         messages.unpack_batch(naming([]))
+
+
+@pytest.mark.parametrize("count", [1, 640, messages.DIGESTS_MAX])
+@pytest.mark.parametrize("size", [16, 32])
+def test_digests_travel_packed(count: int, size: int) -> None:
+    digests = tuple(digest[:size] for digest in keys("packed", count))
+    assert messages.unpack_digests(b"".join(digests), size) == digests
+    parents = [b"", *digests[1:]]
+    assert messages.unpack_parents(messages.pack_parents(parents, size), size) == parents
+    with pytest.raises(BadMessage, match="no multiple"):
+        messages.unpack_digests(bytes(size + 1), size)
+    with pytest.raises(BadMessage, match="limit"):
+        messages.unpack_digests(bytes(size * (messages.DIGESTS_MAX + 1)), size)
+
+
+@pytest.mark.parametrize(
+    "unpack",
+    [
+        lambda where: messages.unpack_question(messages.Find(*where, False)),
+        lambda where: messages.unpack_question(messages.Explain(*where)),
+        lambda where: messages.unpack_question(messages.Place(*where, b"", 1, "", 1)),
+        lambda where: messages.unpack_chain(messages.Find(*where, True)),
+        lambda where: messages.unpack_chain(messages.Find(*where, True, before=bytes(8))),
+    ],
+)
+def test_a_question_has_as_many_keys_as_one_turn_of_a_master_bears(
+    unpack: Callable[[tuple[str, int, int, bytes]], object],
+) -> None:
+    most = messages.QUESTION_KEYS_MAX
+    unpack(("model", 1, 16, bytes(16 * most)))
+    with pytest.raises(BadMessage, match=f"{most + 1} keys in one question, limit {most}"):
+        unpack(("model", 1, 16, bytes(16 * (most + 1))))
 
 
 #: Numbers: the field of a message, the smallest and the largest value.
@@ -137,11 +169,6 @@ def test_limits_that_peers_rely_on_stay() -> None:
     assert (messages.ANNOUNCED_BLOCKS_MAX, messages.HINTS_MAX) == (1024, 1024)
 
 
-@pytest.mark.parametrize("kind", [types.ReadStatus, types.WriteStatus, types.MoveStatus])
-def test_each_outcome_has_a_number_of_its_own(kind: type[enum.IntEnum]) -> None:
-    assert [one.value for one in kind] == list(range(len(kind.__members__)))
-
-
 def test_a_body_and_a_payload_have_their_limits() -> None:
     body = bytes(frames.BODY_SIZE_MAX)
     frame = frames.encode_frame(1, body, frames.PAYLOAD_SIZE_MAX)
@@ -152,9 +179,21 @@ def test_a_body_and_a_payload_have_their_limits() -> None:
         requests.decode_envelope(envelope + b"x", 7)
     with pytest.raises(BadFrame, match="limit"):
         requests.encode_envelope(1, 7, 5, body + b"x")
-    head = struct.pack("<2sBBIQ", b"kv", frames.PROTOCOL_VERSION, 1, 0, frames.PAYLOAD_SIZE_MAX + 1)
     with pytest.raises(BadFrame, match="limit"):
-        frames.decode_header(head)
+        frames.encode_frame(1, body + b"x")
+    for sizes in ((len(body) + 1, 0), (0, frames.PAYLOAD_SIZE_MAX + 1)):
+        head = struct.pack("<2sBBIQ", b"kv", frames.PROTOCOL_VERSION, 1, *sizes)
+        with pytest.raises(BadFrame, match="limit"):
+            frames.decode_header(head)
+
+
+def test_versions_and_clusters_are_named() -> None:
+    for version in (frames.PROTOCOL_VERSION - 1, frames.PROTOCOL_VERSION + 1):
+        named = f"protocol {version}, this process {frames.PROTOCOL_VERSION}"
+        with pytest.raises(VersionMismatch, match=named):
+            frames.decode_header(struct.pack("<2sBBIQ", b"kv", version, 1, 0, 0))
+    with pytest.raises(VersionMismatch, match="another cluster"):
+        requests.decode_envelope(requests.encode_envelope(1, 7, 1, b""), 8)
 
 
 def test_a_message_that_is_only_a_header_has_an_id() -> None:
