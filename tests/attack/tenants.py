@@ -21,7 +21,7 @@ from kvpool.net.requests import MESSAGE_SIZE_MAX, with_size
 from kvpool.wire import messages as wire
 from tests.conftest import keys, value
 from tests.support.raw_peers import Raw, control_peer, frame
-from tests.support.tenant_pool import prove
+from tests.support.tenant_pool import prove, reserve
 
 MODEL = Namespace("llama")
 BLOCK = 64 << 10
@@ -89,14 +89,14 @@ async def reservations(by: Attacker) -> None:
     """Space is taken for bytes that never come, and its owner goes."""
     async with by.peer() as peer:
         digest = secrets.token_bytes(32)
-        await peer.ask(_reserve(digest, 0.5), wire.Reserved)
+        await peer.ask(reserve("@blue/llama", digest, 1 << 20, 0.5), wire.Reserved)
 
 
 async def open_write(by: Attacker) -> None:
     """One reservation that is kept as long as the server lets it."""
     async with by.peer() as peer:
         digest = secrets.token_bytes(32)
-        await peer.send(frame(_reserve(digest, 60.0)))
+        await peer.send(frame(reserve("@blue/llama", digest, 1 << 20, 60.0)))
         await by.hold()
 
 
@@ -154,10 +154,6 @@ async def forbidden(by: Attacker) -> None:
     async with by.peer() as peer:
         await peer.send(frame(wire.Remove("@acme/llama", 1, 32, secrets.token_bytes(32))) * 50)
         await peer.refusal()
-
-
-def _reserve(digest: bytes, wait_s: float) -> wire.Reserve:
-    return wire.Reserve("@blue/llama", 1, 32, digest, 0, bytes(32), [1 << 20], wait_s)
 
 
 #: Those of each kind, and how many at once.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from kvpool import ClientConfig, Cluster, ServerConfig, connect
@@ -17,7 +18,8 @@ from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
 from kvpool.net.masters_certificate import masters_fingerprint
 from kvpool.net.tenants_file import TenantsFile
-from kvpool.protocols import Transport
+from kvpool.protocols import Link, Transport
+from kvpool.secret_file import TenantKey
 from kvpool.server.block_server import BlockServer
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.tenancy import Tenancy
@@ -39,6 +41,19 @@ OF_ACME = Namespace("@acme/llama")
 def tenant(name: str, secret: bytes | None = None) -> Cluster:
     """What a client of this tenant has in its key file."""
     return Cluster("default", secret or SECRETS[name], name, masters_fingerprint(OPERATOR))
+
+
+def key_file(folder: Path, name: str) -> Path:
+    """What `kvpool tenant-key` writes for this tenant."""
+    own, path = tenant(name), folder / f"{name}.key"
+    key = TenantKey(2, own.name, own.tenant, own.fingerprint, own.secret)
+    path.write_bytes(msgspec.json.encode(key))
+    return path
+
+
+def reserve(name: str, digest: bytes, size: int = 64, wait_s: float = 1.0) -> wire.Reserve:
+    """Space for the first block of a chain."""
+    return wire.Reserve(name, 1, 32, digest, 0, bytes(32), [size], wait_s)
 
 
 class TenantPool:
@@ -110,6 +125,15 @@ class TenantPool:
     async def client(self, cluster: Cluster, **settings: Any) -> Pool:
         config = ClientConfig(masters=[self.master.address], **settings)
         return await connect(config=config, cluster=cluster)
+
+    @contextlib.contextmanager
+    def link(self, cluster: Cluster) -> Iterator[Link]:
+        """To the master, for any message."""
+        network = TcpNetwork(cluster)
+        try:
+            yield network.connect(self.master.address)
+        finally:
+            network.close()
 
     @contextlib.asynccontextmanager
     async def raw(self, cluster: Cluster, scheme: str = "tcp") -> AsyncIterator[Raw]:

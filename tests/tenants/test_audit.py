@@ -12,11 +12,10 @@ from kvpool import ReadStatus, WriteStatus
 from kvpool.audit import CALLERS_MAX, LOG_EVERY_S, AuditLog
 from kvpool.errors import Forbidden
 from kvpool.guard import Who
-from kvpool.net.control_network import TcpNetwork
 from kvpool.wire import messages as wire
 from tests.conftest import keys, values
 from tests.support.raw_peers import ask, frame
-from tests.support.tenant_pool import MODEL, OF_ACME, OPERATOR, tenant, tenant_pool
+from tests.support.tenant_pool import MODEL, OF_ACME, OPERATOR, reserve, tenant, tenant_pool
 
 CHAIN = keys("audit", 4)
 WHO = {"tenant": "acme", "address": "10.0.0.1", "request": "Read"}
@@ -103,10 +102,8 @@ async def test_what_a_tenant_tries_and_removes_is_on_record(
         async with pool.raw(tenant("blue")) as peer:
             await peer.send(frame(wire.Read("@acme/llama", 1, 32, CHAIN[3], 0, [64])))
             await peer.refusal()
-        network = TcpNetwork(tenant("blue"))
-        with pytest.raises(Forbidden):
-            await ask(network.connect(pool.master.address), wire.Hint("@acme/x", 0.0), wire.Error)
-        network.close()
+        with pool.link(tenant("blue")) as link, pytest.raises(Forbidden):
+            await ask(link, wire.Hint("@acme/x", 0.0), wire.Error)
     seen = [
         (one.message.partition(" tenant")[0], one.tenant, one.request)  # type: ignore[attr-defined]
         for one in lines(caplog)
@@ -178,16 +175,10 @@ async def test_what_is_stored_already_costs_nothing_of_the_rate(tmp_path: Path) 
             await acme.write(MODEL, CHAIN[:1], [bytearray(64 << 10)])
         pool.write_tenants(rate="64KiB")
         await pool.read_again()
-        reserve = wire.Reserve(
-            *("@acme/llama", 1, 32, CHAIN[0]),
-            part=0,
-            parents=bytes(32),
-            sizes=[64 << 10],
-            wait_s=5.0,
-        )
+        again = reserve("@acme/llama", CHAIN[0], 64 << 10, wait_s=5.0)
         async with pool.raw(tenant("acme")) as peer:
             began = loop.time()
             for _ in range(10):
-                answer = await peer.ask(reserve, wire.Reserved)
+                answer = await peer.ask(again, wire.Reserved)
                 assert list(answer.statuses) == [WriteStatus.ALREADY_STORED]
             assert loop.time() - began < 1.0

@@ -13,7 +13,7 @@ from kvpool.types import WriteStatus
 from kvpool.wire import messages as wire
 from tests.conftest import eventually, keys
 from tests.support.moves import drain
-from tests.support.tenant_pool import MODEL, TenantPool, tenant, tenant_pool
+from tests.support.tenant_pool import MODEL, TenantPool, reserve, tenant, tenant_pool
 
 SIZE = 8192
 
@@ -73,9 +73,7 @@ async def test_a_refusal_for_the_limit_says_so(
             await write(client, 6, 1)
         await drain(pool.server, 0.5)  # it takes no blocks any more, of nobody
         async with pool.raw(tenant("blue")) as blue:
-            packed = keys(7, 1)[0], 0, bytes(32)
-            reserve = wire.Reserve("@blue/llama", 1, 32, *packed, [SIZE], 1.0)
-            answer = await blue.ask(reserve, wire.Reserved)
+            answer = await blue.ask(reserve("@blue/llama", keys(7, 1)[0], SIZE), wire.Reserved)
             assert list(answer.statuses) == [WriteStatus.NO_SPACE]
         assert counters(0.0).counters["over_limit_blocks"] == 1
 

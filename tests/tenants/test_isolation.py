@@ -9,17 +9,36 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvpool import Cluster, MasterLost, ReadStatus, WriteStatus, admin
+from kvpool import (
+    ClientConfig,
+    Cluster,
+    ConfigError,
+    MasterLost,
+    ReadStatus,
+    WriteStatus,
+    admin,
+    connect,
+)
 from kvpool.client.pool import Pool
 from kvpool.errors import Forbidden, Unauthenticated, UsageError
+from kvpool.guard import Guard
 from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.metrics import pages_of_master
+from kvpool.tenants import TenantKeys
 from kvpool.types import Namespace, ServerStats
 from kvpool.wire import messages as wire
 from kvpool.wire.access import TENANT_MAY, Access, check_access, names_of
 from tests.conftest import buffers, eventually, keys, values
 from tests.support.raw_peers import REGISTER, ask, frame, payload, raw
-from tests.support.tenant_pool import MODEL, OF_ACME, OPERATOR, TenantPool, tenant, tenant_pool
+from tests.support.tenant_pool import (
+    MODEL,
+    OF_ACME,
+    OPERATOR,
+    TenantPool,
+    reserve,
+    tenant,
+    tenant_pool,
+)
 
 CHAIN = keys("tenants", 4)
 PACKED = b"".join(CHAIN)
@@ -86,11 +105,21 @@ def test_both_names_of_a_message_are_checked() -> None:
     assert list(names_of(own)) == ["@acme/llama", "@acme/chat"]
     check_access("acme", own)
     check_access("acme", wire.Find(**ACME, prefix=True))
-    for foreign in ("chat", "@blue/chat", "@acme", "@acm/chat", "@acme2/chat"):
+    for foreign in ("chat", "@blue/chat", "@acme", "@acm/chat", "@acme2/chat", " @acme/chat"):
         with pytest.raises(Forbidden):
             check_access("acme", wire.Find(**ACME, prefix=True, session=foreign))
         with pytest.raises(Forbidden):
             check_access("acme", wire.Find(**{**ACME, "namespace": foreign}, prefix=True))
+
+
+def test_a_process_without_tenants_takes_no_secrets_of_theirs_and_answers_none() -> None:
+    with pytest.raises(ConfigError, match="runs without tenants"):
+        Guard(TenantKeys())  # of an empty file, too
+    guard = Guard(None)
+    assert guard.secrets_of("acme") == guard.secrets_of("") == ()
+    guard.check("", wire.Members())
+    with pytest.raises(Forbidden):
+        guard.check("acme", wire.Members())
 
 
 # --- the data plane -------------------------------------------------------------------------
@@ -98,6 +127,7 @@ def test_both_names_of_a_message_are_checked() -> None:
 DATA_PLANE = [
     wire.Read(**ACME, part=0, buffer_sizes=[1 << 20] * 4),
     wire.Reserve(**ACME, part=0, parents=bytes(32 * 4), sizes=[64] * 4, wait_s=1.0),
+    msgspec.structs.replace(reserve("@blue/llama", CHAIN[0]), session="@acme/chat"),
     wire.Remove(**ACME),
     wire.Remove(**ACME, part=0, checksums=[0] * 4),
     wire.RemoveAll("@acme/llama", 1, (0, 1 << 40, 0, 0, 0)),
@@ -127,34 +157,12 @@ async def test_a_server_does_nothing_with_blocks_of_others(
     assert got == values(CHAIN)
 
 
-@pytest.mark.parametrize("name", ["llama", "@pool/llama", "@blue2/llama", "@blue", " @blue/x"])
-async def test_nor_with_those_of_the_pool_itself(pool: TenantPool, name: str) -> None:
-    async with pool.raw(tenant("blue")) as peer:
-        keys_of_pool = {**ACME, "namespace": name}
-        await peer.send(frame(wire.Read(**keys_of_pool, part=0, buffer_sizes=[64] * 4)))
-        assert await peer.refusal() == "Forbidden"
-
-
-async def test_a_write_in_the_session_of_another_is_refused(pool: TenantPool, acme: Pool) -> None:
-    own = {**ACME, "namespace": "@blue/llama"}
-    reserve = wire.Reserve(
-        **own, part=0, parents=bytes(32 * 4), sizes=[64] * 4, wait_s=1.0, session="@acme/chat"
-    )
-    async with pool.raw(tenant("blue")) as peer:
-        await peer.send(frame(reserve))
-        assert await peer.refusal() == "Forbidden"
-
-
 async def test_a_reservation_of_another_cannot_be_sealed(pool: TenantPool) -> None:
     """Ids are numbers that one can guess; they are good on their own connection only."""
     digest = keys("seal", 1)
-    of_acme = wire.Reserve(
-        "@acme/llama", 1, 32, digest[0], part=0, parents=bytes(32), sizes=[64], wait_s=1.0
-    )
     async with pool.raw(tenant("acme")) as victim, pool.raw(tenant("blue")) as thief:
-        theirs = await victim.ask(of_acme, wire.Reserved)
-        own = msgspec.structs.replace(of_acme, namespace="@blue/llama")
-        mine = await thief.ask(own, wire.Reserved)
+        theirs = await victim.ask(reserve("@acme/llama", digest[0]), wire.Reserved)
+        mine = await thief.ask(reserve("@blue/llama", digest[0]), wire.Reserved)
         await thief.send(payload(64))
         await thief.send(frame(wire.Seal(theirs.ids, [0], False, 0.5)))
         assert await thief.refusal() == "BadMessage"
@@ -185,10 +193,7 @@ async def test_a_name_of_another_client_takes_no_share_of_its_connections(
     pool: TenantPool, acme: Pool
 ) -> None:
     async with pool.raw(tenant("blue")) as peer:
-        own = wire.Reserve(
-            "@blue/llama", 1, 32, CHAIN[0], part=0, parents=bytes(32), sizes=[64], wait_s=1.0
-        )
-        await peer.ask(own, wire.Reserved)
+        await peer.ask(reserve("@blue/llama", CHAIN[0]), wire.Reserved)
         assert [one.name for one in pool.server.stats(0.0).clients] == ["@blue/raw"]
         shares = pool.server._context.clients.shares
         assert shares.held("@blue/") == 1
@@ -202,14 +207,7 @@ CONTROL_PLANE = [
     wire.Find(**{**ACME, "namespace": "@blue/llama"}, prefix=True, session="@acme/chat"),
     wire.Find(**ACME, prefix=True, before=bytes(8)),
     wire.Place(**ACME, parent=b"", size=64, host="h", copies=1),
-    wire.Place(
-        **{**ACME, "namespace": "@blue/llama"},
-        parent=b"",
-        size=64,
-        host="h",
-        copies=1,
-        session="@acme/chat",
-    ),
+    wire.Place("@blue/llama", 1, 32, PACKED, b"", 64, "h", 1, session="@acme/chat"),
     wire.Explain(**ACME),
     wire.Hint("@acme/chat", None),
     wire.Hint("chat", 0.0),
@@ -229,13 +227,8 @@ CONTROL_PLANE = [
 async def test_a_master_tells_nothing_of_others(
     pool: TenantPool, acme: Pool, message: wire.Message
 ) -> None:
-    network = TcpNetwork(tenant("blue"))
-    link = network.connect(pool.master.address)
-    try:
-        with pytest.raises(Forbidden):
-            await ask(link, message, wire.Error)
-    finally:
-        network.close()
+    with pool.link(tenant("blue")) as link, pytest.raises(Forbidden):
+        await ask(link, message, wire.Error)
     name = type(message).__name__.lower()
     assert pool.master.refusals[f"forbidden {name}"] == 1
     assert [one.alive for one in await acme.members()] == [True]
@@ -345,9 +338,6 @@ async def test_a_foreign_prefix_is_like_an_unknown_one(
 async def test_a_master_made_by_a_tenant_is_not_believed() -> None:
     """It knows the hash of the masters' certificate and a tenant's secret; a client asks for the
     certificate."""
-    from kvpool import ClientConfig, connect
-    from kvpool.tenants import TenantKeys
-
     # The best that it can do: to say that it knows each tenant's secret.
     keys = TenantKeys()
     keys.replace({name: (tenant("blue").secret,) for name in ("acme", "blue")})
@@ -387,10 +377,9 @@ async def test_who_was_refused_by_masters_is_on_record(
     pool: TenantPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     for posing in (tenant("blue", b"0123456789abcdef-wrong"), tenant("blue")._replace(tenant="x")):
-        network = TcpNetwork(posing)
-        with pytest.raises(Unauthenticated, match="the key of this tenant is still valid"):
-            await ask(network.connect(pool.master.address), wire.Members(), wire.MembersReply)
-        network.close()
+        why = "the key of this tenant is still valid"
+        with pool.link(posing) as link, pytest.raises(Unauthenticated, match=why):
+            await ask(link, wire.Members(), wire.MembersReply)
     (line,) = [one for one in caplog.records if one.message.startswith("connection closed")]
     assert (line.transport, line.peer) == ("control plane", "127.0.0.1")  # type: ignore[attr-defined]
     assert pool.master.refused_connections >= 1

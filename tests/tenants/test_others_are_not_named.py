@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
@@ -24,9 +23,7 @@ from kvpool import WriteStatus, admin, logs
 from kvpool.cli.app import app
 from kvpool.client.pool import Pool
 from kvpool.errors import BadMessage, InvariantViolated, KvpoolError
-from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.client_metrics import PoolMetrics
-from kvpool.secret_file import TenantKey
 from kvpool.types import Namespace, ServerStats
 from kvpool.wire import messages as wire
 from kvpool.wire.access import TENANT_MAY, Access, names_of
@@ -138,15 +135,11 @@ def test_every_request_is_sent() -> None:
 
 
 async def test_no_reply_of_a_master_names_others(pool: TenantPool) -> None:
-    network = TcpNetwork(tenant("blue"))
-    link = network.connect(pool.master.address)
-    try:
+    with pool.link(tenant("blue")) as link:
         for message in messages():
             deadline = asyncio.get_running_loop().time() + 2
             _, body = await link.request(*wire.encode(message), deadline=deadline)
             assert not named_in(body), message
-    finally:
-        network.close()
 
 
 async def everything(peer: Raw) -> bytes:
@@ -212,11 +205,8 @@ COMMANDS = [
 
 async def test_no_command_names_others(pool: TenantPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "configure", lambda level: None)  # the pool is in this process
-    key = pool.folder / "blue.key"
-    own = tenant("blue")
-    content = TenantKey(2, own.name, "blue", own.fingerprint, own.secret)
-    key.write_bytes(msgspec.json.encode(content))
-    options = ("--masters", pool.master.address, "--secret-file", str(key))
+    key = str(tenants.key_file(pool.folder, "blue"))
+    options = ("--masters", pool.master.address, "--secret-file", key)
     for command in COMMANDS:
         done = await asyncio.to_thread(CliRunner().invoke, app, [*command, *options])
         assert done.exit_code in (0, 1), done.output
@@ -251,14 +241,9 @@ async def test_a_bug_names_nobody(pool: TenantPool, bug: Exception) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool.master.directory, "find", fails)
         patch.setattr(pool.server.store, "remove", fails)
-        network = TcpNetwork(tenant("blue"))
-        link = network.connect(pool.master.address)
-        try:
-            find = wire.Find(**keys_of("@blue/llama", OWN), prefix=False)
-            with pytest.raises(BadMessage, match="a bug there"):
-                await ask(link, find, wire.FindReply)
-        finally:
-            network.close()
+        find = wire.Find(**keys_of("@blue/llama", OWN), prefix=False)
+        with pool.link(tenant("blue")) as link, pytest.raises(BadMessage, match="a bug there"):
+            await ask(link, find, wire.FindReply)
         async with pool.raw(tenant("blue")) as peer:
             await peer.send(frame(wire.Remove(**keys_of("@blue/llama", OWN))))
             assert not named_in(await everything(peer))

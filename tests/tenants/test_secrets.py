@@ -75,9 +75,7 @@ async def test_connections_of_a_revoked_secret_end_and_no_others(
             for cluster in (tenant("acme"), tenant("acme", NEW), tenant("blue"))
         ]
         operator = await stack.enter_async_context(pool.raw(OPERATOR))
-        network = TcpNetwork(tenant("acme"))
-        stack.callback(network.close)
-        link = network.connect(pool.master.address)
+        link = stack.enter_context(pool.link(tenant("acme")))
         await ask(link, wire.Members(), wire.MembersReply)
         with pytest.raises(Forbidden):  # the master knows whose link it is
             await ask(link, wire.Explain("@blue/x", 1, 32, CHAIN[0]), wire.Explained)
@@ -135,12 +133,9 @@ async def test_a_proof_that_is_none_is_refused(pool: TenantPool, proof: str) -> 
     [
         ("tenants: [", "no YAML that can be read: line 2, column 1$"),
         ("tenants: []\nsecret: {of: [sesame", "line 3, column 1$"),
-        ("tenants: " + "[" * 5000, "no YAML that can be read: line 1, column "),
         ("tenants: " + "[" * 40 + "]" * 40, "deeper or longer than any settings are"),
         ("tenants: [" + "a: b," * 9000 + "]", "deeper or longer than any settings are"),
         ("tenants: " + "9:" * 3000 + "9", "a value of more than 4096 characters"),
-        ("tenants: [&a 1" + ", *a" * 17 + "]", "more than 16 aliases"),
-        ("since: 2020-13-45", "no YAML that can be read$"),
         ("", "got nothing, expected one list"),
         ("root:x:secret", "tenants.yaml: got str, expected one list"),
         ("tenants:\n- {name: acme, secret_file: acme.secret, gold: 1}", "unknown setting 'gold'"),

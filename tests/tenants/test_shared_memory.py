@@ -23,7 +23,15 @@ from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import buffers, keys
 from tests.support.raw_peers import frame, payload, raw
-from tests.support.tenant_pool import MODEL, OPERATOR, TenantPool, tenant, tenant_pool
+from tests.support.tenant_pool import (
+    MODEL,
+    OPERATOR,
+    TenantPool,
+    key_file,
+    reserve,
+    tenant,
+    tenant_pool,
+)
 from tests.transports.test_shm import Collected
 
 CHAIN = keys("shared memory", 4)
@@ -110,15 +118,8 @@ async def test_a_process_of_a_tenant_has_no_shared_mapping(
 ) -> None:
     """Of a whole client with default settings on the server's host: no descriptor of a segment,
     and no memory that it shares with another process."""
-    import msgspec
-
-    from kvpool.secret_file import TenantKey
-
-    cluster = tenant("blue")
-    key = TenantKey(2, "default", "blue", cluster.fingerprint, cluster.secret)
-    (tmp_path / "blue.key").write_bytes(msgspec.json.encode(key))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", SCAN, pool.master.address, str(tmp_path / "blue.key")),
+        *(sys.executable, "-c", SCAN, pool.master.address, str(key_file(tmp_path, "blue"))),
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await process.communicate()
@@ -131,12 +132,9 @@ async def test_memory_is_reused_only_with_every_byte_overwritten(pool: TenantPoo
     async with await pool.client(tenant("acme")) as acme:
         await acme.remove(MODEL, CHAIN)
     size = len(SECRET_BYTES)
-    reserve = wire.Reserve(
-        "@blue/x", 1, 32, CHAIN[0], part=0, parents=bytes(32), sizes=[size], wait_s=1.0
-    )
     for sent in (b"", payload(1), payload(size - 1)):
         async with pool.raw(tenant("blue")) as peer:
-            granted = await peer.ask(reserve, wire.Reserved)
+            granted = await peer.ask(reserve("@blue/x", CHAIN[0], size), wire.Reserved)
             assert granted.offsets == []
             await peer.send(sent + frame(wire.Seal(granted.ids, [0], False, 0.5)))
             assert await peer.refusal() in ("BadMessage", "BadFrame")
