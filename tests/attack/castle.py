@@ -7,15 +7,17 @@ import os
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from kvpool import ClientConfig, Cluster, Namespace, Pool, WriteStatus, connect, read_cluster
 from kvpool.tools.subprocesses import process_of
+from kvpool.types import ReadResult
 from tests.chaos.cluster import Node, free_ports
 from tests.conftest import buffers, keys, patient, value, values
 from tests.support.commands import kvpool
@@ -124,9 +126,13 @@ class Castle:
             if node.log is not None:
                 node.log.close()
 
-    async def client(self, tenant: str = "", master: str = "") -> Pool:
-        config = ClientConfig(masters=[master or self.ports["master"]], transports=["tcp"])
-        return await connect(config=config, cluster=self.cluster(tenant))
+    async def client(self, tenant: str = "", **settings: Any) -> Pool:
+        known: dict[str, Any] = {
+            "masters": [self.ports["master"]],
+            "transports": ["tcp"],
+            **settings,
+        }
+        return await connect(config=ClientConfig(**known), cluster=self.cluster(tenant))
 
     def log_of(self, node: Node) -> Path:
         return self.folder / f"{node.name}.log"
@@ -152,6 +158,27 @@ async def castle(
         yield made
     finally:
         await made.close()
+
+
+async def right(pool: Pool, chain: list[bytes], size: int) -> list[ReadResult]:
+    """Read some blocks: what is a hit has the right bytes."""
+    got = buffers(len(chain), size)
+    results = await pool.read(MODEL, chain, got)
+    for result, has, wanted in zip(results, got, values(chain, size), strict=True):
+        assert not result.status.hit or has == wanted, "wrong bytes"
+    return results
+
+
+@contextmanager
+def cheap(of: Castle) -> Iterator[None]:
+    """What is done inside costs each process a few lines of log, and no more memory than a read."""
+    before = {node: (len(of.lines(node)), private_bytes(node)) for node in of.nodes}
+    yield
+    for node, (lines, private) in before.items():
+        node.check()
+        said = of.lines(node)[lines:]
+        assert len(said) <= LINES_MAX, said[:9]
+        assert private_bytes(node) - private < 32 * MIB
 
 
 def private_bytes(node: Node) -> int:

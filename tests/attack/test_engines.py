@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from kvpool import ClientConfig, connect
 from tests.attack.castle import ATTACK_S, LINES_MAX, MIB, MODEL, Castle, castle, suffered
 from tests.conftest import value
 
@@ -31,12 +30,10 @@ async def test_views_that_are_never_let_go(attacked: Castle) -> None:
     held: list[int] = []
 
     async def hold() -> None:
-        config = ClientConfig(masters=[attacked.ports["master"]], transports=["shm"])
         async with AsyncExitStack() as stack:
             for _ in range(24):
-                pool = await stack.enter_async_context(
-                    await connect(config=config, cluster=attacked.cluster())
-                )
+                client = await attacked.client(transports=["shm"])
+                pool = await stack.enter_async_context(client)
                 chain = [secrets.token_bytes(32) for _ in range(8)]
                 await pool.write(MODEL, chain, [value(one, BLOCK) for one in chain])
                 views = await stack.enter_async_context(pool.read_view(MODEL, chain))

@@ -2,52 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import pytest
 import pytest_asyncio
 
-from kvpool import ClientConfig, Pool, connect
-from kvpool.errors import KvpoolError
-from tests.attack.castle import (
-    ATTACK_S,
-    LINES_MAX,
-    MIB,
-    MODEL,
-    Castle,
-    castle,
-    private_bytes,
-    strangers,
-    suffered,
-)
+from kvpool import Pool
+from tests.attack.castle import ATTACK_S, MODEL, Castle, castle, cheap, strangers, suffered
 from tests.attack.strangers import ADDRESSES
-from tests.attack.test_middle import WAYS, Middle
+from tests.attack.test_middle import CHAIN, SIZE, TIMEOUT_S, WAYS, Middle, deceived, read
 from tests.chaos.cluster import free_ports
-from tests.conftest import buffers, keys, patient, value, values
+from tests.conftest import value, values
 from tests.support.certificates import certificate
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SIZE, TIMEOUT_S = 32 << 10, 1.0
-CHAIN = keys("over tls", 8)
 KINDS = "silent", "reset", "drip", "half_hello", "garbage"
 #: Connections before a proof, all together, with those that are being closed for new ones; and the
 #: memory of each.
 UNPROVED, EACH = 1024 + 256, 256 << 10
 
 
-class Enciphered:
+class Enciphered(NamedTuple):
     """A castle that speaks tls, and one who stands before its server."""
 
-    def __init__(self, of: Castle, address: str, middle: Middle) -> None:
-        self.castle, self.address, self.middle = of, address, middle
+    castle: Castle
+    address: str
+    middle: Middle
 
-    async def client(self, scheme: str = "tls") -> Pool:
-        masters = [self.castle.ports["master"]]
-        config = ClientConfig(masters=masters, transports=[scheme], timeout_s=TIMEOUT_S)
-        return await connect(config=config, cluster=self.castle.cluster("acme"))
+    async def client(self) -> Pool:
+        return await self.castle.client("acme", transports=["tls"], timeout_s=TIMEOUT_S)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -77,30 +62,11 @@ async def test_strangers_who_break_handshakes_off(enciphered: Enciphered, kinds:
 async def test_who_stands_in_the_middle_stops_connections_and_no_more(
     enciphered: Enciphered, way: str
 ) -> None:
-    of = enciphered.castle
-    lines = {node: len(of.lines(node)) for node in of.nodes}
-    private = {node: private_bytes(node) for node in of.nodes}
-    enciphered.middle.way = way
     enciphered.middle.seen.clear()
-    try:
-        until = time.perf_counter() + 1.5
-        while time.perf_counter() < until:
-            with contextlib.suppress(KvpoolError):
-                async with await enciphered.client() as pool:
-                    began = time.perf_counter()
-                    got = buffers(len(CHAIN), SIZE)
-                    results = await pool.read(MODEL, CHAIN, got)
-                    assert time.perf_counter() - began < TIMEOUT_S + patient(0.5)
-                    for result, has, right in zip(results, got, values(CHAIN, SIZE), strict=True):
-                        assert not result.status.hit or has == right, "wrong bytes"
-    finally:
-        enciphered.middle.way = ""
-    assert value(CHAIN[0], SIZE)[:64] not in enciphered.middle.seen
+    with cheap(enciphered.castle):
+        written = await deceived(enciphered.middle, way, enciphered.client)
+    for digest in (CHAIN[0], *written):
+        assert value(digest, SIZE)[:64] not in enciphered.middle.seen
     assert b"llama" not in enciphered.middle.seen
-    for node in of.nodes:
-        node.check()
-        assert len(of.lines(node)) - lines[node] <= LINES_MAX, of.lines(node)[lines[node] :][:9]
-        assert private_bytes(node) - private[node] < 32 * MIB
     async with await enciphered.client() as pool:
-        results = await pool.read(MODEL, CHAIN, buffers(len(CHAIN), SIZE))
-        assert all(one.status.hit for one in results), results
+        assert await read(pool, CHAIN) == len(CHAIN)
