@@ -20,29 +20,6 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.units import parse_duration, parse_size
 
 
-def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
-    file = tmp_path / "kvpool.yaml"
-    file.write_text(
-        "cluster: file\nserver: {capacity: 1GiB, heartbeat_s: 250ms, id: file}\n"
-        "client: {masters: [a:1, b:2]}\n"
-    )
-    environment = {"KVPOOL_SERVER_CAPACITY": "2GiB", "KVPOOL_SERVER_ID": "env", "HOME": "/x"}
-    config = load(file, environment, {"server.id": "flag", "server.listen": None})
-    assert config.cluster == "file"
-    assert config.server.capacity == 2 << 30
-    assert config.server.heartbeat_s == 0.25
-    assert config.server.id == "flag"
-    assert config.client.masters == ["a:1", "b:2"]
-
-
-def test_lists_and_booleans_from_the_environment() -> None:
-    config = load(
-        environment={"KVPOOL_CLIENT_MASTERS": "a:1, b:2", "KVPOOL_SERVER_BALANCE": "false"}
-    )
-    assert config.client.masters == ["a:1", "b:2"]
-    assert config.server.balance is False
-
-
 @pytest.mark.parametrize("section", ["", "master", "server", "client"])
 def test_settings_do_not_change_while_a_process_runs(section: str) -> None:
     found = getattr(load(), section) if section else load()
@@ -309,15 +286,19 @@ class Pigeon:
         self.settings = (birds, armoured, load, rest_s, losses, home)
 
 
-@pytest.fixture
-def pigeon(monkeypatch: pytest.MonkeyPatch) -> None:
+def install_pigeon(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     installed = registry.installed
 
     def with_pigeon(group: str) -> dict[str, EntryPoint]:
-        entry = EntryPoint("pigeon", f"{__name__}:Pigeon", registry.TRANSPORTS)
+        entry = EntryPoint("pigeon", where, registry.TRANSPORTS)
         return installed(group) | ({"pigeon": entry} if group == registry.TRANSPORTS else {})
 
     monkeypatch.setattr(registry, "installed", with_pigeon)
+
+
+@pytest.fixture
+def pigeon(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_pigeon(monkeypatch, f"{__name__}:Pigeon")
 
 
 @pytest.mark.parametrize(
@@ -360,19 +341,9 @@ def test_a_wrong_setting_is_never_ignored(pigeon: None, spec: str, says: str) ->
             registry.transports(["inproc", spec], strict=strict)
 
 
-@pytest.fixture
-def broken_pigeon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_that_cannot_be_loaded_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its package is there, and a library that it needs is not."""
-    installed = registry.installed
-
-    def with_pigeon(group: str) -> dict[str, EntryPoint]:
-        entry = EntryPoint("pigeon", "kvpool.no_such_module:Pigeon", registry.TRANSPORTS)
-        return installed(group) | ({"pigeon": entry} if group == registry.TRANSPORTS else {})
-
-    monkeypatch.setattr(registry, "installed", with_pigeon)
-
-
-def test_a_transport_that_cannot_be_loaded_is_left_out(broken_pigeon: None) -> None:
+    install_pigeon(monkeypatch, "kvpool.no_such_module:Pigeon")
     assert list(registry.transports(["pigeon", "tcp"])) == ["tcp"]
     registry.check_settings(["pigeon?birds=1", "tcp"])
     for specs, strict in ((["pigeon"], False), (["pigeon", "tcp"], True)):
@@ -380,11 +351,8 @@ def test_a_transport_that_cannot_be_loaded_is_left_out(broken_pigeon: None) -> N
             registry.transports(specs, strict=strict)
 
 
-def test_what_is_not_installed_hides_nothing_behind_it() -> None:
+def test_what_is_not_installed_is_named_and_hides_nothing_behind_it() -> None:
     assert list(registry.transports(["pigeon", "tcp", "dove", "shm"])) == ["tcp", "shm"]
-
-
-def test_what_is_not_installed_is_named() -> None:
     with pytest.raises(ConfigError, match=r"none of the transports \['pigeon'\] is installed"):
         registry.transports(["pigeon"])
     with pytest.raises(ConfigError, match=r"no policy .pigeon. is installed; installed: .*lru"):

@@ -40,6 +40,7 @@ def test_it_shows_where_each_value_comes_from(tmp_path: Path) -> None:
     given = {
         "KVPOOL_SERVER_CAPACITY": "2GiB",
         "KVPOOL_SERVER_ID": "env",
+        "KVPOOL_SERVER_BALANCE": "false",
         "KVPOOL_CONFIG": str(file),
     }
     done = config("--show", "server.id=gpu-1", "client.verify=no", **given)
@@ -48,6 +49,7 @@ def test_it_shows_where_each_value_comes_from(tmp_path: Path) -> None:
     assert shown["cluster"] == ["from-file", f"file {file}"]
     assert shown["server.capacity"] == ["2 GiB", "environment KVPOOL_SERVER_CAPACITY"]
     assert shown["server.id"] == ["gpu-1", "argument"]
+    assert shown["server.balance"] == ["no", "environment KVPOOL_SERVER_BALANCE"]
     assert shown["client.verify"] == ["no", "argument"]
     assert shown["server.heartbeat_s"] == ["0.25 s", f"file {file}"]
     assert shown["server.masters"] == ["a:1, b:2", f"file {file}"]
