@@ -25,6 +25,7 @@ from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, key, keys, values
 from tests.support.commands import running_kvpool
 from tests.support.programs import free_address, pool_of_commands
+from tests.support.raw_peers import connect
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 SOMEBODY = 65534
@@ -66,12 +67,7 @@ async def test_a_process_without_the_secret_is_refused_on_every_port() -> None:
             (member,) = await pool.members()
         (tcp,) = [a for a in member.addresses if a.startswith("tcp://127.0.0.1:")]
         with pytest.raises(Unauthenticated):
-            await TcpTransport().connect(
-                tcp,
-                cluster=Cluster(),
-                client="another",
-                deadline=asyncio.get_running_loop().time() + 5,
-            )
+            await connect(TcpTransport(), tcp, Cluster())
         with pytest.raises(MasterLost):
             await kvpool.connect(config=ClientConfig(masters=[address], timeout_s=0.5))
 

@@ -49,6 +49,7 @@ from kvpool.types import Cluster
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
 from tests.conftest import eventually
+from tests.support.between import between
 from tests.support.raw_peers import ControlPeer, control_peer
 
 OPEN, SECRET = Cluster(), Cluster("default", b"0123456789abcdef")
@@ -545,47 +546,27 @@ def test_a_proof_of_one_plane_is_none_of_the_other() -> None:
 class Tap:
     """A process between a caller and its master, on the way of their bytes."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self) -> None:
         self.seen = bytearray()
         self.questions = bytearray()
         #: Whether the last byte of each piece is another one: of questions, of replies.
         self.alters = {"questions": False, "replies": False}
-        self._port = int(address.rpartition(":")[2])
-        self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Tap:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        self._tasks += [
-            asyncio.create_task(self._pass(reader, to_writer, "questions")),
-            asyncio.create_task(self._pass(to_reader, writer, "replies")),
-        ]
-
-    async def _pass(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str
-    ) -> None:
-        while data := await reader.read(1 << 16):
-            self.seen += data
-            if way == "questions":
-                self.questions += data
-            writer.write(data[:-1] + bytes([data[-1] ^ self.alters[way]]))
-            self.alters[way] = False
-        writer.close()
+    def passes(self, data: bytes, reply: bool) -> bytes:
+        way = "replies" if reply else "questions"
+        self.seen += data
+        if not reply:
+            self.questions += data
+        altered = data[:-1] + bytes([data[-1] ^ self.alters[way]])
+        self.alters[way] = False
+        return altered
 
 
 @CLUSTERS
 async def test_with_a_secret_nobody_on_the_way_reads_or_repeats_a_message(cluster: Cluster) -> None:
-    async with served(cluster) as master, Tap(master.address) as tap:
-        link = master.network.connect(tap.address)
+    tap = Tap()
+    async with served(cluster) as master, between(master.address, tap.passes) as address:
+        link = master.network.connect(address)
         await ask(link, b"a name that is nobody's business")
         assert (b"nobody's business" in tap.seen) == (cluster is OPEN)
         link.close()
@@ -602,8 +583,9 @@ async def test_with_a_secret_nobody_on_the_way_reads_or_repeats_a_message(cluste
 
 @pytest.mark.parametrize("way", ["questions", "replies"])
 async def test_a_message_that_is_altered_on_the_way_is_asked_again(way: str) -> None:
-    async with served(SECRET) as master, Tap(master.address) as tap:
-        link = master.network.connect(tap.address)
+    tap = Tap()
+    async with served(SECRET) as master, between(master.address, tap.passes) as address:
+        link = master.network.connect(address)
         await ask(link)
         tap.alters[way] = True
         master.asked.clear()

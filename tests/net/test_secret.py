@@ -11,22 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import ClientConfig, Cluster, ServerConfig, connect, dev, read_secret
+import kvpool
+from kvpool import ClientConfig, Cluster, ServerConfig, dev, read_secret
 from kvpool.config import MasterConfig
 from kvpool.errors import ConfigError, Unauthenticated
 from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
-from kvpool.server.block_server import BlockServer
-from kvpool.server.eviction.lru import LRU
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
-from kvpool_tiers.dram import Dram
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.commands import running_kvpool
 from tests.support.programs import pool_of_commands
-from tests.support.raw_peers import frame, raw, read
+from tests.support.raw_peers import connect, frame, raw, read
+from tests.support.servers import small_server
 
 OURS = Cluster("default", b"0123456789abcdef-ours")
 THEIRS = Cluster("default", b"0123456789abcdef-theirs")
@@ -38,14 +37,9 @@ async def pool_of(cluster: Cluster) -> AsyncIterator[dev.Dev]:
     network = TcpNetwork(cluster)
     master = Master(MasterConfig(bind="127.0.0.1:0"), network)
     await master.start()
-    server = BlockServer(
-        ServerConfig(id="s", masters=[master.address], heartbeat_s=0.1),
-        cluster=cluster,
-        network=network,
-        transports={"shm": ShmTransport(), "tcp": TcpTransport()},
-        tiers=[Dram(1 << 20, prefault=False)],
-        policy=LRU(),
-    )
+    transports = {"shm": ShmTransport(), "tcp": TcpTransport()}
+    config = ServerConfig(id="s", masters=[master.address], heartbeat_s=0.1)
+    server = small_server(config, cluster, network, transports)
     try:
         await server.start()
         await server.wait_until_registered(asyncio.get_running_loop().time() + 10)
@@ -73,16 +67,9 @@ async def test_which_servers_may_be_reached_from_other_machines(
     transport = TcpTransport()
     transport.authenticated = asks  # type: ignore[misc]
     network = TcpNetwork(cluster)
-    server = BlockServer(
-        ServerConfig(
-            id="s", masters=["127.0.0.1:9"], listen=["tcp://0.0.0.0:0"], insecure=insecure
-        ),
-        cluster=cluster,
-        network=network,
-        transports={"tcp": transport},
-        tiers=[Dram(1 << 20, prefault=False)],
-        policy=LRU(),
-    )
+    here = {"masters": ["127.0.0.1:9"], "listen": ["tcp://0.0.0.0:0"]}
+    config = ServerConfig("s", insecure=insecure, **here)
+    server = small_server(config, cluster, network, {"tcp": transport})
     try:
         if may:
             await server.start()
@@ -101,7 +88,7 @@ async def test_who_knows_the_secret_shares_blocks(scheme: str) -> None:
     chain = keys("secret", 4)
     async with pool_of(OURS) as running:
         config = ClientConfig(masters=[running.address], transports=[scheme])
-        async with await connect(config=config, cluster=OURS) as pool:
+        async with await kvpool.connect(config=config, cluster=OURS) as pool:
             await pool.write(NAMESPACE, chain, values(chain))
             got = buffers(4)
             await pool.read(NAMESPACE, chain, got, match=await pool.match(NAMESPACE, chain))
@@ -117,12 +104,7 @@ async def test_a_server_refuses_strangers(
         (server,) = running.servers
         (address,) = [a for a in server.addresses if a.startswith(transport.scheme)]
         with pytest.raises(Unauthenticated):
-            await transport().connect(
-                address,
-                cluster=stranger,
-                client="stranger",
-                deadline=asyncio.get_running_loop().time() + 5,
-            )
+            await connect(transport(), address, stranger)
         await eventually(lambda: server.stats(0.0).counters["connections"] == 0)
 
 
@@ -155,12 +137,7 @@ async def test_a_server_that_only_claims_to_know_the_secret_gets_no_proof() -> N
     async with await asyncio.start_server(impostor, "127.0.0.1", 0) as listener:
         port = listener.sockets[0].getsockname()[1]
         with pytest.raises(Unauthenticated, match="the server does not know"):
-            await TcpTransport().connect(
-                f"tcp://127.0.0.1:{port}",
-                cluster=OURS,
-                client="client",
-                deadline=asyncio.get_running_loop().time() + 5,
-            )
+            await connect(TcpTransport(), f"tcp://127.0.0.1:{port}", OURS)
         assert await heard == b""
 
 

@@ -248,33 +248,6 @@ class Router:
         return self._log.read_text()
 
 
-@asynccontextmanager
-async def vllm_router(
-    mode: str, directory: Path, kind: type[Engine] = Engine
-) -> AsyncIterator[Router]:
-    """`static`: its command line names the streams; `discovered`: the engines do."""
-    import aiohttp
-
-    a, b = kind("a"), Engine("b")
-    log = directory / "vllm-router.log"
-    async with contextlib.AsyncExitStack() as stack:
-        for engine in (a, b):
-            stack.callback(engine.close)
-            await stack.enter_async_context(engine.serve())
-        port = free_port()
-        command = [str(_BIN / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--prometheus-port", str(free_port()), "--worker-urls", a.url, b.url]
-        command += ["--policy", "kv_aware", "--worker-startup-check-interval", "1"]
-        if mode == "static":
-            command += _streams((a, b))
-        stack.enter_context(_process(command, log))
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        url = f"http://127.0.0.1:{port}"
-        await _until_healthy(session, url, log)
-        await asyncio.sleep(1.5)  # it is healthy before it listens
-        yield Router(mode, url, session, a, b, log)
-
-
 def _streams(engines: Sequence[Engine]) -> list[str]:
     """The options that name these engines' KV events."""
     options = ["--kv-event-block-size", str(BLOCK), "--kv-event-model", "m"]
@@ -286,24 +259,50 @@ def _streams(engines: Sequence[Engine]) -> list[str]:
 
 
 @asynccontextmanager
-async def vllm_router_by(policy: str, engines: Sequence[Engine], directory: Path) -> Any:
-    """vllm-router with any policy: its URL, and a client's session."""
+async def _started(command: list[str], port: int, log: Path) -> AsyncIterator[tuple[str, Any]]:
+    """A router that is healthy: its URL, and a client's session."""
     import aiohttp
 
-    port, log = free_port(), directory / f"{policy}.log"
-    command = [str(_BIN / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-port", str(free_port()), "--policy", policy]
-    command += ["--worker-startup-check-interval", "1", "--worker-urls"]
-    command += [engine.url for engine in engines]
-    if policy == "kv_aware":
-        command += _streams(engines)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(_process(command, log))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         url = f"http://127.0.0.1:{port}"
         await _until_healthy(session, url, log)
-        await asyncio.sleep(1.0)
         yield url, session
+
+
+@asynccontextmanager
+async def vllm_router_by(
+    policy: str, engines: Sequence[Engine], log: Path, *, streams: bool
+) -> AsyncIterator[tuple[str, Any]]:
+    """vllm-router with any policy: its URL, and a client's session. With `streams` its command line
+    names those of the engines."""
+    port = free_port()
+    command = [str(_BIN / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-port", str(free_port()), "--policy", policy]
+    command += ["--worker-startup-check-interval", "1", "--worker-urls"]
+    command += [engine.url for engine in engines]
+    if streams:
+        command += _streams(engines)
+    async with _started(command, port, log) as (url, session):
+        await asyncio.sleep(1.5)  # it is healthy before it listens
+        yield url, session
+
+
+@asynccontextmanager
+async def vllm_router(
+    mode: str, directory: Path, kind: type[Engine] = Engine
+) -> AsyncIterator[Router]:
+    """`static`: its command line names the streams; `discovered`: the engines do."""
+    a, b = kind("a"), Engine("b")
+    log = directory / "vllm-router.log"
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in (a, b):
+            stack.callback(engine.close)
+            await stack.enter_async_context(engine.serve())
+        running = vllm_router_by("kv_aware", (a, b), log, streams=mode == "static")
+        url, session = await stack.enter_async_context(running)
+        yield Router(mode, url, session, a, b, log)
 
 
 class Indexer:
@@ -341,15 +340,9 @@ class Indexer:
 
 @asynccontextmanager
 async def dynamo_indexer(directory: Path) -> AsyncIterator[Indexer]:
-    import aiohttp
-
     port, log = free_port(), directory / "dynamo.log"
     command = [sys.executable, "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
-    async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(_process(command, log))
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        url = f"http://127.0.0.1:{port}"
-        await _until_healthy(session, url, log)
+    async with _started(command, port, log) as (url, session):
         yield Indexer(url, session, log)
 
 

@@ -77,7 +77,9 @@ async def behind(policy: str, directory: Path) -> AsyncIterator[Asked]:
             closers.append(await stack.enter_async_context(AsyncExitStack()))
             await closers[-1].enter_async_context(engine.serve())
             engines.append(engine)
-        url, session = await stack.enter_async_context(vllm_router_by(policy, engines, directory))
+        log, streams = directory / f"{policy}.log", policy == "kv_aware"
+        router = vllm_router_by(policy, engines, log, streams=streams)
+        url, session = await stack.enter_async_context(router)
         yield Asked(url, session, engines, closers)
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from kvpool import dev
 from kvpool.net.control_session import CallerSession, caller_context
-from kvpool.protocols import Link
+from kvpool.protocols import Link, Transport
 from kvpool.types import Cluster
 from kvpool.wire import messages as wire
 from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
@@ -159,6 +159,15 @@ def read(*digests: bytes) -> wire.Read:
 
 
 HELLO = frame(wire.Hello("default", "raw"))
+
+
+async def connect(
+    transport: Transport, address: str, cluster: Cluster, within_s: float = 5.0
+) -> None:
+    """Prove who we are to a server, and go."""
+    deadline = asyncio.get_running_loop().time() + within_s
+    channel = await transport.connect(address, cluster=cluster, client="test", deadline=deadline)
+    await channel.close()
 
 
 async def ask(link: Link, message: wire.Message, answer: type[wire.M]) -> wire.M:

@@ -21,15 +21,14 @@ from kvpool.net.tenants_file import TenantsFile
 from kvpool.protocols import Link, Transport
 from kvpool.secret_file import TenantKey
 from kvpool.server.block_server import BlockServer
-from kvpool.server.eviction.lru import LRU
 from kvpool.server.tenancy import Tenancy
 from kvpool.types import Namespace
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
-from kvpool_tiers.dram import Dram
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
 from tests.support.raw_peers import Raw, frame, raw
+from tests.support.servers import small_server
 
 OPERATOR = Cluster("default", b"0123456789abcdef-cluster")
 SECRETS = {"acme": b"0123456789abcdef-acme", "blue": b"0123456789abcdef-blue"}
@@ -95,15 +94,9 @@ class TenantPool:
         self, id: str, transports: Mapping[str, Transport], **settings: Any
     ) -> BlockServer:
         settings = {"heartbeat_s": 0.1, **settings}
-        server = BlockServer(
-            ServerConfig(id=id, masters=[self.master.address], **settings),
-            cluster=OPERATOR,
-            network=self.networks[1],
-            transports=transports,
-            tiers=[Dram(4 << 20, prefault=False)],
-            policy=LRU(),
-            tenants=self.of_server.keys,
-        )
+        config = ServerConfig(id=id, masters=[self.master.address], **settings)
+        network, keys = self.networks[1], self.of_server.keys
+        server = small_server(config, OPERATOR, network, transports, tenants=keys, capacity=4 << 20)
         self.servers.append(server)
         self.of_server.on_change(Tenancy.of(server).tenants_changed)
         await server.start()

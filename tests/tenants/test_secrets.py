@@ -22,6 +22,7 @@ from kvpool.types import Cluster
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
 from tests.conftest import eventually, keys, values
+from tests.support import raw_peers
 from tests.support.commands import running_kvpool
 from tests.support.programs import pool_of_commands
 from tests.support.raw_peers import ask, frame, raw
@@ -367,9 +368,4 @@ async def test_a_client_of_a_tenant_is_no_client_of_a_pool_without(tmp_path: Pat
         async with pool_of(cluster) as running:
             address = next(a for a in running.servers[0].addresses if a.startswith("tcp"))
             with pytest.raises((Unauthenticated, LinkBroken)):
-                await TcpTransport().connect(
-                    address,
-                    cluster=tenant("acme"),
-                    client="client",
-                    deadline=asyncio.get_running_loop().time() + 2,
-                )
+                await raw_peers.connect(TcpTransport(), address, tenant("acme"), within_s=2)

@@ -14,15 +14,13 @@ from kvpool import ClientConfig, ConfigError, Namespace, ServerConfig, WriteStat
 from kvpool.client.pool import Pool
 from kvpool.errors import PeerError
 from kvpool.net.control_network import TcpNetwork
-from kvpool.server.block_server import BlockServer
-from kvpool.server.eviction.lru import LRU
 from kvpool.wire import auth
 from kvpool.wire import messages as wire
-from kvpool_tiers.dram import Dram
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import buffers, keys
 from tests.support.raw_peers import frame, payload, raw
+from tests.support.servers import small_server
 from tests.support.tenant_pool import (
     MODEL,
     OPERATOR,
@@ -151,20 +149,10 @@ async def test_a_transport_that_asks_nobody_is_refused_beside_tenants(pool: Tena
     transport.authenticated = False  # type: ignore[misc]
     network = TcpNetwork(OPERATOR)
     for insecure in (False, True):
-        server = BlockServer(
-            ServerConfig(
-                id="t",
-                masters=[pool.master.address],
-                listen=["tcp://127.0.0.1:0"],
-                insecure=insecure,
-            ),
-            cluster=OPERATOR,
-            network=network,
-            transports={"tcp": transport},
-            tiers=[Dram(1 << 20, prefault=False)],
-            policy=LRU(),
-            tenants=pool.of_server.keys,
-        )
+        listen = ["tcp://127.0.0.1:0"]
+        config = ServerConfig("t", masters=[pool.master.address], listen=listen, insecure=insecure)
+        keys_of = pool.of_server.keys
+        server = small_server(config, OPERATOR, network, {"tcp": transport}, tenants=keys_of)
         if insecure:
             await server.start()
         else:

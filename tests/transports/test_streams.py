@@ -100,23 +100,27 @@ def hello() -> Message:
     return Hello("default", "test")
 
 
+class Dialled(list[Stream]):
+    """The streams that a client's pool has opened."""
+
+    async def dial(self, deadline: float) -> Stream:
+        stream = Stream()
+        Wire(stream)
+        self.append(stream)
+        return stream
+
+
 async def test_streams_that_the_server_has_closed_keep_no_place() -> None:
     """Or a pool whose idle streams were lost once would dial for nearly every call from then on."""
     loop = asyncio.get_running_loop()
-    dialled: list[Stream] = []
-
-    async def dial(deadline: float) -> Stream:
-        stream = Stream()
-        Wire(stream)
-        dialled.append(stream)
-        return stream
+    dialled = Dialled()
 
     async def at_once(streams: StreamPool, calls: int) -> None:
         async with AsyncExitStack() as stack:
             for _ in range(calls):
                 await stack.enter_async_context(streams.stream(loop.time() + 5))
 
-    streams = StreamPool(dial)
+    streams = StreamPool(dialled.dial)
     await at_once(streams, 20)
     for stream in dialled[:]:
         if not stream.lost:
@@ -130,19 +134,13 @@ async def test_streams_that_the_server_has_closed_keep_no_place() -> None:
 
 async def test_calls_that_wait_take_the_streams_of_those_before() -> None:
     """All end in one turn of the loop: no stream is dialled anew, and few are kept afterwards."""
-    dialled: list[Stream] = []
-
-    async def dial(deadline: float) -> Stream:
-        stream = Stream()
-        Wire(stream)
-        dialled.append(stream)
-        return stream
+    dialled = Dialled()
 
     async def call(streams: StreamPool) -> None:
         async with streams.stream(asyncio.get_running_loop().time() + 5):
             await asyncio.sleep(0)
 
-    streams = StreamPool(dial)
+    streams = StreamPool(dialled.dial)
     for _ in range(2):
         await asyncio.gather(*[call(streams) for _ in range(400)])
         assert len(dialled) <= 64 + 56
@@ -169,16 +167,11 @@ class Timer:
 async def test_the_time_of_a_call_rests_while_it_waits_for_a_stream() -> None:
     timer = Timer()
 
-    async def dial(deadline: float) -> Stream:
-        stream = Stream()
-        Wire(stream)
-        return stream
-
     async def call(streams: StreamPool) -> None:
         async with streams.stream(asyncio.get_running_loop().time() + 5, timer):
             assert timer.told[-1:] != ["rest"]
 
-    streams = StreamPool(dial, limit=1)
+    streams = StreamPool(Dialled().dial, limit=1)
     async with streams.stream(asyncio.get_running_loop().time() + 5):
         waiting = asyncio.create_task(call(streams))
         await asyncio.sleep(0.01)

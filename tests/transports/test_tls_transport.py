@@ -23,7 +23,9 @@ from kvpool_transports.streams import server as server_half
 from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.tls import TlsTransport
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.support.between import between
 from tests.support.certificates import certificate
+from tests.support.raw_peers import connect
 
 SECRET = Cluster("default", b"s" * 32)
 OPEN = Cluster("default")
@@ -47,14 +49,6 @@ def address_of(running: dev.Dev) -> str:
     (address,) = running.servers[0].addresses
     assert address.startswith("tls://127.0.0.1:")
     return address
-
-
-async def connect(
-    transport: TcpTransport, address: str, cluster: Cluster, within_s: float = 5.0
-) -> None:
-    deadline = asyncio.get_running_loop().time() + within_s
-    channel = await transport.connect(address, cluster=cluster, client="test", deadline=deadline)
-    await channel.close()
 
 
 @pytest.mark.parametrize(
@@ -85,27 +79,17 @@ async def write(pool: Pool, chain: list[bytes]) -> list[WriteStatus]:
 async def in_the_middle(target: str, *, name: str) -> AsyncIterator[tuple[str, list[bytes]]]:
     """Who ends TLS with a certificate of its own, and passes everything on; and what it saw."""
     mine, seen = certificate(name), []
-    port = int(target.rpartition(":")[2])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(mine.cert, mine.key)
     blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 16):
-                seen.append(data)
-                writer.write(data)
-                await writer.drain()
-        writer.close()
+    def passes(data: bytes, reply: bool) -> bytes:
+        seen.append(data)
+        return data
 
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, to = await asyncio.open_connection("127.0.0.1", port, ssl=blind)
-        await asyncio.gather(copy(reader, to), copy(there, writer))
-
-    server = await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=context)
-    async with server:
-        yield f"tls://127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
+    async with between(target, passes, shown=context, far=blind) as address:
+        yield f"tls://{address}", seen
 
 
 async def test_a_secret_is_not_proved_through_a_peer_in_the_middle() -> None:
@@ -397,29 +381,20 @@ async def test_files_are_read_once_and_looked_at_once_a_second(
         assert not reads
 
 
-@asynccontextmanager
-async def altering(target: str, every: int) -> AsyncIterator[int]:
-    """The port of one who passes everything on, and flips a bit of each so many bytes."""
-    port = int(target.rpartition(":")[2])
+def altering(every: int) -> Callable[[bytes, bool], bytes]:
+    """Flips a bit of each so many bytes of the replies."""
+    passed = 0
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flip: bool) -> None:
-        passed = 0
-        with contextlib.suppress(OSError):
-            while data := bytearray(await reader.read(1 << 16)):
-                if flip and passed // every != (passed + len(data)) // every:
-                    data[len(data) // 2] ^= 1
-                passed += len(data)
-                writer.write(data)
-                await writer.drain()
-        writer.close()
+    def passes(data: bytes, reply: bool) -> bytes:
+        nonlocal passed
+        if not reply:
+            return data
+        piece, passed, before = bytearray(data), passed + len(data), passed
+        if before // every != passed // every:
+            piece[len(piece) // 2] ^= 1
+        return bytes(piece)
 
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(copy(reader, far_writer, False), copy(far_reader, writer, True))
-
-    server = await asyncio.start_server(pass_on, "127.0.0.1", 0)
-    async with server:
-        yield server.sockets[0].getsockname()[1]
+    return passes
 
 
 @pytest.mark.parametrize("every", [1 << 40, 100_000], ids=["passed on", "altered"])
@@ -428,12 +403,12 @@ async def test_what_is_altered_on_its_way_is_no_hit(every: int) -> None:
     chain = keys("altered", 4)
     async with (
         serving(SECRET, server_tls()) as running,
-        altering(address_of(running), every) as diverted,
+        between(address_of(running), altering(every)) as diverted,
     ):
 
         class Diverted(TlsTransport):
             async def _open(self, host: str, port: int, cluster: Cluster) -> Any:
-                return await super()._open(host, diverted, cluster)
+                return await super()._open(host, int(diverted.rpartition(":")[2]), cluster)
 
         async def statuses(transport: Transport) -> set[ReadStatus]:
             config = ClientConfig(masters=[running.address], transports=["tls"], verify=False)
