@@ -256,6 +256,15 @@ def broken(**changed: Any) -> Callable[[], Transport]:
     return lambda: transport
 
 
+def altered(base: type[Any], **changed: Any) -> type[Any]:
+    """The same, but for these of its attributes."""
+    return type(f"{base.__name__}, altered", (base,), changed)
+
+
+async def nothing(*_: Any, **__: Any) -> None:
+    """Says that it is done."""
+
+
 async def unordered(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
     """Answers in the order of the digests."""
     return await inner.read(reading, sorted(blocks, key=lambda b: b[0]), deadline=deadline)
@@ -389,10 +398,6 @@ def blunt(inner: Any) -> None:
     inner.abort()
 
 
-async def undead(inner: Any) -> None:
-    """Works on after its end."""
-
-
 @asynccontextmanager
 async def scribbled(inner: Any, *asked: Any, deadline: float) -> AsyncIterator[list[View]]:
     """Shows memory that can be written into."""
@@ -461,25 +466,6 @@ async def piecemeal(inner: Any, *asked: Any, deadline: float) -> Any:
     if isinstance(got, wire.StatusReply):
         return wire.StatusReply(got.statuses[: BATCH_BLOCKS_MAX // 2])
     return got
-
-
-class Unreachable(ThroughTransport):
-    """Finds no server where one is."""
-
-    def can_reach(self, address: str) -> bool:
-        return False
-
-
-class Devoted(ThroughTransport):
-    """Lacks nothing for devices, and has no channel for them."""
-
-    device_lack = ""
-
-
-class Wordless(ThroughTransport):
-    """Has nothing to say."""
-
-    status_text = ""
 
 
 class Trusting(ThroughTransport):
@@ -561,6 +547,11 @@ class Dialling(UnixTransport):
         return await super().connect(address, deadline=deadline + 60, **options)
 
 
+def kept_so(change: Callable[[Connection], None]) -> Transport:
+    """The server's half is broken: each of its connections is changed in one thing."""
+    return ThroughTransport(store=lambda store: Books(store, change))
+
+
 class Books:
     """A store whose connections are changed in one thing, so the server's half is broken."""
 
@@ -617,13 +608,13 @@ BROKEN: dict[str, Callable[[], Transport]] = {
     "a_silent_server_costs_a_deadline": lambda: ThroughTransport(write=patient("write")),
     "a_cancelled_read_leaves_nothing": lambda: ThroughTransport(read=lingering("read")),
     "abort_ends_calls_that_wait": lambda: ThroughTransport(abort=deaf),
-    "closing_twice_is_closing_once": lambda: ThroughTransport(close=undead, abort=deaf),
+    "closing_twice_is_closing_once": lambda: ThroughTransport(close=nothing, abort=deaf),
     "a_view_is_pinned_and_read_only": lambda: ThroughTransport(read_view=scribbled),
     "a_view_outlives_its_channel_but_not_its_server": lambda: ThroughTransport(abort=blunt),
     "a_request_arrives_as_it_was_made": lambda: ThroughTransport(request=piecemeal),
     "a_request_ends_with_its_caller": lambda: ThroughTransport(request=lingering("request")),
     "a_refused_request_is_not_repeated": lambda: ThroughTransport(request=insisting("request")),
-    "a_closed_channel_moves_nothing": lambda: ThroughTransport(close=undead, abort=deaf),
+    "a_closed_channel_moves_nothing": lambda: ThroughTransport(close=nothing, abort=deaf),
     "nobody_there_is_unavailable": Raw,
     "a_refused_call_is_made_once": lambda: ThroughTransport(read=insisting("read")),
     "no_call_keeps_the_loop": lambda: ThroughTransport(read=thinking),
@@ -634,22 +625,17 @@ BROKEN: dict[str, Callable[[], Transport]] = {
     "every_status_arrives": lambda: ThroughTransport(read=summing),
     "a_refusal_arrives_unchanged": lambda: ThroughTransport(request=translating),
     "a_tenants_client_is_known_or_refused": Trusting,
-    "what_a_transport_declares_is_so": Unreachable,
+    # It finds no server where one is.
+    "what_a_transport_declares_is_so": altered(ThroughTransport, can_reach=lambda *_: False),
     "a_closed_listener_has_no_connection": Parting,
     "a_server_knows_who_calls": lambda: Linked(
         lambda peer: peer._replace(address="127.0.0.1:9000")
     ),
     "a_server_may_hang_up": lambda: Linked(link(hang_up=lambda why: None)),
     "a_server_sees_whether_a_client_is_idle": lambda: Linked(link(idle_since=lambda: None)),
-    "bytes_are_taken_while_they_are_pinned": lambda: ThroughTransport(
-        store=lambda store: Books(store, unpin_early)
-    ),
-    "blocks_are_sealed_when_their_bytes_are_there": lambda: ThroughTransport(
-        store=lambda store: Books(store, seal_anything)
-    ),
-    "a_cancelled_write_leaves_nothing": lambda: ThroughTransport(
-        store=lambda store: Books(store, forget_the_books)
-    ),
+    "bytes_are_taken_while_they_are_pinned": lambda: kept_so(unpin_early),
+    "blocks_are_sealed_when_their_bytes_are_there": lambda: kept_so(seal_anything),
+    "a_cancelled_write_leaves_nothing": lambda: kept_so(forget_the_books),
 }
 
 
@@ -679,8 +665,9 @@ BROKEN_TOO: list[tuple[str, Callable[[], Transport]]] = [
     ),
     ("every_status_arrives", lambda: ThroughTransport(write=hurrying)),
     ("a_refusal_arrives_unchanged", lambda: ThroughTransport(request=terser)),
-    ("what_a_transport_declares_is_so", Devoted),
-    ("what_a_transport_declares_is_so", Wordless),
+    # It lacks nothing for devices, and has no channel for them; it has nothing to say.
+    ("what_a_transport_declares_is_so", altered(ThroughTransport, device_lack="")),
+    ("what_a_transport_declares_is_so", altered(ThroughTransport, status_text="")),
     ("a_server_knows_who_calls", lambda: Linked(lambda peer: peer._replace(transport="tcp"))),
     ("a_server_sees_whether_a_client_is_idle", lambda: Linked(link(retire=lambda: None))),
     ("a_server_sees_whether_a_client_is_idle", lambda: Linked(link(idle_since=lambda: 1e9))),
@@ -808,25 +795,11 @@ class Copying(PlainDram):
         return memoryview(bytearray(super().view(offset, size)))
 
 
-class Amnesiac(Nvme):
-    """Remembers nothing."""
-
-    async def persist(self, records: Sequence[Record]) -> None:
-        pass
-
-
 class Vague(Nvme):
     """Does not keep where a block belongs."""
 
     async def recover(self) -> Sequence[Record]:
         return [record._replace(parent=ROOT) for record in await super().recover()]
-
-
-class Resentful(Nvme):
-    """Never forgets."""
-
-    async def erase(self, offsets: Sequence[int]) -> None:
-        pass
 
 
 class Backward(Nvme):
@@ -903,13 +876,6 @@ class Unstoppable(Nvme):
             await super().persist(records)
 
 
-class Boastful(Nvme):
-    """Says that it keeps all."""
-
-    def keeps(self, offset: int) -> bool:
-        return True
-
-
 class Pausing(Nvme):
     """Reads its records on the loop's thread."""
 
@@ -942,12 +908,6 @@ class Keyless(Nvme):
 
     def use_key(self, key: bytes, random: Callable[[int], bytes] = os.urandom) -> None:
         super().use_key(bytes(32), random)
-
-
-class Discreet(Nvme):
-    """Has nothing to say, and says that."""
-
-    status_text = ""
 
 
 class Closing(PlainDram):
@@ -1050,20 +1010,20 @@ def unsealed(capacity: int) -> Tier:
         ("a_view_is_the_memory_itself", Copying),
         ("capacity_is_what_was_asked_for", Greedy),
         ("nobody_can_resize_it", unsealed),
-        ("what_was_remembered_is_found_again", Amnesiac),
+        ("what_was_remembered_is_found_again", altered(Nvme, persist=nothing)),
         ("what_was_remembered_is_found_again", Vague),
-        ("what_was_erased_stays_erased", Resentful),
+        ("what_was_erased_stays_erased", altered(Nvme, erase=nothing)),
         ("of_overlapping_extents_the_newest_wins", Backward),
         ("what_cannot_be_an_extent_is_refused", Lax),
         ("what_was_remembered_survives_a_kill", Hesitating),
         ("erasing_ignores_where_no_extent_starts", Overreaching),
         ("a_cancelled_call_remembers_nothing_later", Unstoppable),
-        ("what_is_left_out_is_known", Boastful),
+        ("what_is_left_out_is_known", altered(Nvme, keeps=lambda *_: True)),
         ("no_call_about_records_keeps_the_loop", Pausing),
         ("nothing_is_dropped_unsaid", Alarmist),
         ("nobody_else_is_served_from_it", Hospitable),
         ("another_key_reads_nothing", Keyless),
-        ("what_an_operator_is_shown_is_a_line", Discreet),
+        ("what_an_operator_is_shown_is_a_line", altered(Nvme, status_text="")),
         ("closing_ends_running_calls", Closing),
         ("closing_ends_running_calls", Inventive),
         ("a_closed_tier_keeps_no_memory", Hoarding),
