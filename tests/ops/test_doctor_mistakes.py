@@ -27,13 +27,11 @@ from kvpool.master.service import Master
 from kvpool.memory_limits import Limit, MemoryLimits
 from kvpool.net import control_network
 from kvpool.net.control_network import TcpNetwork
-from kvpool.net.masters_certificate import masters_fingerprint
 from kvpool.ops import doctor, own_host, pool_health, unreachable_master
 from kvpool.ops.engine_json import examine_json
 from kvpool.ops.engines import examine_engines
 from kvpool.ops.finding import Finding
 from kvpool.runtime import host_id
-from kvpool.secret_file import TenantKey
 from kvpool.tools.subprocesses import process_of
 from kvpool.types import ClientUsage, Cluster, Demand, Namespace, ServerStats, TierUsage, WorkingSet
 from kvpool_transports.tcp import TcpTransport
@@ -42,7 +40,7 @@ from tests.net.test_secret import pool_of
 from tests.net.test_versions import THEIRS
 from tests.ops.test_doctor import member
 from tests.support.commands import kvpool
-from tests.support.tenant_pool import OPERATOR, SECRETS, TenantPool
+from tests.support.tenant_pool import OPERATOR, TenantPool, key_file
 
 SECRET = b"0123456789abcdef-the-secret"
 OPEN = Cluster()
@@ -66,6 +64,15 @@ class Place:
 
     async def pool(self, cluster: Cluster = OPEN) -> dev.Dev:
         return await self.stack.enter_async_context(pool_of(cluster))
+
+    async def empty_master(self) -> str:
+        """The address of one that knows no server."""
+        network = TcpNetwork(OPEN)
+        self.stack.callback(network.close)
+        master = Master(MasterConfig(bind="127.0.0.1:0"), network)
+        await master.start()
+        self.stack.push_async_callback(master.close)
+        return master.address
 
     async def master(self, address: str, **settings: Any) -> list[Finding]:
         """What it says of one master; a client of a pool over tcp."""
@@ -123,15 +130,10 @@ async def a_secret_that_the_master_was_not_given(place: Place) -> Iterable[Findi
     return await place.master((await place.pool()).address, secret_file=place.secret())
 
 
-def key_of_acme(place: Place) -> str:
-    content = TenantKey(2, "default", "acme", masters_fingerprint(OPERATOR), SECRETS["acme"])
-    return place.secret(msgspec.json.encode(content))
-
-
 @mistake("master", "fail", "certificate is not that of the masters", "every master with --tenants")
 async def a_tenant_of_a_master_that_was_given_no_tenants(place: Place) -> Iterable[Finding]:
     pool = await place.pool(OPERATOR)
-    return await place.master(pool.address, secret_file=key_of_acme(place))
+    return await place.master(pool.address, secret_file=str(key_file(place.folder, "acme")))
 
 
 @mistake("master", "fail", "key of this tenant is still valid", "each master the same tenants file")
@@ -140,7 +142,7 @@ async def a_master_with_an_older_tenants_file(place: Place) -> Iterable[Finding]
     pool.write_tenants(only="blue")
     await pool.start({"tcp": TcpTransport()}, listen=["tcp://127.0.0.1:0"])
     place.stack.push_async_callback(pool.close)
-    return await place.master(pool.master.address, secret_file=key_of_acme(place))
+    return await place.master(pool.master.address, secret_file=str(key_file(place.folder, "acme")))
 
 
 @mistake("master", "fail", "another cluster (setting `cluster`)", "do as it says")
@@ -214,22 +216,12 @@ async def no_route_for_ipv6(place: Place) -> Iterable[Finding]:
 
 @mistake("master", "fail", "0 of 0 servers up", "start one: kvpool server --masters")
 async def no_servers(place: Place) -> Iterable[Finding]:
-    network = TcpNetwork(Cluster())
-    place.stack.callback(network.close)
-    running = Master(MasterConfig(bind="127.0.0.1:0"), network)
-    await running.start()
-    place.stack.push_async_callback(running.close)
-    return await place.master(running.address)
+    return await place.master(await place.empty_master())
 
 
 @mistake("server s", "warn", "does not know it", "every master (--masters)")
 async def one_master_that_a_server_was_not_told(place: Place) -> Iterable[Finding]:
-    network = TcpNetwork(Cluster())
-    place.stack.callback(network.close)
-    other = Master(MasterConfig(bind="127.0.0.1:0"), network)
-    await other.start()
-    place.stack.push_async_callback(other.close)
-    masters = [(await place.pool()).address, other.address]
+    masters = [(await place.pool()).address, await place.empty_master()]
     return await doctor.examine(Config(client=ClientConfig(masters=masters, transports=["tcp"])))
 
 
