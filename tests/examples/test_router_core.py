@@ -53,57 +53,38 @@ def known(**scores: HostScore) -> Prompt:
     return Prompt("s", tokens=170, block_size=16, hashes=BLOCKS, scores=scores)
 
 
+#: Of the pool's blocks, for an engine on host a, and for one on host b: near, far, and seconds.
+NEAR_B = known(a=score("a", 0, 10, 0.1), b=score("b", 10, 0, 0.01))
+SLOW = known(a=score("a", 0, 10, 9.0), b=score("b", 0, 10, 9.0))
+NEAR_BOTH = known(a=score("a", 10, 0, 0.0), b=score("b", 10, 0, 0.1))
+ONLY_B = known(b=score("b", 10, 0, 0.01))
+
+
+def two(a: dict[str, Any], b: dict[str, Any]) -> list[Engine]:
+    return [engine("a", **a), engine("b", **b)]
+
+
 @pytest.mark.parametrize(
     ("policy", "engines", "prompt", "expected"),
     [
-        ("round_robin", [engine("a"), engine("b")], known(), ("b", "turn")),
-        (
-            "least_loaded",
-            [engine("a", answering=2), engine("b", answering=1)],
-            known(),
-            ("b", "load"),
-        ),
-        (
-            "least_loaded",
-            [engine("a", reported=3), engine("b", answering=1)],
-            known(),
-            ("b", "load"),
-        ),
-        ("session", [engine("a", answering=1), engine("b")], known(), ("b", "load")),
-        ("precise", [engine("a", 8), engine("b", 2)], known(), ("a", "device")),
-        ("precise", [engine("a", lost=True), engine("b", 2)], known(), ("b", "device")),
-        ("precise", [engine("a", 8, pending_s=0.5), engine("b", 2)], known(), ("b", "queue")),
-        ("precise", [engine("a", 8, pending_s=0.05), engine("b", 2)], known(), ("a", "device")),
-        ("precise", [engine("a"), engine("b", answering=9)], known(), ("a", "cold")),
+        ("round_robin", two({}, {}), known(), ("b", "turn")),
+        ("least_loaded", two({"answering": 2}, {"answering": 1}), known(), ("b", "load")),
+        ("least_loaded", two({"reported": 3}, {"answering": 1}), known(), ("b", "load")),
+        ("session", two({"answering": 1}, {}), known(), ("b", "load")),
+        ("precise", two({"blocks": 8}, {"blocks": 2}), known(), ("a", "device")),
+        ("precise", two({"lost": True}, {"blocks": 2}), known(), ("b", "device")),
+        ("precise", two({"blocks": 8, "pending_s": 0.5}, {"blocks": 2}), known(), ("b", "queue")),
+        ("precise", two({"blocks": 8, "pending_s": 0.05}, {"blocks": 2}), known(), ("a", "device")),
+        ("precise", two({}, {"answering": 9}), known(), ("a", "cold")),
         # The pool has all of it; one engine's host is nearer.
-        (
-            "precise",
-            [engine("a"), engine("b")],
-            known(a=score("a", 0, 10, 0.1), b=score("b", 10, 0, 0.01)),
-            ("b", "pool"),
-        ),
+        ("precise", two({}, {}), NEAR_B, ("b", "pool")),
         # Loading takes longer than computing: as if the pool had nothing.
-        (
-            "precise",
-            [engine("a"), engine("b", answering=1)],
-            known(a=score("a", 0, 10, 9.0), b=score("b", 0, 10, 9.0)),
-            ("a", "cold"),
-        ),
+        ("precise", two({}, {"answering": 1}), SLOW, ("a", "cold")),
         # What an engine has measured counts more than the score: 1,000 bytes at 1 B/s, 1 MB/s.
-        (
-            "precise",
-            [engine("a", load_rate=1.0), engine("b", load_rate=1e6)],
-            known(a=score("a", 10, 0, 0.0), b=score("b", 10, 0, 0.1)),
-            ("b", "pool"),
-        ),
+        ("precise", two({"load_rate": 1.0}, {"load_rate": 1e6}), NEAR_BOTH, ("b", "pool")),
         # Three blocks on the device and seven from the pool beat eight on a device that waits.
-        (
-            "precise",
-            [engine("a", 8, pending_s=0.2), engine("b", 3)],
-            known(b=score("b", 10, 0, 0.01)),
-            ("b", "queue"),
-        ),
-        ("precise", [engine("a", answering=1), engine("b")], Prompt("s"), ("b", "load")),
+        ("precise", two({"blocks": 8, "pending_s": 0.2}, {"blocks": 3}), ONLY_B, ("b", "queue")),
+        ("precise", two({"answering": 1}, {}), Prompt("s"), ("b", "load")),
     ],
 )
 def test_decisions(
