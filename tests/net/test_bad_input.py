@@ -25,7 +25,7 @@ import pytest_asyncio
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
 from kvpool.checksum import block_seeds, checksum
 from kvpool.net.control_network import TcpNetwork
-from kvpool.net.requests import cluster_id, encode_envelope, with_size
+from kvpool.net.requests import cluster_id, encode_envelope
 from kvpool.protocols import Link, Peer, ReserveRequest
 from kvpool.runtime import resident_bytes
 from kvpool.server import clients
@@ -86,28 +86,22 @@ async def shared(one_pool: tuple[dev.Dev, Pool]) -> AsyncIterator[dev.Dev]:
 
 # --- frames ------------------------------------------------------------------------------
 
+
+def header(type: int, body: int, payload: int = 0, version: int = PROTOCOL_VERSION) -> bytes:
+    """Of a frame with so many bytes, which need not follow."""
+    return struct.pack("<2sBBIQ", b"kv", version, type, body, payload)
+
+
 FRAMES = {
     "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "BadFrame"),
     "a TLS ClientHello": (bytes.fromhex("16030100dc010000d80303") + bytes(200), "BadFrame"),
     "zeros": (bytes(4096), "BadFrame"),
     "the other plane": (encode_envelope(44, cluster_id("default"), 1, b"\x80"), "BadFrame"),
-    "another version": (b"kv" + bytes([99, 2]) + bytes(12), "VersionMismatch"),
-    "body 2**32 - 1": (
-        struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, 2, 2**32 - 1, 0),
-        "BadFrame",
-    ),
-    "body 2**31 - 1": (
-        struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, 2, 2**31 - 1, 0),
-        "BadFrame",
-    ),
-    "body over the limit": (
-        struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, 2, (1 << 20) + 1, 0),
-        "BadFrame",
-    ),
-    "payload 2**64 - 1": (
-        struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, 6, 0, 2**64 - 1),
-        "BadFrame",
-    ),
+    "another version": (header(2, 0, version=99), "VersionMismatch"),
+    "body 2**32 - 1": (header(2, 2**32 - 1), "BadFrame"),
+    "body 2**31 - 1": (header(2, 2**31 - 1), "BadFrame"),
+    "body over the limit": (header(2, (1 << 20) + 1), "BadFrame"),
+    "payload 2**64 - 1": (header(6, 0, 2**64 - 1), "BadFrame"),
     "a payload with hello": (frame(wire.Hello("default", "raw"), b"bytes"), "BadFrame"),
     "a payload with a request": (HELLO + frame(read(key("a")), b"bytes"), "BadFrame"),
     "a payload first": (payload(0), "BadMessage"),
@@ -205,7 +199,7 @@ async def test_many_requests_at_once_let_others_in(watched: dev.Dev, scheme: str
 
         other = asyncio.create_task(others())
         answer = frame(wire.Data(b"\1", [], []))
-        await peer._exactly(asked * len(answer))
+        await peer.exactly(asked * len(answer))
         other.cancel()
     assert turns >= asked
 
@@ -213,7 +207,7 @@ async def test_many_requests_at_once_let_others_in(watched: dev.Dev, scheme: str
 # --- messages ----------------------------------------------------------------------------
 
 DEEP = b"\x91" * 100_000
-#: Fields that replace those of a good Reserve.
+#: Fields that replace those of a good Reserve or Write.
 MESSAGES: dict[str, dict[str, Any]] = {
     "no keys": {"digests": b"", "parents": b"", "sizes": []},
     "1,025 keys": {"digests": bytes(32 * 1025), "parents": bytes(32 * 1025), "sizes": [1] * 1024},
@@ -265,21 +259,13 @@ MESSAGES: dict[str, dict[str, Any]] = {
 
 @SHARED
 @pytest.mark.parametrize("name", MESSAGES)
-async def test_messages(shared: dev.Dev, name: str) -> None:
-    fields = msgspec.structs.asdict(reserve(key("a"))) | MESSAGES[name]
+@pytest.mark.parametrize(("good", "size"), [(reserve(key("a")), 0), (write(key("a")), 64)])
+async def test_messages(shared: dev.Dev, good: wire.Message, size: int, name: str) -> None:
+    """Of a `Write`, which comes with bytes, nothing is reserved, and none of them is awaited."""
+    fields = msgspec.structs.asdict(good) | MESSAGES[name]
+    number = wire.TYPES[type(good)]
     async with raw(shared) as peer:
-        await peer.send(HELLO + encode_frame(4, msgspec.msgpack.encode(fields)))
-        assert await peer.refusal() == "BadMessage"
-
-
-@SHARED
-@pytest.mark.parametrize("name", MESSAGES)
-async def test_messages_with_bytes(shared: dev.Dev, name: str) -> None:
-    """The same fields of a `Write`: nothing is reserved, and no byte of it is awaited."""
-    good = msgspec.structs.asdict(write(key("a")))
-    whole = encode_frame(27, msgspec.msgpack.encode(good | MESSAGES[name]), 64)
-    async with raw(shared) as peer:
-        await peer.send(HELLO + whole)
+        await peer.send(HELLO + encode_frame(number, msgspec.msgpack.encode(fields), size))
         assert await peer.refusal() == "BadMessage"
 
 
@@ -375,15 +361,15 @@ async def test_writes(shared: dev.Dev, scheme: str, name: str) -> None:
 
 #: A small write of two blocks, of 64 and 100 bytes, and the bytes behind it.
 SIZES = [64, 100]
-AT_ONCE: dict[str, tuple[dict[str, Any], int, str]] = {
-    "a byte more than said": ({}, 165, "BadMessage"),
-    "a byte less than said": ({}, 163, "BadMessage"),
-    "no bytes": ({}, 0, "BadMessage"),
-    "sizes that lie": ({"sizes": [100, 100]}, 164, "BadMessage"),
-    "sizes of more than there is": ({"sizes": [1 << 32, 1 << 32]}, 164, "BadMessage"),
-    "a checksum missing": ({"checksums": [0]}, 164, "BadMessage"),
-    "a checksum too many": ({"checksums": [0] * 3}, 164, "BadMessage"),
-    "more than one request may bring": ({"sizes": [64, 16 << 20]}, (16 << 20) + 64, "BadMessage"),
+AT_ONCE: dict[str, tuple[dict[str, Any], int]] = {
+    "a byte more than said": ({}, 165),
+    "a byte less than said": ({}, 163),
+    "no bytes": ({}, 0),
+    "sizes that lie": ({"sizes": [100, 100]}, 164),
+    "sizes of more than there is": ({"sizes": [1 << 32, 1 << 32]}, 164),
+    "a checksum missing": ({"checksums": [0]}, 164),
+    "a checksum too many": ({"checksums": [0] * 3}, 164),
+    "more than one request may bring": ({"sizes": [64, 16 << 20]}, (16 << 20) + 64),
 }
 
 
@@ -393,12 +379,12 @@ AT_ONCE: dict[str, tuple[dict[str, Any], int, str]] = {
 async def test_writes_in_one_request(shared: dev.Dev, name: str, scheme: str) -> None:
     (server,) = shared.servers
     before = server.store.index.stored, server.store.held.quarantined
-    changed, size, error = AT_ONCE[name]
+    changed, size = AT_ONCE[name]
     message = msgspec.structs.replace(write(key("a"), key("b")), **{"sizes": SIZES} | changed)
     head = encode_frame(*wire.encode(message), size)
     async with raw(shared, scheme) as peer:
         await peer.send(HELLO + head + bytes(min(size, 1000)))
-        assert await peer.refusal() == error
+        assert await peer.refusal() == "BadMessage"
         await eventually(lambda: server.store.held.reservations == 0)
     # Nothing is quarantined: the client had no address.
     assert (server.store.index.stored, server.store.held.quarantined) == before
@@ -498,26 +484,23 @@ async def test_pins(watched: dev.Dev, name: str) -> None:
         await eventually(lambda: server.store.held.pins == 0)
 
 
-async def test_a_small_write_lets_go_of_what_the_read_before_it_held(watched: dev.Dev) -> None:
-    (server,) = watched.servers
-    async with raw(watched, "shm") as peer:
-        await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
-        await peer.ask(read(*CHAIN), wire.Data)
-        await peer.send(frame(write(key("a")), bytes(64))[:-1])
-        await eventually(lambda: server.store.held.reservations == 1)
-        assert server.store.held.pins == 0
-
-
-@pytest.mark.parametrize(("request_", "pins"), [(read(CHAIN[0]), 1), (reserve(key("a")), 0)])
+@pytest.mark.parametrize(
+    ("sent", "held"),
+    [
+        (frame(read(CHAIN[0])), (1, 0)),
+        (frame(reserve(key("a"))), (0, 1)),
+        (frame(write(key("a")), bytes(64))[:-1], (0, 1)),
+    ],
+)
 async def test_a_request_lets_go_of_what_the_one_before_it_held(
-    watched: dev.Dev, request_: wire.Message, pins: int
+    watched: dev.Dev, sent: bytes, held: tuple[int, int]
 ) -> None:
-    (server,) = watched.servers
+    store = watched.servers[0].store
     async with raw(watched, "shm") as peer:
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
         await peer.ask(read(*CHAIN), wire.Data)
-        await peer.ask(request_, wire.Data if pins else wire.Reserved)
-        assert server.store.held.pins == pins
+        await peer.send(sent)
+        await eventually(lambda: (store.held.pins, store.held.reservations) == held)
 
 
 async def test_rooms_for_fewer_blocks_than_asked_for(watched: dev.Dev) -> None:
@@ -596,7 +579,7 @@ async def test_requests(shared: dev.Dev, name: str) -> None:
 
 
 GOOD = encode_envelope(44, cluster_id("default"), 1, b"\x80")
-#: Messages of several parts that a DEALER sends, and whether they are answered with an Error.
+#: What a caller sends before a good request, and whether it is answered with an Error.
 ENVELOPES: dict[str, tuple[list[bytes], bool]] = {
     "nothing": ([b""], False),
     "a header cut": ([GOOD[:15]], False),
@@ -620,37 +603,12 @@ async def test_envelopes(shared: dev.Dev, name: str) -> None:
     assert answers == [1] * answered + [45]
 
 
-NO_MASTERS_LANGUAGE = {
-    "http": b"GET / HTTP/1.1\r\n\r\n",
-    "zeros": bytes(100_000),
-    "0xff": b"\xff" * 64,
-    "a TLS ClientHello": FRAMES["a TLS ClientHello"][0],
-    "our own frames": HELLO,
-    "zmq": b"\xff" + bytes(8) + b"\x7f\x03",
-    "a request before a hello": with_size(GOOD),
-    "a message of 2**32 bytes": b"\xff\xff\xff\xff",
-    "another version": with_size(GOOD[:2] + b"\x09" + GOOD[3:]),
-}
-
-
-@SHARED
-@pytest.mark.parametrize("name", NO_MASTERS_LANGUAGE)
-async def test_what_no_caller_says_ends_the_connection(shared: dev.Dev, name: str) -> None:
-    host, _, port = shared.address.partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(NO_MASTERS_LANGUAGE[name])
-    with contextlib.suppress(OSError):  # it may have closed the link already
-        async with asyncio.timeout(1):
-            await reader.read()
-    writer.close()
-
-
 NUMBERS = {
-    "in order": ([(1, True), (2, True), (3, True)]),
-    "a gap": ([(1, True), (3, False), (2, True)]),
-    "backwards": ([(1, True), (2, True), (1, True), (3, True)]),
-    "one twice": ([(1, True), (1, True), (2, True)]),
-    "from the end": ([(2**63 - 1, False), (1, True)]),
+    "in order": [(1, True), (2, True), (3, True)],
+    "a gap": [(1, True), (3, False), (2, True)],
+    "backwards": [(1, True), (2, True), (1, True), (3, True)],
+    "one twice": [(1, True), (1, True), (2, True)],
+    "from the end": [(2**63 - 1, False), (1, True)],
 }
 
 
@@ -715,11 +673,7 @@ async def large_bodies(running: dev.Dev) -> None:
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(50):
             peer = await stack.enter_async_context(raw(running))
-            await peer.send(
-                HELLO
-                + frame(read(key("a")))
-                + struct.pack("<2sBBIQ", b"kv", PROTOCOL_VERSION, 9, 1 << 20, 0)
-            )
+            await peer.send(HELLO + TINY + header(9, 1 << 20))
 
 
 async def unread_members(running: dev.Dev) -> None:

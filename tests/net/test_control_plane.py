@@ -50,7 +50,7 @@ from kvpool.wire import auth
 from kvpool.wire import messages as wire
 from tests.conftest import eventually
 from tests.support.between import between
-from tests.support.raw_peers import ControlPeer, control_peer
+from tests.support.raw_peers import ControlPeer, control_peer, frame
 
 OPEN, SECRET = Cluster(), Cluster("default", b"0123456789abcdef")
 ACME = Cluster("default", b"0123456789abcdef-acme", "acme")
@@ -170,6 +170,26 @@ async def test_who_is_hasty_does_not_wait_for_a_master_that_is_gone() -> None:
         await master.start()
         assert await patient == b"?"
         assert await ask(link, b"back", hasty=True) == b"back"
+
+
+async def test_a_master_is_found_where_another_program_has_been() -> None:
+    """It had the master's address for a while, and answered in a language of its own."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n")
+        await reader.read(64)
+        writer.close()
+
+    async with await asyncio.start_server(talk, "127.0.0.1", 0) as other:
+        master = Served(address=f"127.0.0.1:{other.sockets[0].getsockname()[1]}")
+        callers = TcpNetwork()
+        link = callers.connect(master.address)
+        with pytest.raises(Unavailable):
+            await ask(link, within_s=0.2)
+    await master.start()
+    assert await ask(link, b"?") == b"?"
+    callers.close()
+    master.network.close()
 
 
 async def test_a_network_forgets_links_that_are_closed() -> None:
@@ -704,10 +724,15 @@ async def test_handshakes_leave_half_of_the_time_to_callers(
     [
         with_size(bytes(1025)),
         (1 << 20).to_bytes(4, "little") + bytes(99),
+        b"\xff\xff\xff\xff",
         with_size(b""),
         with_size(bytes(16)),
         with_size(request()),
-        b"GET / HTTP/1.1",
+        with_size(request()[:2] + b"\x09" + request()[3:]),  # another version
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes.fromhex("16030100dc010000d80303") + bytes(200),  # TLS, where there is none
+        frame(wire.Hello("default", "of the other plane")),
+        bytes(100_000),
     ],
 )
 async def test_who_says_anything_but_hello_is_cut_off_at_once(said: bytes) -> None:
@@ -737,9 +762,7 @@ async def test_a_message_that_is_too_long_ends_the_connection_before_it_is_here(
         for _ in range(5):
             async with control_peer(master.address, cluster) as peer:
                 await peer.shake()
-                long = (MESSAGE_SIZE_MAX + 1).to_bytes(4, "little")
-                tls = peer.session._tls
-                peer.writer.write(long if tls is None else tls.seal(long))
+                peer.send_unframed((MESSAGE_SIZE_MAX + 1).to_bytes(4, "little"))
                 with pytest.raises(EOFError):
                     await peer.receive()
         assert master.listener.callers == 0
@@ -788,16 +811,14 @@ async def test_requests_in_parts_take_no_more_than_their_tenants_share() -> None
         peers: list[ControlPeer] = []
         await fill(peers, master, acme, 8)
         for peer in peers:
-            tls: Any = peer.session._tls
-            peer.writer.write(tls.seal(with_size(long)[:-1]))
+            peer.send_unframed(with_size(long)[:-1])
         await eventually(lambda: master.listener.callers < 8 and held.used > 100_000)
         await fill(peers, master, blue, 1)
         peers[-1].send(long)
         assert await peers[-1].receive() == long  # there is room for others
         assert held.held("acme") == held.used <= 1 << 19
         for peer in peers[:-1]:
-            tls = peer.session._tls
-            peer.writer.write(tls.seal(long[-1:]))
+            peer.send_unframed(long[-1:])
         await eventually(lambda: held.used == 0)
         assert 0 < len(master.asked) - 1 == master.listener.callers - 1 < 8
         for peer in peers:

@@ -35,10 +35,10 @@ class Raw:
         """One correct exchange; without a message, an answer to what was sent before."""
         if message is not None:
             await self.send(frame(message))
-        header = await self._exactly(HEADER_SIZE)
+        header = await self.exactly(HEADER_SIZE)
         number, body_size, payload_size = decode_header(header)
-        body = await self._exactly(body_size)
-        await self._exactly(payload_size)
+        body = await self.exactly(body_size)
+        await self.exactly(payload_size)
         return wire.decode_answer(answer, number, body)
 
     async def refusal(self) -> str:
@@ -55,7 +55,7 @@ class Raw:
             got = got[HEADER_SIZE + body_size + payload_size :]
         return "nothing"
 
-    async def _exactly(self, count: int) -> bytes:
+    async def exactly(self, count: int) -> bytes:
         got = b""
         while len(got) < count:
             more = await self._loop.sock_recv(self.socket, count - len(got))
@@ -119,6 +119,11 @@ class ControlPeer:
 
     def send(self, *messages: bytes) -> None:
         self.writer.write(b"".join(map(self.session.seal, messages)))
+
+    def send_unframed(self, data: bytes) -> None:
+        """Bytes of a message, or of none; encrypted where messages are."""
+        tls = self.session._tls
+        self.writer.write(tls.seal(data) if tls else data)
 
 
 @contextlib.asynccontextmanager
