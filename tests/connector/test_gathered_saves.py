@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvpool import ROOT
 from kvpool_connector.records.messages import SaveRequest
 from kvpool_connector.records.provenance import BlockWriter
@@ -112,27 +114,20 @@ def test_waiting_blocks_are_few_of_those_that_may_be_pinned() -> None:
     assert not played.completes("a").saves  # counted anew
 
 
-def test_what_waits_at_a_reset_is_unpinned_and_never_saved() -> None:
-    """The names after the reset are those of other weights."""
+@pytest.mark.parametrize("why", ["reset", "mismatch"])
+def test_what_may_not_be_shared_any_more_is_unpinned_and_never_saved(why: str) -> None:
+    """The names after a reset are those of other weights; a mismatch is with all other engines."""
     played = Decoding("a")
     assert played.completes("a").blocks_to_pin == [2]
-    played.planner.on_reset()
-    assert played.planner.has_pending_work
+    if why == "reset":
+        played.planner.on_reset()
+        assert played.planner.has_pending_work
+    else:
+        for name in (b"one", b"two"):
+            played.planner.verifier.writers.on_wrong(BlockWriter(name, ""))
+    played.now += GATHER_S
+    assert not played.idle().saves
     assert played.planner.saves.queue.take_dropped() == [2]
     assert played.planner.saves.queue.take_dropped() == []
     assert not played.planner.has_pending_work
-    played.now += GATHER_S
-    assert not played.idle().saves
-    assert played.planner.counters["dropped reset"] == 1
-
-
-def test_what_waits_at_a_mismatch_is_unpinned_and_never_saved() -> None:
-    played = Decoding("a")
-    played.completes("a")
-    for name in (b"one", b"two"):
-        played.planner.verifier.writers.on_wrong(BlockWriter(name, ""))
-    played.now += GATHER_S
-    assert not played.idle().saves
-    assert played.planner.saves.queue.take_dropped() == [2]
-    assert not played.planner.has_pending_work
-    assert played.planner.counters["dropped mismatch"] == 1
+    assert played.planner.counters[f"dropped {why}"] == 1

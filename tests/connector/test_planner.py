@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpool import ROOT, Match, ReadStatus, Replica, Run, WriteStatus
+from kvpool import Match, ReadStatus, Replica, Run, WriteStatus
 from kvpool_connector.plan.cost_model import PrefillCost, StepTimer, TransferCost, ways_of
 from kvpool_connector.plan.planner import Planner
 from kvpool_connector.plan.tracked_request import TRANSITIONS, RequestState, TrackedRequest
@@ -154,19 +154,6 @@ def test_with_a_volatile_tail_all_of_a_sliding_window_is_looked_up() -> None:
     assert played.offer("a", 100) == 2 * BLOCK
 
 
-def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
-    """Before a prefill was measured, and where it has no more."""
-    played = Played(load="always", load_timeout_s=0.5)
-    lookup = played.arrive("a", 100)
-    for _ in range(2):
-        assert played.offer("a", 100) is None
-        played.now += 0.25
-    assert played.offer("a", 100) == 0
-    played.planner.lookups.on_result("a", lookup.serial, [matched(6)], "")  # too late
-    assert played.offer("a", 100) == 0
-    assert played.planner.counters["miss lookup timeout"] == 1
-
-
 @pytest.mark.parametrize(
     ("prefill_s", "computed", "limits", "waits_s"),
     [
@@ -230,19 +217,6 @@ def test_what_the_pool_has_is_offered_and_loaded_once() -> None:
     assert (counted, played.planner.counters["decision load"]) == ({"decision load"}, 1)
 
 
-def test_what_the_engine_has_itself_is_not_loaded() -> None:
-    played = Played()
-    played.look_up("a", 100, 5)
-    assert played.offer("a", 100, 80) == 0
-    assert played.offer("a", 100, 48) == 32
-    played.allocate("a", 7, 32)
-    (load,) = played.idle().loads
-    assert load.blocks[0].block_ids == (4, 5)
-    assert load.blocks[0].digests == tuple(hashes("a", 100)[3:5])
-    match = load.blocks[0].match
-    assert (match.runs[0].first, match.runs[0].last) == (0, 1)
-
-
 def test_when_somebody_else_loads_nothing_is_loaded() -> None:
     """Another child of a MultiConnector was chosen."""
     played = Played()
@@ -251,24 +225,6 @@ def test_when_somebody_else_loads_nothing_is_loaded() -> None:
     played.allocate("a", 7, 0)
     assert not played.idle().loads
     assert played.planner.counters["decision not chosen"] == 1
-
-
-def test_a_slow_pool_is_not_waited_for() -> None:
-    """G10: a load is chosen only when it is estimated to be faster than computing."""
-    played = Played()
-    played.planner.choice.prefill_cost.observe([(0, 1000)], 0.1)  # 10,000 tokens a second
-    played.planner.choice.transfer_cost.observe(10 << 20, 10.0)  # a megabyte a second
-    played.look_up("a", 100, 6)
-    assert played.offer("a", 100) == 0
-    played.allocate("a", 7, 0)
-    assert played.planner.counters["decision slower"] == 1
-    plan = played.step("a", 0, 100)
-    assert plan.probe is not None  # whether it is faster by now, nobody waits for that
-    assert not plan.saves  # the pool has it
-    for _ in range(12):
-        played.planner.choice.transfer_cost.observe(10 << 20, 0.001)
-    played.look_up("b", 100, 6)
-    assert played.offer("b", 100) == 96
 
 
 def held(*runs: tuple[int, str]) -> Match:
@@ -622,20 +578,6 @@ def test_no_more_loads_at_once_than_allowed() -> None:
     assert played.planner.counters["decision too many loads"] == 1
 
 
-def test_each_complete_block_is_saved_once() -> None:
-    played = Played()
-    played.arrive("a", 100)
-    plan = played.step("a", 0, 50)
-    (save,) = plan.saves
-    assert save.blocks[0].block_ids == (1, 2, 3)
-    assert save.blocks[0].parents == (ROOT, *hashes("a", 100)[:2])
-    assert plan.blocks_to_pin == [1, 2, 3]
-    assert not played.step("a", 50, 60).saves
-    (save,) = played.step("a", 60, 100).saves
-    assert save.blocks[0].block_ids == (4, 5, 6)
-    assert save.blocks[0].parents[0] == hashes("a", 100)[2]
-
-
 def test_decoding_is_saved_only_if_wanted() -> None:
     for wanted, expected in ((True, 8), (False, 6)):
         played = Played(save_decode=wanted)
@@ -702,20 +644,6 @@ def test_blocks_that_were_evicted_do_not_make_the_pool_slow() -> None:
         assert played.planner.prober.measuring is measured
 
 
-def test_a_preempted_request_starts_anew() -> None:
-    """Its old blocks stay kept for the save; the new ones are looked up and saved again."""
-    played = Played()
-    played.arrive("a", 64)
-    (save,) = played.step("a", 0, 64).saves
-    played.planner.on_preempted("a")
-    lookup = played.planner.on_restart("a", 70, played.now)
-    played.planner.lookups.on_result("a", 1, [matched(1)], "")  # an answer to the first lookup
-    assert played.offer("a", 70) is None
-    played.planner.lookups.on_result("a", lookup.serial, [matched(4)], "")
-    assert played.offer("a", 70) == 64
-    assert played.saved(save.job) == [1, 2, 3, 4]
-
-
 def test_an_aborted_request_is_loaded_to_its_end() -> None:
     """The engine keeps its blocks until it hears that nobody writes to them any more."""
     played = Played()
@@ -726,21 +654,6 @@ def test_an_aborted_request_is_loaded_to_its_end() -> None:
     assert [load.request_id for load in played.idle().loads] == ["a"]
     assert played.planner.loading == 0
     played.planner.on_load_result(LoadResult("a", 5 << 20, True, 0.0), played.now)
-
-
-def test_with_several_groups_all_must_have_it() -> None:
-    """A coarse group is named by the last of its hashes; out of a window there is no block."""
-    played = Played(groups=(CacheGroup(32, 2), CacheGroup(16, 1)))
-    chain = hashes("a", 128)
-    lookup = played.planner.on_new_request("a", chain, 130, RequestHints(), played.now)
-    assert lookup.chains[0] == (chain[1], chain[3], chain[5], chain[7])
-    played.planner.lookups.on_result("a", lookup.serial, [matched(3), matched(5)], "")
-    assert played.offer("a", 130) == 64  # 5 fine blocks are 80 tokens, aligned 64
-    played.planner.on_blocks_allocated("a", [[1, 2, 3], [0, 0, 13, 14, 15]], 64, played.now)
-    (load,) = played.idle().loads
-    assert [blocks.block_ids for blocks in load.blocks] == [(1, 2), (13, 14)]
-    match = load.blocks[1].match
-    assert match.length == 2
 
 
 def test_random_lives_of_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

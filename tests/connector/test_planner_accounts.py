@@ -77,18 +77,6 @@ def test_a_probe_reads_one_block_although_that_is_larger_than_a_probe() -> None:
 # --- what is given back ----------------------------------------------------------------------
 
 
-def test_all_loads_on_their_way_make_the_next_one_slower() -> None:
-    played = Played()
-    played.planner.choice.prefill_cost.seconds = lambda first, last: 0.015  # type: ignore[method-assign]
-    played.planner.choice.transfer_cost.seconds = lambda size, ways=1: size / (1000 * MIB)  # type: ignore[method-assign]
-    for name, offered in (("a", 96), ("b", 96), ("c", 0)):  # 6 ms each, if it is alone
-        played.look_up(name, 100, 6)
-        assert played.offer(name, 100) == offered
-        played.allocate(name, 7, offered)
-    played.planner.on_load_result(LoadResult("a", 6 * MIB, True, 0.0), played.now)
-    assert played.offer("c", 100) == 96
-
-
 @pytest.mark.parametrize("end", ["result", "finish", "restart"])
 def test_a_load_that_has_ended_slows_no_other(end: str) -> None:
     played = Played()
