@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import kvpool
-from kvpool import ClientConfig, Cluster, ServerConfig, dev, read_secret
+from kvpool import Cluster, ServerConfig, dev, read_secret
 from kvpool.config import MasterConfig
 from kvpool.errors import ConfigError, Unauthenticated
 from kvpool.master.service import Master
@@ -21,10 +20,10 @@ from kvpool.wire import auth
 from kvpool.wire import messages as wire
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
-from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.conftest import eventually
 from tests.support.commands import running_kvpool
 from tests.support.programs import pool_of_commands
-from tests.support.raw_peers import connect, frame, raw, read
+from tests.support.raw_peers import frame, raw
 from tests.support.servers import small_server
 
 OURS = Cluster("default", b"0123456789abcdef-ours")
@@ -83,18 +82,6 @@ async def test_which_servers_may_be_reached_from_other_machines(
         network.close()
 
 
-@pytest.mark.parametrize("scheme", ["shm", "tcp"])
-async def test_who_knows_the_secret_shares_blocks(scheme: str) -> None:
-    chain = keys("secret", 4)
-    async with pool_of(OURS) as running:
-        config = ClientConfig(masters=[running.address], transports=[scheme])
-        async with await kvpool.connect(config=config, cluster=OURS) as pool:
-            await pool.write(NAMESPACE, chain, values(chain))
-            got = buffers(4)
-            await pool.read(NAMESPACE, chain, got, match=await pool.match(NAMESPACE, chain))
-            assert got == values(chain)
-
-
 @STRANGERS
 @pytest.mark.parametrize("transport", [ShmTransport, TcpTransport])
 async def test_a_server_refuses_strangers(
@@ -139,13 +126,6 @@ async def test_a_server_that_only_claims_to_know_the_secret_gets_no_proof() -> N
         with pytest.raises(Unauthenticated, match="the server does not know"):
             await connect(TcpTransport(), f"tcp://127.0.0.1:{port}", OURS)
         assert await heard == b""
-
-
-async def test_skipping_the_proof_is_refused() -> None:
-    async with pool_of(OURS) as running, raw(running) as peer:
-        await peer.ask(wire.Hello("default", "raw", bytes(32)), wire.Challenge)
-        await peer.send(frame(read(bytes(32))))
-        assert await peer.refusal() == "BadMessage"
 
 
 # --- settings -------------------------------------------------------------------------------
@@ -196,16 +176,6 @@ def test_white_space_round_a_secret_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"  0123456789abcdef\r\n")
     assert read_secret(str(tmp_path / "secret")) == b"0123456789abcdef"
     assert read_secret("") == b""
-
-
-async def test_with_a_secret_one_may_listen_beyond_loopback() -> None:
-    network = TcpNetwork(OURS)
-    master = Master(MasterConfig(bind="0.0.0.0:0"), network)
-    try:
-        await master.start()
-    finally:
-        await master.close()
-        network.close()
 
 
 async def test_the_commands_share_a_secret(tmp_path: Path) -> None:

@@ -148,11 +148,22 @@ def test_a_socket_name_that_is_too_long_is_named_with_its_limit(kind: str) -> No
 # --- before the handshake ------------------------------------------------------------------
 
 
-async def test_a_silent_client_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        (b"", b"DeadlineExceeded"),
+        (frame(wire.Hello("default", "x", bytes(32))) + frame(read(bytes(32))), b"BadMessage"),
+    ],
+    ids=["nothing", "a request instead of the proof"],
+)
+async def test_before_its_proof_a_client_gets_no_memory(
+    said: bytes, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "HELLO_S", 0.3)
-    async with pool_of(OURS) as running, stranger(running) as (_, got):
+    async with pool_of(OURS) as running, stranger(running) as (peer, got):
+        await peer.send(said)
         await got.until(None)
-        assert b"DeadlineExceeded" in got.data
+        assert answer in got.data
         assert got.fds == []
 
 
@@ -171,14 +182,6 @@ async def test_without_the_secret_there_is_no_memory(knows: str, writer: bool) -
             await peer.send(frame(wire.Proof(proof)))
         await got.until(None)
         assert b"Unauthenticated" in got.data
-        assert got.fds == []
-
-
-async def test_a_request_instead_of_the_proof_gets_no_memory() -> None:
-    async with pool_of(OURS) as running, stranger(running) as (peer, got):
-        await peer.send(frame(wire.Hello("default", "x", bytes(32))) + frame(read(bytes(32))))
-        await got.until(None)
-        assert b"BadMessage" in got.data
         assert got.fds == []
 
 
