@@ -23,7 +23,7 @@ from kvpool_transports.tcp import TcpTransport
 from tests.conftest import eventually
 from tests.support.commands import running_kvpool
 from tests.support.programs import pool_of_commands
-from tests.support.raw_peers import frame, raw
+from tests.support.raw_peers import connect, frame, raw
 from tests.support.servers import small_server
 
 OURS = Cluster("default", b"0123456789abcdef-ours")

@@ -45,6 +45,27 @@ async def serving(cluster: Cluster, transport: TlsTransport) -> AsyncIterator[de
         yield running
 
 
+@asynccontextmanager
+async def client_of(
+    running: dev.Dev, cluster: Cluster, transport: Transport | None = None, **settings: Any
+) -> AsyncIterator[Pool]:
+    async with Pool(
+        ClientConfig(masters=[running.address], transports=["tls"], **settings),
+        cluster=cluster,
+        network=TcpNetwork(cluster),
+        transports={"tls": transport or TlsTransport()},
+        owns_network=True,
+    ) as pool:
+        yield pool
+
+
+def blind() -> ssl.SSLContext:
+    """Of a peer that looks at no certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 def address_of(running: dev.Dev) -> str:
     (address,) = running.servers[0].addresses
     assert address.startswith("tls://127.0.0.1:")
@@ -57,18 +78,15 @@ def address_of(running: dev.Dev) -> str:
 async def test_blocks_pass(cluster: Cluster, client: dict[str, str]) -> None:
     chain = keys("chain", 40)
     settings = {name: certificate(of).cert for name, of in client.items()}
-    async with serving(cluster, server_tls()) as running:
-        config = ClientConfig(masters=[running.address], transports=["tls"])
-        transports: dict[str, Transport] = {"tls": TlsTransport(**settings)}
-        network = TcpNetwork(cluster)
-        async with Pool(
-            config, cluster=cluster, network=network, transports=transports, owns_network=True
-        ) as pool:
-            assert set(await write(pool, chain)) == {WriteStatus.STORED}
-            got = buffers(40, BLOCK)
-            results = await pool.read(NAMESPACE, chain, got)
-            assert {result.status for result in results} == {ReadStatus.HIT}
-            assert got == values(chain, BLOCK)
+    async with (
+        serving(cluster, server_tls()) as running,
+        client_of(running, cluster, TlsTransport(**settings)) as pool,
+    ):
+        assert set(await write(pool, chain)) == {WriteStatus.STORED}
+        got = buffers(40, BLOCK)
+        results = await pool.read(NAMESPACE, chain, got)
+        assert {result.status for result in results} == {ReadStatus.HIT}
+        assert got == values(chain, BLOCK)
 
 
 async def write(pool: Pool, chain: list[bytes]) -> list[WriteStatus]:
@@ -81,14 +99,12 @@ async def in_the_middle(target: str, *, name: str) -> AsyncIterator[tuple[str, l
     mine, seen = certificate(name), []
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(mine.cert, mine.key)
-    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
 
     def passes(data: bytes, reply: bool) -> bytes:
         seen.append(data)
         return data
 
-    async with between(target, passes, shown=context, far=blind) as address:
+    async with between(target, passes, shown=context, far=blind()) as address:
         yield f"tls://{address}", seen
 
 
@@ -200,11 +216,9 @@ async def test_silent_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 async def tls_from(host: str, address: str, *, hang_up: bool = False) -> bytes:
     """What a peer at `host` gets of a server that it greets well, or after it has hung up."""
-    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
     received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
-        blind.wrap_bio(received, sent).do_handshake()
+        blind().wrap_bio(received, sent).do_handshake()
     port = int(address.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0))
     try:
@@ -271,10 +285,8 @@ class Replaced(NamedTuple):
 
 async def shown_at(address: str) -> bytes:
     """The certificate that a server shows now."""
-    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
     port = int(address.rpartition(":")[2])
-    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=blind)
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=blind())
     shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
     return shown
@@ -302,15 +314,7 @@ async def test_a_certificate_that_is_replaced_is_shown_and_proved(
     transport = TlsTransport(cert=str(files.cert), key=str(files.key))
     async with serving(SECRET, transport) as running:
         address = address_of(running)
-        config = ClientConfig(masters=[running.address], transports=["tls"])
-        network = TcpNetwork(SECRET)
-        async with Pool(
-            config,
-            cluster=SECRET,
-            network=network,
-            transports={"tls": TlsTransport()},
-            owns_network=True,
-        ) as pool:
+        async with client_of(running, SECRET) as pool:
             chain = keys("rotated", 4)
             assert set(await write(pool, chain)) == {WriteStatus.STORED}
             assert await shown_at(address) == der("server")
@@ -410,28 +414,14 @@ async def test_what_is_altered_on_its_way_is_no_hit(every: int) -> None:
             async def _open(self, host: str, port: int, cluster: Cluster) -> Any:
                 return await super()._open(host, int(diverted.rpartition(":")[2]), cluster)
 
-        async def statuses(transport: Transport) -> set[ReadStatus]:
-            config = ClientConfig(masters=[running.address], transports=["tls"], verify=False)
-            network = TcpNetwork(SECRET)
-            async with Pool(
-                config,
-                cluster=SECRET,
-                network=network,
-                transports={"tls": transport},
-                owns_network=True,
-            ) as pool:
-                if isinstance(transport, Diverted):
-                    got = buffers(4, BLOCK)
-                    results = await pool.read(NAMESPACE, chain, got)
-                    for result, has, right in zip(results, got, values(chain, BLOCK), strict=True):
-                        assert not result.status.hit or has == right
-                    return {result.status for result in results}
-                await write(pool, chain)
-                return set()
-
-        await statuses(TlsTransport())
-        found = await statuses(Diverted())
-        assert (ReadStatus.HIT in found) is (every > 100_000), found
+        async with client_of(running, SECRET) as pool:
+            await write(pool, chain)
+        async with client_of(running, SECRET, Diverted(), verify=False) as pool:
+            got = buffers(4, BLOCK)
+            results = await pool.read(NAMESPACE, chain, got)
+        for result, has, right in zip(results, got, values(chain, BLOCK), strict=True):
+            assert not result.status.hit or has == right
+        assert any(result.status.hit for result in results) is (every > 100_000)
 
 
 @pytest.mark.parametrize(
