@@ -106,6 +106,14 @@ async def eventually(
         await asyncio.sleep(0.01)
 
 
+def soon(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    """As `eventually`, for callers that are no coroutines."""
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, "the condition did not come true"
+        time.sleep(0.02)
+
+
 def listening(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Where a server listens: for ucx, too, in tests that have it as a parameter."""
     listen: tuple[str, ...] = ("inproc://", "shm://", "tcp://127.0.0.1:0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from kvpool import ClientConfig, MoveStatus, ReadStatus, connect
 from kvpool.tools.subprocesses import process_of, servers_up
-from tests.conftest import NAMESPACE, buffers, key, keys, values
+from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 from tests.support.commands import running_kvpool
 
 BLOCK = 64 << 10
@@ -66,13 +65,13 @@ async def test_a_server_brings_up_what_will_be_read_and_counts_it(tmp_path: Path
                 results = await pool.read(NAMESPACE, chain, into)
                 assert {result.status for result in results} == {ReadStatus.HIT}
                 assert into == values(chain, BLOCK)
-                for _ in range(100):
-                    if (await counters())["prefetch_used_bytes"] == 6 * BLOCK:
-                        break
-                    await asyncio.sleep(0.1)
-                found = await counters()
-                assert found["prefetched_bytes"] == found["prefetch_used_bytes"] == 6 * BLOCK
-                assert found["prefetch_wasted_bytes"] == 0
+
+                async def all_are_used() -> bool:
+                    return (await counters())["prefetch_used_bytes"] == 6 * BLOCK
+
+                await eventually(all_are_used, 10)
+                assert (await counters())["prefetched_bytes"] == 6 * BLOCK
+                assert (await counters())["prefetch_wasted_bytes"] == 0
                 child.signal(signal.SIGKILL)
                 below = [digest.hex() for digest in keys("filler 0", 30)]
                 said = await running_kvpool("prefetch", *below, *where)

@@ -38,7 +38,7 @@ from kvpool_connector.vllm_engine.head_split import HeadSplit, LayerHeads, divid
 from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from kvpool_engines.pool_thread import START_WAIT_S, PoolThread
-from tests.conftest import keys
+from tests.conftest import keys, soon
 from tests.support.local_pool import LocalPool
 
 BLOCK = 16  # tokens
@@ -1187,9 +1187,7 @@ def test_a_client_ends_no_session_of_another_tenant(start: Start, pool: LocalPoo
     def hints_of(session: str) -> list[Any]:
         return list(pool.ask(lambda client: client.session(session).explain()).hints)
 
-    until = time.monotonic() + 10
-    while not any(resume_in is None for _, resume_in in hints_of("chat")):
-        assert time.monotonic() < until
+    soon(lambda: any(resume_in is None for _, resume_in in hints_of("chat")))
     assert all(resume_in is not None for _, resume_in in hints_of("tenant=red/chat"))
     known = [
         entry.session.name

@@ -75,10 +75,7 @@ def test_blocks_are_loaded_while_the_producer_computes_the_next(
         producer.until(lambda first=first: producer.stored == first + 5)
         if first == 5:  # what has come is there before the rest is computed
             row = consumer.memory[0]
-            until = time.monotonic() + 10
-            while not torch.equal(row[30:40], producer.memory[0][1:11]):
-                assert time.monotonic() < until
-                consumer.step()
+            consumer.until(lambda row=row: torch.equal(row[30:40], producer.memory[0][1:11]))
     consumer.until(lambda: all_loaded(consumer))
     for mine, theirs in zip(consumer.memory, producer.memory, strict=True):
         assert torch.equal(mine[30:50], theirs[1:21])

@@ -140,10 +140,10 @@ class Asked:
             return answer.headers["x-router-engine"], answer.headers["x-router-reason"]
 
     async def healthy(self, count: int) -> None:
-        until = time.monotonic() + 15
-        while len((await self.get("/health"))["engines"]) != count:
-            assert time.monotonic() < until
-            await asyncio.sleep(0.05)
+        async def are_so_many() -> bool:
+            return len((await self.get("/health"))["engines"]) == count
+
+        await eventually(are_so_many, 15)
 
 
 @pytest.fixture

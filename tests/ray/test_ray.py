@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from kvpool import ClientConfig, Cluster, Member, Pool, ReadStatus, WriteStatus, connect
-from tests.conftest import NAMESPACE, buffers, keys, values
+from tests.conftest import NAMESPACE, buffers, keys, soon, values
 
 ray = pytest.importorskip("ray", reason="needs ray: make test WITH=ray")
 from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
@@ -145,13 +145,6 @@ def children(pattern: str) -> list[int]:
     return found
 
 
-def eventually(check: Callable[[], bool], within_s: float = 30.0) -> None:
-    until = time.monotonic() + within_s
-    while not check():
-        assert time.monotonic() < until
-        time.sleep(0.2)
-
-
 async def test_the_rest_serves_when_a_node_is_lost_and_another_one_takes_its_place(
     pool_nodes: Nodes,
 ) -> None:
@@ -168,7 +161,7 @@ async def test_the_rest_serves_when_a_node_is_lost_and_another_one_takes_its_pla
         server = next(name for name in before if name.endswith(f"-{lost.node_id[:8]}"))
         assert children(server)
         pool_nodes.cluster.remove_node(lost, allow_graceful=False)
-        eventually(lambda: not children(server))  # the process went with its node
+        soon(lambda: not children(server), 30)  # the process went with its node
         assert server not in await alive(pool, 2)
         began = time.monotonic()
         left = await hits(pool, "before")
@@ -183,7 +176,7 @@ async def test_the_rest_serves_when_a_node_is_lost_and_another_one_takes_its_pla
         await write(pool, "after")
         assert await hits(pool, "after") == CHAINS * BLOCKS
         assert await hits(pool, "between") == CHAINS * BLOCKS
-        eventually(lambda: new in pool_nodes.command("status")[1])
+        soon(lambda: new in pool_nodes.command("status")[1], 30)
         until = time.monotonic() + 10
         while not (await alive(pool, 3))[new].stats.blocks:  # it takes its share of new chains
             assert time.monotonic() < until
@@ -247,7 +240,7 @@ def test_what_goes_wrong_on_a_node_once_is_tried_again(monkeypatch: pytest.Monke
     }.items():
         monkeypatch.setattr(module, name, value)
     process = module.Process(["server"], [])
-    eventually(lambda: process.describe()[2:] == ("server s", 2))
+    soon(lambda: process.describe()[2:] == ("server s", 2), 30)
     assert process.stop(5.0)
 
 
@@ -311,7 +304,7 @@ def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(
     assert problem in line
     assert error.strip() == line  # and nothing else
     assert nodes.command("status")[0] == 1
-    eventually(lambda: not children("--die-with-parent"))
+    soon(lambda: not children("--die-with-parent"), 30)
     assert not [
         one for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"
     ]

@@ -48,14 +48,13 @@ async def test_every_call_of_a_pool(tmp_path: Path) -> None:
             assert all(await acme.where(MODEL, CHAIN))
             assert await acme.session("chat").hint(resume_in=5) is True
             assert await acme.session("chat").arrived() is True
+
             # Servers find the session's blocks: they were written in the same, qualified name.
-            for _ in range(100):
-                report_of_session = await acme.session("chat").explain()
-                if report_of_session.servers:
-                    break
-                await asyncio.sleep(0.05)
-            assert None not in [one[1] for one in report_of_session.servers]
-            assert report_of_session.servers
+            async def servers() -> bool:
+                found = (await acme.session("chat").explain()).servers
+                return bool(found) and None not in [one[1] for one in found]
+
+            await eventually(servers)
             assert await acme.session("chat").end() is True
             assert await acme.remove(MODEL, CHAIN[20:]) == [True] * 20
             await eventually(lambda: all(one.store.index.stored == 20 for one in pool.servers))

@@ -9,19 +9,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from examples import vllm_two_instances
+from tests.conftest import soon
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).parent / "fake_vllm"
 RUN = """
 import sys
 from examples import vllm_two_instances
+from tests.conftest import soon
 vllm_two_instances.main(sys.argv[1:], lambda folder: folder)
 """
 
@@ -70,22 +71,14 @@ def pool_of(demo: subprocess.Popen[str]) -> int:
     return int(line.removeprefix("the pool is process ").partition(":")[0])
 
 
-def are_gone(*processes: int) -> bool:
-    """Whether none of them runs, some seconds later at the latest."""
-    until = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in processes):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
+def gone(*processes: int) -> None:
+    """None of them runs, some seconds later at the latest."""
+    soon(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), 10)
 
 
 def engines(pids: Path, at_least: int = 1) -> list[int]:
     """Their ids, when so many have started."""
-    until = time.monotonic() + 30
-    while not pids.exists() or len(pids.read_text().split()) < at_least:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    soon(lambda: pids.exists() and len(pids.read_text().split()) >= at_least, 30)
     return [int(pid) for pid in pids.read_text().split()]
 
 
@@ -98,7 +91,7 @@ def test_it_prints_medians_and_draws_a_picture(start: Start, pids: Path, tmp_pat
     assert "session 1: computed, although the pool should have it" in out  # this one has no cache
     assert "the pool ended" not in out
     assert (tmp_path / "out.svg").read_text().startswith("<svg")
-    assert are_gone(pool, *engines(pids, 3))
+    gone(pool, *engines(pids, 3))
 
 
 def test_a_pool_that_is_killed_in_the_middle_does_not_end_it(start: Start, pids: Path) -> None:
@@ -109,7 +102,7 @@ def test_a_pool_that_is_killed_in_the_middle_does_not_end_it(start: Start, pids:
     out, err = demo.communicate(timeout=100)
     assert demo.returncode == 0, err
     assert "the pool ended on the way; the engines went on without it" in out
-    assert are_gone(*engines(pids, 3))
+    gone(*engines(pids, 3))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +120,7 @@ def test_it_leaves_no_process_when_it_is_stopped(
     _, err = demo.communicate(timeout=60)
     assert demo.returncode == code
     assert "Traceback" not in err
-    assert are_gone(pool, *running)
+    gone(pool, *running)
 
 
 def test_an_engine_that_dies_is_shown_with_the_end_of_its_log(start: Start, pids: Path) -> None:
@@ -136,7 +129,7 @@ def test_an_engine_that_dies_is_shown_with_the_end_of_its_log(start: Start, pids
     assert demo.returncode == 1
     assert "the engine core has died" in err
     assert "Traceback" not in err
-    assert are_gone(*engines(pids))
+    gone(*engines(pids))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import patient
+from tests.conftest import patient, soon
 from tests.support.commands import kvpool
 
 
@@ -99,17 +99,11 @@ def test_a_replay_takes_its_processes_with_it(number: int) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    until = time.monotonic() + patient(20)
-    while len(children(parent.pid)) < 5:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    soon(lambda: len(children(parent.pid)) >= 5, patient(20))
     started = children(parent.pid)
     parent.send_signal(number)
     parent.wait(patient(10))
-    until = time.monotonic() + patient(3)
-    while any(os.path.exists(f"/proc/{child}") for child in started):
-        assert time.monotonic() < until, "a process was left behind"
-        time.sleep(0.05)
+    soon(lambda: not any(os.path.exists(f"/proc/{child}") for child in started), patient(3))
 
 
 @pytest.mark.parametrize("victim", ["kvpool.tools.replay_engine", "kvpool master"])

@@ -315,12 +315,11 @@ async def test_a_write_that_was_given_up_leaves_nothing(running: Running) -> Non
             results = await other.read(NAMESPACE, chain, got)
             for digest, buffer, result in zip(chain, got, results, strict=True):
                 assert not result.status.hit or buffer == value(digest, SIZE)
-            for _ in range(100):
-                (member,) = await other.members()
-                if not member.stats.reservations:
-                    break
-                await asyncio.sleep(0.1)
-            assert member.stats.reservations == 0
+
+            async def nothing_is_reserved() -> bool:
+                return [one.stats.reservations for one in await other.members()] == [0]
+
+            await eventually(nothing_is_reserved, 10)
 
 
 @pytest.mark.parametrize("steps", [0, 2, 5, 10, 20, 40, 80])

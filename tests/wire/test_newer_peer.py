@@ -6,7 +6,6 @@ the handshake, and where the bytes of blocks lie.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -17,7 +16,7 @@ from kvpool import Pool, WriteStatus, admin, connect
 from kvpool.errors import BadMessage
 from kvpool.tools.subprocesses import Child, process_of
 from kvpool.wire import messages
-from tests.conftest import NAMESPACE, buffers, keys, values
+from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.newer_release import MORE, with_more
 from tests.wire.samples import KEYS, SAMPLES, STATS, TOKEN
 
@@ -116,13 +115,11 @@ async def test_a_pool_works_in_the_middle_of_an_upgrade(
 
 
 async def figures(pool: Pool) -> None:
-    until = asyncio.get_running_loop().time() + 20
-    while True:
-        (member,) = await pool.members()
-        if member.stats.blocks == 3:
-            break
-        assert asyncio.get_running_loop().time() < until, member
-        await asyncio.sleep(0.1)
+    async def blocks_are_known() -> bool:
+        return [one.stats.blocks for one in await pool.members()] == [3]
+
+    await eventually(blocks_are_known, 20)
+    (member,) = await pool.members()
     assert member.alive
     assert [one.name for one in member.stats.usage] == ["dram"]
     assert {one.by for one in member.stats.consumers} >= {"namespace"}

@@ -32,6 +32,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 
 from kvpool_engines.adapter_settings import AdapterSettings
 from kvpool_lmcache import KVPoolL2Adapter, adapter, object_names
+from tests.conftest import soon
 from tests.connector.conformance import chain, computed, conformance
 
 #: Tokens of an object of these tests.
@@ -259,10 +260,7 @@ def test_lmcache_counts_each_object_once_until_it_is_deleted(engine: Engine) -> 
     assert signalled(engine.adapter.get_load_event_fd())
     assert engine.adapter.query_load_result(task) is not None
     engine.adapter.delete(keys[:1])
-    until = time.monotonic() + 10
-    while engine.adapter.get_usage().total_bytes_used != size:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    soon(lambda: engine.adapter.get_usage().total_bytes_used == size)
     assert listener.seen == [("stored", 2), ("accessed", 2), ("deleted", 1)]
     told = engine.adapter.report_status()
     assert (told["stores"], told["objects_stored"], told["objects_loaded"]) == (2, 6, 2)
@@ -339,10 +337,7 @@ def test_a_listener_that_fails_ends_no_task(
     assert signalled(made.get_store_event_fd())
     assert made.pop_completed_store_tasks()[task].is_successful()
     made.delete(keys)
-    until = time.monotonic() + 10
-    while caplog.text.count("a listener of LMCache's failed") < 3:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    soon(lambda: caplog.text.count("a listener of LMCache's failed") >= 3)
 
 
 def test_results_that_nobody_asks_for_are_bounded(
@@ -355,10 +350,7 @@ def test_results_that_nobody_asks_for_are_bounded(
     layout = {0: MemoryLayoutDesc([SHAPE], [torch.float16])}
     keys = [ObjectKey(bytes(32), "m", 0, 0, "\ud800")]
     tasks = [made.submit_lookup_and_lock_task(keys, layout) for _ in range(5)]
-    until = time.monotonic() + 10
-    while made.query_lookup_and_lock_result(tasks[-1]) is None:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    soon(lambda: made.query_lookup_and_lock_result(tasks[-1]) is not None)
     results = [made.query_lookup_and_lock_result(task) is not None for task in tasks[:4]]
     assert results == [False, False, True, True]
 
@@ -382,9 +374,7 @@ def test_a_deleted_object_is_gone(engine: Engine) -> None:
     engine.run(prompt(1, 2 * CHUNK))
     engine.settle()
     engine.adapter.delete(engine.keys(prompt(1, 2 * CHUNK))[:1])
-    until = time.monotonic() + 10
-    while engine.run(prompt(1, 2 * CHUNK)).loaded == 2:
-        assert time.monotonic() < until
+    soon(lambda: engine.run(prompt(1, 2 * CHUNK)).loaded != 2)
 
 
 def test_another_revision_and_another_tenant_share_nothing() -> None:

@@ -21,6 +21,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang 0.5.23: make test WITH=sglang", allow_module_level=True)
 
 from examples import tiny_model
+from tests.conftest import soon
 from tests.connector.vllm.helpers import Engine, prompt
 from tests.support.local_pool import LocalPool
 from tests.support.programs import free_port
@@ -38,10 +39,7 @@ class SglangEngine(Engine):
 
     def forget(self, **told: Any) -> None:
         """SGLang refuses while it saves."""
-        until = time.monotonic() + 20
-        while not self.ask("forget", **told):
-            assert time.monotonic() < until
-            time.sleep(0.2)
+        soon(lambda: self.ask("forget", **told))
 
 
 @pytest.fixture(scope="module")

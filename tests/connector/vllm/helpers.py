@@ -243,13 +243,6 @@ class SlowServer:
             self.moved = int(line)
 
 
-def wait_for(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, "the condition did not come true"
-        time.sleep(0.1)
-
-
 @contextmanager
 def closing(*engines: Engine) -> Iterator[None]:
     """Wait until all of them serve; end them all afterwards."""

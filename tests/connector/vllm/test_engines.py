@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import soon
 from tests.connector.vllm.helpers import (
     Engine,
     Logs,
@@ -15,7 +16,6 @@ from tests.connector.vllm.helpers import (
     SlowServer,
     prompt,
     transfer,
-    wait_for,
 )
 from tests.support.local_pool import LocalPool
 
@@ -134,7 +134,7 @@ def test_a_load_that_is_late_is_computed_instead(
         assert late["seconds"] < 5
         pool.conditions.stalled = False
         engine.forget()
-        wait_for(lambda: _cached(engine, prompts) == [480], 30)
+        soon(lambda: _cached(engine, prompts) == [480], 30)
         assert engine.metrics()["vllm:kvpool_loads_failed"] >= 1
 
 
@@ -156,14 +156,14 @@ def test_the_pool_may_be_down_die_in_mid_load_and_come_back(
         with running(model(), kv_transfer_config=config) as engine:
             assert engine.generate(prompts)["tokens"] == expected
             pool.start()
-            wait_for(lambda: _cached(engine, prompts[:1]) == [480], 30)  # saved, and found
+            soon(lambda: _cached(engine, prompts[:1]) == [480], 30)  # saved, and found
             engine.forget()
             engine.begin("generate", prompts=prompts)
             pool.kill()
             assert engine.answer()["tokens"] == expected
             assert engine.generate(prompts)["tokens"] == expected
             pool.start()
-            wait_for(lambda: _cached(engine, prompts[:1]) == [480], 30)
+            soon(lambda: _cached(engine, prompts[:1]) == [480], 30)
             assert engine.generate(prompts)["tokens"] == expected
     finally:
         pool.kill()
@@ -186,7 +186,7 @@ def test_a_server_killed_in_mid_load_costs_a_recompute(
             server.slow(100_000)  # the prompt has 500 kB
             before = server.moved
             engine.begin("generate", prompts=prompts)
-            wait_for(lambda: server.moved > before + 128_000)
+            soon(lambda: server.moved > before + 128_000)
             server.kill()
             answer = engine.answer()
             assert answer["tokens"] == expected
@@ -287,7 +287,7 @@ def test_sessions_and_hints_reach_the_pool(reader: Engine, shared_pool: LocalPoo
     reader.generate(prompts, params={"session_id": "a chat", "resume_in_s": 30.0})
     shared_pool.settled()
     (server,) = shared_pool.dev.servers
-    wait_for(lambda: server.store.extents.policy.figures.get("hints_accepted", 0) > 0)
+    soon(lambda: server.store.extents.policy.figures.get("hints_accepted", 0) > 0)
     bad = reader.generate(prompts, params={"session_id": 7, "resume_in_s": "soon"})
     assert bad["finish"] == ["length"]
     assert reader.metrics()["vllm:kvpool_bad_hints"] == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -24,6 +24,7 @@ from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
 from kvpool.net.event_subscriber import EventSubscriber
 from kvpool.ops.engine_stream import EngineStream
 from kvpool.ops.event_service import publish_engine
+from tests.conftest import eventually
 from tests.support.programs import free_port
 
 pytestmark = pytest.mark.timeout(60)
@@ -75,13 +76,6 @@ class Reader:
         return {hash: places for hash, places in self.where.items() if places}
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.02)
-
-
 async def test_vllms_publisher_is_relayed_restarted_and_missed() -> None:
     endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     bound = endpoint.replace("127.0.0.1", "*")  # else vLLM connects
@@ -129,19 +123,19 @@ async def test_vllms_publisher_is_relayed_restarted_and_missed() -> None:
     try:
         change(PoolEventKind.BACK)
         change(PoolEventKind.STORED, 1)
-        await until(lambda: reader.known == {1: {"GPU", "CPU"}, 2: {"GPU"}})
+        await eventually(lambda: reader.known == {1: {"GPU", "CPU"}, 2: {"GPU"}}, 10)
         await asyncio.sleep(0.5)  # the relay listens, too
         gone = BlockRemoved(block_hashes=[1, 2], medium="GPU", group_idx=0)
         engine.publish(KVEventBatch(ts=2.0, events=[gone]))
-        await until(lambda: reader.known == {1: {"CPU"}})
+        await eventually(lambda: reader.known == {1: {"CPU"}}, 10)
         assert (reader.sessions, reader.ranks) == ({"s"}, {0})
         engine.shutdown()
         engine = await publisher()
         await asyncio.sleep(1.0)
         engine.publish(KVEventBatch(ts=3.0, events=[stored(3)]))
-        await until(lambda: reader.known == {1: {"CPU"}, 3: {"GPU"}})
+        await eventually(lambda: reader.known == {1: {"CPU"}, 3: {"GPU"}}, 10)
         engine.publish(KVEventBatch(ts=4.0, events=[AllBlocksCleared()]))
-        await until(lambda: not reader.known)
+        await eventually(lambda: not reader.known, 10)
     finally:
         for task in tasks:
             task.cancel()

@@ -13,7 +13,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -23,14 +22,13 @@ from typing import Any
 import pytest
 
 from examples.vllm_two_instances import Instance
-from tests.conftest import patient
+from tests.conftest import patient, soon
 from tests.connector.vllm.helpers import (
     Engine,
     Logs,
     Models,
     closing,
     transfer,
-    wait_for,
 )
 from tests.support.local_pool import LocalPool
 from tests.support.programs import free_port
@@ -150,10 +148,7 @@ def test_an_engine_that_is_killed_while_it_prefills_costs_a_recompute(
         had = _blocks(pool)
         decodes.begin("generate", prompts=[tokens], params=AT_ONCE)
         prefills.begin("generate", prompts=[tokens], max_tokens=1)
-        until = time.monotonic() + 20
-        while _blocks(pool) < had + 8:
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        soon(lambda: _blocks(pool) >= had + 8)
         prefills.close()
     stored = _blocks(pool) - had
     assert stored < 4000 // 32, "it was killed too late"
@@ -246,7 +241,7 @@ def vllm_router(prefills: Instance, decodes: Instance, log: Path) -> Iterator[st
         return False
 
     try:
-        wait_for(healthy, 60)
+        soon(healthy, 60)
         yield url
     finally:
         process.kill()
