@@ -43,6 +43,16 @@ SIZE = 2 << 20
 def installed() -> None:
     """Skips where UCX is not there."""
     pytest.importorskip("ucxx", reason="the UCX transport needs ucxx: pip install kvpool[ucx]")
+    ucx_context.load()
+
+
+@asynccontextmanager
+async def in_one_process(capacity: str = "64MiB") -> AsyncIterator[tuple[dev.Dev, Pool]]:
+    """A server and its client, which have no other transport."""
+    async with dev.serve(capacity, listen=("ucx://127.0.0.1:0",)) as running:
+        config = ClientConfig(masters=[running.address], transports=["ucx"])
+        async with running.pool(config) as pool:
+            yield running, pool
 
 
 _TALKATIVE = """
@@ -190,7 +200,7 @@ async def test_no_common_lane_is_another_path(
 )
 async def test_a_wrong_introduction_ends_that_link_only(installed: None, garbage: bytes) -> None:
     """UCX never sees an address that did not arrive as it was sent."""
-    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running:
+    async with in_one_process() as (running, pool):
         host, port = running.servers[0].addresses[0].removeprefix("ucx://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(frame(Hello("default", "test")))
@@ -203,14 +213,10 @@ async def test_a_wrong_introduction_ends_that_link_only(installed: None, garbage
         with suppress(ConnectionResetError):  # what it has not read is thrown away
             await asyncio.wait_for(reader.read(), 5)
         writer.close()
-        async with running.pool(
-            ClientConfig(masters=[running.address], transports=["ucx"])
-        ) as pool:
-            chain = keys("after garbage", 2)
-            await pool.write(NAMESPACE, chain, values(chain, SIZE))
-            got = buffers(2, SIZE)
-            await pool.read(NAMESPACE, chain, got)
-            assert got == values(chain, SIZE)
+        chain = await stored(pool, "after garbage", 2)
+        got = buffers(2, SIZE)
+        await pool.read(NAMESPACE, chain, got)
+        assert got == values(chain, SIZE)
 
 
 async def test_a_mute_server_costs_nothing_but_time(installed: None) -> None:
@@ -322,15 +328,19 @@ async def test_a_write_that_was_given_up_leaves_nothing(running: Running) -> Non
             await eventually(nothing_is_reserved, 10)
 
 
-@pytest.mark.parametrize("steps", [0, 2, 5, 10, 20, 40, 80])
-async def test_a_stopped_transfer_is_over(installed: None, steps: int) -> None:
-    """When `stop` returns, the sender may do what it likes: nothing of it arrives."""
-    await UcxTransport()._workers("127.0.0.1")  # loads UCX
-    context = make_context(local=True, settings={})
-    receiver, sender = Worker(context), Worker(context)
+def joined(settings: dict[str, str]) -> tuple[Worker, Worker, UcxPath, UcxPath]:
+    """A receiver and a sender, and the path that each has to the other."""
+    receiver, sender = (Worker(make_context(local=True, settings=settings)) for _ in range(2))
     here, there = receiver.path(), sender.path()
     here.meet(sender.address, there.number)
     there.meet(receiver.address, here.number)
+    return receiver, sender, here, there
+
+
+@pytest.mark.parametrize("steps", [0, 2, 5, 10, 20, 40, 80])
+async def test_a_stopped_transfer_is_over(installed: None, steps: int) -> None:
+    """When `stop` returns, the sender may do what it likes: nothing of it arrives."""
+    receiver, sender, here, there = joined({})
     got = buffers(8, SIZE)
     incoming, outgoing = here.transfer(), there.transfer()
     for buffer in got:
@@ -401,35 +411,32 @@ async def test_calls_that_met_at_the_same_time_end_apart(
 
 async def test_a_buffer_cannot_be_freed_under_ucx(installed: None) -> None:
     """While a read is under way, or being stopped, its memory stays where it is."""
-    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running:
-        config = ClientConfig(masters=[running.address], transports=["ucx"])
-        async with running.pool(config) as pool:
-            chain = await stored(pool, "freed", 8)
-            got = buffers(8, SIZE)
-            call = asyncio.ensure_future(pool.read(NAMESPACE, chain, got))
-            await asyncio.sleep(0.005)
-            with pytest.raises(BufferError):
-                got[0].clear()
-            call.cancel()
-            await asyncio.wait([call])
-            del call  # its traceback leads to frames that name the buffers
-            gc.collect()
+    async with in_one_process() as (_, pool):
+        chain = await stored(pool, "freed", 8)
+        got = buffers(8, SIZE)
+        call = asyncio.ensure_future(pool.read(NAMESPACE, chain, got))
+        await asyncio.sleep(0.005)
+        with pytest.raises(BufferError):
             got[0].clear()
+        call.cancel()
+        await asyncio.wait([call])
+        del call  # its traceback leads to frames that name the buffers
+        gc.collect()
+        got[0].clear()
 
 
 async def test_more_clients_than_a_server_takes(installed: None) -> None:
     """The one that comes late takes the place of an idle one, and both go on in turns."""
-    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running, AsyncExitStack() as s:
+    async with in_one_process() as (running, pool):
         (server,) = running.servers
-        config = ClientConfig(masters=[running.address], transports=["ucx"])
-        pool = await s.enter_async_context(running.pool(config))
         chain = await stored(pool, "before", 2)
-        free = 1024 - len(server._context.clients.connections)
+        free = 1024 - server.stats(0.0).counters["connections"]
         held = [server.connect(Peer(f"test-{number}")) for number in range(free)]
-        late = await s.enter_async_context(running.pool(config))
-        written = await admin(late).write_to(
-            "dev-0", NAMESPACE, keys("late", 1)[0], b"x", timeout=2
-        )
+        config = ClientConfig(masters=[running.address], transports=["ucx"])
+        async with running.pool(config) as late:
+            written = await admin(late).write_to(
+                "dev-0", NAMESPACE, keys("late", 1)[0], b"x", timeout=2
+            )
         assert written is WriteStatus.STORED
         got = buffers(2, SIZE)
         await pool.read(NAMESPACE, chain, got)
@@ -509,13 +516,8 @@ async def test_lanes_without_a_rendezvous_are_refused(
 @pytest.mark.parametrize("lanes", ["tcp,self", "posix,self", "sysv,self", "tcp,posix,self"])
 async def test_a_transfer_ends_while_its_sender_is_frozen(installed: None, lanes: str) -> None:
     """Over every lane: wherever it is, and whatever the sender does not do."""
-    await UcxTransport()._workers("127.0.0.1")  # loads UCX
     for steps in (0, 2, 5, 10, 20):
-        ends = [Worker(make_context(local=True, settings={"TLS": lanes})) for _ in range(2)]
-        receiver, sender = ends
-        here, there = receiver.path(), sender.path()
-        here.meet(sender.address, there.number)
-        there.meet(receiver.address, here.number)
+        receiver, sender, here, there = joined({"TLS": lanes})
         incoming, outgoing = here.transfer(), there.transfer()
         for buffer in buffers(4, 4 * SIZE):
             incoming.receive(memoryview(buffer))
@@ -530,8 +532,8 @@ async def test_a_transfer_ends_while_its_sender_is_frozen(installed: None, lanes
             await incoming.stop()
         sender._turn = drive  # type: ignore[method-assign]
         await outgoing.stop()
-        for end in ends:
-            end.close()
+        receiver.close()
+        sender.close()
 
 
 def test_settings_win_over_the_environment_and_that_over_defaults(
@@ -550,15 +552,10 @@ def test_settings_win_over_the_environment_and_that_over_defaults(
         assert found["NET_DEVICES"] == "lo"
 
 
-def test_the_doctor_says_what_ucx_may_use(installed: None) -> None:
-    status_text = UcxTransport(tls="tcp,self", net_devices="lo", rails=3).status_text
-    assert "lanes tcp,self, devices lo, up to 3 rails, rendezvous am" in status_text
-
-
-def test_settings_are_written_behind_the_name(installed: None) -> None:
+def test_settings_are_written_behind_the_name_and_shown_by_the_doctor(installed: None) -> None:
     made = registry.transport("ucx?tls=tcp%2Cself&net_devices=lo&rails=3")
     assert isinstance(made, UcxTransport)
-    assert made._settings == {"TLS": "tcp,self", "NET_DEVICES": "lo", "MAX_RNDV_RAILS": "3"}
+    assert "lanes tcp,self, devices lo, up to 3 rails, rendezvous am" in made.status_text
     with pytest.raises(ConfigError, match="rails is 17, expected 0 to 16"):
         registry.transport("ucx?rails=17")
 
@@ -586,63 +583,35 @@ async def test_a_call_ends_when_ucx_has_let_go(
     close = UcxPath.close
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(UcxPath, "close", lambda path: loop.call_later(0.2, close, path) and None)
-    async with dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running:
-        config = ClientConfig(masters=[running.address], transports=["ucx"])
-        async with running.pool(config) as pool:
-            chain = await stored(pool, "let go", 8)
-            (known,) = pool._servers.known.values()
-            (channel,) = known.channels.values()
-            assert isinstance(channel, UcxChannel)
-            worker = channel._workers.current()
-            memory = buffers(8, 2 * SIZE)
-            call = asyncio.ensure_future(
-                pool.read(NAMESPACE, chain, memory)
-                if doing == "read"
-                else pool.write(NAMESPACE, keys("more", 8), memory)
-            )
-            while not worker._moving:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0)
-            (transfer,) = worker._moving
-            assert transfer._requests
-            call.cancel()
-            await asyncio.wait([call])
-            assert all(request.completed for request in transfer._requests)
-            assert not worker._moving
-            await asyncio.sleep(0.3)
+    async with in_one_process() as (_, pool):
+        chain = await stored(pool, "let go", 8)
+        (known,) = pool._servers.known.values()
+        (channel,) = known.channels.values()
+        assert isinstance(channel, UcxChannel)
+        worker = channel._workers.current()
+        memory = buffers(8, 2 * SIZE)
+        call = asyncio.ensure_future(
+            pool.read(NAMESPACE, chain, memory)
+            if doing == "read"
+            else pool.write(NAMESPACE, keys("more", 8), memory)
+        )
+        while not worker._moving:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0)
+        (transfer,) = worker._moving
+        assert transfer._requests
+        call.cancel()
+        await asyncio.wait([call])
+        assert all(request.completed for request in transfer._requests)
+        assert not worker._moving
+        await asyncio.sleep(0.3)
 
 
 # --- many, and idle ------------------------------------------------------------------------
 
 
-async def test_many_clients_and_servers_in_one_process(installed: None) -> None:
-    listen = ["ucx://127.0.0.1:0"]
-    async with (
-        dev.serve("64MiB", servers=2, listen=tuple(listen)) as running,
-        AsyncExitStack() as stack,
-    ):
-        config = ClientConfig(
-            masters=[running.address], transports=["ucx"], timeout_s=30, attempt_s=20
-        )
-        pools = [await stack.enter_async_context(running.pool(config)) for _ in range(8)]
-        chains = [keys(f"client {number}", 2) for number in range(8)]
-        await asyncio.gather(
-            *(
-                pool.write(NAMESPACE, chain, values(chain, SIZE))
-                for pool, chain in zip(pools, chains, strict=True)
-            )
-        )
-        got = [buffers(2, SIZE) for _ in chains]
-        await asyncio.gather(
-            *(
-                pool.read(NAMESPACE, chain, into)
-                for pool, chain, into in zip(reversed(pools), chains, got, strict=True)
-            )
-        )
-        assert got == [values(chain, SIZE) for chain in chains]
-
-
 async def test_idle_workers_sleep(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight clients are connected, nothing moves, and so nobody looks."""
+    """Eight clients of two servers, all in one process, have what they wrote. Then nothing moves,
+    and so nobody looks."""
     looks = 0
     drive: Callable[[Worker], None] = Worker._drive
 
@@ -652,14 +621,17 @@ async def test_idle_workers_sleep(installed: None, monkeypatch: pytest.MonkeyPat
         drive(worker)
 
     monkeypatch.setattr(Worker, "_drive", counted)
-    listen = ["ucx://127.0.0.1:0"]
-    async with dev.serve("64MiB", listen=tuple(listen)) as running, AsyncExitStack() as stack:
-        config = ClientConfig(masters=[running.address], transports=["ucx"])
-        chain = keys("idle", 2)
-        for _ in range(8):
-            pool = await stack.enter_async_context(running.pool(config))
-            await pool.write(NAMESPACE, chain, values(chain, SIZE))
-            await pool.read(NAMESPACE, chain, buffers(2, SIZE))
+    listen = ("ucx://127.0.0.1:0",)
+    async with dev.serve("64MiB", servers=2, listen=listen) as running, AsyncExitStack() as stack:
+        config = ClientConfig(
+            masters=[running.address], transports=["ucx"], timeout_s=30, attempt_s=20
+        )
+        pools = [await stack.enter_async_context(running.pool(config)) for _ in range(8)]
+        chains = await asyncio.gather(*(stored(pool, str(n), 2) for n, pool in enumerate(pools)))
+        got = [buffers(2, SIZE) for _ in chains]
+        readers = zip(reversed(pools), chains, got, strict=True)
+        await asyncio.gather(*(pool.read(NAMESPACE, *asked) for pool, *asked in readers))
+        assert got == [values(chain, SIZE) for chain in chains]
         await asyncio.sleep(0.3)
         before = looks
         await asyncio.sleep(0.5)
@@ -669,22 +641,18 @@ async def test_idle_workers_sleep(installed: None, monkeypatch: pytest.MonkeyPat
 
 async def test_a_reset_in_mid_transfer_ends_that_call_only(installed: None) -> None:
     """UCX loses an endpoint: the call that used it is Unavailable, the channel goes on."""
-    async with dev.serve("256MiB", listen=("ucx://127.0.0.1:0",)) as running:
-        config = ClientConfig(masters=[running.address], transports=["ucx"])
-        async with running.pool(config) as pool:
-            chain = await stored(pool, "reset", 8)
-            transport = UcxTransport()
-            loop = asyncio.get_running_loop()
-            channel = await transport.connect(
-                running.servers[0].addresses[0],
-                cluster=Cluster(),
-                client="reset",
-                deadline=loop.time() + 5,
-            )
-            try:
-                await reset(channel, chain)
-            finally:
-                await channel.close()
+    async with in_one_process("256MiB") as (running, pool):
+        chain = await stored(pool, "reset", 8)
+        channel = await UcxTransport().connect(
+            running.servers[0].addresses[0],
+            cluster=Cluster(),
+            client="reset",
+            deadline=asyncio.get_running_loop().time() + 5,
+        )
+        try:
+            await reset(channel, chain)
+        finally:
+            await channel.close()
 
 
 async def reset(channel: object, chain: list[bytes]) -> None:
@@ -715,7 +683,6 @@ async def reset(channel: object, chain: list[bytes]) -> None:
 async def test_what_waits_for_a_worker_that_fails_ends_and_it_is_tried_again(
     installed: None,
 ) -> None:
-    await UcxTransport()._workers("127.0.0.1")  # loads UCX
     worker = Worker(make_context(local=True, settings={}))
     await asyncio.sleep(0.01)
     real, told, looks = worker._worker, list[Exception](), []
@@ -754,10 +721,7 @@ async def test_a_worn_worker_has_a_successor(
 ) -> None:
     """What UCX keeps of transfers that were given up is bounded, and calls notice nothing."""
     monkeypatch.setattr(ucx_worker, "_PURGED_MAX", 0)
-    async with (
-        dev.serve("64MiB", listen=("ucx://127.0.0.1:0",)) as running,
-        running.pool(ClientConfig(masters=[running.address], transports=["ucx"])) as pool,
-    ):
+    async with in_one_process() as (_, pool):
         for number in range(3):
             chain = await stored(pool, f"round {number}", 4)
             got = buffers(4, SIZE)
