@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from kvpool import WriteStatus, dev, logs, strangers
+from kvpool import WriteStatus, dev
 from kvpool.config import ClientConfig
 from kvpool.server.state.store import Store
 from kvpool_tiers.dram import Dram
@@ -17,25 +17,8 @@ from kvpool_transports import shm, ucx
 from kvpool_transports.shm import _ShmListener
 from kvpool_transports.streams.stream import Stream
 from tests.conftest import NAMESPACE, keys, values
-from tests.wire.offline import Wire
 
 MIB = 1 << 20
-
-
-async def test_of_too_many_handshakes_the_oldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "HANDSHAKES_MAX", 2)
-    waiting = strangers.Strangers(logs.get("test"), "tcp")
-    streams = [Stream() for _ in range(6)]
-    for stream in streams:
-        Wire(stream)
-    ended = [waiting.arrived(stream) for stream in streams[:4]]
-    assert ended == [False, False, True, True]
-    assert [stream.lost for stream in streams[:4]] == [True, True, False, False]
-    assert len(waiting) == 2
-    waiting.left(streams[2])
-    waiting.left(streams[2])
-    assert [waiting.arrived(stream) for stream in streams[4:]] == [False, True]
-    assert [stream.lost for stream in streams] == [True, True, False, True, False, False]
 
 
 @pytest.mark.parametrize(

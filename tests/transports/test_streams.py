@@ -23,6 +23,21 @@ from kvpool_transports.streams.stream import Stream
 from tests.conftest import NAMESPACE, keys
 from tests.wire.offline import Wire
 
+
+def offline() -> Stream:
+    stream = Stream()
+    Wire(stream)
+    return stream
+
+
+class Dialled(list[Stream]):
+    """The streams of a pool, which has as many as it dials."""
+
+    async def dial(self, deadline: float) -> Stream:
+        self.append(offline())
+        return self[-1]
+
+
 OPTIONS = WriteOptions(NAMESPACE, 0, visible=True)
 BLOCK = WriteBlock(b"k" * 32, b"", (memoryview(b"value"),), 5)
 #: What a client answers itself when it has no server to ask.
@@ -53,8 +68,7 @@ async def test_a_small_payload_goes_out_in_the_turn_of_its_call() -> None:
     """A block that the kernel takes at once costs no turn of a busy loop; a long payload does."""
 
     async def turns(payload: list[tuple[memoryview, ...]]) -> int:
-        count, stream = 0, Stream()
-        Wire(stream)
+        count, stream = 0, offline()
         sending = stream.send(None, payload, deadline=asyncio.get_running_loop().time() + 5)
         with contextlib.suppress(StopIteration):
             while True:
@@ -193,9 +207,7 @@ class FullServer:
             self.refusals -= 1
             raise Overloaded("no further stream")
         self.refusals = 1000
-        stream = Stream()
-        Wire(stream)
-        return stream
+        return offline()
 
 
 async def test_a_client_without_a_stream_asks_a_full_server_a_few_times() -> None:
@@ -242,8 +254,7 @@ async def test_a_client_with_a_stream_waits_for_it_where_the_server_is_full() ->
 
 async def test_a_small_answer_waits_for_a_peer_that_does_not_read() -> None:
     """Or the answers to a peer who only asks would pile up without a bound (G11)."""
-    stream = Stream()
-    Wire(stream)
+    stream = offline()
     stream.pause_writing()
     deadline = asyncio.get_running_loop().time() + 0.05
     with pytest.raises(DeadlineExceeded, match="does not read"):
@@ -253,8 +264,7 @@ async def test_a_small_answer_waits_for_a_peer_that_does_not_read() -> None:
 @pytest.mark.parametrize("first", ["cut off", "junk"])
 async def test_junk_behind_the_end_of_a_wait_changes_nothing(first: str) -> None:
     """uvloop reads several times before the owner of the stream hears of what ended its wait."""
-    stream = Stream()
-    Wire(stream)
+    stream = offline()
     deadline = asyncio.get_running_loop().time() + 5
     receiving = asyncio.ensure_future(stream.receive(deadline=deadline))
     await asyncio.sleep(0)
