@@ -42,20 +42,12 @@ from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from kvpool_engines.pool_thread import PoolThread
 from tests.client.direct_blocks import gpu, served, torch, warm  # noqa: F401
 from tests.conftest import eventually, keys
-from tests.connector.test_connector_parts import LAYOUTS
+from tests.connector.test_connector_parts import LAYOUTS, caches
 from tests.support.fake_device import FakeGpu, FakeTensor
 
 pytest.importorskip("ucxx", reason="direct transfers need ucxx: pip install kvpool[ucx]")
 
 SHAPE = LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 8, 2, 16, 64
-
-
-def caches(order: Sequence[int]) -> dict[str, Any]:
-    """Layers as vLLM shows them, over one allocation, on the host."""
-    flat = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * CONTENT, dtype=torch.int32)
-    shaped = flat.to(torch.int16).view([SHAPE[axis] for axis in order])
-    whole = shaped.permute([list(order).index(axis) for axis in range(5)])
-    return {f"model.layers.{layer}.attn": whole[layer] for layer in range(LAYERS)}
 
 
 class Engine:
@@ -64,7 +56,7 @@ class Engine:
     def __init__(
         self, gpu: FakeGpu, served: dev.Dev, layout: str, parts: int = 1, device: int = 0
     ) -> None:
-        self.layers = caches(LAYOUTS[layout])
+        self.layers = caches(LAYOUTS[layout], SHAPE)
         buffers: list[Any] = []
         self.views = views_of(self.layers, buffers)
         (self.host,) = buffers
@@ -226,7 +218,7 @@ async def test_computed_blocks_are_compared_on_the_host(gpu: FakeGpu, served: de
 
 
 def test_memory_of_the_host_is_used_in_place_whatever_is_set() -> None:
-    layers = caches(LAYOUTS["LBHNC"])
+    layers = caches(LAYOUTS["LBHNC"], SHAPE)
     assert isinstance(memory_of(layers, direct=True), block_memory.HostBlockMemory)
 
 
@@ -235,7 +227,7 @@ def test_blocks_that_are_too_large_for_the_client_are_staged(
 ) -> None:
     stage = block_memory.DeviceStage(torch.device("cpu"), 4096)
     monkeypatch.setattr(block_memory, "stage_of", lambda device: stage)
-    layers = {name: one.to("meta") for name, one in caches(LAYOUTS["LBHNC"]).items()}
+    layers = {name: one.to("meta") for name, one in caches(LAYOUTS["LBHNC"], SHAPE).items()}
     assert isinstance(memory_of(layers, direct=True), DirectBlockMemory)
     assert isinstance(memory_of(layers), DeviceBlockMemory)
     block = LAYERS * HEADS * TOKENS * CONTENT * 2
