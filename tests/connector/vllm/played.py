@@ -47,6 +47,22 @@ BLOCK, BLOCKS = 16, 100
 SIZE = 1024
 
 
+def output_of(step: Any, report: WorkerReport, **told: Any) -> ModelRunnerOutput:
+    """What a worker returns of a step: a token for each request, and what it tells."""
+    ids = list(step.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={name: number for number, name in enumerate(ids)},
+        sampled_token_ids=[[7] for _ in ids],
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=None,
+        kv_connector_output=KVConnectorOutput(
+            kv_connector_worker_meta=ReportMetadata(report), **told
+        ),
+    )
+
+
 class Played:
     """The scheduler of an engine, and what its worker says."""
 
@@ -170,24 +186,16 @@ class Played:
                 report.worker_infos.append(info)
                 report.adapters.append(AdapterInfo(rank, self.adapters))
             self.greeted = True
-        ids = list(step.num_scheduled_tokens)
-        output = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={name: number for number, name in enumerate(ids)},
-            sampled_token_ids=[[7] for _ in ids],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=None,
-            kv_connector_output=KVConnectorOutput(
-                kv_connector_worker_meta=ReportMetadata(report), **told
-            ),
-        )
+        self.update(step, output_of(step, report, **told))
+        return work
+
+    def update(self, step: Any, output: ModelRunnerOutput) -> None:
+        """The scheduler hears of a step's end; what its answers count is added up."""
         for answer in self.scheduler.update_from_output(step, output).values():
             stats = answer.scheduler_stats
             news = dict((stats and stats.kv_connector_stats) or {})
             news.pop(DESCRIPTION, None)
             ConnectorStats(self.counters).aggregate(ConnectorStats(news))
-        return work
 
     def until_loading(self, request: Any) -> LoadRequest:
         """Step until the lookup is back and the load goes out."""

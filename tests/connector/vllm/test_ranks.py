@@ -15,19 +15,18 @@ import pytest
 import torch
 from vllm.config import ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from kvpool_connector import settings as settings_module
 from kvpool_connector.memory.block_memory import memory_of
 from kvpool_connector.records.messages import StepWork
-from kvpool_connector.vllm import ReportMetadata
 from kvpool_connector.vllm_engine.head_split import HeadSplit, head_split
 from kvpool_connector.worker.rank_model import ModelInMemory
 from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from kvpool_engines.pool_thread import PoolThread
 from tests.connector.vllm.helpers import Models, transfer
-from tests.connector.vllm.test_scheduler import BLOCK, BLOCKS, Played
+from tests.connector.vllm.played import BLOCK, BLOCKS, Played, output_of
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -70,34 +69,15 @@ class Ranks(Played):
     def end(self, step: Any, **told: Any) -> StepWork:
         """All ranks compute a step; vLLM makes one output of theirs."""
         work: StepWork = step.kv_connector_metadata.work
-        outputs: list[ModelRunnerOutput | None] = []
-        ids = list(step.num_scheduled_tokens)
         for worker in self.workers:
             worker.start_loads(work)
             worker.start_saves(work)
+        outputs: list[ModelRunnerOutput | None] = []
         for worker in self.workers:
-            done = worker.take_finished()
-            outputs.append(
-                ModelRunnerOutput(
-                    req_ids=ids,
-                    req_id_to_index={name: number for number, name in enumerate(ids)},
-                    sampled_token_ids=[[7] for _ in ids],
-                    logprobs=None,
-                    prompt_logprobs_dict={},
-                    pooler_output=None,
-                    kv_connector_output=KVConnectorOutput(
-                        finished_recving=done.loaded,
-                        invalid_block_ids=done.bad_blocks,
-                        kv_connector_worker_meta=ReportMetadata(worker.take_report()),
-                    ),
-                )
-            )
-        output = self.merge.aggregate(outputs)
-        for answer in self.scheduler.update_from_output(step, output).values():
-            stats = answer.scheduler_stats
-            for name, value in ((stats and stats.kv_connector_stats) or {}).items():
-                if isinstance(value, float | int):
-                    self.counters[name] += value
+            done, report = worker.take_finished(), worker.take_report()
+            ended = {"finished_recving": done.loaded, "invalid_block_ids": done.bad_blocks}
+            outputs.append(output_of(step, report, **ended))
+        self.update(step, self.merge.aggregate(outputs))
         return work
 
     def until(self, condition: Callable[[], bool]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from examples.vllm_two_instances import Instance, transfer
 from kvpool_agents import client_requests
-from tests.connector.vllm.helpers import Models
+from tests.connector.vllm.helpers import Models, wait_for
 from tests.support.local_pool import LocalPool
 
 KEY = "a key of the API"
@@ -70,8 +68,8 @@ def test_sessions_of_real_clients_arrive_in_the_pool(
         pool.settled(60)
         assert sorted(_sessions(pool)) == sorted(expected)
         # The child has ended, and so has the agent; of the others nobody knows a pause yet.
-        _until(lambda: _ended(pool) == {"child", "claude/agent"}, lambda: _ended(pool))
-        _until(lambda: _explained(pool) == [True], lambda: _explained(pool))
+        wait_for(lambda: _ended(pool) == {"child", "claude/agent"}, 60)
+        wait_for(lambda: _explained(pool) == [True], 60)
         assert pool.ask(lambda client: client.session("thread").end()) is True
         (member,) = pool.ask(lambda client: client.members())
         assert member.stats.counters["sessions"] == len(expected)
@@ -142,10 +140,3 @@ def _explained(pool: LocalPool) -> list[bool]:
     report = pool.ask(lambda client: client.session("child").explain())
     assert None in [resume_in for _, resume_in in report.hints]
     return [followed for _, followed, _ in report.servers]
-
-
-def _until(holds: Callable[[], bool], shown: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until, shown()
-        time.sleep(0.2)
