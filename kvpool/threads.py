@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from typing import TypeVar
+from concurrent.futures import BrokenExecutor, Executor, Future
+from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
+#: What is to be called, with what: one entry, which is taken out by who calls it.
+_Work: TypeAlias = "list[tuple[Callable[..., Any], tuple[object, ...]]]"
 
 
 def in_thread(
@@ -21,28 +23,52 @@ def in_thread(
     """`call` in a thread, of the loop's executor if there is no other. Where that can start none it
     runs here and now: the loop waits, and the result is the same. Once in either case."""
     loop, ended = asyncio.get_running_loop(), Future[T]()
+    work: _Work = [(call, arguments)]
     try:
-        loop.run_in_executor(executor, _run, ended, call, *arguments)
+        inner = loop.run_in_executor(executor, _run, ended, work)
+    except BrokenExecutor:
+        raise  # its threads are not as this call needs them, nor is this one
     except RuntimeError:
-        if ended.cancel():  # else a thread has it already
-            _run(ended := Future[T](), call, *arguments)
+        if work_left := _taken(work):
+            _run(ended, work_left)
+    else:
+        inner.add_done_callback(lambda inner: _pass_on(inner, ended))
     return asyncio.wrap_future(ended)
 
 
 def submit(executor: Executor, call: Callable[..., T], *arguments: object) -> Future[T]:
     """As `Executor.submit`, except that `call` never runs when this raises RuntimeError."""
-    ended = Future[T]()
+    ended, work = Future[T](), [(call, arguments)]
     try:
-        executor.submit(_run, ended, call, *arguments)
+        inner = executor.submit(_run, ended, work)
     except RuntimeError:
-        if ended.cancel():
+        if _taken(work):
             raise
+    else:
+        inner.add_done_callback(lambda inner: _pass_on(inner, ended))
     return ended
 
 
-def _run(ended: Future[T], call: Callable[..., T], *arguments: object) -> None:
-    if ended.set_running_or_notify_cancel():
-        try:
-            ended.set_result(call(*arguments))
-        except BaseException as error:
-            ended.set_exception(error)
+def _taken(work: _Work) -> _Work:
+    """The work, which nobody else will do then; empty if a thread has it already."""
+    try:
+        return [work.pop()]
+    except IndexError:
+        return []
+
+
+def _run(ended: Future[T], work: _Work) -> None:
+    for call, arguments in _taken(work):
+        if ended.set_running_or_notify_cancel():
+            try:
+                ended.set_result(call(*arguments))
+            except BaseException as error:
+                ended.set_exception(error)
+
+
+def _pass_on(inner: Future[None] | asyncio.Future[None], ended: Future[T]) -> None:
+    """What was never called ends, too: an executor that is shut down, or whose threads fail."""
+    if inner.cancelled():
+        ended.cancel()
+    elif (error := inner.exception()) is not None and not ended.done():
+        ended.set_exception(error)

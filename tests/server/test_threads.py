@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -73,6 +76,33 @@ async def test_what_was_refused_for_want_of_a_thread_never_runs(
     later = submit(busy.executor, busy.call, "later")
     assert busy.rest() == ["later"]
     assert later.result() == "later"
+
+
+async def test_threads_that_fail_at_their_start_fail_what_they_were_given() -> None:
+    """As a device's whose context cannot be had: nobody waits, and nobody else does it."""
+
+    def fails() -> None:
+        raise MemoryError
+
+    first, second = (ThreadPoolExecutor(1, initializer=fails) for _ in range(2))
+    async with asyncio.timeout(10):
+        for _ in range(2):
+            with pytest.raises(BrokenExecutor):
+                await in_thread(threading.get_ident, executor=first)
+    with pytest.raises(BrokenExecutor):
+        submit(second, threading.get_ident).result(10)
+
+
+async def test_the_queue_of_an_executor_without_threads_keeps_no_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    executor, block = ThreadPoolExecutor(1), memoryview(bytearray(8))
+    await in_thread(bytes, block, executor=executor)
+    with pytest.raises(RuntimeError, match="new thread"):
+        submit(executor, bytes, block)
+    gc.collect()
+    assert sys.getrefcount(block) == 2
 
 
 async def test_large_blocks_are_fetched_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
