@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -13,10 +13,11 @@ from kvpool import Namespace, ReadStatus, WriteStatus, dev
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.errors import Overloaded
-from kvpool.protocols import Peer, ReserveRequest
+from kvpool.protocols import Decision, Peer, ReserveRequest
 from kvpool.server import clients
 from kvpool.server.block_server import default_reserved_max
-from kvpool.server.state.entry import MOVER
+from kvpool.server.eviction.lru import LRU
+from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.holdings import START, Budget, Limits, Owner
 from kvpool.server.state.store import Store
 from kvpool.server.state.tenants import set_quotas
@@ -300,6 +301,34 @@ def test_a_chain_that_does_not_fit_keeps_its_head() -> None:
     assert stored == chain[:8]
     assert statuses(answers) == ["NO_SPACE"] * 4
     assert books.store.extents.evicted == 0
+
+
+def test_a_chain_goes_on_although_its_own_head_ranks_lowest() -> None:
+    """Else a policy that thinks little of new prompts keeps all but their first blocks out."""
+
+    class NewestFirst(LRU[Entry]):
+        def victim(
+            self, newcomer: Entry, evictable: Callable[[Entry], bool], now: float
+        ) -> Entry | Decision | None:
+            for one in sorted(self._heap, reverse=True):
+                if evictable(one[1]):
+                    self._heap.remove(one)
+                    one[1].is_candidate = False
+                    return one[1]
+            return Decision.BYPASS
+
+    books, chain = Books(4), keys("chain", 3)
+    books.store = Store(4 * PAGE, policy=NewestFirst())
+    for one in keys("old", 4):
+        books.fill([one])
+    for rest in (chain[:1], chain[1:2], chain[2:]):
+        answers = books.reserve(1, rest) if rest == chain[:1] else _continue(books, chain, rest)
+        assert statuses(answers) == ["RESERVED"]
+        books.seal(1, answers)
+    assert {*chain} < {entry.digest for entry in books.store.extents.blocks_at.values()}
+    larger = ReserveRequest(ONE, 0, keys("last", 1), chain[-1:], [4 * PAGE])
+    assert statuses(books.store.reserve(1, larger, 6.0)) == ["BYPASSED"]
+    check_invariants(books.store)
 
 
 def _continue(books: Books, chain: list[bytes], rest: list[bytes]) -> list[Reservation]:

@@ -132,7 +132,7 @@ class Extents:
                 if refusal is not None:
                     return refusal
                 enough = self.allocator.available + size // _SEARCHES
-            victim = self.policy.victim(newcomer, self.evictable, now, last_used, wanted=wanted)
+            victim = self._victim_for(newcomer, now, last_used, wanted)
             if victim is None:
                 if last_used == JUST_NOW and self._finds_more(account, size):
                     continue
@@ -166,6 +166,22 @@ class Extents:
             if offset is not None:
                 return offset
         return MAKING_ROOM
+
+    def _victim_for(
+        self, newcomer: Entry, now: float, last_used: int, wanted: bool
+    ) -> Entry | Decision | None:
+        """As the policy has it, but for the parent: where that ranks lowest, the next one is asked
+        for, which may keep the newcomer out, though not for ever (G9)."""
+        victim = self.policy.victim(newcomer, self.evictable, now, last_used, wanted=wanted)
+        if not isinstance(victim, Entry) or not self._is_parent(victim, newcomer):
+            return victim
+
+        def evictable(entry: Entry) -> bool:
+            return not self._is_parent(entry, newcomer) and self.evictable(entry)
+
+        other = self.policy.victim(newcomer, evictable, now, last_used, wanted=wanted)
+        self.add_candidate(victim)
+        return victim if other is None else other
 
     def _make_more(self, newcomer: Entry, owner: int, now: float, within: int) -> Iterator[int]:
         """As `fit` for blocks like this one that come next, as long as each takes one victim."""
