@@ -206,7 +206,7 @@ def test_a_fleet_with_little_memory_lives_on_its_disks() -> None:
     slow = {"disk_read_bytes_s": 1e8, "disk_write_bytes_s": 1e8}
     slower = run(disk_tokens=1_300_000, constants=slow, **scarce)
     without = run(scope=Scope.NONE, **scarce)
-    assert slower.tokens_s > 0.97 * without.tokens_s  # computing is faster, and chosen
+    assert slower.tokens_s > 0.96 * without.tokens_s  # computing is faster, and chosen
 
 
 # --- placements --------------------------------------------------------------------------
