@@ -114,16 +114,6 @@ def hello() -> Message:
     return Hello("default", "test")
 
 
-class Dialled(list[Stream]):
-    """The streams that a client's pool has opened."""
-
-    async def dial(self, deadline: float) -> Stream:
-        stream = Stream()
-        Wire(stream)
-        self.append(stream)
-        return stream
-
-
 async def test_streams_that_the_server_has_closed_keep_no_place() -> None:
     """Or a pool whose idle streams were lost once would dial for nearly every call from then on."""
     loop = asyncio.get_running_loop()
