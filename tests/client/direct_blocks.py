@@ -18,9 +18,10 @@ from kvpool.client import device_direct as direct
 from kvpool.client.buffers import DeviceBlock
 from kvpool.device.checksum import device_checksums, unsigned
 from kvpool.testing.invariants import check_invariants
-from kvpool.tools.subprocesses import Child, process_of, servers_up
+from kvpool.tools.subprocesses import Child, servers_up
 from tests.conftest import NAMESPACE, buffers, eventually, keys, value
 from tests.support.fake_device import FakeGpu
+from tests.support.programs import master_and_server
 
 torch = pytest.importorskip("torch", reason="devices need torch")
 pytest.importorskip("ucxx", reason="direct transfers need ucxx: pip install kvpool[ucx]")
@@ -128,16 +129,10 @@ async def compiled(pool: Pool, gpu: FakeGpu) -> None:
 @pytest.fixture
 async def apart() -> AsyncIterator[tuple[str, Child]]:
     """A master, and a server that ends with kill -9."""
-    quiet = ("--log-level", "error")
-    async with process_of("kvpool", "master", "--bind", "127.0.0.1:0", *quiet) as master:
-        address = (await master.line()).removeprefix("master at ")
-        async with process_of(
-            *("kvpool", "server", "--masters", address, "--id", "one", "--capacity", "128MiB"),
-            *("--listen", "ucx://127.0.0.1:0?tls=tcp,self", *quiet),
-        ) as server:
-            await server.line()
-            await servers_up(address, 1)
-            yield address, server
+    listen = ("--listen", "ucx://127.0.0.1:0?tls=tcp,self")
+    async with master_and_server("--id", "one", "--capacity", "128MiB", *listen) as running:
+        await servers_up(running[0], 1)
+        yield running
 
 
 def hasty(address: str) -> ClientConfig:

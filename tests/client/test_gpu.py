@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, connect, dev
-from kvpool.tools.subprocesses import process_of, servers_up
+from kvpool.tools.subprocesses import servers_up
 from kvpool_tiers.hbm import Hbm
 from tests.conftest import NAMESPACE, UCX, buffers, keys, values
 from tests.support.processes import script
+from tests.support.programs import master_and_server
 
 torch = pytest.importorskip("torch", reason="devices need torch")
 if not torch.cuda.is_available():
@@ -47,16 +48,9 @@ async def place(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, str]
     """A master and a server of their own, by its transport."""
     scheme = request.param
     where = "shm://" if scheme == "shm" else f"{scheme}://127.0.0.1:0"
-    quiet = ("--log-level", "error")
-    async with process_of("kvpool", "master", "--bind", "127.0.0.1:0", *quiet) as master:
-        address = (await master.line()).removeprefix("master at ")
-        async with process_of(
-            *("kvpool", "server", "--masters", address, "--listen", where),
-            *("--capacity", "256MiB", *quiet),
-        ) as server:
-            await server.line()
-            await servers_up(address, 1)
-            yield address, scheme
+    async with master_and_server("--listen", where, "--capacity", "256MiB") as (address, _):
+        await servers_up(address, 1)
+        yield address, scheme
 
 
 def on_gpu(data: bytes) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ import pytest
 
 from kvpool import ClientConfig, Cluster, Member, Pool, ReadStatus, WriteStatus, connect
 from tests.conftest import NAMESPACE, buffers, keys, soon, values
+from tests.support.programs import module_at
 
 ray = pytest.importorskip("ray", reason="needs ray: make test WITH=ray")
 from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
@@ -218,11 +218,7 @@ class NoRay:
 
 def test_what_goes_wrong_on_a_node_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process can be started; the second one is ready, after a line that is no text."""
-    spec = importlib.util.spec_from_file_location("ray_pool", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_at(SCRIPT)
     says = [None, r"\xff\nserver s\n"]
 
     def start(command: list[str], **how: Any) -> Any:

@@ -6,7 +6,6 @@ For Kubernetes see `test_kubernetes.py`.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import re
 import shlex
@@ -29,9 +28,11 @@ from kvpool.cli import settings, shared
 from kvpool.cli.app import app
 from kvpool.config import Config, check_bind, parse_transport
 from kvpool.net.http_server import Page, pages
+from tests.support.programs import module_at
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+HEALTHY = module_at(DEPLOY / "docker/healthy.py")
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 
 
@@ -217,7 +218,7 @@ def test_compose_runs_what_kvpool_understands(
     assert "healthcheck" not in service  # the image's
     page = found.server.http if name == "server" else found.master.http
     assert page
-    assert healthy().page_of(["kvpool", *service["command"]], told) == page
+    assert HEALTHY.page_of(["kvpool", *service["command"]], told) == page
     (mount,) = service["volumes"]
     assert mount.split(":")[1] == (found.secret_file or "/run/secrets/kvpool")
 
@@ -244,16 +245,6 @@ def test_the_image_has_all_that_is_packaged() -> None:
     assert lines[-2].endswith('CMD ["python", "/opt/kvpool/healthy.py"]')
 
 
-def healthy() -> Any:
-    """deploy/docker/healthy.py."""
-    spec = importlib.util.spec_from_file_location("healthy", DEPLOY / "docker/healthy.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("words", "environment", "page"),
     [
@@ -273,7 +264,7 @@ def test_the_health_check_asks_the_page_of_this_process(
     file = str(DEPLOY / "systemd/pool.yaml")
     command = words.replace("FILE", file).split()
     environment = {name: value.replace("FILE", file) for name, value in environment.items()}
-    assert healthy().page_of(command, environment) == page
+    assert HEALTHY.page_of(command, environment) == page
 
 
 async def test_the_health_check_passes_no_proxy(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ need `helm-python-sdk`, which is large and so has a suite of its own: `make test
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 import shutil
@@ -26,6 +25,7 @@ from kvpool.config import Config
 from kvpool.master.state.server_table import FORGET_S
 from kvpool.units import parse_duration, parse_size
 from tests.repo.test_deploy import DEPLOY, ROOT, check, port, ports, settings_of, ucx_settings
+from tests.support.programs import module_at
 
 CHART = DEPLOY / "helm/kvpool"
 PLAIN = DEPLOY / "kubernetes"
@@ -569,12 +569,7 @@ def test_a_pod_is_made_anew_when_its_configuration_is_another() -> None:
 
 def test_the_manifests_are_what_the_chart_renders() -> None:
     helm()
-    spec = importlib.util.spec_from_file_location("manifests", CHART.parent / "manifests.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made = module.manifests()
+    made = module_at(CHART.parent / "manifests.py").manifests()
     assert {name: (PLAIN / name).read_text() for name in made} == made, (
         "run: python deploy/helm/manifests.py"
     )

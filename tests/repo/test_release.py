@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import yaml
 
 import kvpool
+from tests.support.programs import module_at
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = '__version__ = "1.2.0"\n'
@@ -32,17 +32,7 @@ Faster: see [design](docs/design.md) and [a paper](https://a.example/b).
 """
 
 
-def load_notes() -> Any:
-    path = ROOT / ".ci" / "release_notes.py"
-    spec = importlib.util.spec_from_file_location("release_notes", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.notes
-
-
-notes = load_notes()
+notes = module_at(ROOT / ".ci" / "release_notes.py").notes
 
 
 def test_notes_are_the_page_of_the_version() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-from kvpool.tools.subprocesses import process_of
+from kvpool.tools.subprocesses import Child, process_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,15 +26,34 @@ def free_address() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
+def module_at(path: Path) -> Any:
+    """A program that is no part of a package, imported."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@asynccontextmanager
+async def master_and_server(
+    *of_server: str, both: tuple[str, ...] = ("--log-level", "error"), **environment: str
+) -> AsyncIterator[tuple[str, Child]]:
+    """`kvpool master`, its address, and `kvpool server`, which it knows."""
+    async with process_of("kvpool", "master", "--bind", "127.0.0.1:0", *both) as master:
+        address = (await master.line()).removeprefix("master at ")
+        command = ("server", "--masters", address, *of_server, *both)
+        async with process_of("kvpool", *command, environment=environment) as server:
+            await server.line()
+            yield address, server
+
+
 @asynccontextmanager
 async def pool_of_commands(*options: str) -> AsyncIterator[str]:
-    """`kvpool master` and `kvpool server` with these options; the master's address."""
-    async with process_of("kvpool", "master", "--bind", "127.0.0.1:0", *options) as master:
-        address = (await master.line()).removeprefix("master at ")
-        of_server = ("--masters", address, "--capacity", "4MiB", *options)
-        async with process_of("kvpool", "server", *of_server) as server:
-            await server.line()
-            yield address
+    """A master and a server with these options; the master's address."""
+    async with master_and_server("--capacity", "4MiB", both=options) as (address, _):
+        yield address
 
 
 class RunningPrograms:

@@ -34,6 +34,7 @@ from kvpool_transports.ucx_context import defaults, make_context
 from kvpool_transports.ucx_worker import UcxPath, Worker
 from tests.conftest import NAMESPACE, buffers, eventually, keys, value, values
 from tests.support.processes import until
+from tests.support.programs import master_and_server
 from tests.support.raw_peers import frame
 
 SIZE = 2 << 20
@@ -90,6 +91,10 @@ def test_ucxx_prints_only_what_the_operator_asks_for(
     assert given or [text] == said
 
 
+LISTEN = "ucx://127.0.0.1:0,tcp://127.0.0.1:0"
+SERVER = ("--id", "one", "--capacity", "128MiB", "--listen", LISTEN)
+
+
 class Running(NamedTuple):
     """A master and a server in processes of their own."""
 
@@ -105,23 +110,14 @@ class Running(NamedTuple):
 
 @pytest.fixture
 async def running(installed: None) -> AsyncIterator[Running]:
-    async with AsyncExitStack() as stack:
-        master = await stack.enter_async_context(
-            process_of("kvpool", "master", "--bind", "127.0.0.1:0", "--log-level", "error")
-        )
-        address = (await master.line()).removeprefix("master at ")
-        server = await stack.enter_async_context(server_of(address))
-        await server.line()
+    async with master_and_server(*SERVER) as (address, server):
         await servers_up(address, 1)
         yield Running(address, server)
 
 
 def server_of(master: str) -> AbstractAsyncContextManager[Child]:
     """It announces itself in a line."""
-    return process_of(
-        *("kvpool", "server", "--masters", master, "--id", "one", "--log-level", "error"),
-        *("--capacity", "128MiB", "--listen", "ucx://127.0.0.1:0,tcp://127.0.0.1:0"),
-    )
+    return process_of("kvpool", "server", "--masters", master, "--log-level", "error", *SERVER)
 
 
 # --- not there, or not to be used ----------------------------------------------------------
