@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ from kvpool.client.spread_plan import (
     cut,
     receivers_at,
 )
-from kvpool.types import Member, MoveStatus, Replica, Run, ServerStats
+from kvpool.types import Member, MoveStatus, Replica, Run
+from tests.support.members import member as usual_member
 
 FETCHED, NOT_YET, GONE = MoveStatus.DONE, MoveStatus.NOT_YET, MoveStatus.GONE
 LOST = MoveStatus.LOST
@@ -283,17 +285,9 @@ def test_whatever_fails_the_spread_ends_and_says_why(seed: int) -> None:
             assert not problem
 
 
-def member(
-    server: str,
-    host: str = "",
-    *,
-    used: int = 0,
-    age: float = 0.0,
-    draining: bool = False,
-    alive: bool = True,
-) -> Member:
-    stats = ServerStats(used=used, victim_age_s=age, draining=draining)
-    return Member(server, 1, host or server, (), ("dram",), alive, 0.0, 100, stats)
+def member(server: str, host: str = "", *, age: float = 0.0, **more: Any) -> Member:
+    own = {"host": host or server, "capacity": 100, "victim_age_s": age}
+    return usual_member(server, **own, **more)
 
 
 def test_a_number_of_servers_counts_those_that_have_the_chain() -> None:

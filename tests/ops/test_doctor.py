@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from kvpool.config import Config
 from kvpool.errors import ConfigError, MasterLost
 from kvpool.ops import doctor
 from kvpool.ops.doctor import compared, device_memory, differing
-from kvpool.types import Member, ReadResult, ServerStats
+from kvpool.types import ReadResult, ServerStats
 from tests.conftest import keys, values
 from tests.support.commands import kvpool
+from tests.support.members import member as usual_member
 
 
 def named(**fields: str) -> Namespace:
@@ -43,10 +45,7 @@ def test_groups_of_one_engine_are_not_taken_for_two() -> None:
     assert not compared([(Namespace("anything = else"), 1), (Namespace("x"), 1)])
 
 
-def member(name: str, **more: Any) -> Member:
-    figures = ServerStats(counters={"fetched_bytes": 0})
-    usual = Member(name, 1, "host", (), ("dram",), True, 0.0, 1 << 30, figures)
-    return replace(usual, **more)
+member = partial(usual_member, counters={"fetched_bytes": 0})
 
 
 def test_servers_that_are_alike_are_not_mentioned() -> None:

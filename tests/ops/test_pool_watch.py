@@ -15,12 +15,11 @@ from kvpool.ops.pool_watch import (
 )
 from kvpool.ops.server_state import ServerState, state_of
 from kvpool.types import Member, ServerStats, TierUsage
+from tests.support.members import member as usual_member
 
 
 def member(server: str = "a", epoch: int = 1, **changed: Any) -> Member:
-    fields = {"alive": True, "heard_s": 0.5, "capacity": 100} | changed
-    stats = fields.pop("stats", ServerStats())
-    return Member(server, epoch, "host", (), ("dram",), stats=stats, **fields)
+    return usual_member(server, epoch=epoch, **{"heard_s": 0.5, "capacity": 100, **changed})
 
 
 def moved(read: int, written: int = 0, **more: Any) -> ServerStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from io import StringIO
 
 import pytest
@@ -13,24 +14,11 @@ from rich.text import Text
 from kvpool.ops.demand import demand_table
 from kvpool.ops.folding import Fitted
 from kvpool.ops.tables import as_json_object, clients_table, members_table, tiers_table
-from kvpool.types import ClientUsage, Demand, Member, Namespace, ServerStats, TierUsage, WorkingSet
+from kvpool.types import ClientUsage, Demand, Namespace, TierUsage, WorkingSet
 from kvpool.units import human, parse_size
+from tests.support.members import member as usual_member
 
-
-def member(
-    server: str = "a", *, alive: bool = True, heard_s: float = 0.4, **stats: object
-) -> Member:
-    return Member(
-        server=server,
-        epoch=1,
-        host="host",
-        addresses=("tcp://127.0.0.1:1",),
-        tiers=("dram",),
-        capacity=4 << 30,
-        alive=alive,
-        heard_s=heard_s,
-        stats=ServerStats(**stats),  # type: ignore[arg-type]
-    )
+member = partial(usual_member, capacity=4 << 30, heard_s=0.4)
 
 
 def lines(table: Table) -> list[list[str]]:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from kvpool.ops.bars import bar, sparkline
 from kvpool.ops.top import Top
 from kvpool.types import ClientUsage, Demand, Member, ServerStats, TierUsage
+from tests.support.members import member as usual_member
 
 
-def member(server: str, used: int = 1 << 20, *, alive: bool = True, **stats: object) -> Member:
+def member(server: str, used: int = 1 << 20, *, alive: bool = True, **stats: Any) -> Member:
     tiers = [
         TierUsage("dram", capacity=4 << 20, used=used, hits=3, blocks=7),
         TierUsage("nvme", capacity=40 << 20, used=used, hits=1, blocks=9),
     ]
-    fields = {"used": used, "usage": tiers, **stats}
-    return Member(
-        server,
-        1,
-        "host",
-        ("tcp://127.0.0.1:1",),
-        ("dram", "nvme"),
-        alive,
-        0.4 if alive else 17.0,
-        4 << 20,
-        ServerStats(**fields),  # type: ignore[arg-type]
-    )
+    own = {"addresses": ("tcp://127.0.0.1:1",), "tiers": ("dram", "nvme"), "capacity": 4 << 20}
+    own |= {"alive": alive, "heard_s": 0.4 if alive else 17.0}
+    return usual_member(server, **{**own, "used": used, "usage": tiers, **stats})
 
 
 def text(top: Top, width: int = 100, height: int | None = 24) -> str:

@@ -8,12 +8,12 @@ import json
 from rich.console import Console
 
 from kvpool.ops.usage import as_json_object, usage_by, usage_table
-from kvpool.types import OTHERS, Consumer, Member, ServerStats
+from kvpool.types import OTHERS, Consumer, Member
+from tests.support.members import member as usual_member
 
 
 def member(name: str, *consumers: Consumer, alive: bool = True) -> Member:
-    stats = ServerStats(consumers=list(consumers))
-    return Member(name, 1, "h", (), ("dram",), alive, 0.0, 1 << 20, stats)
+    return usual_member(name, alive=alive, consumers=list(consumers))
 
 
 def acme(size: int) -> Consumer:

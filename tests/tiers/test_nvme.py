@@ -101,8 +101,17 @@ async def is_intact(tier: Nvme, one: Record) -> bool:
     return checksum(buffer, seed) == one.checksum
 
 
-def memory_disk(capacity: int = CAPACITY) -> MemoryDisk:
-    return MemoryDisk(Nvme.disk_size(capacity))
+async def new_disk(capacity: int = CAPACITY) -> tuple[MemoryDisk, Nvme]:
+    """One on which a server has just begun."""
+    disk = MemoryDisk(Nvme.disk_size(capacity))
+    _, tier = await found(disk, capacity)
+    return disk, tier
+
+
+def damage(disk: MemoryDisk, namespace: int) -> None:
+    """A bit of each copy of a namespace's page; again: it is mended."""
+    for copy in range(COPIES):
+        disk.bytes[Geometry.namespace(namespace, copy) + 30] ^= 1
 
 
 async def found(disk: MemoryDisk, capacity: int = CAPACITY) -> tuple[set[Record], Nvme]:
@@ -308,8 +317,7 @@ async def test_it_grows_and_shrinks_with_its_capacity(path: Path) -> None:
 
 async def larger_disk(chance: random.Random, units: int) -> tuple[MemoryDisk, list[Record]]:
     """A disk of so many units, partly full of extents of one unit to nine, the newest last."""
-    disk = memory_disk(units * PAGE)
-    _, tier = await found(disk, units * PAGE)
+    disk, tier = await new_disk(units * PAGE)
     records: list[Record] = []
     unit = 0
     while unit < units - 9:
@@ -413,8 +421,7 @@ async def test_moving_ends_after_a_minute(path: Path, monkeypatch: pytest.Monkey
 
 
 async def test_a_place_that_cannot_be_read_costs_its_own_extent() -> None:
-    disk = memory_disk()
-    _, tier = await found(disk)
+    disk, tier = await new_disk()
     last = [record(CAPACITY - n * PAGE, PAGE, n) for n in range(1, 9)]
     await write(tier, *last)
     (bad,) = Geometry(CAPACITY, PAGE).pieces(last[3].offset, 1)
@@ -506,8 +513,7 @@ async def test_its_status_counts_what_was_mended() -> None:
 @pytest.mark.parametrize("pages", [1, 3])
 async def test_headers_of_neighbours_are_written_at_once(pages: int) -> None:
     """A batch of small blocks costs one write of headers, and not one for each block."""
-    disk = memory_disk()
-    _, tier = await found(disk)
+    disk, tier = await new_disk()
     await write(tier, first := record(CAPACITY - PAGE))  # names its namespace, too
     near = [record(number * pages * PAGE, pages * PAGE - 7) for number in range(1, 21)]
     far = record(40 * pages * PAGE)
@@ -578,8 +584,7 @@ async def test_a_file_cut_under_it_is_no_end_of_the_process(path: Path) -> None:
 
 async def test_headers_that_cannot_be_read_are_lost_and_the_others_found() -> None:
     capacity = 3 * GROUP_SIZE
-    disk = memory_disk(capacity)
-    _, tier = await found(disk, capacity)
+    disk, tier = await new_disk(capacity)
     records = [record(number * GROUP_SIZE) for number in range(3)]
     await tier.persist(records)
     bad = Geometry(capacity, PAGE).header(GROUP_SIZE)
@@ -844,8 +849,7 @@ async def test_more_namespaces_than_fit_are_served_and_not_remembered(path: Path
 
 async def test_a_namespace_that_is_being_replaced_is_not_referred_to() -> None:
     capacity = (NAMESPACES + 2) * PAGE
-    disk = memory_disk(capacity)
-    _, tier = await found(disk, capacity)
+    disk, tier = await new_disk(capacity)
     records = [record(n * PAGE, 100, n + 1, Namespace(f"m/{n}")) for n in range(NAMESPACES + 1)]
     await tier.persist(records[:NAMESPACES])
     await tier.erase([0])
@@ -857,10 +861,9 @@ async def test_a_namespace_that_is_being_replaced_is_not_referred_to() -> None:
 
 
 async def test_a_header_of_a_namespace_that_was_replaced_is_none() -> None:
-    one, other = memory_disk(), memory_disk()
-    for disk, name in ((one, "one"), (other, "other")):
-        _, tier = await found(disk)
-        await tier.persist([record(0, namespace=Namespace(name))])
+    (one, first), (other, second) = await new_disk(), await new_disk()
+    await first.persist([record(0, namespace=Namespace("one"))])
+    await second.persist([record(0, namespace=Namespace("other"))])
     for copy in range(COPIES):
         page = slice(Geometry.namespace(0, copy), Geometry.namespace(0, copy) + PAGE)
         other.bytes[page] = one.bytes[page]
@@ -871,8 +874,7 @@ async def test_a_header_of_a_namespace_that_was_replaced_is_none() -> None:
 
 async def file_of_namespaces(count: int, blocks: int) -> tuple[MemoryDisk, set[Record]]:
     """A disk with so many blocks of so many namespaces."""
-    disk = memory_disk()
-    _, tier = await found(disk)
+    disk, tier = await new_disk()
     names = [Namespace(f"model/{n}") for n in range(count)]
     records = {record(n * PAGE, PAGE, n + 1, names[n % count]) for n in range(blocks)}
     await write(tier, *records)
@@ -928,15 +930,13 @@ async def test_blocks_of_a_lost_namespace_come_back_when_it_is_mended() -> None:
     disk, records = await file_of_namespaces(3, 60)
     image = bytes(disk.bytes)
     others = {one for one in records if one.namespace.name != "model/0"}
-    pages = [Geometry.namespace(0, copy) for copy in range(COPIES)]
-    for page in pages:
-        disk.bytes[page + 30] ^= 1
+    damage(disk, 0)
     for _ in range(2):  # each start says it again
         rest, tier = await found(disk)
         assert rest == others
         assert dict(tier.dropped) == {"unnamed": 20}
         assert "20 unnamed headers dropped" in tier.status_text
-    disk.bytes[pages[1] + 30] ^= 1  # one of the two is mended, by whom it may be
+    disk.bytes[Geometry.namespace(0, 1) + 30] ^= 1  # one of the two is mended, by whom it may be
     rest, tier = await found(disk)
     assert rest == records
     assert disk.bytes == image
@@ -944,17 +944,14 @@ async def test_blocks_of_a_lost_namespace_come_back_when_it_is_mended() -> None:
 
 
 async def test_what_moves_takes_no_place_of_a_lost_namespace() -> None:
-    disk = memory_disk()
-    _, tier = await found(disk)
+    disk, tier = await new_disk()
     lost = record(0, PAGE, 1, Namespace("model/0"))
     await write(tier, lost)
     await write(tier, record(CAPACITY - PAGE, PAGE, 2, Namespace("model/1")))
-    pages = [Geometry.namespace(0, copy) for copy in range(COPIES)]
-    for page in pages:
-        disk.bytes[page + 30] ^= 1
+    damage(disk, 0)
     (moved,), _ = await found(disk, CAPACITY - PAGE)
     assert moved.offset == PAGE
-    disk.bytes[pages[1] + 30] ^= 1
+    disk.bytes[Geometry.namespace(0, 1) + 30] ^= 1
     mended, tier = await found(disk, CAPACITY - PAGE)
     assert mended == {lost, moved}
     assert await is_intact(tier, lost)
@@ -962,8 +959,7 @@ async def test_what_moves_takes_no_place_of_a_lost_namespace() -> None:
 
 async def test_a_lost_namespace_is_mended_by_the_next_block_of_it() -> None:
     disk, records = await file_of_namespaces(3, 60)
-    for copy in range(COPIES):
-        disk.bytes[Geometry.namespace(1, copy) + 30] ^= 1
+    damage(disk, 1)
     rest, tier = await found(disk)
     assert len(rest) == 40
     fresh = record(100 * PAGE, PAGE, 500, Namespace("model/1"))
@@ -991,8 +987,7 @@ def three_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("three_namespaces")
 async def test_the_number_of_a_lost_namespace_is_used_again_without_its_blocks() -> None:
     disk, records = await file_of_namespaces(3, 60)
-    for copy in range(COPIES):
-        disk.bytes[Geometry.namespace(0, copy) + 30] ^= 1
+    damage(disk, 0)
     rest, tier = await found(disk)
     lost = sorted(records - rest)
     fresh = record(100 * PAGE, PAGE, 500, Namespace("new"))
@@ -1053,8 +1048,7 @@ async def test_a_crash_while_a_namespace_is_written_costs_nothing(writes: int, t
 async def test_flipped_bits_are_dropped_or_do_not_matter(seed: int) -> None:
     chance = random.Random(seed)
     capacity = 64 * PAGE
-    disk = memory_disk(capacity)
-    _, tier = await found(disk, capacity)
+    disk, tier = await new_disk(capacity)
     names = [Namespace(f"model/{n}", n + 1) for n in range(4)]
     records = {record(n * PAGE, chance.randint(1, PAGE), n + 1, names[n % 4]) for n in range(64)}
     await write(tier, *records)
@@ -1072,8 +1066,8 @@ async def test_flipped_bits_are_dropped_or_do_not_matter(seed: int) -> None:
 
 async def test_what_was_written_over_does_not_come_back_when_the_newer_one_goes() -> None:
     """The process has died before the older one was erased."""
-    disk, newer, apart = memory_disk(), record(0, 2 * PAGE, 2), record(8 * PAGE)
-    _, tier = await found(disk)
+    newer, apart = record(0, 2 * PAGE, 2), record(8 * PAGE)
+    disk, tier = await new_disk()
     await write(tier, record(PAGE, PAGE, 1), newer, apart)
     kept, tier = await found(disk)
     assert kept == {newer, apart}
