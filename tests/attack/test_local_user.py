@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import ClientConfig, connect, read_cluster
 from kvpool.wire import messages as wire
 from tests.attack.castle import LINES_MAX, MODEL, Castle
-from tests.chaos.cluster import Node, free_ports
 from tests.conftest import keys, value
 from tests.support.processes import script
 from tests.support.raw_peers import frame
@@ -91,65 +89,3 @@ async def test_another_user_learns_nothing(attacked: Castle) -> None:
     assert len(said) <= LINES_MAX
     for node in attacked.nodes:
         node.check()
-
-
-#: Another user, of a pool that was started with --local-only: without a secret, and with its own.
-LOCAL_ONLY = """
-import asyncio, json, os, sys, tempfile
-import kvpool
-from kvpool import ClientConfig, Cluster
-from kvpool import local_secret
-from kvpool.errors import KvpoolError
-master, theirs = json.loads(sys.argv[1])
-
-async def tries(cluster):
-    try:
-        config = ClientConfig(masters=[master], transports=["tcp", "shm"], timeout_s=2.0)
-        async with await kvpool.connect(config=config, cluster=cluster) as pool:
-            await pool.members()
-            return "is let in"
-    except KvpoolError as error:
-        return type(error).__name__
-
-async def main():
-    await tries(Cluster("another"))  # all that it takes is loaded
-    os.setgroups([]), os.setgid(65534), os.setuid(65534)
-    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
-    found = [await tries(Cluster()), await tries(Cluster("default", local_secret()))]
-    try:
-        open(theirs).read()
-        found.append("reads the secret")
-    except OSError:
-        pass
-    print(json.dumps(found), flush=True)
-
-asyncio.run(main())
-"""
-
-
-async def test_another_user_is_kept_out_of_a_pool_of_local_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where everybody may enter the folders above that of the secret."""
-    for path in (tmp_path, *tmp_path.parents):
-        if path.is_relative_to(tempfile.gettempdir()) and path != Path(tempfile.gettempdir()):
-            path.chmod(0o755)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    (port,) = free_ports(1)
-    address = f"127.0.0.1:{port}"
-    master = Node("master", "kvpool", "master", "--bind", address, "--local-only")
-    with (tmp_path / "log").open("ab") as master.log:
-        await master.start()
-        try:
-            theirs = str(tmp_path / "state" / "kvpool" / "secret")
-            async with script(LOCAL_ONLY, json.dumps([address, theirs])) as child:
-                found = json.loads(await child.line())
-            assert len(found) == 2
-            assert "is let in" not in found, found
-            config = ClientConfig(masters=[address])
-            cluster = read_cluster("default", theirs)
-            async with await connect(config=config, cluster=cluster) as pool:
-                assert await pool.members() == []
-        finally:
-            await master.close()
-    assert len((tmp_path / "log").read_text().splitlines()) <= LINES_MAX + 2  # its start

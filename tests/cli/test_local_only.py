@@ -88,13 +88,17 @@ def test_another_user_cannot_read_the_secret(directory: Path) -> None:
     assert "Permission denied" in done.stderr
 
 
-def test_the_secret_is_made_once(directory: Path) -> None:
+def test_the_secret_is_made_once_and_is_nobody_elses(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = local_secret()
     assert len(first) == 64
     assert local_secret() == first
     assert [path.name for path in directory.iterdir()] == ["secret"]
     assert stat.S_IMODE(local_secret_file().stat().st_mode) == 0o600
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    monkeypatch.setenv("XDG_STATE_HOME", str(directory.parent / "of another user"))
+    assert local_secret() != first
 
 
 def test_the_secret_outlives_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

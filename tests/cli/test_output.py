@@ -88,25 +88,6 @@ def test_a_picture_is_whole_or_none(tmp_path: Path) -> None:
     assert [one.read_text() for one in tmp_path.iterdir()] == [before]
 
 
-def test_closed_streams_are_replaced_before_a_socket_takes_their_place() -> None:
-    """A program prints which descriptor a socket gets when the three of the standard are closed."""
-    program = (
-        "import os, socket, sys; from kvpool.cli import app;"
-        "app.app = lambda: os.write(int(sys.argv[1]), str(socket.socket().fileno()).encode());"
-        "app.main()"
-    )
-    reading, writing = os.pipe()
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program, str(writing)],
-        pass_fds=[writing],
-        timeout=60,
-    )
-    os.close(writing)
-    with os.fdopen(reading) as told:
-        assert int(told.read()) > 2
-    assert done.returncode == 0
-
-
 def test_top_ends_with_its_reader() -> None:
     pool = LocalPool()
     try:
