@@ -58,6 +58,7 @@ from tests.support.raw_peers import (
     reserve,
     write,
 )
+from tests.support.turns import others
 
 BOTH = pytest.mark.parametrize("scheme", ["tcp", "shm"])
 #: Of tests that change nothing in the pool: `shared` is the same one for each of them.
@@ -186,22 +187,13 @@ async def test_waiting_ends(watched: dev.Dev, name: str, monkeypatch: pytest.Mon
 async def test_many_requests_at_once_let_others_in(watched: dev.Dev, scheme: str) -> None:
     """A peer that sends ahead is served at its turn; the loop is everybody's."""
     asked = 500
-    turns = 0
     async with raw(watched, scheme) as peer:
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
         await peer.send(frame(read(key("a"))) * asked)
-
-        async def others() -> None:
-            nonlocal turns
-            while True:
-                await asyncio.sleep(0)
-                turns += 1
-
-        other = asyncio.create_task(others())
-        answer = frame(wire.Data(b"\1", [], []))
-        await peer.exactly(asked * len(answer))
-        other.cancel()
-    assert turns >= asked
+        async with others() as turns:
+            answer = frame(wire.Data(b"\1", [], []))
+            await peer.exactly(asked * len(answer))
+    assert turns.count >= asked
 
 
 # --- messages ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from kvpool.net.http_server import Page, PageInSteps, Pages, PageView, pages
 from kvpool.ops import metrics
 from kvpool.types import Figure
 from tests.conftest import NAMESPACE, eventually, keys, values
+from tests.support.turns import others
 
 BIG = 256 << 10
 
@@ -284,26 +285,16 @@ async def test_the_command_serves_them() -> None:
 
 
 async def test_others_have_their_turn_while_a_long_page_is_made() -> None:
-    turns = 0
+    async with others() as turns:
 
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
+        def steps() -> Iterator[bytes]:
+            before = turns.count
+            for number in range(50):
+                yield b"%d\n" % number
+                assert turns.count > before + number
 
-    def steps() -> Iterator[bytes]:
-        before = turns
-        for number in range(50):
-            yield b"%d\n" % number
-            assert turns > before + number
-
-    other = asyncio.create_task(others())
-    routes = {"/long": PageInSteps(steps, "text/plain")}
-    try:
+        routes = {"/long": PageInSteps(steps, "text/plain")}
         served = await Pages(routes)._whole_page("/long?x=1", "localhost", "127.0.0.1")
-    finally:
-        other.cancel()
     assert served.status is HTTPStatus.OK
     assert served.body.split() == [b"%d" % number for number in range(50)]
 

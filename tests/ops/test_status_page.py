@@ -31,6 +31,7 @@ from kvpool.ops.tables import as_json_object
 from kvpool.types import Cluster, Consumer, Demand, Member, ServerStats, TierUsage, WorkingSet
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.net.test_http_server import raw
+from tests.support.turns import others
 
 
 @pytest.fixture
@@ -223,18 +224,9 @@ async def test_who_has_most_is_summed_in_pieces_while_somebody_looks(
     await page.watch()
     assert page._usage == {}, "nobody looks"
     page._pool_page({}, True)
-    turns = 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    running = asyncio.create_task(others())
-    await page.watch()
-    running.cancel()
-    assert turns >= 10
+    async with others() as turns:
+        await page.watch()
+    assert turns.count >= 10
     (found,) = page._usage["namespaces"]
     assert found == {"name": "a", "used_bytes": 300, "hit_blocks": 0, "missed_blocks": 100}
     assert page._usage["tenants"] == []

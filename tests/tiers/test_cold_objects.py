@@ -50,6 +50,7 @@ from kvpool.server.state.tier_stores import ColdStore, FileStore
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus
+from tests.support.turns import others
 
 KEYS = ObjectKeys(b"k" * 32)
 NAME = "blocks/a/1"
@@ -270,20 +271,6 @@ async def test_others_have_their_turn_while_many_objects_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who answers for an object costs as much as there are servers."""
-    calls, longest = 0, 0
-
-    def count(name: str, living: Collection[str]) -> str:
-        nonlocal calls
-        calls += 1
-        return responsible(name, living)
-
-    async def turns() -> None:
-        nonlocal calls, longest
-        while True:
-            longest, calls = max(longest, calls), 0
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr(search, "responsible", count)
     book, dropped = Book(1 << 40), list[ColdObject]()
     for n in range(5000, 10_000):
         book.enter(f"blocks/lost/{n}", 1000, 0.0, Tail(False, SALT, 0, 0, b""))
@@ -296,10 +283,15 @@ async def test_others_have_their_turn_while_many_objects_are_looked_at(
     searcher = Searcher("me", 1, cast(ColdIndex, index), settings, Counter(), ())
     living = frozenset(["me", *(f"s{n}" for n in range(49))])
     searcher._living = Living(living, 0.0)
-    others = asyncio.create_task(turns())
-    await searcher._search()
-    others.cancel()
-    assert 0 < longest * len(living) <= 2048
+    async with others() as turns:
+
+        def count(name: str, living: Collection[str]) -> str:
+            turns.step()
+            return responsible(name, living)
+
+        monkeypatch.setattr(search, "responsible", count)
+        await searcher._search()
+    assert 0 < turns.longest * len(living) <= 2048
     assert len(dropped) == sum(responsible(one, living) != "me" for one in book.by_name) > 4000
 
 

@@ -16,6 +16,7 @@ from kvpool_tiers.nvme.free_places import FreePlaces
 from kvpool_tiers.nvme.in_turns import in_order, in_turns
 from kvpool_tiers.nvme.namespaces import UnnamedExtents
 from kvpool_tiers.nvme.tier import Nvme
+from tests.support.turns import others
 
 UNIT, UNITS = 512, 40
 FUZZ = settings(max_examples=200, derandomize=True, deadline=None, database=None)
@@ -55,55 +56,24 @@ def test_the_lowest_range_with_room_is_taken(
 
 
 async def test_others_have_their_turn_while_many_extents_are_put_in_order() -> None:
-    looked = longest = 0
-
-    async def turns() -> None:
-        nonlocal looked, longest
-        while True:
-            longest, looked = max(longest, looked), 0
-            await asyncio.sleep(0)
-
-    def key(item: int) -> int:
-        nonlocal looked
-        looked += 1
-        return -item
-
-    others = asyncio.create_task(turns())
     items = random.Random(1).sample(range(10_000), 10_000)
-    assert [one async for one in in_order(items, key)] == sorted(items, reverse=True)
-    looked = 0
-    async for _ in in_turns(items):
-        looked += 1
-    await asyncio.sleep(0)
-    others.cancel()
-    assert 0 < longest <= 4096
-    assert [one async for one in in_order([], key)] == []
+    async with others() as turns:
+
+        def key(item: int) -> int:
+            turns.step()
+            return -item
+
+        assert [one async for one in in_order(items, key)] == sorted(items, reverse=True)
+        assert [one async for one in in_order([], key)] == []
+        await asyncio.sleep(0)
+        async for _ in in_turns(items):
+            turns.step()
+    assert 0 < turns.longest <= 4096
 
 
 async def test_others_have_their_turn_while_a_file_becomes_smaller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked = longest = 0
-    add_taken, take = FreePlaces.add_taken, FreePlaces.take
-
-    def counted_add(places: FreePlaces, offset: int, size: int) -> None:
-        nonlocal looked
-        looked += 1
-        add_taken(places, offset, size)
-
-    def counted_take(places: FreePlaces, size: int) -> int | None:
-        nonlocal looked
-        looked += 1
-        return take(places, size)
-
-    async def turns() -> None:
-        nonlocal looked, longest
-        while True:
-            longest, looked = max(longest, looked), 0
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr(FreePlaces, "add_taken", counted_add)
-    monkeypatch.setattr(FreePlaces, "take", counted_take)
     page, space = 4096, Namespace("n")
     records = [
         Record(space, 0, n.to_bytes(32, "little"), ROOT, n * page, page, 7, n + 1, 1)
@@ -114,12 +84,22 @@ async def test_others_have_their_turn_while_a_file_becomes_smaller(
     await tier.persist(records)
     tier.close()
     tier = Nvme(4000 * page, tmp_path / "tier", direct=False)
-    others = asyncio.create_task(turns())
-    assert {one.offset for one in await tier.recover()} == {n * page for n in range(4000)}
-    await asyncio.sleep(0)
-    others.cancel()
+    add_taken, take = FreePlaces.add_taken, FreePlaces.take
+    async with others() as turns:
+
+        def counted_add(places: FreePlaces, offset: int, size: int) -> None:
+            turns.step()
+            add_taken(places, offset, size)
+
+        def counted_take(places: FreePlaces, size: int) -> int | None:
+            turns.step()
+            return take(places, size)
+
+        monkeypatch.setattr(FreePlaces, "add_taken", counted_add)
+        monkeypatch.setattr(FreePlaces, "take", counted_take)
+        assert {one.offset for one in await tier.recover()} == {n * page for n in range(4000)}
     tier.close()
-    assert 0 < longest <= 1024
+    assert 0 < turns.longest <= 1024
 
 
 def test_an_empty_file_has_room_from_its_start() -> None:
