@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from kvpool.tools import bench
 from tests.conftest import keys, value
 from tests.support.commands import running_kvpool
 from tests.support.local_pool import LocalPool
+from tests.support.programs import free_address
 
 NAMESPACE = Namespace("commands")
 
@@ -242,9 +242,7 @@ def test_dev_says_how_to_connect(
 def test_dev_serves_the_status_page_and_the_metrics_of_its_servers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     served: dict[str, str] = {}
 
     async def look() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from kvpool import ReadStatus, WriteStatus, __version__, admin
 from tests.chaos.cluster import ProcessCluster, open_sockets
-from tests.conftest import NAMESPACE, key, keys, patient, values
+from tests.conftest import NAMESPACE, eventually, key, keys, patient, values
 from tests.support.commands import kvpool, running_kvpool
 from tests.support.processes import fill
 
@@ -64,12 +64,12 @@ async def test_a_restarted_server_starts_empty_and_says_so(cluster: ProcessClust
         chain = await fill(pool, "server-0", 4)
         await cluster.servers["server-0"].kill()
         await cluster.servers["server-0"].start()
-        for _ in range(300):
+
+        async def is_empty() -> bool:
             match = await pool.match(NAMESPACE, chain)
-            if match.stopped is ReadStatus.SERVER_LOST and not match.length:
-                break
-            await asyncio.sleep(0.02)
-        assert (match.length, match.stopped) == (0, ReadStatus.SERVER_LOST)
+            return (match.length, match.stopped) == (0, ReadStatus.SERVER_LOST)
+
+        await eventually(is_empty, 6)
         await cluster.wait_until_healthy()
         assert (
             await admin(pool).write_to("server-0", NAMESPACE, key("new"), b"x")

@@ -16,13 +16,7 @@ from typing import Any
 import pytest
 
 from kvpool_agents import sessions
-from kvpool_agents.client_requests import (
-    AnswerReader,
-    Spoken,
-    from_body,
-    from_headers,
-    spliced,
-)
+from kvpool_agents.client_requests import AnswerReader, Spoken, from_body, from_headers, spliced
 from kvpool_agents.pauses import PAUSE_S_MAX, Answer, Expectation, Pauses
 from kvpool_agents.sessions import BODY_MAX, Message, Middleware, Scope
 from kvpool_connector import settings as settings_module
@@ -30,17 +24,15 @@ from kvpool_connector.hints.request_params import Asked, parse_request
 from kvpool_engines.session_names import session_name
 
 CAPTURED = Path(__file__).parent / "captured"
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-)
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 CODEX = "01a2046f-3b03-7a12-ade9-49c99a685182"
 CODEX_2 = "01a20473-afbf-7a00-972b-2321326547a9"
 CODEX_AGENT = "01a20473-b1f5-76a3-a104-f403790f93c5"
 CLAUDE = "b0604a3a-b50f-4cbb-b81b-8a15f194536b"
 CLAUDE_AGENT = f"{CLAUDE}/a5c2850952ea00b5c"
+
+
+OF_CODEX, AGAIN, OF_CLAUDE = Spoken(CODEX), Spoken(CODEX_2), Spoken(CLAUDE)
 
 
 def captured(client: str) -> list[dict[str, Any]]:
@@ -58,16 +50,8 @@ def raw_headers(pairs: Iterable[Iterable[str]]) -> list[tuple[bytes, bytes]]:
 @pytest.mark.parametrize(
     ("client", "spoken"),
     [
-        (
-            "codex",
-            [Spoken(CODEX)] * 3
-            + [Spoken(CODEX_2)] * 2
-            + [Spoken(CODEX_AGENT, CODEX_2), Spoken(CODEX_2)],
-        ),
-        (
-            "claude_code",
-            [Spoken(CLAUDE)] * 3 + [Spoken(CLAUDE_AGENT, CLAUDE), Spoken(CLAUDE), Spoken(CLAUDE)],
-        ),
+        ("codex", [*[OF_CODEX] * 3, *[AGAIN] * 2, Spoken(CODEX_AGENT, CODEX_2), AGAIN]),
+        ("claude_code", [*[OF_CLAUDE] * 3, Spoken(CLAUDE_AGENT, CLAUDE), *[OF_CLAUDE] * 2]),
     ],
 )
 def test_captured_requests_name_their_conversation(client: str, spoken: list[Spoken]) -> None:

@@ -40,6 +40,7 @@ from tests.net.test_secret import pool_of
 from tests.net.test_versions import THEIRS
 from tests.ops.test_doctor import member
 from tests.support.commands import kvpool
+from tests.support.programs import free_address
 from tests.support.tenant_pool import OPERATOR, TenantPool, key_file
 
 SECRET = b"0123456789abcdef-the-secret"
@@ -159,9 +160,7 @@ async def another_release(place: Place) -> Iterable[Finding]:
 
 @mistake("master", "fail", "nothing listens there", "start it: kvpool master --bind 127.0.0.1:")
 async def no_master(place: Place) -> Iterable[Finding]:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    return await place.master(f"127.0.0.1:{port}")
+    return await place.master(free_address())
 
 
 @mistake("master", "fail", "nothing comes back", "firewall")
