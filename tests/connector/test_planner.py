@@ -154,6 +154,19 @@ def test_with_a_volatile_tail_all_of_a_sliding_window_is_looked_up() -> None:
     assert played.offer("a", 100) == 2 * BLOCK
 
 
+def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
+    """Before a prefill was measured, and where it has no more."""
+    played = Played(load="always", load_timeout_s=0.5)
+    lookup = played.arrive("a", 100)
+    for _ in range(2):
+        assert played.offer("a", 100) is None
+        played.now += 0.25
+    assert played.offer("a", 100) == 0
+    played.planner.lookups.on_result("a", lookup.serial, [matched(6)], "")  # too late
+    assert played.offer("a", 100) == 0
+    assert played.planner.counters["miss lookup timeout"] == 1
+
+
 @pytest.mark.parametrize(
     ("prefill_s", "computed", "limits", "waits_s"),
     [
@@ -225,6 +238,24 @@ def test_when_somebody_else_loads_nothing_is_loaded() -> None:
     played.allocate("a", 7, 0)
     assert not played.idle().loads
     assert played.planner.counters["decision not chosen"] == 1
+
+
+def test_a_slow_pool_is_not_waited_for() -> None:
+    """G10: a load is chosen only when it is estimated to be faster than computing."""
+    played = Played()
+    played.planner.choice.prefill_cost.observe([(0, 1000)], 0.1)  # 10,000 tokens a second
+    played.planner.choice.transfer_cost.observe(10 << 20, 10.0)  # a megabyte a second
+    played.look_up("a", 100, 6)
+    assert played.offer("a", 100) == 0
+    played.allocate("a", 7, 0)
+    assert played.planner.counters["decision slower"] == 1
+    plan = played.step("a", 0, 100)
+    assert plan.probe is not None  # whether it is faster by now, nobody waits for that
+    assert not plan.saves  # the pool has it
+    for _ in range(12):
+        played.planner.choice.transfer_cost.observe(10 << 20, 0.001)
+    played.look_up("b", 100, 6)
+    assert played.offer("b", 100) == 96
 
 
 def held(*runs: tuple[int, str]) -> Match:
