@@ -318,15 +318,22 @@ def pool() -> Iterator[LocalPool]:
     local.close()
 
 
-@pytest.fixture
-def start(pool: LocalPool) -> Iterator[Start]:
+@contextlib.contextmanager
+def starting(pool: LocalPool, kind: Callable[..., Any] = Engine) -> Iterator[Callable[..., Any]]:
+    """Makes engines of this kind, on this pool or another one."""
     with contextlib.ExitStack() as stack:
 
-        def engine(connected: bool = True, **options: Any) -> Engine:
-            made = Engine(options.pop("address", pool.master), **options)
+        def engine(connected: bool = True, **options: Any) -> Any:
+            made = kind(options.pop("address", pool.master), **options)
             stack.callback(made.close)
             return made.connected() if connected else made
 
+        yield engine
+
+
+@pytest.fixture
+def start(pool: LocalPool) -> Iterator[Start]:
+    with starting(pool) as engine:
         yield engine
 
 

@@ -13,7 +13,7 @@ from kvpool import Match, Pool, ReadStatus, Replica, Run
 from kvpool_connector.plan.planner import Planner
 from kvpool_connector.plan.prefetching import Prefetches
 from kvpool_connector.records.values import CacheGroup, PlannerLimits, RequestHints
-from tests.conftest import NAMESPACE, keys, soon
+from tests.conftest import NAMESPACE, keys
 from tests.connector.test_halves import BLOCK, Engine
 from tests.support.local_pool import LocalPool
 
@@ -123,9 +123,9 @@ def _play(pool: LocalPool, writer: Engine, reader: Engine) -> None:
         namespace = reader.scheduler.namespaces[0]
         return sum(server.store.index.peek(namespace, 0, digest) is not None for digest in chain)
 
-    soon(lambda: in_memory() == 0)
+    writer.until(lambda: in_memory() == 0)
     reader.scheduler.on_new_request("r", chain, 4 * BLOCK + 1, RequestHints())
-    soon(lambda: bool(reader.step()) and in_memory() == 4)
+    reader.until(lambda: in_memory() == 4)
     assert reader.scheduler.planner.counters["prefetches"] == 1
     reader.until(lambda: reader.loadable("r", 4 * BLOCK + 1, 0) == 4 * BLOCK)
     assert server.stats(time.monotonic()).counters["prefetched_blocks"] == 4

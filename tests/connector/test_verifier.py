@@ -18,8 +18,10 @@ from kvpool_connector.records.provenance import BlockWriter, Trust
 from kvpool_connector.records.values import CacheGroup, RequestHints, ScheduledRequest
 from kvpool_connector.scheduler.scheduler import EngineStep
 from tests.conftest import keys
-from tests.connector.test_halves import BLOCK, BYTES, Engine
+from tests.connector.test_halves import BLOCK, BYTES, Engine, pool, starting
 from tests.support.local_pool import LocalPool
+
+__all__ = ["pool"]  # a fixture
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -347,26 +349,10 @@ class ComputingEngine(Engine):
         return self.scheduler.planner.counters
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    local = LocalPool()
-    yield local
-    local.close()
-
-
 @pytest.fixture
 def start(pool: LocalPool) -> Iterator[Callable[..., ComputingEngine]]:
-    made: list[ComputingEngine] = []
-
-    def engine(**options: Any) -> ComputingEngine:
-        made.append(ComputingEngine(pool.master, **options))
-        engine_of_test = made[-1]
-        engine_of_test.connected()
-        return engine_of_test
-
-    yield engine
-    for one in made:
-        one.close()
+    with starting(pool, ComputingEngine) as engine:
+        yield engine
 
 
 Start = Callable[..., ComputingEngine]

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from kvpool import dev
 from kvpool.errors import ConfigError
 from kvpool.net import http_server
-from kvpool.net.http_server import Page, PageInSteps, Pages, PageView, pages
+from kvpool.net.http_server import Page, PageInSteps, Pages, PageView, Routes, pages
 from kvpool.ops import metrics
 from kvpool.types import Figure
 from tests.conftest import NAMESPACE, eventually, keys, values
@@ -54,6 +55,14 @@ async def figures(address: str) -> dict[str, float]:
         for family in parsed(text)
         for sample in family.samples
     }
+
+
+@asynccontextmanager
+async def serving(routes: Routes, address: str = "127.0.0.1:0", **how: bool) -> AsyncIterator[str]:
+    """The address of these pages."""
+    async with pages(routes, address, **how) as made:
+        assert made is not None
+        yield made.address
 
 
 PLAIN = Page(HTTPStatus.OK, b"")
@@ -95,26 +104,23 @@ async def test_a_page_that_cannot_be_made_is_an_error_of_its_own() -> None:
     def whole() -> Page:
         return Page(HTTPStatus.OK, b"good\n")
 
-    async with pages({"/broken": broken, "/whole": whole}, "127.0.0.1:0") as serving:
-        assert serving is not None
-        assert await ask(serving.address, "/broken") == (500, "see the log\n")
-        assert await ask(serving.address, "/whole") == (200, "good\n")
-        status, text = await ask(serving.address, "/other")
+    async with serving({"/broken": broken, "/whole": whole}) as address:
+        assert await ask(address, "/broken") == (500, "see the log\n")
+        assert await ask(address, "/whole") == (200, "good\n")
+        status, text = await ask(address, "/other")
         assert (status, "/broken, /whole" in text) == (404, True)
 
 
 @pytest.fixture
 async def of_master(pool_dev: dev.Dev) -> AsyncIterator[str]:
-    async with pages(metrics.pages_of_master(pool_dev.master), "127.0.0.1:0") as serving:
-        assert serving is not None
-        yield serving.address
+    async with serving(metrics.pages_of_master(pool_dev.master)) as address:
+        yield address
 
 
 @pytest.fixture
 async def of_server(pool_dev: dev.Dev) -> AsyncIterator[str]:
-    async with pages(metrics.pages_of_server(pool_dev.servers[0]), "127.0.0.1:0") as serving:
-        assert serving is not None
-        yield serving.address
+    async with serving(metrics.pages_of_server(pool_dev.servers[0])) as address:
+        yield address
 
 
 async def test_figures_tell_what_happened(
@@ -152,14 +158,13 @@ async def test_asking_touches_nothing(pool_dev: dev.Dev, of_server: str) -> None
 async def test_ready_is_a_server_that_a_master_knows() -> None:
     async with dev.serve("1MiB") as running:
         server = running.servers[0]
-        async with pages(metrics.pages_of_server(server), "127.0.0.1:0") as serving:
-            assert serving is not None
-            assert (await ask(serving.address, "/ready"))[0] == 200
+        async with serving(metrics.pages_of_server(server)) as address:
+            assert (await ask(address, "/ready"))[0] == 200
             await running.master.close()
             await eventually(lambda: not server.registered, within_s=15)
-            status, why = await ask(serving.address, "/ready")
+            status, why = await ask(address, "/ready")
             assert (status, why) == (503, "no master knows this server yet\n")
-            assert (await ask(serving.address, "/health"))[0] == 200
+            assert (await ask(address, "/health"))[0] == 200
 
 
 async def test_bad_requests_get_an_answer_or_none_and_disturb_nobody(of_server: str) -> None:
@@ -203,9 +208,8 @@ async def test_connections_are_bounded_and_a_probe_gets_in(
 async def test_who_has_most_connections_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the one connection of another peer, which came first and takes its time."""
     monkeypatch.setattr(http_server, "_CONNECTIONS_MAX", 8)
-    async with pages({"/health": lambda: PLAIN}, "[::]:0", insecure=True) as serving:
-        assert serving is not None
-        port = serving.address.rpartition(":")[2]
+    async with serving({"/health": lambda: PLAIN}, "[::]:0", insecure=True) as address:
+        port = address.rpartition(":")[2]
         try:
             reader, writer = await asyncio.open_connection("::1", int(port))
         except OSError:
@@ -220,9 +224,8 @@ async def test_who_has_most_connections_gives_way(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_connection_without_a_request_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_HEAD_S", 0.05)
-    async with pages({"/health": lambda: PLAIN}, "127.0.0.1:0") as serving:
-        assert serving is not None
-        ((reader, writer),) = await idle(serving.address, 1)
+    async with serving({"/health": lambda: PLAIN}) as address:
+        ((reader, writer),) = await idle(address, 1)
         async with asyncio.timeout(http_server._ANSWER_S - 1):
             assert await reader.read() == b""
         writer.close()
@@ -231,9 +234,8 @@ async def test_a_connection_without_a_request_ends_soon(monkeypatch: pytest.Monk
 async def test_names_that_a_server_made_up_do_not_spoil_the_page(pool_dev: dev.Dev) -> None:
     strange = {"evicted_blocks_total": 1, "used_bytes": 2, 'x"} 1\nfake': 3, "fine": 4}
     pool_dev.servers[0]._context.counters.update(strange)
-    async with pages(metrics.pages_of_server(pool_dev.servers[0]), "127.0.0.1:0") as serving:
-        assert serving is not None
-        told = await figures(serving.address)
+    async with serving(metrics.pages_of_server(pool_dev.servers[0])) as address:
+        told = await figures(address)
     assert told["kvpool_server_fine_total"] == 4
     assert told["kvpool_server_used_bytes"] == 0
     assert not any("fake" in name for name in told)
@@ -251,9 +253,8 @@ async def test_a_taken_or_open_address_is_refused(of_server: str) -> None:
 
 
 async def test_a_closed_page_leaves_nothing(pool_dev: dev.Dev) -> None:
-    async with pages(metrics.pages_of_master(pool_dev.master), "127.0.0.1:0") as serving:
-        assert serving is not None
-        host, _, port = serving.address.rpartition(":")
+    async with serving(metrics.pages_of_master(pool_dev.master)) as address:
+        host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         before = asyncio.all_tasks()
     assert await reader.read() == b""  # nobody waits for a request any more
