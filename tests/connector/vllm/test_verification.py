@@ -15,6 +15,7 @@ from kvpool import Pool
 from kvpool.server.state.entry import Entry
 from tests.connector.vllm.helpers import prompt
 from tests.connector.vllm.test_wrong_names import (
+    OTHER_KV,
     WARM_UP,
     Sequence,
     adapter,
@@ -70,22 +71,7 @@ def rename(pool: LocalPool, old: str, new: str, keys: str = "") -> int:
     return pool.ask(copy)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
-
-
-def rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {"hf_overrides": {"rope_parameters": parameters}}
-
-
-#: What makes the KV of another engine wrong: the model, and the other engine's arguments.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "rope theta": ("qwen3", rope({"rope_type": "default", "rope_theta": 20_000.0})),
-    "experts per token": ("qwen3_moe", {"hf_overrides": {"num_experts_per_tok": 1}}),
-    "yarn": ("qwen3", rope({"rope_theta": 10_000.0, **YARN})),
-    "longrope": ("phi3", {"max_model_len": 4096}),
-    "embeddings": ("qwen3", {}),
-    "adapter": ("qwen3", {}),
-}
+CASES = {**OTHER_KV, "adapter": ("qwen3", {})}
 SHORT = ("rope theta", "experts per token")
 
 

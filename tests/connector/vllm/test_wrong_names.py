@@ -85,56 +85,43 @@ def engines(logs: Logs, shared_pool: LocalPool) -> Iterator[Sequence]:
     sequence.close()
 
 
-def keep_apart(
-    engines: Sequence, tenant: str, first: dict[str, Any], second: dict[str, Any]
-) -> None:
-    """The first engine fills the pool, and the second one finds nothing."""
-    if tenant not in engines.filled:
-        engines.run(**first, tenant=tenant)
-        engines.filled.add(tenant)
-    assert engines.run(**second, tenant=tenant)["cached"] == [0] * len(PROMPTS)
-
-
 def test_an_equal_engine_finds_everything(model: Models, engines: Sequence) -> None:
     """The other cases would pass as well if engines never shared anything."""
-    first = engines.run(model(), tenant="names")
-    engines.filled.add("names")
-    second = engines.run(model(), tenant="names", max_model_len=4096, max_num_seqs=4)
+    folder = model(layers=2)
+    first = engines.run(folder, tenant="qwen3")
+    engines.filled.add("qwen3")
+    second = engines.run(folder, tenant="qwen3", max_model_len=4096, max_num_seqs=4)
     assert first["tokens"] == second["tokens"]
     assert second["cached"] == [WHOLE] * len(PROMPTS)
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "default", "rope_theta": 50_000.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
-    ],
-    ids=["theta", "yarn"],
-)
-def test_rope_parameters_that_overrides_change(
-    rope: dict[str, Any], model: Models, engines: Sequence
+def rope(**parameters: Any) -> dict[str, Any]:
+    return {"hf_overrides": {"rope_parameters": {"rope_theta": 10_000.0, **parameters}}}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+#: What makes the KV of another engine wrong: the model, and the other engine's arguments.
+OTHER_KV: dict[str, tuple[str, dict[str, Any]]] = {
+    "rope theta": ("qwen3", rope(rope_type="default", rope_theta=20_000.0)),
+    "experts per token": ("qwen3_moe", {"hf_overrides": {"num_experts_per_tok": 1}}),
+    "yarn": ("qwen3", rope(**YARN)),
+    "longrope": ("phi3", {"max_model_len": 4096}),  # the longest context chooses its factors
+    "embeddings": ("qwen3", {}),  # trained: the first KiB of every tensor is equal
+}
+
+
+@pytest.mark.parametrize("case", OTHER_KV)
+def test_an_engine_with_other_kv_finds_nothing(
+    case: str, model: Models, engines: Sequence, tmp_path: Path
 ) -> None:
-    overrides = {"hf_overrides": {"rope_parameters": {"rope_theta": 10_000.0, **rope}}}
-    keep_apart(engines, "names", {"model": model()}, {"model": model(), **overrides})
-
-
-def test_experts_per_token(model: Models, engines: Sequence) -> None:
-    folder = model("qwen3_moe", layers=2)
-    overrides = {"num_experts_per_tok": 1}
-    keep_apart(engines, "moe", {"model": folder}, {"model": folder, "hf_overrides": overrides})
-
-
-def test_rope_factors_that_the_longest_context_chooses(model: Models, engines: Sequence) -> None:
-    folder = model("phi3", layers=2)
-    longer = {"model": folder, "max_model_len": 4096}
-    keep_apart(engines, "longrope", {"model": folder}, longer)
-
-
-def test_embeddings_that_were_trained(model: Models, engines: Sequence, tmp_path: Path) -> None:
-    """Equal files but for the rows of most tokens; the first KiB of every tensor is equal."""
-    trained = trained_embeddings(model(), tmp_path / model().name)
-    keep_apart(engines, "names", {"model": model()}, {"model": trained})
+    kind, overrides = OTHER_KV[case]
+    folder = other = model(kind, layers=2)
+    if case == "embeddings":
+        other = trained_embeddings(folder, tmp_path / folder.name)
+    if kind not in engines.filled:
+        engines.run(folder, tenant=kind)
+        engines.filled.add(kind)
+    assert engines.run(other, tenant=kind, **overrides)["cached"] == [0] * len(PROMPTS)
 
 
 def trained_embeddings(folder: Path, target: Path) -> Path:
