@@ -223,44 +223,26 @@ async def test_a_master_on_every_address_sees_one_host_under_one_name() -> None:
 
 @ipv6
 @pytest.mark.parametrize("here", ["127.0.0.1", "::1"])
-async def test_a_name_is_asked_which_family_answers(
+async def test_of_a_name_the_address_that_answers_is_used(
     here: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """zmq takes one family for a name, and says nothing when no master is there."""
+    """By links, which try both; zmq takes one family, and says nothing when no master is there."""
     known = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
-
-    def lookup(host: str, port: int, family: int = 0, *_: Any, **__: Any) -> list[Any]:
-        assert host == "master.example"
-        return [(family, socket.SOCK_STREAM, 6, "", (known[socket.AddressFamily(family)], port))]
-
-    listener = addresses.listening_socket(here, 0, 8)
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    with listener:
-        port = listener.getsockname()[1]
-        assert await event_address.answers_on_ipv6(f"master.example:{port}") is (here == "::1")
-
-
-@ipv6
-@pytest.mark.parametrize("here", ["127.0.0.1", "::1"])
-async def test_a_link_connects_to_the_address_of_a_name_that_answers(
-    here: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
+    looked_up = socket.getaddrinfo
 
     def lookup(host: str, port: int, family: int = 0, *_: Any, **__: Any) -> list[Any]:
         if host != "master.example":
             return looked_up(host, port, family, *_, **__)
         return [(family, socket.SOCK_STREAM, 6, "", (known[socket.AddressFamily(family)], port))]
 
-    looked_up = socket.getaddrinfo
     network = TcpNetwork()
     listener = await network.serve(addresses.join(here, 0), lambda type, body, caller: (type, body))
-    port = listener.address.rpartition(":")[2]
+    name = f"master.example:{listener.address.rpartition(':')[2]}"
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     try:
-        link = network.connect(f"master.example:{port}")
+        assert await event_address.answers_on_ipv6(name) is (here == "::1")
         deadline = asyncio.get_running_loop().time() + 5
-        assert await link.request(7, b"body", deadline=deadline) == (7, b"body")
+        assert await network.connect(name).request(7, b"body", deadline=deadline) == (7, b"body")
     finally:
         network.close()
 
