@@ -27,7 +27,7 @@ from kvpool_connector.memory.block_memory import DirectBlockMemory, memory_of
 from kvpool_connector.records.provenance import MARK_BYTES, BlockWriter
 from tests.conftest import NAMESPACE, keys
 from tests.connector.test_codecs import planes, unpacked
-from tests.connector.test_halves import BLOCK, BYTES, Engine, Start, ended, pool, start
+from tests.connector.test_halves import BYTES, Engine, Start, ended, pool, start
 from tests.support import raising
 from tests.support.local_pool import LocalPool
 
@@ -64,9 +64,7 @@ def coded(start: Start, codec: str = "lossless", **options: Any) -> Engine:
 
 def load(engine: Engine, hashes: list[bytes], blocks: list[int]) -> dict[str, float]:
     """Load these into those, and what was counted."""
-    assert engine.ask("r", hashes) == len(hashes) * BLOCK
-    engine.scheduler.on_blocks_allocated("r", [blocks], len(hashes) * BLOCK)
-    engine.until(lambda: engine.loaded == ["r"])
+    engine.load("r", hashes, blocks)
     assert ended(engine)
     return engine.workers[0].take_counters()
 

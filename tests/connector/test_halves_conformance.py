@@ -16,7 +16,7 @@ import torch
 import kvpool
 from kvpool.testing import Ran
 from kvpool_connector.records.messages import ModelInfo
-from kvpool_connector.records.values import RequestHints, ScheduledRequest
+from kvpool_connector.records.values import ScheduledRequest
 from tests.connector.conformance import chain, computed, conformance
 from tests.connector.test_halves import BLOCK, BYTES, Engine, ended
 
@@ -109,9 +109,7 @@ class PlayedEngine:
         engine = self.engine
         self.requests += 1
         request, tokens = f"request {self.requests}", len(prompt)
-        engine.scheduler.on_new_request(request, hashes, tokens, RequestHints())
-        engine.until(lambda: engine.loadable(request, tokens) is not None)
-        return request, (engine.loadable(request, tokens) or 0) // BLOCK
+        return request, engine.ask(request, hashes, tokens - len(hashes) * BLOCK) // BLOCK
 
     def _load(self, request: str, blocks: list[int], found: int) -> int:
         """Load the first blocks; how many of them are good. vLLM computes from a bad one on."""

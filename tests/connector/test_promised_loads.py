@@ -21,10 +21,8 @@ pytestmark = pytest.mark.timeout(60)
 
 def promised(producer: Engine, name: str, hashes: list[bytes]) -> PromisedBlocks:
     """What the producer promises of a prompt, of which no step has computed anything yet."""
-    tokens = len(hashes) * BLOCK
-    producer.scheduler.on_new_request(name, hashes, tokens, RequestHints(skip_load=True))
-    producer.until(lambda: producer.loadable(name, tokens) is not None)
-    promise = producer.scheduler.make_promise(name, tokens)
+    assert producer.ask(name, hashes, 0, hints=RequestHints(skip_load=True)) == 0
+    promise = producer.scheduler.make_promise(name, len(hashes) * BLOCK)
     assert promise is not None
     return promise
 
@@ -33,10 +31,7 @@ def awaiting(
     consumer: Engine, promise: PromisedBlocks, hashes: list[bytes], first: int = 1
 ) -> None:
     """A request that loads all of the promised blocks, whether they are there or not."""
-    tokens = len(hashes) * BLOCK + 1
-    consumer.scheduler.on_new_request("d", hashes, tokens, RequestHints(promise=promise))
-    consumer.until(lambda: consumer.loadable("d", tokens) is not None)
-    assert consumer.loadable("d", tokens) == len(hashes) * BLOCK
+    assert consumer.ask("d", hashes, hints=RequestHints(promise=promise)) == len(hashes) * BLOCK
     ids = list(range(first, first + len(hashes)))
     consumer.scheduler.on_blocks_allocated("d", [ids], len(hashes) * BLOCK)
     consumer.step()
@@ -136,10 +131,7 @@ def test_engines_of_other_names_promise_each_other_nothing(start: Start) -> None
     producer, consumer = start(), start(kernel="another kernel")
     hashes = keys("names", 5)
     promise = promised(producer, "p", hashes)
-    tokens = len(hashes) * BLOCK + 1
-    consumer.scheduler.on_new_request("d", hashes, tokens, RequestHints(promise=promise))
-    consumer.until(lambda: consumer.loadable("d", tokens) is not None)
-    assert consumer.loadable("d", tokens) == 0
+    assert consumer.ask("d", hashes, hints=RequestHints(promise=promise)) == 0
     consumer.scheduler.report.take_metrics()
     lines = [line for line in consumer.lines if "share nothing with this one" in line]
     assert lines == [lines[0]]
