@@ -99,7 +99,7 @@ class AdmissionGate:
         self.admission.leaves(seat, self.now(), ends=session_ends)
         if not seat.prompts:
             self._waiting.pop(seat, None)
-        self._look()
+        self._look_again()
 
     def close(self) -> None:
         """Nobody is let in any more."""
@@ -142,15 +142,20 @@ class AdmissionGate:
                 logger.exception("the pool is not asked for its room")
 
     def _look(self) -> None:
+        for seat in self.admission.admit(self.now()):
+            if (event := self._waiting.pop(seat, None)) is not None:
+                event.set()
+
+    def _look_again(self) -> None:
         try:
-            for seat in self.admission.admit(self.now()):
-                if (event := self._waiting.pop(seat, None)) is not None:
-                    event.set()
-        except Exception:  # else nobody would look again, and all would wait for `HOLD_S`
-            logger.exception("nobody is let in for a moment")
+            self._look()
+        except Exception:  # it may stay, and nobody is to wait for `HOLD_S` then
+            logger.exception("all who wait are let in")
+            while self._waiting:
+                self._waiting.popitem()[1].set()
 
     async def _keep_looking(self) -> None:
         while self._waiting:
             await asyncio.sleep(_LOOK_S)
             self._ask_again(self.now())
-            self._look()
+            self._look_again()

@@ -62,12 +62,10 @@ class Pauses:
 
     def on_prompt(self, name: str, now: float) -> None:
         """A prompt of this session was taken: the pause before it has ended."""
-        session = self._sessions.get(name)
-        if session is None:
-            session = self._sessions[name] = _PausingSession()
-            if len(self._sessions) > self._limit:
-                self._sessions.popitem(last=False)
+        session = self._sessions.setdefault(name, _PausingSession())
         self._sessions.move_to_end(name)
+        if len(self._sessions) > self._limit:
+            self._sessions.popitem(last=False)
         pause_s = now - session.answered_at
         if session.answer is not Answer.UNKNOWN and 0 <= pause_s <= PAUSE_S_MAX:
             for pauses, most in ((session.pauses, _OWN_MAX), (self._all, _ALL_MAX)):

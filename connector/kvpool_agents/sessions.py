@@ -108,9 +108,8 @@ class Middleware:
         )
         if spoken.ends and answer is not Answer.UNKNOWN:
             expected = Expectation(ends=True)
-        if not expected.ends and expected.resume_in_s is None:
-            return
-        self.hints(scope).send(spoken.session, expected)
+        if expected.ends or expected.resume_in_s is not None:
+            self.hints(scope).send(spoken.session, expected)
 
     def hints(self, scope: Scope) -> HintSender:
         """What talks to the pool; its thread begins with the first call."""

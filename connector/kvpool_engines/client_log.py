@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import logging
 
-_CLIENT = "kvpool"
-
 
 def hand_on(target: logging.Logger) -> None:
     """From now on records of kvpool's loggers are `target`'s, each once and with `kvpool:` before
     it; not where an operator has given those loggers handlers. Called again, this does nothing."""
-    client = logging.getLogger(_CLIENT)
+    client = logging.getLogger("kvpool")
     if not client.handlers:
         client.addHandler(_Handed(target))
         client.propagate = False  # a root logger with handlers would print each a second time

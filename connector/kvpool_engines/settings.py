@@ -125,9 +125,8 @@ def _check_value(name: str, value: object, wanted: Any) -> None:
         msgspec.convert(value, wanted)
     except msgspec.ValidationError:
         kind = msgspec.inspect.type_info(wanted)
-        near = ""
-        if isinstance(kind, msgspec.inspect.LiteralType):
-            near = nearest(str(value), map(str, kind.values))
+        values = kind.values if isinstance(kind, msgspec.inspect.LiteralType) else ()
+        near = nearest(str(value), map(str, values))
         hint = f"; did you mean {near!r}?" if near else ""
         raise ConfigError(f"{name} is {value!r}, expected {_expected(kind)}{hint}") from None
 

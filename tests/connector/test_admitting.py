@@ -114,8 +114,13 @@ async def test_a_wait_that_is_over_and_a_fault_let_the_prompt_pass(
     monkeypatch.setattr(admission_gate, "HOLD_S", 0.02)
     assert await ask(middleware, "two") == b""
     assert await ask(middleware, "one") == b"0.0s"
-    monkeypatch.setattr(middleware._gate, "enter", None)
-    assert await ask(middleware, "three") == b""
+    monkeypatch.setattr(admission_gate, "HOLD_S", 60.0)
+    waiting = [asyncio.create_task(ask(middleware, name)) for name in ("two", "four")]
+    await eventually(lambda: len(middleware._gate._waiting) == 2)
+    monkeypatch.setattr(middleware._gate.admission, "admit", None)
+    async with asyncio.timeout(10):
+        await asyncio.gather(*waiting)
+        assert await ask(middleware, "three") == b""
     assert middleware._faults == 1
 
 
