@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import getpass
+import contextlib
 import os
+import pwd
 import socket
 import sys
 from functools import partial
@@ -79,7 +80,8 @@ def up(
         if systemd is not None:
             _write_units(plan, systemd, who, dry=dry)
         elif not dry:
-            say_who_may_use_it(who)
+            insecure = who.master.insecure and who.server.insecure
+            say_who_may_use_it(who, insecure=insecure)
             run(_started(plan))
     except KvpoolError as error:
         fail(error)
@@ -150,28 +152,35 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-#: Variables of the environment that name files.
-_PATHS = {"KVPOOL_CONFIG", "KVPOOL_SERVER_IDENTITY_FILE"}
-#: In the commands of the units, with whole paths.
-_IN_COMMANDS = {
-    *("KVPOOL_CLUSTER", "KVPOOL_SECRET_FILE", "KVPOOL_TENANTS_FILE", "KVPOOL_LOCAL_ONLY"),
+#: Variables of the environment that name files and directories.
+_PATHS = {
+    *("KVPOOL_CONFIG", "KVPOOL_SERVER_IDENTITY_FILE", "XDG_STATE_HOME"),
+    *("KVPOOL_SECRET_FILE", "KVPOOL_TENANTS_FILE"),
 }
 
 
-def _environment() -> dict[str, str]:
-    """The settings of this shell, for processes that start in another directory."""
+def _environment(who: Config) -> dict[str, str]:
+    """The settings of this shell, for processes that start in another directory. One that is empty
+    stays so: it may be instead of what the file says."""
     return {
-        name: str(Path(value).resolve()) if name in _PATHS else value
+        name: str(Path(value).resolve()) if value and name in _PATHS else value
         for name, value in os.environ.items()
-        if name.startswith("KVPOOL_") and name not in _IN_COMMANDS
+        if name.startswith("KVPOOL_") or (name == "XDG_STATE_HOME" and who.local_only)
     }
+
+
+def _user() -> str:
+    """Of this process; its number, which systemd takes as well, if it has no account."""
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(os.geteuid()).pw_name
+    return str(os.geteuid())
 
 
 def _write_units(plan: HostPlan, folder: Path, who: Config, *, dry: bool) -> None:
     """Those that are not there. `dry`: they are shown instead."""
     from kvpool.ops.host_plan import unit
 
-    program, shell = (sys.executable, "-m", "kvpool"), _environment()
+    program, shell = (sys.executable, "-m", "kvpool"), _environment(who)
     units = {
         _MASTER_UNIT: unit("master", (*program, *plan.master), environment=shell),
         _SERVER_UNIT: unit("server", (*program, *plan.server), _MASTER_UNIT, shell),
@@ -193,7 +202,7 @@ def _write_units(plan: HostPlan, folder: Path, who: Config, *, dry: bool) -> Non
         raise ConfigError(f"--systemd: {folder / name}: {error.strerror}") from None
     for path in made:
         console.print(f"written: {path}", soft_wrap=True, markup=False)
-    user = f"{getpass.getuser()}, whose secret it is," if who.local_only else ""
+    user = f"{_user()}, whose secret it is," if who.local_only else ""
     console.print(f"add User={user} to them; then: systemctl daemon-reload, enable --now")
 
 

@@ -166,7 +166,7 @@ def _secret(who: Config) -> PlannedPart:
 
 def _words_of(who: Config) -> list[str]:
     """Options that say who may use the pool, for a master or a server."""
-    words = ["--cluster", who.cluster] if who.cluster != _CLUSTER else []
+    words = ["--cluster", who.cluster]  # always: a file or this shell may say another one
     for option, file in (("--secret-file", who.secret_file), ("--tenants", who.tenants_file)):
         words += [option, file] if file else []
     return [*words, "--local-only"] if who.local_only else words

@@ -45,13 +45,13 @@ def why(chosen: HostPlan, what: str) -> list[str]:
 
 def test_a_host_gives_half_of_the_memory_that_is_left() -> None:
     chosen = plan()
-    assert chosen.server[-2:] == ("--tier", "dram:5GiB")
+    assert chosen.server[-4:-2] == ("--tier", "dram:5GiB")
     assert why(chosen, "memory")[0].startswith("5 GiB: half of what cgroup /pool has left, 10 GiB")
-    assert plan(capacity=5000).server[-2:] == ("--tier", "dram:5000")
-    assert plan(capacity=FREE.free).server[-1] == f"dram:{FREE.free}"
+    assert plan(capacity=5000).server[-4:-2] == ("--tier", "dram:5000")
+    assert plan(capacity=FREE.free).server[-3] == f"dram:{FREE.free}"
     with pytest.raises(ConfigError, match=r"--capacity 11GiB: .* cgroup /pool has left, 10 GiB"):
         plan(capacity=11 * GIB)
-    assert plan(Limit("x", 32 * MIB, "")).server[-1] == "dram:16MiB"
+    assert plan(Limit("x", 32 * MIB, "")).server[-3] == "dram:16MiB"
     for little in (32 * MIB - 1, -7):
         with pytest.raises(ConfigError, match="give --capacity"):
             plan(Limit("x", little, ""))
@@ -84,7 +84,10 @@ def test_other_hosts_need_a_secret() -> None:
     with pytest.raises(ConfigError, match="an address of this host"):
         plan(host="0.0.0.0", secret="/s")
     chosen = plan(host="fd00::1", secret="/s")
-    assert chosen.master == ("master", "--bind", "[fd00::1]:7450", "--secret-file", "/s")
+    assert chosen.master == (
+        *("master", "--bind", "[fd00::1]:7450"),
+        *("--cluster", "default", "--secret-file", "/s"),
+    )
     assert "tcp://[fd00::1]:0,shm://" in chosen.server
     extra = json.loads(shlex.split(chosen.vllm)[-1])["kv_connector_extra_config"]
     assert extra == {"masters": ["[fd00::1]:7450"], "secret_file": "/s"}
@@ -146,6 +149,18 @@ def test_what_the_environment_says_is_in_what_is_shown_and_written(
         assert "Environment=KVPOOL_SERVER_POLICY=lru" in lines
     monkeypatch.setenv("KVPOOL_TENANTS_FILE", "nowhere")
     assert up("--dry").exit_code == 2
+    # What overrides the file does so in the units, too.
+    (tmp_path / "pool.yaml").write_text("cluster: bank\nlocal_only: true\n")
+    for name, one in (("LOCAL_ONLY", "no"), ("TENANTS_FILE", ""), ("CLUSTER", "shop")):
+        monkeypatch.setenv(f"KVPOOL_{name}", one)
+    dry = ("--capacity", "16MiB", "--cluster", "default", "--systemd", tmp_path / "units", "--dry")
+    (tmp_path / "units").mkdir()
+    shown = up(*dry).stdout
+    assert shown.count(" --cluster default") == shown.count('"--cluster" "default"') == 2
+    assert shown.count('"KVPOOL_LOCAL_ONLY=no"') == shown.count('"KVPOOL_TENANTS_FILE="') == 2
+    assert "local-only" not in shown
+    monkeypatch.setenv("KVPOOL_CONFIG", "")
+    assert '"KVPOOL_CONFIG="' in up(*dry).stdout
 
 
 def test_dry_shows_units_and_writes_none_and_a_pool_of_this_user_stays_one(
@@ -160,8 +175,19 @@ def test_dry_shows_units_and_writes_none_and_a_pool_of_this_user_stays_one(
     assert '"--tier" "dram:64MiB"' in done.stdout
     assert done.stdout.count('"--local-only"') == 2
     assert f'"secret_file": "{tmp_path}/kvpool/secret"' in done.stdout
-    monkeypatch.delenv("KVPOOL_LOCAL_ONLY")
+    assert done.stdout.count(f'"XDG_STATE_HOME={tmp_path}"') == 2
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)  # it has no account
+    assert "add User=4000000, whose" in up("--capacity", "64MiB", "--systemd", folder).output
+    monkeypatch.undo()
     assert up("--capacity", "16MiB", "--local-only", "--dry").output.count(" --local-only") == 2
+
+
+def test_who_says_that_it_is_insecure_is_not_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.cli.other_users.has_other_users", lambda: True)
+    monkeypatch.setattr("kvpool.cli.up.run", lambda started: started.close())
+    for part, told in (("MASTER", True), ("SERVER", False)):
+        monkeypatch.setenv(f"KVPOOL_{part}_INSECURE", "yes")
+        assert ("no secret" in up("--capacity", "16MiB").stderr) is told
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
