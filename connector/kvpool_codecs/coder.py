@@ -61,6 +61,7 @@ class Coder:
         self.tolerance = self.codec.tolerance
         self.id = codec_id(self.codec)
         self.payoff = Payoff()
+        self.on_read, self.on_written = self.payoff.reads.observe, self.payoff.writes.observe
         self.counters: Counter[str] = Counter()
 
     async def encoded(self, block: list[memoryview], layers: Layers) -> list[memoryview]:
@@ -110,14 +111,6 @@ class Coder:
             problems[number] = problem
         self.payoff.decoding.observe(size, time.monotonic() - began)
         return problems
-
-    def on_read(self, size: int, seconds: float) -> None:
-        """So many bytes came from the pool."""
-        self.payoff.reads.observe(size, seconds)
-
-    def on_written(self, size: int, seconds: float) -> None:
-        """So many bytes went to the pool."""
-        self.payoff.writes.observe(size, seconds)
 
     def take_counters(self) -> Mapping[str, float]:
         """What happened since the last call."""

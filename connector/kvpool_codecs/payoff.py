@@ -6,29 +6,35 @@ from typing import Final
 
 #: While it does not pay, one of so many blocks is coded all the same: it may pay again.
 _TRIED_EVERY: Final = 64
-_DECAY: Final = 0.8
+_DECAY: Final = 0.9
 #: So many times faster than before: that was measured when all was different.
 _RESET_RATIO: Final = 4.0
 
 
 class _Rate:
-    """Seconds that a byte takes; older measurements weigh less."""
+    """Seconds of bytes; older measurements weigh less."""
 
     def __init__(self) -> None:
-        self._bytes = self._seconds = 0.0
+        self._sums = [0.0] * 5  # of 1, x (bytes), y (seconds), x * x and x * y
 
     @property
     def per_byte_s(self) -> float:
-        return self._seconds / self._bytes if self._bytes else 0.0
+        return self._sums[2] / self._sums[1] if self._sums[1] else 0.0
+
+    @property
+    def per_byte_more_s(self) -> float:
+        """Without the time of a call of no bytes, which calls of one size do not tell."""
+        weight, x, y, xx, xy = self._sums
+        if (spread := weight * xx - x * x) <= 0.01 * x * x:
+            return self.per_byte_s
+        return min(max((weight * xy - x * y) / spread, 1e-13), self.per_byte_s)
 
     def observe(self, size: int, seconds: float) -> None:
-        if not size:
-            return
-        seconds = max(seconds, 1e-6)
-        if seconds * _RESET_RATIO < self.per_byte_s * size:
-            self._bytes = self._seconds = 0.0
-        self._bytes = self._bytes * _DECAY + size
-        self._seconds = self._seconds * _DECAY + seconds
+        if size:
+            seconds = max(seconds, 1e-6)
+            kept = 0.0 if seconds * _RESET_RATIO < self.per_byte_more_s * size else _DECAY
+            new = 1.0, size, seconds, size * size, size * seconds
+            self._sums = [a * kept + b for a, b in zip(self._sums, new, strict=True)]
 
 
 class Payoff:
@@ -57,14 +63,15 @@ class Payoff:
         return self.pays() or self._asked % _TRIED_EVERY == 0
 
     def pays(self) -> bool:
-        ways, coding = _both(self.writes, self.reads), _both(self.encoding, self.decoding)
+        ways = _both(self.writes.per_byte_more_s, self.reads.per_byte_more_s)
+        coding = _both(self.encoding.per_byte_s, self.decoding.per_byte_s)
         if not ways or not coding or not self._before:
             return True
         return ways * (1 - self._after / self._before) > coding
 
 
-def _both(there: _Rate, back: _Rate) -> float:
-    """Seconds that a byte takes there and back. One that was not measured is as the other: some
-    engines only save, some only load. 0: neither was."""
-    known = [one.per_byte_s for one in (there, back) if one.per_byte_s]
+def _both(*seconds: float) -> float:
+    """There and back. One that was not measured is as the other: some engines only save, some only
+    load. 0: neither was."""
+    known = [one for one in seconds if one]
     return 2 * sum(known) / len(known) if known else 0.0

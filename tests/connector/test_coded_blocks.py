@@ -345,11 +345,11 @@ def test_coding_pays_where_its_time_is_less_than_that_of_the_bytes_it_saves(
     assert payoff.pays(), "nobody knows yet"
     for size in (MIB, 4 * MIB, 16 * MIB):
         payoff.on_encoded(size, int(size * share), size / coding)
-        payoff.writes.observe(size, 0.001 + size / way)
+        payoff.writes.observe(size, 0.05 + size / way)
     assert payoff.pays() is pays
     for size in (MIB, 4 * MIB, 16 * MIB):
         payoff.decoding.observe(size, size / coding)
-        payoff.reads.observe(size, 0.001 + size / way)
+        payoff.reads.observe(size, 0.05 + size / way)
     assert payoff.pays() is pays
 
 
