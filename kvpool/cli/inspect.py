@@ -258,6 +258,8 @@ def doctor(
     from kvpool.ops.engines import examine_engines, metrics_url
 
     if engines:
+        if vllm is not None:
+            fail(ConfigError("--engine and --vllm: give one of them, each asks something else"))
         try:
             for address in engines:
                 metrics_url(address)

@@ -62,31 +62,40 @@ def examine_json(text: str) -> ExaminedJson:
 
 
 def _examined(given: dict[str, Any]) -> Iterator[Finding]:
-    for name in given:
-        if name not in _NAMES and (close := difflib.get_close_matches(name, _NAMES, 1, _ALIKE)):
-            yield Finding(_CHECK, "fail", f"{name!r:.80} is no name", f"did you mean {close[0]!r}?")
     if _own_settings(given) is None:
         text = f"kv_connector is {given.get('kv_connector')!r:.80}: no engine of this pool"
         advice = f'"kv_connector": "{_CONNECTOR}", alone or in a MultiConnector'
         yield Finding(_CHECK, "fail", text, advice)
-    if (role := given.get("kv_role")) not in _ROLES:
-        advice = '"kv_role": "kv_both" loads and saves; kv_producer saves, kv_consumer loads only'
-        yield Finding(_CHECK, "fail", f"kv_role is {role!r:.80}", advice)
+    for part in _parts(given):
+        yield from _examined_part(part)
     if (policy := given.get("kv_load_failure_policy", "fail")) != "recompute":
         text = f"kv_load_failure_policy is {policy!r:.80}: a request fails when one of its blocks "
         advice = 'add "kv_load_failure_policy": "recompute"'
         yield Finding(_CHECK, "warn", f"{text}is lost while it is loaded", advice)
 
 
+def _examined_part(part: dict[str, Any]) -> Iterator[Finding]:
+    for name in part:
+        if name not in _NAMES and (close := difflib.get_close_matches(name, _NAMES, 1, _ALIKE)):
+            yield Finding(_CHECK, "fail", f"{name!r:.80} is no name", f"did you mean {close[0]!r}?")
+    if (role := part.get("kv_role")) not in _ROLES:
+        text = f"kv_role is {role!r:.80}, of {part.get('kv_connector')!r:.80}"
+        advice = '"kv_role": "kv_both" loads and saves; kv_producer saves, kv_consumer loads only'
+        yield Finding(_CHECK, "fail", text, advice)
+
+
+def _parts(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The whole, and the connectors in a MultiConnector: vLLM checks each as it does the whole."""
+    yield given
+    if given.get("kv_connector") == "MultiConnector" and isinstance(given.get(_CONFIG), dict):
+        inner = given[_CONFIG].get("connectors")
+        for one in inner if isinstance(inner, list) else ():
+            if isinstance(one, dict):
+                yield from _parts(one)
+
+
 def _own_settings(given: dict[str, Any]) -> dict[str, Any] | None:
     """Those of the connector, alone or the first in a MultiConnector; None if it is not there."""
-    extra = given.get(_CONFIG) or {}
-    if not isinstance(extra, dict):
-        return None
-    if given.get("kv_connector") == _CONNECTOR:
-        return extra
-    inner = extra.get("connectors") if given.get("kv_connector") == "MultiConnector" else None
-    for one in inner if isinstance(inner, list) else ():
-        if isinstance(one, dict) and one.get("kv_connector") == _CONNECTOR:
-            return _own_settings(one)
-    return None
+    own = (part for part in _parts(given) if part.get("kv_connector") == _CONNECTOR)
+    extra = next((part.get(_CONFIG) or {} for part in own), None)
+    return extra if isinstance(extra, dict) else None

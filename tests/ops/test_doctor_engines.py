@@ -250,6 +250,7 @@ def test_the_command_compares_engines_without_a_pool(serve: Serve) -> None:
     assert done.code == 1, done.err  # they share nothing
     assert "model qwen and llama" in json.loads(done.out)[2]["text"]
     assert kvpool("doctor", "--engine", "file:///x").code == 2
+    assert kvpool("doctor", *engines, "--vllm", "{}").code == 2
 
 
 def test_the_table_shows_what_looks_like_markup_as_it_is(

@@ -452,6 +452,14 @@ def said_of(**change: Any) -> list[Finding]:
     return examine_json(json.dumps(RIGHT | change)).findings
 
 
+def multi(**change: Any) -> str:
+    """JSON of this connector in another one, with this in it."""
+    inner = {"connectors": [RIGHT | change]}
+    return json.dumps(
+        RIGHT | {"kv_connector": "MultiConnector", "kv_connector_extra_config": inner}
+    )
+
+
 def given(*tiers: str, client: ClientConfig = USUAL, **server: Any) -> Plant:
     return lambda place: place.server(*tiers, client=client, **server)
 
@@ -520,6 +528,14 @@ SHORT: dict[str, tuple[Plant, str, str, str, str]] = {
     "JSON without a role": (
         *(lambda _: said_of(kv_role=None), "vLLM", "fail", "kv_role is None", '"kv_both" loads'),
     ),
+    "JSON without a role inside": (
+        *(lambda _: examine_json(multi(kv_role=None)).findings, "vLLM", "fail"),
+        *("kv_role is None, of 'KVPoolConnector'", '"kv_both" loads'),
+    ),
+    "JSON with a slip inside": (
+        *(lambda _: examine_json(multi(kv_rol="kv_both")).findings, "vLLM", "fail"),
+        *("'kv_rol' is no name", "did you mean 'kv_role'?"),
+    ),
     "JSON that lets requests fail": (
         *(lambda _: examine_json(json.dumps(DEFAULTS)).findings, "vLLM", "warn"),
         *("a request fails when one of its blocks", '"kv_load_failure_policy": "recompute"'),
@@ -561,10 +577,11 @@ async def test_a_mistake_is_found_and_it_says_what_to_do(name: str, tmp_path: Pa
 
 def test_there_are_many_and_a_right_pool_has_none() -> None:
     assert len(MISTAKES) >= 50
-    both = {"connectors": [RIGHT | {"kv_connector_extra_config": {"cluster": "bank"}}]}
-    multi = RIGHT | {"kv_connector": "MultiConnector", "kv_connector_extra_config": both}
-    (fine,), settings = examine_json(json.dumps(multi))
-    assert (fine.verdict, settings and settings["cluster"]) == ("ok", "bank")
+    given = {"masters": ["a:1"], "transports": ["tcp"], "cluster": "bank", "secret_file": "/s"}
+    (fine,), settings = examine_json(multi(kv_connector_extra_config=given))
+    of_client = {f"client.{name}": given.pop(name) for name in ("masters", "transports")}
+    assert fine.verdict == "ok"
+    assert settings == of_client | given | {"local_only": False, "tenants_file": ""}
     assert not list(own_host.examine_settings(Config()))
     assert not list(pool_health.unwell([member("a"), member("b")], "host"))
     known = [member("a"), member("gone", alive=False)]
