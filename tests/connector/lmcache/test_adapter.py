@@ -38,6 +38,7 @@ from tests.connector.conformance import chain, computed, conformance
 #: Tokens of an object of these tests.
 CHUNK = 64
 SHAPE = torch.Size([2, 2, CHUNK, 32])
+LAYOUT = MemoryLayoutDesc([SHAPE], [torch.float16])
 
 
 def fresh(shape: torch.Size = SHAPE, dtype: torch.dtype = torch.float16) -> TensorMemoryObj:
@@ -102,30 +103,41 @@ class Engine:
         made = computed(key.chunk_hash, into.raw_data.numel(), *shaped_by)
         into.raw_data.copy_(torch.frombuffer(made, dtype=torch.uint8))
 
-    def begin(self, tokens: Sequence[int]) -> tuple[list[ObjectKey], list[TensorMemoryObj], int]:
+    def look_up(self, keys: Sequence[ObjectKey], layout: MemoryLayoutDesc = LAYOUT) -> list[bool]:
+        """Which of these are there."""
         assert self.adapter is not None
-        keys = self.keys(tokens)
-        layout = {0: MemoryLayoutDesc([self.shape], [self.dtype])}
-        task = self.adapter.submit_lookup_and_lock_task(keys, layout)
+        task = self.adapter.submit_lookup_and_lock_task(list(keys), {0: layout})
         assert signalled(self.adapter.get_lookup_and_lock_event_fd())
         found = self.adapter.query_lookup_and_lock_result(task)
         assert self.adapter.query_lookup_and_lock_result(task) is None  # once
-        there = [key for at, key in enumerate(keys) if found.test(at)]
-        objects = [fresh(self.shape, self.dtype) for _ in there]
-        return there, objects, self.adapter.submit_load_task(there, objects) if there else -1
+        return [found.test(at) for at in range(len(keys))]
+
+    def load(self, keys: Sequence[ObjectKey], objects: Sequence[TensorMemoryObj]) -> list[bool]:
+        """Which of these were loaded."""
+        assert self.adapter is not None
+        task = self.adapter.submit_load_task(list(keys), list(objects))
+        assert signalled(self.adapter.get_load_event_fd())
+        bits = self.adapter.query_load_result(task)
+        return [bits.test(at) for at in range(len(keys))]
+
+    def store(self, keys: Sequence[ObjectKey], objects: Sequence[TensorMemoryObj] = ()) -> int:
+        """Store objects, of any content if there are none; the bytes that moved."""
+        assert self.adapter is not None
+        made = list(objects) or [fresh() for _ in keys]
+        task = self.adapter.submit_store_task(list(keys), made)
+        assert signalled(self.adapter.get_store_event_fd())
+        result = self.adapter.pop_completed_store_tasks()[task]
+        assert result.is_successful()
+        moved: int = result.bytes_transferred()
+        return moved
 
     def run(self, tokens: Sequence[int]) -> Ran:
         loaded: dict[ObjectKey, TensorMemoryObj] = {}
         if self.adapter is not None:
-            there, objects, task = self.begin(tokens)
+            there, objects = self.found(tokens)
             if there:
-                assert signalled(self.adapter.get_load_event_fd())
-                bits = self.adapter.query_load_result(task)
-                loaded = {
-                    k: o
-                    for at, (k, o) in enumerate(zip(there, objects, strict=True))
-                    if bits.test(at)
-                }
+                came = zip(self.load(there, objects), there, objects, strict=True)
+                loaded = {key: one for is_there, key, one in came if is_there}
                 self.adapter.submit_unlock(there)
         whole, missing = [], []
         for key in self.keys(tokens):
@@ -143,11 +155,18 @@ class Engine:
         digests = [hashlib.sha256(one.byte_array).hexdigest() for one in whole]
         return Ran(digests, len(loaded))
 
+    def found(self, tokens: Sequence[int]) -> tuple[list[ObjectKey], list[TensorMemoryObj]]:
+        keys = self.keys(tokens)
+        found = self.look_up(keys, MemoryLayoutDesc([self.shape], [self.dtype]))
+        there = [key for key, is_there in zip(keys, found, strict=True) if is_there]
+        return there, [fresh(self.shape, self.dtype) for _ in there]
+
     def cancel(self, tokens: Sequence[int]) -> None:
         """LMCache drops a request: its tasks end all the same, and nobody asks for the results."""
-        _, objects, task = self.begin(tokens)
-        if task >= 0:
+        there, objects = self.found(tokens)
+        if there:
             assert self.adapter is not None
+            self.adapter.submit_load_task(there, objects)
             assert signalled(self.adapter.get_load_event_fd())
         del objects  # until here: the load writes to them
 
@@ -177,22 +196,14 @@ def engine(dev_in_thread: dev.Dev) -> Iterator[Engine]:
 
 def test_keys_of_two_ranks_groups_and_salts_in_one_task(engine: Engine) -> None:
     """One task has all groups of a prompt; equal hashes are other objects in each."""
-    assert engine.adapter is not None
     of = [(0, 0, ""), (1, 0, ""), (0, 1, ""), (0, 0, "salt")]
     keys = [ObjectKey(bytes(32), "m", *one) for one in of]
     objects = [fresh() for _ in keys]
     for number, one in enumerate(objects):
         one.raw_data.fill_(number + 1)
-    task = engine.adapter.submit_store_task(keys, objects)
-    assert signalled(engine.adapter.get_store_event_fd())
-    result = engine.adapter.pop_completed_store_tasks()[task]
-    assert result.is_successful()
-    assert result.bytes_transferred() == sum(one.raw_data.numel() for one in objects)
+    assert engine.store(keys, objects) == sum(one.raw_data.numel() for one in objects)
     loaded = [fresh() for _ in keys]
-    task = engine.adapter.submit_load_task(keys[::-1], loaded)
-    assert signalled(engine.adapter.get_load_event_fd())
-    bits = engine.adapter.query_load_result(task)
-    assert all(bits.test(at) for at in range(4))
+    assert engine.load(keys[::-1], loaded) == [True] * 4
     assert [int(one.raw_data[0]) for one in loaded] == [4, 3, 2, 1]
 
 
@@ -203,8 +214,7 @@ def test_all_ranks_and_groups_of_a_prompt_are_one_call() -> None:
     (positions,) = names.of_objects(keys, [fresh() for _ in keys]).values()
     assert positions == list(range(16))
     assert len({object_names.digest(key) for key in keys}) == 16
-    layout = MemoryLayoutDesc([SHAPE], [torch.float16])
-    (positions,) = names.of_lookup(keys, {0: layout, 1: layout}).values()
+    (positions,) = names.of_lookup(keys, {0: LAYOUT, 1: LAYOUT}).values()
     assert positions == list(range(16))
 
 
@@ -249,16 +259,10 @@ def test_lmcache_counts_each_object_once_until_it_is_deleted(engine: Engine) -> 
     size = objects[0].get_size()
     moved = []
     for _ in range(2):
-        task = engine.adapter.submit_store_task([*keys, keys[0]], [*objects, objects[0]])
-        assert signalled(engine.adapter.get_store_event_fd())
-        result = engine.adapter.pop_completed_store_tasks()[task]
-        assert result.is_successful()
-        moved.append(result.bytes_transferred())
+        moved.append(engine.store([*keys, keys[0]], [*objects, objects[0]]))
         assert engine.adapter.get_usage().total_bytes_used == 2 * size
     assert moved == [2 * size, 0]
-    task = engine.adapter.submit_load_task(keys, objects)
-    assert signalled(engine.adapter.get_load_event_fd())
-    assert engine.adapter.query_load_result(task) is not None
+    engine.load(keys, objects)
     engine.adapter.delete(keys[:1])
     soon(lambda: engine.adapter.get_usage().total_bytes_used == size)
     assert listener.seen == [("stored", 2), ("accessed", 2), ("deleted", 1)]
@@ -276,11 +280,7 @@ def test_a_pool_that_is_gone_ends_each_task() -> None:
             engine.settle()
             pool.kill()
             keys = [ObjectKey(bytes(32), "m", 0, 0, salt) for salt in ("", "a", "b")]
-            layout = {0: MemoryLayoutDesc([SHAPE], [torch.float16])}
-            task = engine.adapter.submit_lookup_and_lock_task(keys, layout)
-            assert signalled(engine.adapter.get_lookup_and_lock_event_fd())
-            found = engine.adapter.query_lookup_and_lock_result(task)
-            assert not any(found.test(at) for at in range(3))
+            assert engine.look_up(keys) == [False] * 3
             told = engine.adapter.report_status()
             assert told["lookups_failed"] == 1
             assert told["paused"]
@@ -297,9 +297,7 @@ def test_no_error_of_ours_stays_in_a_task(
     made = engine.adapter
     assert made is not None
     keys = [ObjectKey(bytes(32), "m", 0, 0, salt) for salt in ("", "a", "b")]
-    task = made.submit_store_task(keys, [fresh() for _ in keys])
-    assert signalled(made.get_store_event_fd())
-    assert made.pop_completed_store_tasks()[task].is_successful()
+    engine.store(keys)
     contains, calls = kvpool.Pool.contains, 0
 
     async def fail(*of: Any, **named: Any) -> list[bool]:
@@ -311,11 +309,7 @@ def test_no_error_of_ours_stays_in_a_task(
         return await contains(*of, **named)
 
     monkeypatch.setattr(kvpool.Pool, "contains", fail)
-    layout = {0: MemoryLayoutDesc([SHAPE], [torch.float16])}
-    task = made.submit_lookup_and_lock_task(keys, layout)
-    assert signalled(made.get_lookup_and_lock_event_fd())
-    found = made.query_lookup_and_lock_result(task)
-    assert [found.test(at) for at in range(3)] == [True, False, True]
+    assert engine.look_up(keys) == [True, False, True]
     told = made.report_status()
     assert told["lookups_failed"] == 1
     assert told["paused"]
@@ -333,9 +327,7 @@ def test_a_listener_that_fails_ends_no_task(
     for listeners in ("_notify_keys_stored", "_notify_keys_deleted"):
         monkeypatch.setattr(made, listeners, fail)
     keys = [ObjectKey(bytes(32), "m", 0, 0, salt) for salt in ("", "a")]
-    task = made.submit_store_task(keys, [fresh() for _ in keys])
-    assert signalled(made.get_store_event_fd())
-    assert made.pop_completed_store_tasks()[task].is_successful()
+    engine.store(keys)
     made.delete(keys)
     soon(lambda: caplog.text.count("a listener of LMCache's failed") >= 3)
 
@@ -347,9 +339,8 @@ def test_results_that_nobody_asks_for_are_bounded(
     made = engine.adapter
     assert made is not None
     monkeypatch.setattr(adapter, "_RESULTS_MAX", 3)
-    layout = {0: MemoryLayoutDesc([SHAPE], [torch.float16])}
     keys = [ObjectKey(bytes(32), "m", 0, 0, "\ud800")]
-    tasks = [made.submit_lookup_and_lock_task(keys, layout) for _ in range(5)]
+    tasks = [made.submit_lookup_and_lock_task(keys, {0: LAYOUT}) for _ in range(5)]
     soon(lambda: made.query_lookup_and_lock_result(tasks[-1]) is not None)
     results = [made.query_lookup_and_lock_result(task) is not None for task in tasks[:4]]
     assert results == [False, False, True, True]
@@ -357,16 +348,9 @@ def test_results_that_nobody_asks_for_are_bounded(
 
 def test_hashes_of_other_lengths(engine: Engine) -> None:
     """Of 8 bytes, and of 32 and 16 in one task: LMCache's hash is a setting of the engine."""
-    assert engine.adapter is not None
     keys = [ObjectKey(bytes([n]) * size, "m", 0) for n, size in enumerate((8, 16, 32, 40), 1)]
-    task = engine.adapter.submit_store_task(keys, [fresh() for _ in keys])
-    assert signalled(engine.adapter.get_store_event_fd())
-    assert engine.adapter.pop_completed_store_tasks()[task].is_successful()
-    layout = {0: MemoryLayoutDesc([SHAPE], [torch.float16])}
-    task = engine.adapter.submit_lookup_and_lock_task(keys, layout)
-    assert signalled(engine.adapter.get_lookup_and_lock_event_fd())
-    found = engine.adapter.query_lookup_and_lock_result(task)
-    assert [found.test(at) for at in range(4)] == [True] * 4
+    engine.store(keys)
+    assert engine.look_up(keys) == [True] * 4
 
 
 def test_a_deleted_object_is_gone(engine: Engine) -> None:
@@ -394,7 +378,7 @@ def test_a_lookup_without_a_layout_has_that_of_the_last_store() -> None:
     stored = names.of_objects([key], [fresh()])
     assert names.of_lookup([key], {}) == stored
     assert names.of_lookup([key], {0: MemoryLayoutDesc([], [])}) == stored
-    assert names.of_lookup([key], {0: MemoryLayoutDesc([SHAPE], [torch.float16])}) == stored
+    assert names.of_lookup([key], {0: LAYOUT}) == stored
     assert names.of_lookup([key], {0: MemoryLayoutDesc([SHAPE], [torch.bfloat16])}) != stored
 
 
