@@ -75,6 +75,17 @@ class Place:
         self.stack.push_async_callback(master.close)
         return master.address
 
+    async def web_server(self) -> str:
+        """The address of one."""
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nno master")
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1")
+        await self.stack.enter_async_context(server)
+        return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
     async def master(self, address: str, **settings: Any) -> list[Finding]:
         """What it says of one master; a client of a pool over tcp."""
         config = Config(client=ClientConfig(masters=[address], transports=["tcp"]), **settings)
@@ -187,6 +198,11 @@ async def the_port_of_a_server(place: Place) -> Iterable[Finding]:
     (server,) = (await place.pool()).servers
     address = next(one for one in server.addresses if one.startswith("tcp"))
     return await place.master(address.removeprefix("tcp://"))
+
+
+@mistake("master", "fail", "what listens there is no master", "not that of --http")
+async def the_port_of_http(place: Place) -> Iterable[Finding]:
+    return await place.master(await place.web_server())
 
 
 @mistake("master", "fail", "the name nowhere.invalid does not resolve", "DNS")
@@ -435,15 +451,9 @@ RIGHT = DEFAULTS | {"kv_load_failure_policy": "recompute"}
 @mistake("engine", "fail", "Connection refused", "the address of a vLLM server")
 async def an_engine_behind_a_proxy_of_the_environment(place: Place) -> Iterable[Finding]:
     """A proxy would answer in its place: none is asked."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfrom a proxy")
-        writer.close()
-
-    proxy = await place.stack.enter_async_context(await asyncio.start_server(answer, "127.0.0.1"))
-    port = proxy.sockets[0].getsockname()[1]
+    proxy = await place.web_server()
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        place.patch.setenv(name, f"http://127.0.0.1:{port}")
+        place.patch.setenv(name, f"http://{proxy}")
     return await examine_engines(["127.0.0.1:9"])
 
 
