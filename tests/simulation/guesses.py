@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, ClassVar, Final, NoReturn
 from unittest.mock import patch
 
@@ -28,9 +26,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction import density, programs
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extents import Extents
-from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
-from kvpool.server.state.tenants import set_quotas
 from kvpool.types import ARRIVED, ROOT, Namespace, ReadStatus, Reservation, SessionHint, WriteStatus
 from tests.simulation.blocks import ONE, value
 from tests.simulation.loop import Violation
@@ -361,49 +357,11 @@ def play_refusals(seed: int) -> str:
     return ""
 
 
-def play_costs(seed: int) -> str:
-    """To make room takes as many steps beside many tenants as beside few."""
-    for policy in _POLICIES:
-        few, many = (_steps(seed, policy, tenants) for tenants in (3, 100))
-        if many > 2 * few:
-            return f"{policy}: {few} steps a block beside 3 tenants, {many} beside 100"
-    return ""
-
-
-def _steps(seed: int, policy: str, tenants: int) -> int:
-    """Lines of Python that one block takes in a full store whose tenants all have too much."""
-    chance, steps, written = random.Random(seed), 0, 0
-    store = _store(policy, 200)
-    set_quotas(store, {f"t{number}": Quota(1, _BLOCK * 200) for number in range(tenants)})
-
-    def write(tenant: int) -> None:
-        nonlocal written
-        written += 1
-        _write(store, [_key(seed, written)], float(written), Namespace(f"@t{tenant}/x"))
-
-    def step(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal steps
-        steps += 1
-        return step
-
-    for number in range(240):
-        write(number % tenants)
-    before = sys.gettrace()
-    sys.settrace(step)
-    try:
-        for _ in range(30):
-            write(chance.randrange(tenants))
-    finally:
-        sys.settrace(before)
-    return steps // 30
-
-
 WORLDS: Final[dict[str, Callable[[int], str]]] = {
     "lies": play_lies,
     "hints": play_hints,
     "changes": play_changes,
     "refusals": play_refusals,
-    "costs": play_costs,
 }
 
 

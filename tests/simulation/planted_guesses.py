@@ -31,9 +31,6 @@ BUGS: Sequence[Bug] = read(
 @@ what-is-dense-keeps-all-out  G9  kvpool.server.eviction.density
 -            if is_short and age_s < _BYPASS_S_MAX:  # else
 +            if is_short:  # else
-@@ every-tenant-is-asked-for-each-block  G9  kvpool.server.eviction.tenant_orders
--        for account in self._changed:
-+        for account in self._orders:
 @@ what-was-learned-stays  G9  kvpool.server.eviction.density
 -        self._ended = [count * self.KEPT for count in self._ended]
 +        pass

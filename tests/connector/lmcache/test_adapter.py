@@ -128,8 +128,7 @@ class Engine:
         assert signalled(self.adapter.get_store_event_fd())
         result = self.adapter.pop_completed_store_tasks()[task]
         assert result.is_successful()
-        moved: int = result.bytes_transferred()
-        return moved
+        return int(result.bytes_transferred())
 
     def run(self, tokens: Sequence[int]) -> Ran:
         loaded: dict[ObjectKey, TensorMemoryObj] = {}
