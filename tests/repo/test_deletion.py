@@ -39,7 +39,7 @@ UPON = {
     "moves": ("prefetch",),
     "operators": ("admin", "moves", "prefetch", "removal"),
     "secrets": ("tenancy",),
-    "threads": ("cold", "clearing", "gpu", "moves", "prefetch", "tenancy", "tiers", "tls"),
+    "threads": ("cold", "clearing", "gpu", "moves", "prefetch", "tenancy", "tiers", "tls", "ucx"),
     "tiers": ("prefetch", "cold"),
 }
 #: The tests look at a pool by it, so it is deleted alone, and what it stands upon with it.
