@@ -1,5 +1,4 @@
-"""The joints of secrets and of tenancy: who is admitted, what he may ask for, and who writes that
-down. Pure.
+"""The joints of secrets and of tenancy: who is admitted, may ask what, and who notes it. Pure.
 
 Without the lines and the files of the first a process has no secret, and refuses to be one of a
 cluster that has. A master, its listener and a server have a guard each. Without the line and the
@@ -16,6 +15,7 @@ from kvpool.errors import ConfigError, Forbidden
 #: What reads files of secrets, and makes what a master shows that has one.
 SECRETS: Final = {
     "local_secret": "kvpool.secret_file:local_secret",
+    "local_secret_file": "kvpool.secret_file:local_secret_file",
     "read_cluster": "kvpool.secret_file:read_cluster",
     "checked_cluster": "kvpool.secret_file:checked_cluster",
     "masters_certificate": "kvpool.net.masters_certificate:masters_certificate",

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvpool import ClientConfig, Cluster, ConfigError, check_transports, read_cluster
+from kvpool import ClientConfig, Cluster, ConfigError, check_transports
+from kvpool.config import Config, cluster_of
 from kvpool_engines.session_names import DEFAULT_TENANT
 
 #: Names that engines must have in common. Without a text there would be nothing to have.
@@ -44,7 +45,7 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def member(self) -> Cluster:
         """The cluster with its secret. Raises ConfigError when the secret cannot be read."""
-        return read_cluster(self.cluster, self.secret_file)
+        return cluster_of(Config(cluster=self.cluster, secret_file=self.secret_file))
 
 
 Kind = TypeVar("Kind", bound=PoolSettings)

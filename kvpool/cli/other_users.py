@@ -7,6 +7,8 @@ import os
 
 from kvpool.cli.shared import stderr
 from kvpool.config import Config
+from kvpool.errors import ConfigError
+from kvpool.guard import of_secrets
 
 _UID_MIN = 1000  # below are the accounts of services
 
@@ -40,13 +42,10 @@ def say_who_may_use_it(settings: Config, *, insecure: bool = False, quiet: bool 
     if quiet:
         return
     if settings.local_only:
-        from kvpool.secret_file import local_secret_file
-
-        stderr.print(
-            f"only for processes of this user: the secret is {local_secret_file()}",
-            soft_wrap=True,
-            markup=False,
-        )
+        with contextlib.suppress(ConfigError):  # who asks for the secret says it
+            file = of_secrets("local_secret_file")()
+            said = f"only for processes of this user: the secret is {file}"
+            stderr.print(said, soft_wrap=True, markup=False)
     elif not settings.secret_file and not insecure and has_other_users():
         stderr.print(
             "[yellow]no secret:[/] every user of this host can read and change what is stored; "

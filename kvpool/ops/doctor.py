@@ -30,6 +30,7 @@ from kvpool.config import (
 )
 from kvpool.device_copy import first_line
 from kvpool.errors import ConfigError, KvpoolError
+from kvpool.guard import of_secrets
 from kvpool.memory_limits import MemoryLimits, tightest
 from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.demand import judged, memory_of
@@ -39,7 +40,6 @@ from kvpool.ops.pool_health import same_id, untold, unwell
 from kvpool.ops.unreachable_master import unreachable
 from kvpool.protocols import SupportsStatusText
 from kvpool.runtime import host_id
-from kvpool.secret_file import local_secret_file, secret_problem
 from kvpool.types import Cluster, Member, Namespace
 from kvpool.units import human
 
@@ -147,15 +147,17 @@ _SHM_MIN = 256 << 20
 
 
 def _secret(settings: Config) -> Finding:
-    if settings.local_only:
-        return Finding("secret", "ok", f"of this user: {local_secret_file()}")
-    if not settings.secret_file:
+    if not settings.local_only and not settings.secret_file:
         return Finding("secret", "ok", "none: who reaches the pool may use it")
     try:
+        if settings.local_only:
+            return Finding("secret", "ok", f"of this user: {of_secrets('local_secret_file')()}")
         cluster_of(settings)
     except ConfigError as error:
         advice = "`kvpool secret FILE` makes one; all processes of a pool have the same"
         return Finding("secret", "fail", str(error), advice)
+    from kvpool.secret_file import secret_problem
+
     if problem := secret_problem(settings.secret_file):
         what, _, advice = problem.rpartition(": ")
         return Finding("secret", "warn", what, f"{advice}; make another one if others were there")

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 from kvpool.addresses import is_everywhere, is_loopback, join
 from kvpool.config import Config
 from kvpool.errors import ConfigError
+from kvpool.guard import of_secrets
 from kvpool.memory_limits import Limit
-from kvpool.secret_file import local_secret_file
 from kvpool.units import human
 
 #: The shares of what is left of memory and disks that blocks get.
@@ -158,7 +158,7 @@ def _text(size: int) -> str:
 def _secret(who: Config) -> PlannedPart:
     if who.local_only:
         why = "only processes of this user may use the pool"
-        return PlannedPart("secret", str(local_secret_file()), why)
+        return PlannedPart("secret", str(of_secrets("local_secret_file")()), why)
     if who.secret_file:
         return PlannedPart("secret", who.secret_file, "who has it may use the pool")
     return PlannedPart("secret", "none", "this host only; --secret-file admits others")
@@ -176,7 +176,7 @@ def _vllm(master: str, who: Config) -> str:
     extra: dict[str, object] = {"masters": [master]}
     if who.cluster != _CLUSTER:
         extra["cluster"] = who.cluster
-    if secret := str(local_secret_file()) if who.local_only else who.secret_file:
+    if secret := str(of_secrets("local_secret_file")()) if who.local_only else who.secret_file:
         extra["secret_file"] = secret
     settings = {
         "kv_connector": "KVPoolConnector",

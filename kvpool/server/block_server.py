@@ -3,7 +3,7 @@
 context.py       what the connections share: the store, its memory, the counters
 clients.py       who is connected, and holds how much
 connection.py    one client's reservations and pins
-extension.py     what a server can do besides: moves/ between servers, tenancy.py, removal.py
+extension.py     what a server can do besides: moves/, tenancy.py, namespace_removal.py
 announcer.py     one master's view of this server; outbox.py has what it has yet to hear
 tiers.py         the joint of tiers: tier_mover.py moves bytes between them
 state/, eviction/   pure: which block lies where, and which one is evicted next

@@ -148,6 +148,18 @@ def test_a_program_refuses_files_of_a_ring_that_it_lacks(
     assert "Traceback" not in said
 
 
+def test_without_secrets_only_who_asks_for_one_is_refused(tmp_path: Path) -> None:
+    environment = copy_without(["secrets", *UPON["secrets"]], tmp_path)
+    kvpool, up = ("-m", "kvpool"), ("up", "--dry", "--capacity", "16MiB")
+    assert not run(tmp_path, environment, *kvpool, *up)
+    engine = "import kvpool.ops.doctor; from kvpool_engines import settings"
+    assert not run(tmp_path, environment, "-c", f"{engine}; settings.PoolSettings().member()")
+    for command in (("master", "--bind", "127.0.0.1:0"), up):
+        said = run(tmp_path, environment, *kvpool, *command, "--local-only")
+        assert "this program runs without secrets" in said
+        assert "Traceback" not in said
+
+
 @pytest.mark.parametrize("ring", RINGS)
 def test_a_pool_works_without(ring: str, tmp_path: Path) -> None:
     environment = copy_without([ring, *UPON.get(ring, ())], tmp_path)

@@ -1,6 +1,6 @@
 """TCP: the transport that works everywhere. Verified bytes, straight into the caller's buffers.
 
-What it adds to the shared halves (`serving.py`, `carried.py`): how to listen and how to dial. ucx
+What it adds to the shared halves (`streams/`): how to listen and how to dial. ucx
 listens the same way.
 """
 
