@@ -65,9 +65,8 @@ class Payoff:
     def pays(self) -> bool:
         ways = _both(self.writes.per_byte_more_s, self.reads.per_byte_more_s)
         coding = _both(self.encoding.per_byte_s, self.decoding.per_byte_s)
-        if not ways or not coding or not self._before:
-            return True
-        return ways * (1 - self._after / self._before) > coding
+        known = ways and coding and self._before
+        return not known or ways * (1 - self._after / self._before) > coding
 
 
 def _both(*seconds: float) -> float:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
+import kvpool
 from kvpool import ClientConfig, Cluster, ConfigError, check_transports
-from kvpool.config import Config, cluster_of
 from kvpool_engines.session_names import DEFAULT_TENANT
 
 #: Names that engines must have in common. Without a text there would be nothing to have.
@@ -45,7 +45,8 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def member(self) -> Cluster:
         """The cluster with its secret. Raises ConfigError when the secret cannot be read."""
-        return cluster_of(Config(cluster=self.cluster, secret_file=self.secret_file))
+        file = self.secret_file
+        return kvpool.read_cluster(self.cluster, file) if file else Cluster(self.cluster)
 
 
 Kind = TypeVar("Kind", bound=PoolSettings)

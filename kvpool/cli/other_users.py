@@ -44,8 +44,8 @@ def say_who_may_use_it(settings: Config, *, insecure: bool = False, quiet: bool 
     if settings.local_only:
         with contextlib.suppress(ConfigError):  # who asks for the secret says it
             file = of_secrets("local_secret_file")()
-            said = f"only for processes of this user: the secret is {file}"
-            stderr.print(said, soft_wrap=True, markup=False)
+            line = f"only for processes of this user: the secret is {file}"
+            stderr.print(line, soft_wrap=True, markup=False)
     elif not settings.secret_file and not insecure and has_other_users():
         stderr.print(
             "[yellow]no secret:[/] every user of this host can read and change what is stored; "
