@@ -94,8 +94,7 @@ async def test_a_buffer_of_any_size_moves_the_same_bytes(layout: str, size: int)
 
 @pytest.mark.parametrize("size", [4 << 20, 1000 * BLOCK_BYTES])
 async def test_more_blocks_than_a_round_has_numbers_for(size: int) -> None:
-    """Blocks of a few bytes: it is not the buffer that is full first, or the numbers are taken in
-    rounds of fewer that do not fill them."""
+    """Blocks of a few bytes: the buffer is not full first, or rounds of fewer do not fill them."""
     memory = staged(caches(LAYOUTS["LBHNC"]), size)
     found = await saved(memory, [1, 4, 2] * 3000)
     assert found == found[:3] * 3000
