@@ -65,26 +65,13 @@ class HostPool:
 
 
 def config(**changes: Any) -> HiCacheStorageConfig:
-    extra = changes.pop("extra", {})
-    sizes = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1}
-    return HiCacheStorageConfig(
-        **{
-            **sizes,
-            "attn_cp_rank": 0,
-            "attn_cp_size": 1,
-            "is_mla_model": False,
-            "enable_storage_metrics": False,
-            "is_page_first_layout": False,
-            "model_name": "a",
-            "extra_config": {
-                "backend_name": "kvpool",
-                "interface_v1": 1,
-                "revision": "test",
-                **extra,
-            },
-            **changes,
-        }
-    )
+    extra = {"backend_name": "kvpool", "interface_v1": 1, "revision": "test"}
+    extra |= changes.pop("extra", {})
+    ranks = {f"{of}_rank": 0 for of in ("tp", "pp", "attn_cp")}
+    sizes = {f"{of}_size": 1 for of in ("tp", "pp", "attn_cp")}
+    off = ("is_mla_model", "enable_storage_metrics", "is_page_first_layout")
+    fields = {"model_name": "a", **ranks, **sizes, **dict.fromkeys(off, False), **changes}
+    return HiCacheStorageConfig(extra_config=extra, **fields)
 
 
 def indices(first: int, pages: int) -> torch.Tensor:
