@@ -143,6 +143,8 @@ CALLBACKS = {
         kvpool/supervision.py:Supervisor._start
         kvpool/sync.py:Pool._cancel
         kvpool/sync.py:Pool._stop
+        kvpool/threads.py:in_thread
+        kvpool/threads.py:submit
         transports/kvpool_transports/streams/server.py:Sessions.start""",
     "one call or one connection: it ends with its deadline, or its peer's": """
         connector/kvpool_engines/pool_thread.py:PoolThread._begin
