@@ -112,16 +112,16 @@ class Traffic:
 
 FIGURES = {
     "lru": Figures(8979, 11212, 0),
-    "arc": Figures(9623, 10497, 0),
+    "arc": Figures(9676, 10505, 0),
     "lease": Figures(8996, 10730, 104),
-    "density": Figures(9627, 10236, 75),
+    "density": Figures(9655, 10241, 76),
 }
 #: With hints, most of which are wrong: the next prompt comes at another time.
 WITH_HINTS = {
-    "lru": Figures(7555, 12310, 0),
-    "arc": Figures(7515, 12284, 0),
-    "lease": Figures(7436, 12372, 4),
-    "density": Figures(7546, 12271, 0),
+    "lru": Figures(7630, 12664, 0),
+    "arc": Figures(7772, 12521, 0),
+    "lease": Figures(7650, 12643, 1),
+    "density": Figures(7679, 12610, 0),
 }
 
 
