@@ -20,7 +20,8 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from examples.vllm_two_instances import Instance, transfer
 from kvpool_agents import client_requests
-from tests.connector.vllm.helpers import Models, wait_for
+from tests.conftest import soon
+from tests.connector.vllm.helpers import Models
 from tests.support.local_pool import LocalPool
 
 KEY = "a key of the API"
@@ -68,8 +69,8 @@ def test_sessions_of_real_clients_arrive_in_the_pool(
         pool.settled(60)
         assert sorted(_sessions(pool)) == sorted(expected)
         # The child has ended, and so has the agent; of the others nobody knows a pause yet.
-        wait_for(lambda: _ended(pool) == {"child", "claude/agent"}, 60)
-        wait_for(lambda: _explained(pool) == [True], 60)
+        soon(lambda: _ended(pool) == {"child", "claude/agent"}, 60)
+        soon(lambda: _explained(pool) == [True], 60)
         assert pool.ask(lambda client: client.session("thread").end()) is True
         (member,) = pool.ask(lambda client: client.members())
         assert member.stats.counters["sessions"] == len(expected)
