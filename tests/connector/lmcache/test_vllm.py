@@ -20,7 +20,8 @@ pytest.importorskip("vllm", reason="needs vLLM: make test WITH=lmcache-long")
 
 from examples import tiny_model
 from kvpool.testing.connector_checks import ProcessPool, prompt
-from tests.connector.vllm.helpers import Engine, wait_for
+from tests.conftest import soon
+from tests.connector.vllm.helpers import Engine
 from tests.support.programs import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -126,7 +127,7 @@ def test_a_second_engine_behind_a_fresh_lmcache(tmp_path: Path) -> None:
             with serving(pool.address, tmp_path / "lmcache-1.log") as server:
                 engine.start(model, **behind(server))
                 first = engine.generate(prompts[:2])
-                wait_for(lambda: pool.blocks() == 2 * LOADED // CHUNK, 60)
+                soon(lambda: pool.blocks() == 2 * LOADED // CHUNK, 60)
                 assert server.pool()["objects_found"] == 0
         assert first["cached"] == [0, 0]
         assert first["tokens"] == right[:2]
@@ -150,6 +151,6 @@ def test_a_second_engine_behind_a_fresh_lmcache(tmp_path: Path) -> None:
             assert server.pool()["objects_loaded"] == LOADED // CHUNK
 
             pool.start()
-            wait_for(lambda: bool(server.pool()["is_healthy"]), 60)
+            soon(lambda: bool(server.pool()["is_healthy"]), 60)
             assert engine.generate([prompts[3]])["tokens"] == [right[3]]
-            wait_for(lambda: pool.blocks() >= LOADED // CHUNK, 60)
+            soon(lambda: pool.blocks() >= LOADED // CHUNK, 60)
