@@ -227,6 +227,19 @@ def test_a_snapshot_taken_while_everything_changes_is_right_behind_its_numbers(s
 # --- the sockets ------------------------------------------------------------------------------
 
 
+#: Clients and publishers of the test that runs.
+MADE: list[Client | EventPublisher] = []
+
+
+@pytest.fixture(autouse=True)
+async def _closed() -> AsyncIterator[None]:
+    """After a failure, too: zmq waits for ever for the end of a context that is dropped open."""
+    yield
+    for one in MADE:
+        one.close()
+    MADE.clear()
+
+
 class Client:
     """A subscriber with vLLM's format, over real sockets."""
 
@@ -238,6 +251,7 @@ class Client:
         self.sub.subscribe(b"")
         self.dealer = self._context.socket(zmq.DEALER)
         self.dealer.connect(publisher.replay_endpoint.replace("tcp://", f"tcp://{own}"))
+        MADE.append(self)
 
     async def next(self) -> tuple[int, list[KVEvent]]:
         _, number, payload = await asyncio.wait_for(self.sub.recv_multipart(), 10)
@@ -245,7 +259,7 @@ class Client:
 
     async def ask(self, request: bytes) -> list[tuple[int, list[KVEvent]]]:
         await self.dealer.send_multipart([b"", request])
-        found = []
+        found: list[tuple[int, list[KVEvent]]] = []
         while True:
             frames = await asyncio.wait_for(self.dealer.recv_multipart(), 10)
             empty, _, number, payload = frames
@@ -259,16 +273,20 @@ class Client:
         self._context.destroy(linger=0)
 
 
-@pytest.fixture
-async def publisher() -> AsyncIterator[EventPublisher]:
-    one = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+def started(**options: Any) -> EventPublisher:
+    one = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", **options)
+    MADE.append(one)
     one.start()
-    yield one
-    one.close()
+    return one
 
 
 @pytest.fixture
-async def client(publisher: EventPublisher) -> AsyncIterator[Client]:
+async def publisher() -> EventPublisher:
+    return started()
+
+
+@pytest.fixture
+async def client(publisher: EventPublisher) -> Client:
     one = Client(publisher)
     while True:  # a subscription takes a moment
         publisher.publish([ClearedEvent()], time.time())
@@ -277,8 +295,7 @@ async def client(publisher: EventPublisher) -> AsyncIterator[Client]:
     await asyncio.sleep(0.05)
     while await one.sub.poll(0):
         await one.next()
-    yield one
-    one.close()
+    return one
 
 
 async def test_a_replay_has_no_gap_at_any_length(publisher: EventPublisher, client: Client) -> None:
@@ -335,14 +352,13 @@ async def test_a_reader_that_never_reads_is_given_up(
 ) -> None:
     monkeypatch.setattr(event_publisher, "_READER_TIMEOUT_S", 0.3)
     fill(publisher)
-    silent = await asks_for_all(publisher)
+    await asks_for_all(publisher)
     await eventually(lambda: bool(publisher._readers))
     await eventually(lambda: not publisher._readers)
     # And everybody else is served.
     last = publisher.buffer.next - 1
     assert [number for number, _ in await client.ask(struct.pack(">Q", last))] == [last]
     assert (publisher.counts.given_up, publisher.counts.replays) == (1, 1)
-    silent.close()
 
 
 async def test_a_reader_that_has_gone_is_given_up_at_once(
@@ -364,40 +380,29 @@ async def test_of_too_many_readers_the_oldest_of_who_has_most_are_given_up(
     """Each holds a place in the buffer, and anybody may ask."""
     publisher._readers.total = 2
     fill(publisher)
-    silent = [await asks_for_all(publisher, "127.0.0.2:0;")]
-    silent += [await asks_for_all(publisher) for _ in range(3)]
+    for own in ("127.0.0.2:0;", "", "", ""):
+        await asks_for_all(publisher, own)
     await eventually(lambda: publisher.counts.given_up == 2)
     assert [one.peer for one in publisher._readers.values()] == ["127.0.0.1", "127.0.0.2"]
     last = publisher.buffer.next - 1
     assert [number for number, _ in await client.ask(struct.pack(">Q", last))] == [last]
     assert (publisher.counts.given_up, publisher.counts.replays) == (3, 1)
-    for one in silent:
-        one.close()
 
 
 async def test_a_publisher_counts_what_it_has_sent_and_what_it_could_not() -> None:
     stream = PoolStream(ONE)
-    one = EventPublisher(
-        *("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
-        buffer=ReplayBuffer(first=1, kept_max=10),
-        snapshot=stream.snapshot,
-    )
-    one.start()
+    one = started(buffer=ReplayBuffer(first=1, kept_max=10), snapshot=stream.snapshot)
     asking = Client(one)
-    try:
-        for number in range(20):
-            one.publish(taken(stream, stored("a", ONE, number)), time.time())
-        for first in (10, 11, 20, 21):  # 10 is not kept any more, 21 has not come yet
-            await asking.ask(struct.pack(">Q", first))
-        await asking.ask(SNAPSHOT)
-        counts = one.counts
-        assert (counts.batches, counts.replays, counts.snapshots) == (20, 4, 1)
-        assert counts.too_late == 1
-        assert one.buffer.bytes < counts.bytes
-        assert one.readers == 0
-    finally:
-        asking.close()
-        one.close()
+    for number in range(20):
+        one.publish(taken(stream, stored("a", ONE, number)), time.time())
+    for first in (10, 11, 20, 21):  # 10 is not kept any more, 21 has not come yet
+        await asking.ask(struct.pack(">Q", first))
+    await asking.ask(SNAPSHOT)
+    counts = one.counts
+    assert (counts.batches, counts.replays, counts.snapshots) == (20, 4, 1)
+    assert counts.too_late == 1
+    assert one.buffer.bytes < counts.bytes
+    assert one.readers == 0
 
 
 async def test_a_request_that_fails_keeps_nobody_behind_it_waiting(
@@ -455,12 +460,7 @@ async def test_a_router_that_starts_late_has_the_whole_pool(pool_dev: dev.Dev) -
     chain = keys("chain", 30)
     (server,) = pool_dev.servers
     stream = PoolStream(NAMESPACE)
-    publisher = EventPublisher(
-        *("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
-        buffer=ReplayBuffer(first=1),
-        snapshot=stream.snapshot,
-    )
-    publisher.start()
+    publisher = started(buffer=ReplayBuffer(first=1), snapshot=stream.snapshot)
     async with pool_dev.pool() as pool:
         await pool.write(NAMESPACE, chain[:20], values(chain[:20]))
         following = asyncio.create_task(publish_pool(pool.events(), stream, publisher))
@@ -480,6 +480,4 @@ async def test_a_router_that_starts_late_has_the_whole_pool(pool_dev: dev.Dev) -
         async with asyncio.timeout(10):
             while router.known:
                 router.take((await client.next())[1])
-        client.close()
         following.cancel()
-    publisher.close()
