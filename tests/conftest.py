@@ -18,7 +18,7 @@ from inspect import isawaitable
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, WriteStatus, dev
+from kvpool import ClientConfig, Namespace, Pool, ServerConfig, WriteStatus, dev
 from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Link
 from kvpool.testing.invariants import check_invariants
@@ -56,7 +56,7 @@ def _logs_as_before() -> Iterator[None]:
 def _quick_heartbeats() -> Iterator[None]:
     """What a pool in this process tells by its next heartbeat, a test need not await for long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dev, "ServerConfig", partial(dev.ServerConfig, heartbeat_s=0.1))
+        patch.setattr(dev, "ServerConfig", partial(ServerConfig, heartbeat_s=0.1))
         yield
 
 
