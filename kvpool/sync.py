@@ -103,6 +103,7 @@ class Pool:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool", daemon=True)
         self._closed = self._has_device = False
         self._lock = threading.Lock()
+        self._begin = threading.Lock()  # no call begins when the pool is closed
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -170,16 +171,24 @@ class Pool:
     async def _end(self) -> None:
         """Close the pool and let every other thread's call end: as a miss, or as Closed."""
         await self._inner.close()
+        await self._end_others()
+
+    async def _end_others(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
     def _stop(self) -> None:
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with self._begin:
+            self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.create_task, self._end_loop())
         self._thread.join()
         self._loop.close()
+
+    async def _end_loop(self) -> None:
+        await self._end_others()  # those that have begun since
+        self._loop.stop()
 
     def _resolve(self, buffers: Sequence[BufferLike]) -> Sequence[BufferLike]:
         """As `with_device_blocks`. The pool's thread gets the context of the first device: to ask
@@ -195,11 +204,6 @@ class Pool:
         return found
 
     def _run(self, call: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        try:
-            self._check()
-        except Closed:
-            call.close()
-            raise
         ended: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -208,10 +212,14 @@ class Pool:
             tasks[0].add_done_callback(lambda task: _hand_over(task, ended))
 
         try:
-            self._loop.call_soon_threadsafe(start)
-        except RuntimeError:  # another thread has closed the pool, and the loop, since the check
+            self._check()  # before the lock: a forked child has one that nobody gives back
+            with self._begin:
+                if self._closed:
+                    raise Closed("the pool is closed")
+                self._loop.call_soon_threadsafe(start)
+        except Closed:
             call.close()
-            raise Closed("the pool is closed") from None
+            raise
         try:
             # A timeout that is no number is refused by the call itself.
             seconds = self._timeout_s if timeout is None else as_float(timeout) or 0.0

@@ -7,6 +7,7 @@ import inspect
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -135,12 +136,29 @@ def test_an_error_of_a_call_needs_no_loop(address: str, monkeypatch: pytest.Monk
             pool._run(fail(), None)
 
 
-def test_a_call_after_the_loop_has_ended_is_closed(address: str) -> None:
+def test_a_call_that_begins_while_the_pool_is_closed_ends(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = kvpool.sync.connect(address)
+    closed, stop = list[Closed](), pool._stop
+
+    def call() -> None:
+        try:
+            pool.members()
+        except Closed as error:
+            closed.append(error)
+
+    def stop_beside_it() -> None:
+        pool._loop.call_soon_threadsafe(time.sleep, 0.2)
+        other.start()
+        time.sleep(0.05)
+        stop()
+
+    other = threading.Thread(target=call)
+    monkeypatch.setattr(pool, "_stop", stop_beside_it)
     pool.close()
-    pool._closed = False  # as another thread may have read it just before
-    with pytest.raises(Closed):
-        pool.members()
+    other.join(3)
+    assert len(closed) == 1
 
 
 def test_a_forked_child_is_told(address: str) -> None:

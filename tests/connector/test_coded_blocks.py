@@ -265,9 +265,7 @@ async def test_no_change_of_a_stored_block_is_loaded_as_another_one() -> None:
     form, memory = form_of("lossless"), memory_of({"one": numbers[:1], "two": numbers[1:]})
     stored: list[bytes] = []
 
-    class OneBlock:
-        """A pool of one block, whose bytes a test may choose."""
-
+    class OneBlock:  # a pool
         async def write(self, *arguments: Any, **options: Any) -> list[WriteStatus]:
             stored.append(b"".join(arguments[2][0]))
             return [WriteStatus.STORED]

@@ -331,10 +331,6 @@ def _hits(seed: int, *, taught: bool) -> int:
     return hits
 
 
-#: Prompts after which each refuses what it does not know.
-_UNTIL_REFUSED: Final = {"density": 700, "programs": 500}
-
-
 def play_refusals(seed: int) -> str:
     """Those that always return keep strangers out while they are awaited, and no longer than a
     policy may refuse for them."""
@@ -343,7 +339,7 @@ def play_refusals(seed: int) -> str:
             chance, now = random.Random(seed), 0.0
             store = _store(policy, _SCARCE)
             talks = [[_key(seed, talk, i) for i in range(3)] for talk in range(_SCARCE // 2)]
-            for number in range(_UNTIL_REFUSED[policy]):
+            for number in range(700 if policy == "density" else 500):  # until it refuses
                 now += 3.0
                 is_strange = chance.random() < 0.03
                 _write(
