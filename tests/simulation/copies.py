@@ -127,6 +127,8 @@ class Copies:
         if not victim.copies or store.extents.policy.is_over(victim):
             return
         for extra in list(store.order_of(victim)._extra_listed):
+            if store.newcomer is not None and store.extents._is_parent(extra, store.newcomer):
+                continue  # no block goes for its own child
             if not extra.copies and extra.is_candidate and store.extents.evictable(extra):
                 self._world.loop.fail(f"copies: {victim!r} goes, and {extra!r} is extra")
 
