@@ -177,7 +177,8 @@ class Pool:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        if others:
+            await asyncio.wait(others, timeout=_GRACE_S)
 
     def _stop(self) -> None:
         with self._begin:
