@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import shlex
 import socket
 import sys
 from functools import partial
@@ -131,7 +132,9 @@ def _show(plan: HostPlan) -> None:
     for what, chosen, why in plan.choices:
         console.print(f"{what:<7} {escape(chosen)}[dim]: {escape(why)}[/]", soft_wrap=True)
     for words in (plan.master, plan.server):
-        console.print(f"  kvpool {' '.join(words)}", soft_wrap=True, markup=False, highlight=False)
+        console.print(
+            f"  kvpool {shlex.join(words)}", soft_wrap=True, markup=False, highlight=False
+        )
     console.print(f"\n  {plan.vllm}\n", soft_wrap=True, markup=False, highlight=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +185,7 @@ def _vllm(master: str, who: Config) -> str:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
-    return f"vllm serve MODEL --kv-transfer-config '{json.dumps(settings)}'"
+    return f"vllm serve MODEL --kv-transfer-config {shlex.quote(json.dumps(settings))}"
 
 
 def unit(

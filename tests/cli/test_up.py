@@ -126,20 +126,18 @@ def test_what_the_environment_says_is_in_what_is_shown_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "pool.yaml").write_text("cluster: bank\nsecret_file: secret\n")
+    (tmp_path / "pool.yaml").write_text("cluster: a bank\nsecret_file: secret\n")
     (tmp_path / "secret").write_text("0123456789abcdef")
     (tmp_path / "all.yaml").touch()
-    for name, one in (
-        ("CONFIG", "pool.yaml"),
-        ("TENANTS_FILE", "all.yaml"),
-        ("SERVER_POLICY", "lru"),
-    ):
+    variables = {"CONFIG": "pool.yaml", "TENANTS_FILE": "all.yaml", "SERVER_POLICY": "lru"}
+    for name, one in variables.items():
         monkeypatch.setenv(f"KVPOOL_{name}", one)
     done = up("--capacity", "16MiB", "--systemd", tmp_path)
     assert done.exit_code == 0, done.output
-    assert f'"cluster": "bank", "secret_file": "{tmp_path}/secret"' in done.output
-    who = f"--cluster bank --secret-file {tmp_path}/secret --tenants {tmp_path}/all.yaml"
+    assert f'"cluster": "a bank", "secret_file": "{tmp_path}/secret"' in done.output
+    who = f"--cluster 'a bank' --secret-file {tmp_path}/secret --tenants {tmp_path}/all.yaml"
     assert done.output.count(who) == 2
+    who = who.replace("'", "")
     for file in tmp_path.glob("*.service"):
         lines = file.read_text().replace('"', "").splitlines()
         assert any(line.startswith("ExecStart=") and line.endswith(who) for line in lines)
