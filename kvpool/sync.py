@@ -165,20 +165,11 @@ class Pool:
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 return
-            self._run(self._end(), None)
-            self._stop()
-
-    async def _end(self) -> None:
-        """Close the pool and let every other thread's call end: as a miss, or as Closed."""
-        await self._inner.close()
-        await self._end_others()
-
-    async def _end_others(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others, timeout=_GRACE_S)
+            self._check()
+            try:
+                self._run(self._inner.close(), None)
+            finally:
+                self._stop()
 
     def _stop(self) -> None:
         with self._begin:
@@ -188,8 +179,13 @@ class Pool:
         self._loop.close()
 
     async def _end_loop(self) -> None:
-        await self._end_others()  # those that have begun since
-        self._loop.stop()
+        """Let every other thread's call end, as a miss or as Closed, and stop the loop."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=_GRACE_S)
+        self._loop.call_soon(self._loop.stop)  # behind what hands their results over
 
     def _resolve(self, buffers: Sequence[BufferLike]) -> Sequence[BufferLike]:
         """As `with_device_blocks`. The pool's thread gets the context of the first device: to ask
@@ -240,7 +236,8 @@ class Pool:
 
     def _cancel(self, tasks: list[asyncio.Task[T]], ended: concurrent.futures.Future[T]) -> None:
         """Also wait until the call has ended: until then it may write into the caller's buffers."""
-        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+        with suppress(RuntimeError):  # the loop is closed, and the call has ended
+            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
         while self._thread.is_alive() and not concurrent.futures.wait([ended], 0.1).done:
             pass
 
