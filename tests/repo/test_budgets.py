@@ -167,8 +167,6 @@ WIDE_CLASSES = {
     # Figures of a report and of a study.
     "kvpool/tools/replay_report.py:ReplayReport": (25, 22),
     "kvpool/tools/tier_study.py:Play": (25, 17),
-    # A third of its methods are those that asyncio calls.
-    "transports/kvpool_transports/streams/stream.py:Stream": (28, 17),
 }
 #: `kvpool` names what rings offer: for type checkers, and imported when it is first used.
 KERNEL_TO_RING = {

@@ -59,10 +59,10 @@ def _detach_in_child() -> None:
     still hold them and would otherwise close other files.
     """
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for stream in list(_open):
-        number = stream.fileno()
-        if number >= 0:
-            os.dup2(nothing, number, inheritable=False)
+    for transport in filter(None, [stream._transport for stream in list(_open)]):
+        socket = transport.get_extra_info("socket")
+        if socket is not None and socket.fileno() >= 0:
+            os.dup2(nothing, socket.fileno(), inheritable=False)
     os.close(nothing)
 
 
@@ -96,7 +96,6 @@ class Stream(asyncio.BufferedProtocol):
         self._flushed: asyncio.Future[KvpoolError | None] | None = None
         self._closing: asyncio.Future[None] | None = None
         self._work: asyncio.Timeout | None = None
-        self._tls = False
         self._write_paused = False
         self._read_paused = False
         self._no_deadline = False
@@ -107,7 +106,6 @@ class Stream(asyncio.BufferedProtocol):
         self.lost = False
         self._deferred_message: Message | None = None
         self._why: KvpoolError | None = None
-        self._portions = 0  # sent
 
     # --- for the owner -----------------------------------------------------------------
 
@@ -139,7 +137,6 @@ class Stream(asyncio.BufferedProtocol):
             if not first:
                 await asyncio.sleep(0)  # a fast peer must not keep other tasks from running
             first = False
-            self._portions += 1
             for together in portion:
                 if self.lost:  # since the last write
                     raise self._error()
@@ -161,8 +158,14 @@ class Stream(asyncio.BufferedProtocol):
         For a message that the next request implies (design: pins). Sending it at once would wake
         the peer, which could take this core while the caller waits for its result.
         """
+
+        def send() -> None:
+            message, self._deferred_message = self._deferred_message, None
+            if message is not None and not self.lost:
+                self.send_now(message)
+
         if self._deferred_message is None:
-            self._loop.call_soon(self._send_deferred)
+            self._loop.call_soon(send)
         self._deferred_message = message
 
     async def receive(
@@ -237,14 +240,15 @@ class Stream(asyncio.BufferedProtocol):
         if self._done is not None:
             return self.reader.position
         if self._flushed is not None and self._transport is not None:
-            return self._portions, self._transport.get_write_buffer_size()
+            return self._flushed, self._transport.get_write_buffer_size()
         return object()
 
     def interrupt(self, error: KvpoolError) -> None:
-        """End the owner's wait for the peer with this error; the connection stays open for now."""
+        """End the owner's wait for the peer with a copy of this error. The connection stays open
+        for now: the owner may still answer with an error of its own, and then aborts."""
         for future in (self._done, self._flushed):
             if future is not None and not future.done():
-                future.set_result(error)
+                future.set_result(error.fresh())
 
     def abort(self) -> None:
         """Drop the connection at once. Synchronous, idempotent."""
@@ -259,11 +263,6 @@ class Stream(asyncio.BufferedProtocol):
             return ""
         return address_of(self._transport.get_extra_info("peername"))
 
-    def fileno(self) -> int:
-        """Its socket's descriptor; -1 when there is none."""
-        socket = self._transport.get_extra_info("socket") if self._transport is not None else None
-        return int(socket.fileno()) if socket is not None else -1
-
     # --- asyncio's side ------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -273,8 +272,7 @@ class Stream(asyncio.BufferedProtocol):
         # kernel has everything, and a pin may be released (design: pins). Sockets compare with `>`,
         # so the limit is 0 (with 1, a last byte would count as sent). The TLS layers of asyncio and
         # uvloop compare with `>=`: with 0 they would pause for ever, and 1 means the same there.
-        self._tls = transport.get_extra_info("ssl_object") is not None
-        self._transport.set_write_buffer_limits(high=1 if self._tls else 0)
+        self._transport.set_write_buffer_limits(high=int(_is_tls(self._transport)))
         _open.add(self)
         if self.lost:  # aborted before it was made
             self._transport.abort()
@@ -286,7 +284,7 @@ class Stream(asyncio.BufferedProtocol):
         try:
             frame = self.reader.received(count)
         except KvpoolError as error:
-            self._fail_frame(error)
+            self.interrupt(error)
             return
         timed = not self._no_deadline or self._frame_timer is not None
         if timed and self.reader.state is ReaderState.PAYLOAD:
@@ -299,7 +297,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         self._fail(LinkBroken("the peer went away"))
-        return self.owned and not self._tls  # TLS has no half-closed connections
+        return self.owned and not _is_tls(self._transport)  # TLS has no half-closed connections
 
     def connection_lost(self, error: Exception | None) -> None:
         _open.discard(self)
@@ -314,11 +312,6 @@ class Stream(asyncio.BufferedProtocol):
             self._flushed.set_result(None)
 
     # --- inside ----------------------------------------------------------------------------
-
-    def _send_deferred(self) -> None:
-        message, self._deferred_message = self._deferred_message, None
-        if message is not None and not self.lost:
-            self.send_now(message)
 
     def _writable(self) -> asyncio.Transport:
         if self.lost or self._transport is None:
@@ -350,12 +343,7 @@ class Stream(asyncio.BufferedProtocol):
             self._done.set_result(frame)
         elif self._no_deadline and self._frame_timer is None and self.reader.begun:
             late = DeadlineExceeded(f"a frame was not complete within {FRAME_S:g} s")
-            self._frame_timer = self._loop.call_later(FRAME_S, self._fail_frame, late)
-
-    def _fail_frame(self, error: KvpoolError) -> None:
-        """The owner gets the error; it may still answer with one of its own, and then aborts."""
-        if self._done is not None and not self._done.done():
-            self._done.set_result(error.fresh())
+            self._frame_timer = self._loop.call_later(FRAME_S, self.interrupt, late)
 
     def _fail(self, error: KvpoolError) -> None:
         if self._why is None:
@@ -395,6 +383,10 @@ async def wait_until(
     if isinstance(result, KvpoolError):
         raise result.fresh()
     return result
+
+
+def _is_tls(transport: asyncio.Transport | None) -> bool:
+    return transport is not None and transport.get_extra_info("ssl_object") is not None
 
 
 def address_of(peername: object) -> str:
