@@ -142,6 +142,7 @@ CALLBACKS = {
         kvpool/server/tier_mover.py:TierMover._own
         kvpool/supervision.py:Supervisor._start
         kvpool/sync.py:Pool._cancel
+        kvpool/sync.py:Pool._end_loop
         kvpool/sync.py:Pool._stop
         kvpool/threads.py:in_thread
         kvpool/threads.py:submit
