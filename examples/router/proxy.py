@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 from typing import Final
 
 import aiohttp
@@ -56,6 +57,7 @@ class _Choices(msgspec.Struct):
     n: int = 1
 
 
+logger = logging.getLogger(__name__)
 _RENDERED: Final = msgspec.json.Decoder(Rendered | list[Rendered])
 
 
@@ -115,12 +117,11 @@ class Proxy:
                 body = await request.read()
             prompt = await self._prompt(request, body)
             if self.gate is not None and prompt.session:
-                program = prompt.parent or prompt.session
                 try:
-                    ticket = await self.gate.enter(_tenant(request), program)
+                    ticket = await self._seat(request, prompt, self.gate)
                 except (TimeoutError, LineFull):
                     return _refused(503, self.gate.why())
-                if ticket.waited_s >= _AGAIN_S:  # what was known of its blocks is old
+                if ticket is not None and ticket.waited_s >= _AGAIN_S:  # its blocks may be others
                     prompt = await self._prompt(request, body)
             failed: list[str] = []
             while (decision := self._router.decide(prompt, failed)) is not None:
@@ -140,6 +141,19 @@ class Proxy:
             self._requests -= 1
             if ticket is not None:
                 ticket.ended(session_ends=prompt.ends and not prompt.parent)
+
+    async def _seat(
+        self, request: web.Request, prompt: Prompt, gate: AdmissionGate
+    ) -> Ticket | None:
+        """A place among those who are served; None where the gate itself fails, and no prompt is
+        to fail for that. Raises TimeoutError and LineFull."""
+        try:
+            return await gate.enter(_tenant(request), prompt.parent or prompt.session)
+        except (TimeoutError, LineFull):
+            raise
+        except Exception:
+            logger.exception("the admission gate fails: prompts pass")
+            return None
 
     async def _pass(
         self, request: web.Request, body: bytes, decision: Decision, ticket: Ticket | None

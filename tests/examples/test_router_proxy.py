@@ -508,6 +508,13 @@ async def test_sessions_wait_until_there_is_room(monkeypatch: pytest.MonkeyPatch
             await answer.read()
 
 
+async def test_a_fault_of_the_gate_fails_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module.Admission, "asks", None)
+    headers = {"X-Session-ID": "one"}
+    async with scarce_router(monkeypatch) as (_, asked), asked.post(**headers) as answer:
+        assert answer.status == 200
+
+
 async def test_who_has_waited_too_long_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission_gate, "HOLD_S", 0.05)
     async with scarce_router(monkeypatch) as (_, asked):
