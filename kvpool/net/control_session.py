@@ -286,7 +286,7 @@ def _check_greeting(greeting: bytes, cluster: Cluster) -> None:
     if greeting[:1] == _ZMTP:
         raise VersionMismatch(_FORMER)
     if greeting == SECRET_GREETING and not cluster.secret:
-        raise Unauthenticated("it requires a secret: set secret_file")
+        raise Unauthenticated("it requires a secret: set secret_file, or local_only if it has that")
     if greeting == OPEN_GREETING and cluster.secret:
         raise Unauthenticated("it has no secret, but this process has one")
     if not (OPEN_GREETING.startswith(greeting) or greeting == SECRET_GREETING):

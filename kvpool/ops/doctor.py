@@ -21,6 +21,7 @@ from kvpool import registry
 from kvpool.client.admin import admin
 from kvpool.client.device_staging import ROUND
 from kvpool.client.pool import Pool
+from kvpool.client.room import OBSERVED_S
 from kvpool.config import (
     ClientConfig,
     Config,
@@ -36,11 +37,11 @@ from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.demand import judged, memory_of
 from kvpool.ops.finding import Finding, tried, unchecked
 from kvpool.ops.own_host import examine_settings, wanted_memory
-from kvpool.ops.pool_health import same_id, untold, unwell
+from kvpool.ops.pool_health import filled, same_id, untold, unwell
 from kvpool.ops.unreachable_master import unreachable
 from kvpool.protocols import SupportsStatusText
 from kvpool.runtime import host_id
-from kvpool.types import Cluster, Member, Namespace
+from kvpool.types import Cluster, Member, Namespace, WriteStatus
 from kvpool.units import human
 
 _TRIAL_SIZE = 1 << 20
@@ -243,7 +244,7 @@ async def _master(
     settings: Config, address: str, known: dict[str, list[Member]] | None = None
 ) -> Finding:
     """Whether it answers; the servers that it knows are added to `known`."""
-    only = _asking(settings.client, [address], settings.client.transports)
+    only = _asking(settings.client, [address], ["tcp"])  # what blocks travel over is asked later
     try:
         async with _client(cluster_of(settings), only) as pool:
             started = time.perf_counter()
@@ -261,9 +262,9 @@ async def _master(
     alive = sum(member.alive for member in members)
     text = f"answers in {took_ms:.1f} ms, {alive} of {len(members)} servers up"
     if not alive:
-        return Finding(
-            f"master {address}", "fail", text, f"start one: kvpool server --masters {address}"
-        )
+        advice = "see below what is said of each; or " if members else ""
+        advice += f"start one: kvpool server --masters {address}"
+        return Finding(f"master {address}", "fail", text, advice)
     return Finding(f"master {address}", "ok", text)
 
 
@@ -272,9 +273,8 @@ async def _pool(settings: Config) -> list[Finding]:
     living server. Nothing where no master answers."""
     client = settings.client
     try:
-        async with _client(
-            cluster_of(settings), _asking(client, client.masters, client.transports)
-        ) as pool:
+        only = _asking(client, client.masters, ["tcp"])
+        async with _client(cluster_of(settings), only) as pool:
             members = await pool.members()
             findings = await tried("servers, compared", partial(_compared, pool, members))
             findings += same_id(members, settings.server.id, host_id())
@@ -292,6 +292,10 @@ async def _pool(settings: Config) -> list[Finding]:
                     else "look at its log, or wait until it is forgotten",
                 )
             )
+            continue
+        if member.stats.draining:
+            text = "no block was tried: it is leaving, and takes no new ones"
+            findings.append(Finding(f"server {member.server}", "ok", text))
             continue
         findings += await _trials(settings, member)
     return findings
@@ -323,13 +327,17 @@ def _unchecked(about: list[Finding]) -> list[Finding]:
 
 
 async def _memory(pool: Pool, members: list[Member]) -> list[Finding]:
-    """Memory against the live working set; nothing where masters do not measure it yet."""
+    """Memory against the live working set, and against what is stored; nothing of the first where
+    masters do not measure it yet."""
     demand = await admin(pool).demand()
+    full = list(filled([member for member in members if member.alive]))
     if not demand.working_sets:
-        return []
+        return full
     verdict, text = judged(demand, memory_of(members))
+    if verdict == "ok" and demand.seconds >= OBSERVED_S:
+        full = []  # what is evicted young does not come back
     advice = "add servers, memory or a disk (--tier); or end sessions that are over"
-    findings = [Finding("memory", verdict, text, advice if verdict != "ok" else "")]
+    findings = [*full, Finding("memory", verdict, text, advice if verdict != "ok" else "")]
     if demand.beyond_hole > _HOLES_MAX:
         text = f"{demand.beyond_hole:.0%} of the blocks of prompts lie behind a missing one"
         advice = "are servers lost, or do their sizes differ much?"
@@ -474,6 +482,14 @@ def differing(members: Sequence[Member]) -> list[Finding]:
     return findings
 
 
+#: What to do where a block of 1 MiB finds no place.
+_UNWRITTEN: Mapping[WriteStatus, str] = {
+    WriteStatus.NO_SPACE: "what it has is held, or is not on the disk yet: `kvpool status` shows "
+    "which client holds it",
+    WriteStatus.TOO_LARGE: "give it more memory: a block of 1 MiB does not fit",
+}
+
+
 async def _trial(settings: Config, member: Member, scheme: str, spec: str) -> Finding:
     check = f"server {member.server} over {scheme}"
     config = _asking(settings.client, settings.client.masters, [spec])
@@ -490,10 +506,14 @@ async def _trial(settings: Config, member: Member, scheme: str, spec: str) -> Fi
     except KvpoolError as error:
         if isinstance(error, ConfigError) and cluster_of(settings).tenant:
             return Finding(check, "ok", "not for clients of tenants, which use tcp")
-        return Finding(check, "fail", str(error), "check firewalls, user ids and namespaces")
+        advice = "check firewalls, user ids and namespaces; does it hang? Look at its log"
+        advice = "do as it says" if isinstance(error, ConfigError) else advice
+        return Finding(check, "fail", str(error), advice)
+    if written is WriteStatus.BYPASSED:
+        return Finding(check, "ok", "no block was tried: what it has is worth more to its policy")
     if not written.present or not result.status.hit:
         text = f"write: {written.label}, read: {result.status.label}"
-        return Finding(check, "fail", text, "look at the server's log")
+        return Finding(check, "fail", text, _UNWRITTEN.get(written, "look at the server's log"))
     if back != data:
         return Finding(check, "fail", "wrong bytes came back", "stop using it and report this")
     return Finding(check, "ok", f"1 MiB written and read back in {took_ms:.1f} ms")

@@ -8,11 +8,13 @@ from typing import Final
 from kvpool.addresses import is_everywhere, is_loopback, split
 from kvpool.ops.finding import Finding
 from kvpool.ops.tables import problem_of
-from kvpool.types import Member, TierUsage
+from kvpool.types import ROOM_SHARE, Member, TierUsage
 
 #: The share of a server's memory that readers and writers may keep, and for how long, unnoticed.
 _HELD_MAX: Final = 0.2
 _PIN_S: Final = 60.0
+#: A full server that evicts what was used so short a time ago keeps nothing for the next turn.
+_YOUNG_S: Final = 120.0
 #: Counters of a server that should stay 0: what they count, and what to do.
 _COUNTED: Final = {
     "corrupt_blocks": ("blocks failed their checksum", "suspect its memory and disks: dmesg, EDAC"),
@@ -115,6 +117,22 @@ def _refusing(members: Sequence[Member]) -> Iterator[Finding]:
     if members and all(one.stats.draining for one in members):
         text = "every server is leaving: nothing can be written"
         yield Finding("room", "fail", text, "`kvpool drain SERVER --cancel`, or start servers")
+
+
+def filled(members: Sequence[Member]) -> Iterator[Finding]:
+    """Whether every one of these servers makes room with what was used a moment ago."""
+    taking = [one for one in members if not one.stats.draining]
+    if taking and all(map(_is_churning, taking)):
+        age_s = max(one.stats.victim_age_s for one in taking)
+        text = f"every server is full, and evicts what was used {age_s:.0f} s ago"
+        advice = "add servers, memory or a disk (--tier); fine where prompts do not come back"
+        yield Finding("room", "warn", text, advice)
+
+
+def _is_churning(member: Member) -> bool:
+    stats = member.stats
+    evicts = stats.counters.get("evicted_blocks", 0) and stats.victim_age_s < _YOUNG_S
+    return bool(evicts) and stats.used >= ROOM_SHARE * member.capacity
 
 
 def same_id(members: Sequence[Member], server: str, own_host: str) -> Iterator[Finding]:

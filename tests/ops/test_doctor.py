@@ -153,7 +153,8 @@ async def test_it_looks_at_huge_pages(
     opened = doctor.aiofiles.open
     monkeypatch.setattr(doctor.aiofiles, "open", lambda path: opened(file))
     monkeypatch.setattr("platform.release", lambda: release)
-    assert (await doctor._huge_pages()).verdict == verdict
+    found = await doctor._huge_pages()
+    assert (found.verdict, "echo advise" in found.advice) == (verdict, verdict == "warn")
 
 
 def test_it_says_which_transports_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +194,9 @@ async def test_it_says_what_is_wrong_with_a_server(
     async def silent(self: Pool, **options: Any) -> Any:
         return [replace(one, alive=False, heard_s=7.4) for one in await members(self, **options)]
 
+    async def leaving(self: Pool, **options: Any) -> Any:
+        return [replace(one, stats=ServerStats(draining=True)) for one in await members(self)]
+
     async def empty(self: Pool, *arguments: Any, **options: Any) -> Any:
         return [ReadResult(ReadStatus.HIT, 1 << 20)]
 
@@ -205,6 +209,9 @@ async def test_it_says_what_is_wrong_with_a_server(
         (finding,) = await doctor._pool(config)
         assert finding[:3] == ("server dev-0", "warn", "silent for 7 s")
         assert (await doctor._master(config, pool_dev.address)).verdict == "fail"
+        patch.setattr(Pool, "members", leaving)
+        checks = {one.check: one.verdict for one in await doctor._pool(config)}
+        assert checks == {"room": "fail", "server dev-0": "ok"}, "no block is tried"
     for wrong, text in ((empty, "wrong bytes came back"), (missed, "stored, read: evicted")):
         monkeypatch.setattr(Pool, "read", wrong)
         (finding,) = await doctor._pool(config)

@@ -38,7 +38,7 @@ from kvpool_transports.tcp import TcpTransport
 from tests.conftest import patient
 from tests.net.test_secret import pool_of
 from tests.net.test_versions import THEIRS
-from tests.ops.test_doctor import member
+from tests.ops.test_doctor import member, settings
 from tests.support.commands import kvpool
 from tests.support.programs import free_address
 from tests.support.tenant_pool import OPERATOR, TenantPool, key_file
@@ -126,20 +126,35 @@ def mistake(check: str, verdict: str, text: str, advice: str) -> Callable[[Plant
 # --- masters that are not reached: real sockets, clients and masters ------------------------------
 
 
-@mistake("master", "fail", "check that it and the cluster's name are equal", "the same secret_file")
-async def another_secret(place: Place) -> Iterable[Finding]:
-    pool = await place.pool(Cluster("default", SECRET))
-    return await place.master(pool.address, secret_file=place.secret(SECRET + b"!"))
+def of_cluster(of: Cluster, secret: bytes = b"", /, **settings: Any) -> Plant:
+    """A client with these settings, of the pool of that cluster."""
+
+    async def plant(place: Place) -> Iterable[Finding]:
+        pool, given = await place.pool(of), dict(settings)
+        if secret:
+            given["secret_file"] = place.secret(secret)
+        return await place.master(pool.address, **given)
+
+    return plant
 
 
-@mistake("master", "fail", "requires a secret: set secret_file", "the same secret_file")
-async def no_secret(place: Place) -> Iterable[Finding]:
-    return await place.master((await place.pool(Cluster("default", SECRET))).address)
+def at(address: str) -> Plant:
+    return lambda place: place.master(address)
 
 
-@mistake("master", "fail", "has no secret, but this process has one", "the same secret_file")
-async def a_secret_that_the_master_was_not_given(place: Place) -> Iterable[Finding]:
-    return await place.master((await place.pool()).address, secret_file=place.secret())
+CLOSED, SAME, DO = Cluster("default", SECRET), "the same secret_file", "do as it says"
+#: What is said of them is said of a master.
+SETTINGS: dict[str, tuple[Plant, str, str]] = {
+    "another secret": (of_cluster(CLOSED, SECRET + b"!"), "it and the cluster's name are", SAME),
+    "no secret": (of_cluster(CLOSED), "a secret: set secret_file, or local_only if it has", SAME),
+    "no secret there": (of_cluster(OPEN, SECRET), "has no secret, but this process has one", SAME),
+    "another cluster": (of_cluster(OPEN, cluster="bank"), "another cluster (setting `cluster`", DO),
+    "no such name": (at("nowhere.invalid:7450"), "name nowhere.invalid does not resolve", "DNS"),
+    "every address": (at("0.0.0.0:7450"), "no address of one", "the address of its host"),
+    "a URL": (at("http://127.0.0.1:7450"), "http:// is no scheme", "give 127.0.0.1:7450"),
+}
+for name, (planted, *said) in SETTINGS.items():
+    MISTAKES[name] = Mistake(planted, "master", "fail", *said)
 
 
 @mistake("master", "fail", "certificate is not that of the masters", "every master with --tenants")
@@ -155,11 +170,6 @@ async def a_master_with_an_older_tenants_file(place: Place) -> Iterable[Finding]
     await pool.start({"tcp": TcpTransport()}, listen=["tcp://127.0.0.1:0"])
     place.stack.push_async_callback(pool.close)
     return await place.master(pool.master.address, secret_file=str(key_file(place.folder, "acme")))
-
-
-@mistake("master", "fail", "another cluster (setting `cluster`)", "do as it says")
-async def another_cluster(place: Place) -> Iterable[Finding]:
-    return await place.master((await place.pool()).address, cluster="bank")
 
 
 @mistake("master", "fail", "run the same release", "do as it says")
@@ -200,21 +210,6 @@ async def the_port_of_http(place: Place) -> Iterable[Finding]:
     return await place.master(await place.web_server())
 
 
-@mistake("master", "fail", "the name nowhere.invalid does not resolve", "DNS")
-async def a_name_that_does_not_resolve(place: Place) -> Iterable[Finding]:
-    return await place.master("nowhere.invalid:7450")
-
-
-@mistake("master", "fail", "no address of one", "the address of its host")
-async def every_address_as_a_master(place: Place) -> Iterable[Finding]:
-    return await place.master("0.0.0.0:7450")
-
-
-@mistake("master", "fail", "http:// is no scheme", "give 127.0.0.1:7450")
-async def a_url_as_a_master(place: Place) -> Iterable[Finding]:
-    return await place.master("http://127.0.0.1:7450")
-
-
 @mistake("master", "fail", "there is no way: Network is unreachable", "has this host IPv6")
 async def no_route_for_ipv6(place: Place) -> Iterable[Finding]:
     async def refused(*_: object) -> None:
@@ -251,8 +246,7 @@ async def the_port_of_a_server_is_closed(place: Place) -> Iterable[Finding]:
     pool = await place.pool()
     for listener in pool.servers[0]._listeners:
         await listener.close()
-    config = ClientConfig(masters=[pool.address], transports=["tcp"])
-    return await doctor._pool(Config(client=config))
+    return await doctor._pool(settings(pool.address))
 
 
 @mistake("server id", "fail", "of another host, which is up", "choose another one")
@@ -346,11 +340,15 @@ class Told(NamedTuple):
         return self.said
 
 
-def of_demand(size: int, beyond_hole: float) -> Plant:
+#: It makes room with what was used a moment ago.
+CHURNING = {"used": 7 * GIB // 8, "victim_age_s": 9.0, "counters": {"evicted_blocks": 1}}
+
+
+def of_demand(size: int, beyond_hole: float, *members: Any) -> Plant:
     async def plant(place: Place) -> Iterable[Finding]:
         said = Demand(600.0, (WorkingSet(Namespace("n"), size, 9),), 1.0, beyond_hole)
         place.patch.setattr(doctor, "admin", lambda _: Told(said))
-        return await doctor._memory(None, [member("s")])  # type: ignore[arg-type]
+        return await doctor._memory(None, list(members) or [member("s")])  # type: ignore[arg-type]
 
     return plant
 
@@ -358,6 +356,23 @@ def of_demand(size: int, beyond_hole: float) -> Plant:
 MISTAKES["a working set larger than memory"] = Mistake(
     of_demand(2 * GIB, 0.0), "memory", "warn", "expect many misses", "add servers"
 )
+
+
+@mistake("room", "warn", "every server is full, and evicts what was used 9 s ago", "add servers")
+async def all_full(place: Place) -> Iterable[Finding]:
+    full, lost = member("s", **CHURNING), member("gone", alive=False)
+    for other in ({"used": GIB // 2}, {"victim_age_s": 121.0}, {"counters": {}}):
+        assert not list(pool_health.filled([full, member("b", **CHURNING | other)]))
+    assert len(await of_demand(1, 0.0, full)(place)) == 1, "what comes back has room"
+    return await of_demand(2 * GIB, 0.0, full, lost)(place)
+
+
+@mistake("server dev-0 over tcp", "fail", "write: too large", "give it more memory")
+async def memory_smaller_than_a_block(place: Place) -> Iterable[Finding]:
+    pool = await place.stack.enter_async_context(dev.serve("512KiB"))
+    return await doctor._pool(settings(pool.address))
+
+
 MISTAKES["chains with holes"] = Mistake(
     of_demand(1, 0.2), "chains", "warn", "20% of the blocks of prompts lie behind a", "lost"
 )
@@ -402,7 +417,7 @@ def limited(place: Place, **limits: list[Limit]) -> None:
 async def a_cgroup_smaller_than_the_server(place: Place) -> Iterable[Finding]:
     limited(place, memory=[Limit("cgroup /pool", GIB // 2, "MemoryMax=")], huge_pages=[])
     limited(place, huge_pages=[Limit("reserved huge pages", 0, "vm.nr_hugepages")])
-    unset = Config(client=ClientConfig(transports=["tcp"]))
+    unset = settings("127.0.0.1:9")
     assert doctor._limits(unset, MemoryLimits()).verdict == "ok"
     server = ServerConfig(tiers=["dram:8GiB", "nvme:/x:1TiB"])
     return [doctor._limits(Config(server=server, client=unset.client), MemoryLimits())]
@@ -419,15 +434,6 @@ async def a_small_memlock(place: Place) -> Iterable[Finding]:
     limited(place, named_shared_memory=[], locked=[Limit("ulimit -l", 64 << 10, "ulimit -l")])
     place.patch.setattr(Path, "exists", lambda _: True)  # a card is there
     return [doctor._limits(Config(), MemoryLimits())]
-
-
-@mistake("huge pages", "warn", "shared memory: deny", "echo advise")
-async def huge_pages_denied(place: Place) -> Iterable[Finding]:
-    mode = place.folder / "shmem_enabled"
-    mode.write_text("always advise never [deny]")
-    opened = doctor.aiofiles.open
-    place.patch.setattr(doctor.aiofiles, "open", lambda _: opened(mode))
-    return [await doctor._huge_pages()]
 
 
 @mistake("transport ucx", "fail", "left out: UCX has no lanes", "extras")
@@ -576,10 +582,10 @@ async def test_a_mistake_is_found_and_it_says_what_to_do(name: str, tmp_path: Pa
 def test_there_are_many_and_a_right_pool_has_none() -> None:
     assert len(MISTAKES) >= 50
     given = {"masters": ["a:1"], "transports": ["tcp"], "cluster": "bank", "secret_file": "/s"}
-    (fine,), settings = multi(kv_connector_extra_config=given)
+    (fine,), told = multi(kv_connector_extra_config=given)
     of_client = {f"client.{name}": given.pop(name) for name in ("masters", "transports")}
     assert fine.verdict == "ok"
-    assert settings == of_client | given | {"local_only": False, "tenants_file": ""}
+    assert told == of_client | given | {"local_only": False, "tenants_file": ""}
     assert not list(own_host.examine_settings(Config()))
     assert not list(pool_health.unwell([member("a"), member("b")], "host"))
     known = [member("a"), member("gone", alive=False)]
@@ -590,10 +596,10 @@ def test_there_are_many_and_a_right_pool_has_none() -> None:
 
 
 async def test_a_check_that_warns_is_not_ok_as_well() -> None:
-    client = ClientConfig(masters=["127.0.0.1:9"], transports=["tcp"])
-    open_to_all = Config(client=client, server=ServerConfig(listen=["tcp://0.0.0.0:7460"]))
-    for settings, verdict in ((open_to_all, "warn"), (Config(client=client), "ok")):
-        found = [one for one in await doctor.examine(settings) if one.check == "secret"]
+    here = settings("127.0.0.1:9")
+    open_to_all = msgspec.structs.replace(here, server=ServerConfig(listen=["tcp://0.0.0.0:1"]))
+    for given, verdict in ((open_to_all, "warn"), (here, "ok")):
+        found = [one for one in await doctor.examine(given) if one.check == "secret"]
         assert [one.verdict for one in found] == [verdict]
 
 
