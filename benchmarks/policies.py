@@ -19,9 +19,18 @@ from rich.console import Console
 from kvpool import registry
 from kvpool import runtime as process
 from kvpool.protocols import ReserveRequest
-from kvpool.server.eviction import arc, density, lazy_heap, lease, programs
-from kvpool.server.eviction import lru as eviction
-from kvpool.server.eviction import session_hints as hints
+from kvpool.server.eviction import (
+    arc,
+    density,
+    lazy_heap,
+    lease,
+    lru,
+    programs,
+    session,
+    session_announcements,
+    session_branches,
+    session_hints,
+)
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.store import Store
 from kvpool.tools.bench import Row, table
@@ -87,9 +96,10 @@ def memory(name: str, blocks: int, hinted: bool) -> float:
     tracemalloc.start()
     store = _store(name, blocks)
     _write(store, _chains(2 * blocks), 0.0, hinted)
+    hints = (session, session_announcements, session_branches, session_hints)
     files = [
         tracemalloc.Filter(True, module.__file__ or "")
-        for module in (eviction, hints, lazy_heap, arc, lease, density, programs)
+        for module in (*hints, lru, lazy_heap, arc, lease, density, programs)
     ]
     held = tracemalloc.take_snapshot().filter_traces(files)
     tracemalloc.stop()

@@ -156,8 +156,6 @@ LONG_FILES = {
     "transports/kvpool_transports/ucx.py": 766,
 }
 WIDE_CLASSES = {
-    # Still to be divided: order, announcements, arrivals and replacement of one policy.
-    "kvpool/server/eviction/session_hints.py:SessionAwarePolicy": (35, 15),
     # A row of a table: a block has so many columns, and a second object would double its memory.
     "kvpool/server/state/entry.py:Entry": (25, 19),
     # What a check may ask the recorder to do, and what it has heard.

@@ -9,7 +9,8 @@ import pytest
 from kvpool import Pool, dev
 from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lease import Lease
-from kvpool.server.eviction.session_hints import SESSIONS_MAX, WAIT_S, WAIT_S_MAX
+from kvpool.server.eviction.session import SESSIONS_MAX
+from kvpool.server.eviction.session_announcements import WAIT_S, WAIT_S_MAX
 from kvpool.server.state.entry import MOVER
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
@@ -146,10 +147,10 @@ def test_a_read_in_one_tier_ends_the_wait_in_all() -> None:
         (answer,) = store.reserve(1, request, 1.0)
         store.seal(1, answer.id, 0, 1.0)
     stack.hint("a", ARRIVED, 5.0)
-    assert [store.extents.policy.waiting for store in stack.stores] == [1, 1]
+    assert [store.extents.policy.announced.waiting for store in stack.stores] == [1, 1]
     (pin,) = stack.pin(1, ONE, 0, keys("a", 1), 6.0, [PAGE])
     assert pin.status is ReadStatus.HIT
-    assert [store.extents.policy.waiting for store in stack.stores] == [0, 0]
+    assert [store.extents.policy.announced.waiting for store in stack.stores] == [0, 0]
 
 
 # --- its bounds --------------------------------------------------------------------------
@@ -270,7 +271,7 @@ def test_a_lease_has_an_end_whatever_strangers_report() -> None:
 def test_sessions_without_blocks_are_remembered_for_a_while_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvpool.server.eviction.session_hints.SESSIONS_MAX", 3)
+    monkeypatch.setattr("kvpool.server.eviction.session.SESSIONS_MAX", 3)
     books = Books(20, policy=Lease(20 * PAGE))  # type: ignore[arg-type]
     for number in range(9):
         books.write(f"{number}", keys(f"{number}", 1))

@@ -80,7 +80,7 @@ def forget_a_leaf(store: Store) -> None:
     write(store, [key("leaf")], 1.0, session="ended")
     leaf = block(store, key("leaf"))
     assert leaf.session is not None
-    store.extents.policy.end("ended", 2.0)
+    store.extents.policy.hint("ended", None, 2.0)
     check_invariants(store)
     leaf.is_candidate = False
     check_invariants(store)
@@ -127,7 +127,7 @@ BROKEN_STORES: dict[str, Callable[[Store], object]] = {
     "knows blocks that have left": lambda s: block(s, CHAIN[0]).session.chain_ends.update(  # type: ignore[union-attr]
         {index(s): Entry(index(s), key("x"), ROOT, 0, PAGE, 9)}
     ),
-    "bytes announced": lambda s: setattr(s.extents.policy, "announced_bytes", 1),
+    "bytes announced": lambda s: setattr(s.extents.policy.announced, "bytes", 1),
     # of its allocator
     "expected one at": lambda s: s.allocator._sizes.pop(block(s, CHAIN[1]).offset),
     "extents end at": lambda s: setattr(s.allocator, "capacity", 17 * PAGE),

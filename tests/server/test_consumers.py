@@ -7,7 +7,7 @@ import pytest
 from kvpool import dev
 from kvpool.client.pool import Pool
 from kvpool.server.consumers import NAMES_MAX, Consumers
-from kvpool.server.eviction.session_hints import PROGRAMS_MAX
+from kvpool.server.eviction.session import PROGRAMS_MAX
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store

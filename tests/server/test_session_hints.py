@@ -12,12 +12,9 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision
 from kvpool.server.eviction.density import Density
 from kvpool.server.eviction.lease import Lease
-from kvpool.server.eviction.session_hints import (
-    LEAVES_MAX,
-    RESUME_S_MAX,
-    SESSIONS_MAX,
-    SessionAwarePolicy,
-)
+from kvpool.server.eviction.session import SESSIONS_MAX
+from kvpool.server.eviction.session_announcements import LEAVES_MAX, RESUME_S_MAX
+from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
@@ -367,7 +364,7 @@ def test_a_session_with_too_many_branches_is_refused() -> None:
 
 
 def test_only_so_many_sessions_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.server.eviction.session_hints.SESSIONS_MAX", 10)
+    monkeypatch.setattr("kvpool.server.eviction.session.SESSIONS_MAX", 10)
     books = Books(20)
     for number in range(15):
         books.write(f"{number}", keys(f"{number}", 1), resume_in=500.0)

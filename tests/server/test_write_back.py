@@ -332,7 +332,7 @@ def test_when_a_session_resumes_is_known_below_too(write_back: bool) -> None:
     talk(server, "a", keys("a", 7), resume_in=60.0)
     server.settle()
     assert on_disk(server, keys("a", 1)) == [True]
-    due = server.stack.backing.extents.policy._sessions["a"].due
+    due = server.stack.backing.extents.policy.sessions["a"].due
     assert due == pytest.approx(server.now + 60.0)
 
 

@@ -45,7 +45,7 @@ class ArrivalOracle:
             if self._perhaps_until.get(name, 0.0) < now:  # for no other prompt (seed 601240)
                 self._expect_no_wait(name, "its prompt was served before its arrival was heard")
             return
-        session = self._policy._sessions.get(name)
+        session = self._policy.sessions.get(name)
         used = self._used[name] / 1e6 + _SAME_TIME_S
         if session is not None and session.bytes and age_s < WAIT_S:
             self._perhaps_until[name] = came + WAIT_S
@@ -91,13 +91,13 @@ class ArrivalOracle:
         if session is None or entry.index.namespace.parts > 1:
             return
         superseded = entry.superseded_at >= entry.last_used
-        within = self._policy.announced_bytes <= self._policy.budget
+        within = not self._policy.announced.over
         if within and not superseded and self.now < self._until.get(session.name, 0.0):
             self._fail(f"arrivals: {entry!r} was evicted while a prompt of its session waits")
 
     def left(self, entry: Entry) -> None:
         """It has left. With its last block the store forgets a session, and what it waits for."""
-        if entry.session is not None and entry.session.name not in self._policy._sessions:
+        if entry.session is not None and entry.session.name not in self._policy.sessions:
             self._drop(entry.session.name)
 
     def bypassed(self, name: str) -> None:
@@ -107,7 +107,7 @@ class ArrivalOracle:
         place of others in the same budget, nor of its own session's (seed 54, 120 operations; seed
         701571).
         """
-        session = self._policy._sessions.get(name)
+        session = self._policy.sessions.get(name)
         if session is not None and session.due is not None:
             return
         if not isinstance(self._policy.policy, LRU):
@@ -115,7 +115,7 @@ class ArrivalOracle:
         waits = [*self._perhaps_until.values(), *self._expected_until.values()]
         if not any(self.now < until for until in waits):
             self._fail("arrivals: a write is refused, but no prompt waits, and none is expected")
-        if self._policy.announced_bytes > self._policy.budget:
+        if self._policy.announced.over:
             self._fail("arrivals: a write finds no room beside sessions beyond their budget")
 
     def _drop(self, name: str) -> None:
@@ -123,6 +123,6 @@ class ArrivalOracle:
         self._perhaps_until.pop(name, None)
 
     def _expect_no_wait(self, name: str, why: str) -> None:
-        session = self._policy._sessions.get(name)
+        session = self._policy.sessions.get(name)
         if session is not None and session.arrived is not None:
             self._fail(f"arrivals: session {name!r} still waits, although {why}")

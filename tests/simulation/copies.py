@@ -126,7 +126,7 @@ class Copies:
         """An extra copy goes before any other, also one that became unpinned just now."""
         if not victim.copies or store.extents.policy.is_over(victim):
             return
-        for extra in list(store.order_of(victim)._extra_listed):
+        for extra in list(store.order_of(victim).extra.listed):
             if store.newcomer is not None and store.extents._is_parent(extra, store.newcomer):
                 continue  # no block goes for its own child
             if not extra.copies and extra.is_candidate and store.extents.evictable(extra):

@@ -93,7 +93,7 @@ class _HintedExtents(WatchedExtents):
                 for entry in store.may_go()
                 if order.due(entry) is None and now - entry.last_used / 1e6 > _UNANNOUNCED_S
             ]
-            if due is not None and quiet and order.announced_bytes <= order.budget:
+            if due is not None and quiet and not order.announced.over:
                 store.truth.fail(f"hints: {victim!r}, due in {due - now:.1f} s, goes before others")
         return super().evict(victim, size)
 

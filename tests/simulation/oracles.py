@@ -468,7 +468,7 @@ class WatchedStore(Store):
         ):
             named = request.session_hint
             index = self.index.by_part.get((request.namespace, request.part))
-            orders = self._order(index)._sessions if index is not None else {}
+            orders = self._order(index).sessions if index is not None else {}
             session = orders.get(named.session) if named is not None else None
             for victim in self.victims:
                 self.prefetches.evicted(now, victim, session)

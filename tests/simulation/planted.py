@@ -257,9 +257,9 @@ BUGS: Sequence[Bug] = read(
 -            plan.add(due)
 +            plan.add([e for e in self._store.front.index.inventory() if e.copies > 1])
 @@ extra-copies-outlive-the-last-one  copies  kvpool.server.eviction.session_hints
--        if self._extra_listed:
+-        if self.extra.listed:
 -            found =
-+        if self._extra_listed and not newcomer.copies:
++        if self.extra.listed and not newcomer.copies:
 +            found =
 @@ receivers-are-not-remembered  G5  kvpool.server.moves.fetcher  seed 5
 -            self.receivers.add(namespace, part, digest, receiver)
@@ -588,22 +588,22 @@ BUGS: Sequence[Bug] = read(
 -                    front.extents.prefetched.read(entry)
 +                    pass
 # --- prompts that wait
-@@ arrivals-lapse-in-the-queue  advice  kvpool.server.eviction.session_hints  seed 5
+@@ arrivals-lapse-in-the-queue  advice  kvpool.server.eviction.session_announcements  seed 5
 -lapses = min(came + WAIT_S, session.waits_since + WAIT_S_MAX)
 +lapses = min(came + _EXPIRE_S_MIN, session.waits_since + WAIT_S_MAX)
 @@ arrivals-are-never-given-back  advice  kvpool.server.eviction.session_hints  seed 4
 -            if session.arrived is not None:
--                self._withdraw(session)
+-                self.announced.withdraw(session)
 -
 -
 +
 +
-@@ late-arrivals-are-believed  advice  kvpool.server.eviction.session_hints  seed 4
+@@ late-arrivals-are-believed  advice  kvpool.server.eviction.session_announcements  seed 4
 -        came = now - age_s
 +        came = now
-@@ arrivals-have-no-budget  G9  kvpool.server.eviction.session_hints  seed 5
--over = self.announced_bytes > self.budget
-+over = self.announced_bytes > 2 * self.budget
+@@ arrivals-have-no-budget  G9  kvpool.server.eviction.session_announcements  seed 5
+-return self.bytes > self.budget
++return self.bytes > 2 * self.budget
 # --- the world outside
 @@ wall-clock  house  kvpool.master.service
 -        return asyncio.get_running_loop().time()

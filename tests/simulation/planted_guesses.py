@@ -14,14 +14,14 @@ BUGS: Sequence[Bug] = read(
 @@ a-guess-beats-a-hint  G9  kvpool.server.eviction.session_hints  seed 1
 -if found is not None and not over and _infers(self.policy):
 +if False:
-@@ what-returns-has-still-ended  G9  kvpool.server.eviction.session_hints  seed 5
+@@ what-returns-has-still-ended  G9  kvpool.server.eviction.session_announcements  seed 5
 -        session.ended = 0  # the last word counts
--        self._ended.pop(session, None)
--        self._expiries
-+        self._expiries
+-        self.ended.pop(session, None)
+-        self.expiries
++        self.expiries
 @@ what-has-ended-waits-for-its-turn  G9  kvpool.server.eviction.session_hints
 -            useless = self.next_useless(evictable)
-+            useless = self.next_useless(evictable) if self._superseded else None
++            useless = self.next_useless(evictable) if self.branches.superseded else None
 @@ what-is-shared-stays  G9  kvpool.server.eviction.programs  seed 1
 -numbers = range(_CLASSES) if number
 +numbers = range(_SHARED) if number

@@ -1,15 +1,21 @@
-"""What one store records about one session, and the order of many by a time. Pure."""
+"""What one store records about one session and about all of them, and an order by a time. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
+from typing import Any, Final
 
 from kvpool.errors import InvariantViolated
 from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.state.entry import Entry, Index
 from kvpool.tenant_names import tenant_of
+from kvpool.types import OTHERS, program_of
+
+#: Sessions recorded at once; one more drops the session whose last write is the oldest.
+SESSIONS_MAX: Final = 65_536
+#: Programs whose bytes are counted apart.
+PROGRAMS_MAX: Final = 1024
 
 
 class Session:
@@ -44,6 +50,11 @@ class Session:
         self.branched = False  # a superseded branch went on: several conversations have its name
         self.ended = 0  # when it ended: blocks last used up to then (µs) are evicted first
 
+    def last_stamp(self) -> int:
+        """The last use of the ends of its chains, in microseconds; 0 when it has none."""
+        ends = (*self.chain_ends.values(), *self.leaves)
+        return max((entry.last_used for entry in ends), default=0)
+
 
 class Timeline(dict["Session", float]):
     """Sessions ordered by one time each; a heap with lazy updates, so a change costs O(log n).
@@ -76,33 +87,75 @@ class Timeline(dict["Session", float]):
         return None
 
 
+class Sessions(OrderedDict[str, "Session"]):
+    """Those of one store by name, the last one that wrote last. `rounded` gives how many bytes of
+    whole extents a block takes."""
+
+    def __init__(self, rounded: Callable[[int], int]) -> None:
+        super().__init__()
+        self.rounded = rounded
+        self.bytes_of_programs: Counter[str] = Counter()
+        #: Of sessions that have no block left: their last use, until they come back.
+        self._gone: OrderedDict[str, float] = OrderedDict()
+
+    def begin(self, name: str) -> tuple[Session, Session | None]:
+        """A new session, and the one that it displaces."""
+        session = self[name] = Session(name)
+        program = program_of(name)
+        known = not program or program in self.bytes_of_programs
+        room = known or len(self.bytes_of_programs) < PROGRAMS_MAX
+        session.program = program if room else OTHERS
+        self._gone.pop(name, None)
+        return session, self.popitem(last=False)[1] if len(self) > SESSIONS_MAX else None
+
+    def resize(self, session: Session, size: int) -> None:
+        """It has so many bytes more, or fewer."""
+        session.bytes += size
+        if session.program:
+            self.bytes_of_programs[session.program] += size
+            if not self.bytes_of_programs[session.program]:
+                del self.bytes_of_programs[session.program]
+
+    def forget(self, session: Session, used: float) -> None:
+        """It has no block left; it was used last at `used`."""
+        del self[session.name]
+        self._gone[session.name] = used
+        if len(self._gone) > SESSIONS_MAX:
+            self._gone.popitem(last=False)
+
+    def returns(self, name: str) -> float | None:
+        """When a session that has no block here was used last, if that is known; asked once."""
+        return self._gone.pop(name, None)
+
+
 def check_sessions(policy: Any, entries: Collection[Entry], tenant: str | None = None) -> None:
     """As `Order.check`, of a `SessionAwarePolicy`."""
+    sessions, announced = policy.sessions, policy.announced
     sizes: Counter[Session] = Counter()
+    programs: Counter[str] = Counter()
     for entry in entries:
-        if entry.session is not None:
-            sizes[entry.session] += policy._rounded(entry.size)
+        session = entry.session
+        if session is not None:
+            sizes[session] += sessions.rounded(entry.size)
+            if session.program:
+                programs[session.program] += sessions.rounded(entry.size)
     if tenant is not None and any(tenant_of(one.name) != tenant for one in sizes):
         raise InvariantViolated(f"a block of tenant {tenant!r} is in a session of another one")
     here = set(entries)
-    for session in {*policy._sessions.values(), *sizes}:
+    for session in {*sessions.values(), *sizes}:
         if session.bytes != sizes[session]:
             raise InvariantViolated(f"session {session.name!r}: {session.bytes} bytes counted")
         if not here.issuperset((*session.leaves, *session.chain_ends.values())):
             raise InvariantViolated(f"session {session.name!r} knows blocks that have left")
-    waiting = [s for s in {*policy._sessions.values(), *sizes} if s.arrived is not None]
-    if len(waiting) != policy.waiting or any(session.due is None for session in waiting):
-        raise InvariantViolated(f"{policy.waiting} sessions wait, there are {len(waiting)}")
-    programs: Counter[str] = Counter()
-    for session, size in sizes.items():
-        programs[session.program] += size
-    del programs[""]
-    if programs != policy.program_bytes:
-        raise InvariantViolated(f"programs have {programs}, not {policy.program_bytes}")
-    announced = sum(session.bytes for session in sizes if session.due is not None)
-    if announced != policy.announced_bytes:
-        raise InvariantViolated(f"{policy.announced_bytes} bytes announced, there are {announced}")
-    if not here.issuperset(policy._extra_listed):
+    waiting = [s for s in {*sessions.values(), *sizes} if s.arrived is not None]
+    if len(waiting) != announced.waiting or any(session.due is None for session in waiting):
+        raise InvariantViolated(f"{announced.waiting} sessions wait, there are {len(waiting)}")
+    if programs != sessions.bytes_of_programs:
+        raise InvariantViolated(f"programs have {programs}, not {sessions.bytes_of_programs}")
+    size = sum(session.bytes for session in sizes if session.due is not None)
+    if size != announced.bytes:
+        raise InvariantViolated(f"{announced.bytes} bytes announced, there are {size}")
+    if not here.issuperset(policy.extra.listed):
         raise InvariantViolated("an extra copy has left and is still listed")
-    if not here.issuperset(policy._superseded):
+    if not here.issuperset(policy.branches.superseded):
         raise InvariantViolated("a superseded block has left and is still listed")

@@ -129,7 +129,7 @@ def _ask_without_key(url: str) -> None:
 def _sessions(pool: LocalPool) -> dict[str, int]:
     """The sessions of the pool, and when each has ended."""
     (server,) = pool.dev.servers
-    return {name: one.ended for name, one in server.store.extents.policy._sessions.items()}
+    return {name: one.ended for name, one in server.store.extents.policy.sessions.items()}
 
 
 def _ended(pool: LocalPool) -> set[str]:

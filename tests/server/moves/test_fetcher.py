@@ -300,8 +300,7 @@ async def test_what_waits_for_its_turn_does_not_become_younger(
         assert await moved == [FETCHED] * 2 + [NO_ROOM] * 6
         assert both.target.store.extents.evicted == 0
         due = [
-            server.store.extents.policy._sessions["one"].due
-            for server in (both.source, both.target)
+            server.store.extents.policy.sessions["one"].due for server in (both.source, both.target)
         ]
         assert due == [pytest.approx(due[0], abs=0.3)] * 2, "nor is the session expected later"
 
@@ -553,7 +552,7 @@ async def test_fetched_blocks_keep_their_session_and_when_it_resumes() -> None:
         entries = [both.entry(both.target, digest) for digest in (*chain, *ended)]
         sessions = [one.session.name if one.session else "" for one in entries]
         assert sessions == ["one"] * 100 + [""] * 3
-        due = both.target.store.extents.policy._sessions["one"].due
+        due = both.target.store.extents.policy.sessions["one"].due
         assert due is not None
         assert 50.0 < due - now() < 60.0
         assert not any(one.superseded_at for one in entries)
@@ -569,7 +568,7 @@ async def test_what_the_receiver_knows_of_a_session_stays() -> None:
         await both.put(chain, session_hint=SessionHint("one", 60.0))
         await both.put(more, both.target, session_hint=SessionHint("one", 5.0))
         assert await both.fetch(chain) == [FETCHED] * 4
-        due = both.target.store.extents.policy._sessions["one"].due
+        due = both.target.store.extents.policy.sessions["one"].due
         assert due is not None
         assert due - now() < 5.0
 
