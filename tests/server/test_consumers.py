@@ -115,6 +115,9 @@ def test_programs_are_bounded() -> None:
         stores.write(stack.front, keys(n, 1), 1.0, namespace=POOL, session=session, check=False)
     assert len(stack.front.extents.policy.bytes_of_programs()) == PROGRAMS_MAX + 1
     assert stack.front.extents.policy.bytes_of_programs()[OTHERS] == 10 * PAGE
+    stack.front.remove(POOL, keys(7, 1) + keys(8, 1))
+    stores.write(stack.front, keys(-1, 1), 2.0, namespace=POOL, session="program=new;1")
+    assert stack.front.extents.policy.bytes_of_programs()["new"] == PAGE
     check_invariants(stack)
 
 

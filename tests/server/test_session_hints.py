@@ -12,7 +12,6 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision
 from kvpool.server.eviction.density import Density
 from kvpool.server.eviction.lease import Lease
-from kvpool.server.eviction.session import SESSIONS_MAX
 from kvpool.server.eviction.session_announcements import LEAVES_MAX, RESUME_S_MAX
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.entry import MOVER, Entry
@@ -251,6 +250,16 @@ def test_a_history_that_is_rewritten_twice_is_one_conversation(books: Books) -> 
     assert (books.here(old), books.here(second), books.here(third)) == (4, 0, 4)
 
 
+def test_where_a_lost_branch_began_the_chain_ends_again(books: Books) -> None:
+    old, chain, branch = keys("old", 3), keys("chain", 3), keys("branch", 1)
+    books.write("old", old)
+    books.write("one", chain)
+    books.write("one", branch, parent=chain[0])
+    books.store.remove(ONE, branch)
+    books.fill(14 + 3)
+    assert (books.here(old), books.here(chain)) == (2, 1)
+
+
 def test_what_another_session_built_on_is_not_superseded(books: Books) -> None:
     old, chain, fork, new = keys("old", 5), keys("chain", 6), keys("fork", 3), keys("new", 3)
     books.write("old", old)
@@ -371,7 +380,7 @@ def test_only_so_many_sessions_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
     assert books.store.extents.policy.figures["sessions"] == 10
     assert books.store.hint("0", 5.0, books.now) is None
     assert books.store.hint("14", 5.0, books.now) is not None
-    assert SESSIONS_MAX < 1 << 20
+    assert books.store.extents.policy.figures["announced_bytes"] == 10 * PAGE
 
 
 def test_a_session_without_blocks_is_forgotten(books: Books) -> None:
