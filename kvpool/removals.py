@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvpool.errors import BadMessage
 from kvpool.protocols import Channel
 from kvpool.types import Namespace
-from kvpool.wire.messages import Message, Remove, ReportCorruption, StatusReply, keys_of
+from kvpool.wire.messages import Remove, StatusReply, keys_of
 
 
 async def remove(
@@ -35,11 +35,11 @@ async def report_corruption(
     channel: Channel, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
 ) -> list[bool]:
     """Report wrong checksums; True where the server verified it and removed the block."""
-    message = ReportCorruption(*keys_of(namespace, digests), part)
+    message = Remove(*keys_of(namespace, digests), part, corrupt=True)
     return await _flags(channel, message, len(digests), deadline)
 
 
-async def _flags(channel: Channel, message: Message, count: int, deadline: float) -> list[bool]:
+async def _flags(channel: Channel, message: Remove, count: int, deadline: float) -> list[bool]:
     statuses = (await channel.request(message, StatusReply, deadline=deadline)).statuses
     if len(statuses) != count:
         raise BadMessage(f"{len(statuses)} statuses for {count} blocks")

@@ -253,10 +253,11 @@ class ServerConnection:
     async def answer(self, request: wire.Message) -> wire.Message:
         if isinstance(request, wire.Remove):
             namespace, digests = wire.unpack_removal(request)
-            removed = await self.remove(namespace, digests, request.part, request.checksums)
+            if request.corrupt and request.part is not None:
+                removed = await self.report_corruption(namespace, request.part, digests)
+            else:
+                removed = await self.remove(namespace, digests, request.part, request.checksums)
             return wire.StatusReply(bytes(removed))
-        if isinstance(request, wire.ReportCorruption):
-            return wire.StatusReply(bytes(await self.report_corruption(*wire.unpack_part(request))))
         answered: wire.Message = await self._extensions.handler(type(request))(self.peer, request)
         return answered
 

@@ -131,7 +131,7 @@ def _refusable(stage: Stage, channel: Channel) -> Calls:
     calls = waiting(channel, stage, 10.0)
     calls["pin"] = calls.pop("read")
     calls["Remove"] = lambda: removals.remove(channel, NAMESPACE, keys, deadline=until)
-    calls["ReportCorruption"] = lambda: removals.report_corruption(
+    calls["a report of corruption"] = lambda: removals.report_corruption(
         channel, NAMESPACE, 0, keys, deadline=until
     )
     return calls

@@ -59,7 +59,7 @@ class Recorder:
         self.refuse_clients: KvpoolError | None = None
         #: Raised by `reserve`.
         self.refuse_writes: KvpoolError | None = None
-        #: Raised by `pin`, and instead of the answer to a `Remove` and a `ReportCorruption`; the
+        #: Raised by `pin`, and instead of the answer to a `Remove`; the
         #: names of those that raised it.
         self.refuse_others: KvpoolError | None = None
         self.refused: list[str] = []
@@ -238,7 +238,7 @@ class _Watched:
 
     async def answer(self, request: wire.Message) -> wire.Message:
         recorder = self._recorder
-        if isinstance(request, wire.Remove | wire.ReportCorruption):
+        if isinstance(request, wire.Remove):
             recorder.refuse(type(request).__name__)
             answer = await self._really(request)
             await recorder.answering.wait()

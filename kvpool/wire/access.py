@@ -47,7 +47,6 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Data: _NO_REQUEST,
     wire.Unpin: _ANSWERED,  # what this connection has pinned
     wire.Remove: _OWN,
-    wire.ReportCorruption: _OWN,
     wire.Propose: _OPERATOR,  # only servers fetch
     wire.Proposed: _NO_REQUEST,
     wire.Fetch: _OWN,  # from another server of the pool, which knows the cluster's secret

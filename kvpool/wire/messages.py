@@ -196,8 +196,8 @@ class Seal(Message, frozen=True):
 
 class StatusReply(Tolerant, frozen=True):
     """One byte per block or id: a `WriteStatus` (`Seal`, `Write`), a `MoveStatus` (`Fetch`,
-    `Prefetch`), or 1 where one was removed (`Remove`, `ReportCorruption`). To a `Hint` one byte: 1
-    where this master passes it on.
+    `Prefetch`), or 1 where one was removed (`Remove`). To a `Hint` one byte: 1 where this master
+    passes it on.
 
     NOT_YET for a `Write`: the server cannot take it at once; ask with `Reserve`: there it waits.
     """
@@ -261,16 +261,13 @@ class Remove(Keys, frozen=True, omit_defaults=True):
     """Forget these blocks, every part, or only that `part`.
 
     With `checksums`, one per block, of that `part` only what has this checksum (design: versions).
+    With `corrupt`, of that `part` only what the server finds to have another one than it was stored
+    with: a reader has.
     """
 
     part: Small | None = None
     checksums: Hashes = []
-
-
-class ReportCorruption(Keys, frozen=True):
-    """A reader found a wrong checksum. The server verifies it and removes corrupt blocks."""
-
-    part: Small
+    corrupt: bool = False
 
 
 class SendToken(Message, frozen=True):
@@ -716,7 +713,6 @@ TYPES: Final[dict[type[Message], int]] = {
     Data: 10,
     Unpin: 12,
     Remove: 13,
-    ReportCorruption: 14,
     Challenge: 16,
     Proof: 17,
     Propose: 19,
@@ -761,7 +757,7 @@ PAYLOAD: Final = 6
 #: Requests to a server that one of its extensions answers.
 EXTENDED: Final = frozenset({Propose, Fetch, Prefetch, Drain, Namespaces, RemoveAll})
 #: All that move no block between a server and a client.
-ASIDE: Final = EXTENDED | {Remove, ReportCorruption}
+ASIDE: Final = EXTENDED | {Remove}
 
 ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: Final = {type: msgspec.msgpack.Decoder(type) for type in TYPES}
@@ -889,9 +885,7 @@ def unpack_batch(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
     return namespace, digests
 
 
-def unpack_part(
-    keys: Propose | Fetch | Prefetch | ReportCorruption,
-) -> tuple[Namespace, int, tuple[bytes, ...]]:
+def unpack_part(keys: Propose | Fetch | Prefetch) -> tuple[Namespace, int, tuple[bytes, ...]]:
     """Namespace, part and digests of a batch about one part. Raises BadMessage."""
     namespace, digests = unpack_batch(keys)
     check_part(namespace, keys.part)
@@ -905,6 +899,8 @@ def unpack_removal(remove: Remove) -> tuple[Namespace, tuple[bytes, ...]]:
         check_part(namespace, remove.part)
     if remove.checksums and (remove.part is None or len(remove.checksums) != len(digests)):
         raise BadMessage("Remove: one checksum per block, of one part")
+    if remove.corrupt and (remove.part is None or remove.checksums):
+        raise BadMessage("Remove: corrupt blocks of one part, whatever their checksums")
     return namespace, digests
 
 

@@ -144,7 +144,7 @@ async def overwrite(by: Attacker) -> None:
     await by.pool.write(MODEL, chain, [bytes(8192) for _ in chain], session="mine", copies=2)
     async with by.peer() as peer:
         name = f"@{by.cluster.tenant}/llama"
-        report = wire.ReportCorruption(name, 1, 32, b"".join(chain), 0)
+        report = wire.Remove(name, 1, 32, b"".join(chain), 0, corrupt=True)
         for _ in range(20):
             await peer.ask(report, wire.StatusReply)
 

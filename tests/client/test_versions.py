@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, WriteStatus, admin, dev, removals
+from kvpool import ClientConfig, Namespace, Pool, WriteStatus, admin, dev
 from kvpool.client import versions
 from kvpool.client.versions import WrittenBlock
 from kvpool.client.writer import best_status
@@ -22,6 +22,7 @@ from kvpool.runtime import Host
 from kvpool.server.connection import ServerConnection
 from kvpool.server.state.holdings import Limits
 from kvpool.types import ROOT, Cluster, WriteBlock
+from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, buffers, keys
 
 HALVES = Namespace("test/halves", parts=2)
@@ -351,19 +352,21 @@ async def test_a_writer_removes_the_version_that_it_has_read(
     assert stored(two_servers, digest) == [ord("a"), ord("a")]
 
 
-@pytest.mark.parametrize(("part", "count"), [(None, 2), (0, 1), (0, 3)])
+@pytest.mark.parametrize(
+    "which", [(None, [7, 7]), (0, [7]), (0, [7] * 3), (None, [], True), (0, [7, 7], True)], ids=str
+)
 async def test_a_removal_names_one_version_for_each_block(
-    two_servers: dev.Dev, part: int | None, count: int
+    two_servers: dev.Dev, which: tuple[Any, ...]
 ) -> None:
+    """Or none, and asks for what is corrupt."""
     chain = keys("named", 2)
     async with client_on(two_servers, "far") as pool:
         await admin(pool).write_to("dev-0", NAMESPACE, chain[0], b"a" * 5000)
         deadline = asyncio.get_running_loop().time() + 5
         channel = await pool._servers.call("dev-0", _itself, deadline)
-        with pytest.raises(PeerError, match="one checksum per block"):
-            await removals.remove(
-                channel, NAMESPACE, chain, part=part, checksums=[7] * count, deadline=deadline
-            )
+        message = wire.Remove(*wire.keys_of(NAMESPACE, chain), *which)
+        with pytest.raises(PeerError, match="of one part"):
+            await channel.request(message, wire.StatusReply, deadline=deadline)
     assert stored(two_servers, chain[0]) == [ord("a")]
 
 

@@ -264,7 +264,7 @@ async def test_messages(shared: dev.Dev, good: wire.Message, size: int, name: st
 OF_ANOTHER_PART: tuple[wire.Message, ...] = (
     wire.Read(**KEYS, part=1, buffer_sizes=[64]),
     wire.Remove(**KEYS, part=1),
-    wire.ReportCorruption(**KEYS, part=1),
+    wire.Remove(**KEYS, part=1, corrupt=True),
     wire.Propose(**KEYS, part=1, receiver="r"),
     wire.Fetch(**KEYS, part=1, source="r", wait_s=0.1),
     wire.Prefetch(**KEYS, part=1),

@@ -131,7 +131,7 @@ DATA_PLANE = [
     wire.Remove(**ACME),
     wire.Remove(**ACME, part=0, checksums=[0] * 4),
     wire.RemoveAll("@acme/llama", 1, (0, 1 << 40, 0, 0, 0)),
-    wire.ReportCorruption(**ACME, part=0),
+    wire.Remove(**ACME, part=0, corrupt=True),
     wire.Fetch(**ACME, part=0, source="s", wait_s=1.0),
     wire.Prefetch(**ACME, part=0),
     wire.Propose(**ACME, part=0, receiver="s"),

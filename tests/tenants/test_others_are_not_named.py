@@ -114,7 +114,7 @@ def about(keys: dict[str, Any], count: int) -> list[wire.Message]:
         wire.Read(**keys, part=0, buffer_sizes=[1 << 20] * count),
         wire.Remove(**keys),
         wire.Remove(**keys, part=0, checksums=sums),
-        wire.ReportCorruption(**keys, part=0),
+        wire.Remove(**keys, part=0, corrupt=True),
         wire.Propose(**keys, part=0, receiver="second"),
         wire.Fetch(**keys, part=0, source="second", wait_s=0.1),
         wire.Prefetch(**keys, part=0),

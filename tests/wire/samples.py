@@ -59,7 +59,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Unpin(confirm=True),
     messages.Remove(**KEYS),
     messages.Remove(**KEYS, part=0, checksums=[1, 2**64 - 1]),
-    messages.ReportCorruption(**KEYS, part=0),
+    messages.Remove(**KEYS, part=0, corrupt=True),
     messages.Propose(**KEYS, part=0, receiver="s"),
     messages.Proposed(b"\x00\x02", [10], [20], bytes(32), [0.5], b"\x03"),
     messages.Proposed(

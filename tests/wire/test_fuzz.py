@@ -269,7 +269,7 @@ REQUESTS = st.one_of(
         st.sampled_from([-40_000, -1, 0, 0, 0, 0, 1]),
     ),
     st.just(frame(messages.Read(**ONE, part=0, buffer_sizes=[1 << 20]))),
-    st.just(frame(messages.ReportCorruption(**ONE, part=0))),
+    st.just(frame(messages.Remove(**ONE, part=0, corrupt=True))),
 )
 
 
