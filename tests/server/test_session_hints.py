@@ -383,14 +383,6 @@ def test_only_so_many_sessions_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
     assert books.store.extents.policy.figures["announced_bytes"] == 10 * PAGE
 
 
-def test_a_session_without_blocks_is_forgotten(books: Books) -> None:
-    books.write("gone", keys("gone", 5), resume_in=900.0)
-    books.store.remove(ONE, keys("gone", 5))
-    check_invariants(books.store)
-    assert books.store.extents.policy.figures["sessions"] == 0
-    assert books.store.extents.policy.figures["announced_bytes"] == 0
-
-
 def test_a_full_store_of_announced_sessions_is_not_frozen() -> None:
     """All of it is announced for an hour, under the policy that refuses most (G9)."""
     policy: Lease[Entry] = Lease(20 * PAGE)
