@@ -59,6 +59,13 @@ def maps():
         data, passed, _, _ = socket.recv_fds(sock, 1 << 16, 4)
     return passed
 
+def hears():
+    """What it is told before its first word."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(chr(0) + unix)
+    raise OSError(str(sock.recv(4096)))
+
+tries("hear why", hears)
 for _ in range(100):
     tries("map the segment", maps)
 print(json.dumps([could, refused]))
@@ -84,6 +91,7 @@ async def test_another_user_learns_nothing(attacked: Castle) -> None:
         could, refused = json.loads(await child.line())
     assert could == []
     assert "map the segment" in refused
+    assert "is of user 65534" in refused["hear why"]
     said = attacked.lines(attacked.server)[lines:]
     assert any("refused a client of another user" in line for line in said)
     assert len(said) <= LINES_MAX

@@ -16,17 +16,12 @@ from kvpool import (
     ReadStatus,
     WriteStatus,
     admin,
-    connect,
     dev,
 )
 from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
-from kvpool.protocols import Peer, ReserveRequest
-from kvpool.testing.invariants import check_invariants
-from kvpool.wire.messages import Hello, Reserved, Welcome
 from kvpool_transports.streams.stream import Stream
 from tests.conftest import NAMESPACE, UCX, buffers, eventually, key, keys, patient, value, values
-from tests.support.raw_peers import payload, raw, reserve
 
 #: More than travels with its words over ucx, if there are a few of them.
 LARGE = 64 << 10
@@ -88,20 +83,6 @@ async def test_reads_with_a_match_need_no_master(pool_dev: dev.Dev, scheme: str)
             await pool.members(timeout=0.3)
 
 
-async def test_any_master_that_answers_is_good(pool_dev: dev.Dev) -> None:
-    chain = keys("any", 5)
-    config = ClientConfig(masters=["127.0.0.1:9", pool_dev.address], attempt_s=0.2)
-    async with pool_dev.pool(config) as pool:
-        assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
-        assert (await pool.match(NAMESPACE, chain)).length == 5
-
-
-async def test_a_master_of_another_cluster_is_refused(pool_dev: dev.Dev) -> None:
-    config = ClientConfig(masters=[pool_dev.address], timeout_s=1.0)
-    with pytest.raises(MasterLost, match="another cluster"):
-        await connect(config=config, cluster="elsewhere")
-
-
 # --- servers ---------------------------------------------------------------------------
 
 
@@ -153,75 +134,7 @@ async def test_the_next_transport_is_used_when_one_fails(
         assert pool.counters[f"failed_{scheme}"] == 1
 
 
-async def test_a_writer_that_dies_leaves_nothing(pool_dev: dev.Dev) -> None:
-    """A connection that ends with reservations gives their space back at once."""
-    (server,) = pool_dev.servers
-    async with raw(pool_dev) as peer:
-        await peer.ask(Hello("default", "test"), Welcome)
-        await peer.ask(reserve(key("half"), size=1 << 20), Reserved)
-        await peer.send(payload(1 << 20)[:1000])
-        assert server.store.held.reservations == 1
-    await eventually(lambda: server.store.held.reservations == 0)
-    assert server.store.allocator.allocated == 0
-    check_invariants(server.store)
-
-
-@pytest.mark.parametrize("scheme", ["tcp", UCX])
-async def test_an_unread_answer_holds_its_pins_and_then_lets_go(
-    pool_dev: dev.Dev, scheme: str
-) -> None:
-    """A peer that stops reading keeps its own pins only; they go with its connection (G4)."""
-    (server,) = pool_dev.servers
-    chain = keys("unread", 12)
-    config = ClientConfig(masters=[pool_dev.address], transports=[scheme])
-    async with pool_dev.pool(config) as pool:
-        await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
-        slow = asyncio.create_task(pool.read(NAMESPACE, chain, buffers(12, 1 << 20)))
-        await asyncio.sleep(0.01)
-        async with pool_dev.pool() as other:
-            got = buffers(12, 1 << 20)
-            results = await other.read(NAMESPACE, chain, got)
-            assert all(result.status.hit for result in results)
-        slow.cancel()
-        await asyncio.gather(slow, return_exceptions=True)
-        await eventually(lambda: server.store.held.pins == 0)
-
-
 # --- limits ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", ["tcp", UCX])
-async def test_no_more_connections_than_allowed(pool_dev: dev.Dev, scheme: str) -> None:
-    (server,) = pool_dev.servers
-    held = [server.connect(Peer("test")) for _ in range(1024)]
-    config = ClientConfig(masters=[pool_dev.address], transports=[scheme])
-    async with pool_dev.pool(config) as pool:
-        refused = await admin(pool).write_to("dev-0", NAMESPACE, key("x"), b"x", timeout=1)
-        assert refused is WriteStatus.REFUSED
-        for connection in held:
-            connection.close()
-        assert await admin(pool).write_to("dev-0", NAMESPACE, key("x"), b"x") is WriteStatus.STORED
-
-
-async def test_a_frozen_writers_memory_is_not_reused(pool_dev: dev.Dev) -> None:
-    """G3, G4: when we close the link of a process that may still write, its extents rest."""
-    (server,) = pool_dev.servers
-    loop = asyncio.get_running_loop()
-    connection = server.connect(Peer("test"))
-    await connection.reserve(
-        ReserveRequest(NAMESPACE, 0, [key("frozen")], [b""], [1 << 20]), deadline=loop.time() + 1
-    )
-    held = server.store.allocator.allocated
-    connection.close(writer_may_be_alive=True)
-    assert server.store.held.quarantined == 1
-    assert server.store.allocator.allocated == held
-    async with pool_dev.pool() as pool:
-        storm = keys("storm", 32)
-        assert WriteStatus.STORED in await pool.write(NAMESPACE, storm, values(storm, 1 << 20))
-    assert server.store.held.quarantined == 1
-    check_invariants(server.store)
-    connection.writer_exited()
-    assert server.store.held.quarantined == 0
 
 
 async def test_hanging_up_waits_for_who_is_at_work() -> None:
@@ -238,21 +151,6 @@ async def test_hanging_up_waits_for_who_is_at_work() -> None:
     stream.abort()
     assert await asyncio.wait_for(loop.sock_recv(theirs, 1), 5) == b""
     theirs.close()
-
-
-async def test_a_server_may_close_while_somebody_looks(pool_dev: dev.Dev) -> None:
-    """A view outlives its server: the memory goes with the last look, and nothing raises."""
-    (server,) = pool_dev.servers
-    for transport in ("inproc", "shm"):
-        config = ClientConfig(masters=[pool_dev.address], transports=[transport])
-        async with pool_dev.pool(config) as pool:
-            digest = key(f"seen over {transport}")
-            await pool.write(NAMESPACE, [digest], [value(digest)])
-            async with pool.read_view(NAMESPACE, [digest]) as (view,):
-                await pool.close()
-                if transport == "shm":
-                    await server.close()
-                assert view.data == value(digest)
 
 
 async def test_a_kept_exception_keeps_no_segment_mapped(pool_dev: dev.Dev) -> None:

@@ -15,17 +15,15 @@ from types import SimpleNamespace
 import pytest
 
 import kvpool
-from kvpool import ClientConfig, Cluster, MasterLost, WriteStatus, local_secret
+from kvpool import ClientConfig, Cluster, WriteStatus, local_secret
 from kvpool.cli import other_users
 from kvpool.cli.settings import load
-from kvpool.errors import ConfigError, Unauthenticated
+from kvpool.errors import ConfigError
 from kvpool.secret_file import local_secret_file
 from kvpool.tools.subprocesses import process_of
-from kvpool_transports.tcp import TcpTransport
 from tests.conftest import NAMESPACE, buffers, key, keys, values
 from tests.support.commands import running_kvpool
 from tests.support.programs import free_address, pool_of_commands
-from tests.support.raw_peers import connect
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 SOMEBODY = 65534
@@ -55,37 +53,6 @@ async def test_processes_of_this_user_share_a_pool() -> None:
                 got = buffers(3)
                 await pool.read(NAMESPACE, chain, got)
                 assert got == values(chain)
-
-
-async def test_a_process_without_the_secret_is_refused_on_every_port() -> None:
-    async with pool_of_one_user() as address:
-        refused, _, why = await running_kvpool("status", "--masters", address)
-        assert refused == 1
-        assert "requires a secret" in why
-        cluster = Cluster("default", local_secret())
-        async with await kvpool.connect(address, cluster=cluster) as pool:
-            (member,) = await pool.members()
-        (tcp,) = [a for a in member.addresses if a.startswith("tcp://127.0.0.1:")]
-        with pytest.raises(Unauthenticated):
-            await connect(TcpTransport(), tcp, Cluster())
-        with pytest.raises(MasterLost):
-            await kvpool.connect(config=ClientConfig(masters=[address], timeout_s=0.5))
-
-
-@needs_root
-def test_another_user_cannot_read_the_secret(directory: Path) -> None:
-    local_secret()
-    directory.parent.chmod(0o755)
-    done = subprocess.run(
-        [shutil.which("cat") or "/bin/cat", str(local_secret_file())],
-        capture_output=True,
-        text=True,
-        user=SOMEBODY,
-        group=SOMEBODY,
-        extra_groups=[],
-    )
-    assert done.returncode != 0
-    assert "Permission denied" in done.stderr
 
 
 def test_the_secret_is_made_once_and_is_nobody_elses(

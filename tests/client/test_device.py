@@ -273,24 +273,6 @@ async def test_what_the_pool_does_not_have_is_a_miss_with_its_reason(client: Poo
     assert [result.status for result in results] == [ReadStatus.NEVER_WRITTEN] * 2
 
 
-async def test_a_device_that_is_busy_costs_a_deadline(
-    tcp: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its caller has asked it for something that takes longer: no copy was begun."""
-    (name,) = chain = keys("busy", 1)
-    await tcp.write(NAMESPACE, chain, [value(name, SIZE)])
-    monkeypatch.setattr(Past, "passed", False)
-    target = on_gpu(b"-" * SIZE)
-    (result,) = await tcp.read(NAMESPACE, chain, [target], timeout=0.2)
-    assert result.status is ReadStatus.DEADLINE
-    (status,) = await tcp.write(NAMESPACE, [key("other")], [empty()], timeout=0.2)
-    assert status is WriteStatus.DEADLINE
-    monkeypatch.setattr(Past, "passed", True)
-    assert content(target) == b"-" * SIZE
-    assert hits(await tcp.read(NAMESPACE, chain, [target])) == [True]
-    assert content(target) == value(name, SIZE)
-
-
 async def test_a_copy_waits_for_what_its_caller_asked_the_device_for(
     tcp: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

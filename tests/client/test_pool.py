@@ -39,25 +39,6 @@ async def test_what_was_written_is_read(pool: Pool) -> None:
     assert got == values(chain)
 
 
-async def test_blocks_of_many_sizes_share_a_segment(pool: Pool) -> None:
-    chain = keys("sizes", 12)
-    sizes = [1, 511, 4096, 4097, 300_000, 7, 1 << 20, 65_536, 3, 12_345, 2 << 20, 4095]
-    data = [value(digest, size) for digest, size in zip(chain, sizes, strict=True)]
-    await pool.write(NAMESPACE, chain, data)
-    got = [bytearray(size) for size in sizes]
-    results = await pool.read(NAMESPACE, chain, got)
-    assert [result.size for result in results] == sizes
-    assert got == data
-
-
-async def test_a_larger_buffer_is_filled_only_so_far(tcp: Pool) -> None:
-    await tcp.write(NAMESPACE, [key("a")], [value(key("a"), 100)])
-    (buffer,) = buffers(1, 200)
-    (result,) = await tcp.read(NAMESPACE, [key("a")], [buffer])
-    assert result.size == 100
-    assert buffer == value(key("a"), 100) + bytes(100)
-
-
 async def test_a_match_ends_at_the_first_gap(tcp: Pool) -> None:
     chain = keys("gap", 10)
     await tcp.write(NAMESPACE, chain[:4], values(chain[:4]))
@@ -66,16 +47,6 @@ async def test_a_match_ends_at_the_first_gap(tcp: Pool) -> None:
     assert (match.length, match.stopped) == (4, ReadStatus.NEVER_WRITTEN)
     results = await tcp.read(NAMESPACE, chain, buffers(10))
     assert [result.status.hit for result in results] == [True] * 4 + [False] * 2 + [True] * 4
-
-
-async def test_a_block_is_immutable(tcp: Pool) -> None:
-    """G2: the second writer is told, and the first one's bytes stay."""
-    (first,) = await tcp.write(NAMESPACE, [key("x")], [b"first" * 100])
-    (second,) = await tcp.write(NAMESPACE, [key("x")], [b"other" * 100])
-    assert (first, second) == (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
-    (buffer,) = buffers(1, 500)
-    await tcp.read(NAMESPACE, [key("x")], [buffer])
-    assert buffer == b"first" * 100
 
 
 async def test_of_many_writers_one_wins(pool: Pool) -> None:
@@ -94,18 +65,6 @@ async def test_of_many_writers_one_wins(pool: Pool) -> None:
     await pool.read(NAMESPACE, [key("race")], [buffer])
     assert len(set(buffer)) == 1
     assert buffer[0] == statuses.index(WriteStatus.STORED)
-
-
-async def test_namespaces_do_not_meet(tcp: Pool) -> None:
-    """G1, G12: the same key under another name is another block."""
-    other = Namespace("test/other-model")
-    await tcp.write(NAMESPACE, [key("n")], [b"a" * 64])
-    await tcp.write(other, [key("n")], [b"b" * 64])
-    assert (await tcp.match(Namespace("test/third"), [key("n")])).length == 0
-    first, second = buffers(2, 64)
-    await tcp.read(NAMESPACE, [key("n")], [first])
-    await tcp.read(other, [key("n")], [second])
-    assert (first, second) == (b"a" * 64, b"b" * 64)
 
 
 async def test_a_block_is_present_when_all_its_parts_are(tcp: Pool) -> None:
@@ -148,18 +107,6 @@ async def test_a_full_pool_makes_room_while_every_key_is_probed(tcp: Pool) -> No
             await tcp.match(NAMESPACE, [digest])
     results = await tcp.read(NAMESPACE, chain[-8:], buffers(8, 1 << 20))
     assert all(result.status.hit for result in results)
-
-
-async def test_a_chain_loses_its_tail_first(tcp: Pool) -> None:
-    chain = keys("long", 12)
-    await tcp.write(NAMESPACE, chain, values(chain, 1 << 20))
-    newer = keys("newer", 8)
-    await tcp.write(NAMESPACE, newer, values(newer, 1 << 20))
-    match = await tcp.match(NAMESPACE, chain)
-    assert 0 < match.length < 12
-    assert match.stopped is ReadStatus.EVICTED
-    results = await tcp.read(NAMESPACE, chain, buffers(12, 1 << 20))
-    assert [r.status.hit for r in results] == [i < match.length for i in range(12)]
 
 
 async def test_views_show_the_memory_itself(pool_dev: dev.Dev) -> None:
@@ -241,20 +188,6 @@ async def test_a_wrong_checksum_is_a_miss_and_the_block_goes(pool: Pool, pool_de
     assert answers[0].status is ReadStatus.CORRUPT
     # The key is free again: the next writer heals it.
     assert await pool.write(NAMESPACE, [chain[1]], [value(chain[1])]) == [WriteStatus.STORED]
-
-
-async def test_intact_bytes_of_another_key_are_not_handed_out(
-    pool: Pool, pool_dev: dev.Dev
-) -> None:
-    """G1: the checksum is seeded with the key, so an index that mixes up extents is caught."""
-    (server,) = pool_dev.servers
-    one, two = keys("swap", 2)
-    await pool.write(NAMESPACE, [one, two], [value(one), value(two)])
-    first, second = (server.store.index.peek(NAMESPACE, 0, digest) for digest in (one, two))
-    first.offset, second.offset = second.offset, first.offset
-    first.checksum, second.checksum = second.checksum, first.checksum
-    results = await pool.read(NAMESPACE, [one, two], buffers(2))
-    assert [r.status for r in results] == [ReadStatus.CORRUPT] * 2
 
 
 async def test_a_batch_larger_than_a_message_is_split(tcp: Pool) -> None:
