@@ -20,7 +20,6 @@ from kvpool import (
     BadBuffer,
     ClientConfig,
     Pool,
-    ReadStatus,
     TooLarge,
     Unavailable,
     WriteStatus,
@@ -32,7 +31,7 @@ from kvpool.client.buffers import HostRows, with_device_blocks
 from kvpool.device.thread import DeviceFailed, DeviceThread
 from kvpool.errors import Closed, ConfigError, DeadlineExceeded
 from tests.conftest import NAMESPACE, TRANSPORTS, eventually, key, keys, value, values
-from tests.support.late_device import Gate, LateEvent, LateTensor, stream
+from tests.support.late_device import Gate, LateEvent, LateTensor
 
 torch = pytest.importorskip("torch", reason="devices need torch")
 
@@ -251,28 +250,6 @@ async def test_tensors_of_the_host_are_used_in_place(tcp: Pool) -> None:
 # --- wrong bytes, time, and ends ----------------------------------------------------------------
 
 
-async def test_bytes_that_fail_their_checksum_never_reach_the_device(
-    client: Pool, pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "ROUND", 3 * SIZE)  # one round, with a hole in it
-    (server,) = pool_dev.servers
-    chain = keys("rot", 3)
-    await client.write(NAMESPACE, chain, values(chain, SIZE))
-    entry = server.store.index.peek(NAMESPACE, 0, chain[1])
-    server.tier.view(entry.offset, SIZE)[77] ^= 1  # type: ignore[attr-defined]
-    targets = [on_gpu(b"-" * SIZE) for _ in chain]
-    results = await client.read(NAMESPACE, chain, targets)
-    assert [r.status for r in results] == [ReadStatus.HIT, ReadStatus.CORRUPT, ReadStatus.HIT]
-    assert content(targets[1]) == b"-" * SIZE
-    assert [content(targets[i]) for i in (0, 2)] == [value(chain[i], SIZE) for i in (0, 2)]
-    assert client.counters["corrupt"] == 1
-
-
-async def test_what_the_pool_does_not_have_is_a_miss_with_its_reason(client: Pool) -> None:
-    results = await client.read(NAMESPACE, keys("never", 2), [empty(), empty()])
-    assert [result.status for result in results] == [ReadStatus.NEVER_WRITTEN] * 2
-
-
 async def test_a_copy_waits_for_what_its_caller_asked_the_device_for(
     tcp: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,43 +265,6 @@ async def test_a_copy_waits_for_what_its_caller_asked_the_device_for(
     got = bytearray(SIZE)
     await tcp.read(NAMESPACE, chain, [got])
     assert got == value(name, SIZE)
-
-
-@pytest.mark.parametrize("cancelled", [True, False])
-@pytest.mark.parametrize("reads", [True, False])
-async def test_a_call_that_is_cancelled_or_late_waits_for_the_device(
-    tcp: Pool, threads: list[DeviceThread], reads: bool, cancelled: bool
-) -> None:
-    """A copy has begun and may touch the memory at any time, so the call has not ended."""
-    (name,) = chain = keys("gate", 1)
-    await tcp.write(NAMESPACE, chain, [on_gpu(value(name, SIZE))])
-    await tcp.read(NAMESPACE, chain, [empty()])  # both threads have begun
-    gate = Gate()
-    for thread in threads:
-        thread._event = gate
-
-    timeout = 5.0 if cancelled else 0.1
-    call = asyncio.ensure_future(
-        tcp.read(NAMESPACE, chain, [empty()], timeout=timeout)
-        if reads
-        else tcp.write(NAMESPACE, [key("new")], [empty()], timeout=timeout)
-    )
-    try:
-        await eventually(lambda: gate.waiting)
-        await asyncio.sleep(0.2)
-        if cancelled:
-            call.cancel()
-            await asyncio.sleep(0.05)
-        assert not call.done()
-    finally:
-        gate.open = lambda: True
-    if cancelled:
-        with pytest.raises(asyncio.CancelledError):
-            await call
-    else:
-        (ended,) = await call
-        assert (ended.status if reads else ended).name == "DEADLINE"
-    assert not tcp._memory.pinned.arena.taken
 
 
 async def test_closing_the_pool_ends_its_calls(
@@ -345,28 +285,6 @@ async def test_closing_the_pool_ends_its_calls(
     (outcome,) = await asyncio.gather(reading, return_exceptions=True)
     assert type(outcome).__name__ == "Closed"
     assert content(targets[2]) == bytes(SIZE)
-
-
-async def test_an_error_of_the_device_is_told(
-    tcp: Pool, threads: list[DeviceThread], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is no miss: no other copy of the block would help. The pool itself is well."""
-    (name,) = chain = keys("broken", 1)
-    await tcp.write(NAMESPACE, chain, [on_gpu(value(name, SIZE))])
-
-    def fails() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threads[1], "_event", Gate())
-        patch.setattr(threads[1]._event, "synchronize", fails)
-        with pytest.raises(Unavailable, match=r"illegal memory access was encountered$"):
-            await tcp.read(NAMESPACE, chain, [empty()])
-    stream().clear()
-    got = bytearray(SIZE)
-    assert hits(await tcp.read(NAMESPACE, chain, [got])) == [True]
-    assert got == value(name, SIZE)
-    assert not tcp._memory.pinned.arena.taken
 
 
 async def test_an_error_of_the_callers_own_work_is_told(

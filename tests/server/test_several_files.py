@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
-import os
 import random
-import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -384,29 +381,6 @@ async def test_histories_of_faults_lose_no_more_than_the_faults(
                     await asyncio.sleep(0.02)
             if one.server._context.mover.health.parts(1) != [0, 1]:
                 removed.clear()  # from a file that is offline nothing can be erased
-
-
-async def _write_and_be_killed(folder: str) -> None:
-    async with scene(Path(folder)) as one:
-        await one.write(keys("chain", 200))
-        await one.written_back()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-async def test_after_kill_9_what_both_had_is_there(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_killed, args=(str(tmp_path),))
-    process.start()
-    await asyncio.to_thread(process.join, 60)
-    assert process.exitcode == -signal.SIGKILL
-    async with scene(tmp_path) as one:
-        chain = keys("chain", 200)
-        assert one.in_file(0)
-        assert one.in_file(1)
-        assert set(await one.read(chain)) == {ReadStatus.HIT}
-
-
-def _killed(folder: str) -> None:
-    asyncio.run(_write_and_be_killed(folder))
 
 
 def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:

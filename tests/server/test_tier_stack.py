@@ -361,26 +361,6 @@ async def test_writes_that_fail_now_and_then_are_no_outage(tiered: dev.Dev) -> N
             assert not stack.queue.read_only
 
 
-async def test_a_read_only_tier_that_cannot_be_read_either_is_lost(tiered: dev.Dev) -> None:
-    old = keys("old", 100)
-    (server,) = tiered.servers
-    stack, nvme = server.stack, server.tiers[1]
-    async with tiered.pool() as pool:
-        await write(pool, old)
-        await saved(tiered)
-        disk = FailingDisk.under(nvme)
-        disk.write_error = "EIO: Input/output error"
-        await write(pool, keys("new", 4))
-        await eventually(lambda: stack.queue.read_only)
-        disk.read_error = disk.write_error
-        assert set(await read(pool, old[:20])) == {ReadStatus.TIER_LOST}
-        await eventually(lambda: stack.index.offline == {1})
-        assert not stack.queue.read_only
-        for digest in keys("more", 60):
-            await write(pool, [digest])
-        check_invariants(stack)
-
-
 _FULL_DISK = """
 import asyncio, errno, os, sys
 from kvpool import dev
