@@ -235,10 +235,10 @@ def parse_tier(text: str) -> TierSpec:
     place, _, query = text.partition("?")
     name, _, rest = place.partition(":")
     place, _, size = rest.rpartition(":")
-    if not name or not size:
+    if not name or not size or "/" in size:
         raise ConfigError(
             f"tier {text!r}: expected name:size or name:place:size, "
-            "such as dram:8GiB or nvme:/data/kvpool:100GiB"
+            "such as dram:8GiB or nvme:/data/kvpool:100GiB?queue_depth=32"
         )
     try:
         capacity = parse_size(size)

@@ -498,7 +498,7 @@ async def test_a_block_that_a_file_has_twice_is_counted_and_said(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("dram", "expected name:size"),
+        ("s3://bucket/prefix?endpoint=http://a:1", "expected name:size"),
         ("dram:", "expected name:size"),
         (":1GiB", "expected name:size"),
         ("dram:lots", "expected bytes or a number with unit"),
