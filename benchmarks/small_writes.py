@@ -2,7 +2,7 @@
 
 python -m benchmarks.small_writes [--rounds 40]
 
-A write in one request is a `Write` with the bytes behind it; in steps it is `Reserve`, the bytes,
+A write in one request is `Reserve` with the bytes behind it; in steps it is `Reserve`, the bytes,
 `Seal`. The client alone is switched from one to the other, each round.
 """
 

@@ -42,7 +42,6 @@ TENANT_MAY: Final[Mapping[type[wire.Message], Access]] = {
     wire.Reserved: _NO_REQUEST,
     wire.Seal: _ANSWERED,  # ids are of this connection; the store refuses others
     wire.StatusReply: _NO_REQUEST,
-    wire.Write: _OWN,
     wire.Read: _OWN,
     wire.Data: _NO_REQUEST,
     wire.Unpin: _ANSWERED,  # what this connection has pinned

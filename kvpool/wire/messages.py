@@ -65,7 +65,7 @@ ANNOUNCED_BLOCKS_MAX: Final = 1024
 SESSION_RUNS_MAX: Final = 256
 #: Hints in one answer to a heartbeat.
 HINTS_MAX: Final = 1024
-#: Bytes of blocks that may come with a `Write`.
+#: Bytes of blocks that may come with a `Reserve`.
 WRITE_BYTES_MAX: Final = 16 << 20
 #: Answers to hints in one heartbeat; there is no second one for the rest: they are for people.
 HINT_ANSWERS_MAX: Final = 256
@@ -163,6 +163,9 @@ class Reserve(Keys, frozen=True, omit_defaults=True):
 
     With a `session`, these blocks are part of its chain; `resume_s` says when it resumes. Each
     block is written to `copies` servers; 0: to this one.
+
+    With `checksums` it is a whole write in one request: the blocks' bytes are the payload, and are
+    sealed as by a `Seal`. Bytes of blocks that are not stored are thrown away.
     """
 
     part: Small
@@ -172,6 +175,8 @@ class Reserve(Keys, frozen=True, omit_defaults=True):
     session: SessionName = ""
     resume_s: Seconds | None = None
     copies: Annotated[int, Meta(ge=0, le=COPIES_MAX)] = 0
+    checksums: Hashes = []
+    visible: bool = False
 
 
 class Reserved(Message, frozen=True):
@@ -195,31 +200,14 @@ class Seal(Message, frozen=True):
 
 
 class StatusReply(Tolerant, frozen=True):
-    """One byte per block or id: a `WriteStatus` (`Seal`, `Write`), a `MoveStatus` (`Fetch`,
-    `Prefetch`), or 1 where one was removed (`Remove`). To a `Hint` one byte: 1 where this master
-    passes it on.
+    """One byte per block or id: a `WriteStatus` (`Seal`, `Reserve` with bytes), a `MoveStatus`
+    (`Fetch`, `Prefetch`), or 1 where one was removed (`Remove`). To a `Hint` one byte: 1 where
+    this master passes it on.
 
-    NOT_YET for a `Write`: the server cannot take it at once; ask with `Reserve`: there it waits.
+    NOT_YET for a `Reserve` with bytes: the server cannot take them at once; without, it waits.
     """
 
     statuses: Statuses
-
-
-class Write(Keys, frozen=True, omit_defaults=True):
-    """A small write in one request: as `Reserve` and `Seal`, and the blocks' bytes are the payload.
-
-    Bytes of blocks that are not stored are thrown away.
-    """
-
-    part: Small
-    parents: Packed
-    sizes: BlockSizes
-    checksums: Hashes
-    visible: bool
-    wait_s: Seconds
-    session: SessionName = ""
-    resume_s: Seconds | None = None
-    copies: Annotated[int, Meta(ge=0, le=COPIES_MAX)] = 0
 
 
 class Read(Keys, frozen=True, omit_defaults=True):
@@ -721,7 +709,6 @@ TYPES: Final[dict[type[Message], int]] = {
     Drain: 23,
     Drained: 24,
     Prefetch: 25,
-    Write: 27,
     SendToken: 30,
     Register: 32,
     Registered: 33,

@@ -53,7 +53,7 @@ def decode(number: int, body: bytes) -> None:
     if isinstance(message, messages.Keys):
         messages.unpack_keys(message)
         messages.unpack_batch(message)
-    if isinstance(message, messages.Reserve | messages.Write):
+    if isinstance(message, messages.Reserve):
         messages.unpack_parents(message.parents, message.digest_size)
 
 

@@ -253,7 +253,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MESSAGES)
 @pytest.mark.parametrize(("good", "size"), [(reserve(key("a")), 0), (write(key("a")), 64)])
 async def test_messages(shared: dev.Dev, good: wire.Message, size: int, name: str) -> None:
-    """Of a `Write`, which comes with bytes, nothing is reserved, and none of them is awaited."""
+    """Of a write that comes with its bytes, nothing is reserved, and none of them is awaited."""
     fields = msgspec.structs.asdict(good) | MESSAGES[name]
     number = wire.TYPES[type(good)]
     async with raw(shared) as peer:

@@ -215,7 +215,7 @@ SURFACE = {
     # With their four bases. Of pairs that look alike (`Announce` and `Inventory`, `Heartbeat` and
     # `Leave`, `Changes` and `Snapshot`, `Fetch` and `Prefetch`, both answers to `Namespaces`) one
     # message would have fields that mean nothing for one of the two.
-    "messages": (46, 56),
+    "messages": (46, 55),
     "methods of Pool": (15, 15),
     "extras": (12, 12),
     "targets of make": (16, 16),

@@ -150,13 +150,11 @@ def reserve(*digests: bytes, size: int = 64, wait_s: float = 1.0) -> wire.Reserv
     return wire.Reserve(NAMESPACE.name, 1, 32, packed, 0, parents, [size] * len(digests), wait_s)
 
 
-def write(*digests: bytes, size: int = 64, **changed: object) -> wire.Write:
+def write(*digests: bytes, size: int = 64, **changed: object) -> wire.Reserve:
     """A small write, whose bytes come with it."""
-    packed, count = b"".join(digests), len(digests)
-    message = wire.Write(
-        NAMESPACE.name, 1, 32, packed, 0, bytes(32 * count), [size] * count, [0] * count, True, 1.0
-    )
-    return msgspec.structs.replace(message, **changed)
+    message = reserve(*digests, size=size)
+    fields = {"checksums": [0] * len(digests), "visible": True, **changed}
+    return msgspec.structs.replace(message, **fields)
 
 
 def read(*digests: bytes) -> wire.Read:

@@ -109,8 +109,8 @@ def about(keys: dict[str, Any], count: int) -> list[wire.Message]:
     parent = keys["digests"][:32]
     return [
         wire.Reserve(**keys, part=0, parents=parents, sizes=sizes, wait_s=0.1),
-        wire.Write(**keys, part=0, parents=parents, sizes=sizes, checksums=sums, visible=True,
-                   wait_s=0.1),
+        wire.Reserve(**keys, part=0, parents=parents, sizes=sizes, checksums=sums, visible=True,
+                     wait_s=0.1),
         wire.Read(**keys, part=0, buffer_sizes=[1 << 20] * count),
         wire.Remove(**keys),
         wire.Remove(**keys, part=0, checksums=sums),
@@ -155,7 +155,7 @@ async def everything(peer: Raw) -> bytes:
 async def test_no_answer_of_a_server_names_others(pool: TenantPool) -> None:
     async def exchange(message: wire.Message) -> bytes:
         async with pool.raw(tenant("blue")) as peer:
-            payload = bytes(64 * 4) if isinstance(message, wire.Write) else b""
+            payload = bytes(64 * 4) if getattr(message, "visible", False) else b""
             await peer.send(frame(message, payload) + frame(wire.Unpin(confirm=True)))
             # It ends the connection, whatever came before it.
             await peer.send(frame(wire.Drain()))

@@ -30,7 +30,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Reserved(b"\x04\x01", [7], [4096]),
     messages.Seal([7], [2**64 - 1], True, 1.0),
     messages.StatusReply(b"\x00"),
-    messages.Write(
+    messages.Reserve(
         **KEYS,
         part=0,
         parents=bytes(64),
@@ -39,13 +39,12 @@ SAMPLES: Final[list[messages.Message]] = [
         visible=True,
         wait_s=0.5,
     ),
-    messages.Write(
+    messages.Reserve(
         **KEYS,
         part=0,
         parents=bytes(64),
         sizes=[1, 2],
         checksums=[7, 8],
-        visible=False,
         wait_s=0.5,
         session="agent 7",
         resume_s=2.5,

@@ -245,7 +245,7 @@ def written_at_once(sizes: list[int], checksums: list[int], more: int) -> bytes:
     """A small write, with more or fewer bytes than it says."""
     names = {**KEYS, "digests": DIGESTS[: 32 * len(sizes)]}
     parents = bytes(32 * len(sizes))
-    write = messages.Write(
+    write = messages.Reserve(
         **names, part=0, parents=parents, sizes=sizes, checksums=checksums, visible=True, wait_s=0.5
     )
     size = max(0, sum(sizes) + more)

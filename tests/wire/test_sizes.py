@@ -30,7 +30,7 @@ PAGED = {
     wire.PlaceReply,
 }
 REQUESTS = {wire.Announce, wire.Inventory, wire.Place, wire.Find}
-REQUESTS |= {wire.Heartbeat, wire.Reserve, wire.Write}
+REQUESTS |= {wire.Heartbeat, wire.Reserve}
 LONG = "\N{BANKNOTE WITH DOLLAR SIGN}"  # takes the most bytes of what a name may have
 BLOCKS = keys("sizes", 40)
 
@@ -70,7 +70,7 @@ def test_every_message_is_bounded_by_its_type_or_paged() -> None:
 def test_a_server_takes_the_longest_request_and_not_much_more() -> None:
     many = [secrets.token_bytes(32) for _ in range(BATCH_BLOCKS_MAX)]
     numbers = [2**64 - 1] * len(many)
-    longest = wire.Write(
+    longest = wire.Reserve(
         "".ljust(512, LONG),
         256,
         32,
@@ -78,10 +78,10 @@ def test_a_server_takes_the_longest_request_and_not_much_more() -> None:
         255,
         b"".join(many),
         [BLOCK_SIZE_MAX] * len(many),
-        numbers,
-        True,
         1.0,
         session="".ljust(128, LONG),
+        checksums=numbers,
+        visible=True,
     )
     body = wire.encode(longest)[1]
     assert len(body) <= _REQUEST_MAX < 2 * len(body)

@@ -43,7 +43,6 @@ from kvpool.wire.messages import (
     Seal,
     StatusReply,
     Welcome,
-    Write,
     decode_answer,
     pack_parents,
 )
@@ -148,35 +147,14 @@ async def write(
 async def write_at_once(
     stream: Stream, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
 ) -> list[WriteStatus]:
-    """Store blocks with a `Write`: request, checksums and bytes in one frame, and one answer.
+    """Store blocks with one `Reserve`: request, checksums and bytes in one frame, and one answer.
 
     NOT_YET where the server would have to wait. Raises BadMessage for an answer that does not fit.
     """
-    digests = [block.digest for block in blocks]
-    parents = [block.parent for block in blocks]
-    sizes = [block.size for block in blocks]
     pieces = [block.pieces for block in blocks]
-    digest_size = len(digests[0])
-    session_hint = options.session_hint or SessionHint("")
-    await stream.send(
-        Write(
-            namespace=options.namespace.name,
-            parts=options.namespace.parts,
-            digest_size=digest_size,
-            digests=b"".join(digests),
-            part=options.part,
-            parents=pack_parents(parents, digest_size),
-            sizes=sizes,
-            checksums=checksums(options.namespace, options.part, digests, pieces),
-            visible=options.visible,
-            wait_s=max(0.0, deadline - asyncio.get_running_loop().time()),
-            session=session_hint.session,
-            resume_s=session_hint.resume_in,
-            copies=options.copies if options.copies > 1 else 0,
-        ),
-        pieces,
-        deadline=deadline,
-    )
+    digests = [block.digest for block in blocks]
+    sums = checksums(options.namespace, options.part, digests, pieces)
+    await stream.send(_reserve(options, blocks, deadline, sums), pieces, deadline=deadline)
     written = await stream.expect(StatusReply, deadline=deadline)
     return write_statuses(written.statuses, len(blocks), _NOT_OF_WRITE)
 
@@ -192,25 +170,7 @@ async def reserve(
 
     Raises BadMessage for an answer that does not fit the request.
     """
-    digest_size = len(blocks[0].digest)
-    session_hint = options.session_hint or SessionHint("")
-    loop = asyncio.get_running_loop()
-    await stream.send(
-        Reserve(
-            namespace=options.namespace.name,
-            parts=options.namespace.parts,
-            digest_size=digest_size,
-            digests=b"".join([block.digest for block in blocks]),
-            part=options.part,
-            parents=pack_parents([block.parent for block in blocks], digest_size),
-            sizes=[block.size for block in blocks],
-            wait_s=max(0.0, deadline - loop.time()),
-            session=session_hint.session,
-            resume_s=session_hint.resume_in,
-            copies=options.copies if options.copies > 1 else 0,
-        ),
-        deadline=deadline,
-    )
+    await stream.send(_reserve(options, blocks, deadline, []), deadline=deadline)
     reserved = await stream.expect(Reserved, deadline=deadline)
     statuses = write_statuses(reserved.statuses, len(blocks), _NOT_OF_RESERVE)
     granted = [i for i, status in enumerate(statuses) if status is WriteStatus.RESERVED]
@@ -220,6 +180,32 @@ async def reserve(
             f"{len(reserved.offsets)} offsets"
         )
     return statuses, granted, reserved
+
+
+def _reserve(
+    options: WriteOptions,
+    blocks: Sequence[WriteBlock] | Sequence[DeviceWriteBlock],
+    deadline: float,
+    checksums: list[int],
+) -> Reserve:
+    """The request for room; with checksums the blocks' bytes come with it, and are sealed."""
+    digest_size = len(blocks[0].digest)
+    session_hint = options.session_hint or SessionHint("")
+    return Reserve(
+        namespace=options.namespace.name,
+        parts=options.namespace.parts,
+        digest_size=digest_size,
+        digests=b"".join([block.digest for block in blocks]),
+        part=options.part,
+        parents=pack_parents([block.parent for block in blocks], digest_size),
+        sizes=[block.size for block in blocks],
+        wait_s=max(0.0, deadline - asyncio.get_running_loop().time()),
+        session=session_hint.session,
+        resume_s=session_hint.resume_in,
+        copies=options.copies if options.copies > 1 else 0,
+        checksums=checksums,
+        visible=options.visible and bool(checksums),
+    )
 
 
 async def seal(
@@ -415,7 +401,7 @@ class StreamChannel:
     async def write(
         self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
-        """A small one in one request, `Write`; else in steps."""
+        """A small one in one request; else in steps."""
         in_steps = partial(self._write_in_steps, options, deadline)
         return await write(self._streams, options, blocks, deadline, in_steps, self.one_request_max)
 

@@ -52,7 +52,6 @@ from kvpool.wire.messages import (
     StatusReply,
     Unpin,
     Welcome,
-    Write,
     check_part,
     decode,
     message_type,
@@ -76,7 +75,7 @@ ANSWER_S = 60.0
 
 #: Bytes of blocks that are not stored go here, of all connections; nobody reads them.
 _NOWHERE: Final = memoryview(bytearray(STEP))
-_WRITE: Final = TYPES[Write]
+_RESERVE: Final = TYPES[Reserve]
 
 log = logs.get("kvpool.transport")
 
@@ -164,7 +163,7 @@ class StreamSession:
 
     #: Whether clients of tenants may use it. Never where the client maps the server's memory.
     serves_tenants = True
-    #: Bytes that may come with a `Write`.
+    #: Bytes that may come with a `Reserve`.
     write_bytes_max = WRITE_BYTES_MAX
 
     @property
@@ -193,8 +192,8 @@ class StreamSession:
         self._connection: Connection | None = None
         self._peer = Peer("")
         self._pins: list[Pin] = []
-        #: The `Write` that is arriving or has arrived, and what was reserved for it.
-        self._write_request: Write | None = None
+        #: The write whose bytes are arriving or have arrived, and what was reserved for it.
+        self._write_request: Reserve | None = None
         self._incoming: list[Reservation] = []
         #: Between two exchanges: since when.
         self._idle_since: float | None = None
@@ -376,22 +375,22 @@ class StreamSession:
             await self._send(await connection.answer(request))
 
     def _payload_of_request(self, frame: Frame) -> PayloadReceiver | None:
-        """Where the bytes of a request go, of which only `Write` has some.
+        """Where the bytes of a request go, of which only `Reserve` may have some.
 
         Its blocks are reserved here, in the step in which the request is complete: so each byte
         goes where it stays, and nothing of a stranger's is held beside his reservations.
         """
         connection = self._connection
-        if frame.type != _WRITE or connection is None:
+        if frame.type != _RESERVE or not frame.payload_size or connection is None:
             return None
         self._idle_since = None
         self._unpin_previous(connection)
         self._lent = False
         if frame.payload_size > self.write_bytes_max:
             raise BadMessage(
-                f"a Write with {frame.payload_size} bytes, limit {self.write_bytes_max}: reserve"
+                f"a write of {frame.payload_size} bytes, limit {self.write_bytes_max}: reserve"
             )
-        write = decode(Write, frame.type, frame.body)
+        write = decode(Reserve, frame.type, frame.body)
         request = _reserve_request(write)
         if len(write.checksums) != len(write.sizes):
             raise BadMessage(f"{len(write.sizes)} sizes, {len(write.checksums)} checksums")
@@ -412,7 +411,7 @@ class StreamSession:
             ]
         )
 
-    async def _seal_written(self, write: Write, connection: Connection) -> None:
+    async def _seal_written(self, write: Reserve, connection: Connection) -> None:
         """Its bytes have arrived: seal the blocks that were reserved for it."""
         reservations, self._incoming = self._incoming, []
         granted = [i for i, r in enumerate(reservations) if r.extent is not None]
@@ -433,6 +432,8 @@ class StreamSession:
     async def _write(self, reserve: Reserve, connection: Connection) -> None:
         """Reserve, let the bytes arrive, seal."""
         request = _reserve_request(reserve)
+        if reserve.checksums:
+            raise BadMessage("checksums of bytes that have not come")
         deadline = self._loop.time() + min(reserve.wait_s, WAIT_S_MAX)
         self._lent = False
         reservations = await connection.reserve(request, deadline=deadline)
@@ -542,11 +543,10 @@ _TRANSFERS: Final[
 ] = {
     Read: StreamSession._read,
     Reserve: StreamSession._write,
-    Write: StreamSession._seal_written,
 }
 
 
-def _reserve_request(message: Reserve | Write) -> ReserveRequest:
+def _reserve_request(message: Reserve) -> ReserveRequest:
     """The blocks that a client wants to write. Raises BadMessage."""
     namespace, digests = unpack_batch(message)
     parents = unpack_parents(message.parents, message.digest_size)
