@@ -30,9 +30,13 @@ from kvpool.errors import (
     Unavailable,
     UsageError,
 )
-from kvpool.net.control_network import RECONNECT_AFTER_S
 from kvpool.net.polled_links import PolledLinks
-from kvpool.net.requests import PENDING_MAX, decode_envelope, envelope_id
+from kvpool.net.requests import (
+    PENDING_MAX,
+    RECONNECT_AFTER_S,
+    decode_envelope,
+    envelope_id,
+)
 from kvpool.types import Cluster, Match, Namespace
 from kvpool.wire import messages as wire
 

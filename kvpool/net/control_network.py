@@ -37,8 +37,6 @@ from kvpool.types import Cluster
 
 log = logs.get("kvpool.link")
 
-#: A link opens a new connection when its requests have had no reply for so long.
-RECONNECT_AFTER_S: Final = 2.0
 #: Between two attempts to connect: at first, and at most; and after a refusal.
 RETRY_S, RETRY_MAX_S, REFUSED_S = 0.05, 1.0, 2.0
 #: For a connection that is neither made nor refused, to each address of a name.
@@ -165,10 +163,8 @@ class _Link(PendingRequests):
         else:
             self._connect()  # and then all that waits is sent
 
-    def _late(self) -> None:
-        since = self.silent_since
-        if since is not None and self._loop.time() - since >= RECONNECT_AFTER_S:
-            self._connect()  # the connection of now stays until there is another one
+    def _reconnect(self) -> None:
+        self._connect()  # the connection of now stays until there is another one
 
     def _next_delay(self) -> float:
         """Longer after each failure since the last reply."""

@@ -36,6 +36,8 @@ log = logs.get("kvpool.link")
 
 #: Requests one caller may have in flight to one master.
 PENDING_MAX = 4096
+#: A link opens a new connection when its requests have had no reply for so long.
+RECONNECT_AFTER_S: Final = 2.0
 MESSAGE_SIZE_MAX: Final = HEADER_SIZE + BODY_SIZE_MAX
 
 _SIZE: Final = struct.Struct("<I")
@@ -189,7 +191,10 @@ class PendingRequests:
             self._hasty.discard(future)
             del self._pending[id]
             self._messages.pop(id, None)
-            self._late()  # also of a caller that was cancelled: its own patience was shorter
+            # Also of a caller that was cancelled: its own patience was shorter.
+            since = self.silent_since
+            if since is not None and self._loop.time() >= since + RECONNECT_AFTER_S:
+                self._reconnect()
         if isinstance(reply, KvpoolError):
             raise reply.fresh()
         return reply.type, reply.body
@@ -198,8 +203,8 @@ class PendingRequests:
         """Send a request, now or when there is a connection."""
         raise NotImplementedError
 
-    def _late(self) -> None:
-        """A request has ended: with `silent_since`, perhaps without a reply in time."""
+    def _reconnect(self) -> None:
+        """There was no reply for `RECONNECT_AFTER_S`: open another connection, if there is one."""
 
     def on_reply(self, message: bytes) -> None:
         """Give a received message to the caller that waits for it, if there still is one."""

@@ -27,7 +27,7 @@ from kvpool.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kvpool.net import control_listener, control_network
+from kvpool.net import control_listener, control_network, requests
 from kvpool.net.control_network import TcpNetwork, refusal_of
 from kvpool.net.control_session import CallerSession, ControlSession, MasterSession, caller_context
 from kvpool.net.masters_certificate import (
@@ -216,7 +216,7 @@ async def test_a_silent_master_is_left_when_another_connection_is_there(
     cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when its callers have less patience than their deadlines."""
-    monkeypatch.setattr(control_network, "RECONNECT_AFTER_S", 0.1)
+    monkeypatch.setattr(requests, "RECONNECT_AFTER_S", 0.1)
     async with served() as master:
         link = await master.caller()
         before = link._end
