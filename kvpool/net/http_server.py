@@ -153,8 +153,13 @@ class Pages:
             async with asyncio.timeout(_HEAD_S):
                 head = await reader.readuntil(b"\r\n\r\n")
             async with asyncio.timeout(_ANSWER_S):
-                ends = [writer.get_extra_info(one)[0] for one in ("sockname", "peername")]
-                writer.write(await self._answer(head, *ends))
+                ends = [writer.get_extra_info(one) for one in ("sockname", "peername")]
+                if None in ends:  # it has gone already
+                    return
+                answer = await self._answer(head, *[address for address, *_ in ends])
+                if writer.is_closing():  # or by now: uvloop raises what is no OSError
+                    return
+                writer.write(answer)
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
