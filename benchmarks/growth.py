@@ -3,9 +3,9 @@
     .venv/bin/python -m benchmarks.growth [--part master|server]
 
 Of a master: blocks, namespaces, tenants, servers and sessions. Of a server: blocks, namespaces,
-sessions, connections and blocks that have left. One dimension grows at a time. Times are CPU time
-of this thread, the least of several, so a busy machine changes them little. Exit code 1 if
-something grows faster than n log n, or holds the loop for more than 5 ms in one turn.
+tenants, sessions of programs, connections and blocks that have left. One dimension grows at a time.
+Times are CPU time of this thread, the least of several, so a busy machine changes them little. Exit
+code 1 if something grows faster than n log n, or holds the loop for more than 5 ms in one turn.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from kvpool.ops.metrics import pages_of_master, pages_of_server
 from kvpool.protocols import Caller, Connection, Peer, ReserveRequest
 from kvpool.server.block_server import BlockServer
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.state.quota import Quota
+from kvpool.server.state.tenants import set_quotas
 from kvpool.server.state.tier_stores import stores_of
 from kvpool.types import (
     ROOT,
@@ -52,6 +54,8 @@ BATCH = 512
 BLOCK = 64
 TOKEN = bytes(16)
 NUMBERS = itertools.count()
+#: The first one of the first tenant.
+SESSION = "@t0/program=p0;0"
 
 Work = Callable[[], object]
 
@@ -238,14 +242,15 @@ def announcements(master: Master, space: Namespace, server: str) -> dict[str, Wo
 # --- a server -----------------------------------------------------------------------------------
 
 SERVER_SIZES = {
-    **{"blocks": 10_000, "namespaces": 500, "sessions": 1000, "connections": 100},
-    "departures": 6000,
+    **{"blocks": 10_000, "namespaces": 500, "tenants": 100, "sessions": 1000},
+    **{"connections": 100, "departures": 6000},
 }
 
 
 def server_with(
     blocks: int = 2000,
     namespaces: int = 5,
+    tenants: int = 0,
     sessions: int = 10,
     connections: int = 5,
     departures: int = 10,
@@ -259,13 +264,17 @@ def server_with(
         tiers=[memory],
         stores=stores_of([memory], LRU(), BLOCK),
     )
+    if tenants:
+        set_quotas(server.store, {f"t{n}": Quota() for n in range(tenants)})
+    namespaces, sessions = max(namespaces, tenants), max(sessions, tenants)
     clients = [server.connect(Peer(f"client {n}", "tcp")) for n in range(connections)]
-    spaces = [Namespace(f"@t{n % 7}/{n:06}") for n in range(namespaces)]
+    spaces = [Namespace(f"@t{n % (tenants or 7)}/{n:06}") for n in range(namespaces)]
     here: list[list[bytes]] = []
     per = max(1, blocks // max(namespaces, sessions))
     for number in range(max(namespaces, sessions, blocks // per)):
         own = digests(per)
-        session = f"session {number % sessions}"
+        one, of = number % sessions, number % namespaces % (tenants or 7)
+        session = f"@t{of}/program=p{one};{one}"
         for first in range(0, per, BATCH):
             write(clients[0], spaces[number % namespaces], own[first : first + BATCH], session)
         here.append(own)
@@ -300,7 +309,7 @@ def work_of(
 
     def write_new() -> None:
         order.append(digests(len(found)))
-        write(client, space, order[-1], "session 1")
+        write(client, space, order[-1], SESSION)
 
     def read(blocks: list[bytes]) -> None:
         pins = cast(Any, client)._pin(space, 0, blocks, [BLOCK] * len(blocks))
@@ -309,7 +318,7 @@ def work_of(
     def remove() -> None:
         stack.remove(space, order.pop() if order else missing)
 
-    hints: list[wire.WireHint] = [("session 1", 0.0, 5.0), ("session 2", 0.0, None)]
+    hints: list[wire.WireHint] = [(SESSION, 0.0, 5.0), ("@t1/program=p1;1", 0.0, None)]
     pages = pages_of_server(server)
     return {
         "write": write_new,

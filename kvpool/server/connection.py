@@ -128,10 +128,9 @@ class ServerConnection:
     def _already_stored(self, request: ReserveRequest) -> list[Reservation]:
         """Answers of a server that will leave: writers go elsewhere at once (design: movers)."""
         namespace, part, digests, *_ = request
-        here = [self._store.peek(namespace, part, digest) is not None for digest in digests]
-        return [
-            Reservation(WriteStatus.ALREADY_STORED if one else WriteStatus.NO_SPACE) for one in here
-        ]
+        here = [self._store.peek(namespace, part, digest) for digest in digests]
+        stored, full = WriteStatus.ALREADY_STORED, WriteStatus.NO_SPACE
+        return [Reservation(full if one is None else stored) for one in here]
 
     def lend(self) -> bool:
         lent = self._store.front.held.lend(self._id)

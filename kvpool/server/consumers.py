@@ -6,11 +6,11 @@ here, once for each call. All lists are bounded, and what does not fit is summed
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.quota import TenantAccount
@@ -25,6 +25,9 @@ _INDEXES_MAX: Final = 2048
 #: Consumers of each kind that one heartbeat names: those that have most.
 _SHOWN: Final[Mapping[str, int]] = {"tenant": 16, "namespace": 8, "program": 8}
 
+#: Bytes by tier and name.
+_Sizes: TypeAlias = dict[str, Mapping[str, int]]
+
 
 class _Reads:
     """What the readers of one consumer got."""
@@ -33,6 +36,11 @@ class _Reads:
 
     def __init__(self) -> None:
         self.hits = self.bytes = self.missed = 0
+
+    def add(self, other: _Reads) -> None:
+        self.hits += other.hits
+        self.bytes += other.bytes
+        self.missed += other.missed
 
 
 class Consumers:
@@ -70,24 +78,19 @@ class Consumers:
 
     def report(self) -> list[Consumer]:
         """The largest consumers of each kind, and the sum of the others."""
-        stores = list(zip(self._tier_names, self._store.stores, strict=True))
-        of_tenants: dict[str, Counter[str]] = defaultdict(Counter)
-        of_namespaces: dict[str, Counter[str]] = defaultdict(Counter)
-        of_programs: dict[str, Counter[str]] = defaultdict(Counter)
-        for tier, store in stores:
-            listed = 0
-            for account in store.extents.policy.accounts:
-                of_tenants[account.name][tier] += account.used
-                listed += account.used
+        of_tenants, of_namespaces, of_programs = _Sizes(), _Sizes(), _Sizes()
+        for tier, store in zip(self._tier_names, self._store.stores, strict=True):
+            policy = store.extents.policy
+            tenants = {account.name: account.used for account in policy.accounts}
+            namespaces: Counter[str] = Counter()
             for index in islice(store.index.by_part.values(), _INDEXES_MAX):
-                of_namespaces[index.namespace.name][tier] += index.used
-                listed -= index.used
-            if listed:
-                of_namespaces[OTHERS][tier] += listed
-            for program, size in store.extents.policy.bytes_of_programs().items():
-                of_programs[program][tier] += size
+                namespaces[index.namespace.name] += index.used
+            if rest := sum(tenants.values()) - sum(namespaces.values()):
+                namespaces[OTHERS] += rest
+            of_tenants[tier], of_namespaces[tier] = tenants, namespaces
+            of_programs[tier] = policy.bytes_of_programs()
         accounts = self._store.backing.extents.policy.accounts
-        evicted = {one.name: one.evicted_by for one in accounts if isinstance(one, TenantAccount)}
+        evicted = {one.name: one for one in accounts if isinstance(one, TenantAccount)}
         return [
             *self._largest("tenant", of_tenants, evicted),
             *self._largest("namespace", of_namespaces, {}),
@@ -108,51 +111,42 @@ class Consumers:
         return reads
 
     def _largest(
-        self,
-        kind: str,
-        tiers: Mapping[str, Counter[str]],
-        evicted: Mapping[str, Counter[str]],
+        self, kind: str, tiers: _Sizes, accounts: Mapping[str, TenantAccount]
     ) -> list[Consumer]:
-        reads = self._reads[kind]
-        names = {name for name in (*tiers, *reads) if name != OTHERS}
+        """There may be thousands: of those that are not shown only sums are taken."""
+        reads, total, nothing = self._reads[kind], Counter[str](), _Reads()
+        for sizes in tiers.values():
+            total.update(sizes)
+        names = (total.keys() | reads.keys()) - {OTHERS}
+        weights = ((total[name], reads.get(name, nothing).bytes, name) for name in names)
+        shown = [name for *_, name in nlargest(_SHOWN[kind], weights)]
+        found = []
+        rest, evicted = _Reads(), sum(one.evicted for one in accounts.values())
+        left = {tier: sum(sizes.values()) for tier, sizes in tiers.items()}
+        for name in shown:
+            own = {tier: sizes.get(name, 0) for tier, sizes in tiers.items()}
+            by: dict[str, int] = {}
+            if name in accounts:
+                evicted -= accounts[name].evicted
+                by = dict(accounts[name].evicted_by.most_common(_SHOWN[kind]))
+                by[OTHERS] = by.get(OTHERS, 0) + accounts[name].evicted - sum(by.values())
+            found.append(_consumer(kind, name, own, reads.get(name, nothing), by))
+            left = {tier: size - own[tier] for tier, size in left.items()}
+        for name in reads.keys() - set(shown):
+            rest.add(reads[name])
+        others = _consumer(kind, OTHERS, left, rest, {OTHERS: evicted})
+        return [*found, others] if others != Consumer(by=kind, name=OTHERS) else found
 
-        def weight(name: str) -> tuple[int, int, str]:
-            read = reads.get(name)
-            return sum(tiers.get(name, {}).values()), read.bytes if read else 0, name
 
-        shown = nlargest(_SHOWN[kind], names, key=weight)
-        rest = [*names.difference(shown), OTHERS]
-        found = [_sum(kind, name, [name], tiers, reads, evicted) for name in shown]
-        others = _sum(kind, OTHERS, rest, tiers, reads, evicted)
-        empty = Consumer(by=kind, name=OTHERS)
-        return [*found, others] if others != empty else found
-
-
-def _sum(
-    kind: str,
-    name: str,
-    names: Iterable[str],
-    tiers: Mapping[str, Counter[str]],
-    reads: Mapping[str, _Reads],
-    evicted: Mapping[str, Counter[str]],
+def _consumer(
+    kind: str, name: str, tiers: Mapping[str, int], reads: _Reads, evicted_by: Mapping[str, int]
 ) -> Consumer:
-    stored: Counter[str] = Counter()
-    evicted_by: Counter[str] = Counter()
-    counts = [reads[one] for one in names if one in reads]
-    for one in names:  # thousands, perhaps: Counter.update takes a microsecond even for nothing
-        for tier, size in tiers.get(one, {}).items():
-            stored[tier] += size
-        if one in evicted:
-            evicted_by.update(evicted[one])
-    shown = dict(evicted_by.most_common(_SHOWN[kind]))
-    if len(shown) < len(evicted_by):
-        shown[OTHERS] = evicted_by.total() - sum(shown.values())
     return Consumer(
         by=kind,
         name=name[:NAME_MAX],
-        tiers={tier: size for tier, size in stored.items() if size},
-        hit_blocks=sum(one.hits for one in counts),
-        hit_bytes=sum(one.bytes for one in counts),
-        missed_blocks=sum(one.missed for one in counts),
-        evicted_by={by: size for by, size in shown.items() if size},
+        tiers={tier: size for tier, size in tiers.items() if size},
+        hit_blocks=reads.hits,
+        hit_bytes=reads.bytes,
+        missed_blocks=reads.missed,
+        evicted_by={by: size for by, size in evicted_by.items() if size},
     )

@@ -11,7 +11,7 @@ from kvpool.server.eviction.session import PROGRAMS_MAX
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
-from kvpool.server.state.tenants import set_quotas
+from kvpool.server.state.tenants import account_of, set_quotas
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import OTHERS, Consumer, Namespace, SessionHint, program_of
 from tests.conftest import keys
@@ -71,6 +71,13 @@ def test_who_evicted_whom() -> None:
     write(stack.front, BETA, keys(2, 3), 2.0)
     tenants = named(Consumers(stack, ["dram"]).report(), "tenant")
     assert tenants["acme"].evicted_by == {"beta": 3 * PAGE}
+    account = account_of(stack.front, "acme")
+    assert account is not None
+    for n in range(100):
+        account.lost(PAGE, f"t{n}")
+    assert len(account.evicted_by) == 65
+    shown = named(Consumers(stack, ["dram"]).report(), "tenant")["acme"].evicted_by
+    assert (len(shown), sum(shown.values())) == (16, 103 * PAGE)
 
 
 def test_the_list_is_bounded_and_the_rest_is_summed() -> None:
@@ -108,17 +115,36 @@ def test_made_up_names_fill_one_line() -> None:
     assert sum(one.missed_blocks for one in report.values()) == 6 * NAMES_MAX
 
 
-def test_programs_are_bounded() -> None:
-    stack = stack_of(PROGRAMS_MAX + 64)
-    for n in range(PROGRAMS_MAX + 10):
-        session = f"program=p{n};1"
-        stores.write(stack.front, keys(n, 1), 1.0, namespace=POOL, session=session, check=False)
-    assert len(stack.front.extents.policy.bytes_of_programs()) == PROGRAMS_MAX + 1
-    assert stack.front.extents.policy.bytes_of_programs()[OTHERS] == 10 * PAGE
-    stack.front.remove(POOL, keys(7, 1) + keys(8, 1))
-    stores.write(stack.front, keys(-1, 1), 2.0, namespace=POOL, session="program=new;1")
-    assert stack.front.extents.policy.bytes_of_programs()["new"] == PAGE
-    check_invariants(stack)
+def test_programs_are_bounded_and_each_tenant_has_its_share() -> None:
+    """Of all tenants together: a heartbeat names and compares them."""
+    stack, half = stack_of(PROGRAMS_MAX + 64), PROGRAMS_MAX // 2
+    policy = stack.front.extents.policy
+    for space, marker, count in ((ACME, "@acme/", half + 9), (BETA, "@beta/", 1), (POOL, "", half)):
+        for n in range(count):
+            session = f"{marker}program=p{n};1"
+            stores.write(
+                stack.front, keys(n, 1), 1.0, namespace=space, session=session, check=False
+            )
+    found = policy.bytes_of_programs()
+    assert len(found) == PROGRAMS_MAX + 1
+    assert found[OTHERS] == (9 + 1) * PAGE
+    assert found["@beta/p0"] == PAGE
+    stack.remove(ACME, [keys(n, 1)[0] for n in range(half + 9)])
+    assert policy.programs.names.used == half
+    write(stack.front, ACME, keys(half, 1), 2.0, session=SessionHint(f"@acme/program=p{half};1"))
+    assert policy.bytes_of_programs()[f"@acme/p{half}"] == PAGE, "it was one of the others before"
+
+
+def test_figures_of_many_tenants_are_those_of_all() -> None:
+    stack, count = stack_of(256), 150
+    policy = stack.front.extents.policy
+    for n in range(count):
+        space, session = Namespace(f"@t{n}/llm"), SessionHint(f"@t{n}/s")
+        write(stack.front, space, keys(n, 1), 1.0, session=session)
+    assert [policy.figures["sessions"] for _ in range(3)][-1] == count
+    stack.remove(Namespace("@t0/llm"), keys(0, 1))
+    set_quotas(stack.front, {})
+    assert [policy.figures["sessions"] for _ in range(3)][-1] == count - 1
 
 
 def test_reads_of_no_program_count_beside_those_of_programs() -> None:

@@ -103,15 +103,6 @@ def test_who_was_asked_has_no_victim_or_is_within_its_guarantee_is_passed_over(
     assert three.found() == "a"
 
 
-def test_what_changed_elsewhere_is_compared_when_it_is_told(three: Three) -> None:
-    assert three.found() == "a"
-    three.order("c").used = 0.0
-    assert three.found() == "a"
-    three.oldest.on_change(three.accounts["c"])
-    three.oldest.end_turn()
-    assert three.found() == "c"
-
-
 def test_what_only_time_has_made_older_is_found_when_it_was_its_turn_to_be_asked(
     three: Three,
 ) -> None:

@@ -158,14 +158,6 @@ def test_what_is_too_much_goes_to_those_that_come() -> None:
     assert all(kept(f"t{n}") for n in range(100))
 
 
-def test_what_is_put_again_is_the_youngest() -> None:
-    recent: Recent[str, int] = Recent(3)
-    for name in "abcabd":
-        recent.put("acme", name, 1)
-    assert recent.get("acme", "c") is None
-    assert recent.get("acme", "a") == 1
-
-
 def test_entries_of_one_holder_the_oldest_first() -> None:
     recent: Recent[str, int] = Recent(4)
     for holder, key, value in (("a", "x", 1), ("b", "x", 2), ("a", "y", 3), ("a", "x", 4)):

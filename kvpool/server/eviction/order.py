@@ -37,6 +37,7 @@ class Order:
         self.accounts: Iterable[Account] = (account,)
         self.account_of: Callable[[str], Account] = lambda namespace: account
         self.touch: Callable[[Entry, float], None] = policy.touch  # direct: it is called per read
+        self.programs: Any = None  # `ProgramBytes`, where hints name programs
 
     def evicting(self, victim: Entry, by: Account) -> int:
         """This victim makes room for a block of that account: the bytes that leave with it, where

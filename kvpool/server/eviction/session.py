@@ -9,12 +9,13 @@ from typing import Any, Final
 from kvpool.errors import InvariantViolated
 from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.state.entry import Entry, Index
+from kvpool.shares import Shares
 from kvpool.tenant_names import tenant_of
 from kvpool.types import OTHERS, program_of
 
 #: Sessions recorded at once; one more drops the session whose last write is the oldest.
 SESSIONS_MAX: Final = 65_536
-#: Programs whose bytes are counted apart.
+#: Programs of a store whose bytes are counted apart, at most.
 PROGRAMS_MAX: Final = 1024
 
 
@@ -87,6 +88,34 @@ class Timeline(dict["Session", float]):
         return None
 
 
+class ProgramBytes(Counter[str]):
+    """Bytes of the sessions of each program, in whole extents.
+
+    Orders of one store have the same `names`: of all its programs `PROGRAMS_MAX` are counted apart,
+    of each tenant its share, and the others together, as OTHERS.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = Shares(PROGRAMS_MAX)
+
+    def name_of(self, session: str) -> str:
+        """What the bytes of a session count for; empty if it is of no program."""
+        program = program_of(session)
+        known = not program or program in self or self.names.room(tenant_of(program)) > 0
+        return program if known else OTHERS
+
+    def count(self, name: str, size: int) -> None:
+        """So many bytes more, or fewer, of what has this name."""
+        if name not in self and name != OTHERS:
+            self.names.hold(tenant_of(name))
+        self[name] += size
+        if not self[name]:
+            del self[name]
+            if name != OTHERS:
+                self.names.give_back(tenant_of(name))
+
+
 class Sessions(OrderedDict[str, "Session"]):
     """Those of one store by name, the last one that wrote last. `rounded` gives how many bytes of
     whole extents a block takes."""
@@ -94,27 +123,23 @@ class Sessions(OrderedDict[str, "Session"]):
     def __init__(self, rounded: Callable[[int], int]) -> None:
         super().__init__()
         self.rounded = rounded
-        self.bytes_of_programs: Counter[str] = Counter()
+        self.programs = ProgramBytes()
         #: Of sessions that have no block left: their last use, until they come back.
         self._gone: OrderedDict[str, float] = OrderedDict()
 
     def begin(self, name: str) -> tuple[Session, Session | None]:
         """A new session, and the one that it displaces."""
         session = self[name] = Session(name)
-        program = program_of(name)
-        known = not program or program in self.bytes_of_programs
-        room = known or len(self.bytes_of_programs) < PROGRAMS_MAX
-        session.program = program if room else OTHERS
         self._gone.pop(name, None)
         return session, self.popitem(last=False)[1] if len(self) > SESSIONS_MAX else None
 
     def resize(self, session: Session, size: int) -> None:
         """It has so many bytes more, or fewer."""
+        if not session.bytes:  # its first block: what it counts for from now on
+            session.program = self.programs.name_of(session.name)
         session.bytes += size
         if session.program:
-            self.bytes_of_programs[session.program] += size
-            if not self.bytes_of_programs[session.program]:
-                del self.bytes_of_programs[session.program]
+            self.programs.count(session.program, size)
 
     def forget(self, session: Session, used: float) -> None:
         """It has no block left; it was used last at `used`."""
@@ -150,8 +175,8 @@ def check_sessions(policy: Any, entries: Collection[Entry], tenant: str | None =
     waiting = [s for s in {*sessions.values(), *sizes} if s.arrived is not None]
     if len(waiting) != announced.waiting or any(session.due is None for session in waiting):
         raise InvariantViolated(f"{announced.waiting} sessions wait, there are {len(waiting)}")
-    if programs != sessions.bytes_of_programs:
-        raise InvariantViolated(f"programs have {programs}, not {sessions.bytes_of_programs}")
+    if programs != sessions.programs:
+        raise InvariantViolated(f"programs have {programs}, not {sessions.programs}")
     size = sum(session.bytes for session in sizes if session.due is not None)
     if size != announced.bytes:
         raise InvariantViolated(f"{announced.bytes} bytes announced, there are {size}")

@@ -65,6 +65,7 @@ class SessionAwarePolicy(Order):
         super().__init__(policy, budget, rounded)
         self.counters: Counter[str] = Counter()
         self.sessions = Sessions(rounded)
+        self.programs = self.sessions.programs
         self.announced = Announcements(policy, budget, self.counters)
         self.branches = Branches(policy.add_candidate, self.counters)
         self.extra = ExtraCopies(policy.add_candidate)
@@ -189,7 +190,7 @@ class SessionAwarePolicy(Order):
         return figures
 
     def bytes_of_programs(self) -> Counter[str]:
-        return self.sessions.bytes_of_programs
+        return self.sessions.programs
 
     # --- the policy ----------------------------------------------------------------------
 

@@ -191,6 +191,7 @@ class TenantOrders(Order):
     ) -> None:
         super().__init__(pool.policy, 0, rounded)
         self.touch = lambda entry, now: self.order_of(entry.index).touch(entry, now)
+        self.programs = pool.programs
         self.accounts = accounts
         self.account_of = accounts.of
         self._orders: dict[Any, Order] = {accounts.pool: pool}
@@ -200,11 +201,15 @@ class TenantOrders(Order):
         self._oldest = OldestOrder(self._orders)
         self._dry = self._oldest.dry
         self._useless_of: Account = accounts.pool
+        #: Of all orders, and of each as it was asked last; the next one to ask.
+        self._figures: Counter[str] = Counter()
+        self._figures_of: dict[Any, Counter[str]] = {}
+        self._figures_from = 0
 
     def evicting(self, victim: Entry, by: Account) -> int:
         """It is counted for the victim's tenant, too."""
         size, account = self._extent(victim), victim.index.account
-        cast("TenantAccount", account).evicted_by[by.name] += size
+        cast("TenantAccount", account).lost(size, by.name)
         return size
 
     def order_of(self, index: Index) -> Order:
@@ -216,6 +221,8 @@ class TenantOrders(Order):
         order = self._orders.get(account)
         if order is None:
             order = self._orders[account] = self._make()
+            if self.programs is not None:
+                order.programs.names = self.programs.names
             self._oldest.on_change(account)
         return order
 
@@ -225,6 +232,7 @@ class TenantOrders(Order):
             self._oldest.on_change(account)
         for account in accounts:
             self._orders.pop(account, None)
+            self._figures.subtract(self._figures_of.pop(account, {}))
         self._oldest.end_turn()
         self._useless_of = self.accounts.pool
 
@@ -365,15 +373,28 @@ class TenantOrders(Order):
         ]
         return max(beyond or [order.victim_age(now) for order in self._orders.values()])
 
+    @property
+    def figures(self) -> Counter[str]:
+        """As of all orders; of more than `_ASKED_MAX` each call asks some anew, in turn."""
+        accounts, first = list(self._orders), self._figures_from
+        for account in accounts[first : first + _ASKED_MAX]:
+            new = self._orders[account].figures
+            self._figures.subtract(self._figures_of.get(account, {}))
+            self._figures.update(new)
+            self._figures_of[account] = new
+        self._figures_from = first + _ASKED_MAX if first + _ASKED_MAX < len(accounts) else 0
+        return self._figures.copy()
+
     def inferred(self) -> Inferred:
         """Of all; what comes of hints is among the figures."""
-        figures = sum((order.figures for order in self._orders.values()), Counter[str]())
-        all_whys = [order.inferred().why for order in self._orders.values()]
-        return Inferred(figures, lambda digest: max([why(digest) for why in all_whys]))
+        whys = [order.inferred().why for order in self._orders.values()]
+        return Inferred(self.figures, lambda digest: max([why(digest) for why in whys]))
 
     def bytes_of_programs(self) -> Counter[str]:
-        found = (order.bytes_of_programs() for order in self._orders.values())
-        return sum(found, Counter[str]())
+        found: Counter[str] = Counter()
+        for order in self._orders.values():  # `sum` would copy what it has for each of them
+            found.update(order.bytes_of_programs())
+        return found
 
     # --- inside --------------------------------------------------------------------------------
 

@@ -19,10 +19,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvpool.server.state.entry import UNLIMITED, Account
 from kvpool.tenant_names import tenant_of
+from kvpool.types import OTHERS
+
+#: Tenants that one account names: each with each would be a million.
+_NAMED_MAX: Final = 64
 
 
 class Quota(NamedTuple):
@@ -38,11 +42,12 @@ class Quota(NamedTuple):
 class TenantAccount(Account):
     """The bytes of one tenant in one tier."""
 
-    __slots__ = ("configured", "evicted_by", "needed", "quota")
+    __slots__ = ("configured", "evicted", "evicted_by", "needed", "quota")
 
     def __init__(self, name: str, quota: Quota | None = None) -> None:
         super().__init__(name)
-        #: Bytes of its blocks that were evicted, by the tenant that they made room for.
+        #: Bytes of its blocks that were evicted, and by the tenant that they made room for.
+        self.evicted = 0
         self.evicted_by: Counter[str] = Counter()
         #: A block of so many bytes is its next victim: it is none while less than that is spare.
         self.needed = 1
@@ -57,6 +62,12 @@ class TenantAccount(Account):
         self.quota = quota or Quota()
         self.limit = self.quota.limit
         self.needed = 1
+
+    def lost(self, size: int, by: str) -> None:
+        """So many bytes made room for that tenant."""
+        self.evicted += size
+        counts = self.evicted_by
+        counts[by if by in counts or len(counts) < _NAMED_MAX else OTHERS] += size
 
     @property
     def spare(self) -> int:
