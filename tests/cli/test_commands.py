@@ -171,21 +171,6 @@ def test_names_are_printed_as_they_are() -> None:
     assert "keys :x:" in kvpool("explain", ":x:", "--namespace", "n").stderr  # and not as a picture
 
 
-def test_top_refreshes_as_often_as_asked(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    members = Pool.members
-
-    async def counted(self: Pool, **options: Any) -> Any:
-        asked.append(options)
-        return await members(self, **options)
-
-    monkeypatch.setattr(Pool, "members", counted)
-    done = kvpool("top", "--masters", pool.master, "--every", "1ms", "--refreshes", "3")
-    assert done.exit_code == 0, done.output
-    assert "dev-0" in done.stdout
-    assert sum("timeout" in options for options in asked) == 3
-
-
 def test_top_shows_what_went_wrong_and_goes_on(
     pool: LocalPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

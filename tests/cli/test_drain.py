@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvpool import Pool, admin, logs
+from kvpool import Pool, logs
 from kvpool.cli.leave import _as_json, _print
 from kvpool.errors import ServerLost
 from kvpool.operators import DrainReport, Left
@@ -95,22 +95,6 @@ async def test_what_has_no_room_is_exit_1_and_a_table_and_it_may_stay() -> None:
             assert "no server has the name 'server-17': there are server-" in output
             assert "kvpool status" in output
         assert not any(one.stats.draining for one in await pool.members())
-
-
-async def test_a_drain_survives_a_kill_of_a_receiver() -> None:
-    """Its share goes to the other one."""
-    async with ProcessCluster(servers=3, capacity="128MiB") as cluster, cluster.client() as pool:
-        blocks = await fill(pool, "server-0", 200, BLOCK)
-        draining = asyncio.create_task(drain(cluster, "server-0", "--json", "--deadline", "60s"))
-        moved = 0
-        while moved < 5:
-            moved = (await admin(pool).drain_report("server-0")).moved_blocks
-            await asyncio.sleep(0.005)
-        await node(cluster, "server-1").kill()
-        code, output = await draining
-        assert (code, json.loads(output)["state"]) == (0, "done")
-        await node(cluster, "server-0").stop()
-        await read_all(pool, blocks)
 
 
 async def test_a_server_that_gets_sigterm_hands_over_first(monkeypatch: pytest.MonkeyPatch) -> None:

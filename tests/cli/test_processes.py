@@ -5,7 +5,6 @@ What is done to them while they work is in test_chaos.py.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -17,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import ReadStatus, WriteStatus, __version__, admin
+from kvpool import __version__
 from tests.chaos.cluster import ProcessCluster, open_sockets
-from tests.conftest import NAMESPACE, eventually, key, keys, patient, values
+from tests.conftest import patient
 from tests.support.commands import kvpool, running_kvpool
-from tests.support.processes import fill
 
 
 @pytest.fixture
@@ -29,52 +27,6 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
     """A master and two servers."""
     async with ProcessCluster() as running:
         yield running
-
-
-async def test_another_process_reads_what_this_one_wrote(cluster: ProcessCluster) -> None:
-    for transport in ("shm", "tcp"):
-        chain = keys(transport, 8)
-        async with cluster.client(transport) as pool:
-            assert set(await pool.write(NAMESPACE, chain, values(chain))) == {WriteStatus.STORED}
-    script = f"""
-        import asyncio, kvpool
-        from tests.conftest import NAMESPACE, buffers, keys, values
-        async def main():
-            async with await kvpool.connect("{cluster.masters_of("clients")[0]}") as pool:
-                for chain in (keys("shm", 8), keys("tcp", 8)):
-                    match = await pool.match(NAMESPACE, chain)
-                    got = buffers(8)
-                    await pool.read(NAMESPACE, chain, got, match=match)
-                    assert got == values(chain)
-                    print(match.length)
-        asyncio.run(main())
-    """
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.stdout.split() == ["8", "8"], done.stderr
-
-
-async def test_a_restarted_server_starts_empty_and_says_so(cluster: ProcessCluster) -> None:
-    async with cluster.client() as pool:
-        chain = await fill(pool, "server-0", 4)
-        await cluster.servers["server-0"].kill()
-        await cluster.servers["server-0"].start()
-
-        async def is_empty() -> bool:
-            match = await pool.match(NAMESPACE, chain)
-            return (match.length, match.stopped) == (0, ReadStatus.SERVER_LOST)
-
-        await eventually(is_empty, 6)
-        await cluster.wait_until_healthy()
-        assert (
-            await admin(pool).write_to("server-0", NAMESPACE, key("new"), b"x")
-            is WriteStatus.STORED
-        )
 
 
 async def test_everything_ends_within_a_second() -> None:

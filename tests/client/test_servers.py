@@ -10,7 +10,6 @@ import pytest
 from kvpool import Match, Member, Pool, ReadStatus, WriteStatus, dev
 from kvpool.client import servers as servers_module
 from kvpool.errors import LinkBroken, MasterLost
-from kvpool.protocols import SupportsZeroCopyView
 from tests.conftest import NAMESPACE, keys
 
 BACKOFF_S = 0.05
@@ -152,16 +151,3 @@ async def test_addresses_are_asked_for_once_and_again_when_no_master_answered(
         answer.clear()
         assert await is_read(pool, chain, match)
     assert servers._renewal.cancelled()  # closing the pool ends it
-
-
-async def test_memory_is_shown_over_the_next_path_when_the_first_is_broken(
-    pool_dev: dev.Dev,
-) -> None:
-    async with pool_dev.pool() as pool:
-        await pool.members()
-        (record,) = pool._servers.known.values()
-        record.paths = [servers_module.Path("tcp", "tcp://127.0.0.1:1"), *record.paths]
-        deadline = asyncio.get_running_loop().time() + 5
-        channel = await pool._servers.zero_copy_channel(record.server, deadline)
-        assert isinstance(channel, SupportsZeroCopyView)
-        assert pool.counters["failed_tcp"] == 1

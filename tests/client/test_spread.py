@@ -114,16 +114,6 @@ async def test_it_ends_by_its_timeout_and_goes_on_later() -> None:
         check(running)
 
 
-async def test_only_what_the_pool_has_is_spread() -> None:
-    async with dev.serve("8MiB", servers=2, listen=LISTEN) as running, running.pool() as pool:
-        await write(pool, CHAIN[:10])
-        report = await admin(pool).spread(NAMESPACE, CHAIN, to=2)
-        assert (report.length, report.stopped) == (10, ReadStatus.NEVER_WRITTEN)
-        assert [one.blocks for one in report.servers] == [10]
-        nothing = await admin(pool).spread(NAMESPACE, keys("other", 3), to=2)
-        assert (nothing.length, nothing.complete) == (0, True)
-
-
 async def test_all_parts_are_brought() -> None:
     halves = Namespace("halves", 2)
     async with dev.serve("8MiB", servers=4, listen=LISTEN) as running, running.pool() as pool:

@@ -34,7 +34,6 @@ from kvpool_engines.engine_pool import EnginePool
 from kvpool_engines.pool_thread import PoolThread
 from tests.conftest import keys
 from tests.support import raising
-from tests.support.local_pool import LocalPool
 
 CHAIN = tuple(keys("chain", 2))
 SETTINGS = settings.parse({"masters": ["127.0.0.1:9"]})
@@ -190,24 +189,6 @@ def test_the_log_says_once_that_all_servers_are_gone_and_once_that_some_are_back
     ]
     assert "knows 2 lost ones" in lines[1]
     assert lines[1].endswith("start one with kvpool server --masters 127.0.0.1:9")
-
-
-def test_a_master_of_another_cluster_says_so(lines: list[str]) -> None:
-    pool, said = LocalPool(), threading.Event()
-    chosen = settings.parse({"masters": [pool.master], "cluster": "prod"})
-
-    def warn(line: str) -> None:
-        lines.append(line)
-        said.set()
-
-    thread = PoolThread(chosen.client(), chosen.member(), lines.append, warn)
-    try:
-        assert said.wait(10)
-    finally:
-        thread.close(10)
-        pool.close()
-    (line,) = lines
-    assert "belongs to another cluster (setting `cluster`)" in line
 
 
 def test_the_log_says_when_the_pool_is_lost_and_when_it_is_back(

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvpool import ClientConfig, Namespace, Pool, ReadStatus, admin, dev
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, dev
 from kvpool.client.admin import Admin
 from kvpool.config import Config
 from kvpool.errors import ConfigError, MasterLost
 from kvpool.ops import doctor
 from kvpool.ops.doctor import compared, device_memory, differing
 from kvpool.types import ReadResult, ServerStats
-from tests.conftest import keys, values
 from tests.support.commands import kvpool
 from tests.support.members import member as usual_member
 
@@ -82,17 +81,6 @@ def test_a_server_is_large_beside_the_one_in_the_middle(sizes: list[int], large:
     members = [member(str(n), capacity=size << 30) for n, size in enumerate(sizes)]
     named = [one.text.partition(":")[0].split(", ") for one in differing(members)]
     assert named == ([large] if large else [])
-
-
-async def test_the_namespaces_of_a_pool_are_listed(pool_dev: dev.Dev) -> None:
-    """Also more of them than one message holds."""
-    names = [Namespace(f"model {number:04}", 1) for number in range(300)]
-    chain = keys("one", 2)
-    async with pool_dev.pool() as pool:
-        for namespace in names:
-            await pool.write(namespace, chain, values(chain, 16))
-        listed = await admin(pool).namespaces()
-    assert listed == [(namespace, 2) for namespace in names]
 
 
 def test_it_says_how_blocks_reach_a_gpu_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

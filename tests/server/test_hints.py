@@ -33,17 +33,6 @@ async def length(pool: Pool, chain: list[bytes]) -> int:
     return (await pool.match(NAMESPACE, chain)).length
 
 
-async def test_an_ended_session_makes_room_first(pool: Pool, pool_dev: dev.Dev) -> None:
-    (server,) = pool_dev.servers
-    old, ended = keys("old", 7), keys("ended", 7)
-    await put(pool, old, "old")
-    await put(pool, ended, "ended")
-    assert await pool.session("ended").end() is True
-    await eventually(lambda: server.store.extents.policy.figures.get("hints_accepted", 0) == 1)
-    await put(pool, keys("new", 8))
-    assert (await length(pool, old), await length(pool, ended)) == (7, 1)
-
-
 async def test_a_write_tells_when_its_session_resumes(pool: Pool, pool_dev: dev.Dev) -> None:
     (server,) = pool_dev.servers
     chain = keys("chain", 4)
@@ -120,11 +109,6 @@ async def test_a_master_refuses_what_is_no_session(link: Link, session: str) -> 
     for message in (wire.Hint(session, None), *([find] if session else [])):
         with pytest.raises((BadMessage, PeerError)):
             await ask(link, message, wire.Error)
-
-
-async def test_a_flood_of_hints_costs_only_hints(link: Link) -> None:
-    for number in range(3000):
-        await ask(link, wire.Hint(f"{number}", 1.0), wire.StatusReply)
 
 
 async def test_without_sessions_a_hint_is_about_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

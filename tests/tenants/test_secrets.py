@@ -97,18 +97,6 @@ async def test_connections_of_a_revoked_secret_end_and_no_others(
             assert list((await peer.ask(read, wire.Data)).sizes) == []
 
 
-async def test_a_removed_tenant_is_out(pool: TenantPool) -> None:
-    async with pool.raw(tenant("acme")) as peer:
-        pool.write_tenants(only="blue")
-        await pool.read_again()
-        await peer.refusal()
-    assert not await works(pool, tenant("acme"))
-    assert await works(pool, tenant("blue"))
-    pool.write_tenants()
-    await pool.read_again()
-    assert await works(pool, tenant("acme"))
-
-
 @pytest.mark.parametrize("proof", ["of a revoked secret", "of the server"])
 async def test_a_proof_that_is_none_is_refused(pool: TenantPool, proof: str) -> None:
     """Its secret is revoked while it is under way; or it is the server's own, sent back."""

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import pytest
 
-from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, admin, connect, dev, registry
+from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, connect, dev, registry
 from kvpool.errors import ConfigError, LinkBroken, Unavailable
 from kvpool.net.control_network import TcpNetwork
-from kvpool.protocols import Peer, ReadOptions
+from kvpool.protocols import ReadOptions
 from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.types import Cluster, ReadBlock
 from kvpool.wire.frames import HEADER_SIZE, decode_header, encode_frame
@@ -419,26 +419,6 @@ async def test_a_buffer_cannot_be_freed_under_ucx(installed: None) -> None:
         del call  # its traceback leads to frames that name the buffers
         gc.collect()
         got[0].clear()
-
-
-async def test_more_clients_than_a_server_takes(installed: None) -> None:
-    """The one that comes late takes the place of an idle one, and both go on in turns."""
-    async with in_one_process() as (running, pool):
-        (server,) = running.servers
-        chain = await stored(pool, "before", 2)
-        free = 1024 - server.stats(0.0).counters["connections"]
-        held = [server.connect(Peer(f"test-{number}")) for number in range(free)]
-        config = ClientConfig(masters=[running.address], transports=["ucx"])
-        async with running.pool(config) as late:
-            written = await admin(late).write_to(
-                "dev-0", NAMESPACE, keys("late", 1)[0], b"x", timeout=2
-            )
-        assert written is WriteStatus.STORED
-        got = buffers(2, SIZE)
-        await pool.read(NAMESPACE, chain, got)
-        assert got == values(chain, SIZE)
-        for connection in held:
-            connection.close()
 
 
 @pytest.mark.parametrize("scheme", ["put_zcopy", "put_ppln", "auto"])

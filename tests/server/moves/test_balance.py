@@ -163,22 +163,6 @@ def owned(server: BlockServer, running: dev.Dev, count: int, length: int) -> lis
     return list(itertools.islice(mine, count))
 
 
-async def test_a_chain_for_which_another_one_would_evict_stays() -> None:
-    async with joining(servers=2) as running, running.pool() as pool:
-        first, newcomer = running.servers
-        theirs = keys("theirs", 90)  # of 128: it has room
-        newcomer._context.draining = False
-        await put(pool, newcomer, theirs)
-        large = owned(newcomer, running, 3, 42)
-        for chain in large:
-            await put(pool, first, chain)
-        await join(running)
-        await asyncio.sleep(0.4)
-        assert handed_over(first) == 0
-        assert newcomer.store.extents.evicted == 0
-        await assert_readable(pool, theirs)
-
-
 async def test_what_was_sent_since_the_last_heartbeat_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -35,21 +35,6 @@ from tests.support.moves import (
 TWO = Namespace("test/two", parts=2)
 
 
-async def test_what_a_server_had_is_read_from_the_others_when_it_has_left() -> None:
-    async with movers() as running, running.pool() as pool:
-        leaving, *others = running.servers
-        blocks = keys("block", 200)
-        await put(pool, leaving, blocks, apart=True)
-        await put(pool, others[0], blocks[:20], apart=True)  # has copies already
-        report = await drain(leaving, 30.0)
-        assert report.state is MoveStatus.DONE
-        assert (report.left_blocks, report.left) == (0, ())
-        assert (report.moved_blocks, report.moved_bytes) == (180, 180 * SIZE)
-        await leaving.close()
-        await assert_readable(pool, blocks)
-        assert {server.store.index.stored > 0 for server in others} == {True}, "both take a share"
-
-
 async def test_a_server_that_leaves_is_read_and_gets_no_writes() -> None:
     async with movers(servers=2) as running, running.pool() as pool:
         leaving, other = running.servers

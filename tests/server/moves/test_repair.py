@@ -12,7 +12,6 @@ from kvpool import ClientConfig, Namespace, Pool, admin, dev
 from kvpool.client import shared_copies
 from kvpool.server.block_server import BlockServer
 from kvpool.server.moves.state import copy_demand
-from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.testing.invariants import check_invariants
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.moves import keep_chains, moves_of
@@ -126,30 +125,6 @@ async def test_blocks_with_one_copy_are_left_alone() -> None:
         assert all(len(moves_of(server).repair._followed) == 0 for server in running.servers)
 
 
-async def test_a_repair_keeps_the_budget_of_the_receiver() -> None:
-    async with cluster(servers=3) as (running, pool):
-        await pool.write(NAMESPACE, CHAIN, values(CHAIN), copies=2)
-        await lose(running, holders(running, CHAIN[0])[0])
-        (target,) = [one for one in running.servers if one not in holders(running, CHAIN[0])]
-        moves_of(target).fetcher.budget = FetchBudget(100e3)  # 328 KB take 3.3 s
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        await read_for(pool, CHAIN, 1.0)
-        fetched = target._context.counters["fetched_bytes"]
-        assert fetched <= 100e3 * (loop.time() - began) + 64 * 8192
-        while count(running, CHAIN) != {2}:
-            assert loop.time() < began + 15
-            await read_for(pool, CHAIN, 0.2)
-
-
-async def test_blocks_that_were_spread_get_no_more_copies() -> None:
-    async with dev.serve("8MiB", servers=4, listen=LISTEN) as running, running.pool() as pool:
-        await pool.write(NAMESPACE, CHAIN, values(CHAIN))
-        await read_for(pool, CHAIN, 0.5)  # over inproc
-        assert count(running, CHAIN) == {1}
-        await admin(pool).spread(NAMESPACE, CHAIN, to=4)
-
-
 async def test_extra_copies_go_first_and_the_last_one_is_no_extra() -> None:
     async with cluster(servers=2, capacity="1MiB") as (running, pool):
         await pool.write(NAMESPACE, CHAIN, values(CHAIN))
@@ -175,18 +150,3 @@ async def test_extra_copies_go_first_and_the_last_one_is_no_extra() -> None:
         for digest in keys("last", 20):
             await admin(pool).write_to(other.server, NAMESPACE, digest, values([digest])[0])
         assert all(other.stack.peek(NAMESPACE, 0, one) for one in left)
-
-
-async def test_a_removed_block_does_not_come_back_by_a_repair() -> None:
-    async with cluster() as (running, pool):
-        await pool.write(NAMESPACE, CHAIN, values(CHAIN), copies=2)
-        await lose(running, holders(running, CHAIN[0])[0])
-        for server in running.servers:
-            moves_of(server).fetcher.budget = FetchBudget(200e3)
-        await read_for(pool, CHAIN, 0.5)
-        await pool.remove(NAMESPACE, CHAIN)
-        assert count(running, CHAIN) == {0}
-        await asyncio.sleep(1.0)
-        assert count(running, CHAIN) == {0}
-        results = await pool.read(NAMESPACE, CHAIN, buffers(len(CHAIN)))
-        assert not any(result.status.hit for result in results)
