@@ -197,8 +197,9 @@ async def test_it_fits_a_phone_and_a_desktop(pool: RunningPool, browser: Any, wi
     await until(page, "inferred", lambda text: "12,345,678" in text and "75.0 % of" in text)
     assert await page.evaluate("document.documentElement.scrollWidth") <= width
     assert await page.evaluate(CUT) == []
-    name = await page.evaluate("document.querySelector('#events td.who').clientWidth")
-    assert name >= 100, "a name is read in lines of a dozen characters, not of four"
+    for cell, least in (("who", 100), ("what", 80)):
+        wide = await page.evaluate(f"document.querySelector('#events td.{cell}').clientWidth")
+        assert wide >= least, "it is read in lines of a dozen characters, not of four"
     assert await page.locator("#look").is_visible()
     assert not page.problems
 
