@@ -26,6 +26,7 @@ from rich.table import Table
 from kvpool import ServerConfig
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
+from kvpool.master.state.change_ring import ChangeRing
 from kvpool.master.state.server_record import Registration
 from kvpool.ops.metrics import pages_of_master, pages_of_server
 from kvpool.protocols import Caller, Connection, Peer, ReserveRequest
@@ -161,7 +162,8 @@ def questions(master: Master, space: Namespace, found: list[bytes]) -> dict[str,
     here = (space.name, 1, 32, b"".join(found))
     missing = (space.name, 1, 32, b"".join(new))
     nowhere = ("@t0/typo", 1, 32, b"".join(new))
-    changes = master.directory.changes
+    changes = master.directory.servers.changes
+    assert isinstance(changes, ChangeRing)
     stream = wire.decode(
         wire.ChangesReply, wire.TYPES[wire.ChangesReply], ask(master, wire.Changes(1, 0))
     ).stream

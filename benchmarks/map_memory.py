@@ -83,7 +83,6 @@ def main() -> None:
         "the dicts: a slot, an index, what is empty": tables(blocks),
         "spans: a mark, a tag, a slot for 32 blocks": tables(blocks.spans)
         + mark * len(blocks.spans),
-        "the ring of the last changes, which does not grow": held.changes.blocks * size,
         "holes in malloc's memory": free_in_malloc() - free_before,
     }
     parts["other"] = all_in_all - sum(parts.values())

@@ -9,7 +9,7 @@ from typing import Final
 from kvpool import spans
 from kvpool.errors import BadMessage
 from kvpool.master.extension import NoHints, make_demand
-from kvpool.master.state.change_ring import PAGE_SIZE, size_of
+from kvpool.master.state.changes import PAGE_SIZE, size_of
 from kvpool.master.state.directory import ChainMatch, Directory
 from kvpool.protocols import Caller
 from kvpool.spans import MarkedChain

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvpool.master.state.change_ring import PAGE_SIZE, LoggedChange
+from kvpool.master.state.change_ring import ChangeRing, message_size_of
+from kvpool.master.state.changes import PAGE_SIZE, LoggedChange
 from kvpool.master.state.directory import Directory
-from kvpool.master.state.snapshot import MapCursor, snapshot
+from kvpool.master.state.snapshot import MapCursor, server_page, snapshot
 from kvpool.protocols import Caller
 from kvpool.wire import messages as wire
 
@@ -16,12 +17,17 @@ _SNAPSHOT_BLOCKS: Final = 512
 
 
 class FollowerRequests:
+    """From now on the changes of `directory` are kept, if they are not yet, as this `stream`."""
+
     def __init__(self, directory: Directory, stream: int) -> None:
+        kept = directory.servers.changes
+        self.log = kept if isinstance(kept, ChangeRing) else ChangeRing()
+        directory.servers.changes = self.log
         self._directory = directory
         self._stream = stream
 
     def changes(self, m: wire.Changes, caller: Caller) -> wire.ChangesReply:
-        log = self._directory.changes
+        log = self.log
         found = log.since(m.after, _CHANGES_BLOCKS) if m.stream == self._stream else None
         if found is None:
             return wire.ChangesReply(self._stream, log.last, [], False, True)
@@ -35,13 +41,13 @@ class FollowerRequests:
         at: MapCursor | None = MapCursor(m.namespace, m.parts, m.piece)
         more = False
         if not (m.parts or m.piece):
-            changes, more = self._directory.servers.page(m.namespace)
+            changes, more = server_page(self._directory.servers, m.namespace)
             at = MapCursor(changes[-1].server) if more else MapCursor()
         if at is not None and not more:
-            left = PAGE_SIZE - sum([one.size for one in changes])
+            left = PAGE_SIZE - sum(map(message_size_of, changes))
             part, at = snapshot(self._directory, at, _SNAPSHOT_BLOCKS, left, self._stream)
             changes += part
-        last, listed = self._directory.changes.last, [_map_change(one) for one in changes]
+        last, listed = self.log.last, [_map_change(one) for one in changes]
         following = (at is not None, False, *(at or MapCursor()))
         return wire.ChangesReply(self._stream, last, listed, *following)
 

@@ -23,7 +23,7 @@ from kvpool.guard import Who, make_guard
 from kvpool.master.client_requests import ClientRequests
 from kvpool.master.extension import make_hints
 from kvpool.master.server_requests import ServerRequests
-from kvpool.master.state.change_ring import PAGE_SIZE
+from kvpool.master.state.changes import PAGE_SIZE
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_table import ServerTable
 from kvpool.master.state.sweeper import Sweeper

@@ -15,10 +15,10 @@ from kvpool.config import MasterConfig
 from kvpool.errors import MasterLost
 from kvpool.master.service import Master
 from kvpool.master.state.block_map import MARK_BITS
-from kvpool.master.state.change_ring import CHANGES_MAX, ChangeKind, ChangeRing, LoggedChange
+from kvpool.master.state.change_ring import CHANGES_MAX, ChangeRing, blocks_of
+from kvpool.master.state.changes import ChangeKind, LoggedChange
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Registration
-from kvpool.master.state.server_table import ServerTable
 from kvpool.master.state.snapshot import MapCursor, snapshot
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadStatus, ServerStats
@@ -37,7 +37,8 @@ class Fleet:
     """Servers that do what servers do, and what the map must be about them."""
 
     def __init__(self, seed: int, changes_max: int = CHANGES_MAX) -> None:
-        self.directory = Directory(ServerTable(changes=ChangeRing(changes_max)))
+        self.directory = Directory()
+        self.directory.servers.changes = self.log = ChangeRing(changes_max)
         self.master = Master(
             MasterConfig(), cast(Any, None), directory=self.directory, rng=random.Random(seed)
         )
@@ -199,7 +200,7 @@ async def test_a_reader_is_right_about_a_map_that_never_rests(
 
     def settled() -> bool:
         fleet.rest()
-        return not left and view.live and view.at == fleet.directory.changes.last
+        return not left and view.live and view.at == fleet.log.last
 
     async with asyncio.timeout(20):
         while not settled():  # noqa: ASYNC110 - nothing else would tell
@@ -230,7 +231,7 @@ async def test_a_reader_goes_on_where_it_was() -> None:
     fleet.rest()
     async for event in reader(asked, at):
         view.apply(event)
-        if event.position.number == fleet.directory.changes.last:
+        if event.position.number == fleet.log.last:
             break
     assert view.held == fleet.truth()
     assert view.resets == 1
@@ -248,7 +249,7 @@ async def test_a_position_that_is_not_known_is_a_reset(wrong: str) -> None:
     elif wrong == "the future":
         at = EventPosition(at.stream, at.number + 10**6)
     else:
-        fleet.directory.changes._kept.clear()
+        fleet.log._kept.clear()
         at = EventPosition(at.stream, at.number - 1)
     async for event in reader(asked, at):
         assert event.kind is PoolEventKind.RESET
@@ -319,7 +320,7 @@ def test_the_log_gives_its_changes_in_order_and_in_parts() -> None:
     changes, last = log.since(3, 2) or ([], 0)
     assert ([one.server for one in changes], last) == (["s4", "s5"], 5)
     log.add_blocks(ChangeKind.STORED, "s", NAMESPACES[0], 0, [digest(1), digest(2, 32)])
-    sizes = [(one.digest_size, one.blocks) for one in (log.since(6, 10) or ([], 0))[0]]
+    sizes = [(one.digest_size, blocks_of(one)) for one in (log.since(6, 10) or ([], 0))[0]]
     assert sorted(sizes) == [(16, 1), (32, 1)]
 
 
@@ -334,7 +335,7 @@ def test_a_snapshot_comes_in_small_parts_and_has_every_block() -> None:
     seen: set[bytes] = set()
     while cursor is not None:
         changes, cursor = snapshot(fleet.directory, cursor, 1024)
-        assert sum(one.blocks for one in changes) < 1024 + 1300
+        assert sum(map(blocks_of, changes)) < 1024 + 1300
         for one in changes:
             seen.update(wire.unpack_digests(one.digests, 32))
     assert len(seen) == 100_000
@@ -354,9 +355,9 @@ def test_a_block_that_moves_to_another_tier_is_stored_there() -> None:
     fleet = Fleet(7)
     fleet.register("s0")
     fleet.directory.stored("s0", NAMESPACES[0], 0, 0, [digest(1)])
-    before = fleet.directory.changes.last
+    before = fleet.log.last
     fleet.directory.stored("s0", NAMESPACES[0], 0, 0, [digest(1)])
-    assert fleet.directory.changes.last == before, "nothing has changed"
+    assert fleet.log.last == before, "nothing has changed"
     fleet.directory.stored("s0", NAMESPACES[0], 0, 1, [digest(1)])
-    (moved,), _ = fleet.directory.changes.since(before, 10) or ([], 0)
+    (moved,), _ = fleet.log.since(before, 10) or ([], 0)
     assert (moved.kind, moved.tier, moved.digests) == (ChangeKind.STORED, "nvme", digest(1))

@@ -20,10 +20,12 @@ from kvpool.master import server_requests
 from kvpool.master.extension import NoHints
 from kvpool.master.server_requests import ServerRequests
 from kvpool.master.service import Master
-from kvpool.master.state.change_ring import ChangeKind
+from kvpool.master.state.change_ring import ChangeRing
+from kvpool.master.state.changes import ChangeKind
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Refusal, Registration, SequenceCheck
 from kvpool.master.state.server_table import ServerTable
+from kvpool.master.state.snapshot import server_page
 from kvpool.master.state.sweeper import Sweeper
 from kvpool.net.control_network import TcpNetwork
 from kvpool.piecewise_dict import PIECE_KEYS
@@ -411,19 +413,20 @@ def test_a_piece_of_an_inventory_that_comes_again_changes_nothing() -> None:
 
 def test_who_has_said_that_it_ends_has_left_and_is_not_lost() -> None:
     directory = directory_of("s")
+    directory.servers.changes = log = ChangeRing()
     directory.servers.heartbeat("s", 1, ServerStats(), 0.0)
 
     def told() -> tuple[bool, bool, ChangeKind]:
         (member,) = directory.servers.members(0.0)
-        return member.alive, member.left, directory.servers.page()[0][-1].kind
+        return member.alive, member.left, server_page(directory.servers)[0][-1].kind
 
     assert not directory.servers.leave("s", 2), "another process of it"
     assert told() == (True, False, ChangeKind.BACK)
     assert directory.servers.leave("s", 1)
-    at = directory.changes.last
+    at = log.last
     directory.servers.tick(5.0)
     assert told() == (False, True, ChangeKind.LEFT)
-    assert directory.changes.last == at, "its silence is no news"
+    assert log.last == at, "its silence is no news"
     directory.servers.heartbeat("s", 1, ServerStats(), 6.0)  # the message was late, or it stays
     assert told() == (True, False, ChangeKind.BACK)
     for now in (6.0, 7.0, 8.0, 9.0):

@@ -103,6 +103,7 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/client/pool_events.py",
         "kvpool/client/score.py",
         "kvpool/master/follower_requests.py",
+        "kvpool/master/state/change_ring.py",
         "kvpool/master/state/snapshot.py",
         "kvpool/net/event_*.py",
     ),

@@ -212,7 +212,7 @@ async def _events(seed: int) -> str:
         for _ in range(_TURNS_MAX):
             await asyncio.sleep(0.0001)
             fleet.rest()
-            if following.done() or (not left and at == fleet.directory.changes.last):
+            if following.done() or (not left and at == fleet.log.last):
                 break
         else:
             return "the stream does not come to rest"

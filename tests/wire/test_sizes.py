@@ -13,6 +13,8 @@ from msgspec import inspect
 from kvpool.client.pool_events import EventReader, PoolEventKind
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
+from kvpool.master.state.change_ring import SIZE_MAX, ChangeRing, message_size_of
+from kvpool.master.state.changes import ChangeKind, LoggedChange
 from kvpool.master.state.server_record import Registration
 from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, Namespace, Replica
 from kvpool.wire import messages as wire
@@ -252,7 +254,8 @@ def replicas_of(master: Master, namespace: Namespace, digest: bytes) -> tuple[Re
 def test_a_follower_gets_past_any_change() -> None:
     """A tenant writes single blocks into a namespace with a long name."""
     master = crowded(1)
-    log = master.directory.changes
+    log = master.directory.servers.changes
+    assert isinstance(log, ChangeRing)
     begun = log.last
     for number in range(2500):
         digest = number.to_bytes(32, "big")
@@ -268,13 +271,11 @@ def test_a_follower_gets_past_any_change() -> None:
 
 
 def test_what_is_kept_of_changes_is_bounded_in_bytes() -> None:
-    from kvpool.master.state.change_ring import SIZE_MAX, ChangeKind, ChangeRing, LoggedChange
-
     log = ChangeRing()
     change = LoggedChange(ChangeKind.REMOVED, "s", long_name(0), 0, "", 32, bytes(32))
-    for _ in range(SIZE_MAX // change.size + 10):
+    for _ in range(SIZE_MAX // message_size_of(change) + 10):
         log.add(change)
-    assert len(log) == SIZE_MAX // change.size
+    assert len(log) == SIZE_MAX // message_size_of(change)
     at = log.last - len(log)
     assert log.since(at, 1) == ([change], at + 1)
     assert log.since(at - 1, 1) is None

@@ -6,69 +6,31 @@ comes too late sees that numbers are missing, and reads the map anew. (design: p
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
+from kvpool.master.state.changes import PAGE_SIZE, ChangeKind, LoggedChange, NoFollowers, size_of
 from kvpool.types import Namespace
 
 #: Changes that are kept, the blocks in them, and bytes of their keys and names.
 CHANGES_MAX: Final = 65_536
 BLOCKS_MAX: Final = 1 << 18
 SIZE_MAX: Final = 32 << 20
-#: Bytes of one answer, and one change more: well below what a message may have.
-PAGE_SIZE: Final = 512 << 10
 
 
-class ChangeKind(enum.IntEnum):
-    """What has changed."""
-
-    #: A server has these blocks; one that it had in another tier has moved.
-    STORED = 0
-    #: A server has them no more.
-    REMOVED = 1
-    #: A server has no block any more: it was restarted or forgotten.
-    CLEARED = 2
-    #: A server does not answer: its blocks cannot be read for now.
-    LOST = 3
-    #: A server is there, with the blocks that it had.
-    BACK = 4
-    #: The same as LOST, of a server that has said that it ends.
-    LEFT = 5
+def blocks_of(change: LoggedChange) -> int:
+    return len(change.digests) // change.digest_size if change.digest_size else 0
 
 
-class LoggedChange(NamedTuple):
-    """One change at one server. `namespace`, `part` and `digests` (of equal length, one after the
-    other) are those of STORED and REMOVED, `tier` of STORED, and `host` of BACK."""
-
-    kind: ChangeKind
-    server: str
-    namespace: Namespace | None = None
-    part: int = 0
-    tier: str = ""
-    digest_size: int = 0
-    digests: bytes = b""
-    host: str = ""
-
-    @property
-    def blocks(self) -> int:
-        return len(self.digests) // self.digest_size if self.digest_size else 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of a message that it takes; perhaps more."""
-        name = self.namespace.name if self.namespace is not None else ""
-        return 128 + len(self.digests) + size_of(name, self.server, self.tier, self.host)
+def message_size_of(change: LoggedChange) -> int:
+    """Bytes of a message that it takes; perhaps more."""
+    name = change.namespace.name if change.namespace is not None else ""
+    return 128 + len(change.digests) + size_of(name, change.server, change.tier, change.host)
 
 
-def size_of(*texts: str) -> int:
-    """Bytes that these take in UTF-8; perhaps more."""
-    return sum([len(text) if text.isascii() else 4 * len(text) for text in texts])
-
-
-class ChangeRing:
+class ChangeRing(NoFollowers):
     """The last changes, numbered from 1 without a gap."""
 
     def __init__(self, changes_max: int = CHANGES_MAX, blocks_max: int = BLOCKS_MAX) -> None:
@@ -92,16 +54,16 @@ class ChangeRing:
         """Number a change; the oldest ones go."""
         self.last += 1
         self._kept.append(change)
-        self._blocks += change.blocks
-        self._size += change.size
+        self._blocks += blocks_of(change)
+        self._size += message_size_of(change)
         while (
             len(self._kept) > self._changes_max
             or self._blocks > self._blocks_max
             or self._size > SIZE_MAX
         ):
             oldest = self._kept.popleft()
-            self._blocks -= oldest.blocks
-            self._size -= oldest.size
+            self._blocks -= blocks_of(oldest)
+            self._size -= message_size_of(oldest)
 
     def add_blocks(
         self,
@@ -112,7 +74,6 @@ class ChangeRing:
         digests: Sequence[bytes],
         tier: str = "",
     ) -> None:
-        """The same for blocks whose digests may have several lengths."""
         if not digests:
             return
         sizes = set(map(len, digests))
@@ -135,8 +96,8 @@ class ChangeRing:
         found: list[LoggedChange] = []
         for change in islice(self._kept, first, first + blocks):
             found.append(change)
-            blocks -= change.blocks
-            size -= change.size
+            blocks -= blocks_of(change)
+            size -= message_size_of(change)
             if blocks <= 0 or size <= 0:
                 break
         return found, number + len(found)

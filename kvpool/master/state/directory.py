@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from kvpool import spans
 from kvpool.fingerprint import entry_hash, location_seed
 from kvpool.master.state.block_map import MARK_BITS, BlockMap, NamespaceMap
-from kvpool.master.state.change_ring import ChangeKind
+from kvpool.master.state.changes import ChangeKind
 from kvpool.master.state.locations import (
     BlockLocations,
     Location,
@@ -58,7 +58,6 @@ class Directory:
 
     def __init__(self, servers: ServerTable | None = None, *, blocks_max: int = 50_000_000) -> None:
         self.servers = servers if servers is not None else ServerTable()
-        self.changes = self.servers.changes
         self.blocks_max = blocks_max
         self.tombstones = Tombstones()
         #: For those who walk through the map; it is changed by `stored`, `removed` and `put` alone.
@@ -159,8 +158,8 @@ class Directory:
         self._count += new
         blocks.changed(new)
         if new or moved:
-            name = record.tier_name(tier)
-            self.changes.add_blocks(ChangeKind.STORED, server, namespace, part, digests, name)
+            where = server, namespace, part, digests, record.tier_name(tier)
+            self.servers.changes.add_blocks(ChangeKind.STORED, *where)
         self.tombstones.came_back_all(namespace, digests)
 
     def removed(
@@ -185,7 +184,7 @@ class Directory:
             self._remove_from(blocks, server, namespace, part, digests, gone, explained)
         if reason is not ReadStatus.NEVER_WRITTEN:
             self.tombstones.left_all(namespace, explained, reason)
-        self.changes.add_blocks(ChangeKind.REMOVED, server, namespace, part, gone)
+        self.servers.changes.add_blocks(ChangeKind.REMOVED, server, namespace, part, gone)
 
     def _remove_from(
         self,

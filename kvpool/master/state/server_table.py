@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from kvpool.master.state.change_ring import PAGE_SIZE, ChangeKind, ChangeRing, LoggedChange, size_of
+from kvpool.master.state.changes import ChangeKind, LoggedChange, NoFollowers
 from kvpool.master.state.locations import BlockLocations, ServerInventory
 from kvpool.master.state.placement import Placer
 from kvpool.master.state.server_record import (
@@ -46,14 +46,13 @@ class ServerTable:
         forget_s: float = FORGET_S,
         servers_max: int = SERVERS_MAX,
         per_host_max: int = SERVERS_PER_HOST_MAX,
-        changes: ChangeRing | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.forget_s = max(forget_s, timeout_s)  # lost first
         self._servers_max = servers_max
         self._per_host_max = per_host_max
         #: What has changed, of servers and of blocks, for those who follow the map.
-        self.changes = changes if changes is not None else ChangeRing()
+        self.changes = NoFollowers()
         #: By id; those are changed here alone.
         self.records: dict[str, ServerRecord] = {}
         self.placer = Placer()  # knows the living ones that will stay
@@ -220,26 +219,11 @@ class ServerTable:
                 lost.add(part)
         held.resolve(tuple(replicas), lost, self.version)
 
-    def page(self, after: str = "", size: int = PAGE_SIZE) -> tuple[list[LoggedChange], bool]:
-        """The servers that have a record and whose names come behind `after`, in order, as changes:
-        BACK, and LOST or LEFT if it is gone. About `size` bytes; and whether there are more."""
-        found: list[LoggedChange] = []
-        for name in sorted(name for name in self.records if name > after):
-            if size <= 0:
-                return found, True
-            record = self.records[name]
-            host = record.registration.host
-            found.append(LoggedChange(ChangeKind.BACK, name, host=host))
-            if not record.alive:
-                found.append(LoggedChange(_gone(record), name))
-            size -= 256 + 2 * size_of(name, host)
-        return found, False
-
     def _set_alive(self, record: ServerRecord, alive: bool, *, left: bool = False) -> None:
         if record.alive is not alive or left > record.left:
             record.alive, record.left = alive, left
             self.version += 1
-            kind = ChangeKind.BACK if alive else _gone(record)
+            kind = ChangeKind.BACK if alive else gone(record)
             host = record.registration.host if alive else ""
             self.changes.add(LoggedChange(kind, record.server, host=host))
             if alive and not record.draining:
@@ -332,6 +316,6 @@ class ServerTable:
             self._retire(inventory)
 
 
-def _gone(record: ServerRecord) -> ChangeKind:
+def gone(record: ServerRecord) -> ChangeKind:
     """What is told of a server that is not alive."""
     return ChangeKind.LEFT if record.left else ChangeKind.LOST

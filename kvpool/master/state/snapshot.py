@@ -10,9 +10,10 @@ from typing import Final, NamedTuple
 import xxhash
 
 from kvpool.master.state.block_map import MARK_BITS, NamespaceMap
-from kvpool.master.state.change_ring import PAGE_SIZE, ChangeKind, LoggedChange, size_of
+from kvpool.master.state.changes import PAGE_SIZE, ChangeKind, LoggedChange, size_of
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.locations import Location, LocationTable
+from kvpool.master.state.server_table import ServerTable, gone
 from kvpool.types import Namespace
 
 #: Of the number in a `MapCursor`: below the number of a piece the place of a copy in it, which has
@@ -30,6 +31,24 @@ class MapCursor(NamedTuple):
     name: str = ""
     parts: int = 0
     piece: int = 0
+
+
+def server_page(
+    servers: ServerTable, after: str = "", size: int = PAGE_SIZE
+) -> tuple[list[LoggedChange], bool]:
+    """The servers that have a record and whose names come behind `after`, in order, as changes:
+    BACK, and LOST or LEFT if it is gone. About `size` bytes; and whether there are more."""
+    found: list[LoggedChange] = []
+    for name in sorted(name for name in servers.records if name > after):
+        if size <= 0:
+            return found, True
+        record = servers.records[name]
+        host = record.registration.host
+        found.append(LoggedChange(ChangeKind.BACK, name, host=host))
+        if not record.alive:
+            found.append(LoggedChange(gone(record), name))
+        size -= 256 + 2 * size_of(name, host)
+    return found, False
 
 
 def snapshot(

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from kvpool.master.state.block_map import MARK_BITS, BlockMap
-from kvpool.master.state.change_ring import ChangeKind
+from kvpool.master.state.changes import ChangeKind
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.locations import BlockLocations, Location
 from kvpool.piecewise_dict import compact
@@ -88,7 +88,7 @@ class Sweeper:
                     directory.tombstones.left(namespace, digest, reason)
                 directory.put(blocks, namespace, digest, kept)
         for one, digests in gone.items():
-            server = one.inventory.server
-            directory.changes.add_blocks(ChangeKind.REMOVED, server, namespace, one.part, digests)
+            where = one.inventory.server, namespace, one.part, digests
+            directory.servers.changes.add_blocks(ChangeKind.REMOVED, *where)
         if len(piece) < before // 2:
             compact(piece)
