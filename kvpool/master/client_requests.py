@@ -13,17 +13,11 @@ from kvpool.master.state.changes import PAGE_SIZE, size_of
 from kvpool.master.state.directory import ChainMatch, Directory
 from kvpool.protocols import Caller
 from kvpool.spans import MarkedChain
-from kvpool.tenant_names import marker_of
-from kvpool.types import BATCH_BLOCKS_MAX, Demand, Namespace, ReadStatus, Replica, Run
+from kvpool.types import Demand, Namespace, ReadStatus, Replica, Run
 from kvpool.wire import messages as wire
 
 #: Copies of one block that an answer names, so that they fit into a message with the longest names.
 _REPLICAS_MAX: Final = 256
-#: Of a block that this master does not know, while servers may have it.
-_JUST_BEGUN: Final = (
-    "as far as this master knows, which has just begun, and not heard from all servers yet: "
-    "ask again"
-)
 #: Servers for a write that an answer names.
 _PLACES_MAX: Final = 64
 
@@ -34,7 +28,7 @@ class ClientRequests:
     def __init__(self, directory: Directory, hints: NoHints, now: Callable[[], float]) -> None:
         self._directory = directory
         self._hints = hints
-        self._now = now
+        self.now = now
         self._demand = make_demand(directory)
         #: Servers may be alive whose blocks are not in the map.
         self.partial = True
@@ -56,7 +50,7 @@ class ClientRequests:
         namespace, digests = wire.unpack_question(m)
         runs, reasons = self._directory.find(namespace, digests)
         if not m.observes:
-            self._demand.asked(namespace, digests, self._now())
+            self._demand.asked(namespace, digests, self.now())
         return _found(runs, reasons, partial=self.partial)
 
     def _match(self, m: wire.Find) -> wire.FindReply:
@@ -67,7 +61,7 @@ class ClientRequests:
         match = self._directory.match_chain(namespace, chain)
         missed = {} if match.stopped in (None, ReadStatus.HIT) else {match.length: match.stopped}
         if not m.observes:
-            self._demand.asked_chain(namespace, chain, self._now(), behind)
+            self._demand.asked_chain(namespace, chain, self.now(), behind)
             self._count_match(namespace, chain, match)
         return _found(match.runs, missed, spans.SPAN_BLOCKS, self.partial)
 
@@ -86,7 +80,7 @@ class ClientRequests:
     def place(self, m: wire.Place, caller: Caller) -> wire.PlaceReply:
         namespace, digests = wire.unpack_question(m)
         size = m.size * m.parts * m.copies // max(1, len(digests))
-        self._demand.asked(namespace, digests, self._now(), size)
+        self._demand.asked(namespace, digests, self.now(), size)
         placement = self._directory.place(
             namespace, digests, m.parent, m.size, m.host, m.copies, m.session
         )
@@ -95,55 +89,10 @@ class ClientRequests:
             bytes([min(copies, 255) for copies in placement.copies]),
         )
 
-    def explain(self, m: wire.Explain, caller: Caller) -> wire.Explained:
-        namespace, digests = wire.unpack_question(m)
-        answers: list[tuple[int, str, list[tuple[str, str, int]]]] = []
-        size = 0
-        for one in self._directory.explain(namespace, digests[:BATCH_BLOCKS_MAX]):
-            if self.partial and one.status is ReadStatus.NEVER_WRITTEN:
-                one = one._replace(text=_JUST_BEGUN)
-            size += 64 + size_of(one.text) + _size_of(one.replicas)
-            if answers and size > PAGE_SIZE:
-                break
-            answers.append((one.status, one.text, _replicas(one.replicas)))
-        return wire.Explained(answers, len(answers) < len(digests))
-
-    def namespaces(self, m: wire.Namespaces, caller: Caller) -> wire.NamespacesReply:
-        marker = marker_of(caller.tenant)
-        # Names are in order, so those of a tenant follow each other.
-        after = max((m.after, m.parts), (marker, 0))
-        found = self._directory.namespaces(after, wire.NAMESPACES_MAX + 1)
-        found = [one for one in found if one[0].name.startswith(marker)]
-        page = found[: wire.NAMESPACES_MAX]
-        return wire.NamespacesReply(
-            [(namespace.name, namespace.parts, blocks) for namespace, blocks in page],
-            len(found) > len(page),
-        )
-
     def demand(self, now: float) -> Demand:
         """What clients ask this master for, as means over its last minutes."""
         demand = self._demand.demand(now)
         return demand._replace(asked_blocks=self.asked_blocks, found_blocks=self.found_blocks)
-
-    def demands(self, m: wire.Demands, caller: Caller) -> wire.DemandsReply:
-        demand = self.demand(self._now())
-        if caller.tenant:  # the other figures are means over everybody
-            marker = marker_of(caller.tenant)
-            own = [one for one in demand.working_sets if one.namespace.name.startswith(marker)]
-            demand = Demand(demand.seconds, tuple(own), 0.0, 0.0)
-        sets = [
-            (one.namespace.name, one.namespace.parts, one.size, one.blocks)
-            for one in demand.working_sets
-        ]
-        return wire.DemandsReply(
-            demand.seconds,
-            sets,
-            min(4096.0, demand.chain_servers),
-            demand.beyond_hole,
-            demand.asked_blocks,
-            demand.found_blocks,
-            [one.prompt for one in demand.working_sets],
-        )
 
 
 def _found(
@@ -153,7 +102,7 @@ def _found(
     if that is possible."""
     size, more = 0, False
     for run in runs if len(runs) > 1 else ():
-        size += 32 + _size_of(run.replicas)
+        size += 32 + size_of_replicas(run.replicas)
         if size > PAGE_SIZE and run is not runs[0]:
             end = run.first - run.first % step or run.first
             runs = [one._replace(last=min(one.last, end - 1)) for one in runs if one.first < end]
@@ -161,14 +110,14 @@ def _found(
             more = True
             break
     return wire.FindReply(
-        [(run.first, run.last, _replicas(run.replicas)) for run in runs],
+        [(run.first, run.last, replicas_of(run.replicas)) for run in runs],
         bytes(reasons.values()),
         more,
         partial and bool(reasons),
     )
 
 
-def _replicas(replicas: tuple[Replica, ...]) -> list[tuple[str, str, int]]:
+def replicas_of(replicas: tuple[Replica, ...]) -> list[tuple[str, str, int]]:
     if len(replicas) > _REPLICAS_MAX:  # so many of each part
         most = max(1, _REPLICAS_MAX // len({one.part for one in replicas}))
         named: Counter[int] = Counter()
@@ -181,5 +130,5 @@ def _replicas(replicas: tuple[Replica, ...]) -> list[tuple[str, str, int]]:
     return [(replica.server, replica.tier, replica.part) for replica in replicas]
 
 
-def _size_of(replicas: Sequence[Replica]) -> int:
+def size_of_replicas(replicas: Sequence[Replica]) -> int:
     return sum([16 + size_of(one.server, one.tier) for one in replicas[:_REPLICAS_MAX]])

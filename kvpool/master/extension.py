@@ -1,11 +1,11 @@
-"""The joints of a master: hints of clients, which heartbeats take to every server; and what clients
-ask for, and what follows from that."""
+"""The joints of a master: hints of clients, which heartbeats take to every server; what clients ask
+for, and what follows from that; and who answers what the data path does not ask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 from kvpool.master.state.directory import ChainMatch, Directory
 from kvpool.protocols import Caller
@@ -23,6 +23,14 @@ DEMANDS: Final = (
     "kvpool.master.extension:NoDemand",
     "kvpool.master.state.demand:DemandMeter",
 )
+#: Who answers further requests: `module:class`, made with the directory, what clients ask
+#: (`ClientRequests`) and the number of this master's stream of changes; `handlers` has its methods.
+REQUESTS: Final = (
+    "kvpool.master.follower_requests:FollowerRequests",
+    "kvpool.master.operator_requests:OperatorRequests",
+)
+
+Handlers: TypeAlias = Mapping[type[wire.Message], Callable[[Any, Caller], wire.Message]]
 
 
 class NoHints:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvpool.master.client_requests import ClientRequests
+from kvpool.master.extension import Handlers
 from kvpool.master.state.change_ring import ChangeRing, message_size_of
 from kvpool.master.state.changes import PAGE_SIZE, LoggedChange
 from kvpool.master.state.directory import Directory
@@ -19,12 +21,16 @@ _SNAPSHOT_BLOCKS: Final = 512
 class FollowerRequests:
     """From now on the changes of `directory` are kept, if they are not yet, as this `stream`."""
 
-    def __init__(self, directory: Directory, stream: int) -> None:
+    def __init__(self, directory: Directory, clients: ClientRequests, stream: int) -> None:
         kept = directory.servers.changes
         self.log = kept if isinstance(kept, ChangeRing) else ChangeRing()
         directory.servers.changes = self.log
         self._directory = directory
         self._stream = stream
+
+    @property
+    def handlers(self) -> Handlers:
+        return {wire.Changes: self.changes, wire.Snapshot: self.snapshot}
 
     def changes(self, m: wire.Changes, caller: Caller) -> wire.ChangesReply:
         log = self.log

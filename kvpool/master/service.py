@@ -21,7 +21,7 @@ from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Forbidden
 from kvpool.guard import Who, make_guard
 from kvpool.master.client_requests import ClientRequests
-from kvpool.master.extension import make_hints
+from kvpool.master.extension import REQUESTS, make_hints
 from kvpool.master.server_requests import ServerRequests
 from kvpool.master.state.changes import PAGE_SIZE
 from kvpool.master.state.directory import Directory
@@ -34,11 +34,6 @@ from kvpool.types import Member, ServerStats
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.master")
-
-#: `module:class` of what answers those who follow the map. Without its line and files nobody does.
-FOLLOWERS: Final = (
-    "kvpool.master.follower_requests:FollowerRequests",
-)  # fmt: skip
 
 M = TypeVar("M", bound=wire.Message)
 
@@ -85,18 +80,14 @@ class Master:
         self.clients = ClientRequests(directory, self.hints, self._now)
         self._handle(wire.Find, self.clients.find)
         self._handle(wire.Place, self.clients.place)
-        self._handle(wire.Explain, self.clients.explain)
-        self._handle(wire.Namespaces, self.clients.namespaces)
-        self._handle(wire.Demands, self.clients.demands)
         self._handle(wire.Members, self._members)
         self._handle(wire.Hint, self.hints.hint)
         self._handle(wire.ExplainSession, self.hints.explain)
         #: Names this master's numbers of changes: another one, or the next process, has its own.
         stream = (rng or random.SystemRandom()).getrandbits(62) + 1
-        for one in FOLLOWERS:
-            followers = resolve_name(one)(directory, stream)
-            self._handle(wire.Changes, followers.changes)
-            self._handle(wire.Snapshot, followers.snapshot)
+        for one in REQUESTS:
+            for kind, answer in resolve_name(one)(directory, self.clients, stream).handlers.items():
+                self._handle(kind, answer)
 
     def __repr__(self) -> str:
         return f"<Master {self.address} {len(self.directory)} blocks>"

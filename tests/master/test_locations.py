@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.master.state import locations
 from kvpool.master.state.directory import Directory
+from kvpool.master.state.explanations import explain
 from kvpool.master.state.server_record import Registration
 from kvpool.master.state.sweeper import Sweeper
 from kvpool.testing.invariants import check_invariants
@@ -62,7 +63,7 @@ def test_a_map_in_which_nothing_restarts_keeps_what_it_uses(
             check_invariants(directory)
     check_invariants(directory)
     for (namespace, digest), places in held.items():
-        found = directory.explain(namespace, [digest])[0].replicas
+        found = explain(directory, namespace, [digest])[0].replicas
         wanted = {(s, part, ("dram", "nvme")[tier]) for (s, part), tier in places.items()}
         assert {(one.server, one.part, one.tier) for one in found} == wanted
     assert largest < 1000, "there were thousands of combinations"

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from kvpool.master.state.directory import Directory
+from kvpool.master.state.explanations import explain
 from kvpool.master.state.placement import DRAWN, SHARED_FROM
 from kvpool.master.state.server_record import Claims, Registration
 from kvpool.master.state.server_table import ServerTable
@@ -280,7 +281,7 @@ def test_a_restarted_server_is_chosen_and_a_forgotten_one_is_not() -> None:
         directory.servers.tick(float(second))
     assert directory.servers.members(700.0) == []
     assert place(directory, "y") == ()
-    assert directory.explain(ONE, [key("y")])[0].status is ReadStatus.NEVER_WRITTEN
+    assert explain(directory, ONE, [key("y")])[0].status is ReadStatus.NEVER_WRITTEN
 
 
 def test_no_tenant_makes_a_master_forget_where_others_are() -> None:

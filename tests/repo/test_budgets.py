@@ -127,6 +127,10 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/client/room.py",
         "kvpool/master/state/demand.py",
     ),
+    "questions": (  # of operators to masters
+        "kvpool/master/operator_requests.py",
+        "kvpool/master/state/explanations.py",
+    ),
     "poller": ("kvpool/client/match_poller.py", "kvpool/net/polled_links.py"),  # for connectors
     "policies": tuple(
         f"kvpool/server/eviction/{one}.py"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool import admin, moves, removals
 from kvpool.errors import Unavailable
+from kvpool.master.state.explanations import explain
 from kvpool.protocols import Channel
 from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.types import MoveStatus, Namespace, ReadStatus, WriteStatus
@@ -274,7 +275,7 @@ class Moves:
                 continue  # it has left since, and came back
             for master in world.masters:
                 assert master.master is not None
-                (found,) = master.master.directory.explain(namespace, [digest])
+                (found,) = explain(master.master.directory, namespace, [digest])
                 if not any(one.server == target.name for one in found.replicas):
                     world.loop.fail(f"G5: {master.name} does not list a block that is fetched")
 

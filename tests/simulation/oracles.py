@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, NamedTuple, Protocol
 from kvpool.client.ways import Attempt, Ways
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
+from kvpool.master.state.explanations import explain
 from kvpool.master.state.placement import SHARED_FROM, Placement
 from kvpool.master.state.server_record import (
     EARLIER_MAX,
@@ -787,7 +788,7 @@ class WatchedDirectory(Directory):
             return placement
         branches = self.branches.setdefault(parent, set())
         branches.add(digests[0])
-        (explained,) = self.explain(namespace, [parent])
+        (explained,) = explain(self, namespace, [parent])
         having = {replica.server for replica in explained.replicas}
         having = {name for name in having if not self.servers.records[name].draining}
         if having and placement.servers[0] not in having:

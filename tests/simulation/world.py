@@ -27,6 +27,7 @@ from kvpool.config import WRITE_BACK, WRITE_THROUGH, ClientConfig, MasterConfig,
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.master import service
 from kvpool.master.service import Master
+from kvpool.master.state.explanations import explain
 from kvpool.protocols import Tier, Transport
 from kvpool.runtime import Host
 from kvpool.server import block_server, outbox
@@ -501,7 +502,7 @@ class World:
         ranks = {tier.name: rank for rank, tier in enumerate(node.server.tiers)}
         known = set()
         for namespace, digest in self.catalog.every_key():
-            for replica in master.master.directory.explain(namespace, [digest])[0].replicas:
+            for replica in explain(master.master.directory, namespace, [digest])[0].replicas:
                 if replica.server == node.name:
                     known.add((namespace, digest, replica.part, ranks.get(replica.tier)))
         if here != known:

@@ -12,6 +12,7 @@ import random
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvpool.errors import KvpoolError
+from kvpool.master.state.explanations import explain
 from kvpool.testing.invariants import inventory
 from kvpool.types import Namespace, ReadStatus, ServerStats
 from kvpool.wire import auth
@@ -89,7 +90,7 @@ class MapFaults:
         for namespace, digest in sorted(self._made_up, key=repr):
             histories = [truth.history(namespace, digest, part) for part in range(namespace.parts)]
             lives = set().union(*(history.lives | history.made_up for history in histories))
-            (answer,) = directory.explain(namespace, [digest])
+            (answer,) = explain(directory, namespace, [digest])
             lost = answer.status is ReadStatus.SERVER_LOST
             if lost and all(map(truth.is_living, lives)):
                 self._world.loop.fail(

@@ -15,6 +15,7 @@ from kvpool.config import MasterConfig
 from kvpool.master.service import Master
 from kvpool.master.state.change_ring import SIZE_MAX, ChangeRing, message_size_of
 from kvpool.master.state.changes import ChangeKind, LoggedChange
+from kvpool.master.state.explanations import explain
 from kvpool.master.state.server_record import Registration
 from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, Namespace, Replica
 from kvpool.wire import messages as wire
@@ -219,7 +220,7 @@ async def test_a_follower_has_the_whole_map(servers: int) -> None:
     assert here == set(everywhere)
     wanted = {
         (replica.server, namespace, replica.part, digest)
-        for namespace, _ in master.directory.namespaces(("", 0), 1000)
+        for namespace in master.directory.blocks.after("")
         for digest in BLOCKS
         for replica in replicas_of(master, namespace, digest)
     }
@@ -247,7 +248,7 @@ async def test_a_follower_has_every_server() -> None:
 
 
 def replicas_of(master: Master, namespace: Namespace, digest: bytes) -> tuple[Replica, ...]:
-    (one,) = master.directory.explain(namespace, [digest])
+    (one,) = explain(master.directory, namespace, [digest])
     return one.replicas
 
 

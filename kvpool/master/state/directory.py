@@ -8,7 +8,6 @@ count as reachable, never which bytes are right. (design: announcements)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Final, NamedTuple
 
 from kvpool import spans
@@ -26,13 +25,10 @@ from kvpool.master.state.placement import Placement
 from kvpool.master.state.server_record import ServerRecord
 from kvpool.master.state.server_table import ServerTable
 from kvpool.spans import MarkedChain
-from kvpool.tenant_names import marker_of, tenant_of
+from kvpool.tenant_names import tenant_of
 from kvpool.tombstones import Tombstones
 from kvpool.types import (
     ROOT,
-    TEXT_MAX,
-    BlockKey,
-    Explanation,
     Match,
     Namespace,
     ReadStatus,
@@ -67,10 +63,6 @@ class Directory:
 
     def __len__(self) -> int:
         return self._count
-
-    def namespaces(self, after: tuple[str, int], count: int) -> list[tuple[Namespace, int]]:
-        """At most `count` namespaces that have blocks, and how many, in order of name and parts."""
-        return [(one, len(self.blocks[one])) for one in islice(self.blocks.after(*after), count)]
 
     # --- announcements ---------------------------------------------------------------
 
@@ -315,26 +307,6 @@ class Directory:
         found = blocks.get_all(digests) if blocks is not None else []
         return len(found) - found.count(None)
 
-    def explain(self, namespace: Namespace, digests: Sequence[bytes]) -> list[Explanation]:
-        """For each block: where it is, or why it is a miss, as text of TEXT_MAX characters at most.
-
-        It names no namespace of another tenant than that of `namespace`.
-        """
-        _, reasons = self.find(namespace, digests)
-        blocks = self.blocks.get(namespace)
-        texts: dict[tuple[BlockLocations | None, ReadStatus], str] = {}  # not one for each block
-        answers = []
-        for position, digest in enumerate(digests):
-            held = self.held(blocks, digest)
-            status = reasons.get(position, ReadStatus.HIT)
-            replicas = held.replicas if held is not None else ()
-            text = texts.get((held, status))
-            if text is None:
-                text = self._explanation(namespace, held, status)[:TEXT_MAX]
-                texts[held, status] = text
-            answers.append(Explanation(BlockKey(namespace, digest), status, replicas, text))
-        return answers
-
     # --- inside ----------------------------------------------------------------------
 
     def _room(self, record: ServerRecord, wanted: int) -> int:
@@ -447,45 +419,6 @@ class Directory:
             return held.status
         recorded = self.tombstones.reason(namespace, digest)
         return held.status if recorded is ReadStatus.NEVER_WRITTEN else recorded
-
-    def _explanation(
-        self, namespace: Namespace, held: BlockLocations | None, status: ReadStatus
-    ) -> str:
-        if status is ReadStatus.HIT and held is not None:
-            where = ", ".join(f"{r.server} ({r.tier})" for r in held.replicas)
-            return f"present on {where}"
-        if status is ReadStatus.PART_MISSING and held is not None:
-            present = sorted({replica.part for replica in held.replicas})
-            return f"parts {present} of {namespace.parts} are present, the others are missing"
-        if status is ReadStatus.SERVER_LOST:
-            if held is None:
-                return "its server was lost or restarted empty"
-            here = {(replica.server, replica.part) for replica in held.replicas}
-            lost = [
-                one.inventory
-                for one in held.locations
-                if (one.inventory.server, one.part) not in here
-            ]
-            servers = ", ".join(sorted({one.server for one in lost if not one.replaced}))
-            return f"held by {servers}, which is lost or was restarted"
-        if status is ReadStatus.NEVER_WRITTEN:
-            if namespace not in self.blocks:
-                return self._unknown_namespace(namespace)
-            if held is not None or self.tombstones.forgotten:
-                return "no record: never written, or removed so long ago that the reason is lost"
-            return "never written (since this master started)"
-        return f"{status.label}: it was stored earlier"
-
-    def _unknown_namespace(self, namespace: Namespace) -> str:
-        marker = marker_of(tenant_of(namespace.name))
-        first = islice(self.blocks.after(marker), 3)
-        others = ", ".join([repr(one.name) for one in first if one.name.startswith(marker)])
-        if not others:
-            return f"{'this tenant has' if marker else 'the pool holds'} no blocks"
-        return (
-            f"namespace {namespace.name!r} with {namespace.parts} part(s) has no blocks; "
-            f"namespaces with blocks: {others}"
-        )
 
 
 class _Removal(NamedTuple):
