@@ -19,6 +19,7 @@ from kvpool.protocols import WriteOptions
 #: the `ClientParts`.
 EXTENSIONS: Final = {
     "events": "kvpool.client.pool_events:PoolEvents",
+    "observation": "kvpool.client.where:Observer",
     "prefetch": "kvpool.client.prefetch:PrefetchCalls",
     "removal": "kvpool.client.namespace_removal:Removals",
     "room": "kvpool.client.room:PoolRoom",

@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvpool.client.presence import presence
 from kvpool.client.read_rates import PRIOR_FAR_RATE, PRIOR_NEAR_RATE, ReadRates
+from kvpool.client.where import presence
 from kvpool.types import MEMORY_TIER, HostScore, Member, Replica, TierUsage
 
 #: Bytes per second of another tier than memory whose server reports no reads of it.

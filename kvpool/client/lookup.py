@@ -11,7 +11,6 @@ from kvpool import spans
 from kvpool.client.checks import check_digest_size, check_digest_types, check_digests
 from kvpool.client.location_cache import KnownSpans
 from kvpool.client.masters import Masters
-from kvpool.client.presence import MEMORY_TIERS, presence
 from kvpool.client.servers import Servers
 from kvpool.errors import MasterLost, Unavailable
 from kvpool.types import (
@@ -20,7 +19,6 @@ from kvpool.types import (
     Explanation,
     Match,
     Namespace,
-    Presence,
     ReadResult,
     ReadStatus,
     Replica,
@@ -34,6 +32,8 @@ _FIND_KEYS: Final = 4096
 #: are known as far as marks reach, and new a little later.
 _MATCH_KEYS: Final = 2048
 _FIRST_KEYS: Final = 512
+#: Nothing of these is left when their server has ended.
+MEMORY_TIERS: Final = ("hbm", "dram")
 
 
 class Asks(Protocol):
@@ -187,35 +187,19 @@ class Lookup:
                         results[position] = ReadResult(_miss(next(misses, 0)))
         return results, self._candidates(runs, part, len(digests))
 
-    async def where(
-        self, namespace: Namespace, digests: Sequence[bytes], deadline: float
-    ) -> list[Presence | None]:
-        """As `Pool.where`."""
-        answers: list[Presence | None] = []
-        async for count, runs in self._pages(namespace, digests, deadline, observes=True):
-            near = await self._servers.near(
-                {replica.server for run in runs for replica in run.replicas}, deadline
-            )
-            page: list[Presence | None] = [None] * count
-            for run in runs:
-                here = presence(run.replicas, namespace.parts, near)
-                page[run.first : run.last + 1] = [here] * (run.last + 1 - run.first)
-            answers += page
-        return answers
-
     async def contains(
         self, namespace: Namespace, digests: Sequence[bytes], deadline: float
     ) -> list[bool]:
         """As `Pool.contains`."""
         answers: list[bool] = []
-        async for count, runs in self._pages(namespace, digests, deadline, observes=False):
+        async for count, runs in self.pages(namespace, digests, deadline, observes=False):
             page = [False] * count
             for run in runs:
                 page[run.first : run.last + 1] = [True] * (run.last + 1 - run.first)
             answers += page
         return answers
 
-    async def _pages(
+    async def pages(
         self, namespace: Namespace, digests: Sequence[bytes], deadline: float, *, observes: bool
     ) -> AsyncIterator[tuple[int, list[Run]]]:
         """Of blocks in whatever order: how many one question was about, and the runs found.

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from kvpool.client.context import own_namespace
 from kvpool.client.extension import ClientExtension, ClientParts
-from kvpool.client.presence import MEMORY_TIERS
+from kvpool.client.lookup import MEMORY_TIERS
 from kvpool.client.servers import gather_errors
 from kvpool.errors import KvpoolError, Overloaded, Unavailable, UsageError
 from kvpool.operators import Holding, HoldingsPage, Removal, RemovalCursor

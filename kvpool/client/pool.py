@@ -183,9 +183,10 @@ class Pool:
         For observers: it counts as no demand, and is no use of the blocks. Raises BadKey for
         digests that differ in length, and MasterLost when no master answers.
         """
-        return await self._context.lookup.where(
+        found: list[Presence | None] = await self._extensions.get("observation").where(
             self._context.own(namespace), digests, self._context.begin(timeout)
         )
+        return found
 
     async def score(
         self,

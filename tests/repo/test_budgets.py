@@ -102,6 +102,7 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/client/load_estimate.py",
         "kvpool/client/pool_events.py",
         "kvpool/client/score.py",
+        "kvpool/client/where.py",
         "kvpool/master/follower_requests.py",
         "kvpool/master/state/change_ring.py",
         "kvpool/master/state/snapshot.py",

@@ -1,15 +1,37 @@
-"""Which copies of a block count for a process, and how fast they are. Pure."""
+"""Where blocks are, as one process sees it: for observers, who read none."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
-from kvpool.types import Presence, Replica
+from kvpool.client.extension import ClientExtension, ClientParts
+from kvpool.types import Namespace, Presence, Replica
 
 #: Tiers from the fastest; one of another package counts as the slowest.
 _TIERS: Final = ("hbm", "dram", "nvme")
-MEMORY_TIERS: Final = _TIERS[:2]  # nothing of them is left when their server has ended
+
+
+class Observer(ClientExtension):
+    def __init__(self, parts: ClientParts) -> None:
+        self._lookup = parts.context.lookup
+        self._servers = parts.context.servers
+
+    async def where(
+        self, namespace: Namespace, digests: Sequence[bytes], deadline: float
+    ) -> list[Presence | None]:
+        """As `Pool.where`."""
+        answers: list[Presence | None] = []
+        async for count, runs in self._lookup.pages(namespace, digests, deadline, observes=True):
+            near = await self._servers.near(
+                {replica.server for run in runs for replica in run.replicas}, deadline
+            )
+            page: list[Presence | None] = [None] * count
+            for run in runs:
+                here = presence(run.replicas, namespace.parts, near)
+                page[run.first : run.last + 1] = [here] * (run.last + 1 - run.first)
+            answers += page
+        return answers
 
 
 def presence(replicas: Sequence[Replica], parts: int, near: Container[str]) -> Presence | None:
