@@ -122,9 +122,8 @@ def test_an_explanation_fits_into_a_message() -> None:
 
 async def test_a_master_that_has_just_begun_says_so() -> None:
     """And not that a block was never written, which it cannot know."""
-    now = asyncio.get_running_loop().time()
     master = Master(MasterConfig(timeout_s=0.3), cast(Any, None))
-    master._started = now - 0.2
+    master._started = asyncio.get_running_loop().time() - 0.2
 
     def explained() -> str:
         asked = wire.Explain("one", 1, 16, b"x" * 16)
@@ -133,6 +132,6 @@ async def test_a_master_that_has_just_begun_says_so() -> None:
 
     await master._tick()
     assert "just begun, and not heard from all servers yet" in explained()
-    master._started = now - 1
+    master._started -= 1
     await master._tick()
     assert explained() == "the pool holds no blocks"
