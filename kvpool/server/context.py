@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -26,6 +26,9 @@ log = logs.get("kvpool.server")
 #: What a write evicts waits so long for what it stores, if the bytes of that are on their way: one
 #: message to each master instead of two.
 _PUBLISH_SOON_S: Final = 0.002
+#: Callers that look at changed space in one turn of the loop, and the pause before the next ones.
+_WOKEN_MAX: Final = 16
+_WAKE_S: Final = 0.002
 
 
 class RoomMaker:
@@ -81,6 +84,7 @@ class ServerContext:
         self.draining = False
         self.guard = guard or make_guard()
         self._waiting_for_space: dict[asyncio.Future[None], float] = {}  # until when
+        self._to_wake: deque[asyncio.Future[None]] = deque()  # since the space has changed
 
     def _policy_is_wrong(self, victim: Entry) -> None:
         """Count it, and log it once: such a policy may be wrong in every reservation."""
@@ -171,11 +175,21 @@ class ServerContext:
 
         In the order in which the callers must give up. They run in that order, too, so one that
         asks for everything and would wait for a minute comes after the others (design: budgets).
+        Where many wait, most try again in vain: some at a time, and all once before any twice.
         """
         waiting, self._waiting_for_space = self._waiting_for_space, {}
-        for future in sorted(waiting, key=waiting.__getitem__):
+        idle = not self._to_wake
+        self._to_wake.extend(sorted(waiting, key=waiting.__getitem__))
+        if idle:
+            self._wake_some()
+
+    def _wake_some(self) -> None:
+        for _ in range(min(_WOKEN_MAX, len(self._to_wake))):
+            future = self._to_wake.popleft()
             if not future.done():
                 future.set_result(None)
+        if self._to_wake:
+            asyncio.get_running_loop().call_later(_WAKE_S, self._wake_some)
 
     async def wait_for_space(self, deadline: float) -> None:
         """Return at the next `space_changed`, at `deadline`, or after SAMPLE_S.

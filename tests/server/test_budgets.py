@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -620,6 +622,35 @@ async def test_space_goes_to_the_caller_with_the_least_time_left(pool_dev: dev.D
     context_.space_changed()
     await asyncio.gather(*tasks)
     assert served == [2.0, 5.0, 30.0, 60.0]
+
+
+async def test_of_many_that_wait_some_look_at_a_time_and_each_at_every_change(
+    pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or each block that is read would hold the loop up for as long as all of them take."""
+    monkeypatch.setattr(clients, "SAMPLE_S", 60.0)
+    context_ = pool_dev.servers[0]._context
+    looks: Counter[int] = Counter()
+
+    async def wait(number: int) -> None:
+        while True:
+            await context_.wait_for_space(math.inf)
+            looks[number] += 1
+
+    tasks = [asyncio.create_task(wait(number)) for number in range(100)]
+    await asyncio.sleep(0)
+    for change in range(1, 4):
+        before = looks.total()
+        context_.space_changed()
+        context_.space_changed()
+        await asyncio.sleep(0)
+        assert looks.total() - before <= 16
+        await eventually(lambda each=change: [*looks.values()] == [each] * 100)  # type: ignore[misc]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    context_.space_changed()
+    assert not context_._to_wake
 
 
 async def test_a_slow_reader_is_not_cut(
