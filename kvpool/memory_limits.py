@@ -4,7 +4,7 @@ it later, or fail a call.
 | what | bounds |
 |---|---|
 | the machine, also with vm.overcommit_memory=2 | ordinary pages |
-| cgroups of version 1 and 2, its own and all above it: docker, Kubernetes, MemoryMax= | the same |
+| cgroups of version 1 and 2, its own and all above it: docker, Kubernetes, systemd | the same |
 | reserved huge pages, and the hugetlb limits of the same cgroups | huge pages |
 | ulimit -v, -d | what is mapped |
 | ulimit -f | a segment and a file of blocks |
@@ -27,9 +27,13 @@ from kvpool.huge_pages import HUGE_PAGE
 #: Of a cgroup's memory for the process itself: its books grow with its blocks.
 _OWN: Final = 64 << 20
 _CAP_IPC_LOCK: Final = 14
-_UNIT = "MemoryMax= of its unit, or the memory limit of its container"
-#: Files of a limit and of what counts for it, in cgroups of version 2 and 1.
-_MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+_UNIT = "MemoryMax= and MemoryHigh= of its unit, or the memory limit of its container"
+#: Files of a limit and of what counts for it, in cgroups of version 2 and 1. Above `memory.high`
+#: nothing is ended, and each new page waits for seconds: memory of a segment cannot be reclaimed.
+_MEMORY = (
+    *((f"memory.{limit}", "memory.current") for limit in ("max", "high")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 _HUGETLB = tuple(
     (f"hugetlb.2MB.{kind}{most}", f"hugetlb.2MB.{kind}{now}")
     for most, now in (("max", "current"), ("limit_in_bytes", "usage_in_bytes"))

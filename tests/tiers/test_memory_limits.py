@@ -74,6 +74,9 @@ def test_the_limit_of_a_unit_lies_in_its_own_cgroup(machine: Machine) -> None:
     # What the kernel can drop is no use: pages of files, but not those of memfds.
     assert found.free == 4 * GIB - GIB // 4 - OWN
     assert "MemoryMax=" in found.advice
+    machine.cgroup(unit, memory__high=3 * GIB)
+    found = tightest(machine.limits.memory())
+    assert found[:2] == (f"cgroup /{unit} (memory.high)", 3 * GIB - GIB // 4 - OWN)
 
 
 def test_a_cgroup_above_counts_too(machine: Machine) -> None:
