@@ -158,7 +158,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.hooks.has_pending_work()
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.hooks.on_finished(request)
+        of_groups = block_ids if isinstance(block_ids, tuple) else (block_ids,)
+        return False, self.hooks.on_finished(request, of_groups)
 
     request_finished_all_groups = request_finished
 

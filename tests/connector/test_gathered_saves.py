@@ -7,7 +7,7 @@ import pytest
 from kvpool import ROOT
 from kvpool_connector.records.messages import SaveRequest
 from kvpool_connector.records.provenance import BlockWriter
-from kvpool_connector.records.values import RequestHints, ScheduledRequest, StepPlan
+from kvpool_connector.records.values import CacheGroup, RequestHints, ScheduledRequest, StepPlan
 from tests.connector.test_planner import BLOCK, Played, hashes
 
 GATHER_S = 0.1
@@ -38,6 +38,12 @@ class Decoding(Played):
             end = (number + 1) * BLOCK
             scheduled.append(ScheduledRequest(name, end - 1, end, ids))
         return self.idle(*scheduled)
+
+
+def make_odd(played: Played) -> None:
+    """All other engines compute other KV than this one."""
+    for name in (b"one", b"two"):
+        played.planner.verifier.writers.on_wrong(BlockWriter(name, ""))
 
 
 def ids(saves: list[SaveRequest]) -> list[tuple[int, ...]]:
@@ -73,12 +79,31 @@ def test_a_prompt_is_saved_at_once_and_takes_along_what_waits() -> None:
     assert save.blocks[0].parents[1:] == (ROOT, chain[0])
 
 
-def test_what_a_request_has_generated_is_saved_when_it_has_ended() -> None:
+@pytest.mark.parametrize("why", ["", "preempted", "reset", "mismatch", "skip_save"])
+def test_the_end_of_a_request_saves_the_blocks_that_no_step_has_looked_at(why: str) -> None:
     """Its next turn may come at once, to another engine."""
-    played = Decoding("a")
-    played.completes("a")
+    played = Played(save_gather_s=GATHER_S, blocks_together=4)
+    hints = RequestHints(skip_save=why == "skip_save")
+    played.planner.on_new_request("a", hashes("a", 400), 100, hints, played.now)
+    played.step("a", 0, 100)
+    assert why == "skip_save" or played.planner.quiet.left("a") == 6 * BLOCK + 4 * BLOCK - 100
+    if why == "preempted":
+        played.planner.on_preempted("a")
+    elif why == "reset":
+        played.planner.on_reset()
+    elif why == "mismatch":
+        make_odd(played)
+    rest = ScheduledRequest("a", 150, 150, [list(range(1, 11))])
+    assert played.planner.save_rest(rest, played.now) == ([] if why else [7, 8, 9])
     played.planner.on_request_finished("a")
-    assert ids(played.idle().saves) == [(2,)]
+    assert ids(played.idle().saves) == ([] if why else [(7, 8, 9)])
+
+
+def test_blocks_that_leave_a_sliding_window_are_not_waited_for() -> None:
+    played = Played(groups=(CacheGroup(BLOCK, 1, window_blocks=2),), blocks_together=4)
+    played.arrive("a", 100)
+    played.step("a", 0, 100)
+    assert played.planner.quiet.left("a") == 7 * BLOCK - 100
 
 
 def test_the_end_of_one_session_hurries_no_other() -> None:
@@ -123,8 +148,7 @@ def test_what_may_not_be_shared_any_more_is_unpinned_and_never_saved(why: str) -
         played.planner.on_reset()
         assert played.planner.has_pending_work
     else:
-        for name in (b"one", b"two"):
-            played.planner.verifier.writers.on_wrong(BlockWriter(name, ""))
+        make_odd(played)
     played.now += GATHER_S
     assert not played.idle().saves
     assert played.planner.saves.queue.take_dropped() == [2]

@@ -65,6 +65,8 @@ class EngineNames:
         #: For `kvpool doctor`: the name of the first group, the fields that all names have, and
         #: what their digests are made of; or the problem.
         self.description: dict[str, str] = {}
+        #: Of the infos that the names are made of, by rank; empty while there are none.
+        self.serials: tuple[int, ...] = ()
         #: Whether its LoRA adapters can be told apart.
         self.knows_adapters = False
         #: What this engine is called behind its blocks.
@@ -86,13 +88,6 @@ class EngineNames:
         """The largest block of each group, of one rank."""
         sizes = [info.block_bytes for info in self._infos.values()]
         return tuple(max(column) for column in zip(*sizes, strict=True))
-
-    @property
-    def serials(self) -> tuple[int, ...]:
-        """Of the infos that the names are made of, by rank; empty while there are none."""
-        if self.missing_ranks:
-            return ()
-        return tuple(self._infos[rank].serial for rank in range(self._engine.ranks))
 
     def on_info(self, info: WorkerInfo) -> bool:
         """Take what a rank has found. True if the names are others now, or refused."""
@@ -122,10 +117,11 @@ class EngineNames:
         self._make()
 
     def _make(self) -> bool:
-        self.namespaces, self.problem, self.description = (), "", {}
+        self.namespaces, self.problem, self.description, self.serials = (), "", {}, ()
         if self.missing_ranks:
             return False
         engine = self._engine
+        self.serials = tuple(self._infos[rank].serial for rank in range(engine.ranks))
         models = [self._infos[rank].model for rank in range(engine.ranks)]
         unknown = next((model.unknown for model in models if model.unknown), "")
         if not unknown and engine.weights_unknown and any(model.hidden for model in models):

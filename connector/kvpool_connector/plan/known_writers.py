@@ -24,7 +24,6 @@ class _Findings:
 
     interval: int = 1  # loads from one comparison to the next
     loads: int = 0  # of its blocks, since the latest one
-    wrong: bool = False
 
 
 class KnownWriters:
@@ -47,6 +46,7 @@ class KnownWriters:
         self._loads_per_check = loads_per_check
         self._known: OrderedDict[bytes, _Findings] = OrderedDict()
         self._trust: Trust | None = None
+        self.wrong: set[bytes] = set()
         #: Why no blocks can be compared: then everybody's are loaded.
         self.problem = ""
 
@@ -56,9 +56,9 @@ class KnownWriters:
         if not self._loads_per_check or self.problem:
             return Trust(None)
         if self._trust is None:
-            good = frozenset(writer for writer, one in self._known.items() if not one.wrong)
+            good = frozenset(self._known.keys() - self.wrong)
             # Who equals nobody may itself be wrong, and removes nothing.
-            self._trust = Trust(good, self.wrong if good else frozenset())
+            self._trust = Trust(good, frozenset(self.wrong if good else ()))
         return self._trust
 
     @property
@@ -67,12 +67,8 @@ class KnownWriters:
         return frozenset(
             writer
             for writer, one in self._known.items()
-            if not one.wrong and one.loads + 1 >= one.interval
+            if writer not in self.wrong and one.loads + 1 >= one.interval
         )
-
-    @property
-    def wrong(self) -> frozenset[bytes]:
-        return frozenset(writer for writer, one in self._known.items() if one.wrong)
 
     @property
     def odd(self) -> bool:
@@ -97,14 +93,15 @@ class KnownWriters:
         """A block of this one is not. True if its blocks were loaded until now."""
         if writer == UNKNOWN:
             return False
-        known = self._of(writer.id)
-        trusted, known.wrong = known.interval > 1 and not known.wrong, True
+        trusted = self._of(writer.id).interval > 1 and writer.id not in self.wrong
+        self.wrong.add(writer.id)
         self._trust = None
         return trusted
 
     def reset(self) -> None:
         """This engine computes other KV from now on."""
         self._known.clear()
+        self.wrong.clear()
         self._trust = None
 
     def _of(self, writer: bytes) -> _Findings:
@@ -113,6 +110,6 @@ class KnownWriters:
             known = self._known[writer] = _Findings()
             self._trust = None
             if len(self._known) > WRITERS_MAX:
-                self._known.popitem(last=False)
+                self.wrong.discard(self._known.popitem(last=False)[0])
         self._known.move_to_end(writer)
         return known

@@ -26,7 +26,7 @@ from kvpool_connector.plan.request_lookups import RequestLookups
 from kvpool_connector.plan.request_saves import RequestSaves
 from kvpool_connector.plan.running_loads import RunningLoad, RunningLoads
 from kvpool_connector.plan.save_queue import SaveRun
-from kvpool_connector.plan.tracked_request import RequestState, TrackedRequest, digest_of
+from kvpool_connector.plan.tracked_request import Phase, RequestState, TrackedRequest, digest_of
 from kvpool_connector.plan.verifier import Verifier
 from kvpool_connector.plan.windows import Windows
 from kvpool_connector.records.messages import GroupBlocks, LoadRequest, LoadResult, SaveResult
@@ -200,7 +200,7 @@ class Planner:
         0: it loads from another connector, or nothing.
         """
         request = self.requests[request_id]
-        request.begun = True
+        request.phase = Phase.BEGUN
         self.lookups.prefetches.drop(request_id)
         self._count_decision(request, tokens)
         if request.state is not RequestState.OFFERED or tokens <= 0:
@@ -269,14 +269,14 @@ class Planner:
         """
         plan = StepPlan(loads=self._loads, probe=self.prober.take())
         self._loads = []
-        saves = self._limits.save and not self.verifier.writers.odd
+        saves = self._saves()
         watched = self.verifier.watched
         for one in scheduled:
             request = self.requests.get(one.request_id)
             left = 0
             if request is None:  # its adapter is not known yet, or nothing of it is shared
                 pass
-            elif not self._limits.save or request.hints.skip_save or request.stale:
+            elif not self._limits.save or request.saves_nothing:
                 # Until its prompt is computed each step tells how fast that is.
                 left = NEVER if one.end >= request.prompt else 0
             elif saves:
@@ -310,7 +310,7 @@ class Planner:
                 request.move_to(RequestState.ANSWERED)
             elif request.state is RequestState.OFFERED:
                 request.move_to(RequestState.ANSWERED)
-        return [name for name, request in self.requests.items() if not request.begun]
+        return [name for name, request in self.requests.items() if request.phase is Phase.QUEUED]
 
     def on_save_result(self, result: SaveResult, now: float) -> tuple[list[int], list[SaveRun]]:
         """One rank has ended a save. Returns block ids to unpin, and what the pool has now."""
@@ -339,13 +339,24 @@ class Planner:
         """The engine took its blocks away; those that are being saved stay pinned all the same."""
         request = self.requests.get(request_id)
         if request is not None:
-            request.begun = False
+            request.phase = Phase.QUEUED
             request.blocks_saved = [0] * len(self._groups)
             self.quiet.wake(request_id)
             self.verifier.release(request_id)
             self.saves.queue.expedite_all()  # the engine has no free blocks
             if request.state is RequestState.OFFERED:
                 request.move_to(RequestState.ANSWERED)
+
+    def save_rest(self, one: ScheduledRequest, now: float) -> list[int]:
+        """The request is about to finish, at `one.end`. Returns the block ids to pin: those that no
+        step has looked at, because it was quiet."""
+        request = self.requests.get(one.request_id)
+        if request is None or request.saves_nothing or not self._saves():
+            return []
+        if request.phase is not Phase.DECODES:
+            return []
+        self.saves.on_scheduled(request, one)
+        return self.saves.gather(now)
 
     def on_request_finished(self, request_id: str) -> RequestHints | None:
         """It has ended or was aborted, in any state. Returns its hints; None if it is not tracked.
@@ -366,10 +377,15 @@ class Planner:
 
     # --- inside ---------------------------------------------------------------------------
 
+    def _saves(self) -> bool:
+        return self._limits.save and not self.verifier.writers.odd
+
     def _forget_matches(self, request_id: str, request: TrackedRequest, tokens: int) -> None:
         """What the pool has lost behind so many tokens is computed, and can be saved again."""
         request.matches = ()
         _give_up_promise(request)
+        if request.phase is Phase.DECODES:
+            request.phase = Phase.BEGUN
         self.quiet.wake(request_id)
         request.blocks_saved = [
             min(blocks, tokens // group.block_size)

@@ -39,7 +39,7 @@ class PromisedLoads:
         if not self.name or not self._limits.promise_wait_s or not self._limits.save:
             return None
         tokens = self._windows.whole_units(min(request.prompt, computed))
-        if request.hints.skip_save or request.stale or not tokens:
+        if request.saves_nothing or not tokens:
             return None
         self._counters["promise made"] += 1
         tail = bytes(request.hashes[tokens // self._running.tokens_per_hash - 1])

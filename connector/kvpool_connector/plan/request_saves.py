@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from kvpool.types import ROOT
 from kvpool_connector.plan.quiet_requests import NEVER
 from kvpool_connector.plan.save_queue import SaveQueue, SaveRun
-from kvpool_connector.plan.tracked_request import TrackedRequest
+from kvpool_connector.plan.tracked_request import Phase, TrackedRequest
 from kvpool_connector.records.messages import SaveRequest
 from kvpool_connector.records.values import CacheGroup, PlannerLimits, ScheduledRequest
 
@@ -28,8 +28,13 @@ class RequestSaves:
         ranks: int,
     ) -> None:
         self._save_decode = limits.save_decode
-        #: Number, tokens of a block, and hashes of a block. (A step has microseconds for all.)
-        self._groups = [(n, one.block_size, one.hashes_per_block) for n, one in enumerate(groups)]
+        together = 1 if any(one.window_blocks for one in groups) else limits.blocks_together
+        #: Number, tokens and hashes of a block, and tokens from one look to the next. (A step has
+        #: microseconds for all.)
+        self._groups = [
+            (n, one.block_size, one.hashes_per_block, together * one.block_size)
+            for n, one in enumerate(groups)
+        ]
         self.queue = SaveQueue(
             counters,
             ranks=ranks,
@@ -44,14 +49,16 @@ class RequestSaves:
     def on_scheduled(self, request: TrackedRequest, one: ScheduledRequest) -> int:
         """Save the blocks that are complete after this step, and neither stored nor being saved.
 
-        Returns how many tokens the request computes after it until its next block is complete.
+        Returns how many tokens the request computes after it until it is to be looked at again.
         """
         hashes, hints, prompt = request.hashes, request.hints, request.prompt
         request_id, start, end, block_ids = one
         saved, known = request.blocks_saved, len(hashes)
+        if end >= prompt:
+            request.phase = Phase.DECODES
         last = end if self._save_decode or end < prompt else prompt
         next_at = NEVER
-        for number, block_size, per_block in self._groups:
+        for number, block_size, per_block, stride in self._groups:
             first, stop = saved[number], last // block_size
             if stop * per_block > known:
                 stop = known // per_block
@@ -77,8 +84,7 @@ class RequestSaves:
                 else:
                     self._completed[session].append(run)
                 first = stop
-            if (first + 1) * block_size < next_at:
-                next_at = (first + 1) * block_size
+            next_at = min(next_at, first * block_size + stride)
         if end < prompt:
             return 0
         return max(0, next_at - end) if self._save_decode else NEVER
@@ -88,14 +94,19 @@ class RequestSaves:
     ) -> tuple[list[SaveRequest], list[int]]:
         """The saves that begin with this step, and the block ids to pin for this and later ones.
         (`still_cached` and `idle`: as in `Planner.plan_step`)"""
-        completed, self._completed = self._completed, defaultdict(list)
-        at_once, self._at_once = self._at_once, set()
         if retries := self.queue.take_due(still_cached, now):
-            completed["", None] += retries
-            at_once.add(("", None))
-        pinned: list[int] = []
-        for session, runs in completed.items():
-            pinned += self.queue.add(runs, *session, now, at_once=session in at_once)
+            self._completed["", None] += retries
+            self._at_once.add(("", None))
+        pinned = self.gather(now)
         if idle:
             self.queue.expedite_all()
         return self.queue.take_saves(now), pinned
+
+    def gather(self, now: float) -> list[int]:
+        """What `on_scheduled` has found waits for a save from now on; returns the ids to pin."""
+        completed, self._completed = self._completed, defaultdict(list)
+        at_once, self._at_once = self._at_once, set()
+        pinned: list[int] = []
+        for session, runs in completed.items():
+            pinned += self.queue.add(runs, *session, now, at_once=session in at_once)
+        return pinned

@@ -24,6 +24,14 @@ class RequestState(enum.Enum):
     LOADING = "workers fill the blocks that the engine allocated"
 
 
+class Phase(enum.Enum):
+    """How far the engine is with a request."""
+
+    QUEUED = "it has no blocks"
+    BEGUN = "it has blocks"
+    DECODES = "since it has got them, a step has computed the end of its prompt"
+
+
 #: `on_request_finished` ends every state, `on_restart` leads from every state to LOOKING_UP (or to
 #: ANSWERED, when there is nothing to look up). Saving is no state of a request: its blocks are
 #: saved in every state, and after it has finished (`SaveQueue` has their states).
@@ -57,7 +65,7 @@ class TrackedRequest:
     asked_at: float
     blocks_saved: list[int]  # by group: blocks from the first on that are stored or being saved
     state: RequestState = RequestState.LOOKING_UP
-    begun: bool = False  # the engine has given it blocks
+    phase: Phase = Phase.QUEUED
     stale: bool = False  # the weights have changed since it began: nothing of it is saved
     #: While LOOKING_UP, of prefixes: the ends of sliding windows are looked up.
     matches: tuple[Match, ...] = ()
@@ -66,6 +74,10 @@ class TrackedRequest:
     waits_until: float | None = None  # since it first waited
     load: RunningLoad | None = None  # while LOADING
     promise: GivenPromise | None = None
+
+    @property
+    def saves_nothing(self) -> bool:
+        return self.stale or self.hints.skip_save
 
     def move_to(self, state: RequestState) -> None:
         assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"

@@ -47,6 +47,9 @@ class PlannerLimits(NamedTuple):
     #: Longest time for which generated blocks wait for further ones, so that one message stores
     #: them; not once their request has ended (design: pool-thread).
     save_gather_s: float = 0.0
+    #: A request that decodes is looked at when so many blocks more are complete, and when it ends:
+    #: until then its blocks stay as they are. Those of a sliding window do not: each at once.
+    blocks_together: int = 1
     #: While loads are refused because they are slow, the pool's speed is measured that often, by
     #: reading a few blocks: an engine notices soon that it is fast again, and nobody notices the
     #: reads.

@@ -38,6 +38,8 @@ _SAVE_SHARE_MAX: Final = 0.25
 #: For so long generated blocks wait for further ones: a message for each would cost more than they
 #: are worth, and no turn of a conversation comes sooner (design: pool-thread).
 SAVE_GATHER_S: Final = 0.1
+#: To look at a request for each of its generated blocks takes most of a step's time.
+_BLOCKS_TOGETHER: Final = 4
 
 
 class EngineStep(NamedTuple):
@@ -109,6 +111,7 @@ class ConnectorScheduler:
             save_decode=settings.save_decode,
             saved_blocks_max=max(1, int(engine.blocks * _SAVE_SHARE_MAX)),
             save_gather_s=SAVE_GATHER_S,
+            blocks_together=_BLOCKS_TOGETHER,
             loads_per_check=settings.loads_per_check if engine.recomputes else 0,
             drops_last_block=engine.drops_last_block,
         )
@@ -193,14 +196,20 @@ class ConnectorScheduler:
             return None
         return self.planner.make_promise(request_id, computed)
 
-    def on_request_finished(self, request_id: str) -> None:
-        """It has ended. Sends its hints about the conversation to the pool."""
+    def on_request_finished(
+        self, request_id: str, computed: int = 0, block_ids: Sequence[Sequence[int]] = ()
+    ) -> list[int]:
+        """It has ended, with so many tokens in these blocks, which it still has. Sends its hints
+        about the conversation to the pool. Returns the block ids to pin."""
+        rest = ScheduledRequest(request_id, computed, computed, block_ids)
+        blocks_to_pin = self.planner.save_rest(rest, self._clock()) if self.namespaces else []
         self._restarting.discard(request_id)
         self.adapter_requests.drop(request_id)
         self._messages.request_begins(request_id)
         hints = self.planner.on_request_finished(request_id)
         if hints is not None:
             self._messages.request_ended(hints)
+        return blocks_to_pin
 
     # --- a step -----------------------------------------------------------------------------
 

@@ -167,7 +167,7 @@ class SchedulerHooks:
         if tokens:
             waits_for = (
                 group[own // size : -(-(own + tokens) // size)]
-                for group, size in zip(ids, self._block_sizes, strict=True)
+                for group, size in zip(ids, _block_sizes(self._kv), strict=True)
             )
             self._owed.on_allocated(request_id, tuple(waits_for))
         self._on_allocated(request_id, ids, tokens)
@@ -219,9 +219,7 @@ class SchedulerHooks:
         if self._tainted:
             self._evict_tainted(counts)
         work, blocks_to_pin = self.scheduler.plan_step(step, self._still_cached)
-        if blocks_to_pin:
-            self.block_pool.touch([self.block_pool.blocks[block] for block in blocks_to_pin])
-            self._owed.on_pinned(blocks_to_pin)
+        self._pin(blocks_to_pin)
         self._count_hook(began)
         waited = self.scheduler.wait_if_idle(work)
         if self._events is not None:
@@ -261,20 +259,26 @@ class SchedulerHooks:
         sends = self._events is not None and self._events.waiting
         return sends or self.scheduler.planner.has_pending_work
 
-    def on_finished(self, request: Any) -> dict[str, Any] | None:
+    def on_finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
         """What a proxy hands to another engine, if it asked for that."""
         # Blocks that are being saved are pinned by `touch`: vLLM may free the request's own.
         self._requests.pop(request.request_id, None)
         self._tainted.pop(request.request_id, None)
         self._offered.pop(request.request_id, None)
-        return self._on_finished(request)
+        return self._on_finished(request, block_ids)
 
     @_guarded(_nothing)
-    def _on_finished(self, request: Any) -> dict[str, Any] | None:
+    def _on_finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
         if self._events is not None:
             self._events.on_finished(request)
         params = self._promise(request)
-        self.scheduler.on_request_finished(request.request_id)
+        # The last token was never an input, whatever step is under way.
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        self._pin(self.scheduler.on_request_finished(request.request_id, computed, block_ids))
         return params
 
     @_guarded(lambda *_: ())
@@ -303,13 +307,14 @@ class SchedulerHooks:
     def close(self) -> None:
         self.scheduler.close()
 
-    @property
-    def _block_sizes(self) -> list[int]:
-        return [group.kv_cache_spec.block_size for group in self._kv.kv_cache_groups]
-
     def _blow(self, hook: str, error: Exception) -> None:
         off_s = self._fuse.blow(time.monotonic())
         self._failures.add(hook, error, f"for {off_s:g} s this engine shares nothing, and goes on")
+
+    def _pin(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self.block_pool.touch([self.block_pool.blocks[block] for block in blocks])
+            self._owed.on_pinned(blocks)
 
     def _unpin(self, blocks: Sequence[int]) -> None:
         if blocks:
@@ -340,7 +345,7 @@ class SchedulerHooks:
             end = self._requests[request_id].num_computed_tokens + scheduled[request_id]
             self._tainted[request_id] = end
             of_groups = self.blocks_of(request_id)
-            for size, blocks in zip(self._block_sizes, of_groups, strict=True):
+            for size, blocks in zip(_block_sizes(self._kv), of_groups, strict=True):
                 self.block_pool.evict_blocks(set(BlockIds(blocks)[start // size : end // size]))
 
     def _still_cached(self, block_id: int, group: int, digest: bytes) -> bool:
@@ -360,6 +365,10 @@ class SchedulerHooks:
         counters = self.scheduler.planner.counters
         counters["hook_s"] += time.perf_counter() - began
         counters["hooks"] += 1
+
+
+def _block_sizes(kv_cache_config: Any) -> list[int]:
+    return [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
 
 
 def _add(counters: defaultdict[str, float], name: str, amount: float) -> None:

@@ -121,13 +121,13 @@ def test_a_step_that_is_scheduled_early_saves_no_block_whose_tokens_are_not_know
     config = transfer(pool.master)
     played = play(config, scheduler_class=AsyncScheduler)
     request = played.request("a", 40)
-    request.max_tokens = 60
+    request.max_tokens = 56
     saved: list[bytes] = []
     played.step()
     played.scheduler.add_request(request)
     under_way: deque[Any] = deque()
     for _ in range(200):
-        known = request.num_tokens
+        known, ended = request.num_tokens, request.is_finished()
         under_way.append(played.scheduler.schedule())
         work = under_way[-1].kv_connector_metadata.work
         for blocks in (blocks for save in work.saves for blocks in save.blocks):
@@ -135,10 +135,15 @@ def test_a_step_that_is_scheduled_early_saves_no_block_whose_tokens_are_not_know
         assert len(saved) * BLOCK <= known
         if len(under_way) > 1:
             played.end(under_way.popleft(), saved=played.acknowledged())
-        if request.is_finished():
+        if ended:
             break
     assert saved == [bytes(digest) for digest in request.block_hashes[: len(saved)]]
-    assert len(saved) == (request.num_tokens - 1) // BLOCK == 6
+    assert len(saved) == (request.num_tokens - 1) // BLOCK == 5
+    assert played.free == BLOCKS - 1 - 3  # pinned until they are saved
+    for step in under_way:
+        played.end(step, saved=played.acknowledged())
+    played.finish()
+    assert played.free == BLOCKS - 1
 
 
 def test_a_block_that_is_being_saved_is_not_reused(played: Played) -> None:
