@@ -10,8 +10,9 @@ import asyncio
 import errno
 import json
 import os
+import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +22,9 @@ import msgspec
 import pytest
 
 from kvpool import ClientConfig, ServerConfig, dev, registry
-from kvpool.config import Config, MasterConfig
+from kvpool.config import Config
 from kvpool.errors import ConfigError
-from kvpool.master.service import Master
 from kvpool.memory_limits import Limit, MemoryLimits
-from kvpool.net import control_network
-from kvpool.net.control_network import TcpNetwork
 from kvpool.ops import doctor, own_host, pool_health, unreachable_master
 from kvpool.ops.engine_json import ExaminedJson, examine_json
 from kvpool.ops.engines import examine_engines
@@ -35,12 +33,12 @@ from kvpool.runtime import host_id
 from kvpool.tools.subprocesses import process_of
 from kvpool.types import ClientUsage, Cluster, Demand, Namespace, ServerStats, TierUsage, WorkingSet
 from kvpool_transports.tcp import TcpTransport
-from tests.conftest import patient
+from tests.conftest import patient, soon
 from tests.net.test_secret import pool_of
 from tests.net.test_versions import THEIRS
 from tests.ops.test_doctor import member, settings
 from tests.support.commands import kvpool
-from tests.support.programs import free_address
+from tests.support.programs import RunningPrograms, free_address
 from tests.support.tenant_pool import OPERATOR, TenantPool, key_file
 
 SECRET = b"0123456789abcdef-the-secret"
@@ -65,15 +63,6 @@ class Place:
 
     async def pool(self, cluster: Cluster = OPEN) -> dev.Dev:
         return await self.stack.enter_async_context(pool_of(cluster))
-
-    async def empty_master(self) -> str:
-        """The address of one that knows no server."""
-        network = TcpNetwork(OPEN)
-        self.stack.callback(network.close)
-        master = Master(MasterConfig(bind="127.0.0.1:0"), network)
-        await master.start()
-        self.stack.push_async_callback(master.close)
-        return master.address
 
     async def web_server(self) -> str:
         """The address of one."""
@@ -126,35 +115,24 @@ def mistake(check: str, verdict: str, text: str, advice: str) -> Callable[[Plant
 # --- masters that are not reached: real sockets, clients and masters ------------------------------
 
 
-def of_cluster(of: Cluster, secret: bytes = b"", /, **settings: Any) -> Plant:
-    """A client with these settings, of the pool of that cluster."""
-
-    async def plant(place: Place) -> Iterable[Finding]:
-        pool, given = await place.pool(of), dict(settings)
-        if secret:
-            given["secret_file"] = place.secret(secret)
-        return await place.master(pool.address, **given)
-
-    return plant
-
-
 def at(address: str) -> Plant:
     return lambda place: place.master(address)
 
 
-CLOSED, SAME, DO = Cluster("default", SECRET), "the same secret_file", "do as it says"
+SAME = "the same secret_file"
 #: What is said of them is said of a master.
 SETTINGS: dict[str, tuple[Plant, str, str]] = {
-    "another secret": (of_cluster(CLOSED, SECRET + b"!"), "it and the cluster's name are", SAME),
-    "no secret": (of_cluster(CLOSED), "a secret: set secret_file, or local_only if it has", SAME),
-    "no secret there": (of_cluster(OPEN, SECRET), "has no secret, but this process has one", SAME),
-    "another cluster": (of_cluster(OPEN, cluster="bank"), "another cluster (setting `cluster`", DO),
     "no such name": (at("nowhere.invalid:7450"), "name nowhere.invalid does not resolve", "DNS"),
     "every address": (at("0.0.0.0:7450"), "no address of one", "the address of its host"),
     "a URL": (at("http://127.0.0.1:7450"), "http:// is no scheme", "give 127.0.0.1:7450"),
 }
 for name, (planted, *said) in SETTINGS.items():
     MISTAKES[name] = Mistake(planted, "master", "fail", *said)
+
+
+@mistake("master", "fail", "has no secret, but this process has one", SAME)
+async def a_secret_that_the_master_was_not_given(place: Place) -> Iterable[Finding]:
+    return await place.master((await place.pool()).address, secret_file=place.secret())
 
 
 @mistake("master", "fail", "certificate is not that of the masters", "every master with --tenants")
@@ -196,20 +174,6 @@ async def a_firewall_that_drops(place: Place) -> Iterable[Finding]:
     return await place.master(f"127.0.0.1:{full.getsockname()[1]}")
 
 
-@mistake(
-    "master", "fail", "says nothing: no master, or one that is frozen", "nor of a server; or look"
-)
-async def a_master_that_is_frozen(place: Place) -> Iterable[Finding]:
-    place.patch.setattr(control_network, "HELLO_S", 0.2)
-    stopped = place.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    return await place.master(f"127.0.0.1:{stopped.getsockname()[1]}")
-
-
-@mistake("master", "fail", "what listens there is no master", "not that of --http")
-async def the_port_of_http(place: Place) -> Iterable[Finding]:
-    return await place.master(await place.web_server())
-
-
 @mistake("master", "fail", "there is no way: Network is unreachable", "has this host IPv6")
 async def no_route_for_ipv6(place: Place) -> Iterable[Finding]:
     async def refused(*_: object) -> None:
@@ -217,17 +181,6 @@ async def no_route_for_ipv6(place: Place) -> Iterable[Finding]:
 
     place.patch.setattr(unreachable_master.asyncio, "open_connection", refused)
     return await place.master("[fd00::1]:7450")
-
-
-@mistake("master", "fail", "0 of 0 servers up", "start one: kvpool server --masters")
-async def no_servers(place: Place) -> Iterable[Finding]:
-    return await place.master(await place.empty_master())
-
-
-@mistake("server s", "warn", "does not know it", "every master (--masters)")
-async def one_master_that_a_server_was_not_told(place: Place) -> Iterable[Finding]:
-    masters = [(await place.pool()).address, await place.empty_master()]
-    return await doctor.examine(Config(client=ClientConfig(masters=masters, transports=["tcp"])))
 
 
 # --- servers: real ones, or their figures ---------------------------------------------------------
@@ -593,6 +546,61 @@ def test_there_are_many_and_a_right_pool_has_none() -> None:
     silent = [member("a", alive=False)]
     (found,) = pool_health.untold({"m:1": known, "m:2": silent})  # it no longer hears of it
     assert found.text.startswith("m:2 does not know it")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Where the processes of a pool are: two masters, of which its server was told one."""
+    running = RunningPrograms(tmp_path_factory.mktemp("pool"))
+    there = {name: free_address() for name in ("told", "untold", "page")}
+    for name in ("secret", "other"):
+        there[name] = str(running.folder / name)
+        assert kvpool("secret", there[name]).code == 0
+    both = ("--secret-file", there["secret"])
+    running.start_kvpool("told", "master", "--bind", there["told"], "--http", there["page"], *both)
+    running.start_kvpool("untold", "master", "--bind", there["untold"], *both)
+    of_server = ("--masters", there["told"], "--id", "s", "--capacity", "8MiB", *both)
+    running.start_kvpool("server", "server", *of_server)
+    right = ("--transport", "tcp", "--masters", there["told"], *both)
+    soon(lambda: kvpool("doctor", *right).code == 0, 60)
+    yield there | {f"{name}_id": str(one.pid) for name, one in running.processes.items()}
+    running.close()
+
+
+KEY, PORT = "--secret-file {secret}", "not that of --http, nor of a server"
+#: Options, a process that is stopped meanwhile, and what is said.
+PLANTED = {
+    "another secret": ("{told} --secret-file {other}", "", "it has another secret", SAME),
+    "no secret": ("{told}", "", "a secret: set secret_file, or local_only if it has that", SAME),
+    "another cluster": (
+        "{told} --cluster b " + KEY,
+        "",
+        "another cluster (setting",
+        "do as it says",
+    ),
+    "the port of --http": ("{page} " + KEY, "", "what listens there is no master", PORT),
+    "no servers": ("{untold} " + KEY, "", "0 of 0 servers up", "start one: kvpool server"),
+    "a master untold": ("{told},{untold} " + KEY, "", "does not know it", "every master"),
+    "a frozen master": ("{told} " + KEY, "told", "no master, or one that is frozen", PORT),
+    "a frozen server": ("{told} " + KEY, "server", "server s", "ook at its log"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_mistake_among_processes_is_found(pool: dict[str, str], name: str) -> None:
+    options, stopped, text, advice = PLANTED[name]
+    words = options.format_map(pool).split()
+    if stopped:
+        os.kill(int(pool[f"{stopped}_id"]), signal.SIGSTOP)
+    try:
+        done = kvpool("doctor", "--json", "--transport", "tcp", "--masters", *words)
+    finally:
+        if stopped:
+            os.kill(int(pool[f"{stopped}_id"]), signal.SIGCONT)
+    found = [one for one in json.loads(done.out) if one["verdict"] != "ok"]
+    said = [one for one in found if text in f"{one['check']} {one['text']}"]
+    assert any(advice in one["advice"] for one in said), found
+    assert done.code == (1 if "fail" in {one["verdict"] for one in found} else 0)
 
 
 async def test_a_check_that_warns_is_not_ok_as_well() -> None:
