@@ -55,7 +55,7 @@ class HugePageMapping:
         collapse: bool = False,
         inherit: bool = True,
     ) -> None:
-        """Map `fd` (-1: private anonymous memory). The caller keeps owning the descriptor.
+        """Map `fd`. The caller keeps owning the descriptor.
 
         `size` is any number of bytes above 0. With `prefault` a thread of low priority touches
         every page; where the mapping is `writable`, that allocates the pages which the file does
@@ -70,10 +70,7 @@ class HugePageMapping:
         offset = -reserved % HUGE_PAGE
         #: Where `memory` begins; a multiple of `HUGE_PAGE`.
         self.address: int = reserved + offset
-        if fd >= 0:
-            self._map_over(fd, size, writable=writable)
-        elif not inherit:
-            self._map.madvise(mmap.MADV_DONTFORK)
+        self._map_over(fd, size, writable=writable)
         if collapse:
             with contextlib.suppress(OSError):  # kernels without huge pages for memfds
                 self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -15,9 +15,9 @@ import torch
 from kvpool import sync
 from kvpool.device.thread import DeviceFailed, DeviceThread
 from kvpool.errors import Unavailable
-from kvpool.huge_pages import HugePageMapping
 from kvpool.threads import in_thread, submit
 from kvpool.types import MoveStatus
+from kvpool_tiers.dram import Dram
 from tests.conftest import NAMESPACE, keys, values
 from tests.support.moves import movers, moves_of, now
 from tests.support.raising import no_thread
@@ -121,8 +121,8 @@ def test_a_pool_for_threads_and_pages_in_advance_need_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with pytest.raises(Unavailable, match="cannot open a pool: can't start new thread"):
         sync.connect("127.0.0.1:1")
-    pages = HugePageMapping(-1, 4096)
-    pages.memory[0] = 1
+    pages = Dram(4096)
+    pages.view(0, 1)[0] = 1
     pages.wait_until_touched()
     pages.close()
 

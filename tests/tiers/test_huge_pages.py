@@ -95,14 +95,6 @@ def test_pages_become_huge_before_anybody_writes(fd: int) -> None:
     mapping.close()
 
 
-def test_anonymous_memory_is_zero_and_writable() -> None:
-    mapping = HugePageMapping(-1, 3 * MIB, collapse=True)
-    assert mapping.address % HUGE_PAGE == 0
-    assert not any(mapping.memory[:4096])
-    mapping.memory[: 3 * MIB] = b"x" * (3 * MIB)
-    mapping.close()
-
-
 def test_touching_a_read_only_mapping_keeps_what_is_written(fd: int) -> None:
     os.ftruncate(fd, 4 * MIB)
     os.pwrite(fd, b"kept", 3 * MIB)
