@@ -13,7 +13,7 @@ import msgspec
 
 from kvpool import logs
 from kvpool.errors import ConfigError
-from kvpool.runtime import make_private_directory, others_may_read, state_directory
+from kvpool.private_files import make_private_directory, others_may_read, state_directory
 from kvpool.tenant_names import is_tenant_name
 from kvpool.types import Cluster
 

@@ -20,7 +20,7 @@ from typing import Final
 from kvpool import logs
 from kvpool.config import ServerConfig
 from kvpool.errors import ConfigError
-from kvpool.runtime import make_private_directory, runtime_directory, state_directory
+from kvpool.private_files import make_private_directory, runtime_directory, state_directory
 
 log = logs.get("kvpool.server")
 

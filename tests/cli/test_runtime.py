@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import runtime
+from kvpool import private_files, runtime
 from kvpool.cli import other_users
 from kvpool.cli import run as commands
 from kvpool.errors import Unavailable
@@ -75,27 +75,27 @@ def test_a_private_directory_is_of_this_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "own"
-    runtime.make_private_directory(directory)
-    runtime.make_private_directory(directory)
+    private_files.make_private_directory(directory)
+    private_files.make_private_directory(directory)
     assert directory.stat().st_mode & 0o777 == 0o700
     for mode in (0o710, 0o701, 0o750, 0o777):
         directory.chmod(mode)
         with pytest.raises(PermissionError):
-            runtime.make_private_directory(directory)
+            private_files.make_private_directory(directory)
     directory.chmod(0o700)
     (tmp_path / "link").symlink_to(directory)
     with pytest.raises(PermissionError):
-        runtime.make_private_directory(tmp_path / "link")
+        private_files.make_private_directory(tmp_path / "link")
     monkeypatch.setattr(os, "geteuid", lambda: UID + 1)
     with pytest.raises(PermissionError):
-        runtime.make_private_directory(directory)
+        private_files.make_private_directory(directory)
 
 
 def test_files_of_running_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert runtime.runtime_directory() == tmp_path / "kvpool"
+    assert private_files.runtime_directory() == tmp_path / "kvpool"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert runtime.runtime_directory().name == f"kvpool-{UID}"
+    assert private_files.runtime_directory().name == f"kvpool-{UID}"
 
 
 def test_a_process_knows_where_it_is() -> None:

@@ -34,7 +34,7 @@ TABLES = (
 )
 #: What stands upon a ring goes with it.
 UPON = {
-    "files": ("tenancy", "tls"),
+    "files": ("identity", "secrets", "tenancy", "tls"),
     "heaps": ("sessions", "tiers", "prefetch", "cold"),
     "moves": ("prefetch",),
     "operators": ("admin", "moves", "prefetch", "removal"),

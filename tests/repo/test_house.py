@@ -76,7 +76,7 @@ def files(*folders: str) -> list[Path]:
 #: Who may import whom, one direction: a layer sees itself only where it is a package, and all
 #: layers above it in this list. `client`, `server` and `master` run in processes of their own.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "arguments", "logs", "runtime", "threads"),
+    ("errors", "arguments", "logs", "private_files", "runtime", "threads"),
     (
         *("types", "units", "tenant_names", "tenants", "backoff", "piecewise_dict", "spans"),
         *("kv_events", "file_stamp", "yaml_file", "tracing", "sorting", "addresses", "guard"),

@@ -78,11 +78,6 @@ class Dram:
         self._mapping.close()
 
 
-def memory_available() -> int:
-    """Bytes that can be allocated without swapping, within this process's limits."""
-    return tightest(MemoryLimits().memory()).free
-
-
 def _fits(wanted: int, capacity: int, limits: MemoryLimits) -> bool:
     """Whether the memory lies in reserved huge pages. Raises ConfigError if it fits nowhere.
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from kvpool.device_copy import STEP, DeviceCopier, first_line
 from kvpool.errors import BadBuffer, Closed, ConfigError, UsageError
+from kvpool.memory_limits import MemoryLimits, tightest
 from kvpool.protocols import DeviceToken
 from kvpool.units import human
-from kvpool_tiers.dram import memory_available
 
 if TYPE_CHECKING:  # torch takes seconds to import: only `Hbm.__init__` does (design: layout)
     import torch
@@ -130,3 +130,8 @@ def _usable(device: str) -> torch.device:
                 "CUDA devices"
             )
     return found
+
+
+def memory_available() -> int:
+    """Bytes that can be allocated without swapping, within this process's limits."""
+    return tightest(MemoryLimits().memory()).free
