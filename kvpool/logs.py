@@ -1,4 +1,4 @@
-"""Logs: key-value on a terminal, JSON otherwise; silent below warnings in a host application.
+"""Logs: silent below warnings in a host application; `cli/log_lines.py` is how commands show them.
 
 Loggers write through the standard library, so an engine that embeds kvpool decides what it sees.
 Each record has its fields twice, because hosts format records in different ways: in the message
@@ -9,7 +9,6 @@ the message without the fields. A block key is its first 12 hex digits.
 from __future__ import annotations
 
 import logging
-import sys
 import traceback
 
 
@@ -65,29 +64,3 @@ def _as_text(name: str, value: object) -> str:
 def get(name: str) -> Logger:
     """The logger of a module. Operators filter on its name."""
     return Logger(name)
-
-
-def configure(level: str = "info") -> None:
-    """Send the logs to stderr. For programs; a library leaves this to its host."""
-    import structlog  # not at the top (design: layout)
-
-    terminal = sys.stderr.isatty()
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[
-                structlog.stdlib.add_log_level,
-                structlog.stdlib.add_logger_name,
-                structlog.stdlib.ExtraAdder(),
-                structlog.processors.TimeStamper(fmt="iso"),
-            ],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
-        )
-    )
-    logger = logging.getLogger("kvpool")
-    logger.handlers = [handler]
-    logger.propagate = False
-    logger.setLevel(level.upper())

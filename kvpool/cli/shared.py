@@ -16,7 +16,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvpool import logs, runtime
+from kvpool import runtime
+from kvpool.cli import log_lines
 from kvpool.cli.settings import load
 from kvpool.config import ClientConfig, Config, cluster_of
 from kvpool.errors import ConfigError, KvpoolError, MasterLost, Unavailable, UsageError
@@ -233,7 +234,7 @@ def run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:
     if log_level not in ("debug", "info", "warning", "error"):
         main.close()
         fail(ConfigError(f"log level {log_level!r}: expected debug, info, warning or error"))
-    logs.configure(log_level)
+    log_lines.configure(log_level)
     client = logging.getLogger("kvpool.client")
     if log_level == "warning":  # a command that asks once: its error says what its client would log
         client.setLevel(logging.ERROR)

@@ -14,7 +14,7 @@ from rich.markup import escape
 if __package__ != "tests.chaos":
     raise SystemExit("start this program from the repository root: python -m tests.chaos")
 
-from kvpool import logs
+from kvpool.cli import log_lines
 from tests.chaos.report import ChaosReport
 from tests.chaos.run import Chaos, ChaosOptions
 
@@ -32,7 +32,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Inject faults into real processes and check that the pool keeps its promises."""
-    logs.configure("error")
+    log_lines.configure("error")
     console = Console(stderr=as_json)
     chosen = random.SystemRandom().getrandbits(32) if seed is None else seed
     console.print(f"seed {chosen}")

@@ -22,8 +22,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from kvpool import admin, logs, registry
+from kvpool import admin, registry
 from kvpool import runtime as process
+from kvpool.cli import log_lines
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.errors import Unavailable
@@ -420,5 +421,5 @@ def _open_files() -> set[str]:
 
 if __name__ == "__main__":
     process.die_with_parent()
-    logs.configure("error")
+    log_lines.configure("error")
     process.run(main())

@@ -67,7 +67,7 @@ def test_a_host_with_structured_logs_has_the_event_and_its_fields() -> None:
 
 
 def test_our_own_programs_print_each_field_once() -> None:
-    printed = lines_of("from kvpool import logs; logs.configure()" + WARN)
+    printed = lines_of("from kvpool.cli import log_lines; log_lines.configure()" + WARN)
     record = json.loads(printed)
     assert record["event"] == "server is silent"
     assert (record["level"], record["logger"], record["n"]) == ("warning", "kvpool.client", 3)
