@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvpool import logs
+from kvpool.shares import Shares
 
 log = logs.get("kvpool.audit")
 
 #: One line in this time for each caller and kind of request.
 LOG_EVERY_S: Final = 60.0
-#: Callers and kinds that are remembered; what comes from others meanwhile shares one line.
+#: Callers and kinds that are remembered, of each tenant its share; its others share one line.
 CALLERS_MAX: Final = 1024
 
 
@@ -34,7 +35,10 @@ class AuditLog:
     """The audit of one process. `now` is loop time; call `flush` now and then."""
 
     def __init__(self) -> None:
+        #: By event, tenant, address and request; of a tenant that has its share the last two are
+        #: empty: so nobody hides what others do, or what he does himself, in a flood.
         self._lines: dict[tuple[str, ...], _Line] = {}
+        self._callers = Shares(CALLERS_MAX)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -59,6 +63,8 @@ class AuditLog:
                     self._write(key[0], line, now)
                 else:
                     del self._lines[key]
+                    if key[3]:
+                        self._callers.give_back(key[1])
 
     def _add(
         self,
@@ -80,9 +86,9 @@ class AuditLog:
             "address": address,
             "request": request,
         }
-        if key not in self._lines and len(self._lines) >= CALLERS_MAX:
-            key = (event, "others", "", "")
-            fields = {"tenant": "many", "client": "", "address": "", "request": ""}
+        if key not in self._lines and not self._callers.take(tenant):
+            key = (event, tenant, "", "")
+            fields |= {"client": "", "address": "", "request": "others"}
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = _Line(fields, now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -64,12 +65,21 @@ def test_callers_without_end_cost_neither_memory_nor_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     audit = AuditLog()
-    for number in range(CALLERS_MAX + 5000):
-        refuse(audit, 0.0, address=f"address {number}")
-    assert len(audit) <= CALLERS_MAX + 1
-    assert len(lines(caplog)) <= CALLERS_MAX + 1
+    many = CALLERS_MAX + 1000
+    for number in range(2 * many):
+        refuse(audit, 0.0, tenant=("acme", "red")[number % 2], address=f"address {number}")
+    assert len(audit) == len(lines(caplog)) <= CALLERS_MAX
+    refuse(audit, 0.0, tenant="blue")
+    assert [vars(lines(caplog)[-1])[one] for one in WHO] == ["blue", "10.0.0.1", "Read"]
     audit.flush(LOG_EVERY_S)
-    assert sum(one.count for one in lines(caplog)) == CALLERS_MAX + 5000  # type: ignore[attr-defined]
+    seen: Counter[str] = Counter()
+    for one in lines(caplog):
+        seen[vars(one)["tenant"]] += vars(one)["count"]
+    assert seen == {"acme": many, "red": many, "blue": 1}
+    audit.flush(3 * LOG_EVERY_S)
+    assert len(audit) == 0
+    refuse(audit, 4 * LOG_EVERY_S)
+    assert vars(lines(caplog)[-1])["request"] == "Read", "it is named again"
 
 
 async def test_what_no_line_has_yet_is_on_record_when_a_process_ends(
