@@ -77,29 +77,6 @@ def test_a_probe_reads_one_block_although_that_is_larger_than_a_probe() -> None:
 # --- what is given back ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", ["result", "finish", "restart"])
-def test_a_load_that_has_ended_slows_no_other(end: str) -> None:
-    played = Played()
-    sizes: list[int] = []
-    played.load("a")
-    real = played.planner.choice.transfer_cost.seconds
-    played.planner.choice.transfer_cost.seconds = (  # type: ignore[method-assign]
-        lambda size, ways: sizes.append(size) or real(size, ways)  # type: ignore[func-returns-value]
-    )
-    played.look_up("b", 100, 6)
-    played.offer("b", 100)
-    assert sizes.pop() == 12 * MIB  # b's, and a's, which is running
-    if end == "result":
-        played.planner.on_load_result(LoadResult("a", 6 * MIB, True, 0.01), played.now + 0.01)
-    elif end == "finish":
-        played.planner.on_request_finished("a")
-    else:
-        played.planner.on_restart("a", 100, played.now)
-    assert played.planner.loading == 0
-    played.offer("b", 100)
-    assert sizes.pop() == 6 * MIB
-
-
 def test_every_rank_ends_its_probe_before_there_is_another() -> None:
     played = Played(ranks=3, probe_every_s=1.0)
     estimating(played, 2.0, 1.0)

@@ -74,13 +74,6 @@ def test_what_is_behind_the_shared_prefix_is_loaded_afterwards(
     assert played.offer("b", 200, computed=48) == 144
 
 
-def test_another_prompt_is_not_waited_for() -> None:
-    played = knowing(0.1, 1.0)
-    loading(played, "a")
-    played.look_up("b", 100, 6, "q")
-    assert played.offer("b", 100) == 96
-
-
 def test_the_beginning_of_a_long_load_is_not_waited_for() -> None:
     """The engine learns only of its end; and long and short loads take turns at the link."""
     played = knowing(0.1, 1.0)
