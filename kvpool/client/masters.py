@@ -8,13 +8,7 @@ from typing import Final
 
 from kvpool import logs
 from kvpool.config import ClientConfig
-from kvpool.errors import (
-    DeadlineExceeded,
-    MasterLost,
-    Overloaded,
-    PeerError,
-    Unavailable,
-)
+from kvpool.errors import DeadlineExceeded, MasterLost, Overloaded, PeerError, Unavailable
 from kvpool.protocols import Link, Network
 from kvpool.wire import messages as wire
 
@@ -46,16 +40,10 @@ class Masters:
         self.closed = False
 
     async def ask(
-        self,
-        message: wire.Message,
-        answer: type[wire.M],
-        deadline: float,
-        *,
-        patient: bool = False,
+        self, message: wire.Message, answer: type[wire.M], deadline: float, *, patient: bool = False
     ) -> wire.M:
-        """The first good answer. Raises MasterLost when no master answers within `attempt_s`.
-
-        A `patient` caller waits until the deadline.
+        """The first good answer. Raises MasterLost when no master answers within `attempt_s`; a
+        `patient` caller waits until the deadline.
 
         A request of a client may be sent twice, because it changes nothing that matters. So when
         the preferred master sends nothing for `hedge_s`, all masters are asked at once, that one

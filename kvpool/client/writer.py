@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import Counter
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar, cast
+from typing import Final, cast
 
 from kvpool.client.block_transfers import BlockTransfers
 from kvpool.client.buffers import Buffers, HostRows
 from kvpool.client.extension import OnApart
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.masters import Masters
-from kvpool.client.servers import Servers
+from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.versions import SourceBlock, Versions, WrittenBlock, differing, rounds
 from kvpool.client.ways import batches
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
@@ -23,8 +24,6 @@ from kvpool.runtime import task_group
 from kvpool.shares import Recent
 from kvpool.types import WriteBlock, WriteStatus, row_of
 from kvpool.wire import messages as wire
-
-T = TypeVar("T")
 
 _BLOCK: Final = row_of(WriteBlock)
 #: A block with one of these is not stored on that server: the next one is tried.
@@ -56,8 +55,6 @@ _BEST_FIRST: Final = (
 _PRESENT: Final = (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
 #: Ends of chains whose server is remembered.
 _ENDS_KEPT: Final = 1024
-#: Ends of a request to one server; the blocks may be written to another one.
-_FAILURES: Final = (Unavailable, PeerError, Overloaded)
 #: By value; numbers are hashed without a call of Python, members of an enum are not.
 _STATUSES: Final = tuple(WriteStatus)
 _STORED, _NOT_YET = WriteStatus.STORED, WriteStatus.NOT_YET
@@ -68,7 +65,8 @@ class BatchState:
     """One batch of a write while it runs; lists run parallel to its blocks.
 
     `holders` are the servers that have the block, as far as this call knows; `stored_on` those of
-    them that have the bytes of this call, or bytes that it copied from another holder.
+    them that have the bytes of this call, or bytes that it copied from another holder. `alone` is
+    how many blocks each server has stored that no other has, as all masters say.
     """
 
     options: WriteOptions
@@ -81,6 +79,7 @@ class BatchState:
     holders: list[set[str]] = field(init=False)
     stored_on: list[set[str]] = field(init=False)
     tried: list[set[str]] = field(init=False)
+    alone: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         count = range(len(self.blocks))
@@ -244,7 +243,8 @@ class Writer:
             if len(rest) < before:  # a server that takes nothing would be asked for ever
                 try:
                     answer = await self._write_once(server, options, rest, deadline)
-                except _FAILURES as error:  # what was stored before stays stored
+                # What was stored before stays stored.
+                except (Unavailable, PeerError, Overloaded) as error:
                     answer = [status_of_error(error)] * len(rest)
             before = len(rest)
             for position, status in zip(waiting, answer, strict=True):
@@ -276,8 +276,7 @@ class Writer:
         likely = self._likely_servers(options, blocks[0].parent, copies)
         batch = BatchState(options, blocks, copies, deadline, likely)
         needed = dict.fromkeys(range(len(blocks)), copies)
-        placing = self._place_and_write(batch, needed) if likely else self._place_or_status(batch)
-        placed = await placing
+        placed = await (self._place_and_write(batch, needed) if likely else self._place(batch))
         if isinstance(placed, WriteStatus):
             return [
                 placed if status is None or i in needed else status
@@ -324,25 +323,16 @@ class Writer:
     async def _place_and_write(
         self, batch: BatchState, needed: dict[int, int]
     ) -> wire.PlaceReply | WriteStatus:
-        """`_place_or_status`, and meanwhile write to the servers that the batch has.
+        """`_place`, and meanwhile write to the servers that the batch has.
 
         That ends if a master does not name the server: it may be silent, and nobody waits for it.
         """
         async with task_group() as group:
             early = group.create_task(self._spread(batch, needed, {}))
-            placed = await self._place_or_status(batch)
+            placed = await self._place(batch)
             if isinstance(placed, WriteStatus) or batch.servers[0] not in placed.servers:
                 early.cancel()
         return placed
-
-    async def _place_or_status(self, batch: BatchState) -> wire.PlaceReply | WriteStatus:
-        """`_place`, or what the lack of an answer means for every block."""
-        try:
-            return await self._place(batch.options, batch.blocks, batch.copies, batch.deadline)
-        except DeadlineExceeded:
-            return WriteStatus.DEADLINE
-        except Unavailable:
-            return WriteStatus.NO_MASTER
 
     async def _spread(
         self, batch: BatchState, needed: dict[int, int], sources: Mapping[int, WriteBlock]
@@ -357,20 +347,29 @@ class Writer:
                 break
             # Side by side: together the copies take as long as the slowest.
             writes = [
-                self._try_write(
+                self._write_on(
                     server,
-                    batch.options,
+                    batch.options._replace(on_alone=batch.alone[server].append),
                     [sources.get(i, batch.blocks[i]) for i in positions],
                     batch.deadline,
                 )
                 for server, positions in batches
             ]
-            answers = [await writes[0]] if len(writes) == 1 else await _run_all(writes)
-            for (server, positions), answer in zip(batches, answers, strict=True):
-                batch.answered(server, positions, answer, needed)
+            answers: list[list[WriteStatus] | KvpoolError] = []
+            if len(writes) > 1:
+                answers = await gather_errors(writes)
+            else:
+                try:
+                    answers.append(await writes[0])
+                except (Unavailable, PeerError, Overloaded) as error:
+                    answers.append(error)
+            for (server, positions), written in zip(batches, answers, strict=True):
+                if isinstance(written, KvpoolError):
+                    written = [status_of_error(written)] * len(positions)
+                batch.answered(server, positions, written, needed)
                 present = [
                     batch.blocks[position].digest
-                    for position, status in zip(positions, answer, strict=True)
+                    for position, status in zip(positions, written, strict=True)
                     if status in _PRESENT
                 ]
                 location = CachedLocation(batch.options.namespace, server, batch.copies == 1)
@@ -387,13 +386,20 @@ class Writer:
                     call(batch.options, first.parent, last, server)
 
     async def _settle(self, batch: BatchState, sources: Mapping[int, WriteBlock]) -> None:
-        """Keep one version of the blocks that this call has stored (`Versions.settle`)."""
+        """Keep one version of the blocks that this call has stored (`Versions.settle`).
+
+        There is one of those of which masters have said, when they listed them, that no other
+        server has them: whoever stores another version later is not told so, and compares.
+        """
+        stored = Counter(itertools.chain.from_iterable(batch.stored_on))
+        beside = {server for server, count in stored.items() if sum(batch.alone[server]) < count}
         written = {
             i: WrittenBlock(
                 sources.get(i, batch.blocks[i]), set(servers), batch.holders[i] - servers
             )
             for i, servers in enumerate(batch.stored_on)
             if servers and (i in sources or not sources)
+            if servers & beside or batch.holders[i] - servers
         }
         if not written:
             return
@@ -438,15 +444,6 @@ class Writer:
                     for position in sources:  # not what the caller wrote
                         batch.statuses[position] = WriteStatus.ALREADY_STORED
 
-    async def _try_write(
-        self, server: str, options: WriteOptions, blocks: Sequence[SourceBlock], deadline: float
-    ) -> list[WriteStatus]:
-        """`_write_on`, with a failure as the status of every block."""
-        try:
-            return await self._write_on(server, options, blocks, deadline)
-        except _FAILURES as error:
-            return [status_of_error(error)] * len(blocks)
-
     async def _write_once(
         self, server: str, options: WriteOptions, blocks: Sequence[SourceBlock], deadline: float
     ) -> list[WriteStatus]:
@@ -462,10 +459,9 @@ class Writer:
             return await self._memory.write_to(server, options, on_device, from_host, deadline)
         return await from_host(cast("Sequence[WriteBlock]", blocks))
 
-    async def _place(
-        self, options: WriteOptions, blocks: Sequence[SourceBlock], copies: int, deadline: float
-    ) -> wire.PlaceReply:
-        namespace, hint = options.namespace, options.session_hint
+    async def _place(self, batch: BatchState) -> wire.PlaceReply | WriteStatus:
+        """What a master says, or what the lack of an answer means for every block."""
+        blocks, namespace, hint = batch.blocks, batch.options.namespace, batch.options.session_hint
         request = wire.Place(
             namespace.name,
             namespace.parts,
@@ -474,20 +470,16 @@ class Writer:
             blocks[0].parent,
             sum([block.size for block in blocks]),
             self._host,
-            copies,
+            batch.copies,
             hint.session if hint is not None else "",
         )
-        placed = await self._masters.ask(request, wire.PlaceReply, deadline)
-        if len(placed.copies) != len(blocks):
-            raise Unavailable(f"a master answered for {len(placed.copies)} of {len(blocks)}")
-        return placed
-
-
-async def _run_all(writes: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """If this is cancelled, it waits until each has stopped: they use the caller's buffers."""
-    async with task_group() as group:
-        tasks = [group.create_task(write) for write in writes]
-    return [task.result() for task in tasks]
+        try:
+            placed = await self._masters.ask(request, wire.PlaceReply, batch.deadline)
+        except DeadlineExceeded:
+            return WriteStatus.DEADLINE
+        except Unavailable:
+            return WriteStatus.NO_MASTER
+        return placed if len(placed.copies) == len(blocks) else WriteStatus.NO_MASTER
 
 
 def status_of_error(error: KvpoolError) -> WriteStatus:

@@ -146,24 +146,26 @@ class ServerRequests:
             check = self._servers.check_piece(*process, m.piece, last=m.last)
         else:
             check = self._servers.check_sequence(*process)
-        unlisted = self._apply(m.server, changes) if check is SequenceCheck.NEXT else 0
-        if check is SequenceCheck.NEXT and isinstance(m, wire.Inventory) and m.last:
+        is_next = check is SequenceCheck.NEXT
+        unlisted, alone = self._apply(m.server, changes) if is_next else (0, False)
+        if is_next and isinstance(m, wire.Inventory) and m.last:
             gone = self._servers.end_inventory(m.server)
             log.info("inventory is complete", server=m.server, pieces=m.piece + 1, gone=gone)
         problem = self._directory.limit_reached(m.server) if unlisted else ""
-        return wire.Announced(check is not SequenceCheck.GAP, unlisted, problem)
+        return wire.Announced(check is not SequenceCheck.GAP, unlisted, problem, alone)
 
-    def _apply(self, server: str, changes: Sequence[_Checked]) -> int:
-        """Apply changes in order; returns for how many blocks the map has no room."""
-        unlisted = 0
+    def _apply(self, server: str, changes: Sequence[_Checked]) -> tuple[int, bool]:
+        """Apply changes in order; returns for how many blocks the map has no room, and whether no
+        other server has one of those that came."""
+        unlisted, alone = 0, True
         for change, namespace, digests, status in changes:
             if status is ReadStatus.HIT:
                 listed = self._directory.within_limits(server, namespace, change.part, digests)
-                self._directory.stored(server, namespace, change.part, change.tier, listed)
+                alone &= self._directory.stored(server, namespace, change.part, change.tier, listed)
                 unlisted += len(digests) - len(listed)
             else:
                 self._directory.removed(server, namespace, change.part, digests, status)
-        return unlisted
+        return unlisted, alone and not unlisted
 
 
 #: A change, its namespace, its digests and its status.

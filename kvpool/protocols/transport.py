@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -100,6 +100,10 @@ class ReserveRequest(NamedTuple):
 class Connection(Protocol):
     """The server's record of one client connection. Its pins and reservations end with it
     (design: pins)."""
+
+    @property
+    def alone(self) -> bool:
+        """All masters say that no other server has any of the blocks that were sealed last."""
 
     async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
         """Reserve an extent for each block; one answer each, in their order.
@@ -236,13 +240,17 @@ class Listener(Protocol):
 
 
 class WriteOptions(NamedTuple):
-    """What is common to the blocks of one write, of which each is written to `copies` servers."""
+    """What is common to the blocks of one write, of which each is written to `copies` servers.
+
+    `on_alone` gets the number of blocks in an answer that are stored and `alone`.
+    """
 
     namespace: Namespace
     part: int
     visible: bool
     session_hint: SessionHint | None = None
     copies: int = 1
+    on_alone: Callable[[int], None] | None = None
 
 
 class IdleTimeout(Protocol):

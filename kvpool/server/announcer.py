@@ -265,11 +265,12 @@ class Announcer:
         self.outbox.wake.set()
         return future
 
-    def flushed(self) -> asyncio.Future[None]:
-        """Done when the master has acknowledged all that is queued now, or does not answer."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def flushed(self) -> asyncio.Future[bool]:
+        """Done when the master has acknowledged all that is queued now, or does not answer. The
+        result is that of `Outbox.is_flushed`."""
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if not self.registered or self.outbox.is_flushed(future):
-            future.set_result(None)
+            future.set_result(False)
         return future
 
     async def _announce(self) -> None:
@@ -292,15 +293,18 @@ class Announcer:
             self._failed(InvariantViolated(f"{type(error).__name__}: {error}"))
             raise
 
-    async def _deliver(self, message: wire.Announce | wire.Inventory) -> bool:
-        """Send a numbered message until it is answered: whether the master has applied it."""
+    async def _deliver(self, message: wire.Announce | wire.Inventory, otherwise: str) -> bool:
+        """Send a numbered message until the master has applied it: whether this server is `alone`
+        with these blocks. Raises Unavailable, `otherwise`, where it has not."""
         within_s = self.master.heartbeat_s
         while self._state is not AnnouncerState.UNREGISTERED:
             try:
                 announced = await self.master.request(message, wire.Announced, within_s)
                 if announced.unlisted:
                     self.map.not_listed(announced)
-                return announced.applied
+                if not announced.applied:
+                    raise Unavailable(otherwise)
+                return announced.alone
             except DeadlineExceeded as error:
                 self._not_answered(error)
                 # A master that is late with many pieces would get more of them at each repetition.
@@ -361,8 +365,7 @@ class Announcer:
         self, piece: int, changes: list[wire.BlockChanges], *, last: bool = False
     ) -> None:
         message = wire.Inventory(*self.master.sender, self._sequence, piece, last, changes)
-        if not await self._deliver(message):
-            raise Unavailable("the master does not know this server any more")
+        await self._deliver(message, "the master does not know this server any more")
         if loop_time() >= self._next_heartbeat:
             await self._send_heartbeat()
 
@@ -374,9 +377,8 @@ class Announcer:
                 continue
             self._sequence += 1
             message = wire.Announce(*self.master.sender, self._sequence, changes)
-            if not await self._deliver(message):
-                raise Unavailable("the master missed an announcement")
-            outbox.acknowledge(outbox.acknowledged + count)
+            alone = await self._deliver(message, "the master missed an announcement")
+            outbox.acknowledge(outbox.acknowledged + count, alone=alone)
             if loop_time() >= self._next_heartbeat:
                 await self._send_heartbeat()
 

@@ -15,7 +15,7 @@ from kvpool import logs
 from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.protocols import DeviceAddressable, ReserveRequest
 from kvpool.server.clients import HeldByClient
-from kvpool.server.context import ServerContext
+from kvpool.server.context import ServerContext, Told
 from kvpool.server.extension import Extensions
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extents import MAKING_ROOM
@@ -48,6 +48,7 @@ class ServerConnection:
         self._id = held.id
         self._loop = asyncio.get_running_loop()
         self._open = True
+        self.alone = False
         #: Asked before the blocks of a tenant's client are reserved.
         self._writes = extensions.tenant_writes if peer.tenant else None
         if peer.tenant:
@@ -148,8 +149,9 @@ class ServerConnection:
         self._context.counters["written_blocks"] += len(statuses)
         self._context.counters["written_bytes"] += index.sealed_bytes - sealed_before
         self._context.on_change()
+        self.alone = False
         if visible:
-            await self._context.wait_until_announced(deadline)
+            self.alone = await self._context.wait_until_announced(deadline) is Told.ALONE
         return statuses
 
     async def pin(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -29,6 +30,12 @@ _PUBLISH_SOON_S: Final = 0.002
 #: Callers that look at changed space in one turn of the loop, and the pause before the next ones.
 _WOKEN_MAX: Final = 16
 _WAKE_S: Final = 0.002
+
+
+class Told(enum.IntEnum):
+    """Whether masters know of a change; ALONE: all say that no other server has its blocks."""
+
+    LATE, TOLD, ALONE = range(3)
 
 
 class RoomMaker:
@@ -160,15 +167,17 @@ class ServerContext:
             self.room_maker.stop(owner)
         return answers
 
-    async def wait_until_announced(self, deadline: float) -> bool:
-        """Return when every registered master has applied what was published (True), or at
-        `deadline`."""
+    async def wait_until_announced(self, deadline: float) -> Told:
+        """Return when every registered master has applied what was published, or at `deadline`."""
         waits = [announcer.flushed() for announcer in self.announcers if announcer.registered]
         if not waits:
-            return True
+            return Told.TOLD
         timeout = max(0.0, deadline - asyncio.get_running_loop().time())
-        _, late = await asyncio.wait(waits, timeout=timeout)
-        return not late
+        done, late = await asyncio.wait(waits, timeout=timeout)
+        if late:
+            return Told.LATE
+        alone = len(done) == len(self.announcers) and all(one.result() for one in done)
+        return Told.ALONE if alone else Told.TOLD
 
     def space_changed(self) -> None:
         """An extent was freed or became evictable: end every `wait_for_space`.

@@ -56,7 +56,8 @@ class Outbox:
         self._urgent = asyncio.Event()  # a caller waits, or a block has left
         self._marks: deque[_Mark] = deque()
         self.comparable_from = 0  # what an inventory of a moment says is in no mark before this
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[int, int, asyncio.Future[bool]]] = []
+        self._alone_from = 0  # no other server has what came behind this position
         self.enqueued = 0
         self.acknowledged = 0
         self._last_batch_at = 0.0
@@ -66,7 +67,7 @@ class Outbox:
     def begin(self) -> None:
         """An inventory begins: it has all that is here now."""
         self.pending.clear()
-        self.enqueued = self.acknowledged = 0
+        self.enqueued = self.acknowledged = self._alone_from = 0
         self._marks.clear()
         self._marks.append(_Mark(0, self._store.fingerprint))
 
@@ -101,10 +102,11 @@ class Outbox:
             self.missed.add(namespace, part, [digest for _, _, digest in group])
         self.wake.set()
 
-    def is_flushed(self, future: asyncio.Future[None]) -> bool:
-        """The master has all that is queued now. Else `future` is done when it has."""
+    def is_flushed(self, future: asyncio.Future[bool]) -> bool:
+        """The master has all that is queued now. Else `future` is done when it has: with True, if
+        it says that no other server has any of these blocks."""
         if self.acknowledged < self.enqueued:
-            self._waiting.append((self.enqueued, future))
+            self._waiting.append((self.enqueued, self.acknowledged, future))
             self._urgent.set()
         return self.acknowledged >= self.enqueued
 
@@ -151,9 +153,12 @@ class Outbox:
             if self._store.peek(namespace, part, digest) is None
         ]
 
-    def acknowledge(self, position: int) -> None:
-        """The master has applied the first `position` changes: release the callers that wait."""
+    def acknowledge(self, position: int, *, alone: bool = False) -> None:
+        """The master has applied the first `position` changes: release the callers that wait.
+        `alone`: it says that no other server has the blocks of those that were not yet applied."""
         self.acknowledged = position
+        if not alone:
+            self._alone_from = position
         self.release(position)
         if not self._waiting and not self.pending:
             self._urgent.clear()
@@ -161,11 +166,11 @@ class Outbox:
     def release(self, position: int) -> None:
         """Nobody waits for the first `position` changes any more."""
         waiting, self._waiting = self._waiting, []
-        for awaited, future in waiting:
+        for awaited, begun, future in waiting:
             if awaited > position:
-                self._waiting.append((awaited, future))
+                self._waiting.append((awaited, begun, future))
             elif not future.done():
-                future.set_result(None)
+                future.set_result(awaited <= self.acknowledged and begun >= self._alone_from)
 
     def comparable(self) -> MapFingerprint | None:
         """What the server held when the last change that the master has applied was made.

@@ -166,6 +166,10 @@ class _Watched:
         self._unsealed: dict[int, tuple[Extent, int]] = {}
         self._pinned: dict[int, tuple[Namespace, int, bytes, Extent]] = {}
 
+    @property
+    def alone(self) -> bool:
+        return self._inner.alone
+
     async def reserve(self, request: ReserveRequest, *, deadline: float) -> list[Reservation]:
         asked = request.subset(range(len(request.digests)))  # lists, whatever the sequences are
         self._recorder.asked.append((asked, deadline))

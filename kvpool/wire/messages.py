@@ -199,15 +199,17 @@ class Seal(Message, frozen=True):
     wait_s: Seconds
 
 
-class StatusReply(Tolerant, frozen=True):
+class StatusReply(Tolerant, frozen=True, omit_defaults=True):
     """One byte per block or id: a `WriteStatus` (`Seal`, `Reserve` with bytes), a `MoveStatus`
     (`Fetch`, `Prefetch`), or 1 where one was removed (`Remove`). To a `Hint` one byte: 1 where
     this master passes it on.
 
     NOT_YET for a `Reserve` with bytes: the server cannot take them at once; without, it waits.
+    `alone`: all masters say that no other server has any of the blocks that are stored.
     """
 
     statuses: Statuses
+    alone: bool = False
 
 
 class Read(Keys, frozen=True, omit_defaults=True):
@@ -482,12 +484,14 @@ class Inventory(ServerMessage, frozen=True):
 class Announced(Tolerant, frozen=True, omit_defaults=True):
     """False: there is a gap, send the inventory.
 
-    For `unlisted` blocks of this message the map has no room; `problem` is the limit.
+    For `unlisted` blocks of this message the map has no room; `problem` is the limit. `alone`: no
+    other server is known to have any of the blocks that came.
     """
 
     applied: bool
     unlisted: Count = 0
     problem: Text = ""
+    alone: bool = False
 
 
 # --- control plane: client to master ---------------------------------------------------

@@ -23,7 +23,7 @@ from kvpool.server.connection import ServerConnection
 from kvpool.server.state.holdings import Limits
 from kvpool.types import ROOT, Cluster, WriteBlock
 from kvpool.wire import messages as wire
-from tests.conftest import NAMESPACE, buffers, keys
+from tests.conftest import NAMESPACE, buffers, eventually, keys
 
 HALVES = Namespace("test/halves", parts=2)
 STORED, ALREADY_STORED = WriteStatus.STORED, WriteStatus.ALREADY_STORED
@@ -427,3 +427,25 @@ async def test_a_write_that_began_before_its_place_was_known_leaves_one_version(
         assert stored(far_apart, block) == [ord("f")]
         await near.write(NAMESPACE, [block], [b"n" * 64], parent=head)
         assert len(set(stored(far_apart, block))) == 1
+
+
+@pytest.mark.parametrize(("elsewhere", "asked"), [([], 0), ([0], 1), ([2], 1)])
+async def test_masters_are_asked_again_only_about_blocks_that_another_server_has(
+    far_apart: dev.Dev, monkeypatch: pytest.MonkeyPatch, elsewhere: list[int], asked: int
+) -> None:
+    """They have said so when they listed them. Of those that are told in another message, too."""
+    monkeypatch.setattr(wire, "ANNOUNCED_BLOCKS_MAX", 2)
+    chain, finds = keys("told", 3), far_apart.master.requests
+    async with client_on(far_apart, "a") as a, client_on(far_apart, "b") as b:
+        await b.write(NAMESPACE, keys("before", 1), [b"b" * 64])
+        for position in elsewhere:
+            await b.write(NAMESPACE, [chain[position]], [b"b" * 64], visible=False)
+        await eventually(
+            lambda: far_apart.master.directory.listed_of(NAMESPACE, chain) == len(elsewhere)
+        )
+        place = Placement(("dev-0", "dev-1"), [0] * 3)
+        monkeypatch.setattr(far_apart.master.directory, "place", lambda *_: place)
+        before = finds["find"]
+        await a.write(NAMESPACE, chain, [b"a" * 64] * 3)
+        assert finds["find"] - before == asked
+    assert [len(stored(far_apart, digest)) for digest in chain] == [1, 1, 1]

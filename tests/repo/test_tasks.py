@@ -71,7 +71,6 @@ SHORT_LIVED = {
     "kvpool/client/shared_copies.py SharedCopies.wrote": "as `PrefetchCalls._copy`",
     "kvpool/client/spread.py Spreader._run": _CALL,
     "kvpool/client/writer.py Writer._place_and_write": _GROUP,
-    "kvpool/client/writer.py _run_all": _GROUP,
     "kvpool/net/http_server.py Pages._connected": "one request; it ends with its deadline",
     "kvpool/net/control_network.py _Link._connect": "ends with a connection; a request asks again",
     "kvpool/ops/event_service.py publish_engine": _GROUP,

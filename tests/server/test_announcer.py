@@ -22,7 +22,7 @@ from kvpool.server import announcer as module
 from kvpool.server import outbox
 from kvpool.server.announcer import Announcer, AnnouncerState, Identity
 from kvpool.server.block_server import BlockServer
-from kvpool.server.context import ServerContext
+from kvpool.server.context import ServerContext, Told
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
@@ -507,12 +507,35 @@ async def test_a_map_that_stays_wrong_is_sent_again_with_growing_delays(
 
 
 class LateMaster:
-    """The announcer to a master that does not answer."""
+    """The announcer to a master that does not answer; or has said whether blocks are here alone."""
 
-    registered = True
+    def __init__(self, alone: bool | None = None, *, registered: bool = True) -> None:
+        self.alone, self.registered = alone, registered
 
-    def flushed(self) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
+    def flushed(self) -> asyncio.Future[bool]:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if self.alone is not None:
+            future.set_result(self.alone)
+        return future
+
+
+@pytest.mark.parametrize(
+    ("masters", "alone"),
+    [
+        ([LateMaster(True), LateMaster(True)], True),
+        ([LateMaster(True), LateMaster(False)], False),
+        ([LateMaster(True), LateMaster()], False),
+        ([LateMaster(True), LateMaster(registered=False)], False),
+    ],
+)
+async def test_blocks_are_on_one_server_alone_if_all_masters_say_so(
+    masters: list[LateMaster], alone: bool
+) -> None:
+    """Two masters may not have heard of the same servers."""
+    context = ServerContext.__new__(ServerContext)
+    context.announcers = cast(Any, masters)
+    told = await context.wait_until_announced(asyncio.get_running_loop().time() + 0.05)
+    assert (told is Told.ALONE) is alone
 
 
 @pytest.mark.parametrize("left_s", [-5.0, 0.0, 0.1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
@@ -46,6 +47,33 @@ def test_what_does_not_fit_goes_next_in_order(fits: int, monkeypatch: pytest.Mon
         one.acknowledge(one.acknowledged + count)
     assert told == [(digest, one.status) for one in changes for digest in one.digests]
     assert one.comparable() == HELD
+
+
+async def test_a_caller_is_told_whether_another_server_has_what_it_waits_for() -> None:
+    """Its own blocks alone, also of several messages; nothing of those that nobody has applied."""
+    one, chain = Outbox(Blocks([Store(1 << 20)])), keys("chain", 8)
+    one.begin()
+
+    def waiting(count: int) -> asyncio.Future[bool]:
+        one.add(came(chain[:count]), HELD)
+        future = asyncio.get_running_loop().create_future()
+        assert not one.is_flushed(future)
+        return future
+
+    first, second = waiting(2), waiting(1)
+    one.acknowledge(1, alone=False)
+    one.acknowledge(2, alone=True)
+    assert first.result() is False
+    one.acknowledge(3, alone=True)
+    third, lost = waiting(2), waiting(1)
+    assert not second.result()  # it waited before the first message was answered
+    one.acknowledge(5, alone=True)
+    one.release(6)
+    assert (third.result(), lost.result()) == (True, False)
+    one.begin()
+    again = waiting(1)
+    one.acknowledge(1, alone=True)
+    assert again.result()
 
 
 async def test_maps_are_compared_only_when_the_inventory_is_no_later_than_the_changes() -> None:

@@ -799,9 +799,10 @@ class WatchedDirectory(Directory):
 
     def stored(
         self, server: str, namespace: Namespace, part: int, tier: int, digests: Sequence[bytes]
-    ) -> None:
-        super().stored(server, namespace, part, tier, digests)
+    ) -> bool:
+        alone = super().stored(server, namespace, part, tier, digests)
         self.inspect_now_and_then()
+        return alone
 
     def removed(
         self,

@@ -281,8 +281,8 @@ BUGS: Sequence[Bug] = read(
 -[r.extent.offset for r in granted if r.extent is not None]
 +[r.extent.offset for r in reversed(granted) if r.extent is not None]
 @@ acknowledged-before-announced  G5  kvpool.server.connection
--        if visible:
--            await self._context.wait_until_announced(deadline)
+-await self._context.wait_until_announced(deadline)
++Told.TOLD
 @@ already-stored-before-announced  G5  kvpool.server.connection  seed 225
 -await self._context.wait_until_announced(wait_until)
 +pass
@@ -358,6 +358,9 @@ BUGS: Sequence[Bug] = read(
 @@ no-look-after-a-write  G2  kvpool.client.versions
 -        if options.visible:
 +        if not options.visible:
+@@ a-copy-elsewhere-is-not-told  G2  kvpool.master.state.directory
+-one.inventory.server == server for held in seen for one in held.locations
++held for held in seen
 @@ each-writer-keeps-its-own-version  G2  kvpool.client.versions
 -            if not servers or min(theirs) < min(servers):
 +            if not servers:

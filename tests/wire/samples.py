@@ -91,7 +91,7 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Announce("s", 1, TOKEN, 2, [messages.BlockChanges(**KEYS, part=0, tier=0, status=0)]),
     messages.Inventory("s", 1, TOKEN, 2, 0, True, []),
     messages.Announced(True),
-    messages.Announced(True, 3, "full"),
+    messages.Announced(True, 3, "full", True),
     messages.Find(**KEYS, prefix=True),
     messages.FindReply([(0, 1, [("s", "dram", 0)])], b"\x01"),
     messages.Place(**KEYS, parent=b"", size=10, host="h", copies=1),

@@ -111,10 +111,11 @@ class Directory:
 
     def stored(
         self, server: str, namespace: Namespace, part: int, tier: int, digests: Sequence[bytes]
-    ) -> None:
-        """The server has this part of these blocks. Raises TypeError unless all are bytes."""
+    ) -> bool:
+        """The server has this part of these blocks; whether no other one has any part of them.
+        Raises TypeError unless all are bytes."""
         if not digests:
-            return
+            return True
         if set(map(type, digests)) != {bytes}:
             raise TypeError("a digest is not bytes")
         record = self.servers.records[server]
@@ -127,6 +128,7 @@ class Directory:
         only_here = self.locations.get(namespace.parts, (location,)).tag
         seed, hashed = location_seed(namespace, part, tier), entry_hash
         new = moved = total = 0
+        seen = set[BlockLocations]()
         # This loop runs for each of a server's blocks when a master starts: no calls for new ones.
         for digest in digests:
             piece = table[hash(digest) & mask]
@@ -138,6 +140,7 @@ class Directory:
             elif tag != only_here:
                 held = by_id[tag >> MARK_BITS]
                 step = held.after_add.get(location) or self.locations.add(held, location)
+                seen.add(step.after)
                 if step.after is not held:
                     blocks.split(tag)
                     piece[digest] = step.after.tag
@@ -153,6 +156,7 @@ class Directory:
             where = server, namespace, part, digests, record.tier_name(tier)
             self.servers.changes.add_blocks(ChangeKind.STORED, *where)
         self.tombstones.came_back_all(namespace, digests)
+        return all(one.inventory.server == server for held in seen for one in held.locations)
 
     def removed(
         self,

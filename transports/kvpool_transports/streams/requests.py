@@ -156,7 +156,8 @@ async def write_at_once(
     sums = checksums(options.namespace, options.part, digests, pieces)
     await stream.send(_reserve(options, blocks, deadline, sums), pieces, deadline=deadline)
     written = await stream.expect(StatusReply, deadline=deadline)
-    return write_statuses(written.statuses, len(blocks), _NOT_OF_WRITE)
+    on_alone = options.on_alone if written.alone else None
+    return write_statuses(written.statuses, len(blocks), _NOT_OF_WRITE, on_alone)
 
 
 async def reserve(
@@ -218,7 +219,8 @@ async def seal(
     wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
     await stream.send(Seal(ids, checksums, options.visible, wait_s), deadline=deadline)
     sealed = await stream.expect(StatusReply, deadline=deadline)
-    return write_statuses(sealed.statuses, len(ids), _NOT_OF_SEAL)
+    on_alone = options.on_alone if sealed.alone else None
+    return write_statuses(sealed.statuses, len(ids), _NOT_OF_SEAL, on_alone)
 
 
 def read_request(
@@ -326,7 +328,10 @@ def read_statuses(packed: bytes, count: int) -> list[ReadStatus]:
 
 
 def write_statuses(
-    packed: bytes, count: int, excluded: Collection[WriteStatus] = ()
+    packed: bytes,
+    count: int,
+    excluded: Collection[WriteStatus] = (),
+    on_alone: Callable[[int], None] | None = None,
 ) -> list[WriteStatus]:
     """One status for each of `count` blocks, none of the excluded ones. Raises BadMessage."""
     check_count(packed, count)
@@ -336,6 +341,8 @@ def write_statuses(
         raise BadMessage(f"{max(packed)} is not a valid WriteStatus") from None
     if wrong := set(excluded).intersection(_WRITE[value] for value in set(packed)):
         raise BadMessage(f"{min(wrong).label} is no answer to this request")
+    if on_alone is not None:
+        on_alone(statuses.count(WriteStatus.STORED))
     return statuses
 
 

@@ -25,14 +25,7 @@ from kvpool.errors import (
 )
 from kvpool.protocols import BlockStore, Connection, Peer, ReserveRequest
 from kvpool.strangers import Strangers
-from kvpool.types import (
-    Cluster,
-    Pin,
-    ReadStatus,
-    Reservation,
-    SessionHint,
-    WriteStatus,
-)
+from kvpool.types import Cluster, Pin, ReadStatus, Reservation, SessionHint, WriteStatus
 from kvpool.wire import auth
 from kvpool.wire.frames import STEP, Frame, PayloadReceiver, Pieces
 from kvpool.wire.messages import (
@@ -427,7 +420,7 @@ class StreamSession:
             )
             for position, status in zip(granted, sealed, strict=True):
                 statuses[position] = status
-        await self._send(StatusReply(bytes(statuses)))
+        await self._send(StatusReply(bytes(statuses), connection.alone))
 
     async def _write(self, reserve: Reserve, connection: Connection) -> None:
         """Reserve, let the bytes arrive, seal."""
@@ -458,7 +451,7 @@ class StreamSession:
         )
         if {r.id for r in granted} <= set(seal.ids):
             self._lent = False  # a client seals what it has written: it writes no more into these
-        await self._send(StatusReply(bytes(sealed)))
+        await self._send(StatusReply(bytes(sealed), connection.alone))
 
     async def _take_payload(
         self, granted: list[Reservation], connection: Connection, deadline: float
@@ -522,19 +515,12 @@ class StreamSession:
         return [(view,) for view in views]
 
     async def _send_offsets(self, pins: list[Pin]) -> None:
-        """Say where they lie. The pins stay until the client sends something else, or goes.
-
-        Never until some time has passed (G4).
-        """
+        """Say where they lie. The pins stay until the client sends something else, or goes; never
+        until some time has passed (G4)."""
         extents = [pin.extent for pin in pins if pin.extent is not None]
-        await self._send(
-            Data(
-                bytes([pin.status for pin in pins]),
-                [extent.size for extent in extents],
-                [pin.checksum for pin in pins if pin.status is ReadStatus.HIT],
-                [extent.offset for extent in extents],
-            )
-        )
+        statuses, sizes = bytes([pin.status for pin in pins]), [extent.size for extent in extents]
+        checksums = [pin.checksum for pin in pins if pin.status is ReadStatus.HIT]
+        await self._send(Data(statuses, sizes, checksums, [extent.offset for extent in extents]))
 
 
 #: What begins an exchange that moves the bytes of blocks, and who answers it.
