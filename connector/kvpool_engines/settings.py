@@ -45,8 +45,13 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def member(self) -> Cluster:
         """The cluster with its secret. Raises ConfigError when the secret cannot be read."""
-        file = self.secret_file
-        return kvpool.read_cluster(self.cluster, file) if file else Cluster(self.cluster)
+        if not self.secret_file:
+            return Cluster(self.cluster)
+        try:
+            read = kvpool.read_cluster
+        except ModuleNotFoundError:
+            raise ConfigError("this program runs without secrets (setting secret_file)") from None
+        return read(self.cluster, self.secret_file)
 
 
 Kind = TypeVar("Kind", bound=PoolSettings)

@@ -154,6 +154,10 @@ def test_without_secrets_only_who_asks_for_one_is_refused(tmp_path: Path) -> Non
     assert not run(tmp_path, environment, *kvpool, *up)
     engine = "import kvpool.ops.doctor; from kvpool_engines import settings"
     assert not run(tmp_path, environment, "-c", f"{engine}; settings.PoolSettings().member()")
+    said = run(
+        tmp_path, environment, "-c", f"{engine}; settings.PoolSettings(secret_file='a').member()"
+    )
+    assert said.endswith("ConfigError: this program runs without secrets (setting secret_file)\n")
     for command in (("master", "--bind", "127.0.0.1:0"), up):
         said = run(tmp_path, environment, *kvpool, *command, "--local-only")
         assert "this program runs without secrets" in said
