@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvpool import Namespace, ReadStatus, WriteStatus
 from kvpool.types import ReadResult
+from kvpool_connector.memory import block_form
 from kvpool_connector.memory.block_form import BlockForm
 from kvpool_connector.records.provenance import MARK_BYTES, UNKNOWN, BlockWriter, writer_of
+from tests.support import raising
 
 
 @pytest.mark.parametrize("label", ["", "gpu1 (pid 12)", "h" * 300, "hôte" * 20])
@@ -103,3 +107,11 @@ async def test_a_block_s_writer_is_found_where_it_ends_and_a_shorter_one_is_none
     assert found[0] == ("", writer)
     assert found[1].problem == "wrong size"
     assert not coded or coder.arrived == [(b"on!", 2, b"!")]
+
+
+async def test_marks_on_a_device_are_read_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    marks = [torch.frombuffer(bytearray(BlockWriter.new().mark()), dtype=torch.uint8)]
+    monkeypatch.setattr(threading.Thread, "start", raising.no_thread)
+    assert [one.mark() for one in await block_form._writers(marks)] == [bytes(marks[0].numpy())]

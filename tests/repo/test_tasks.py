@@ -110,10 +110,6 @@ THREADS = {
 EXECUTORS = {
     "connector/kvpool_codecs/coder.py Coder.decoded": "`kvpool.threads.submit`",
     "connector/kvpool_codecs/coder.py Coder.encoded": "`kvpool.threads.submit`",
-    "connector/kvpool_connector/memory/block_form.py BlockForm.write": "its memory is its own",
-    "connector/kvpool_connector/memory/block_form.py _writers": "its memory is its own",
-    "connector/kvpool_connector/memory/block_memory.py DirectBlockMemory.host_source": "its "
-    "memory is its own",
     "connector/kvpool_transformers/pooled_cache.py PooledCache._save": "its calls catch all",
     "kvpool/device/thread.py DeviceThread._start_to_prepare": "`kvpool.threads.submit`",
     "kvpool/device/thread.py DeviceThread.run": "`kvpool.threads.submit`",

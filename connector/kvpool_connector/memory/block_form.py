@@ -4,7 +4,6 @@ behind it.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from kvpool import ConfigError, Match, Namespace, Pool
+from kvpool.threads import in_thread
 from kvpool.types import DeviceRows, Memory, ReadResult, WriteStatus
 from kvpool_connector.memory.block_memory import STAGING_BYTES, BlockMemory, DirectBlockMemory
 from kvpool_connector.records.provenance import MARK_BYTES, UNKNOWN, BlockWriter, writer_of
@@ -116,7 +116,7 @@ class BlockForm:
         if self.coder is None:
             device, end = _device_of(blocks), memoryview(mark)
             if device is not None:
-                end = await asyncio.to_thread(_on_device, mark, device)
+                end = await in_thread(_on_device, mark, device)
             return await pool.write(
                 namespace, digests, _behind(blocks, [end] * len(blocks)), **options
             )
@@ -201,9 +201,7 @@ async def _writers(marks: Sequence[Any]) -> list[BlockWriter]:
     if not marks or isinstance(marks[0], memoryview):
         return [writer_of(bytes(mark)) for mark in marks]
     # In a thread: the device is waited for.
-    return await asyncio.to_thread(
-        lambda: [writer_of(mark.cpu().numpy().tobytes()) for mark in marks]
-    )
+    return await in_thread(lambda: [writer_of(mark.cpu().numpy().tobytes()) for mark in marks])
 
 
 def _device_of(blocks: Sequence[Memory]) -> Any:

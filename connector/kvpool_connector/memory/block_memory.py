@@ -20,6 +20,7 @@ import torch
 
 from kvpool import ConfigError
 from kvpool.device.thread import DeviceThread, reached
+from kvpool.threads import in_thread
 from kvpool.types import DIRECT_PIECES_MAX, DeviceRows, Memory
 from kvpool_connector.memory.kv_layout import (
     LayerView,
@@ -390,7 +391,7 @@ class DirectBlockMemory(_Blocks):
         [block] = await self._blocks([block_id], part)
         await _reached(after)
         # In a thread: the device is waited for.
-        return await asyncio.to_thread(lambda: [row.cpu().view(-1).numpy().data for row in block])
+        return await in_thread(lambda: [row.cpu().view(-1).numpy().data for row in block])
 
     target = source
 
