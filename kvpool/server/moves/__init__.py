@@ -30,6 +30,7 @@ from kvpool.server.moves.peer_servers import PeerServers
 from kvpool.server.moves.state.copy_demand import RepairPlanner
 from kvpool.server.moves.state.share_plan import BalancePlanner
 from kvpool.server.moves.state.wants import BlockName
+from kvpool.shares import Recent
 from kvpool.types import MoveStatus, Namespace, ServerStats
 from kvpool.wire import messages as wire
 
@@ -60,7 +61,8 @@ class Moves(ServerExtension):
         planners = (self.repair, self.balance) if config.balance else (self.repair,)
         self.hand_over = HandOver(context, self.peers, planners)
         self.drainer = Drainer(context, self.peers, self.hand_over, durable=durable)
-        self._servers: set[str] = set()  # clients that fetch: their reads are no use of a block
+        #: Clients that fetch, the last ones: their reads are no use of a block.
+        self._servers: Recent[str, bool] = Recent(_SERVERS_MAX)
         self._handlers: Handlers = {
             wire.Propose: self._offer,
             wire.Fetch: self._fetch,
@@ -102,7 +104,8 @@ class Moves(ServerExtension):
         )
 
     def _read(self, namespace: Namespace, part: int, digests: Sequence[bytes], client: str) -> None:
-        if client not in self._servers and self.repair.read(namespace, part, digests):
+        fetches = self._servers.get("", client)
+        if not fetches and self.repair.read(namespace, part, digests):
             self.hand_over.wake()
 
     def _others_have_room(self) -> None:
@@ -113,8 +116,7 @@ class Moves(ServerExtension):
 
     async def _offer(self, peer: Peer, m: wire.Propose) -> wire.Proposed:
         asked = wire.unpack_part(m)
-        if len(self._servers) < _SERVERS_MAX:
-            self._servers.add(m.receiver)
+        self._servers.put("", m.receiver, True)
         return proposed(self.fetcher.offer(*asked, m.receiver), m.digest_size)
 
     async def _fetch(self, peer: Peer, m: wire.Fetch) -> wire.StatusReply:

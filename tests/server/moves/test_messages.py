@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -95,3 +96,19 @@ async def test_a_server_gets_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> 
             await connection.answer(wire.Drain(begin=True, cancel=True))
         connection.close()
         assert moves_of(server).drainer is not None
+
+
+async def test_reads_of_a_server_that_fetches_are_no_use_however_many_have_fetched_before(
+    pool_dev: dev.Dev,
+) -> None:
+    """Without --id a server has another name after each restart."""
+    running, chain = moves_of(pool_dev.servers[0]), keys("moved", 1)
+    running._servers.total = 8
+    for number in range(20):
+        asked = wire.Propose(TWO_PARTS.name, 2, len(chain[0]), chain[0], 0, f"server {number}")
+        await running._offer(Peer(f"server {number}"), asked)
+        running._read(TWO_PARTS, 0, chain, f"server {number}")
+    assert running.repair.due_at() == math.inf
+    assert len(running._servers) == 8
+    running._read(TWO_PARTS, 0, chain, "a client")
+    assert running.repair.due_at() < math.inf
