@@ -219,8 +219,8 @@ SURFACE = {
     # Each leads to an act, a counter or a sentence of its own, but for four that only travel.
     "statuses": (30, 35),
     # With their four bases. Of pairs that look alike (`Announce` and `Inventory`, `Heartbeat` and
-    # `Leave`, `Changes` and `Snapshot`, `Fetch` and `Prefetch`, both answers to `Namespaces`) one
-    # message would have fields that mean nothing for one of the two.
+    # `Leave`, `Changes` and `Snapshot`, `Fetch` and `Prefetch`, `Find` and `Explain`, both answers
+    # to `Namespaces`) one message would have fields that mean nothing for one of the two.
     "messages": (46, 55),
     "methods of Pool": (15, 15),
     "extras": (12, 12),
