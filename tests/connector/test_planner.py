@@ -230,16 +230,6 @@ def test_what_the_pool_has_is_offered_and_loaded_once() -> None:
     assert (counted, played.planner.counters["decision load"]) == ({"decision load"}, 1)
 
 
-def test_when_somebody_else_loads_nothing_is_loaded() -> None:
-    """Another child of a MultiConnector was chosen."""
-    played = Played()
-    played.look_up("a", 100, 5)
-    assert played.offer("a", 100) == 80
-    played.allocate("a", 7, 0)
-    assert not played.idle().loads
-    assert played.planner.counters["decision not chosen"] == 1
-
-
 def test_a_slow_pool_is_not_waited_for() -> None:
     """G10: a load is chosen only when it is estimated to be faster than computing."""
     played = Played()
@@ -572,16 +562,6 @@ def test_loads_that_are_slow_together_are_one_accident() -> None:
     played.planner.on_load_result(LoadResult("c", 6 << 20, True, 0.3), played.now)
     played.look_up("d", 100, 6)
     assert played.offer("d", 100) == 96
-
-
-def test_a_step_of_another_request_makes_no_load_slow() -> None:
-    """The engine learns of a load's end after its step; the worker knows how long it took."""
-    played = Played()
-    played.planner.choice.prefill_cost.observe([(0, 1000)], 1.0)
-    played.load("a")
-    played.planner.on_load_result(LoadResult("a", 6 << 20, True, 0.006), played.now + 2.0)
-    assert played.planner.choice.transfer_cost.seconds(6 << 20) == pytest.approx(0.006)
-    assert played.planner.counters["load_s"] == 2.0
 
 
 def test_what_is_saved_first_is_read_back_to_learn_how_long_that_takes() -> None:

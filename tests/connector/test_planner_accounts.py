@@ -135,8 +135,10 @@ def test_seconds_and_loads_add_up() -> None:
     played = Played()
     for name in ("a", "b"):
         played.load(name)
-        played.planner.on_load_result(LoadResult(name, 6 * MIB, True, 0.5), played.now + 0.5)
+        played.planner.on_load_result(LoadResult(name, 6 * MIB, True, 0.006), played.now + 0.5)
     assert played.planner.counters["load_s"] == pytest.approx(1.0)
+    # The engine learns of an end after its step; the worker knows how long it took.
+    assert played.planner.choice.transfer_cost.seconds(6 * MIB) == pytest.approx(0.006)
     assert played.planner.counters["loads"] == 2
 
 

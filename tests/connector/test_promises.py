@@ -264,6 +264,8 @@ def test_a_promise_ends_with_its_request(end: str) -> None:
     assert consumer.offer("d", 100) == 96
     if end == "another connector":
         consumer.allocate("d", 7, 0)
+        assert not consumer.idle().loads
+        assert consumer.planner.counters["decision not chosen"] == 1
     else:
         consumer.allocate("d", 7, 96)
     if end == "finished":
