@@ -11,7 +11,6 @@ from kvpool.guard import Guard
 from kvpool.protocols.tier import DeviceAddressable, Tier
 from kvpool.types import (
     Cluster,
-    Extent,
     Namespace,
     Pin,
     ReadBlock,
@@ -172,8 +171,8 @@ class Connection(Protocol):
         After a removal it waits a moment until the masters know.
         """
 
-    def views(self, extents: Sequence[Extent]) -> list[memoryview]:
-        """The memory of extents that this connection has reserved or pinned."""
+    def views(self, held: Sequence[Reservation | Pin]) -> list[memoryview]:
+        """The memory of those among them that have an extent, in order; none has been given back."""
 
     def close(self, *, writer_may_be_alive: bool = False) -> bool:
         """Drop all pins and reservations. Idempotent.

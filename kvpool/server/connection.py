@@ -19,7 +19,7 @@ from kvpool.server.context import ServerContext, Told
 from kvpool.server.extension import Extensions
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extents import MAKING_ROOM
-from kvpool.types import Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -298,9 +298,9 @@ class ServerConnection:
     def device_tier(self, tier: int) -> DeviceAddressable:
         return cast(DeviceAddressable, self._context.tiers[tier])
 
-    def views(self, extents: Sequence[Extent]) -> list[memoryview]:
+    def views(self, held: Sequence[Reservation | Pin]) -> list[memoryview]:
         view = self._context.memory.view
-        return list(map(view, [e.offset for e in extents], [e.size for e in extents]))
+        return [view(of.offset, of.size) for one in held if (of := one.extent) is not None]
 
     def close(self, *, writer_may_be_alive: bool = False) -> bool:
         if not self._open:

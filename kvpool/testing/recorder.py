@@ -265,12 +265,12 @@ class _Watched:
     def device_tier(self, tier: int) -> DeviceAddressable:
         return self._inner.device_tier(tier)
 
-    def views(self, extents: Sequence[Extent]) -> list[memoryview]:
-        held = {extent for extent, _ in self._unsealed.values()}
-        held.update(extent for *_, extent in self._pinned.values())
-        if not held.issuperset(extents):
+    def views(self, held: Sequence[Reservation | Pin]) -> list[memoryview]:
+        known = {extent for extent, _ in self._unsealed.values()}
+        known.update(extent for *_, extent in self._pinned.values())
+        if not known.issuperset(one.extent for one in held if one.extent is not None):
             self._recorder.faults.append("memory was looked at that the connection does not hold")
-        return self._inner.views(extents)
+        return self._inner.views(held)
 
     def close(self, *, writer_may_be_alive: bool = False) -> bool:
         quarantined = self._inner.close(writer_may_be_alive=writer_may_be_alive)

@@ -35,7 +35,7 @@ async def store(
     request = ReserveRequest(NAMESPACE, 0, [digest], [ROOT], [size])
     (answer,) = await writer.reserve(request, deadline=later())
     assert answer.extent is not None
-    (view,) = writer.views([answer.extent])
+    (view,) = writer.views([answer])
     view[:] = bytes(size)
     sealed = checksum(view, block_seed(namespace_seed(NAMESPACE, 0), digest))
     await writer.seal([answer.id], [sealed], visible=False, deadline=later())

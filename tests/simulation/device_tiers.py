@@ -23,7 +23,7 @@ from kvpool.runtime import Host
 from kvpool.server.block_server import BlockServer
 from kvpool.server.state.tier_stores import stores_of
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Cluster, Extent, Namespace, ReadStatus, WriteStatus
+from kvpool.types import ROOT, Cluster, Namespace, ReadStatus, WriteStatus
 from kvpool.wire.messages import Data, Read
 from kvpool_transports import ucx
 from kvpool_transports.streams.stream import Stream
@@ -173,7 +173,7 @@ class TierWorld:
         for key, answer in zip(keys, answers, strict=True):
             if answer.status is WriteStatus.RESERVED:
                 await asyncio.sleep(self.rng.expovariate(2000))
-                (view,) = connection.views([cast(Extent, answer.extent)])
+                (view,) = connection.views([answer])
                 view[:] = self.truth[key]
                 ids.append(answer.id)
                 sums.append(_checksum(key, self.truth[key]))

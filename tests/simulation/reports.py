@@ -77,7 +77,7 @@ class _Reports:
         (answer,) = writer.reserve_now(request)
         if answer.status is not WriteStatus.RESERVED:
             return False
-        (view,) = writer.views([answer.extent])
+        (view,) = writer.views([answer])
         view[:] = data
         (seed,) = block_seeds(ONE, 0, [digest])
         deadline = asyncio.get_running_loop().time() + _WAIT_S

@@ -168,7 +168,7 @@ class _InprocChannel:
             seeds = block_seeds(
                 options.namespace, options.part, [blocks[i].digest for i in granted]
             )
-            targets = connection.views([r.extent for r in reservations if r.extent is not None])
+            targets = connection.views(reservations)
             jobs = [
                 CopyJob(blocks[i].pieces, (target,), seed, hash_source=True)
                 for i, target, seed in zip(granted, targets, seeds, strict=True)
@@ -197,7 +197,7 @@ class _InprocChannel:
             if options.verify:
                 half = block_seeds(options.namespace, options.part, [digests[i] for i in hits])
                 seeds = list(half)
-            sources = connection.views([pin.extent for pin in pins if pin.extent is not None])
+            sources = connection.views(pins)
             jobs = [
                 CopyJob((source,), blocks[i].pieces, seed)
                 for i, source, seed in zip(hits, sources, seeds, strict=True)
@@ -219,8 +219,7 @@ class _InprocChannel:
                 pins = await connection.pin(
                     options.namespace, options.part, digests, buffer_sizes, view=True
                 )
-                extents = [pin.extent for pin in pins if pin.extent is not None]
-                memory = iter(connection.views(extents))
+                memory = iter(connection.views(pins))
                 views = [
                     View(pin.status, next(memory).toreadonly())
                     if pin.extent is not None

@@ -477,7 +477,7 @@ class _DeviceSession(_Session):
         for pin in hits:
             assert pin.extent is not None
             if pin.tier is None:
-                payload.append(tuple(connection.views([pin.extent])))
+                payload.append(tuple(connection.views([pin])))
             else:  # memory on a device is cut like any other: its parts are the same memory
                 memory = devices[pin.tier].device_view(pin.extent.offset, pin.extent.size)
                 payload.append(cast(Pieces, (memory,)))

@@ -396,7 +396,7 @@ class StreamSession:
             raise BadMessage(f"blocks of {sum(write.sizes)} bytes with {frame.payload_size} bytes")
         reservations = self._incoming = connection.reserve_now(request)
         self._write_request = write
-        views = iter(connection.views([r.extent for r in reservations if r.extent is not None]))
+        views = iter(connection.views(reservations))
         return PayloadReceiver(
             [
                 (next(views),) if reservation.extent is not None else _nowhere(size)
@@ -456,7 +456,7 @@ class StreamSession:
     async def _take_payload(
         self, granted: list[Reservation], connection: Connection, deadline: float
     ) -> None:
-        views = connection.views([r.extent for r in granted if r.extent is not None])
+        views = connection.views(granted)
 
         def target(frame: Frame) -> PayloadReceiver:
             if frame.type != PAYLOAD:
@@ -511,8 +511,7 @@ class StreamSession:
 
     async def _payload_of(self, hits: list[Pin], connection: Connection) -> list[Pieces]:
         """The memory of pinned blocks. For a transport that sends from other memory, too."""
-        views = connection.views([pin.extent for pin in hits if pin.extent is not None])
-        return [(view,) for view in views]
+        return [(view,) for view in connection.views(hits)]
 
     async def _send_offsets(self, pins: list[Pin]) -> None:
         """Say where they lie. The pins stay until the client sends something else, or goes; never
