@@ -172,7 +172,7 @@ class Connection(Protocol):
         """
 
     def views(self, held: Sequence[Reservation | Pin]) -> list[memoryview]:
-        """The memory of those among them that have an extent, in order; none has been given back."""
+        """The memory of those that have an extent, in order; none has been given back."""
 
     def close(self, *, writer_may_be_alive: bool = False) -> bool:
         """Drop all pins and reservations. Idempotent.
