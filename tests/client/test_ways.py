@@ -162,27 +162,6 @@ def test_blocks_of_one_server_go_together_and_sole_replicas_apart() -> None:
     assert load.ways.begin(range(4), 0.0) == []
 
 
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_a_frozen_way_costs_a_hedge_at_most(count: int) -> None:
-    servers = "abcdefgh"[: count + 1]
-    known = dict.fromkeys(servers, 1e8)
-    without = Load([servers[1:]] * 256, known=known).play()
-    load = Load([servers] * 256, {"a": 0.0}, known=known)
-    assert load.play() < without + HEDGE_S + 0.01
-    assert not load.missing()
-    assert load.unresponsive == {"a"}
-    assert [attempt.server for attempt in load.log].count("a") == 1
-
-
-@pytest.mark.parametrize("slow", [1e3, 1e6, 1e7])
-def test_a_way_that_became_slow_is_left_in_mid_load(slow: float) -> None:
-    known = dict.fromkeys("abc", 1e8)
-    without = Load(["bc"] * 256, known=known).play()
-    load = Load(["abc"] * 256, {"a": slow}, known=known)
-    assert load.play() < without + HEDGE_S
-    assert not load.missing()
-
-
 def test_ways_that_are_equally_slow_are_not_left_for_each_other() -> None:
     load = Load(["ab"] * 64, {"a": 2e6, "b": 1.5e6}, known={"a": 1e8, "b": 1e8})
     load.play()
@@ -213,15 +192,6 @@ def test_a_small_read_is_one_message_to_the_best_server(size: int) -> None:
     load = Load(["ba", "ba", "ba", "ba"] * 2, size=size)
     load.play()
     assert load.log == [Attempt("b", list(range(8)))]
-
-
-def test_memory_of_this_host_is_read_alone_and_the_rest_from_all_others() -> None:
-    """In one load, side by side."""
-    load = Load(["hab"] * 100 + ["ab"] * 100, {"h": 4e9}, near="h", known={"a": 1e8, "b": 1e8})
-    assert load.play() < 1.1 * 50 * MIB / 1e8
-    assert load.brought["h"] == 100 * MIB
-    assert min(load.brought["a"], load.brought["b"]) > 40 * MIB
-    assert not load.missing()
 
 
 def test_a_server_that_is_slow_or_lost_is_no_way() -> None:

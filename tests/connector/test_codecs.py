@@ -11,7 +11,7 @@ import pytest
 from kvpool import ConfigError
 from kvpool.testing import ConformanceError
 from kvpool_codecs.checks import CODEC_CHECKS, MakeCodec, Sample, like_kv
-from kvpool_codecs.codec import BadEncoding, Codec, Flat, codec_of, full_name
+from kvpool_codecs.codec import BadEncoding, Codec, Flat, codec_of
 from kvpool_codecs.lossless import Lossless
 from kvpool_engines.comparison import LayerBytes
 
@@ -158,18 +158,6 @@ def test_a_frame_that_declares_another_size_is_bad_before_it_is_decoded() -> Non
     data = half.to_bytes(4, "little") + bytes(half) + upper.to_bytes(4, "little") + bomb
     with pytest.raises(BadEncoding, match="another size"):
         zstd().decode(data, KV.layers, memoryview(bytearray(len(KV.block))))
-
-
-def test_the_name_of_a_codec_says_what_engines_must_have_equal() -> None:
-    class Other(Broken):
-        version = 2
-
-    class Lossy(Broken):
-        tolerance = 0.02
-
-    assert full_name(planes()) == "lossless/1"
-    assert full_name(Other()) == "lossless/2"
-    assert full_name(Lossy()) == "lossless/1/0.02"
 
 
 @pytest.mark.parametrize("spec", ["lossles", "", "lossless?level=3", "lossless?level"])

@@ -153,9 +153,6 @@ def bad_blocks() -> Iterator[tuple[str, bytes]]:
     yield "not coded", good.block + MARK
     yield "not coded", data
     yield "not coded", data + tail.packed() + MARK[1:]
-    older = Lossless((zlib.compress, unpacked))
-    older.version = 2
-    yield "other codec", data + tail._replace(codec=codec_id(older)).packed() + MARK
 
 
 @pytest.mark.parametrize(("reason", "stored"), list(bad_blocks()), ids=lambda one: str(one)[:16])

@@ -53,5 +53,28 @@ BUGS: Sequence[Bug] = read(
 -        self._end_load(request)
 -        self.saves.queue.expedite(
 +        self.saves.queue.expedite(
+# --- loads over several ways
+@@ what-waits-goes-to-the-frozen-way  G6  kvpool.client.ways  seed 1
+-                candidates[position].sort(key=self._is_good)
++                candidates[position].sort(key=self._is_good, reverse=True)
+@@ a-frozen-way-is-as-good-as-it-was  G6  kvpool.client.ways  seed 12
+-        return server not in self._fruitless and server not in self.unresponsive
++        return True
+@@ a-slow-way-is-never-left  G6  kvpool.client.ways  seed 1
+-        return passed >= self.hedge_s and alone * speed >= piece.size * _LEAVE_AFTER
++        return False
+# --- blocks of another codec
+@@ a-version-is-no-part-of-the-name  G1  kvpool_codecs.codec  seed 0
+-    exact = f"{codec.name}/{codec.version}"
++    exact = codec.name
+@@ whatever-was-lost-is-one-codec  G1  kvpool_codecs.codec  seed 1
+-    return f"{exact}/{codec.tolerance:g}" if codec.tolerance else exact
++    return exact
+@@ another-codecs-tail-is-opened  G1  kvpool_codecs.coded_tail  seed 0
+-    if found_codec != codec:
++    if len(found_codec) != len(codec):
+@@ the-name-says-no-codec  G1  kvpool_connector.form_choice  seed 1
+-    return {"codec": full_name(codec_of(codec))}
++    return {}
 """
 )

@@ -1,4 +1,5 @@
-"""Worlds of their own for what leaves the pool: events for routers, and promises between engines.
+"""Worlds of their own for what leaves the pool: events for routers, promises between engines, loads
+over several ways, and blocks of another codec.
 
 Each takes a seed, plays some hundred steps of the real code with made-up time, and returns a
 sentence about what went wrong, or nothing. `planted_streams.py` has mistakes that they must find:
@@ -11,9 +12,13 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
+import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
+
+import numpy as np
 
 if __name__ == "__main__":
     from tests.simulation.planted_streams import BUGS
@@ -21,19 +26,32 @@ if __name__ == "__main__":
 
     SEEDS = plant_chosen("tests.simulation.streams", BUGS)
 
+from kvpool import ReadResult
 from kvpool.client import pool_events
+from kvpool.client.ways import Attempt
 from kvpool.kv_events import ClearedEvent, KVEvent, StoredEvent, decode_batch, encode_batch
 from kvpool.kv_events import EventBatch as Batch
 from kvpool.master import follower_requests
 from kvpool.master.state.change_ring import CHANGES_MAX
 from kvpool.net.event_publisher import EventPublisher, ReplayBuffer, _Reader
-from kvpool.net.event_subscriber import Arrival, Sequence
+from kvpool.net.event_subscriber import Arrival
+from kvpool.net.event_subscriber import Sequence as Numbers
 from kvpool.ops.pool_stream import PoolStream
 from kvpool.types import Match, Namespace, ReadStatus, Replica, Run
+from kvpool_codecs import codec, coder
+from kvpool_codecs.checks import Sample, like_kv
+from kvpool_codecs.codec import Flat
+from kvpool_codecs.coded_tail import TAIL_BYTES
+from kvpool_codecs.coder import Coder
+from kvpool_codecs.lossless import Lossless
+from kvpool_connector.form_choice import fields_of
 from kvpool_connector.plan.planner import Planner
 from kvpool_connector.records.messages import LoadRequest, LoadResult
 from kvpool_connector.records.promises import BlockWait, PromisedBlocks, PromiseState
 from kvpool_connector.records.values import CacheGroup, PlannerLimits, RequestHints
+from kvpool_engines.comparison import LayerBytes
+from tests.client.test_ways import HEDGE_S, Load
+from tests.connector.test_codecs import unpacked
 from tests.master.test_changes import NAMESPACES, Asked, Fleet, reader
 from tests.simulation.loop import SimLoop
 
@@ -52,7 +70,7 @@ class Router:
         self.believes: dict[bytes, set[str]] = {}
         self._publisher = publisher
         self._chance = chance
-        self._sequence = Sequence()
+        self._sequence = Numbers()
         self._queue: deque[tuple[int, bytes]] = deque()
         self._deaf = 0  # messages that are lost from now on
         self._parts: Iterator[tuple[bytes, bytes]] = iter(())
@@ -399,9 +417,110 @@ def play_promises(seed: int) -> str:
     return ""
 
 
+# --- a way that freezes, or becomes slow, in the middle of a load -----------------------------
+
+#: That a server is given which was left once (`ClientConfig.attempt_s`).
+_ATTEMPT_S: Final = 1.0
+
+
+class FailingLoad(Load):
+    """One of its servers has another speed from some moment on: 0 is frozen."""
+
+    def fail(self, server: str, at: float, speed: float) -> None:
+        self.failing, self.fails_at, self.speed = server, at, speed
+
+    def ask(self, attempts: list[Attempt]) -> None:
+        super().ask(attempts)
+        for number, (end, attempt) in enumerate(self.running):
+            if attempt in attempts and attempt.server == self.failing and end > self.fails_at:
+                late_s = _ATTEMPT_S if attempt.server in self.unresponsive else HEDGE_S
+                if self.speed:
+                    late_s = sum(self.sizes[i] for i in attempt.positions) / self.speed
+                self.running[number] = max(self.now, self.fails_at) + late_s, attempt
+
+    def end(self, attempt: Attempt, results: list[ReadResult] | None = None) -> None:
+        hangs = not self.speed and attempt.server == self.failing and self.now >= self.fails_at
+        super().end(attempt, None if hangs else results)
+
+
+def play_ways(seed: int) -> str:
+    """One of several servers fails: the load takes a hedge longer than without it."""
+    chance = random.Random(seed)
+    servers = "abcdefgh"[: chance.randint(2, 8)]
+    speeds = {one: chance.choice([5e7, 1e8, 2e8]) for one in servers}
+    blocks, bad = [servers] * chance.randint(16, 256), chance.choice(servers)
+    without_s = Load([servers.replace(bad, "")] * len(blocks), speeds, known=speeds).play()
+    load = FailingLoad(blocks, speeds, known=speeds)
+    fails_at = chance.random() * chance.choice([0.0, 0.5, 1.0]) * without_s
+    load.fail(bad, fails_at, chance.choice([0.0, 0.0, 1e3, 1e6]))
+    took_s = load.play()
+    if load.missing():
+        return f"{load.missing()} blocks that other servers have were not read"
+    if took_s > without_s + HEDGE_S + 0.01 + HEDGE_S / 4:  # timers look four times a hedge
+        return f"a load that takes {without_s:.3f} s without a bad way took {took_s:.3f} s"
+    return ""
+
+
+# --- codecs and their versions ----------------------------------------------------------------
+
+
+class SomeCodec(Lossless):
+    """Each version has other numbers in the same bytes; with more tolerance it loses more."""
+
+    def __init__(self, spec: str) -> None:
+        super().__init__((lambda data: zlib.compress(data, 1), unpacked))
+        version, _, tolerance = spec.partition("?")
+        self.version, self.tolerance = int(version), float(tolerance)
+
+    def kept(self, block: Flat) -> bytes:
+        """What is left of a block."""
+        lost = round(self.tolerance * 10)
+        return (np.frombuffer(block, np.uint16) >> lost << lost).tobytes()
+
+    def encode(self, block: Flat, layers: Sequence[LayerBytes]) -> bytes:
+        return super().encode(self._turned(self.kept(block)), layers)
+
+    def decode(self, data: Flat, layers: Sequence[LayerBytes], into: memoryview) -> None:
+        super().decode(data, layers, into)
+        into[:] = self._turned(into)
+
+    def _turned(self, block: Flat) -> bytes:
+        return (np.frombuffer(block, np.uint8) ^ self.version).tobytes()
+
+
+def play_codecs(seed: int) -> str:
+    """Engines find blocks of others, with their codec or another one, under their own names."""
+    with Changed(codec, {"codec_of": SomeCodec}), Changed(coder, {"codec_of": SomeCodec}):
+        return asyncio.run(_codecs(random.Random(seed)))
+
+
+async def _codecs(chance: random.Random) -> str:
+    specs = [f"{chance.choice('12')}?{chance.choice(['0', '0.1', '0.3'])}" for _ in range(2)]
+    writer, reader = map(Coder, specs)
+    same = specs[0] == specs[1]
+    if (fields_of(specs[0]) == fields_of(specs[1])) != same:
+        return f"the namespaces of {specs} do not say that they differ"
+    for _ in range(4):
+        _, block, layers, _ = Sample.of("", like_kv(chance.randrange(1 << 30), 1, 1), "bfloat16")
+        if chance.random() < 0.4:
+            block = chance.randbytes(len(block))  # it does not get smaller
+        whole = b"".join(await writer.encoded([memoryview(bytearray(block))], layers))
+        taken = len(whole) - TAIL_BYTES
+        memory = bytearray(whole[:taken].ljust(len(block), b"."))
+        arrived = [([memoryview(memory)], taken, whole[taken:])]
+        [problem] = await reader.decoded(arrived, layers, time.monotonic() + 60)
+        if problem != ("" if same else "other codec"):
+            return f"a block of {specs[0]} is for an engine with {specs[1]}: {problem!r}"
+        if same and memory not in (block, SomeCodec(specs[0]).kept(block)):
+            return "a block has wrong bytes"
+    return ""
+
+
 WORLDS: Final[dict[str, Callable[[int], str]]] = {
     "events": play_events,
     "promises": play_promises,
+    "ways": play_ways,
+    "codecs": play_codecs,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,11 @@ def test_routers_believe_in_the_end_what_the_pool_has(seed: int) -> None:
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_every_promise_ends_and_none_is_waited_for_too_long(first: int) -> None:
     assert {streams.play_promises(seed) for seed in range(first, first + 20)} == {""}
+
+
+@pytest.mark.parametrize("play", [streams.play_ways, streams.play_codecs])
+def test_a_bad_way_costs_a_hedge_and_another_codec_a_miss(play: Callable[[int], str]) -> None:
+    assert {play(seed) for seed in range(100)} == {""}
 
 
 @pytest.mark.parametrize(("worlds", "bug"), PLANTED)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.lru import LRU
 from kvpool.tools import policy_study as dry
 from kvpool.tools.cache_bounds import belady, lru, working_set, working_set_peak
@@ -175,14 +174,6 @@ def test_lines_that_are_equal_do_not_hide_each_other() -> None:
     assert second[0] > second[1] > second[2] > second[3]
     radii = [float(one) for one in re.findall(r' r="([\d.]+)"', drawn)]
     assert all(radii[place::3] == sorted(set(radii[place::3]), reverse=True) for place in (1, 2))
-
-
-def test_a_lease_helps_where_lru_throws_out_what_is_needed_next() -> None:
-    """A third of the working set."""
-    requests = codex(16, 8)[:220]
-    pool = dry.play(requests, Lease, 200)
-    check_pool(pool)
-    assert pool.played.hits / blocks(requests) > lru(requests, 200) + 0.05
 
 
 def run(*arguments: str) -> Said:

@@ -26,11 +26,6 @@ def test_prompts_without_a_block_have_no_hits() -> None:
     assert ideal([Request(0, ())]) == lru([Request(0, ())], 10) == 0.0
 
 
-def test_one_seed_is_one_workload() -> None:
-    assert codex(5, 2, seed=3) == codex(5, 2, seed=3)
-    assert codex(5, 2, seed=3) != codex(5, 2, seed=4)
-
-
 def test_the_offline_cache_is_least_recently_used_tail_first() -> None:
     rng = random.Random(1)
     cache, order = LruCache(10), list[int]()
