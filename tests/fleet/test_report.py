@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from benchmarks.fleet.__main__ import app
 from benchmarks.fleet.options import FleetOptions
-from benchmarks.fleet.pictures import pictures
 from benchmarks.fleet.tables import DEFAULT, TABLES, studies
 
 #: Small enough for a second.
@@ -102,14 +101,6 @@ def test_json_has_every_row() -> None:
     assert row["first_tokens"] == sorted(row["first_tokens"])
     mean = sum(row["parts"])
     assert 0 < mean < 1000
-
-
-def test_a_study_without_lines_is_drawn_by_case() -> None:
-    options = FleetOptions(sessions=4, concurrent=2, block=4096)
-    (made,) = studies({"one": options}, 1, lambda name: None)
-    assert [name for name, _ in pictures(made)] == ["one-first-token", "one-time"]
-    (_, result) = made.rows[0]
-    assert sum(result.parts) == pytest.approx(sum(result.parts[:4]) + result.parts.answered)
 
 
 def test_rows_stand_in_their_order_however_many_run_at_a_time() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from kvpool.server.eviction.lru import LRU
 from kvpool.tools import policy_study as dry
 from kvpool.tools.cache_bounds import belady, lru, working_set, working_set_peak
-from kvpool.tools.charts import curves
 from kvpool.tools.dry_pool import DryPool
 from kvpool.tools.traces import Request
 from kvpool.tools.workloads import blocks, codex, fan_out, many_answers
@@ -98,13 +96,6 @@ def test_what_the_loss_of_a_server_leaves() -> None:
     assert loss.mean == pytest.approx((1 / 4 + 3 / 4 + 1) / 3)
 
 
-def test_the_working_set_is_what_will_be_used_again() -> None:
-    """Block 1 all the time; the others one after the other, each for half of its turn."""
-    turns = [Request(0, (1, 2 + n // 2), float(n)) for n in range(400)]
-    assert working_set(turns) == 2  # 1 and half of one, rounded
-    assert working_set([Request(0, (1, 2), 5.0)]) == 2  # at one moment
-
-
 def test_the_answers_to_one_prompt_begin_with_it_and_go_on_apart() -> None:
     requests = many_answers(4, 2)
     assert requests == many_answers(4, 2)
@@ -158,22 +149,6 @@ def test_the_working_set_is_the_one_that_a_master_measures() -> None:
         if begin + 0.4 * (end - begin) < request.time_s < begin + 0.6 * (end - begin):
             seen.append(meter.demand(request.time_s).size)
     assert statistics.median(seen) == pytest.approx(working_set(requests), rel=0.15)
-
-
-def test_lines_that_are_equal_do_not_hide_each_other() -> None:
-    rates = {"lru": (0.5,) * 3, "arc": (0.5,) * 3, "MIN": (0.5,) * 3, "lease": (0.2, 0.5, 0.5)}
-    rows = [dry.StudyRow(n, 1 + i, rate, 0.0) for n in rates for i, rate in enumerate(rates[n])]
-    study = dry.Study("equal", 1, 1, 0.5, 1, 1, rows)
-    (table,) = dry.tables(study)
-    assert "in brackets how much of the way from lru to MIN" in str(table.caption)
-    drawn = curves(study)
-    # Of each line its first half, where lease has a place of its own, and its second half.
-    widths = [float(one) for one in re.findall(r'<line[^>]*stroke-width="([\d.]+)"', drawn)]
-    first, second = widths[::2], widths[1::2]
-    assert first[0] > first[1] > first[2] == first[3]
-    assert second[0] > second[1] > second[2] > second[3]
-    radii = [float(one) for one in re.findall(r' r="([\d.]+)"', drawn)]
-    assert all(radii[place::3] == sorted(set(radii[place::3]), reverse=True) for place in (1, 2))
 
 
 def run(*arguments: str) -> Said:
