@@ -260,12 +260,6 @@ def test_a_sole_replica_is_read_beside_shared_blocks() -> None:
     assert load.brought["a"] == load.brought["b"] == 64 * MIB
 
 
-def test_blocks_of_many_bytes_go_one_at_a_time() -> None:
-    load = Load(["ab"] * 6, size=64 * MIB)
-    load.play()
-    assert load.brought["a"] == load.brought["b"] == 3 * 64 * MIB
-
-
 def together(
     loads: list[Load], speeds: dict[str, float], known: dict[str, float] | None = None
 ) -> float:

@@ -82,16 +82,6 @@ def test_a_pool_and_local_memory_lose_the_same() -> None:
     assert {one.kind for one in lost["a server, for good"]} == {"server"}
 
 
-def test_constants_of_the_other_model_have_their_sources() -> None:
-    done = CliRunner().invoke(app, ["--constants", "--json"], catch_exceptions=False)
-    rows = {row["name"]: row for row in json.loads(done.stdout)["constants"]}
-    assert rows["disk_read_bytes_s"]["kind"] == "specification"
-    assert rows["kv_bytes, of links-70b"]["value"] == 80 * 8 * 128 * 2 * 2
-    assert all(row["source"] and row["unit"] for row in rows.values())
-    dense = TABLES["links-70b"].cases(TABLES["links-70b"].options({}))
-    assert {case.options.constants.kv_bytes for case in dense} == {327_680}
-
-
 def test_json_has_every_row() -> None:
     arguments = ["one", *SMALL, "--json"]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
