@@ -15,7 +15,7 @@ from kvpool import logs
 from kvpool.checksum import block_seed, hasher, namespace_seed
 from kvpool.protocols import DeviceAddressable, ReserveRequest
 from kvpool.server.clients import HeldByClient
-from kvpool.server.context import ServerContext, Told
+from kvpool.server.context import ServerContext, Visibility
 from kvpool.server.extension import Extensions
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extents import MAKING_ROOM
@@ -151,7 +151,7 @@ class ServerConnection:
         self._context.on_change()
         self.alone = False
         if visible:
-            self.alone = await self._context.wait_until_announced(deadline) is Told.ALONE
+            self.alone = await self._context.wait_until_announced(deadline) is Visibility.ALONE
         return statuses
 
     async def pin(

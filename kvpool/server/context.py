@@ -32,10 +32,10 @@ _WOKEN_MAX: Final = 16
 _WAKE_S: Final = 0.002
 
 
-class Told(enum.IntEnum):
+class Visibility(enum.IntEnum):
     """Whether masters know of a change; ALONE: all say that no other server has its blocks."""
 
-    LATE, TOLD, ALONE = range(3)
+    LATE, VISIBLE, ALONE = range(3)
 
 
 class RoomMaker:
@@ -167,17 +167,17 @@ class ServerContext:
             self.room_maker.stop(owner)
         return answers
 
-    async def wait_until_announced(self, deadline: float) -> Told:
+    async def wait_until_announced(self, deadline: float) -> Visibility:
         """Return when every registered master has applied what was published, or at `deadline`."""
         waits = [announcer.flushed() for announcer in self.announcers if announcer.registered]
         if not waits:
-            return Told.TOLD
+            return Visibility.VISIBLE
         timeout = max(0.0, deadline - asyncio.get_running_loop().time())
         done, late = await asyncio.wait(waits, timeout=timeout)
         if late:
-            return Told.LATE
+            return Visibility.LATE
         alone = len(done) == len(self.announcers) and all(one.result() for one in done)
-        return Told.ALONE if alone else Told.TOLD
+        return Visibility.ALONE if alone else Visibility.VISIBLE
 
     def space_changed(self) -> None:
         """An extent was freed or became evictable: end every `wait_for_space`.

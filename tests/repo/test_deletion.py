@@ -43,7 +43,7 @@ UPON = {
     "tiers": ("prefetch", "cold"),
 }
 #: The tests look at a pool by it, so it is deleted alone, and what it stands upon with it.
-INSTRUMENT = {"admin", "operators"}
+INSTRUMENT = {"admin", "operators", "questions"}
 KERNEL_TESTS = ("tests/client/test_pool.py", "tests/client/test_reader.py")
 WHAT_THEY_NEED = (
     *("tests/__init__.py", "tests/conftest.py"),

@@ -97,6 +97,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 #: Of their own layer these may import, too; nobody else imports a neighbour.
 NEIGHBOURS = {
     "tenants": {"units", "tenant_names"},
+    "audit": {"shares"},
     "tenancy": {"audit", "wire", "write_rates"},
     "wire": {"protocols", "fingerprint"},
     "config": {"wire"},

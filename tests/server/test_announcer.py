@@ -22,7 +22,7 @@ from kvpool.server import announcer as module
 from kvpool.server import outbox
 from kvpool.server.announcer import Announcer, AnnouncerState, Identity
 from kvpool.server.block_server import BlockServer
-from kvpool.server.context import ServerContext, Told
+from kvpool.server.context import ServerContext, Visibility
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
@@ -535,7 +535,7 @@ async def test_blocks_are_on_one_server_alone_if_all_masters_say_so(
     context = ServerContext.__new__(ServerContext)
     context.announcers = cast(Any, masters)
     told = await context.wait_until_announced(asyncio.get_running_loop().time() + 0.05)
-    assert (told is Told.ALONE) is alone
+    assert (told is Visibility.ALONE) is alone
 
 
 @pytest.mark.parametrize("left_s", [-5.0, 0.0, 0.1])

@@ -282,7 +282,7 @@ BUGS: Sequence[Bug] = read(
 +[r.extent.offset for r in reversed(granted) if r.extent is not None]
 @@ acknowledged-before-announced  G5  kvpool.server.connection
 -await self._context.wait_until_announced(deadline)
-+Told.TOLD
++Visibility.VISIBLE
 @@ already-stored-before-announced  G5  kvpool.server.connection  seed 225
 -await self._context.wait_until_announced(wait_until)
 +pass

@@ -116,7 +116,7 @@ class ProgramBytes(Counter[str]):
                 self.names.give_back(tenant_of(name))
 
 
-class Sessions(OrderedDict[str, "Session"]):
+class SessionTable(OrderedDict[str, "Session"]):
     """Those of one store by name, the last one that wrote last. `rounded` gives how many bytes of
     whole extents a block takes."""
 

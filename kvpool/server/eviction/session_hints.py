@@ -32,7 +32,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, Policy
 from kvpool.server.eviction.extra_copies import ExtraCopies
 from kvpool.server.eviction.order import JUST_NOW, LONG_S, Order
-from kvpool.server.eviction.session import Session, Sessions, check_sessions
+from kvpool.server.eviction.session import Session, SessionTable, check_sessions
 from kvpool.server.eviction.session_announcements import LEAVES_MAX, Announcements
 from kvpool.server.eviction.session_branches import Branches
 from kvpool.server.state.entry import Entry, Index
@@ -64,7 +64,7 @@ class SessionAwarePolicy(Order):
     ) -> None:
         super().__init__(policy, budget, rounded)
         self.counters: Counter[str] = Counter()
-        self.sessions = Sessions(rounded)
+        self.sessions = SessionTable(rounded)
         self.programs = self.sessions.programs
         self.announced = Announcements(policy, budget, self.counters)
         self.branches = Branches(policy.add_candidate, self.counters)
