@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +64,8 @@ class BatchState:
     """One batch of a write while it runs; lists run parallel to its blocks.
 
     `holders` are the servers that have the block, as far as this call knows; `stored_on` those of
-    them that have the bytes of this call, or bytes that it copied from another holder. `alone` is
-    how many blocks each server has stored that no other has, as all masters say.
+    them that have the bytes of this call, or bytes that it copied from another holder. `alone`: of
+    each answer of a server that has stored blocks whether all masters say that no other has them.
     """
 
     options: WriteOptions
@@ -79,7 +78,7 @@ class BatchState:
     holders: list[set[str]] = field(init=False)
     stored_on: list[set[str]] = field(init=False)
     tried: list[set[str]] = field(init=False)
-    alone: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    alone: dict[str, list[bool]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         count = range(len(self.blocks))
@@ -391,15 +390,14 @@ class Writer:
         There is one of those of which masters have said, when they listed them, that no other
         server has them: whoever stores another version later is not told so, and compares.
         """
-        stored = Counter(itertools.chain.from_iterable(batch.stored_on))
-        beside = {server for server, count in stored.items() if sum(batch.alone[server]) < count}
+        alone = {server for server, told in batch.alone.items() if told and all(told)}
         written = {
             i: WrittenBlock(
                 sources.get(i, batch.blocks[i]), set(servers), batch.holders[i] - servers
             )
             for i, servers in enumerate(batch.stored_on)
             if servers and (i in sources or not sources)
-            if servers & beside or batch.holders[i] - servers
+            if not servers <= alone or batch.holders[i] - servers
         }
         if not written:
             return

@@ -241,7 +241,7 @@ class Listener(Protocol):
 class WriteOptions(NamedTuple):
     """What is common to the blocks of one write, of which each is written to `copies` servers.
 
-    `on_alone` gets the number of blocks in an answer that are stored and `alone`.
+    `on_alone` hears of each answer by which blocks are stored whether they are `alone`.
     """
 
     namespace: Namespace
@@ -249,7 +249,7 @@ class WriteOptions(NamedTuple):
     visible: bool
     session_hint: SessionHint | None = None
     copies: int = 1
-    on_alone: Callable[[int], None] | None = None
+    on_alone: Callable[[bool], None] | None = None
 
 
 class IdleTimeout(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvpool import ClientConfig, Namespace, Pool, WriteStatus, admin, dev
 from kvpool.client import versions
 from kvpool.client.versions import WrittenBlock
 from kvpool.client.writer import best_status
-from kvpool.errors import Overloaded, PeerError
+from kvpool.errors import LinkBroken, Overloaded, PeerError
 from kvpool.master.state.placement import Placement
 from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Addressable, Channel, WriteOptions
@@ -23,6 +23,7 @@ from kvpool.server.connection import ServerConnection
 from kvpool.server.state.holdings import Limits
 from kvpool.types import ROOT, Cluster, WriteBlock
 from kvpool.wire import messages as wire
+from kvpool_transports.streams.requests import StreamChannel
 from tests.conftest import NAMESPACE, buffers, eventually, keys
 
 HALVES = Namespace("test/halves", parts=2)
@@ -61,17 +62,9 @@ async def far_apart(two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch) -> de
     """Writers on host `a` write to dev-0 first, those on host `b` to dev-1."""
     place = two_servers.master.directory.place
 
-    def by_host(
-        namespace: Namespace,
-        digests: Sequence[bytes],
-        parent: bytes,
-        size: int,
-        host: str,
-        copies: int = 1,
-        session: str = "",
-    ) -> Placement:
-        placed = place(namespace, digests, parent, size, host, copies, session)
-        return placed._replace(servers=tuple(sorted(placed.servers, reverse=host == "b")))
+    def by_host(*asked: Any) -> Placement:
+        placed = place(*asked)
+        return placed._replace(servers=tuple(sorted(placed.servers, reverse=asked[4] == "b")))
 
     monkeypatch.setattr(two_servers.master.directory, "place", by_host)
     return two_servers
@@ -429,22 +422,33 @@ async def test_a_write_that_began_before_its_place_was_known_leaves_one_version(
         assert len(set(stored(far_apart, block))) == 1
 
 
-@pytest.mark.parametrize(("elsewhere", "asked"), [([], 0), ([0], 1), ([2], 1)])
+@pytest.mark.parametrize(
+    ("there", "asked", "breaks"), [([], 0, 0), ([0], 1, 0), ([2], 1, 0), ([2], 1, 1)]
+)
 async def test_masters_are_asked_again_only_about_blocks_that_another_server_has(
-    far_apart: dev.Dev, monkeypatch: pytest.MonkeyPatch, elsewhere: list[int], asked: int
+    far_apart: dev.Dev, monkeypatch: pytest.MonkeyPatch, there: list[int], asked: int, breaks: int
 ) -> None:
-    """They have said so when they listed them. Of those that are told in another message, too."""
+    """They have said so when they listed them. Of those that are told in another message, or come
+    with another attempt, too."""
     monkeypatch.setattr(wire, "ANNOUNCED_BLOCKS_MAX", 2)
     chain, finds = keys("told", 3), far_apart.master.requests
+    whole, links = StreamChannel.write, iter(range(breaks))
+
+    async def write(self: Any, options: Any, blocks: list[WriteBlock], *, deadline: float) -> Any:
+        if len(blocks) == 3 and next(links, None) is not None:
+            await whole(self, options, blocks[:2], deadline=deadline)
+            raise LinkBroken("a test")
+        return await whole(self, options, blocks, deadline=deadline)
+
+    monkeypatch.setattr(StreamChannel, "write", write)
     async with client_on(far_apart, "a") as a, client_on(far_apart, "b") as b:
-        await b.write(NAMESPACE, keys("before", 1), [b"b" * 64])
-        for position in elsewhere:
+        for one, name in ((a, "a"), (b, "b")):
+            await one.write(NAMESPACE, keys(name, 1), [b"-" * 64])
+        for position in there:
             await b.write(NAMESPACE, [chain[position]], [b"b" * 64], visible=False)
-        await eventually(
-            lambda: far_apart.master.directory.listed_of(NAMESPACE, chain) == len(elsewhere)
-        )
-        place = Placement(("dev-0", "dev-1"), [0] * 3)
-        monkeypatch.setattr(far_apart.master.directory, "place", lambda *_: place)
+        listed, place = far_apart.master.directory, Placement(("dev-0", "dev-1"), [0] * 3)
+        await eventually(lambda: listed.listed_of(NAMESPACE, chain) == len(there))
+        monkeypatch.setattr(listed, "place", lambda *_: place)
         before = finds["find"]
         await a.write(NAMESPACE, chain, [b"a" * 64] * 3)
         assert finds["find"] - before == asked

@@ -156,8 +156,7 @@ async def write_at_once(
     sums = checksums(options.namespace, options.part, digests, pieces)
     await stream.send(_reserve(options, blocks, deadline, sums), pieces, deadline=deadline)
     written = await stream.expect(StatusReply, deadline=deadline)
-    on_alone = options.on_alone if written.alone else None
-    return write_statuses(written.statuses, len(blocks), _NOT_OF_WRITE, on_alone)
+    return _stored(options, written, len(blocks), _NOT_OF_WRITE)
 
 
 async def reserve(
@@ -219,8 +218,16 @@ async def seal(
     wait_s = max(0.0, deadline - asyncio.get_running_loop().time())
     await stream.send(Seal(ids, checksums, options.visible, wait_s), deadline=deadline)
     sealed = await stream.expect(StatusReply, deadline=deadline)
-    on_alone = options.on_alone if sealed.alone else None
-    return write_statuses(sealed.statuses, len(ids), _NOT_OF_SEAL, on_alone)
+    return _stored(options, sealed, len(ids), _NOT_OF_SEAL)
+
+
+def _stored(
+    options: WriteOptions, reply: StatusReply, count: int, excluded: Collection[WriteStatus]
+) -> list[WriteStatus]:
+    statuses = write_statuses(reply.statuses, count, excluded)
+    if options.on_alone is not None and WriteStatus.STORED in statuses:
+        options.on_alone(reply.alone)
+    return statuses
 
 
 def read_request(
@@ -328,10 +335,7 @@ def read_statuses(packed: bytes, count: int) -> list[ReadStatus]:
 
 
 def write_statuses(
-    packed: bytes,
-    count: int,
-    excluded: Collection[WriteStatus] = (),
-    on_alone: Callable[[int], None] | None = None,
+    packed: bytes, count: int, excluded: Collection[WriteStatus] = ()
 ) -> list[WriteStatus]:
     """One status for each of `count` blocks, none of the excluded ones. Raises BadMessage."""
     check_count(packed, count)
@@ -341,8 +345,6 @@ def write_statuses(
         raise BadMessage(f"{max(packed)} is not a valid WriteStatus") from None
     if wrong := set(excluded).intersection(_WRITE[value] for value in set(packed)):
         raise BadMessage(f"{min(wrong).label} is no answer to this request")
-    if on_alone is not None:
-        on_alone(statuses.count(WriteStatus.STORED))
     return statuses
 
 
