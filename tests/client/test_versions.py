@@ -428,8 +428,7 @@ async def test_a_write_that_began_before_its_place_was_known_leaves_one_version(
 async def test_masters_are_asked_again_only_about_blocks_that_another_server_has(
     far_apart: dev.Dev, monkeypatch: pytest.MonkeyPatch, there: list[int], asked: int, breaks: int
 ) -> None:
-    """They have said so when they listed them. Of those that are told in another message, or come
-    with another attempt, too."""
+    """They said so when they listed them, in whatever message, and with whatever attempt."""
     monkeypatch.setattr(wire, "ANNOUNCED_BLOCKS_MAX", 2)
     chain, finds = keys("told", 3), far_apart.master.requests
     whole, links = StreamChannel.write, iter(range(breaks))

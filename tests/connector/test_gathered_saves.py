@@ -99,8 +99,9 @@ def test_the_end_of_a_request_saves_the_blocks_that_no_step_has_looked_at(why: s
     assert ids(played.idle().saves) == ([] if why else [(7, 8, 9)])
 
 
-def test_blocks_that_leave_a_sliding_window_are_not_waited_for() -> None:
-    played = Played(groups=(CacheGroup(BLOCK, 1, window_blocks=2),), blocks_together=4)
+@pytest.mark.parametrize("group", [CacheGroup(BLOCK, 1, 2), CacheGroup(BLOCK, 1, kept=False)])
+def test_blocks_that_a_running_request_loses_are_not_waited_for(group: CacheGroup) -> None:
+    played = Played(groups=(group,), blocks_together=4)
     played.arrive("a", 100)
     played.step("a", 0, 100)
     assert played.planner.quiet.left("a") == 7 * BLOCK - 100

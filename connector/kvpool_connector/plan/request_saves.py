@@ -28,7 +28,8 @@ class RequestSaves:
         ranks: int,
     ) -> None:
         self._save_decode = limits.save_decode
-        together = 1 if any(one.window_blocks for one in groups) else limits.blocks_together
+        kept = all(one.kept and not one.window_blocks for one in groups)
+        together = limits.blocks_together if kept else 1
         #: Number, tokens and hashes of a block, and tokens from one look to the next. (A step has
         #: microseconds for all.)
         self._groups = [

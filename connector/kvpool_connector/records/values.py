@@ -21,11 +21,13 @@ class CacheGroup(NamedTuple):
 
     All groups of an engine cover the same tokens, in blocks of different sizes. Of a sliding window
     the last `window_blocks` of a prefix are enough to go on from it; 0: every block is needed.
+    `kept`: where there is no window, a request has each of its blocks until it ends.
     """
 
     block_size: int
     hashes_per_block: int
     window_blocks: int = 0
+    kept: bool = True
 
 
 class PlannerLimits(NamedTuple):
@@ -48,7 +50,7 @@ class PlannerLimits(NamedTuple):
     #: them; not once their request has ended (design: pool-thread).
     save_gather_s: float = 0.0
     #: A request that decodes is looked at when so many blocks more are complete, and when it ends:
-    #: until then its blocks stay as they are. Those of a sliding window do not: each at once.
+    #: until then its blocks stay as they are. Where some do not, it is looked at for each block.
     blocks_together: int = 1
     #: While loads are refused because they are slow, the pool's speed is measured that often, by
     #: reading a few blocks: an engine notices soon that it is fast again, and nobody notices the

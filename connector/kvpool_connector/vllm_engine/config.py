@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,6 +24,10 @@ from kvpool_connector.vllm_engine.interface import (
 from kvpool_connector.worker.worker import Rank
 from kvpool_engines import fingerprint, namespace
 
+#: Kinds of layers of which vLLM takes no block from a running request. Others do not need what is
+#: behind a window, or in an earlier chunk.
+_KEPT: Final = ("FullAttentionSpec", "MLAAttentionSpec")
+
 
 def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> EngineInfo:
     """The engine as the scheduler half sees it. Raises ConfigError for what is not supported."""
@@ -39,8 +43,13 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
     weights, why_unknown = _weights(vllm_config, settings)
     return EngineInfo(
         groups=tuple(
-            CacheGroup(spec.block_size, spec.block_size // hash_block, _window_blocks(spec))
-            for spec in specs
+            CacheGroup(
+                spec.block_size,
+                spec.block_size // hash_block,
+                _window_blocks(spec),
+                all(type(one).__name__ in _KEPT for one in specs_of(group)),
+            )
+            for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True)
         ),
         kinds=tuple(_kind(spec) for spec in specs),
         fields=_fields(vllm_config, kv_cache_config, settings, hash_block, weights),
@@ -141,7 +150,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, settings: Settings) 
 def _window_blocks(spec: Any) -> int:
     """Blocks of a sliding window that the engine needs before the token where it goes on; 0: all.
 
-    Other kinds may have a window and keep every block all the same.
+    Of other kinds every block is loaded, whether or not a running request keeps them.
     """
     if type(spec).__name__ != "SlidingWindowSpec":
         return 0

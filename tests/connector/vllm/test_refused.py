@@ -11,6 +11,7 @@ from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig
 from vllm.utils.hashing import sha256_cbor, xxhash_cbor
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -89,8 +90,10 @@ def test_an_engine_whose_blocks_cannot_be_shared(
 def test_so_many_blocks_of_a_window_are_needed(engine: Describe, window: int, blocks: int) -> None:
     """As many as vLLM allocates for a prefix that comes from elsewhere."""
     sliding = SlidingWindowSpec(block_size=BLOCK, **SHAPE, sliding_window=window)
-    groups = engine(FULL, sliding).groups
-    assert [group.window_blocks for group in groups] == [0, blocks]
+    chunked = ChunkedLocalAttentionSpec(block_size=BLOCK, **SHAPE, attention_chunk_size=window)
+    groups = engine(FULL, sliding, chunked).groups
+    assert [group.window_blocks for group in groups] == [0, blocks, 0]
+    assert [group.kept for group in groups] == [True, False, False]
 
 
 def test_scales_that_blocks_have_room_for_are_no_reason(engine: Describe) -> None:
