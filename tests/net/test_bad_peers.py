@@ -155,8 +155,10 @@ async def test_made_up_servers_and_blocks_are_bounded(
             link, wire.Announce("liar-000", 7, TOKEN, sequence, changes), wire.Announced
         )
         assert answer.applied
-        assert answer.unlisted == (768 if sequence == 1 else 1024)
+        assert (answer.unlisted, answer.alone) == (768 if sequence == 1 else 1024, False)
         assert "'liar-000' has 256 blocks" in answer.problem
+    again = await ask(link, wire.Announce("liar-000", 7, TOKEN, 10, []), wire.Announced)
+    assert (again.applied, again.alone) == (True, False), "what it was told is not known any more"
     half = {**KEYS, "digests": os.urandom(32 * 513)}
     halves = [wire.BlockChanges(**half, part=0, tier=0, status=status) for status in (1, 0)]
     for message in (
