@@ -18,14 +18,7 @@ from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import (
-    ARRIVED,
-    ROOT,
-    Namespace,
-    SessionHint,
-    SessionReport,
-    WriteStatus,
-)
+from kvpool.types import ARRIVED, ROOT, Namespace, SessionHint, SessionReport, WriteStatus
 from tests.conftest import keys
 from tests.support.stores import ONE, PAGE, TWO, here, read, write
 
@@ -37,26 +30,9 @@ class Books:
         self.store = Store(pages * PAGE, **options)
         self.now = 0.0
 
-    def write(
-        self,
-        session: str,
-        chain: list[bytes],
-        parent: bytes = ROOT,
-        resume_in: float | None = None,
-        namespace: Namespace = ONE,
-        part: int = 0,
-    ) -> list[WriteStatus]:
+    def write(self, session: str, chain: list[bytes], **how: Any) -> list[WriteStatus]:
         self.now += 1.0
-        return write(
-            self.store,
-            chain,
-            self.now,
-            parent=parent,
-            session=session,
-            resume_in=resume_in,
-            namespace=namespace,
-            part=part,
-        )
+        return write(self.store, chain, self.now, session=session, **how)
 
     def read(self, chain: list[bytes]) -> None:
         self.now += 1.0
@@ -304,11 +280,21 @@ def test_of_announced_sessions_the_furthest_goes_first() -> None:
     for name, resume_in in (("near", 20.0), ("far", 900.0), ("middle", 300.0)):
         books.write(name, chains[name], resume_in=resume_in)
     books.fill(6)
-    assert {name: books.here(chain) for name, chain in chains.items()} == {
-        "far": 0,
-        "near": 6,
-        "middle": 6,
-    }
+    left = {name: books.here(chain) for name, chain in chains.items()}
+    assert left == {"far": 0, "near": 6, "middle": 6}
+
+
+def test_a_hint_counts_while_its_session_writes() -> None:
+    books = Books(18, hint_budget=1.0)
+    soon, later = keys("soon", 9), keys("later", 9)
+    books.write("later", later, resume_in=300.0)
+    books.write("soon", soon[:5], resume_in=900.0)
+    request = ReserveRequest(ONE, 0, soon[5:], soon[4:8], [PAGE] * 4, SessionHint("soon"))
+    ids = [answer.id for answer in books.store.reserve(1, request, books.now)]
+    books.store.hint("soon", 20.0, books.now)
+    books.store.seal_all(1, ids, [7] * 4, books.now)
+    books.fill(4)
+    assert (books.here(soon), books.here(later)) == (9, 5)
 
 
 def test_a_newcomer_that_resumes_last_is_not_let_in() -> None:

@@ -175,5 +175,5 @@ class Announcements:
         session.ended = 0  # the last word counts
         self.ended.pop(session, None)
         self.expiries.set(session, lapses)
-        if session.leaves:
+        if session.leaves or session in self.by_next_use:  # it may write just now
             self.by_next_use.set(session, -due)
