@@ -368,16 +368,8 @@ async def _itself(channel: Channel) -> Channel:
 
 
 async def test_the_more_telling_answer_of_two_servers_counts() -> None:
-    telling = [
-        WriteStatus.STORED,
-        WriteStatus.ALREADY_STORED,
-        WriteStatus.IN_PROGRESS,
-        WriteStatus.BYPASSED,
-        WriteStatus.NO_SPACE,
-        WriteStatus.DEADLINE,
-        WriteStatus.SERVER_LOST,
-        WriteStatus.TOO_LARGE,
-    ]
+    names = "STORED ALREADY_STORED IN_PROGRESS BYPASSED NO_SPACE DEADLINE SERVER_LOST TOO_LARGE"
+    telling = [WriteStatus[name] for name in names.split()]
     for index, one in enumerate(telling):
         for other in telling[index:]:
             assert best_status(one, other) is best_status(other, one) is one

@@ -324,10 +324,12 @@ def retries_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("retries_soon")
 async def test_a_second_outage_begins_anew(tiered: dev.Dev) -> None:
-    """One batch that fails after the first is none, and delays do not go on growing."""
+    """One failed batch is none, delays go no further, and a disk that cannot be read is lost."""
     (server,) = tiered.servers
     stack, nvme, mover = server.stack, server.tiers[1], server._context.mover
     async with tiered.pool() as pool:
+        await write(pool, old := keys("old", 100))
+        await saved(tiered)
         disk = FailingDisk.under(nvme)
         for outage in range(2):
             disk.write_error = f"ENOSPC: No space left on device, outage {outage}"
@@ -345,6 +347,12 @@ async def test_a_second_outage_begins_anew(tiered: dev.Dev) -> None:
             disk.write_error = ""
             await saved(tiered)
             assert not stack.queue.read_only
+        disk.write_error = "EIO: Input/output error"
+        await write(pool, keys("last", 4))
+        await eventually(lambda: stack.queue.read_only)
+        disk.read_error = disk.write_error
+        assert set(await read(pool, old[:20])) == {ReadStatus.TIER_LOST}
+        await eventually(lambda: stack.index.offline == {1} and not stack.queue.read_only)
 
 
 async def test_writes_that_fail_now_and_then_are_no_outage(tiered: dev.Dev) -> None:
