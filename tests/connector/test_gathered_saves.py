@@ -79,7 +79,7 @@ def test_a_prompt_is_saved_at_once_and_takes_along_what_waits() -> None:
     assert save.blocks[0].parents[1:] == (ROOT, chain[0])
 
 
-@pytest.mark.parametrize("why", ["", "preempted", "reset", "mismatch", "skip_save"])
+@pytest.mark.parametrize("why", ["", "preempted", "begun", "reset", "mismatch", "skip_save"])
 def test_the_end_of_a_request_saves_the_blocks_that_no_step_has_looked_at(why: str) -> None:
     """Its next turn may come at once, to another engine."""
     played = Played(save_gather_s=GATHER_S, blocks_together=4)
@@ -89,6 +89,8 @@ def test_the_end_of_a_request_saves_the_blocks_that_no_step_has_looked_at(why: s
     assert why == "skip_save" or played.planner.quiet.left("a") == 6 * BLOCK + 4 * BLOCK - 100
     if why == "preempted":
         played.planner.on_preempted("a")
+    elif why == "begun":  # anew: nothing is in its blocks yet
+        played.allocate("a", 10, 0)
     elif why == "reset":
         played.planner.on_reset()
     elif why == "mismatch":

@@ -176,7 +176,6 @@ def test_the_engine_waits_for_a_lookup_but_not_long() -> None:
         (0.1, 50, {}, 0.025),  # the engine has half of the prompt
         (0.004, 0, {}, 0.01),
         (12.6, 0, {}, 1.0),
-        (12.6, 0, {"lookup_timeout_s": 5.0}, 5.0),
         (12.6, 0, {"lookup_timeout_s": 10.0}, 6.3),
         (0.1, 0, {"load": "always", "load_timeout_s": 0.7}, 0.7),
     ],

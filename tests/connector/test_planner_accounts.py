@@ -95,7 +95,9 @@ def test_a_restarted_request_has_nothing_of_its_first_life() -> None:
     played = Played(lookup_timeout_s=0.05)
     played.look_up("a", 100, 4)
     assert played.offer("a", 100) == 64
+    played.now += 1
     assert played.planner.on_restart("a", 100, played.now) is not None
+    assert played.offer("a", 100) is None  # its lookup has as long as the first one
     played.now += 1
     assert played.offer("a", 100) == 0
     (save,) = played.step("a", 0, 100).saves

@@ -58,6 +58,8 @@ def test_what_a_failed_load_did_not_bring_wakes_its_request() -> None:
     assert played.planner.quiet.left("a") == 12
     played.planner.on_load_result(LoadResult("a", 0, False, 0.0), played.now)
     assert played.planner.quiet.left("a") == 0
+    rest = ScheduledRequest("a", 100, 100, [list(range(1, 8))])
+    assert played.planner.save_rest(rest, played.now) == []  # if it ends now: they are not there
     assert played.step("a", 0, 100).saves
 
 

@@ -26,7 +26,7 @@ from kvpool_connector.plan.request_lookups import RequestLookups
 from kvpool_connector.plan.request_saves import RequestSaves
 from kvpool_connector.plan.running_loads import RunningLoad, RunningLoads
 from kvpool_connector.plan.save_queue import SaveRun
-from kvpool_connector.plan.tracked_request import Phase, RequestState, TrackedRequest, digest_of
+from kvpool_connector.plan.tracked_request import RequestState, TrackedRequest, digest_of
 from kvpool_connector.plan.verifier import Verifier
 from kvpool_connector.plan.windows import Windows
 from kvpool_connector.records.messages import GroupBlocks, LoadRequest, LoadResult, SaveResult
@@ -105,39 +105,26 @@ class Planner:
 
         `hashes` are of all its blocks; the engine may append to them later.
         """
-        serial = self.lookups.next_serial()
-        request = TrackedRequest(
-            hashes, tokens, hints, serial, now, blocks_saved=[0] * len(self._groups)
-        )
+        hints = hints._replace(skip_save=hints.skip_save or not self._limits.save)
+        request = TrackedRequest(hashes, tokens, hints, now, [0] * len(self._groups))
         request.promise = self.promises.given(hints.promise)
-        self.requests[request_id] = request
-        self.quiet.wake(request_id)
-        refused = self.verifier.writers.odd
-        return self.lookups.start(request_id, request, tokens, refused=refused)
+        return self._begin(request_id, request, tokens)
 
     def on_restart(self, request_id: str, tokens: int, now: float) -> LookupRequest | None:
         """A preempted request is scheduled again, now with `tokens`. Returns what to look up."""
-        request = self.requests[request_id]
-        request.serial, request.asked_at = self.lookups.next_serial(), now
-        request.matches, request.choice, request.waits_until = (), NO_CHOICE, None
-        self.lookups.prefetches.drop(request_id)
-        request.blocks_saved = [0] * len(self._groups)
-        self.quiet.wake(request_id)
-        self._end_load(request)
-        _give_up_promise(request)
-        request.move_to(RequestState.LOOKING_UP)
-        if request.stale and request.hints.adapter is not None:
-            request.move_to(RequestState.ANSWERED)  # its hashes name an adapter of before
-            return None
-        request.stale = False
-        refused = self.verifier.writers.odd
-        return self.lookups.start(request_id, request, tokens, refused=refused)
+        before = self.requests[request_id]
+        self.on_request_finished(request_id)
+        hashes, prompt, hints = before.hashes, before.prompt, before.hints
+        request = TrackedRequest(hashes, prompt, hints, now, [0] * len(self._groups))
+        # Its hashes name an adapter of before: it is computed.
+        request.stale = before.stale and hints.adapter is not None
+        return self._begin(request_id, request, tokens)
 
     def wants_names(self, request_id: str) -> bool:
         """Whether blocks of this request are going to be saved."""
         request = self.requests[request_id]
         whole = min(group.block_size for group in self._groups)
-        return self._limits.save and not request.hints.skip_save and request.prompt >= whole
+        return not request.hints.skip_save and request.prompt >= whole
 
     def loadable_tokens(
         self, request_id: str, tokens: int, computed: int, now: float
@@ -200,7 +187,7 @@ class Planner:
         0: it loads from another connector, or nothing.
         """
         request = self.requests[request_id]
-        request.phase = Phase.BEGUN
+        request.phase = "begun"
         self.lookups.prefetches.drop(request_id)
         self._count_decision(request, tokens)
         if request.state is not RequestState.OFFERED or tokens <= 0:
@@ -269,14 +256,14 @@ class Planner:
         """
         plan = StepPlan(loads=self._loads, probe=self.prober.take())
         self._loads = []
-        saves = self._saves()
+        saves = not self.verifier.writers.odd
         watched = self.verifier.watched
         for one in scheduled:
             request = self.requests.get(one.request_id)
             left = 0
             if request is None:  # its adapter is not known yet, or nothing of it is shared
                 pass
-            elif not self._limits.save or request.saves_nothing:
+            elif request.saves_nothing:
                 # Until its prompt is computed each step tells how fast that is.
                 left = NEVER if one.end >= request.prompt else 0
             elif saves:
@@ -310,7 +297,7 @@ class Planner:
                 request.move_to(RequestState.ANSWERED)
             elif request.state is RequestState.OFFERED:
                 request.move_to(RequestState.ANSWERED)
-        return [name for name, request in self.requests.items() if request.phase is Phase.QUEUED]
+        return [name for name, request in self.requests.items() if request.phase == "queued"]
 
     def on_save_result(self, result: SaveResult, now: float) -> tuple[list[int], list[SaveRun]]:
         """One rank has ended a save. Returns block ids to unpin, and what the pool has now."""
@@ -339,7 +326,7 @@ class Planner:
         """The engine took its blocks away; those that are being saved stay pinned all the same."""
         request = self.requests.get(request_id)
         if request is not None:
-            request.phase = Phase.QUEUED
+            request.phase = "queued"
             request.blocks_saved = [0] * len(self._groups)
             self.quiet.wake(request_id)
             self.verifier.release(request_id)
@@ -351,9 +338,9 @@ class Planner:
         """The request is about to finish, at `one.end`. Returns the block ids to pin: those that no
         step has looked at, because it was quiet."""
         request = self.requests.get(one.request_id)
-        if request is None or request.saves_nothing or not self._saves():
+        if request is None or request.phase != "decodes":
             return []
-        if request.phase is not Phase.DECODES:
+        if request.saves_nothing or self.verifier.writers.odd:
             return []
         self.saves.on_scheduled(request, one)
         return self.saves.gather(now)
@@ -377,15 +364,18 @@ class Planner:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _saves(self) -> bool:
-        return self._limits.save and not self.verifier.writers.odd
+    def _begin(self, request_id: str, request: TrackedRequest, tokens: int) -> LookupRequest | None:
+        self.requests[request_id] = request
+        self.quiet.wake(request_id)
+        refused = self.verifier.writers.odd
+        return self.lookups.start(request_id, request, tokens, refused=refused)
 
     def _forget_matches(self, request_id: str, request: TrackedRequest, tokens: int) -> None:
         """What the pool has lost behind so many tokens is computed, and can be saved again."""
         request.matches = ()
         _give_up_promise(request)
-        if request.phase is Phase.DECODES:
-            request.phase = Phase.BEGUN
+        if request.phase == "decodes":
+            request.phase = "begun"
         self.quiet.wake(request_id)
         request.blocks_saved = [
             min(blocks, tokens // group.block_size)
@@ -412,14 +402,9 @@ class Planner:
             contiguous = wanted[-1] + 1 - wanted[0] == len(wanted)
             known = contiguous and wanted[-1] < found.length
             match = found.of(wanted[0], wanted[-1] + 1) if known else None
-            blocks.append(
-                GroupBlocks(
-                    number,
-                    tuple(digest_of(request.hashes, group, i) for i in wanted),
-                    tuple(ids[i] for i in wanted),
-                    match=match,
-                )
-            )
+            digests = tuple(digest_of(request.hashes, group, i) for i in wanted)
+            found_ids = tuple(ids[i] for i in wanted)
+            blocks.append(GroupBlocks(number, digests, found_ids, match=match))
         return LoadRequest(
             request_id,
             tuple(blocks),

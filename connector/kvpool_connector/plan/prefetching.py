@@ -38,9 +38,6 @@ class Prefetches:
         self._groups = tuple(groups)
         self._waiting: dict[str, tuple[Sequence[bytes], Sequence[Match]]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
     def found(self, request_id: str, hashes: Sequence[bytes], matches: Sequence[Match]) -> None:
         """What the pool has of a prompt, one match for each group."""
         if not all(run.in_memory for match in matches for run in match.runs):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvpool.types import Match
 from kvpool_connector.plan.cost_model import TransferCost
@@ -23,13 +23,6 @@ _PROBE_AGAIN_S: Final = 0.25
 _PROBE_BYTES: Final = 4 << 20
 _PROBE_BYTES_MAX: Final = 64 << 20
 _PROBE_S: Final = 0.05
-
-
-class _SlowLoad(NamedTuple):
-    """A load that took longer than it may. Only a probe tells whether the pool has become slow."""
-
-    load: RunningLoad
-    limit_s: float
 
 
 @dataclass
@@ -51,7 +44,9 @@ class Prober:
     _ways: int = 1  # servers that share the probe
     _planned_at: float = -math.inf
     _delay_s: float = math.inf  # until the next one, `probe_every_s` at most
-    _slow_load: _SlowLoad | None = None  # a probe will tell whether the pool is slow
+    #: A load that took longer than it may, and how long it may: a probe will tell whether the pool
+    #: has become slow.
+    _slow_load: tuple[RunningLoad, float] | None = None
     _excused: bool = False  # the latest load was slow, and a probe was not
 
     @property
@@ -97,8 +92,8 @@ class Prober:
         self._running = max(0, self._running - 1)
         waited = not result.size and result.seconds >= self._limits.load_timeout_s
         slow_load = self._slow_load
-        if slow_load is not None and (waited or _is_slow(result, slow_load)):
-            self._start_over(slow_load, _PROBE_AGAIN_S)  # it may be fast again at once
+        if slow_load is not None and (waited or _is_slow(result, *slow_load)):
+            self._start_over(slow_load[0], _PROBE_AGAIN_S)  # it may be fast again at once
         if result.size:
             self._transfer_cost.observe(result.size, result.seconds, self._ways)
             if not self._running and self._slow_load is not None:
@@ -114,15 +109,13 @@ class Prober:
         """
         prefill_s, ended = load.prefill_s or math.inf, load.ended
         if load.aborted or (ended.size and ended.seconds >= prefill_s):
-            limit_s = load.timeout_s if load.aborted else prefill_s
-            slow_load = _SlowLoad(load, limit_s)
             if self._limits.load != "auto":
-                self._start_over(slow_load, self._limits.probe_every_s)
+                self._start_over(load, self._limits.probe_every_s)
             elif not self._excused:
-                self._slow_load = slow_load
+                self._slow_load = load, load.timeout_s if load.aborted else prefill_s
             elif load.started_at >= self._planned_at:
                 self._planned_at = now  # the probe that has excused the first one was wrong
-                self._start_over(slow_load, self._limits.probe_every_s)
+                self._start_over(load, self._limits.probe_every_s)
             # Else it ran beside the first one, and is excused with it.
         elif ended.size:
             # A load that found nothing and waited for nothing is no measure of the pool's speed.
@@ -131,14 +124,13 @@ class Prober:
             self._transfer_cost.observe(size, ended.seconds, load.ways)
             self._excused = False
 
-    def _start_over(self, slow_load: _SlowLoad, probe_delay_s: float) -> None:
+    def _start_over(self, load: RunningLoad, probe_delay_s: float) -> None:
         """The pool has become slow."""
-        load, _ = slow_load
         self._transfer_cost.start_over(load.size, load.ended.size, load.ended.seconds, load.ways)
         self._slow_load, self._excused = None, False
         self._delay_s = probe_delay_s
 
 
-def _is_slow(probe: ProbeResult, slow_load: _SlowLoad) -> bool:
+def _is_slow(probe: ProbeResult, load: RunningLoad, limit_s: float) -> bool:
     """At the speed of this probe the load would have taken too long as well."""
-    return probe.seconds * slow_load.load.size > slow_load.limit_s * probe.size > 0
+    return probe.seconds * load.size > limit_s * probe.size > 0

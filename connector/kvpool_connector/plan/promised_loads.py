@@ -32,14 +32,10 @@ class PromisedLoads:
     name: str = ""
 
     def make(self, request: TrackedRequest, computed: int) -> PromisedBlocks | None:
-        """What the engine that decodes may wait for, of a prompt of which `computed` tokens are.
-
-        None: this engine saves nothing of it, or not a whole block.
-        """
-        if not self.name or not self._limits.promise_wait_s or not self._limits.save:
-            return None
+        """As `Planner.make_promise`, of this request."""
         tokens = self._windows.whole_units(min(request.prompt, computed))
-        if request.saves_nothing or not tokens:
+        wait = self._limits.promise_wait_s
+        if not self.name or not wait or request.saves_nothing or not tokens:
             return None
         self._counters["promise made"] += 1
         tail = bytes(request.hashes[tokens // self._running.tokens_per_hash - 1])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, MutableMapping, Sequence
 
 from kvpool.types import ROOT
 from kvpool_connector.plan.quiet_requests import NEVER
 from kvpool_connector.plan.save_queue import SaveQueue, SaveRun
-from kvpool_connector.plan.tracked_request import Phase, TrackedRequest
+from kvpool_connector.plan.tracked_request import TrackedRequest
 from kvpool_connector.records.messages import SaveRequest
 from kvpool_connector.records.values import CacheGroup, PlannerLimits, ScheduledRequest
 
@@ -43,9 +42,9 @@ class RequestSaves:
             retries_max=limits.save_retries,
             gather_s=limits.save_gather_s,
         )
-        #: What this step completes, by session and when that is expected to return.
-        self._completed: defaultdict[tuple[str, float | None], list[SaveRun]] = defaultdict(list)
-        self._at_once: set[tuple[str, float | None]] = set()
+        #: What this step completes, by session, when that is expected to return, and whether it
+        #: waits for no further blocks: other engines may wait for a prompt's.
+        self._completed: dict[tuple[str, float | None, bool], list[SaveRun]] = {}
 
     def on_scheduled(self, request: TrackedRequest, one: ScheduledRequest) -> int:
         """Save the blocks that are complete after this step, and neither stored nor being saved.
@@ -56,7 +55,7 @@ class RequestSaves:
         request_id, start, end, block_ids = one
         saved, known = request.blocks_saved, len(hashes)
         if end >= prompt:
-            request.phase = Phase.DECODES
+            request.phase = "decodes"
         last = end if self._save_decode or end < prompt else prompt
         next_at = NEVER
         for number, block_size, per_block, stride in self._groups:
@@ -76,14 +75,12 @@ class RequestSaves:
                     request.asked_at,
                     hints.adapter,
                 )
-                session = hints.session, hints.resume_in_s
-                if start < prompt:  # other engines may wait for it
-                    self._at_once.add(session)
+                key = hints.session, hints.resume_in_s, start < prompt
+                completed = self._completed.setdefault(key, [])
                 if 0 in ids:  # that is no block
-                    parts = run.split([*map(bool, ids)])
-                    self._completed[session] += [part for there, part in parts if there]
+                    completed += [part for there, part in run.split([*map(bool, ids)]) if there]
                 else:
-                    self._completed[session].append(run)
+                    completed.append(run)
                 first = stop
             next_at = min(next_at, first * block_size + stride)
         if end < prompt:
@@ -96,8 +93,7 @@ class RequestSaves:
         """The saves that begin with this step, and the block ids to pin for this and later ones.
         (`still_cached` and `idle`: as in `Planner.plan_step`)"""
         if retries := self.queue.take_due(still_cached, now):
-            self._completed["", None] += retries
-            self._at_once.add(("", None))
+            self._completed.setdefault(("", None, True), []).extend(retries)
         pinned = self.gather(now)
         if idle:
             self.queue.expedite_all()
@@ -105,9 +101,8 @@ class RequestSaves:
 
     def gather(self, now: float) -> list[int]:
         """What `on_scheduled` has found waits for a save from now on; returns the ids to pin."""
-        completed, self._completed = self._completed, defaultdict(list)
-        at_once, self._at_once = self._at_once, set()
+        completed, self._completed = self._completed, {}
         pinned: list[int] = []
-        for session, runs in completed.items():
-            pinned += self.queue.add(runs, *session, now, at_once=session in at_once)
+        for (session, resume_in_s, at_once), runs in completed.items():
+            pinned += self.queue.add(runs, session, resume_in_s, now, at_once=at_once)
         return pinned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from kvpool.types import Match
 from kvpool_connector.plan.load_or_recompute import NO_CHOICE, Choice
@@ -24,33 +24,23 @@ class RequestState(enum.Enum):
     LOADING = "workers fill the blocks that the engine allocated"
 
 
-class Phase(enum.Enum):
-    """How far the engine is with a request."""
-
-    QUEUED = "it has no blocks"
-    BEGUN = "it has blocks"
-    DECODES = "since it has got them, a step has computed the end of its prompt"
-
-
-#: `on_request_finished` ends every state, `on_restart` leads from every state to LOOKING_UP (or to
-#: ANSWERED, when there is nothing to look up). Saving is no state of a request: its blocks are
-#: saved in every state, and after it has finished (`SaveQueue` has their states).
+#: `on_request_finished` ends every state; after `on_restart` a request is a new one. Saving is no
+#: state of a request: its blocks are saved in every state, and after it has finished (`SaveQueue`
+#: has their states).
 TRANSITIONS: Final[Mapping[RequestState, frozenset[RequestState]]] = {
-    # RequestLookups.on_result: an answer, or the reason why there is none
-    RequestState.LOOKING_UP: frozenset({RequestState.LOOKING_UP, RequestState.ANSWERED}),
-    # loadable_tokens decides to load, or to wait; on_restart
+    # RequestLookups: nothing is looked up, an answer, or the reason why there is none
+    RequestState.LOOKING_UP: frozenset({RequestState.ANSWERED}),
+    # loadable_tokens decides to load, or to wait
     RequestState.ANSWERED: frozenset(
-        {RequestState.OFFERED, RequestState.WAITING, RequestState.LOOKING_UP, RequestState.ANSWERED}
+        {RequestState.OFFERED, RequestState.WAITING, RequestState.ANSWERED}
     ),
-    # that load has ended, or takes too long: loadable_tokens decides again; on_restart
-    RequestState.WAITING: frozenset({RequestState.ANSWERED, RequestState.LOOKING_UP}),
+    # that load has ended, or takes too long: loadable_tokens decides again
+    RequestState.WAITING: frozenset({RequestState.ANSWERED}),
     # on_blocks_allocated: LOADING, or ANSWERED when the engine takes none of the tokens;
     # loadable_tokens may be asked again and decide otherwise; on_preempted
-    RequestState.OFFERED: frozenset(
-        {RequestState.LOADING, RequestState.ANSWERED, RequestState.LOOKING_UP}
-    ),
-    # on_load_result of the last rank; on_restart
-    RequestState.LOADING: frozenset({RequestState.ANSWERED, RequestState.LOOKING_UP}),
+    RequestState.OFFERED: frozenset({RequestState.LOADING, RequestState.ANSWERED}),
+    # on_load_result of the last rank
+    RequestState.LOADING: frozenset({RequestState.ANSWERED}),
 }
 
 
@@ -61,11 +51,12 @@ class TrackedRequest:
     hashes: Sequence[bytes]  # grows while the request generates
     prompt: int  # tokens
     hints: RequestHints
-    serial: int
     asked_at: float
     blocks_saved: list[int]  # by group: blocks from the first on that are stored or being saved
+    serial: int = 0  # of its lookup
     state: RequestState = RequestState.LOOKING_UP
-    phase: Phase = Phase.QUEUED
+    #: `begun`: it has blocks; `decodes`: since then a step has computed the end of its prompt.
+    phase: Literal["queued", "begun", "decodes"] = "queued"
     stale: bool = False  # the weights have changed since it began: nothing of it is saved
     #: While LOOKING_UP, of prefixes: the ends of sliding windows are looked up.
     matches: tuple[Match, ...] = ()
@@ -87,11 +78,3 @@ class TrackedRequest:
 def digest_of(hashes: Sequence[bytes], group: CacheGroup, index: int) -> bytes:
     """The key of a block is the last of the engine's hashes inside it."""
     return bytes(hashes[(index + 1) * group.hashes_per_block - 1])
-
-
-def digests_of(
-    hashes: Sequence[bytes], group: CacheGroup, first: int, stop: int
-) -> Sequence[bytes]:
-    """The keys of the blocks `first` to `stop` (excluded): of 8,192 at once 20 times as fast."""
-    per_block = group.hashes_per_block
-    return hashes[(first + 1) * per_block - 1 : stop * per_block : per_block]

@@ -229,9 +229,8 @@ class Verifier:
         for number, group in enumerate(self._groups):
             ids, match = one.block_ids[number], choice.matches[number]
             places: list[int] = []
-            for index in range(
-                -(-choice.first // group.block_size), choice.last // group.block_size
-            ):
+            size = group.block_size
+            for index in range(-(-choice.first // size), choice.last // size):
                 # It lies before a sliding window, or the pool was not asked for it, or lacks it.
                 if not ids[index] or not match.of(index, index + 1).runs:
                     if places:
@@ -240,12 +239,8 @@ class Verifier:
                     places.append(index)
             if places:
                 self._begins[number] = places[0]
-                chosen.append(
-                    GroupBlocks(
-                        number,
-                        tuple(digest_of(hashes, group, index) for index in places),
-                        tuple(ids[index] for index in places),
-                        match=match.of(places[0], places[-1] + 1),
-                    )
-                )
+                digests = tuple(digest_of(hashes, group, index) for index in places)
+                pinned = tuple(ids[index] for index in places)
+                found = match.of(places[0], places[-1] + 1)
+                chosen.append(GroupBlocks(number, digests, pinned, match=found))
         return chosen

@@ -65,9 +65,7 @@ def parse_promise(given: object) -> PromisedBlocks | str:
         return "expected an object"
     if given.get("version") != VERSION or isinstance(given.get("version"), bool):
         return f"expected version {VERSION}: the engines are of different releases"
-    tokens, tail, name, computing_s = (
-        given.get(key) for key in ("tokens", "tail", "name", "computing_s")
-    )
+    tokens, tail, name, computing_s = map(given.get, ("tokens", "tail", "name", "computing_s"))
     if not (computing_s is None or _is_seconds(computing_s)):
         return f"computing_s: expected seconds, from 0 to {_COMPUTING_S_MAX:g}"
     seconds = None if computing_s is None else float(computing_s)

@@ -53,8 +53,7 @@ class PlannerLimits(NamedTuple):
     #: until then its blocks stay as they are. Where some do not, it is looked at for each block.
     blocks_together: int = 1
     #: While loads are refused because they are slow, the pool's speed is measured that often, by
-    #: reading a few blocks: an engine notices soon that it is fast again, and nobody notices the
-    #: reads.
+    #: reading a few blocks, which nobody notices: an engine soon knows that it is fast again.
     probe_every_s: float = 5.0
     #: One of so many loads of a writer's blocks is computed instead, to compare; 0: none.
     loads_per_check: int = 0
