@@ -80,10 +80,9 @@ class Lookups:
     _poller: MatchPoller
     _messages: PoolMessages
     _clock: Callable[[], float]
-    _held: dict[int, LookupRequest] = field(
-        default_factory=dict
-    )  # by serial, until there are names
-    _names_by: float = math.inf  # they are held no longer, with or without names
+    #: By serial, until there are names; and when they are held no longer, with or without names.
+    _held: dict[int, LookupRequest] = field(default_factory=dict)
+    names_by: float = math.inf
     _wait_left_s: float = _WAIT_S
     _first_at: float | None = None
     #: By serial, the requests that wait for a lookup, and since when. What else the poller has runs
@@ -107,10 +106,10 @@ class Lookups:
         if self._names.namespaces:
             reason = self._ask(lookup, now)
         else:
-            self._names_by = min(self._names_by, now + START_WAIT_S)
-            reason = NO_NAMESPACE if self._names.problem or now > self._names_by else ""
+            self.names_by = min(self.names_by, now + START_WAIT_S)
+            reason = NO_NAMESPACE if self._names.problem or now > self.names_by else ""
             if not reason:
-                self._planner.lookups.began(lookup.request_id, self._names_by)
+                self._planner.lookups.began(lookup.request_id, self.names_by)
                 self._held[lookup.serial] = lookup
         if reason:
             self._planner.lookups.on_result(lookup.request_id, lookup.serial, (), reason)
@@ -152,16 +151,12 @@ class Lookups:
         named = self._names.namespaces or self._names.problem
         if named or self._planner.lookups.is_running(request_id):
             return False
-        self._names_by = min(self._names_by, now + START_WAIT_S)
-        return now < self._names_by and self._planner.wants_names(request_id)
+        self.names_by = min(self.names_by, now + START_WAIT_S)
+        return now < self.names_by and self._planner.wants_names(request_id)
 
     def on_step(self) -> None:
         """A new step: its hooks may wait once more."""
         self._wait_left_s = _WAIT_S
-
-    def names_are_late(self, now: float) -> bool:
-        """Whether lookups that were held for a name have waited too long."""
-        return now >= self._names_by
 
     def on_names(self) -> None:
         """The blocks have a name: what was held begins now."""
@@ -173,7 +168,7 @@ class Lookups:
     def reset(self) -> None:
         """The blocks have no name any more. What was held is looked up by nobody."""
         self._held.clear()
-        self._names_by = math.inf
+        self.names_by = math.inf
 
     def close(self) -> None:
         self._poller.close()

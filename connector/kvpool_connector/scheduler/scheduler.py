@@ -233,31 +233,23 @@ class ConnectorScheduler:
         self._messages.repeat_arrivals(now)
         self._step_timer.on_start(self._step, step.prefill, now)
         self._start_prefetches(idle=step.idle)
-        if not self.namespaces:
-            if self._lookups.names_are_late(now):
-                self._log.no_name(self.names)
-            return StepWork(
-                self._step,
-                idle=step.idle,
-                serials=self.names.serials,
-                serial_min=self.names.serial,
-                weights_wanted=weights_wanted,
-            ), []
-        plan = self.planner.plan_step(step.scheduled, still_cached, now, idle=step.idle)
         work = StepWork(
             self._step,
             self.namespaces,
-            plan.loads,
-            plan.saves,
-            plan.probe,
-            step.idle,
-            self.names.serials,
-            plan.verify,
-            self.names.serial,
-            weights_wanted,
-            self.names.writer.mark(),
-            self.planner.verifier.writers.trust if plan.loads or self.planner.loading else None,
+            idle=step.idle,
+            serials=self.names.serials,
+            serial_min=self.names.serial,
+            weights_wanted=weights_wanted,
         )
+        if not self.namespaces:
+            if now >= self._lookups.names_by:
+                self._log.no_name(self.names)
+            return work, []
+        plan = self.planner.plan_step(step.scheduled, still_cached, now, idle=step.idle)
+        work.loads, work.saves, work.probe = plan.loads, plan.saves, plan.probe
+        work.verify, work.mark = plan.verify, self.names.writer.mark()
+        if plan.loads or self.planner.loading:
+            work.trust = self.planner.verifier.writers.trust
         return work, plan.blocks_to_pin
 
     def wait_if_idle(self, work: StepWork) -> bool:

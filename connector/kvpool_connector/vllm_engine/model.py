@@ -57,8 +57,22 @@ def model_info(vllm_config: Any, split: HeadSplit, *, summed_bytes: int | None =
 
 
 def loaded_models(vllm_config: Any) -> list[torch.nn.Module]:
-    """The models that compute this engine's KV: the model itself, then its drafts."""
-    return _roots(vllm_config.compilation_config.static_forward_context)
+    """The models that compute this engine's KV, in the order in which they were built: the model
+    itself, then its drafts."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    modules = list(LAYERWISE_INFO)
+    inner = {child for module in modules for child in module.children()}
+    wanted = {id(layer) for layer in layers}
+    roots: list[torch.nn.Module] = []
+    seen: set[int] = set()
+    for module in sorted(
+        (one for one in modules if one not in inner), key=lambda one: -sum(1 for _ in one.modules())
+    ):
+        inside = {id(one) for one in module.modules()}
+        if inside & wanted and id(module) not in seen:
+            roots.append(module)
+        seen |= inside
+    return sorted(roots, key=modules.index)
 
 
 class LoadedAdapters:
@@ -93,23 +107,6 @@ class LoadedAdapters:
             found[number] = known
         self._known = found
         return {number: digest for number, (_, digest) in found.items()}
-
-
-def _roots(layers: Mapping[str, Any]) -> list[torch.nn.Module]:
-    """The models that have these layers, in the order in which they were built: drafts are last."""
-    modules = list(LAYERWISE_INFO)
-    inner = {child for module in modules for child in module.children()}
-    wanted = {id(layer) for layer in layers.values()}
-    roots: list[torch.nn.Module] = []
-    seen: set[int] = set()
-    for module in sorted(
-        (one for one in modules if one not in inner), key=lambda one: -sum(1 for _ in one.modules())
-    ):
-        inside = {id(one) for one in module.modules()}
-        if inside & wanted and id(module) not in seen:
-            roots.append(module)
-        seen |= inside
-    return sorted(roots, key=modules.index)
 
 
 def _tensors(

@@ -95,11 +95,11 @@ class SchedulerHooks:
     ) -> None:
         """`engine_events`: the engine sends KV events."""
         logs = engine_log.info, time.monotonic, engine_log.error, engine_log.warning
-
         self._make_scheduler = functools.partial(
             ConnectorScheduler, settings, thread, engine, *logs
         )
-        self._kv = kv_cache_config
+        groups = kv_cache_config.kv_cache_groups
+        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._fuse, self._owed = Fuse(), Owed(engine.ranks)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since the last metrics
         self._failures = FailureLog("", engine_log.error, functools.partial(_add, self._counted))
@@ -167,7 +167,7 @@ class SchedulerHooks:
         if tokens:
             waits_for = (
                 group[own // size : -(-(own + tokens) // size)]
-                for group, size in zip(ids, _block_sizes(self._kv), strict=True)
+                for group, size in zip(ids, self._block_sizes, strict=True)
             )
             self._owed.on_allocated(request_id, tuple(waits_for))
         self._on_allocated(request_id, ids, tokens)
@@ -245,7 +245,7 @@ class SchedulerHooks:
         began = time.perf_counter()
         outcome = self.scheduler.on_worker_report(report)
         if outcome.drop_cache:
-            self.block_pool.evict_blocks(set(range(self._kv.num_blocks)))
+            self.block_pool.evict_blocks(set(range(len(self.block_pool.blocks))))
             begun = [one for one in self._requests.values() if one.num_computed_tokens]
             self._tainted = {request.request_id: 0 for request in begun}
         self._unpin(outcome.blocks_to_unpin)
@@ -259,9 +259,7 @@ class SchedulerHooks:
         sends = self._events is not None and self._events.waiting
         return sends or self.scheduler.planner.has_pending_work
 
-    def on_finished(
-        self, request: Any, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
+    def on_finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
         """What a proxy hands to another engine, if it asked for that."""
         # Blocks that are being saved are pinned by `touch`: vLLM may free the request's own.
         self._requests.pop(request.request_id, None)
@@ -270,9 +268,7 @@ class SchedulerHooks:
         return self._on_finished(request, block_ids)
 
     @_guarded(_nothing)
-    def _on_finished(
-        self, request: Any, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
+    def _on_finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
         if self._events is not None:
             self._events.on_finished(request)
         params = self._promise(request)
@@ -299,7 +295,7 @@ class SchedulerHooks:
     def _take_metrics(self) -> dict[str, Any]:
         data: dict[str, Any] = self.scheduler.report.take_metrics()
         if data:
-            data["pinned_share"] = self._owed.pinned_blocks / self._kv.num_blocks
+            data["pinned_share"] = self._owed.pinned_blocks / len(self.block_pool.blocks)
         if description := self.scheduler.report.take_description():
             data[DESCRIPTION] = description
         return data
@@ -345,7 +341,7 @@ class SchedulerHooks:
             end = self._requests[request_id].num_computed_tokens + scheduled[request_id]
             self._tainted[request_id] = end
             of_groups = self.blocks_of(request_id)
-            for size, blocks in zip(_block_sizes(self._kv), of_groups, strict=True):
+            for size, blocks in zip(self._block_sizes, of_groups, strict=True):
                 self.block_pool.evict_blocks(set(BlockIds(blocks)[start // size : end // size]))
 
     def _still_cached(self, block_id: int, group: int, digest: bytes) -> bool:
@@ -365,10 +361,6 @@ class SchedulerHooks:
         counters = self.scheduler.planner.counters
         counters["hook_s"] += time.perf_counter() - began
         counters["hooks"] += 1
-
-
-def _block_sizes(kv_cache_config: Any) -> list[int]:
-    return [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
 
 
 def _add(counters: defaultdict[str, float], name: str, amount: float) -> None:

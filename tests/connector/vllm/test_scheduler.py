@@ -113,13 +113,17 @@ def test_blocks_that_a_request_has_do_not_come_free_with_their_pins(played: Play
     assert not played.connector.has_pending_block_frees()
 
 
+@pytest.mark.parametrize("flat", [False, True])
 def test_a_step_that_is_scheduled_early_saves_no_block_whose_tokens_are_not_known(
-    pool: LocalPool, play: Play, monkeypatch: pytest.MonkeyPatch
+    pool: LocalPool, play: Play, monkeypatch: pytest.MonkeyPatch, flat: bool
 ) -> None:
     """With asynchronous scheduling the next step is scheduled while this one is computed."""
     monkeypatch.setattr("kvpool_connector.scheduler.scheduler.SAVE_GATHER_S", 0.0)
     config = transfer(pool.master)
     played = play(config, scheduler_class=AsyncScheduler)
+    if flat:  # as from MultiConnector, beside a connector that knows no groups
+        of_one_group = played.connector.request_finished
+        played.connector.request_finished_all_groups = lambda one, ids: of_one_group(one, *ids)
     request = played.request("a", 40)
     request.max_tokens = 56
     saved: list[bytes] = []
