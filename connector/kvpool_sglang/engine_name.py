@@ -113,14 +113,10 @@ def weights_changed() -> str:
 @functools.cache
 def watch_updates() -> None:
     """From now on calls that change the weights in place are noticed."""
-    from sglang.srt.model_executor.model_runner_components import weight_updater
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     for name in _UPDATES:
-        setattr(
-            weight_updater.WeightUpdater,
-            name,
-            _noticed(getattr(weight_updater.WeightUpdater, name)),
-        )
+        setattr(WeightUpdater, name, _noticed(getattr(WeightUpdater, name)))
 
 
 def _noticed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_server_args
 
-import kvpool.sync
 from kvpool import ROOT, ConfigError, Namespace, ReadResult, WriteStatus
 from kvpool_engines.adapter_settings import AdapterSettings
 from kvpool_engines.engine_pool import EnginePool
@@ -229,7 +228,13 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]
         before = getattr(extra_info, "prefix_keys", None)
         parent = digest(before[-1]) if before else ROOT
         statuses = self._pool.call(
-            lambda pool: self._write(pool, name, [digest(key) for key in keys], buffers, parent),
+            lambda pool: pool.write(
+                self._names[name],
+                [digest(key) for key in keys],
+                buffers,
+                parent=parent,
+                timeout=self._settings.store_timeout_s,
+            ),
             list[WriteStatus](),
         )
         self._pool.look_at(statuses)
@@ -237,22 +242,6 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]
         self.counters["stored"] += sum(stored)
         self.counters["stored_missed"] += len(keys) - sum(stored)
         return stored or [False] * len(keys)
-
-    def _write(
-        self,
-        pool: kvpool.sync.Pool,
-        name: str,
-        digests: Sequence[bytes],
-        buffers: Sequence[list[memoryview]],
-        parent: bytes,
-    ) -> list[WriteStatus]:
-        return pool.write(
-            self._names[name],
-            digests,
-            buffers,
-            parent=parent,
-            timeout=self._settings.store_timeout_s,
-        )
 
     # --- what SGLang does not call for pages in place ------------------------------------
 
