@@ -46,8 +46,7 @@ class LoadRequest(NamedTuple):
 class SaveRequest(NamedTuple):
     """Store these blocks, which stay as they are until every rank has acknowledged `job`.
 
-    `adapters` are the LoRA adapters that they were computed with: a worker that has others now
-    refuses.
+    `adapters` are the LoRA adapters that they were computed with: a worker with others refuses.
     """
 
     job: int

@@ -169,8 +169,7 @@ class GivenPromise:
 
 
 class WaitLimits(NamedTuple):
-    """How long a load waits for blocks that this engine would compute in `compute_s`; in no case
-    longer than `limit_s`."""
+    """How long a load waits for what this engine computes in `compute_s`: at most `limit_s`."""
 
     compute_s: float
     limit_s: float

@@ -140,11 +140,8 @@ def _packing(vllm_config: Any) -> str:
 
 
 def _lora_manager(root: torch.nn.Module) -> Any:
-    for module in root.modules():
-        manager = vars(module).get("lora_manager")
-        if manager is not None:
-            return manager
-    return None
+    managers = (vars(module).get("lora_manager") for module in root.modules())
+    return next((one for one in managers if one is not None), None)
 
 
 def _adapter_tensors(adapter: Any) -> Iterator[tuple[str, torch.Tensor]]:

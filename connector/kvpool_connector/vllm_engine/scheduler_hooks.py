@@ -121,16 +121,10 @@ class SchedulerHooks:
     def on_new_request(self, request: Any) -> None:
         began = time.perf_counter()
         scheduler = self.scheduler
-        sampling = request.sampling_params
-        hints, mistakes, outcomes = parse_request(
-            Asked(
-                request.kv_transfer_params,
-                request.session_id,
-                sampling.extra_args if sampling is not None else None,
-                request.kv_hints,
-                request.priority,
-            )
-        )
+        given, sampling = request.kv_transfer_params, request.sampling_params
+        extra = sampling.extra_args if sampling is not None else None
+        asked = Asked(given, request.session_id, extra, request.kv_hints, request.priority)
+        hints, mistakes, outcomes = parse_request(asked)
         for outcome in outcomes:
             scheduler.planner.counters[f"kv_hint {outcome}"] += 1
         if mistakes:
@@ -352,9 +346,9 @@ class SchedulerHooks:
         if key == named(digest, group):
             return True
         plain = kv_cache_utils.get_block_hash(key)
-        adapters = (
-            self.scheduler.adapter_requests.known.in_use if key == named(plain, group) else ()
-        )
+        if key != named(plain, group):
+            return False
+        adapters = self.scheduler.adapter_requests.known.in_use
         return any(salted(plain, one) == digest for one in adapters)
 
     def _count_hook(self, began: float) -> None:
