@@ -390,7 +390,7 @@ class Writer:
         There is one of those of which masters have said, when they listed them, that no other
         server has them: whoever stores another version later is not told so, and compares.
         """
-        alone = {server for server, told in batch.alone.items() if told and all(told)}
+        alone = {server for server, answers in batch.alone.items() if answers and all(answers)}
         written = {
             i: WrittenBlock(
                 sources.get(i, batch.blocks[i]), set(servers), batch.holders[i] - servers

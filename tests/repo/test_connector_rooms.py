@@ -36,11 +36,11 @@ ONLY = {
 }
 #: Lines of the whole and of each package, (aim, today).
 LINES = {
-    "": (7_200, 9_287),
+    "": (7_200, 9_250),
     "hints": (331, 331),
     "identity": (737, 737),
     "memory": (1_016, 1_016),
-    "plan": (2_465, 2_465),
+    "plan": (2_435, 2_435),
     "records": (669, 669),
     "scheduler": (997, 997),
     "vllm_engine": (1_597, 1_597),
@@ -49,7 +49,7 @@ LINES = {
 
 
 #: Of it and of all packages beside it.
-ALL_LINES = 14_809
+ALL_LINES = 14_760
 
 
 def room_of(name: str) -> str:
