@@ -57,7 +57,6 @@ class _Choices(msgspec.Struct):
     n: int = 1
 
 
-logger = logging.getLogger(__name__)
 _RENDERED: Final = msgspec.json.Decoder(Rendered | list[Rendered])
 
 
@@ -74,10 +73,8 @@ class Proxy:
         admit: bool = False,
     ) -> None:
         """With `admit` as many sessions are served as the pool has room for."""
-        self._router, self._fleet = router, fleet
-        self._session, self._pool = session, pool
-        self._requests = 0
-        self._ask_masters_at = 0.0
+        self._router, self._fleet, self._session, self._pool = router, fleet, session, pool
+        self._requests, self._ask_masters_at = 0, 0.0
         self._spreads: set[asyncio.Task[None]] = set()
         self.gate = AdmissionGate(self._ask_room) if admit and pool is not None else None
         self._asking: asyncio.Task[None] | None = None
@@ -118,9 +115,12 @@ class Proxy:
             prompt = await self._prompt(request, body)
             if self.gate is not None and prompt.session:
                 try:
-                    ticket = await self._seat(request, prompt, self.gate)
+                    program = prompt.parent or prompt.session
+                    ticket = await self.gate.enter(_tenant(request), program)
                 except (TimeoutError, LineFull):
                     return _refused(503, self.gate.why())
+                except Exception:  # of the gate itself: no prompt is to fail for that
+                    logging.getLogger(__name__).exception("the admission gate fails: prompts pass")
                 if ticket is not None and ticket.waited_s >= _AGAIN_S:  # its blocks may be others
                     prompt = await self._prompt(request, body)
             failed: list[str] = []
@@ -141,19 +141,6 @@ class Proxy:
             self._requests -= 1
             if ticket is not None:
                 ticket.ended(session_ends=prompt.ends and not prompt.parent)
-
-    async def _seat(
-        self, request: web.Request, prompt: Prompt, gate: AdmissionGate
-    ) -> Ticket | None:
-        """A place among those who are served; None where the gate itself fails, and no prompt is
-        to fail for that. Raises TimeoutError and LineFull."""
-        try:
-            return await gate.enter(_tenant(request), prompt.parent or prompt.session)
-        except (TimeoutError, LineFull):
-            raise
-        except Exception:
-            logger.exception("the admission gate fails: prompts pass")
-            return None
 
     async def _pass(
         self, request: web.Request, body: bytes, decision: Decision, ticket: Ticket | None
@@ -252,11 +239,10 @@ class Proxy:
             self._asking = asyncio.create_task(self._take_room())
 
     async def _take_room(self) -> None:
-        assert self._pool is not None
-        assert self.gate is not None
-        with contextlib.suppress(KvpoolError):
-            room = await admin(self._pool).room(timeout=_ROOM_S)
-            self.gate.measured(room.share, len(self._router.alive()))
+        if self._pool is not None and self.gate is not None:
+            with contextlib.suppress(KvpoolError):
+                room = await admin(self._pool).room(timeout=_ROOM_S)
+                self.gate.measured(room.share, len(self._router.alive()))
 
     def _spread(self, prompt: Prompt, decision: Decision) -> None:
         """Have servers fetch a prompt for its fan-out, in the background."""
@@ -267,10 +253,10 @@ class Proxy:
             task.add_done_callback(self._spreads.discard)
 
     async def _bring(self, prompt: Prompt, to: list[str]) -> None:
-        assert self._pool is not None
-        assert prompt.namespace is not None
-        with contextlib.suppress(KvpoolError):
-            await admin(self._pool).spread(prompt.namespace, prompt.chain, to=to, timeout=_SPREAD_S)
+        pool, namespace = self._pool, prompt.namespace
+        if pool is not None and namespace is not None:
+            with contextlib.suppress(KvpoolError):
+                await admin(pool).spread(namespace, prompt.chain, to=to, timeout=_SPREAD_S)
 
 
 def _passed_on(message: web.Request | aiohttp.ClientResponse) -> CIMultiDict[str]:

@@ -12,7 +12,6 @@ import pytest
 from kvpool import Pool, WriteStatus, dev
 from kvpool.client.servers import Servers
 from kvpool.client.writer import Writer
-from kvpool.errors import MasterLost
 from kvpool.types import ROOT
 from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, eventually, keys
@@ -27,7 +26,7 @@ class Master:
     """What clients hear of masters, and when."""
 
     answers: asyncio.Event = field(default_factory=asyncio.Event)
-    change: Callable[[wire.PlaceReply], wire.PlaceReply] = lambda placed: placed
+    change: Callable[[wire.PlaceReply], wire.PlaceReply | WriteStatus] = lambda placed: placed
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def master(monkeypatch: pytest.MonkeyPatch) -> Master:
     made, place = Master(), Writer._place
     made.answers.set()
 
-    async def placed(*arguments: Any) -> wire.PlaceReply:
+    async def placed(*arguments: Any) -> wire.PlaceReply | WriteStatus:
         await made.answers.wait()
         return made.change(await place(*arguments))
 
@@ -148,8 +147,8 @@ async def test_without_a_master_what_is_stored_counts(
     silent: Callable[[str], None],
     is_silent: bool,
 ) -> None:
-    def lost(_: wire.PlaceReply) -> wire.PlaceReply:
-        raise MasterLost("no master answers")
+    def lost(_: wire.PlaceReply) -> WriteStatus:
+        return WriteStatus.NO_MASTER
 
     master.change = lost
     master.answers.clear()

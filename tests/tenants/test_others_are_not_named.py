@@ -19,7 +19,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
-from kvpool import WriteStatus, admin, logs
+from kvpool import WriteStatus, admin
+from kvpool.cli import log_lines
 from kvpool.cli.app import app
 from kvpool.client.pool import Pool
 from kvpool.errors import BadMessage, InvariantViolated, KvpoolError
@@ -204,7 +205,7 @@ COMMANDS = [
 
 
 async def test_no_command_names_others(pool: TenantPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "configure", lambda level: None)  # the pool is in this process
+    monkeypatch.setattr(log_lines, "configure", lambda level: None)  # the pool is in this process
     key = str(tenants.key_file(pool.folder, "blue"))
     options = ("--masters", pool.master.address, "--secret-file", key)
     for command in COMMANDS:

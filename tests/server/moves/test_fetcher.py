@@ -470,9 +470,9 @@ async def test_a_master_that_is_late_keeps_the_source_from_forgetting() -> None:
         (announcer,) = both.target._context.announcers
         deliver, may_go = announcer._deliver, asyncio.Event()
 
-        async def late(message: Any) -> bool:
+        async def late(*message: Any) -> bool:
             await may_go.wait()
-            return await deliver(message)
+            return await deliver(*message)
 
         announcer._deliver = late  # type: ignore[method-assign]
         assert await both.fetch(chain, within_s=0.5) == [NOT_YET] * 3
