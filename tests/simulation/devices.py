@@ -287,6 +287,7 @@ def _play(seed: int, kind: type[World] | type[TierWorld]) -> History:
     with pytest.MonkeyPatch.context() as patch:
         gpu = FakeGpu(patch)
         patch.setattr(thread, "threads_of", lambda *_: _Thread(loop, rng))
+        patch.setattr(thread, "submit", _Thread.submit)  # a call that runs can't be cancelled
         patch.setattr(device_direct, "SCRATCH", _SCRATCH)
 
         patch.setattr(ucx, "SMALL", device_tiers.SMALL)
