@@ -53,6 +53,8 @@ class DescribedEngine(NamedTuple):
 
     address: str
     fields: dict[str, str]
+    #: Its page has a place for the description: the connector is there.
+    has_connector: bool = False
 
 
 async def examine_engines(addresses: list[str]) -> list[Finding]:
@@ -153,6 +155,8 @@ def parse_engines(address: str, page: str) -> list[DescribedEngine]:
             fields = found.setdefault(engine, {})
             if len(fields) < _FIELDS_MAX:
                 fields[_cut(labels["field"], _NAME_MAX)] = labels.get("value", "")
+    if not found and f"# TYPE {METRIC} " in page:
+        return [DescribedEngine(address, {}, has_connector=True)]
     several = len(found) > 1
     return [
         DescribedEngine(f"{address} engine {number}" if several else address, fields)
@@ -166,6 +170,9 @@ def described(engine: DescribedEngine) -> Finding:
     if problem := engine.fields.get("problem"):
         return Finding(check, "fail", _cut(problem), "see the engine's log")
     name = engine.fields.get("namespace")
+    if name is None and engine.has_connector:
+        text = "it has answered nothing yet: it says its name after its first step"
+        return Finding(check, "warn", text, "send it a request, then look again")
     if name is None:
         return Finding(
             check,

@@ -270,7 +270,7 @@ class BlockServer:
                 "quarantined_bytes": front.held.quarantined_bytes,
                 **base.extents.policy.figures,
             },
-            usage=context.mover.usage(now),
+            usage=context.mover.usage(now, context.counters["read_blocks"]),
             clients=clients[:_CLIENTS_SHOWN],
             draining=context.draining,
         )

@@ -178,7 +178,7 @@ class TierMover(Mover):
     def wake(self) -> None:
         self._wake.set()
 
-    def usage(self, now: float) -> list[TierUsage]:
+    def usage(self, now: float, reads: int = 0) -> list[TierUsage]:
         problems = [self.health.problems(number) for number in range(len(self._tiers))]
         return tier_traffic.usage(self._tiers, self._store, self._traffic, problems, now)
 

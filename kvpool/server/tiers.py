@@ -91,13 +91,13 @@ class Mover:
         """The checksum of what a tier has in a pinned extent; None if it cannot be read."""
         return None
 
-    def usage(self, now: float) -> list[TierUsage]:
-        """How full each tier is and what goes through it, for `kvpool status`."""
+    def usage(self, now: float, reads: int = 0) -> list[TierUsage]:
+        """How full each tier is and what goes through it; a single one has served all `reads`."""
         (memory,), store = self._tiers, self._store.front
         text = memory.status_text if isinstance(memory, SupportsStatusText) else ""
         room, used = store.allocator.capacity, store.allocator.allocated
         blocks = store.index.stored
-        return [TierUsage(memory.name, text, capacity=room, used=used, blocks=blocks)]
+        return [TierUsage(memory.name, text, False, room, used, blocks, hits=reads)]
 
 
 def mover_for(tiers: Sequence[Tier]) -> type[Mover]:

@@ -138,8 +138,8 @@ async def test_what_an_engine_refuses_or_does_not_say_is_a_finding(serve: Serve)
     one, two, three = await examine_engines([refused, silent, "127.0.0.1:1"])
     assert (one.verdict, one.text) == ("fail", 'nothing is shared: "x" files')
     assert (two.verdict, "after its first step" in two.advice) == ("fail", True)
-    (alone,) = await examine_engines([silent])
-    assert alone.verdict == "warn"  # nothing was to be compared
+    (alone,) = await examine_engines([serve(f"# TYPE {METRIC} gauge\n")])
+    assert (alone.verdict, "--kv-transfer-config" in alone.advice) == ("warn", False)
     assert (three.verdict, "refused" in three.text) == ("fail", True)
 
 
