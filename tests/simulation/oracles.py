@@ -724,6 +724,8 @@ class WatchedServers(ServerTable):
         for known in self.records.values():
             if known.last_seen > now:
                 self.truth.fail(f"G7: the last heartbeat of {known.server} is in the future")
+            if known.alive and now - known.last_seen >= self.timeout_s:
+                self.truth.fail(f"G7: {known.server} is silent and counts as alive")
         if late:
             self.truth.probes.add("a master noticed that it had slept")
             for server in given_up:
