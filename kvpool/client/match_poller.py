@@ -5,12 +5,12 @@
     for key, matches in poller.poll():
 
 The program's own thread sends the request and takes the reply; no other thread of Python takes
-part, so no lookup waits for the interpreter lock (design: pool-thread).
+part, so no lookup waits for the interpreter lock (design: pool-thread). Connections are made in
+threads, also while the program does not poll.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
@@ -55,7 +55,8 @@ class MatchPoller:
     """As `Pool.match`, in two steps: `start` a lookup, `poll` for the answers.
 
     Every lookup ends, at the latest `attempt_s` of the configuration after its start, then with
-    matches that stopped for NO_MASTER. For one thread at a time.
+    matches that stopped for NO_MASTER. But what was sent late, because nobody polled, still has
+    `hedge_s` for its answer. For one thread at a time.
     """
 
     def __init__(
@@ -64,8 +65,7 @@ class MatchPoller:
         cluster: Cluster,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to connect to the masters. Raises ConfigError for an address that is not valid,
-        Unavailable when this process can open no socket."""
+        """Begin to connect to the masters. Raises ConfigError for an address that is not valid."""
         self._config = config
         self._clock = clock
         self._tenant = cluster.tenant
@@ -123,6 +123,11 @@ class MatchPoller:
         except BaseException:
             self._forget(lookup)
             raise
+
+    @property
+    def promising(self) -> bool:
+        """A master is connected, or may be in a moment: no attempt has failed since one was."""
+        return self._links.promising
 
     def is_sent(self, key: Hashable) -> bool:
         """A master has been sent everything that this lookup asks now."""
@@ -184,6 +189,7 @@ class MatchPoller:
         sent = self._links.send(link, request.type, request.body, id)
         if sent:
             request.asked.add(link)
+            request.sent_at = now
             self.connected = True
             self._unanswered_since.setdefault(link, now)
         return sent
@@ -242,7 +248,10 @@ class MatchPoller:
                 request.asked.discard(link)
                 request.refused.discard(link)
         for id, request in list(self._requests.items()):
-            if now >= request.chain.deadline:
+            if request.partial is None and (not request.asked or now >= request.hedge_at):
+                # A master that sends nothing for so long may only be slow: it stays asked.
+                self._send_to_all(id, request, now)
+            if now >= max(request.chain.deadline, request.sent_at + self._config.hedge_s):
                 del self._requests[id]
                 self._reconnect(request, now)
                 late = MasterLost("no master answered in time")
@@ -250,15 +259,11 @@ class MatchPoller:
             elif request.partial is not None and now >= request.hedge_at:
                 del self._requests[id]
                 self._go_on(request.chain, request.partial, now)
-            elif not request.asked or now >= request.hedge_at:
-                # A master that sends nothing for so long may only be slow: it stays asked.
-                self._send_to_all(id, request, now)
 
     def _reconnect(self, request: _Request, now: float) -> None:
         for link in request.asked:
             if now - self._unanswered_since.get(link, now) >= RECONNECT_AFTER_S:
-                with contextlib.suppress(Unavailable):  # it has no descriptors left: later
-                    self._links.reopen(link)
+                self._links.reopen(link)
                 del self._unanswered_since[link]
 
     def _forget(self, lookup: _Lookup) -> None:
@@ -290,6 +295,7 @@ class _Request:
     type: int
     body: bytes
     hedge_at: float
+    sent_at: float = 0.0  # to the last of them
     asked: set[int] = field(default_factory=set)  # links
     refused: set[int] = field(default_factory=set)  # links, also those that know too little yet
     #: Of a master that was just started: others have until `hedge_at` to know more.

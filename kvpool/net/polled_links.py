@@ -1,14 +1,14 @@
 """Links to masters for a program that polls: no event loop, and no call waits unless told to.
 
-The kernel connects, sends and receives meanwhile, which needs no interpreter lock. So a reply is
-there when the program looks, also when Python code has held the lock all the time since the request
-(design: pool-thread). Names alone are looked up in a thread, as that may wait.
+The kernel sends and receives meanwhile, which needs no interpreter lock. So a reply is there when
+the program looks, also when Python code has held the lock all the time since the request (design:
+pool-thread). A thread connects and shakes hands: an engine that computes or idles does not look,
+and masters give up on those who do not answer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import random
 import select
 import socket
@@ -16,11 +16,10 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from kvpool.addresses import numeric
 from kvpool.backoff import Backoff
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.errors import KvpoolError
 from kvpool.net.control_listener import HELLO_S
 from kvpool.net.control_network import REFUSED_S, RETRY_MAX_S, RETRY_S, master_address
 from kvpool.net.control_session import CallerSession, caller_context
@@ -36,18 +35,13 @@ class PolledLinks:
     """One link to each master, named by its position. For one thread at a time."""
 
     def __init__(self, addresses: Sequence[str], cluster: Cluster) -> None:
-        """Begin to connect. Raises ConfigError for an address that is not valid, Unavailable when
-        this process can open no socket."""
+        """Begin to connect. Raises ConfigError for an address that is not valid."""
         self.cluster = cluster_id(cluster.name)
         context = caller_context() if cluster.secret else None
         self._poll = select.poll()
         self._links = [_PolledLink(address, cluster, context, self._poll) for address in addresses]
-        try:
-            for link in self._links:
-                link.begin()
-        except BaseException:
-            self.close()
-            raise
+        for link in self._links:
+            link.go_on()
 
     def __len__(self) -> int:
         return len(self._links)
@@ -71,12 +65,14 @@ class PolledLinks:
             self._links[number].ended = False
         return ended
 
-    def reopen(self, link: int) -> None:
-        """Connect anew to a master that is silent.
+    @property
+    def promising(self) -> bool:
+        """A link is open, or may be in a moment: no attempt has failed since it was."""
+        return any(link.promising for link in self._links)
 
-        Raises Unavailable when this process can open no socket; then the old one stays.
-        """
-        self._links[link].begin()
+    def reopen(self, link: int) -> None:
+        """Connect anew to a master that is silent; unless this process can start no thread."""
+        self._links[link].reopen()
 
     def close(self) -> None:
         """Idempotent."""
@@ -89,8 +85,14 @@ class PolledLinks:
         ]
 
 
+class _Opened(NamedTuple):
+    socket: socket.socket
+    session: CallerSession
+
+
 class _PolledLink:
-    """No socket until `_retry_at`; then CONNECTING, with no session; SHAKING hands; OPEN."""
+    """A thread connects, and leaves in `_outcome` what it has made, or for how many seconds at
+    least nobody need try again. All else is done by the thread that polls."""
 
     def __init__(
         self, address: str, cluster: Cluster, context: ssl.SSLContext | None, poll: select.poll
@@ -99,41 +101,35 @@ class _PolledLink:
         self._cluster = cluster
         self._context = context
         self._poll = poll
-        self._socket: socket.socket | None = None
-        self._session: CallerSession | None = None
+        self._opened: _Opened | None = None
+        self._outcome: _Opened | float | None = None
+        self._connecting = self._closed = False
+        self._promising = True
         self.ended = False
         self._unsent = bytearray()
         #: Replies that came while a request was sent.
         self._arrived: list[bytes] = []
-        self._late_at = 0.0
         self._retry = Backoff(RETRY_S, RETRY_MAX_S, rng=random.Random())
         self._retry_at = 0.0
-        #: Addresses that are to be tried before the name is looked up again; None while it is.
-        self._found: list[str] | None = []
-        self._anew = False  # when it has been
 
-    def begin(self) -> None:
-        """Begin to connect anew. Raises Unavailable when this process can open no socket, or start
-        no thread; then all is as before."""
-        if numeric(self._host) is not None:
-            self._open(self._host)
-        elif self._found is not None:
-            self._found, self._anew = None, True
-            try:
-                threading.Thread(target=self._look_up, name="kvpool-name", daemon=True).start()
-            except RuntimeError as error:
-                self._found, self._anew = [], False
-                raise Unavailable(f"{error}; see `ulimit -u`") from None
+    @property
+    def promising(self) -> bool:
+        return self._opened is not None or (self._connecting and self._promising)
+
+    def reopen(self) -> None:
+        self._begin()
+        if self._connecting:
+            self._promising = False
+            self._use(None)
 
     def send(self, message: bytes) -> bool:
         """Whether it is on its way; not if nobody is connected, or what waits is too much."""
         self._go_on()  # it may have been ended meanwhile
-        session = self._session
-        if session is None or not session.open or len(self._unsent) > _UNSENT_MAX:
+        if self._opened is None or len(self._unsent) > _UNSENT_MAX:
             return False
-        self._unsent += session.seal(message)
+        self._unsent += self._opened.session.seal(message)
         self._flush()
-        return self._socket is not None
+        return self._opened is not None
 
     def go_on(self) -> list[bytes]:
         """Do all that can be done without waiting; what has arrived."""
@@ -143,75 +139,82 @@ class _PolledLink:
 
     def close(self) -> None:
         """Idempotent."""
+        self._closed = True
+        self._drop_outcome()
         self._use(None)
 
     def _go_on(self) -> None:
-        now = time.monotonic()
-        opened = self._session is not None and self._session.open
-        if self._socket is not None and not opened and now >= self._late_at:
-            self._failed()  # nobody has looked for so long: what it has received is of no use
-        if self._socket is not None and (self._session is not None or self._is_connected()):
-            self._receive()
-        if self._found is None or not (self._anew or self._socket is None):
-            return
-        if self._anew or now >= self._retry_at:
-            self._anew = False
+        if (outcome := self._outcome) is not None:
+            self._outcome, self._connecting = None, False
+            if isinstance(outcome, _Opened):
+                self._use(outcome)
+            else:
+                self._failed(outcome)
+        if self._opened is not None:
+            self._receive(*self._opened)
+        if self._opened is None and time.monotonic() >= self._retry_at:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin to connect, unless that is under way."""
+        if not self._connecting:
             try:
-                if self._found:
-                    self._open(self._found.pop(0))
-                else:
-                    self.begin()
-            except Unavailable:
-                self._retry_at = now + RETRY_MAX_S
+                threading.Thread(target=self._connect, name="kvpool-link", daemon=True).start()
+                self._connecting = True
+            except RuntimeError:  # as many as this process may have
+                self._retry_at = time.monotonic() + RETRY_MAX_S
 
-    def _look_up(self) -> None:
-        found: list[str] = []
-        with contextlib.suppress(Exception):  # whatever it is: the name is looked up again
-            known = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-            known.sort(key=lambda one: one[0] != socket.AF_INET)
-            found = [str(one[4][0]) for one in known]
-        if not found:
-            self._anew, self._retry_at = False, time.monotonic() + RETRY_MAX_S
-        self._found = found
-
-    def _open(self, host: str) -> None:
+    def _connect(self) -> None:
+        """In the thread."""
+        outcome: _Opened | float = 0.0  # nobody answers
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            fresh = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:
-            raise Unavailable(f"cannot open a socket: {error.strerror}; see `ulimit -n`") from None
-        fresh.setblocking(False)
-        fresh.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._use(fresh)
-        self._late_at = time.monotonic() + HELLO_S / 2  # the master gives up after all of it
-        if fresh.connect_ex((host, self._port)) not in (0, errno.EINPROGRESS):
-            self._failed()
+            # Over IPv4, if the name has both and both answer.
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            for family, *_, address in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+                with contextlib.suppress(OSError):
+                    outcome = self._shake_hands(family, address)
+                    break
+        except KvpoolError:  # it refuses this caller, or breaks the rules
+            outcome = REFUSED_S
+        except Exception:  # whatever it is: it may be over soon
+            outcome = 0.0
+        self._outcome = outcome
+        if self._closed:
+            self._drop_outcome()
 
-    def _is_connected(self) -> bool:
-        assert self._socket is not None
-        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._failed()
-            return False
+    def _shake_hands(self, family: int, address: Any) -> _Opened:
+        until = time.monotonic() + HELLO_S / 2  # the master gives up after all of it
+        session = CallerSession(self._cluster, lambda: self._context or caller_context())
+        fresh = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self._socket.getpeername()
-        except OSError:
-            return False
-        self._session = CallerSession(self._cluster, lambda: self._context or caller_context())
-        self._poll.modify(self._socket, select.POLLIN)
-        return True
+            fresh.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            fresh.settimeout(HELLO_S / 2)
+            fresh.connect(address)
+            while not session.open:
+                fresh.settimeout(max(0.0, until - time.monotonic()))
+                data = fresh.recv(_RECEIVE_MAX)
+                if not data:
+                    raise ConnectionError
+                session.feed(data)
+                fresh.sendall(session.take())
+            fresh.setblocking(False)
+        except BaseException:
+            fresh.close()
+            raise
+        return _Opened(fresh, session)
 
-    def _receive(self) -> None:
-        session = self._session
-        assert self._socket is not None
-        assert session is not None
-        was_open = session.open
+    def _drop_outcome(self) -> None:
+        if isinstance(self._outcome, _Opened):
+            self._outcome.socket.close()
+
+    def _receive(self, link: socket.socket, session: CallerSession) -> None:
         try:
-            data = self._socket.recv(_RECEIVE_MAX)
+            data = link.recv(_RECEIVE_MAX)
             messages = session.feed(data) if data else []
         except BlockingIOError:
             self._flush()
             return
-        except KvpoolError:  # it refuses this caller, or breaks the rules
+        except KvpoolError:  # it breaks the rules
             self._failed(REFUSED_S)
             return
         except OSError:
@@ -219,17 +222,15 @@ class _PolledLink:
         if not data:
             self._failed()
             return
-        if not was_open:
-            self._unsent += session.take()
         if messages:
             self._retry.reset()
             self._arrived += messages
         self._flush()
 
     def _flush(self) -> None:
-        if self._unsent and self._socket is not None:
+        if self._unsent and self._opened is not None:
             try:
-                del self._unsent[: self._socket.send(self._unsent)]
+                del self._unsent[: self._opened.socket.send(self._unsent)]
             except BlockingIOError:
                 pass
             except OSError:
@@ -238,16 +239,17 @@ class _PolledLink:
     def _failed(self, pause_s: float = 0.0) -> None:
         # The first time at once: a master ends connections that nobody uses.
         again = self._retry.failures > 0
+        self._promising = not (again or pause_s)
         self._retry_at = time.monotonic() + max(pause_s, self._retry.next_delay() * again)
         self._use(None)
 
-    def _use(self, fresh: socket.socket | None) -> None:
-        """From now on this socket, if it is one."""
-        self.ended |= self._session is not None and self._session.open
-        if self._socket is not None:
-            self._poll.unregister(self._socket)
-            self._socket.close()
-        self._socket, self._session = fresh, None
+    def _use(self, fresh: _Opened | None) -> None:
+        """From now on this connection, if it is one."""
+        if self._opened is not None:
+            self.ended = True
+            self._poll.unregister(self._opened.socket)
+            self._opened.socket.close()
+        self._opened = fresh
         self._unsent.clear()
         if fresh is not None:
-            self._poll.register(fresh, select.POLLOUT)
+            self._poll.register(fresh.socket, select.POLLIN)

@@ -162,6 +162,13 @@ def open_poller() -> Iterator[Callable[..., MatchPoller]]:
 Open = Callable[..., MatchPoller]
 
 
+def until_connected() -> None:
+    """Nobody polls meanwhile."""
+    for thread in threading.enumerate():
+        if thread.name == "kvpool-link":
+            thread.join()
+
+
 def until(poller: MatchPoller, within_s: float = 10.0) -> tuple[Match, ...]:
     """The only lookup's matches."""
     end = time.monotonic() + within_s
@@ -216,23 +223,12 @@ def test_answers_are_those_of_a_pool(
 
 
 def test_no_thread_of_python_takes_part(dev_in_thread: dev.Dev, open_poller: Open) -> None:
-    before = threading.active_count()
     poller = open_poller(dev_in_thread.address)
+    until_connected()
+    before = threading.active_count()
     poller.start("a", [(SPACE, keys("x", 2))])
     until(poller)
     assert threading.active_count() == before
-
-
-def test_a_poll_without_an_answer_returns_at_once(master: FakeMaster, open_poller: Open) -> None:
-    poller = open_poller(master.address)
-    poller.start("a", [(SPACE, keys("x", 2))])
-    began = time.monotonic()
-    for _ in range(100):
-        assert poller.poll() == []
-    assert time.monotonic() - began < 1.0
-    until_sent(poller, "a")
-    master.answer(miss())
-    assert until(poller) == (Match((), 0, ReadStatus.NEVER_WRITTEN),)
 
 
 def test_a_wait_ends_with_the_reply_and_releases_the_interpreter(
@@ -240,6 +236,9 @@ def test_a_wait_ends_with_the_reply_and_releases_the_interpreter(
 ) -> None:
     poller = open_poller(master.address)
     poller.start("a", [(SPACE, keys("x", 2))])
+    began = time.monotonic()
+    assert [poller.poll() for _ in range(100)] == [[]] * 100  # without a wait it returns at once
+    assert time.monotonic() - began < 1.0
     thread = threading.Thread(target=master.answer, args=(miss(),))
     thread.start()
     began = time.monotonic()
@@ -248,7 +247,7 @@ def test_a_wait_ends_with_the_reply_and_releases_the_interpreter(
         polls += 1
         assert time.monotonic() - began < 5.0
     thread.join()
-    assert ended[0].key == "a"
+    assert ended == [("a", (Match((), 0, ReadStatus.NEVER_WRITTEN),))]
     # It slept, and did not turn.
     assert polls < 50 + (time.monotonic() - began) / 0.002
 
@@ -281,8 +280,9 @@ def refusing() -> Iterator[str]:
 def test_a_lookup_is_sent_when_the_master_comes(refusing: str, open_poller: Open) -> None:
     poller = open_poller(refusing, attempt_s=60.0, hedge_s=60.0)
     poller.start("a", [(SPACE, keys("x", 2))])
-    for _ in range(5):
+    while poller._links._links[0]._retry.failures < 2:
         assert poller.poll(0.005) == []
+    assert not any(poller.poll(0.005) or poller.promising for _ in range(20))
     assert not poller.is_sent("a")
     assert not poller.connected
     master = FakeMaster(refusing)
@@ -291,6 +291,9 @@ def test_a_lookup_is_sent_when_the_master_comes(refusing: str, open_poller: Open
         assert poller.connected
         master.answer(miss())
         until(poller)
+        master.hang_up()
+        poller.start("a", [(SPACE, keys("x", 2))])
+        assert poller.promising
     finally:
         master.close()
 
@@ -302,37 +305,25 @@ def test_another_master_is_asked_when_one_sends_nothing_or_refuses(
     clock = Clock()
     settings = {"attempt_s": 20.0, "hedge_s": 2.0}
     poller = open_poller(first.address, second.address, clock=clock, **settings)
-    poller.start("warm", [(SPACE, keys("x", 1))])
-    until_sent(poller, "warm")
-    (first if first.poll(1000) else second).answer(miss())
-    until(poller)
-    until_s = time.monotonic() + 0.2
-    while time.monotonic() < until_s:  # both are connected
-        poller._links.receive(0.01)
-    for master in (first, second):
-        while master.poll(0):  # both may have been asked, as neither was connected
-            master.take()
-    preferred, other = (first, second) if poller._preferred == 0 else (second, first)
-
+    until_connected()
     poller.start("slow", [(SPACE, keys("x", 1))])
-    preferred.take()
+    first.take()
     poller.poll()
-    assert not other.poll(50)
+    assert not second.poll(50)
     clock.ahead_s += 2.1
     poller.poll()
-    other.answer(miss())
+    second.answer(miss())
     until(poller)
-    preferred, other = other, preferred
 
     poller.start("refused", [(SPACE, keys("x", 1))])  # the one that answered is asked first
-    preferred.answer(Error("Overloaded", "busy"))
-    while not other.poll(1):
+    second.answer(Error("Overloaded", "busy"))
+    while not first.poll(1):
         poller.poll(0.001)
-    other.answer(Error("Overloaded", "busy, too"))
+    first.answer(Error("Overloaded", "busy, too"))
     assert until(poller) == (Match((), 0, ReadStatus.NO_MASTER),)
 
     poller.start("nonsense", [(SPACE, keys("x", 3))])
-    preferred.answer(FindReply([(2, 1, [("a", "dram", 0)])], b"\x01"))
+    second.answer(FindReply([(2, 1, [("a", "dram", 0)])], b"\x01"))
     assert until(poller)[0].stopped is ReadStatus.NO_MASTER
 
 
@@ -343,9 +334,7 @@ def test_a_miss_of_a_master_that_was_just_started_is_not_believed(
     clock = Clock()
     addresses = [master.address for master in masters]
     poller = open_poller(*addresses, clock=clock, attempt_s=20.0, hedge_s=2.0)
-    until_s = time.monotonic() + 0.2
-    while time.monotonic() < until_s:  # both are connected
-        poller._links.receive(0.01)
+    until_connected()
     hit = FindReply([(0, 0, [("s", "dram", 0)])], b"")
     little = FindReply([], bytes([ReadStatus.NEVER_WRITTEN]), partial=True)
     for then in (hit, little, Error("Overloaded", "busy"), None):
@@ -362,19 +351,6 @@ def test_a_miss_of_a_master_that_was_just_started_is_not_believed(
         assert until(poller)[0].length == (then is hit)
         while other.poll(0):
             other.take()
-
-
-def test_what_was_asked_on_a_connection_that_ends_is_asked_again(
-    master: FakeMaster, open_poller: Open
-) -> None:
-    poller = open_poller(master.address, attempt_s=20.0, hedge_s=15.0)
-    poller.start("a", [(SPACE, keys("x", 1))])
-    until_asked(poller, master)
-    master.take()
-    master.hang_up()
-    until_asked(poller, master)
-    master.answer(miss())
-    until(poller)
 
 
 def test_a_request_that_has_ended_is_not_ended_again(
@@ -406,7 +382,7 @@ def test_all_pages_of_a_lookup_have_one_deadline(
 ) -> None:
     small_pages(monkeypatch, 2)
     clock = Clock()
-    poller = open_poller(master.address, clock=clock, attempt_s=20.0, hedge_s=20.0)
+    poller = open_poller(master.address, clock=clock, attempt_s=20.0, hedge_s=1.0)
     poller.start("a", [(SPACE, keys("x", 4))])
     until_asked(poller, master)
     clock.ahead_s += 12.0
@@ -416,6 +392,24 @@ def test_all_pages_of_a_lookup_have_one_deadline(
     clock.ahead_s += 9.0
     (found,) = until(poller, within_s=3.0)
     assert (found.length, found.stopped) == (2, ReadStatus.NO_MASTER)
+
+
+def test_what_an_engine_asks_late_has_its_time(
+    master: FakeMaster, open_poller: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It connects before the first prompt comes; and the second page of a question is not given up
+    when it is asked, because a step was long."""
+    small_pages(monkeypatch, 2)
+    clock = Clock()
+    poller = open_poller(master.address, clock=clock, attempt_s=20.0, hedge_s=10.0)
+    until_connected()
+    poller.start("a", [(SPACE, keys("x", 4))])
+    assert poller.is_sent("a")
+    for _ in range(2):
+        master.answer(FindReply([(0, 1, [("s", "dram", 0)])], b""))
+        clock.ahead_s += 60.0
+        ended = poller.poll()
+    assert ended[0].matches[0].length == 4
 
 
 def test_a_link_that_was_never_answered_is_opened_again(
@@ -445,13 +439,18 @@ def test_a_reply_that_came_in_time_counts_when_nobody_has_looked(
     assert until(poller)[0].stopped is ReadStatus.NEVER_WRITTEN
 
 
-def test_a_connection_that_nobody_used_is_opened_again_at_once(
+def test_a_connection_that_ends_is_opened_again_at_once(
     master: FakeMaster, open_poller: Open
 ) -> None:
-    poller = open_poller(master.address)
-    for _ in range(2):
+    """Also with a question on it, which is asked again."""
+    poller = open_poller(master.address, attempt_s=20.0, hedge_s=15.0)
+    for lost in (False, True):
         poller.start("a", [(SPACE, keys("x", 1))])
         until_asked(poller, master)
+        if lost:
+            master.take()
+            master.hang_up()
+            until_asked(poller, master)
         master.answer(miss())
         assert until(poller)[0].stopped is ReadStatus.NEVER_WRITTEN
         master.hang_up()
@@ -517,41 +516,32 @@ def test_wrong_calls(
         poller.start("d", [(SPACE, keys("x", 1))])
 
 
-@pytest.mark.parametrize("lacks", ["socket", "thread", "name"])
-def test_a_poller_that_can_open_no_socket_keeps_the_one_it_has(
-    lacks: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("of", "lacks"), [(socket, "socket"), (threading.Thread, "start"), (socket, "getaddrinfo")]
+)
+def test_a_poller_that_cannot_connect_tries_again(
+    of: Any, lacks: str, master: FakeMaster, open_poller: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor start a thread that looks a name up. The engine's scheduler calls it: nothing of this is
-    an error there, and it tries again whatever went wrong."""
-    master, clock = FakeMaster(), Clock()
-    address = master.address
-    if lacks != "socket":
-        address = address.replace("127.0.0.1", "localhost")
-    poller = MatchPoller(ClientConfig(masters=[address]), Cluster(), clock)
+    """No socket can be opened, no thread started, or no name looked up. The engine's scheduler
+    calls it: nothing of this is an error there."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         if lacks == "socket":
             raise OSError(errno.EMFILE, "Too many open files")
         raise RuntimeError("can't start new thread")
 
-    of = {"socket": socket, "thread": threading.Thread, "name": socket}[lacks]
-    what = {"socket": "socket", "thread": "start", "name": "getaddrinfo"}[lacks]
     monkeypatch.setattr("kvpool.net.polled_links.RETRY_MAX_S", 0.05)
-    try:
-        poller.start("silent", [(SPACE, keys("chain", 2))])
-        until_sent(poller, "silent")
-        master.take()
-        clock.ahead_s += 60.0
-        with monkeypatch.context() as patch:
-            patch.setattr(of, what, refuse)
-            (ended,) = poller.poll()
-            poller.poll(0.02)
-        assert ended.matches[0].stopped is ReadStatus.NO_MASTER
-        poller.start("again", [(SPACE, keys("chain", 2))])
-        until_sent(poller, "again")
-        master.take()
-        clock.ahead_s += 60.0
-        until_sent(poller, "again")
-    finally:
-        poller.close()
-        master.close()
+    clock = Clock()
+    poller = open_poller(master.address, clock=clock)
+    poller.start("silent", [(SPACE, keys("chain", 2))])
+    until_sent(poller, "silent")
+    master.take()
+    clock.ahead_s += 60.0
+    with monkeypatch.context() as patch:
+        patch.setattr(of, lacks, refuse)
+        (ended,) = poller.poll()
+        poller.poll(0.02)
+        open_poller("127.0.0.1:9")
+    assert ended.matches[0].stopped is ReadStatus.NO_MASTER
+    poller.start("again", [(SPACE, keys("chain", 2))])
+    until_sent(poller, "again")

@@ -903,7 +903,7 @@ class FakePoller:
         self.running: list[Any] = []
         self.sessions: list[str] = []
         self.ended: list[PolledMatches] = []
-        self.connected = True
+        self.connected = self.promising = True
         self.sends = True
         self.waited_s: list[float] = []
 
@@ -1032,10 +1032,16 @@ def test_no_request_waits_for_a_master_that_is_not_connected(asked: Any) -> None
     assert engine.loadable("r", 2 * BLOCK + 1) == 0
     assert engine.scheduler.planner.counters["miss no master"] == 1
     began_s = engine.clock.ahead_s
-    poller.sends = False
+    poller.sends = poller.promising = False
     assert [misses("no master") for _ in range(5)] == [1] * 5
     assert engine.clock.ahead_s - began_s < 0.1  # none has waited
-    # But at the start the engine waits for the connection, within the lookup's time.
+    # But for the next connection, when one has ended, and for the first, within the lookup's time.
+    poller.promising = True
+    engine.scheduler.on_new_request("next", keys("next", 2), 2 * BLOCK + 1, RequestHints())
+    assert engine.loadable("next", 2 * BLOCK + 1) is None
+    poller.end()
+    assert engine.loadable("next", 2 * BLOCK + 1) == 0
+    poller.promising = False
     engine.scheduler._lookups._first_at = None
     poller.connected = False
     assert misses("no master") == 1

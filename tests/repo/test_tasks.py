@@ -99,7 +99,7 @@ THREADS = {
     "connected, and says and tries again whatever went wrong before",
     "connector/kvpool_engines/pool_thread.py PoolThread.__init__": "it runs a loop, for ever",
     "kvpool/huge_pages.py HugePageMapping.__init__": "pages that it does not touch are slower once",
-    "kvpool/net/polled_links.py _PolledLink.begin": "one lookup of a name; it catches all",
+    "kvpool/net/polled_links.py _PolledLink._begin": "one connection; it catches all",
     "kvpool/ops/engines.py read_engines": "its caller waits for so long, and says that",
     "kvpool/sync.py Pool.__init__": "it runs a loop, for ever",
     "tiers/kvpool_tiers/nvme/file_disk.py _DaemonThreads.submit": "its calls catch all",

@@ -197,7 +197,7 @@ class Lookups:
             return type(error).__name__
         if silent:
             return SILENT
-        if not self._is_connecting(now) and not self._poller.is_sent(lookup.serial):
+        if not self._may_connect(now) and not self._poller.is_sent(lookup.serial):
             return NO_MASTER
         self._waiting[lookup.serial] = lookup.request_id, now
         return ""
@@ -214,7 +214,7 @@ class Lookups:
             if not answered:
                 self._silence.on_late(self._clock())
             self._answers.append((request_id, serial, matches))
-        if self._waiting and not self._poller.connected and not self._is_connecting(self._clock()):
+        if self._waiting and not self._may_connect(self._clock()):
             for serial in tuple(self._waiting):
                 if (request_id := self._stop_waiting(serial)) is not None:
                     self._answers.append((request_id, serial, ()))
@@ -226,7 +226,8 @@ class Lookups:
             self.durations.append(self._clock() - began)
         return request_id
 
-    def _is_connecting(self, now: float) -> bool:
-        """No master was ever connected, and the first lookup began a moment ago."""
+    def _may_connect(self, now: float) -> bool:
+        """A master is connected or may be in a moment, or the first lookup began a moment ago."""
         since = now if self._first_at is None else self._first_at
-        return not self._poller.connected and now < since + START_WAIT_S
+        starts = not self._poller.connected and now < since + START_WAIT_S
+        return starts or self._poller.promising
