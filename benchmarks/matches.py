@@ -23,7 +23,7 @@ import uvloop
 
 from benchmarks.masters import NAMESPACE, RunningMaster, TimedLoop
 from kvpool.net.control_network import TcpNetwork, master_address
-from kvpool.net.control_session import CallerSession, caller_context
+from kvpool.net.control_session import CallerSession
 from kvpool.net.requests import cluster_id, decode_envelope, encode_envelope
 from kvpool.spans import SPAN_BLOCKS, marks_of, pack_marks
 from kvpool.types import Cluster, ReadStatus, ServerStats
@@ -131,7 +131,7 @@ class Client(asyncio.Protocol):
 
     def __init__(self, questions: list[bytes]) -> None:
         self._questions = questions
-        self._session = CallerSession(Cluster(), caller_context)
+        self._session = CallerSession(Cluster())
         self._sent_at = 0.0
         self.times: Times | None = None
         self.opened = asyncio.get_running_loop().create_future()

@@ -12,13 +12,16 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kvpool.errors import ConfigError, Forbidden
 
-#: What reads files of secrets, and makes what a master shows that has one.
+#: What reads files of secrets, and speaks for an end that has one.
 SECRETS: Final = {
     "local_secret": "kvpool.secret_file:local_secret",
     "local_secret_file": "kvpool.secret_file:local_secret_file",
     "read_cluster": "kvpool.secret_file:read_cluster",
     "checked_cluster": "kvpool.secret_file:checked_cluster",
-    "masters_certificate": "kvpool.net.masters_certificate:masters_certificate",
+    "master_sessions": "kvpool.net.secret_sessions:master_sessions",
+    "caller_session": "kvpool.net.secret_sessions:SecretCallerSession",
+    "prove": "kvpool_transports.streams.proofs:prove",
+    "ask_for_proof": "kvpool_transports.streams.proofs:ask_for_proof",
 }
 
 #: `module:class`; the last one is made.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-import ssl
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, cast
@@ -56,13 +55,12 @@ class ControlListener:
         handler: Handler,
         cluster: Cluster,
         guard: Guard,
-        certificate: tuple[ssl.SSLContext, bytes] | None,
+        sessions: Callable[[Callable[[str], None]], MasterSession],
     ) -> None:
-        """With a certificate (TLS, and the hash of what it shows), callers must know the cluster's
-        secret, or one of a tenant."""
-        self._cluster = cluster
-        self._secrets_of = guard.secrets_of
-        self._certificate = certificate
+        """`sessions` makes that of a caller, with its `admit`."""
+        self._sessions = sessions
+        #: What a stranger makes this master do is much: it is TLS.
+        self._costly = bool(cluster.secret)
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
         self._address = ""
@@ -72,7 +70,6 @@ class ControlListener:
         files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._shares = Shares(min(_CALLERS_MAX, files_max // 2))
         self._held = Shares(_HELD_MAX)
-        self.handshakes = _Handshakes()
         self.answers = _Answers(handler, cluster, guard.secrets_of, self._report)
         #: Connections that were refused, as they did not prove that they may ask.
         self.refused = 0
@@ -110,7 +107,6 @@ class ControlListener:
             self._server = None
         for end in list(self._arrived):
             end.abort()
-        self.handshakes.stop()
 
     # --- strangers ----------------------------------------------------------------------------
 
@@ -124,14 +120,7 @@ class ControlListener:
             return None
         if self._strangers.arrived(end):
             self.refused += 1  # the oldest one
-        context, hash = self._certificate or (None, b"")
-        return MasterSession(
-            self._cluster,
-            self._secrets_of,
-            context,
-            hash,
-            lambda tenant: self._admit(end, tenant or host),
-        )
+        return self._sessions(lambda tenant: self._admit(end, tenant or host))
 
     def _admit(self, end: _MasterEnd, holder: str) -> None:
         """This end has proved who it is. Raises Overloaded if there is no room for it."""
@@ -181,43 +170,11 @@ class ControlListener:
 
     def _refuse(self, host: str, error: KvpoolError) -> None:
         self.refused += 1
-        costly = self._certificate is not None and isinstance(error, PeerError)
+        costly = self._costly and isinstance(error, PeerError)
         self._report(host, error, costly=costly)
 
     def _report(self, host: str, error: KvpoolError, *, costly: bool = False) -> None:
         self._strangers.refused(network_of(host), error, self._loop.time(), costly=costly)
-
-
-class _Handshakes:
-    """Handshakes of TLS, which go on when there is time for them."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._waiting: deque[_MasterEnd] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def stop(self) -> None:
-        """Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def go_on(self, end: _MasterEnd) -> None:
-        """What has arrived on this connection is for its handshake."""
-        self._waiting.append(end)
-        if self._timer is None:
-            self._timer = self._loop.call_later(0, self._work)
-
-    def _work(self) -> None:
-        """Work for one turn, and then leave as much time for all others."""
-        began = now = self._loop.time()
-        try:
-            while self._waiting and now < began + _TURN_S:
-                self._waiting.popleft().shake()
-                now = self._loop.time()
-        finally:
-            self._timer = None
-            if self._waiting:
-                self._timer = self._loop.call_later(now - began, self._work)
 
 
 class _Answers:
@@ -322,12 +279,11 @@ class _MasterEnd(asyncio.Protocol):
         self._take(lambda: session.feed(data))
         if shaking:
             self._read(False)
-            self._listener.handshakes.go_on(self)
+            session.shake_later(self._shake)
 
-    def shake(self) -> None:
-        """Go on with the handshake of TLS."""
+    def _shake(self, shake: Callable[[], list[bytes]]) -> None:
         if self._session is not None and self._transport is not None:
-            self._take(self._session.shake)
+            self._take(shake)
             self._read(True)
 
     def answer_one(self, answer: Callable[[bytes, Caller, bytes], bytes | None]) -> bool:

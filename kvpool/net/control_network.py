@@ -11,9 +11,8 @@ import asyncio
 import os
 import random
 import socket
-import ssl
 from collections.abc import Callable
-from functools import cached_property
+from functools import partial
 from typing import Final, cast
 
 from kvpool import logs
@@ -30,7 +29,7 @@ from kvpool.errors import (
 )
 from kvpool.guard import TenantSecrets, make_guard, of_secrets
 from kvpool.net.control_listener import HELLO_S, ControlListener
-from kvpool.net.control_session import CallerSession, caller_context
+from kvpool.net.control_session import CallerSession, MasterSession, caller_session
 from kvpool.net.requests import PendingRequests, cluster_id
 from kvpool.protocols import Handler, Link
 from kvpool.types import Cluster
@@ -72,15 +71,11 @@ class TcpNetwork:
     def authenticated(self) -> bool:
         return bool(self._cluster.secret)
 
-    @cached_property
-    def _context(self) -> ssl.SSLContext:
-        return caller_context()
-
     def connect(self, address: str) -> Link:
         """A link to the master at `host:port`."""
         if os.getpid() != self._pid:
             raise Closed("the pool was opened before a fork: open another one in the child")
-        link = _Link(address, self._cluster, lambda: self._context)
+        link = _Link(address, self._cluster)
         self._links = [one for one in self._links if one._connected or not one._closed]
         self._links.append(link)
         return link
@@ -94,11 +89,12 @@ class TcpNetwork:
                 f"a tenant's key makes no master: give the cluster's secret, not the key of tenant "
                 f"{self._cluster.tenant!r} (setting secret_file)"
             )
-        tenants, certificate = self._tenants, None
-        if self._cluster.secret:
-            certify = of_secrets("masters_certificate")
-            certificate = certify(self._cluster, tenants=tenants is not None)
-        listener = ControlListener(handler, self._cluster, make_guard(tenants), certificate)
+        cluster, tenants, guard = self._cluster, self._tenants, make_guard(self._tenants)
+        sessions: Callable[[Callable[[str], None]], MasterSession] = partial(MasterSession, cluster)
+        if cluster.secret:
+            make = of_secrets("master_sessions")
+            sessions = make(cluster, guard.secrets_of, tenants=tenants is not None)
+        listener = ControlListener(handler, cluster, guard, sessions)
         await listener.listen(host, port)
         self._listeners.append(listener)
         return listener
@@ -120,7 +116,7 @@ class TcpNetwork:
 async def refusal_of(address: str, cluster: Cluster) -> KvpoolError | None:
     """Why the master at this address would not answer this process; None if it would. Takes 5 s at
     most. Raises ConfigError."""
-    link = _Link(address, cluster, caller_context)
+    link = _Link(address, cluster)
     try:
         (await link.open()).abort()
     except KvpoolError as error:
@@ -131,13 +127,10 @@ async def refusal_of(address: str, cluster: Cluster) -> KvpoolError | None:
 
 
 class _Link(PendingRequests):
-    def __init__(
-        self, address: str, cluster: Cluster, context: Callable[[], ssl.SSLContext]
-    ) -> None:
+    def __init__(self, address: str, cluster: Cluster) -> None:
         super().__init__(address, cluster_id(cluster.name))
         self._host, self._port = master_address(address)
         self._caller = cluster
-        self._context = context
         self._end: _CallerEnd | None = None
         self._connected: set[_CallerEnd] = set()
         self._connecting: asyncio.Task[None] | None = None
@@ -232,7 +225,7 @@ class _Link(PendingRequests):
         why = ""
         for family in families:
             end = _CallerEnd(
-                CallerSession(self._caller, self._context),
+                caller_session(self._caller),
                 self.on_reply,
                 self._on_end,
                 self._connected,

@@ -12,7 +12,6 @@ import contextlib
 import random
 import select
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from kvpool.backoff import Backoff
 from kvpool.errors import KvpoolError
 from kvpool.net.control_listener import HELLO_S
 from kvpool.net.control_network import REFUSED_S, RETRY_MAX_S, RETRY_S, master_address
-from kvpool.net.control_session import CallerSession, caller_context
+from kvpool.net.control_session import CallerSession, caller_session
 from kvpool.net.requests import cluster_id, encode_envelope
 from kvpool.types import Cluster
 
@@ -37,9 +36,8 @@ class PolledLinks:
     def __init__(self, addresses: Sequence[str], cluster: Cluster) -> None:
         """Begin to connect. Raises ConfigError for an address that is not valid."""
         self.cluster = cluster_id(cluster.name)
-        context = caller_context() if cluster.secret else None
         self._poll = select.poll()
-        self._links = [_PolledLink(address, cluster, context, self._poll) for address in addresses]
+        self._links = [_PolledLink(address, cluster, self._poll) for address in addresses]
         for link in self._links:
             link.go_on()
 
@@ -94,12 +92,9 @@ class _PolledLink:
     """A thread connects, and leaves in `_outcome` what it has made, or for how many seconds at
     least nobody need try again. All else is done by the thread that polls."""
 
-    def __init__(
-        self, address: str, cluster: Cluster, context: ssl.SSLContext | None, poll: select.poll
-    ) -> None:
+    def __init__(self, address: str, cluster: Cluster, poll: select.poll) -> None:
         self._host, self._port = master_address(address)
         self._cluster = cluster
-        self._context = context
         self._poll = poll
         self._opened: _Opened | None = None
         self._outcome: _Opened | float | None = None
@@ -184,7 +179,7 @@ class _PolledLink:
 
     def _shake_hands(self, family: int, address: Any) -> _Opened:
         until = time.monotonic() + HELLO_S / 2  # the master gives up after all of it
-        session = CallerSession(self._cluster, lambda: self._context or caller_context())
+        session = caller_session(self._cluster)
         fresh = socket.socket(family, socket.SOCK_STREAM)
         try:
             fresh.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import hmac
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,6 @@ from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import MissedBlock, Stretch
 from kvpool.supervision import Supervisor, stop
 from kvpool.types import ServerStats
-from kvpool.wire import auth
 from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
@@ -59,6 +59,12 @@ class Identity:
     secret: bytes = field(repr=False)
     kept: bool = False
 
+    def token_for(self, master: str) -> bytes:
+        """What it shows to the master at this address, so that no other process has its id. One
+        that is no real master learns nothing that it could show to the others."""
+        token = hmac.digest(self.secret, b"kvpool server token 1" + master.encode(), "sha256")
+        return token[: wire.TOKEN_SIZE]
+
 
 class AnnouncerState(enum.Enum):
     """What a master has of this server's inventory."""
@@ -74,8 +80,7 @@ class MasterContact:
     def __init__(self, identity: Identity, link: Link, heartbeat_s: float) -> None:
         self._identity = identity
         #: With these each message begins.
-        token = auth.server_token(identity.secret, link.address)
-        self.sender = (identity.server, identity.epoch, token)
+        self.sender = (identity.server, identity.epoch, identity.token_for(link.address))
         self.link = link
         self.heartbeat_s = heartbeat_s
         self.answers = False  # the last request was answered

@@ -22,9 +22,7 @@ from kvpool.errors import ConfigError, Unavailable
 from kvpool.guard import TenantSecrets, Who, make_guard
 from kvpool.net.announced import announced
 from kvpool.protocols import (
-    BelongsToOwner,
     Connection,
-    Encrypts,
     Listener,
     Network,
     Peer,
@@ -47,7 +45,6 @@ from kvpool.server.tiers import mover_for
 from kvpool.supervision import Supervisor
 from kvpool.tenant_names import qualified
 from kvpool.types import NAME_MAX, Cluster, ServerStats
-from kvpool.wire import auth
 
 log = logs.get("kvpool.server")
 
@@ -156,12 +153,7 @@ class BlockServer:
                     )
                     asked = transport.authenticated and (bool(self.cluster.secret) or certified)
                     check_bind(address, config.insecure or asked)
-            for tier in self.tiers:
-                if isinstance(tier, BelongsToOwner):
-                    tier.claim(auth.file_owner(self.cluster))
-                if isinstance(tier, Encrypts) and tier.encrypted:
-                    tier.use_key(auth.storage_key(self.cluster))
-            await context.mover.recover()
+            await context.mover.recover(self.cluster)
             context.mover.start()
             for extension in self.extensions.all:
                 extension.start()

@@ -14,7 +14,8 @@ from typing import Final, TypeAlias
 from kvpool import logs
 from kvpool.backoff import Backoff
 from kvpool.errors import Unavailable
-from kvpool.protocols import HasParts, Tier
+from kvpool.protocols import Tier
+from kvpool.protocols.persistent_tier import HasParts
 from kvpool.server.state.divided_allocator import part_of, parts_of
 from kvpool.server.state.tier_stores import cold_store
 from kvpool.server.state.tiered_store import TieredStore

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 from kvpool import logs
 from kvpool.config import WRITE_BACK, ServerConfig
 from kvpool.protocols import Tier
+from kvpool.protocols.persistent_tier import BelongsToOwner, Encrypts
 from kvpool.protocols.policy import Policy
 from kvpool.runtime import wait_for_all
 from kvpool.server import tier_traffic
@@ -33,10 +34,11 @@ from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_bytes import TierBytes
 from kvpool.server.tier_health import Place, TierHealth
+from kvpool.server.tier_keys import file_owner, storage_key
 from kvpool.server.tier_records import TierRecords
 from kvpool.server.tiers import Mover
 from kvpool.supervision import Supervisor
-from kvpool.types import Extent, Namespace, TierUsage
+from kvpool.types import Cluster, Extent, Namespace, TierUsage
 
 log = logs.get("kvpool.mover")
 
@@ -117,7 +119,12 @@ class TierMover(Mover):
             store.stores[tier].held.limits = Limits.of(room // 4, room)
         return store
 
-    async def recover(self) -> None:
+    async def recover(self, cluster: Cluster) -> None:
+        for one in self._tiers:
+            if isinstance(one, BelongsToOwner):
+                one.claim(file_owner(cluster))
+            if isinstance(one, Encrypts) and one.encrypted:
+                one.use_key(storage_key(cluster))
         tier = self._store.backing_tier
         await self.records.recover(self._tiers[tier].name, self._traffic[tier].dropped)
 

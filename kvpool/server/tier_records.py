@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from kvpool import logs
 from kvpool.errors import Unavailable
-from kvpool.protocols import KeepsSome, PersistentTier, ReportsDropped, Tier
+from kvpool.protocols import Tier
+from kvpool.protocols.persistent_tier import KeepsSome, PersistentTier, ReportsDropped
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tier_transfers import TierTransfer

@@ -18,7 +18,7 @@ from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.store import Store
 from kvpool.supervision import Supervisor
-from kvpool.types import ALIGNMENT, Extent, Namespace, TierUsage
+from kvpool.types import ALIGNMENT, Cluster, Extent, Namespace, TierUsage
 
 #: `module:class`; the last one is for several tiers.
 MOVERS: Final = (
@@ -54,8 +54,9 @@ class Mover:
         alignment = max(ALIGNMENT, memory.alignment)
         return Blocks(stores or [Store(memory.capacity, alignment=alignment, policy=policy)])
 
-    async def recover(self) -> None:
-        """Add what a tier still holds from an earlier life. Raises Unavailable, ConfigError."""
+    async def recover(self, cluster: Cluster) -> None:
+        """Add what a tier still holds of an earlier life in this cluster. Raises Unavailable,
+        ConfigError."""
 
     def start(self) -> None:
         """Start the tasks."""

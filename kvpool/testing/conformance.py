@@ -19,6 +19,8 @@ except those of connectors, which run engines.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sized
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -27,7 +29,6 @@ from kvpool.testing import (
     channel_checks,
     connector_checks,
     device_checks,
-    durability_checks,
     loop_checks,
     move_checks,
     policy_checks,
@@ -66,6 +67,11 @@ def _defined(kind: type[C], *modules: ModuleType) -> dict[str, C]:
     return {name: thing for name, thing in things if isinstance(thing, kind)}
 
 
+def _installed(*names: str) -> list[ModuleType]:
+    """The modules of rings that are there."""
+    return [import_module(name) for name in names if find_spec(name) is not None]
+
+
 #: Every check, by name. One about a capability that is not declared raises NotDeclared.
 TRANSPORT_CHECKS: Final = _defined(
     TransportCheck,
@@ -76,7 +82,12 @@ TRANSPORT_CHECKS: Final = _defined(
     move_checks,
     device_checks,
 )
-TIER_CHECKS: Final = _defined(TierCheck, tier_checks, durability_checks, loop_checks)
+TIER_CHECKS: Final = _defined(
+    TierCheck,
+    tier_checks,
+    *_installed("kvpool.testing.record_checks", "kvpool.testing.durability_checks"),
+    loop_checks,
+)
 POLICY_CHECKS: Final = _defined(PolicyCheck, policy_checks, policy_costs)
 CONNECTOR_CHECKS: Final = _defined(ConnectorCheck, connector_checks)
 

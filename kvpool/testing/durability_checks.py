@@ -11,20 +11,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from kvpool.errors import ConfigError, Corrupt, KvpoolError
-from kvpool.protocols import BelongsToOwner, Encrypts, KeepsSome, ReportsDropped
+from kvpool.protocols.persistent_tier import BelongsToOwner, Encrypts, KeepsSome, ReportsDropped
 from kvpool.testing.harness import NotDeclared, Scene, content, describe, digest
-from kvpool.testing.tier_checks import (
-    STEPS,
-    MakeTier,
-    TierCheck,
-    durable,
-    found,
-    listed,
-    opened,
-    read,
-    record,
-    recovered,
-)
+from kvpool.testing.record_checks import durable, found, listed, record, recovered
+from kvpool.testing.tier_checks import STEPS, MakeTier, TierCheck, opened, read
 from kvpool.types import Namespace
 
 #: More namespaces than a table has room for, if there is a table.

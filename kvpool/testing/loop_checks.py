@@ -22,22 +22,18 @@ from kvpool.testing.harness import (
     describe,
     digest,
 )
-from kvpool.testing.tier_checks import MakeTier, TierCheck, durable, opened, read, record
+from kvpool.testing.tier_checks import MakeTier, TierCheck, opened, read
 
 #: What one call may take of the loop at a time. Others may be busy on the machine: of so many
 #: attempts one must be within it.
 TURN_S: Final = 0.005
 #: The same of a connect, which some libraries make in one piece.
 DIAL_TURN_S: Final = 0.025
-#: The same of thousands of records: threads that write them hold the interpreter for 5 ms, too.
-RECORDS_TURN_S: Final = 0.025
 #: What a call that moves little takes, where both sides are one process.
 SMALL_S: Final = 0.01
 _ATTEMPTS: Final = 25
 #: Bytes that are moved meanwhile.
 _SIZE: Final = 64 << 10
-#: The capacity of a tier with thousands of records.
-_RECORDED: Final = 8 << 20
 #: The deadline of a connect that nobody answers, and how much later it must have ended.
 _DIAL_S: Final = 0.3
 _LATE_S: Final = 3.0
@@ -87,30 +83,6 @@ async def no_call_of_a_tier_keeps_the_loop(scene: Scene, make: MakeTier) -> None
         data = memoryview(bytes(_SIZE))
         await keeps_no_loop(scene, lambda: tier.write_from(0, data), "a write")
         await keeps_no_loop(scene, lambda: read(tier, 0, _SIZE), "a read")
-
-
-@TierCheck
-async def no_call_about_records_keeps_the_loop(scene: Scene, make: MakeTier) -> None:
-    """Thousands of records are persisted, erased and recovered in small steps."""
-    async with opened(make, _RECORDED) as tier:
-        memory = durable(tier)
-        await memory.recover()
-        step = max(tier.alignment, 4096)
-        records = [record(at, 1, at + 1) for at in range(0, tier.capacity, step)]
-        offsets = [one.offset for one in records]
-        await keeps_no_loop(scene, lambda: memory.erase(offsets), "`erase`", RECORDS_TURN_S)
-        await keeps_no_loop(scene, lambda: memory.persist(records), "`persist`", RECORDS_TURN_S)
-    tiers = [tier]
-
-    def recovering() -> Awaitable[object]:
-        tiers[-1].close()
-        tiers.append(make(_RECORDED))
-        return durable(tiers[-1]).recover()
-
-    try:
-        await keeps_no_loop(scene, recovering, "`recover`", RECORDS_TURN_S)
-    finally:
-        tiers[-1].close()
 
 
 @TierCheck

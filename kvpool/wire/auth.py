@@ -9,7 +9,7 @@ Data plane, over any stream:
 
 A proof is an HMAC-SHA256 over who proves and both nonces, so none is good for another connection or
 for the other side. Control plane: the same proofs inside TLS, bound to its certificate, the
-caller's first (`kvpool.net.control_session`).
+caller's first (`kvpool.net.secret_sessions`).
 
 A client of a tenant proves the tenant's secret instead. Other clients of its tenant could prove
 that, too, so it also knows the hash of the masters' certificate (design: tenants).
@@ -20,15 +20,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
-from typing import Final
 
-from kvpool.errors import ConfigError
 from kvpool.types import Cluster
+from kvpool.wire.messages import KEY_ID_SIZE, NONCE_SIZE
 
-NONCE_SIZE: Final = 32
-PROOF_SIZE: Final = 32
-TOKEN_SIZE: Final = 16
-KEY_ID_SIZE: Final = 8
+__all__ = ["NONCE_SIZE", "client_proof", "find_tenant", "key_id", "same", "server_proof"]
 
 
 def server_proof(
@@ -66,32 +62,6 @@ def find_tenant(
         if same(key_id(seen, nonce), key):
             return seen
     return None
-
-
-def file_owner(cluster: Cluster) -> bytes:
-    """What names this cluster in a server's files, 16 bytes. It differs with name and secret."""
-    return hmac.digest(cluster.secret, b"kvpool file 1" + _names(cluster), "sha256")[:TOKEN_SIZE]
-
-
-def storage_key(cluster: Cluster) -> bytes:
-    """What a server's tiers derive the keys from with which they encrypt, 32 bytes.
-
-    HKDF-SHA256 (RFC 5869), extracted and expanded to one block. Raises ConfigError for a cluster
-    without a secret: everybody would have the key.
-    """
-    if not cluster.secret:
-        raise ConfigError("a tier with encrypt=yes needs the cluster's secret (secret_file)")
-    extracted = hmac.digest(b"kvpool storage key 1", cluster.secret, "sha256")
-    return hmac.digest(extracted, _names(cluster) + b"\x01", "sha256")
-
-
-def server_token(secret: bytes, master: str) -> bytes:
-    """What a server shows to the master at this address, so that no other process has its id.
-
-    Each master gets a token of its own: one that is no real master learns nothing that it could
-    show to the others (design: server-identity).
-    """
-    return hmac.digest(secret, b"kvpool server token 1" + master.encode(), "sha256")[:TOKEN_SIZE]
 
 
 def _proof(

@@ -49,8 +49,12 @@ from kvpool.types import (
     Text,
     Total,
 )
-from kvpool.wire.auth import KEY_ID_SIZE, NONCE_SIZE, PROOF_SIZE, TOKEN_SIZE
 
+#: Bytes of what proves that an end knows a secret (`kvpool.wire.auth`), and of a server's token.
+NONCE_SIZE: Final = 32
+PROOF_SIZE: Final = 32
+KEY_ID_SIZE: Final = 8
+TOKEN_SIZE: Final = 16
 #: Digests in one control-plane message.
 DIGESTS_MAX: Final = 16_384
 #: In one question to a master, which answers it in one turn of its loop.

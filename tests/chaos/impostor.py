@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from kvpool.errors import PeerError
 from kvpool.net.control_network import TcpNetwork
 from kvpool.types import Namespace, ReadStatus, ServerStats
-from kvpool.wire import auth
 from kvpool.wire import messages as wire
 
 _WITHIN_S = 5.0
@@ -34,7 +33,7 @@ async def impersonate(
 
         members = wire.decode_answer(wire.MembersReply, *await request(wire.Members())).members
         (victim,) = [member for member in members if member.server == server]
-        name = (server, victim.epoch, os.urandom(auth.TOKEN_SIZE))
+        name = (server, victim.epoch, os.urandom(wire.TOKEN_SIZE))
         gone = wire.BlockChanges(
             namespace.name,
             namespace.parts,

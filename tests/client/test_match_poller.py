@@ -76,9 +76,7 @@ class FakeMaster:
             for key, _ in self._selector.select(0.01):
                 if key.fileobj is self._listening:
                     accepted, _address = self._listening.accept()
-                    session = MasterSession(
-                        Cluster(), lambda tenant: (), None, b"", lambda tenant: None
-                    )
+                    session = MasterSession(Cluster(), lambda tenant: None)
                     accepted.sendall(session.take())
                     self._selector.register(accepted, selectors.EVENT_READ, Peer(accepted, session))
                 else:

@@ -29,7 +29,7 @@ from kvpool.errors import (
 )
 from kvpool.net import control_listener, control_network, requests
 from kvpool.net.control_network import TcpNetwork, refusal_of
-from kvpool.net.control_session import CallerSession, ControlSession, MasterSession, caller_context
+from kvpool.net.control_session import CallerSession, ControlSession, MasterSession, caller_session
 from kvpool.net.masters_certificate import (
     Certificate,
     masters_certificate,
@@ -42,6 +42,7 @@ from kvpool.net.requests import (
     encode_envelope,
     with_size,
 )
+from kvpool.net.secret_sessions import MasterSessions, SecretMasterSession
 from kvpool.protocols import Caller, Link
 from kvpool.strangers import WRONG_PROOFS_MAX
 from kvpool.tenants import TenantKeys
@@ -330,13 +331,10 @@ def master_of(
 ) -> MasterSession:
     if certificate is None and cluster.secret:
         certificate = masters_certificate(cluster, tenants=tenants is not None)
-    context, hash = certificate or (None, b"")
     secrets_of = (tenants or TenantKeys()).secrets_of
-    return MasterSession(cluster, secrets_of, context, hash, lambda tenant: None)
-
-
-def caller_of(cluster: Cluster) -> CallerSession:
-    return CallerSession(cluster, caller_context)
+    if certificate is None:
+        return MasterSession(cluster, lambda tenant: None)
+    return MasterSessions(cluster, secrets_of, certificate)(lambda tenant: None)
 
 
 def keys_of_acme() -> TenantKeys:
@@ -386,7 +384,7 @@ async def test_a_tenant_is_known_by_its_secret_and_its_masters_by_their_certific
     # Another client of the tenant knows as much of it as the masters do, but for their certificate.
     posing_master = master_of(SECRET._replace(secret=b"it knows another"), tenants=keys_of_acme())
     with pytest.raises(Unauthenticated, match="not that of the masters of this cluster"):
-        shaken(caller_of(mine), posing_master)
+        shaken(caller_session(mine), posing_master)
 
 
 def test_all_masters_of_a_pool_with_tenants_show_one_certificate_and_others_their_own() -> None:
@@ -419,7 +417,7 @@ class Middle:
         self.caller, self.master = caller, master
         mine = Cluster("default", b"he has a secret, too")
         self.to_caller: Any = master_of(mine)
-        self.to_master: Any = caller_of(mine)
+        self.to_master: Any = caller_session(mine)
         self.passed: list[bytes] = []
 
     def play(self) -> None:
@@ -428,9 +426,6 @@ class Middle:
         next(self.to_caller._handshake)
         self.to_master._handshake = self.speaking()
         shaken(self.to_master, self.master)
-        self.carry()
-
-    def carry(self) -> None:
         shaken(self.caller, self.to_caller)
 
     def speaking(self) -> Any:
@@ -448,7 +443,7 @@ class Middle:
 
 
 def test_a_proof_that_is_passed_on_is_none() -> None:
-    caller, master = caller_of(SECRET), master_of(SECRET)
+    caller, master = caller_session(SECRET), master_of(SECRET)
     with pytest.raises(Unauthenticated):
         Middle(caller, master).play()
     assert not caller.open
@@ -460,7 +455,7 @@ def played(master: Callable[[Any], Any]) -> tuple[CallerSession, Any]:
     one: Any = master_of(SECRET)
     one._handshake = master(one)
     next(one._handshake)
-    return caller_of(SECRET), one
+    return caller_session(SECRET), one
 
 
 def test_who_does_not_know_the_secret_is_believed_to_be_no_master() -> None:
@@ -498,7 +493,7 @@ def test_who_does_not_know_the_secret_is_believed_to_be_no_master() -> None:
 
 def test_who_breaks_tls_is_refused_without_a_word() -> None:
     """It could not be sealed: what was raised then filled the log, and the connection stayed."""
-    master, stranger = master_of(SECRET), caller_of(SECRET)
+    master, stranger = master_of(SECRET), caller_session(SECRET)
     while master.shaking:
         stranger.feed(master.take())
         master.feed(stranger.take())
@@ -514,7 +509,7 @@ def test_a_stranger_gets_nothing_on_which_to_try_guesses() -> None:
     """Neither before its proof nor after a wrong one: no byte of what it gets is made from the
     secret."""
     master: Any = master_of(SECRET)
-    stranger: Any = caller_of(SECRET._replace(secret=b"x" * 16))
+    stranger: Any = caller_session(SECRET._replace(secret=b"x" * 16))
     heard: list[bytes] = []
     go_on = stranger._go_on
     stranger._go_on = lambda answer: (heard.append(answer or b""), go_on(answer))
@@ -530,7 +525,7 @@ def test_a_stranger_gets_nothing_on_which_to_try_guesses() -> None:
 def test_a_proof_of_one_plane_is_none_of_the_other() -> None:
     """Both are made from the secret, the nonces and a certificate; here from some words more."""
     certificate = masters_certificate(SECRET, tenants=False)
-    caller: Any = caller_of(SECRET)
+    caller: Any = caller_session(SECRET)
     master: Any = master_of(SECRET, certificate)
     said: list[Any] = []
     for one in (caller, master):
@@ -677,16 +672,16 @@ async def test_handshakes_leave_half_of_the_time_to_callers(
     async with served(SECRET) as master:
         link = await master.caller()
         shaking: list[float] = []
-        shake = MasterSession.shake
+        shake = SecretMasterSession.shake
 
-        def slow(self: MasterSession) -> list[bytes]:
+        def slow(self: SecretMasterSession) -> list[bytes]:
             began = time.perf_counter()
             time.sleep(0.001)
             done = shake(self)
             shaking.append(time.perf_counter() - began)
             return done
 
-        monkeypatch.setattr(MasterSession, "shake", slow)
+        monkeypatch.setattr(SecretMasterSession, "shake", slow)
         others = [TcpNetwork(SECRET) for _ in range(100)]
         began = time.perf_counter()
         asked = [asyncio.create_task(ask(one.connect(master.address))) for one in others]
@@ -992,7 +987,7 @@ def test_however_a_stream_is_cut_its_messages_are_the_same(seed: int) -> None:
 
 @CLUSTERS
 def test_however_a_handshake_is_cut_it_is_the_same(cluster: Cluster) -> None:
-    caller, master = caller_of(cluster), master_of(cluster)
+    caller, master = caller_session(cluster), master_of(cluster)
     for _ in range(20):
         for byte in master.take():
             caller.feed(bytes([byte]))

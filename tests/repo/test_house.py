@@ -198,9 +198,9 @@ def test_the_pure_rooms_are_pure() -> None:
 
 
 def test_transports_and_tiers_know_contracts_only() -> None:
-    helpers = ("addresses", "checksum", "device", "device_copy", "file_stamp", "huge_pages")
-    helpers += ("logs", "memory_limits", "shares", "strangers", "tenant_names", "threads", "units")
-    allowed = ("types", "errors", "protocols", "wire", *helpers)
+    helpers = "addresses checksum device device_copy file_stamp guard huge_pages logs memory_limits"
+    helpers += " shares strangers tenant_names threads units"
+    allowed = ("types", "errors", "protocols", "wire", *helpers.split())
     for path in files("transports", "tiers"):
         for name in imports(path):
             if within(name, "kvpool") and name != "kvpool.logs":

@@ -183,10 +183,9 @@ CALLBACKS = {
     "one of those in line: it catches all, and goes on": """
         kvpool/net/control_listener.py:_Answers._work
         kvpool/net/control_listener.py:_Answers.asked
-        kvpool/net/control_listener.py:_Handshakes._work
-        kvpool/net/control_listener.py:_Handshakes.go_on
         kvpool/net/event_publisher.py:EventPublisher._take_requests
         kvpool/net/event_publisher.py:EventPublisher.start
+        kvpool/net/secret_sessions.py:_Handshakes._plan
         transports/kvpool_transports/ucx_worker.py:Worker.__init__
         transports/kvpool_transports/ucx_worker.py:Worker._drive
         transports/kvpool_transports/ucx_worker.py:Worker._failed

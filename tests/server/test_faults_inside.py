@@ -148,7 +148,7 @@ class Faulty(Nvme):
 async def one_server(*tiers: Tier) -> AsyncIterator[BlockServer]:
     config = ServerConfig(masters=(), listen=())
     server = BlockServer(config, cluster=Cluster(), network=None, transports={}, tiers=tiers)
-    await server._context.mover.recover()
+    await server._context.mover.recover(server.cluster)
     server._context.mover.start()
     try:
         yield server

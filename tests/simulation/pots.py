@@ -27,6 +27,7 @@ from kvpool.master.state.directory import Directory
 from kvpool.master.state.hint_log import HintLog
 from kvpool.master.state.server_record import Registration
 from kvpool.net.control_listener import ControlListener
+from kvpool.net.control_session import MasterSession
 from kvpool.server import consumers
 from kvpool.server.moves.state.fetches import FetchBudget, Receivers
 from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
@@ -255,7 +256,9 @@ def play_callers(seed: int) -> str:
 
 async def _callers(seed: int) -> str:
     chance, loop = random.Random(seed), asyncio.get_running_loop()
-    listener: Any = ControlListener(lambda *_: (1, b""), Cluster(), make_guard(), None)
+    listener: Any = ControlListener(
+        lambda *_: (1, b""), Cluster(), make_guard(), lambda admit: MasterSession(Cluster(), admit)
+    )
     listener._shares.total = size = chance.choice([16, 40])
     listener._held.total = 1 << 20
     tenants = chance.random() < 0.5

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvpool.errors import KvpoolError
 from kvpool.master.state.explanations import explain
+from kvpool.server.announcer import Identity
 from kvpool.testing.invariants import inventory
 from kvpool.types import Namespace, ReadStatus, ServerStats
-from kvpool.wire import auth
 from kvpool.wire import messages as wire
 from tests.simulation.control_plane import SimNetwork
 from tests.simulation.oracles import WatchedServers
@@ -186,7 +186,8 @@ class MapFaults:
         secret = node.server._secret
         with world.incident("impostor", node.name, settle_s=3.0):
             # With the server's own token, too: a server that is confused makes up numbers.
-            tokens = [bytes(auth.TOKEN_SIZE), auth.server_token(secret, master.address)]
+            own = Identity("", 0, "", (), (), secret).token_for(master.address)
+            tokens = [bytes(wire.TOKEN_SIZE), own]
             taken = await process.spawn(self._speak(process, master, node, tokens))
             process.kill()
             if taken:  # until the master counts the impostor as lost, and the owner registers

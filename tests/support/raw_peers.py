@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from kvpool import dev
-from kvpool.net.control_session import CallerSession, caller_context
+from kvpool.net.control_session import caller_session
 from kvpool.protocols import Link, Transport
 from kvpool.types import Cluster
 from kvpool.wire import messages as wire
@@ -95,7 +95,7 @@ class ControlPeer:
         cluster: Cluster,
     ) -> None:
         self.reader, self.writer = reader, writer
-        self.session = CallerSession(cluster, caller_context)
+        self.session = caller_session(cluster)
         self.messages: list[bytes] = []
 
     async def shake(self) -> None:
@@ -122,7 +122,7 @@ class ControlPeer:
 
     def send_unframed(self, data: bytes) -> None:
         """Bytes of a message, or of none; encrypted where messages are."""
-        tls = self.session._tls
+        tls = getattr(self.session, "_tls", None)
         self.writer.write(tls.seal(data) if tls else data)
 
 

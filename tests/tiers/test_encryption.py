@@ -16,8 +16,8 @@ import pytest
 from kvpool import Cluster, ReadStatus, WriteStatus, dev
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import ConfigError
+from kvpool.server.tier_keys import storage_key
 from kvpool.types import ROOT, Record
-from kvpool.wire import auth
 from kvpool_tiers.nvme.format import GROUP_SIZE, PAGE, SEALED_HEADER_SIZE, Geometry
 from kvpool_tiers.nvme.tier import Nvme
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
@@ -345,6 +345,6 @@ async def test_a_file_under_another_key_has_no_records(tmp_path: Path) -> None:
 
 def test_keys_are_of_one_cluster() -> None:
     secret = b"0123456789abcdef"
-    made = {auth.storage_key(Cluster(name, secret)) for name in ("a", "b")}
-    made.add(auth.storage_key(Cluster("a", secret + b"!")))
+    made = {storage_key(Cluster(name, secret)) for name in ("a", "b")}
+    made.add(storage_key(Cluster("a", secret + b"!")))
     assert len(made) == 3

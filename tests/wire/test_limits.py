@@ -242,7 +242,7 @@ def test_proofs_and_keys_belong_to_one_side_of_one_cluster() -> None:
         for first, second in ((b"a" * 32, b"b" * 32), (b"b" * 32, b"a" * 32))
     ]
     assert len(set(proofs)) == len(proofs)
-    assert {len(proof) for proof in proofs} == {auth.PROOF_SIZE}
+    assert {len(proof) for proof in proofs} == {messages.PROOF_SIZE}
 
 
 def test_no_more_than_a_step_is_received_at_once() -> None:

@@ -28,9 +28,9 @@ from kvpool.server.cold.state.format import ObjectKeys
 from kvpool.server.cold.writer import ObjectWriter
 from kvpool.server.extension import ServerExtension, ServerParts
 from kvpool.server.state.tier_stores import cold_store
+from kvpool.server.tier_keys import file_owner, storage_key
 from kvpool.types import ServerStats
 from kvpool.units import human
-from kvpool.wire import auth
 
 #: Objects that are written at a time. Each is in memory once.
 _WRITERS: Final = 2
@@ -56,11 +56,11 @@ class ColdRing(ServerExtension):
             return
         cluster, settings = parts.cluster, tier.cold_settings
         if settings.encrypt:
-            auth.storage_key(cluster)  # raises ConfigError without a secret
+            storage_key(cluster)  # raises ConfigError without a secret
         # Below it lies what is this cluster's: one with another secret finds nothing.
-        objects = tier.objects(f"kvpool-{auth.file_owner(cluster).hex()}")
+        objects = tier.objects(f"kvpool-{file_owner(cluster).hex()}")
         self._bucket = Bucket(objects, requests=settings.requests, hedge_s=settings.hedge_s)
-        keys = ObjectKeys(auth.storage_key(cluster) if cluster.secret else b"")
+        keys = ObjectKeys(storage_key(cluster) if cluster.secret else b"")
         self._index = ColdIndex(parts.context, store, self._bucket, keys)
         self._counters = Counter(
             cold_written_blocks=0, cold_written_bytes=0, cold_not_written=0, cold_damaged=0

@@ -21,7 +21,7 @@ import msgspec
 
 from kvpool.errors import BadMessage
 from kvpool.moves import proposed
-from kvpool.protocols import Peer, PersistentTier
+from kvpool.protocols import Peer
 from kvpool.server.extension import Handlers, ServerExtension, ServerParts
 from kvpool.server.moves.drainer import Drainer
 from kvpool.server.moves.fetcher import Fetcher
@@ -55,7 +55,7 @@ class Moves(ServerExtension):
             transports=parts.transports,
         )
         self.fetcher = Fetcher(context, self.peers)
-        durable = isinstance(context.tiers[context.store.backing_tier], PersistentTier)
+        durable = context.tiers[context.store.backing_tier].survives_restart
         self.repair = RepairPlanner(context.store)
         self.balance = BalancePlanner(context.store)
         planners = (self.repair, self.balance) if config.balance else (self.repair,)

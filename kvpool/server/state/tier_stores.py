@@ -8,8 +8,9 @@ from operator import attrgetter
 from typing import Any, Final
 
 from kvpool.piecewise_dict import PiecewiseDict
-from kvpool.protocols import Addressable, DeviceAddressable, HasParts, PersistentTier, Tier
+from kvpool.protocols import Addressable, DeviceAddressable, Tier
 from kvpool.protocols.cold_tier import ColdTier
+from kvpool.protocols.persistent_tier import HasParts, PersistentTier
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.divided_allocator import DividedAllocator

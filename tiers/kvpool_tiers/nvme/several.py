@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar, cast
 
 from kvpool.errors import Closed, ConfigError, UsageError
-from kvpool.protocols import PersistentTier, Tier, TierPart
+from kvpool.protocols import Tier
+from kvpool.protocols.persistent_tier import PersistentTier, TierPart
 from kvpool.types import Record
 
 T = TypeVar("T")

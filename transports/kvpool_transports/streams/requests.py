@@ -9,13 +9,13 @@ but for small ones (`wire.frames.SMALL`). They are hashed in steps while they ar
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from kvpool.checksum import block_seeds, checksums
-from kvpool.errors import BadMessage, Unauthenticated, VersionMismatch
+from kvpool.errors import BadMessage, VersionMismatch
+from kvpool.guard import of_secrets
 from kvpool.protocols import DeviceReadBlock, DeviceWriteBlock, ReadOptions, View, WriteOptions
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
@@ -27,16 +27,12 @@ from kvpool.types import (
     WriteBlock,
     WriteStatus,
 )
-from kvpool.wire import auth
 from kvpool.wire.frames import Frame, PayloadReceiver
 from kvpool.wire.messages import (
-    TYPES,
-    Challenge,
     Data,
     Hello,
     M,
     Message,
-    Proof,
     Read,
     Reserve,
     Reserved,
@@ -95,31 +91,15 @@ async def handshake(
     VersionMismatch for another protocol version, another cluster, or another server than `server`
     (if that is not empty), and Unauthenticated when a proof is missing or wrong.
     """
-    nonce = secrets.token_bytes(auth.NONCE_SIZE) if cluster.secret else b""
-    key = auth.key_id(cluster, nonce) if cluster.tenant else b""
-    hello = Hello(cluster.name, client, nonce, writer, cluster.tenant, key)
-    await stream.send(hello, deadline=deadline)
+    hello = Hello(cluster.name, client, writer=writer)
     if cluster.secret:
-        await _prove(stream, cluster, nonce, binding, deadline)
+        await of_secrets("prove")(stream, hello, cluster, binding, deadline)
+    else:
+        await stream.send(hello, deadline=deadline)
     welcome = await stream.expect(Welcome, deadline=deadline)
     if server and welcome.server != server:
         raise VersionMismatch(f"this is server {welcome.server!r}, expected {server!r}")
     return welcome
-
-
-async def _prove(
-    stream: Exchange, cluster: Cluster, nonce: bytes, binding: bytes, deadline: float
-) -> None:
-    frame = await stream.receive(deadline=deadline)
-    if frame.type == TYPES[Welcome]:
-        raise Unauthenticated("the server asks for no secret: give it the one of this client")
-    challenge = decode_answer(Challenge, frame.type, frame.body)
-    expected = auth.server_proof(cluster, nonce, challenge.nonce, binding)
-    if not auth.same(challenge.proof, expected):
-        middle = ", or another process answers in its place" if binding else ""
-        raise Unauthenticated(f"the server does not know this cluster's secret{middle}")
-    proof = Proof(auth.client_proof(cluster, nonce, challenge.nonce, binding))
-    await stream.send(proof, deadline=deadline)
 
 
 async def write(

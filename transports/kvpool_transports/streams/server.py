@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from operator import eq
 from typing import Any, Final
@@ -20,24 +19,21 @@ from kvpool.errors import (
     Forbidden,
     KvpoolError,
     LinkBroken,
-    Unauthenticated,
     VersionMismatch,
 )
+from kvpool.guard import of_secrets
 from kvpool.protocols import BlockStore, Connection, Peer, ReserveRequest
 from kvpool.strangers import Strangers
-from kvpool.types import Cluster, Pin, ReadStatus, Reservation, SessionHint, WriteStatus
-from kvpool.wire import auth
+from kvpool.types import Pin, ReadStatus, Reservation, SessionHint, WriteStatus
 from kvpool.wire.frames import STEP, Frame, PayloadReceiver, Pieces
 from kvpool.wire.messages import (
     ASIDE,
     PAYLOAD,
     TYPES,
     WRITE_BYTES_MAX,
-    Challenge,
     Data,
     Hello,
     Message,
-    Proof,
     Read,
     Reserve,
     Reserved,
@@ -259,20 +255,20 @@ class StreamSession:
         """Receive `Hello`, check versions, cluster and secret, and open a `Connection`."""
         deadline = self._loop.time() + HELLO_S
         hello = await self.stream.expect(Hello, deadline=deadline)
-        cluster = self._store.cluster
+        cluster, proved = self._store.cluster, None
         if hello.cluster != cluster.name:
             raise VersionMismatch(
                 f"client belongs to cluster {hello.cluster!r}, this server to another one"
             )
-        proved = None
         if cluster.secret:
             self._strangers.check(self.stream.peer_address, self._loop.time())
-            if hello.tenant:
-                cluster = proved = self._seen_by_tenant(hello)
-            await self._challenge(cluster, hello.nonce, deadline)
-            # It may have been revoked since: from here to `connect` nothing is awaited.
-            if proved and proved.secret not in self._store.guard.secrets_of(proved.tenant):
-                raise Unauthenticated("this secret of the tenant is not valid any more")
+            if hello.tenant and (self._mapped or not self.serves_tenants):
+                raise Forbidden(
+                    f"{self._scheme} is not for clients of tenants, who could see the memory of "
+                    "others there: use tcp"
+                )
+            ask = of_secrets("ask_for_proof")
+            proved = await ask(self.stream, self._store, hello, self.binding, deadline)
         self._peer = Peer(hello.client, self._scheme, self, self.stream.peer_address, proved)
         connection = self._store.connect(self._peer)
         size = self._store.tier.capacity if self._mapped else 0
@@ -282,23 +278,6 @@ class StreamSession:
             connection.close()
             raise
         return connection
-
-    def _seen_by_tenant(self, hello: Hello) -> Cluster:
-        """The cluster with the secret that a client of a tenant is to prove.
-
-        Raises Forbidden where tenants are not served; Unauthenticated, with the same words whether
-        there is such a tenant or not.
-        """
-        if self._mapped or not self.serves_tenants:
-            raise Forbidden(
-                f"{self._scheme} is not for clients of tenants, who could see the memory of "
-                "others there: use tcp"
-            )
-        good = self._store.guard.secrets_of(hello.tenant)
-        found = auth.find_tenant(good, self._store.cluster, hello.tenant, hello.key, hello.nonce)
-        if found is None:
-            raise Unauthenticated(f"tenant {hello.tenant!r} does not have this secret here")
-        return found
 
     async def welcome(self, hello: Hello, welcome: Welcome) -> None:
         """Send `welcome` to a client that may use the pool. For a transport that passes more."""
@@ -322,17 +301,6 @@ class StreamSession:
     def retire(self) -> None:
         """As `ClientLink.retire`."""
         self.stream.abort()
-
-    async def _challenge(self, cluster: Cluster, theirs: bytes, deadline: float) -> None:
-        """Let the client prove that it knows the secret. Raises Unauthenticated."""
-        if len(theirs) != auth.NONCE_SIZE:
-            raise Unauthenticated("this cluster has a secret: give it (setting secret_file)")
-        ours = secrets.token_bytes(auth.NONCE_SIZE)
-        challenge = Challenge(ours, auth.server_proof(cluster, theirs, ours, self.binding))
-        await self.stream.send(challenge, deadline=deadline)
-        proof = await self.stream.expect(Proof, deadline=deadline)
-        if not auth.same(proof.proof, auth.client_proof(cluster, theirs, ours, self.binding)):
-            raise Unauthenticated("the client does not know this cluster's secret")
 
     def _refuse(self, error: KvpoolError) -> None:
         admitted = self._connection is not None
