@@ -126,7 +126,8 @@ def _limits(settings: Config, limits: MemoryLimits) -> Finding:
     if reserved.free > 0:
         text += f", huge pages {human(reserved.free)} ({reserved.name})"
     shm = tightest(limits.named_shared_memory())
-    over_ucx = any(one.startswith("ucx") for one in settings.client.transports)
+    asked = any(one.startswith("ucx") for one in settings.client.transports)
+    over_ucx = asked and importlib.util.find_spec("ucxx") is not None
     if over_ucx and shm.free < _SHM_MIN:
         text += f"; {shm.name} has {human(shm.free)}, and UCX needs more"
         return Finding("memory limits", "warn", text, f"raise {shm.advice}")
@@ -183,8 +184,8 @@ def _transports(config: ClientConfig) -> list[Finding]:
         except ConfigError as error:
             # One of several is left out, and the pool works; the error says how to get it.
             verdict = "ok" if len(config.transports) > 1 else "fail"
-            text = f"left out: {error}"
-            findings.append(Finding(f"transport {scheme}", verdict, text, "see README, extras"))
+            advice = "do as it says; packages are in README, extras"
+            findings.append(Finding(f"transport {scheme}", verdict, f"left out: {error}", advice))
         except Exception as error:  # of a plug-in, which may be anybody's
             findings.append(unchecked(f"transport {scheme}", error))
         else:

@@ -298,14 +298,6 @@ def test_explain_says_what_came_of_a_sessions_hints(pool: LocalPool) -> None:
     assert kvpool("explain", *where).exit_code == 2
 
 
-def test_doctor(pool: LocalPool) -> None:
-    found = as_json("doctor", "--masters", pool.master, "--transport", "tcp")
-    verdicts = {finding["check"]: finding["verdict"] for finding in found}
-    assert verdicts["transport tcp"] == "ok"
-    assert "fail" not in verdicts.values(), found
-    assert "transport shm" not in verdicts
-
-
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("command", ["status", "doctor", "usage"])
 def test_no_word_is_cut_at_the_width_of_a_terminal(

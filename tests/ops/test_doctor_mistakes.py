@@ -7,11 +7,14 @@ A row: how it is planted, the check that finds it, its verdict, and words of tex
 from __future__ import annotations
 
 import asyncio
-import errno
+import contextlib
+import functools
 import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -23,8 +26,7 @@ import pytest
 
 from kvpool import ClientConfig, ServerConfig, dev, registry
 from kvpool.config import Config
-from kvpool.errors import ConfigError
-from kvpool.memory_limits import Limit, MemoryLimits
+from kvpool.memory_limits import Limit
 from kvpool.ops import doctor, own_host, pool_health, unreachable_master
 from kvpool.ops.engine_json import ExaminedJson, examine_json
 from kvpool.ops.engines import examine_engines
@@ -46,6 +48,7 @@ OPEN = Cluster()
 GIB = 1 << 30
 USUAL, SLOW = ClientConfig(), ClientConfig(timeout_s=1.0, attempt_s=1.0)
 MANY = {"connections": 900, "connections_max": 1024}
+LIMITS = ("memory", "huge_pages", "named_shared_memory", "locked")
 BLIND, TWICE = ClientConfig(verify=False), ClientConfig(masters=["a:1", "a:1"])
 
 
@@ -172,15 +175,6 @@ async def a_firewall_that_drops(place: Place) -> Iterable[Finding]:
         waiting.setblocking(False)
         waiting.connect_ex(full.getsockname())
     return await place.master(f"127.0.0.1:{full.getsockname()[1]}")
-
-
-@mistake("master", "fail", "there is no way: Network is unreachable", "has this host IPv6")
-async def no_route_for_ipv6(place: Place) -> Iterable[Finding]:
-    async def refused(*_: object) -> None:
-        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
-
-    place.patch.setattr(unreachable_master.asyncio, "open_connection", refused)
-    return await place.master("[fd00::1]:7450")
 
 
 # --- servers: real ones, or their figures ---------------------------------------------------------
@@ -340,13 +334,6 @@ async def a_file_twice(place: Place) -> Iterable[Finding]:
     return place.server("nvme:DIR/a:1MiB", "nvme:DIR/link:1MiB")
 
 
-@mistake("tier files", "fail", "is mounted read-only", "mount it for writing")
-async def a_disk_mounted_read_only(place: Place) -> Iterable[Finding]:
-    only = SimpleNamespace(f_flag=os.ST_RDONLY, f_bavail=1 << 40, f_frsize=1)
-    place.patch.setattr(own_host.os, "statvfs", lambda _: only)
-    return place.server("nvme:DIR/a:1MiB")
-
-
 @mistake("disk space", "fail", "1024 TiB is wanted", "a smaller size")
 async def files_larger_than_the_disk_together(place: Place) -> Iterable[Finding]:
     assert not list(place.server("nvme:DIR/a:1MiB", "nvme:DIR/b:1MiB"))
@@ -359,43 +346,6 @@ async def no_secret_beyond_loopback(place: Place) -> Iterable[Finding]:
     closed = Config(server=ServerConfig(listen=listen), secret_file="s")
     assert not list(own_host.examine_settings(closed))
     return place.server(listen=listen)
-
-
-def limited(place: Place, **limits: list[Limit]) -> None:
-    for name, found in limits.items():
-        place.patch.setattr(MemoryLimits, name, lambda self, found=found: found)
-
-
-@mistake("memory limits", "warn", "a server of these settings takes 8 GiB", "or raise MemoryMax=")
-async def a_cgroup_smaller_than_the_server(place: Place) -> Iterable[Finding]:
-    limited(place, memory=[Limit("cgroup /pool", GIB // 2, "MemoryMax=")], huge_pages=[])
-    limited(place, huge_pages=[Limit("reserved huge pages", 0, "vm.nr_hugepages")])
-    unset = settings("127.0.0.1:9")
-    assert doctor._limits(unset, MemoryLimits()).verdict == "ok"
-    server = ServerConfig(tiers=["dram:8GiB", "nvme:/x:1TiB"])
-    return [doctor._limits(Config(server=server, client=unset.client), MemoryLimits())]
-
-
-@mistake("memory limits", "warn", "/dev/shm has 64 MiB, and UCX needs more", "raise --shm-size")
-async def a_small_dev_shm(place: Place) -> Iterable[Finding]:
-    limited(place, named_shared_memory=[Limit("/dev/shm", 64 << 20, "--shm-size")])
-    return [doctor._limits(Config(), MemoryLimits())]
-
-
-@mistake("memory limits", "warn", "ulimit -l has 64 KiB, and RDMA locks", "raise ulimit -l")
-async def a_small_memlock(place: Place) -> Iterable[Finding]:
-    limited(place, named_shared_memory=[], locked=[Limit("ulimit -l", 64 << 10, "ulimit -l")])
-    place.patch.setattr(Path, "exists", lambda _: True)  # a card is there
-    return [doctor._limits(Config(), MemoryLimits())]
-
-
-@mistake("transport ucx", "fail", "left out: UCX has no lanes", "extras")
-async def ucx_without_lanes(place: Place) -> Iterable[Finding]:
-    def refused(_: str) -> None:
-        raise ConfigError("UCX has no lanes")
-
-    place.patch.setattr(registry, "transport", refused)
-    return doctor._transports(ClientConfig(transports=["ucx"]))
 
 
 DEFAULTS = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both"}
@@ -427,17 +377,11 @@ def given(*tiers: str, client: ClientConfig = USUAL, **server: Any) -> Plant:
     return lambda place: place.server(*tiers, client=client, **server)
 
 
-def patched(name: str, value: Any, *tiers: str) -> Plant:
-    """Where a function of this host's says something else."""
-
-    def plant(place: Place) -> Found:
-        place.patch.setattr(f"kvpool.ops.own_host.{name}", lambda *_: value)
-        return place.server(*tiers)
-
-    return plant
+def far_away(place: Place) -> Found:
+    place.patch.setattr(own_host, "_kind_of_mount", lambda _: "nfs4")
+    return place.server("nvme:DIR/a:1MiB")
 
 
-A_FILE = "nvme:DIR/a:1MiB"
 #: Mistakes of one line.
 SHORT: dict[str, tuple[Plant, str, str, str, str]] = {
     "no disk there": (given("nvme:DIR/a/b:1MiB"), "tier", "fail", "no directory", "mkdir -p"),
@@ -446,22 +390,8 @@ SHORT: dict[str, tuple[Plant, str, str, str, str]] = {
     "attempts": (given(client=SLOW), "times", "warn", "costs a call all of", "hedge_s < attempt_s"),
     "checksums": (given(client=BLIND), "checksums", "warn", "bytes are not noticed", "turn it on"),
     "twice": (given(client=TWICE), "masters", "warn", "a:1 stands twice", "once"),
-    "another user's": (
-        patched("os.access", False, A_FILE),
-        "tier",
-        "fail",
-        "may not write",
-        "chown",
-    ),
-    "in memory": (
-        *(patched("_kind_of_mount", "tmpfs", A_FILE), "tier", "warn", "in memory", "a file on a"),
-    ),
     "on another host": (
-        *(patched("_kind_of_mount", "nfs4", A_FILE), "tier", "warn"),
-        *("lies on another host or in a program (nfs4)", "of this host"),
-    ),
-    "few open files": (
-        *(patched("resource.getrlimit", (256, 256)), "open files", "warn", "may open 256", "-n 65"),
+        *(far_away, "tier", "warn", "lies on another host or in a program (nfs4)", "of this host"),
     ),
     "clients": (
         *(lambda _: doctor.crowded([member("s", stats=ServerStats(counters=MANY))]), "connections"),
@@ -532,8 +462,12 @@ async def test_a_mistake_is_found_and_it_says_what_to_do(name: str, tmp_path: Pa
     assert all(one.advice for one in matching)
 
 
-def test_there_are_many_and_a_right_pool_has_none() -> None:
-    assert len(MISTAKES) >= 50
+def test_there_are_many_and_a_right_pool_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(MISTAKES) + len(PLANTED) + len(OF_HOST) >= 60
+    little = dict.fromkeys(LIMITS, lambda: [Limit("x", 1, "")])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)  # UCX is not installed
+    for one in (settings("a:1"), settings("a:1", "ucx")):
+        assert doctor._limits(one, SimpleNamespace(**little)).verdict == "ok"
     given = {"masters": ["a:1"], "transports": ["tcp"], "cluster": "bank", "secret_file": "/s"}
     (fine,), told = multi(kv_connector_extra_config=given)
     of_client = {f"client.{name}": given.pop(name) for name in ("masters", "transports")}
@@ -603,6 +537,93 @@ def test_a_mistake_among_processes_is_found(pool: dict[str, str], name: str) -> 
     assert done.code == (1 if "fail" in {one["verdict"] for one in found} else 0)
 
 
+#: Hosts with mistakes, and what is done there before `kvpool doctor` looks.
+HOSTS = {
+    "mounts": """
+        mount -t tmpfs -o size=64m none /dev/shm
+        mount --bind only only; mount -o remount,bind,ro only
+        mount -t tmpfs none memory
+        echo 'always [deny]' > pages; mount --bind pages $THP
+        exec prlimit --nofile=256:256 $DOCTOR --masters [fd00::1]:7450""",
+    "a card": """
+        mount -t tmpfs none /sys/class; mkdir /sys/class/infiniband
+        exec prlimit --memlock=65536:65536 setpriv --bounding-set=-ipc_lock \\
+            $DOCTOR --transport ucx?tls=rc""",
+    "a cgroup": "echo $$ > $CGROUP/cgroup.procs; exec $DOCTOR",
+}
+THP = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+#: Where it is planted, the check that finds it, and words of text and advice.
+OF_HOST = {
+    "a disk mounted read-only": ("mounts", "tier files", "only is mounted read-only", "mount it"),
+    "a file in memory": ("mounts", "tier files", "memory lies in memory", "a file on a disk"),
+    "another user's": ("mounts", "tier files", "may not write", "chown"),
+    "few open files": ("mounts", "open files", "may open 256", "-n 65536"),
+    "no huge pages": ("mounts", "huge pages", "shared memory: deny", "echo advise"),
+    "no lanes": ("a card", "transport ucx", "left out: UCX", "extras"),
+    "no route": ("mounts", "master [fd00::1]", "there is no way", "has this host IPv6, and a"),
+    "a small /dev/shm": ("mounts", "memory limits", "/dev/shm has 64 MiB, and UCX", "--shm-size"),
+    "a small memlock": ("a card", "memory limits", "ulimit -l has 64 KiB, and RDMA", "ulimit -l"),
+    "a small cgroup": ("a cgroup", "memory limits", "takes 64 GiB", "or raise MemoryMax="),
+}
+
+
+@pytest.fixture(scope="module")
+def cgroup() -> Iterator[str]:
+    """The folder of one whose memory is limited to 1 GiB, if one may be made."""
+    above, limit, found = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "/nowhere"
+    if not above.exists():
+        above, limit = above.parent, "memory.max"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            (made := above / f"kvpool-test-{os.getpid()}").mkdir()
+            stack.callback(made.rmdir)
+            (made / limit).write_text(str(GIB))
+            found = str(made)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory, cgroup: str) -> Callable[[str], Any]:
+    """What is found on one of these hosts: namespaces of a process, or a cgroup of its own."""
+    folder = tmp_path_factory.mktemp("host")
+    places = ("only", "memory", "theirs")
+    for name in places:
+        (folder / name).mkdir()
+    if os.getuid() == 0:
+        os.chown(folder / "theirs", 12345, -1)
+    tiers = ["dram:64GiB", *(f"nvme:{folder}/{one}/a:1MiB" for one in places)]
+    (folder / "pool.yaml").write_text(json.dumps({"server": {"tiers": tiers}}))
+
+    @functools.cache
+    def examined(name: str) -> Any:
+        def run(program: str) -> subprocess.CompletedProcess[str]:
+            told = {**os.environ, "DOCTOR": program, "THP": THP, "CGROUP": cgroup}
+            command = ["unshare", "-rmn", "sh", "-ec", HOSTS[name]]
+            return subprocess.run(
+                command, cwd=folder, env=told, capture_output=True, text=True, timeout=60
+            )
+
+        if (tried := run("true")).returncode:
+            pytest.skip(f"this machine does not allow it: {tried.stderr}")
+        done = run(f"{sys.executable} -m kvpool doctor --json --config pool.yaml")
+        assert done.returncode == 1, done.stderr
+        return json.loads(done.stdout)
+
+    return examined
+
+
+@pytest.mark.parametrize("name", OF_HOST)
+def test_a_mistake_of_the_host_is_found(host: Callable[[str], Any], name: str) -> None:
+    planted, check, text, advice = OF_HOST[name]
+    if "UCX" in text or "RDMA" in text:
+        pytest.importorskip("ucxx")
+    if name == "another user's" and os.getuid() != 0:
+        pytest.skip("this process may give no folder away")
+    found = [one for one in host(planted) if one["check"].startswith(check)]
+    said = [one for one in found if one["verdict"] != "ok" and text in one["text"]]
+    assert any(advice in one["advice"] for one in said), found
+
+
 async def test_a_check_that_warns_is_not_ok_as_well() -> None:
     here = settings("127.0.0.1:9")
     open_to_all = msgspec.structs.replace(here, server=ServerConfig(listen=["tcp://0.0.0.0:1"]))
@@ -614,7 +635,6 @@ async def test_a_check_that_warns_is_not_ok_as_well() -> None:
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        (["--masters", "127.0.0.1:9"], 1),
         (["--masters", "no port"], 2),
         (["--engine", "127.0.0.1:9"], 1),
         (["--vllm", "{"], 1),

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import ClientConfig, Config
 from kvpool.errors import ConfigError
-from kvpool.memory_limits import Limit, MemoryLimits, tightest
+from kvpool.memory_limits import MemoryLimits, tightest
 from kvpool.ops import doctor
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.nvme import opening
@@ -223,16 +223,3 @@ def test_doctor_names_what_a_server_here_could_have(machine: Machine) -> None:
     assert (found.verdict, found.text) == ("ok", "64 GiB (the machine)")
     machine.set("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", 512)
     assert "huge pages 1 GiB" in doctor._limits(over_tcp, machine.limits).text
-
-
-def test_doctor_names_a_small_place_for_shared_memory(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = [Limit("/dev/shm", 64 * MIB, "--shm-size")]
-    monkeypatch.setattr(MemoryLimits, "named_shared_memory", lambda self: small)
-    found = doctor._limits(Config(), machine.limits)
-    assert found.verdict == "warn"
-    assert "/dev/shm has 64 MiB" in found.text
-    assert "--shm-size" in found.advice
-    over_tcp = Config(client=ClientConfig(transports=["tcp"]))
-    assert doctor._limits(over_tcp, machine.limits).verdict == "ok"
