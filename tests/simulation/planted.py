@@ -410,7 +410,7 @@ BUGS: Sequence[Bug] = read(
 @@ new-life-taken-for-the-old  G8  kvpool.master.state.server_table
 -if record is not None and same and record.registration.epoch == registration.epoch:
 +if record is not None and same:
-@@ replaced-is-lost  G5  kvpool.master.state.server_table  seed 151
+@@ replaced-is-lost  G5  kvpool.master.state.server_table  seed 197
 -            elif inventory.lost or not inventory.retired:
 +            else:
 @@ dead-servers-stay  G7  kvpool.master.state.server_table
