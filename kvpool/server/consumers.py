@@ -114,11 +114,14 @@ class Consumers:
         self, kind: str, tiers: _Sizes, accounts: Mapping[str, TenantAccount]
     ) -> list[Consumer]:
         """There may be thousands: of those that are not shown only sums are taken."""
-        reads, total, nothing = self._reads[kind], Counter[str](), _Reads()
+        reads, total, nothing = self._reads[kind], dict[str, int](), _Reads()
         for sizes in tiers.values():
-            total.update(sizes)
+            for name, size in sizes.items():
+                total[name] = total.get(name, 0) + size
+        if not (total or reads or accounts):
+            return []
         names = (total.keys() | reads.keys()) - {OTHERS}
-        weights = ((total[name], reads.get(name, nothing).bytes, name) for name in names)
+        weights = [(total.get(name, 0), reads.get(name, nothing).bytes, name) for name in names]
         shown = [name for *_, name in nlargest(_SHOWN[kind], weights)]
         found = []
         rest, evicted = _Reads(), sum(one.evicted for one in accounts.values())

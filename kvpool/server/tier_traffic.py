@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool.protocols import SupportsStatusText, Tier
+from kvpool.protocols import Tier
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.types import TierUsage
 
@@ -99,7 +99,7 @@ def usage(
 
 
 def _status_text(tier: Tier, problem: str, read_only_because: str) -> str:
-    text = tier.status_text if isinstance(tier, SupportsStatusText) else ""
+    text: str = getattr(tier, "status_text", "")
     if read_only_because:
         problem = f"{problem}{'; ' * bool(problem)}read-only: {read_only_because}"
     return f"{text}{', ' * bool(text and problem)}{problem}"

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvpool.config import ServerConfig
 from kvpool.errors import ConfigError
-from kvpool.protocols import SupportsStatusText, Tier
+from kvpool.protocols import Tier
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
@@ -95,7 +95,7 @@ class Mover:
     def usage(self, now: float, reads: int = 0) -> list[TierUsage]:
         """How full each tier is and what goes through it; a single one has served all `reads`."""
         (memory,), store = self._tiers, self._store.front
-        text = memory.status_text if isinstance(memory, SupportsStatusText) else ""
+        text: str = getattr(memory, "status_text", "")
         room, used = store.allocator.capacity, store.allocator.allocated
         blocks = store.index.stored
         return [TierUsage(memory.name, text, False, room, used, blocks, hits=reads)]

@@ -1,4 +1,4 @@
-"""The planted bugs: mistakes that the simulator must find, each within 2,000 seeds.
+"""The planted bugs: mistakes that the simulator must find, by a seed they name or by a low one.
 
 If the simulator finds none of them, its silence about the real code means nothing. Each bug is a
 mistake that a programmer could make: a few characters in one place of the real source. `plant.py`
@@ -23,7 +23,7 @@ class Bug(NamedTuple):
     before: str
     after: str
     #: It found the bug once, and is played first: for bugs that need more than a few. When the code
-    #: around such a bug has changed and its seed no longer finds it, all the others are played.
+    #: around such a bug has changed and its seed no longer finds it, others are played.
     seed: int | None
 
 

@@ -44,6 +44,9 @@ class FaultySupervisor(Supervisor):
     async def _attempt(
         self, name: str, step: Callable[[], Coroutine[Any, Any, None]], backoff: Backoff
     ) -> bool:
+        if name not in self.struck:
+            return await super()._attempt(name, step, backoff)
+
         async def watched() -> None:
             self._strike(name)
             await step()
@@ -51,8 +54,6 @@ class FaultySupervisor(Supervisor):
         return await super()._attempt(name, watched, backoff)
 
     def _strike(self, name: str) -> None:
-        if name not in self.struck:
-            return
         self.struck[name] += 1
         if self.struck[name] > _FAILURES_MAX:
             self.fail(f"house: the task {name!r} has failed {self.struck[name]} times at once")

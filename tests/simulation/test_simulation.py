@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.simulation import __main__ as program_of_histories
 from tests.simulation import plant, planted
 from tests.simulation.__main__ import main
 from tests.simulation.loop import Forbidden, SimLoop, Violation
@@ -132,6 +134,15 @@ def test_a_planted_bug_is_found(name: str) -> None:
         check=True,
     )
     assert json.loads(done.stdout)["caught"] is not None
+
+
+def test_bugs_that_are_not_found_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_of_histories, "_child", lambda _: {"caught": None})
+    program = typer.Typer()
+    program.command()(main)
+    done = CliRunner().invoke(program, ["--bugs", "--only", "wall-clock,evict-pinned"])
+    assert done.exit_code == 1
+    assert re.findall("^not found: ([a-z-]+)", done.output, re.M) == ["evict-pinned", "wall-clock"]
 
 
 @pytest.mark.parametrize(

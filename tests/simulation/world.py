@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -500,11 +500,18 @@ class World:
             for entry in inventory(node.server.stack)
         }
         ranks = {tier.name: rank for rank, tier in enumerate(node.server.tiers)}
-        known = set()
+        keys: dict[Namespace, list[bytes]] = {}
         for namespace, digest in self.catalog.every_key():
-            for replica in explain(master.master.directory, namespace, [digest])[0].replicas:
-                if replica.server == node.name:
-                    known.add((namespace, digest, replica.part, ranks.get(replica.tier)))
+            keys.setdefault(namespace, []).append(digest)
+        known = {
+            (namespace, digest, replica.part, ranks.get(replica.tier))
+            for namespace, digests in keys.items()
+            for digest, found in zip(
+                digests, explain(master.master.directory, namespace, digests), strict=True
+            )
+            for replica in found.replicas
+            if replica.server == node.name
+        }
         if here != known:
             return (
                 f"{master.name} lists {len(known)} blocks of {node.name}, which holds {len(here)}: "
@@ -593,6 +600,10 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
+#: What is installed is looked up on the disk once, not for each server.
+_installed: Final = cache(registry.installed)
+
+
 @contextmanager
 def _small_pool(plan: WorldPlan) -> Iterator[None]:
     """Spans of two blocks: chains of 16 blocks have many, and a master learns and forgets them.
@@ -600,6 +611,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
     What a world changes in the product stays its own: later tests run in this process, too.
     """
     changed = (
+        (registry, "installed"),
         (outbox, "_PIECE_BLOCKS"),
         (fetcher, "_STEP_BLOCKS"),
         (prefetcher, "_STEP_BLOCKS"),
@@ -619,6 +631,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         (requests, "ONE_REQUEST_MAPPED_MAX"),
     )
     before = [(module, name, vars(module)[name]) for module, name in changed]
+    vars(registry)["installed"] = _installed
     vars(spans)["SPAN_BLOCKS"] = 2
     vars(cold_writer)["os"] = SimpleNamespace(urandom=bytes)  # salts, of which nothing depends
     vars(shared_copies)["SHARED_COPIES_MAX"] = 1  # with fetches of others two runs may differ

@@ -85,11 +85,11 @@ class Disk(Protocol):
 
 async def read_pages(disk: Disk, position: int, count: int) -> list[bytes | None]:
     """So many pages, None for each that cannot be read. Raises Unavailable when none can."""
-    pages = [memoryview(bytearray(PAGE)) for _ in range(count)]
     whole = memoryview(bytearray(count * PAGE))
     try:
         await disk.read(position, whole)
     except Unavailable:  # of one page, perhaps
+        pages = [memoryview(bytearray(PAGE)) for _ in range(count)]
         calls = [disk.read(position + n * PAGE, page) for n, page in enumerate(pages)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
