@@ -372,14 +372,17 @@ async def test_a_call_changes_rooms_no_more_often(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dev, "ServerConfig", ServerConfig)  # no heartbeat falls into a call
     if sys.gettrace() is not None or sys.getprofile() is not None:
         pytest.skip("coverage or a debugger counts as well")
-    # Whoever shares the processor makes the loop wake up more often: the shortest of three counts.
-    # Or less often, with more to do each time: the slack.
-    walks = [await count_rooms.walks("tcp") for _ in range(3)]
-    wrong = [
-        held(call, min(len(one[call].rooms) for one in walks) - 1, aim, today, slack=today // 4)
-        for call, (aim, today) in ROOMS.items()
-    ]
-    assert not [one for one in wrong if one]
+    # Whoever shares the processor makes the loop wake up more often, or less often, with more to do
+    # each time: one walk of several is enough.
+    wrong: dict[str, str | None] = dict.fromkeys(ROOMS, "not counted")
+    for _ in range(9):
+        walks = await count_rooms.walks("tcp")
+        for call in [call for call, problem in wrong.items() if problem]:
+            aim, today = ROOMS[call]
+            wrong[call] = held(call, len(walks[call].rooms) - 1, aim, today, slack=today // 4)
+        if not any(wrong.values()):
+            return
+    assert not wrong
 
 
 def words(path: Path) -> int:

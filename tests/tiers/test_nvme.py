@@ -597,13 +597,20 @@ async def test_headers_that_cannot_be_read_are_lost_and_the_others_found() -> No
         await found(disk, capacity)
 
 
+class Stuck(threading.Event):
+    """Reads do not come back before it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = threading.Event()
+
+
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Reads do not come back before this is set."""
-    freed = threading.Event()
-    read = disk_module._read
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    freed, read = Stuck(), disk_module._read
 
     def wait(fd: int, offset: int, buffer: memoryview) -> int:
+        freed.reading.set()
         freed.wait()
         return read(fd, offset, buffer)
 
@@ -613,17 +620,17 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 async def test_on_a_stuck_disk_only_calls_that_have_not_begun_can_be_cancelled(
-    path: Path, stuck: threading.Event
+    path: Path, stuck: Stuck
 ) -> None:
     disk = FileDisk(path, 64 * PAGE, queue_depth=1)
     buffers = [bytearray(PAGE) for _ in range(40)]
     calls = [asyncio.ensure_future(disk.read(0, memoryview(buffer))) for buffer in buffers]
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(stuck.reading.wait, 30)
     for _ in range(3):
         for call in calls:
             call.cancel()
         await asyncio.sleep(0.01)
-    assert [call.done() for call in calls] == [False] + [True] * 39
+    await eventually(lambda: [call.done() for call in calls] == [False] + [True] * 39)
     stuck.set()
     await asyncio.wait(calls)
     assert all(call.cancelled() for call in calls)
@@ -688,12 +695,12 @@ async def test_a_call_of_which_a_piece_fails_has_failed(
 
 
 async def test_a_large_call_that_is_cancelled_ends_with_its_last_piece(
-    path: Path, stuck: threading.Event
+    path: Path, stuck: Stuck
 ) -> None:
     disk = FileDisk(path, 8 * PIECE, queue_depth=2)
     buffer = bytearray(8 * PIECE)
     call = asyncio.ensure_future(disk.read(0, memoryview(buffer)))
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(stuck.reading.wait, 30)
     call.cancel()
     disk.close()
     await asyncio.sleep(0.01)
@@ -706,16 +713,15 @@ async def test_a_large_call_that_is_cancelled_ends_with_its_last_piece(
     assert buffer.count(1) == len(buffer)  # nobody reads into it any more
 
 
-async def test_closing_does_not_wait_for_a_stuck_disk(path: Path, stuck: threading.Event) -> None:
+async def test_closing_does_not_wait_for_a_stuck_disk(path: Path, stuck: Stuck) -> None:
     before = len(os.listdir("/proc/self/fd"))
     disk = FileDisk(path, 64 * PAGE, queue_depth=1)
     buffers = [bytearray(PAGE) for _ in range(40)]
     calls = [asyncio.ensure_future(disk.read(0, memoryview(buffer))) for buffer in buffers]
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(stuck.reading.wait, 30)
     disk.close()
     late = asyncio.ensure_future(disk.read(0, memoryview(bytearray(PAGE))))
-    await asyncio.sleep(0.01)
-    assert [call.done() for call in calls] == [False] + [True] * 39
+    await eventually(lambda: [call.done() for call in calls] == [False] + [True] * 39)
     assert isinstance(calls[1].exception(), Closed)
     assert isinstance(late.exception(), Closed)
     stuck.set()
