@@ -592,12 +592,16 @@ def _errors_reported(loop: SimLoop) -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: its times, and so those of finalizers, do not depend on the seed."""
+    """No garbage collection: its times, and so those of finalizers, do not depend on the seed.
+
+    Then one of what is young: the whole world, which else stays until everything is looked at.
+    """
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        gc.collect(0)
 
 
 #: What is installed is looked up on the disk once, not for each server.
@@ -657,14 +661,21 @@ def run(
 ) -> HistoryReport:
     """Play one history. `failure` of the report is None when no promise was broken."""
     plan = WorldPlan.draw(seed, ops, without)
-    with _small_pool(plan):
-        world = World(plan, trace)
-        FaultySupervisor.fail = WatchedWays.fail = world.loop.fail
-        with _errors_reported(world.loop), sandbox(world.loop.fail), _no_collection():
-            try:
-                world.loop.run(world.history())
-            except Violation as violation:
-                world.report.failure = str(violation)
-            except Exception as error:  # an error that the pool must not raise
-                world.report.failure = f"{type(error).__name__}: {error}"
-            return world.finish()
+    with _small_pool(plan), _no_collection():
+        try:
+            return _play(plan, trace)
+        finally:
+            del FaultySupervisor.fail, WatchedWays.fail
+
+
+def _play(plan: WorldPlan, trace: bool) -> HistoryReport:
+    world = World(plan, trace)
+    FaultySupervisor.fail = WatchedWays.fail = world.loop.fail
+    with _errors_reported(world.loop), sandbox(world.loop.fail):
+        try:
+            world.loop.run(world.history())
+        except Violation as violation:
+            world.report.failure = str(violation)
+        except Exception as error:  # an error that the pool must not raise
+            world.report.failure = f"{type(error).__name__}: {error}"
+        return world.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 from kvpool_tiers.nvme import recovery
 from kvpool_tiers.nvme.format import ValidHeader
 from kvpool_tiers.nvme.tier import Nvme
+from tests.simulation.disk import SimDisk
+from tests.simulation.loop import Process, SimLoop
+from tests.simulation.platter import PAGE, Platter
 from tests.tiers.nvme_torture import play
 
 
@@ -34,6 +38,29 @@ def test_an_encrypted_history_ends_well(seed: int) -> None:
 def test_a_seed_is_one_history() -> None:
     assert play(3) == play(3)
     assert play(3).counts != play(4).counts
+
+
+def written_while_its_buffer_changed(seed: int) -> set[int]:
+    loop = SimLoop(random.Random(seed), 0.001)  # type: ignore[abstract]
+    platter = Platter(loop, 8 * PAGE, random.Random(seed))
+
+    async def write() -> None:
+        buffer = bytearray(b"\1" * platter.size)
+        call = asyncio.ensure_future(SimDisk(platter).write(0, memoryview(buffer)))
+        await asyncio.sleep(platter.latency_s / 2)
+        buffer[:] = bytes(len(buffer))
+        await call
+
+    async def main() -> None:
+        await Process(loop, "server", "host", random.Random(seed)).spawn(write())
+
+    loop.run(main())
+    return set(platter.memory)
+
+
+def test_who_reuses_a_buffer_too_early_has_written_something_else() -> None:
+    found = [written_while_its_buffer_changed(seed) for seed in range(30)]
+    assert all(one in found for one in ({0}, {1}, {0, 1})), "some of it before, some after"
 
 
 async def forgets_some(self: Nvme, offsets: Sequence[int]) -> None:
