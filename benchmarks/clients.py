@@ -33,9 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.connections import private_mib
-from kvpool import ClientConfig, Cluster, Namespace, Pool, admin, connect, dev, registry, runtime
+from kvpool import ClientConfig, Cluster, Namespace, Pool, admin, connect, dev, registry
 from kvpool.errors import KvpoolError, MasterLost
 from kvpool.net.control_network import TcpNetwork
+from kvpool.ops import process as command
 from kvpool.runtime import this_host
 
 _NAMESPACE: Final = Namespace("bench")
@@ -59,7 +60,7 @@ def _value(key: bytes) -> bytes:
 async def _serve(servers: int) -> None:
     """A pool in this process until it is killed; its address goes to stdout."""
     async with dev.serve("16MiB", servers=servers, listen=("tcp://127.0.0.1:0",)) as running:
-        runtime.freeze_gc()
+        command.freeze_gc()
         print(running.address, urlsplit(running.servers[0].addresses[0]).port, flush=True)
         await asyncio.Event().wait()
 
@@ -161,7 +162,7 @@ def _many_clients(count: int, seconds: float) -> list[str]:
     """One row: `count` clients of one server."""
     with _role("serve", 1) as server, ExitStack() as roles:
         master, port = _line(server).split()
-        runtime.run(_write(master, _keys(_READ_BLOCKS)))
+        command.run(_write(master, _keys(_READ_BLOCKS)))
         begin = time.perf_counter()
         share = [len(range(number, count, _PROCESSES)) for number in range(_PROCESSES)]
         clients = [
@@ -215,7 +216,7 @@ async def _one_client(master: str, servers: int) -> list[str]:
 
 def _many_servers(count: int) -> list[str]:
     with _role("serve", count) as servers:
-        return runtime.run(_one_client(_line(servers).split()[0], count))
+        return command.run(_one_client(_line(servers).split()[0], count))
 
 
 def _numbers(text: str) -> list[int]:
@@ -236,10 +237,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     match options.role:
         case ["serve", servers]:
-            runtime.run(_serve(int(servers)))
+            command.run(_serve(int(servers)))
             return
         case ["clients", master, count, seed, seconds]:
-            runtime.run(_clients(master, int(count), int(seed), float(seconds)))
+            command.run(_clients(master, int(count), int(seed), float(seconds)))
             return
     console = Console()
     table = Table(

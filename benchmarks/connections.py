@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
-from kvpool import ClientConfig, Namespace, connect, dev, runtime
+from kvpool import ClientConfig, Namespace, connect, dev
+from kvpool.ops.process import freeze_gc, run
 from kvpool.wire.frames import encode_frame
 from kvpool.wire.messages import Hello, encode
 
@@ -38,7 +39,7 @@ _STEPS: Final = 10
 async def serve() -> None:
     """A pool in this process until it is killed; its addresses go to stdout."""
     async with dev.serve("64MiB", listen=("tcp://127.0.0.1:0",)) as running:
-        runtime.freeze_gc()
+        freeze_gc()
         print(running.address, running.servers[0].addresses[0], flush=True)
         await asyncio.Event().wait()
 
@@ -77,7 +78,7 @@ def main() -> None:
     arguments.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.serve:
-        runtime.run(serve())
+        run(serve())
         return
     command = [sys.executable, "-m", "benchmarks.connections", "--serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -85,11 +86,11 @@ def main() -> None:
             assert process.stdout is not None
             master, server = process.stdout.readline().split()
             table = Table("connections", "private memory, MiB")
-            runtime.run(read_at_once(master))  # so that all of its code has run once
+            run(read_at_once(master))  # so that all of its code has run once
             table.add_row("0", f"{private_mib(process.pid):.1f}")
             for step in range(1, _STEPS + 1):
                 come_and_go(server, options.connections // _STEPS)
-                runtime.run(read_at_once(master))
+                run(read_at_once(master))
                 done = f"{options.connections // _STEPS * step:,}"
                 table.add_row(done, f"{private_mib(process.pid):.1f}")
         finally:

@@ -9,12 +9,12 @@ import tracemalloc
 
 from rich.console import Console
 
-from kvpool import runtime as process
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_record import Registration
 from kvpool.net.control_network import TcpNetwork
+from kvpool.ops import process
 from kvpool.protocols import ReserveRequest
 from kvpool.server.state.store import Store
 from kvpool.tools.bench import Row, table

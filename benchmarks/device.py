@@ -25,8 +25,8 @@ from rich.table import Table
 
 from benchmarks.transports import WAYS, Lane, lane
 from kvpool import Namespace, WriteStatus
-from kvpool import runtime as process
 from kvpool.errors import KvpoolError
+from kvpool.ops import process
 from kvpool.tools.bench import machine
 
 _NAMESPACE: Final = Namespace("bench")

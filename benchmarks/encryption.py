@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from kvpool import runtime
 from kvpool.checksum import checksum
+from kvpool.ops import process
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.nvme.tier import Nvme
 
@@ -68,4 +68,4 @@ async def _measure(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    runtime.run(_measure(Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir())))
+    process.run(_measure(Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir())))

@@ -19,7 +19,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from benchmarks.engines import PREFIX, SIZES, first_token_s, model
-from kvpool import runtime
+from kvpool.ops import process
 from kvpool.tools.subprocesses import process_of, servers_up
 from tests.connector.vllm.helpers import Engine, closing, prompt, transfer
 
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=10.0, help="MB/s")
     parser.add_argument("--prompts", type=int, default=5)
     options = parser.parse_args()
-    runtime.run(measure(Console(width=120), options.rate * 1e6, options.prompts))
+    process.run(measure(Console(width=120), options.rate * 1e6, options.prompts))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 
-from kvpool import runtime as process
 from kvpool.errors import ConfigError
+from kvpool.ops import process
 from kvpool.tools.bench import Row, table
 from kvpool_tiers.hbm import Hbm
 

@@ -28,6 +28,7 @@ from kvpool.config import MasterConfig
 from kvpool.errors import Unavailable
 from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
+from kvpool.ops import process
 from kvpool.protocols import ReserveRequest
 from kvpool.server.announcer import Announcer, Identity
 from kvpool.server.state.blocks import Blocks
@@ -72,7 +73,7 @@ class MasterState(NamedTuple):
 
 def run_master(bind: str, pipe: Connection) -> None:
     """The process of the master: reports each time that it is asked to."""
-    runtime.freeze_gc()
+    process.freeze_gc()
 
     async def main(loop: TimedLoop) -> None:
         network = TcpNetwork()
@@ -240,7 +241,7 @@ async def measure(options: argparse.Namespace) -> None:
     empty = master.state()
     network = TcpNetwork()
     servers = Servers(network, empty.address, options)
-    runtime.freeze_gc()
+    process.freeze_gc()
     asker = Asker(network, empty.address, options)
     asking = loop.create_task(asker.run())
 

@@ -26,7 +26,8 @@ from typing import Final
 
 from rich.console import Console
 
-from kvpool import ClientConfig, Namespace, Pool, admin, connect, runtime
+from kvpool import ClientConfig, Namespace, Pool, admin, connect
+from kvpool.ops import process
 from kvpool.tools.bench import Row, table
 from kvpool.tools.subprocesses import process_of, servers_up
 from kvpool.types import MoveStatus
@@ -50,10 +51,10 @@ def measure(mib: int, directory: Path | None = None) -> list[Row]:
     The prefetches are from a file of 4 times `mib` in `directory`, the one for temporary files if
     it is None.
     """
-    idle, moving, seconds = runtime.run(_measure(mib))
+    idle, moving, seconds = process.run(_measure(mib))
     rows = [_row(f"a drain of {mib} MiB", idle, moving, mib / seconds)]
     with tempfile.TemporaryDirectory(dir=directory) as there:
-        idle, moving, seconds = runtime.run(_measure_prefetch(mib, Path(there)))
+        idle, moving, seconds = process.run(_measure_prefetch(mib, Path(there)))
     count = mib // _SHARE * _ROUNDS
     return [*rows, _row(f"prefetches of {count} MiB", idle, moving, count / seconds)]
 

@@ -23,7 +23,7 @@ from typing import Final
 
 from rich.console import Console
 
-from kvpool import runtime as process
+from kvpool.ops import process
 from kvpool.runtime import resident_bytes
 from kvpool.tools.bench import Row, table
 from kvpool.types import Namespace, Record

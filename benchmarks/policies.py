@@ -17,7 +17,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from kvpool import registry
-from kvpool import runtime as process
+from kvpool.ops import process
 from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction import (
     arc,

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from kvpool import Namespace, dev, runtime
+from kvpool import Namespace, dev
+from kvpool.ops import process
 from kvpool.types import Record
 from kvpool_tiers.nvme.format import ALIGNMENT_MIN
 from kvpool_tiers.nvme.tier import Nvme
@@ -55,7 +56,7 @@ async def start(path: Path, blocks: int) -> None:
             await asyncio.sleep(0)
             turns.append(time.thread_time() - before)
 
-    runtime.freeze_gc()
+    process.freeze_gc()
     watching = asyncio.create_task(watch())
     began, cpu = time.perf_counter(), time.process_time()
     tiers = ["dram:64MiB", f"nvme:{path}:{blocks * ALIGNMENT_MIN}"]
@@ -76,7 +77,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         path = Path(folder) / "pool.kv"
         asyncio.run(write(path, options.blocks))
-        runtime.run(start(path, options.blocks))
+        process.run(start(path, options.blocks))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import core, moves, policies, steps, ways
-from kvpool import runtime as process
+from kvpool.ops import process
 from kvpool.tools.bench import BenchOptions, bench, table
 
 RESULTS = Path(__file__).parent / "results"

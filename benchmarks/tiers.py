@@ -27,10 +27,10 @@ from rich.console import Console
 
 from benchmarks.nvme import Bare
 from kvpool import Pool
-from kvpool import runtime as process
 from kvpool.checksum import checksum
 from kvpool.client.opening import connect
 from kvpool.config import ClientConfig
+from kvpool.ops import process
 from kvpool.tools.bench import Row, table
 from kvpool.tools.subprocesses import process_of, servers_up
 from kvpool.types import Namespace, TierUsage

@@ -25,8 +25,8 @@ from rich.table import Table
 
 import kvpool
 from kvpool import ClientConfig, Namespace, Pool, WriteStatus
-from kvpool import runtime as process
 from kvpool.errors import KvpoolError
+from kvpool.ops import process
 from kvpool.tools.bench import machine
 from kvpool.tools.replay_report import quantiles
 from kvpool.tools.subprocesses import Child, process_of, servers_up

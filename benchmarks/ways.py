@@ -24,8 +24,9 @@ from typing import Final
 
 from rich.console import Console
 
-from kvpool import ClientConfig, Namespace, Pool, admin, connect, runtime
+from kvpool import ClientConfig, Namespace, Pool, admin, connect
 from kvpool.cli.app import main as command
+from kvpool.ops import process
 from kvpool.tools.bench import Row, table
 from kvpool.tools.subprocesses import process_of, servers_up
 from kvpool_transports import tcp
@@ -40,7 +41,7 @@ _TARGETS: Final = {2: 1.85, 4: 3.4}
 def measure(rounds: int, mib: int = 96, rate: float = 50e6, kib: int = 1024) -> list[Row]:
     """Speed as a ratio to that of one server, at `rate` bytes per second for each, with blocks of
     `kib`."""
-    return runtime.run(_measure(rounds, mib, rate, kib << 10))
+    return process.run(_measure(rounds, mib, rate, kib << 10))
 
 
 async def _measure(rounds: int, mib: int, rate: float, block: int) -> list[Row]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool import runtime
 from kvpool.cli.shared import Json, console, fail, stderr
 from kvpool.errors import ConfigError, KvpoolError
+from kvpool.ops import process
 
 if TYPE_CHECKING:
     from benchmarks.fleet.cases import FleetStudy
@@ -216,7 +216,7 @@ def _play(given: dict[str, Any]) -> None:
         return _print_constants(known, as_json)
     if "masters" in fleets:
         _print_masters(fleets.pop("masters"), as_json)
-    runtime.freeze_gc()  # a collection would visit millions of blocks
+    process.freeze_gc()  # a collection would visit millions of blocks
     studies = tables.studies(fleets, given["jobs"], _say)
     if given["pictures"] is not None:
         _write_pictures(studies, given["pictures"])

@@ -19,10 +19,11 @@ import torch
 from benchmarks.device import Memory
 from benchmarks.gpu.report import Answer
 from benchmarks.transports import WAYS, Lane, lane
-from kvpool import Namespace, WriteStatus, runtime
+from kvpool import Namespace, WriteStatus
 from kvpool.checksum import checksum
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_kernels
 from kvpool.device.xxh3 import SHORT, as_int64, key_table, torch_checksums
+from kvpool.ops import process
 
 _NAMESPACE: Final = Namespace("acceptance")
 _BATCH, _SIZE = 64, 2 << 20
@@ -130,7 +131,7 @@ def pool_beside_a_plain_copy(calls: int) -> Callable[[str], Answer]:
     """`calls` writes and then reads at once, of 64 blocks of 2 MiB together, over shared memory."""
 
     def ask(device: str) -> Answer:
-        return runtime.run(_pool_rates(device, calls))
+        return process.run(_pool_rates(device, calls))
 
     return ask
 
@@ -140,7 +141,7 @@ def pool_leaves_the_device_to_others(device: str) -> Answer:
 
     def read(stopped: threading.Event) -> None:
         with _own_stream(device):
-            runtime.run(_read_until(stopped, device))
+            process.run(_read_until(stopped, device))
 
     return _beside(read, 0.05, device)
 

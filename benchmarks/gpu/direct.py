@@ -22,7 +22,8 @@ import torch
 from benchmarks.gpu.checks import _beside, _own_stream, _wait
 from benchmarks.gpu.report import Answer
 from benchmarks.transports import Way, lane
-from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, connect, dev, runtime
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, connect, dev
+from kvpool.ops import process
 from kvpool_transports.ucx import UcxTransport
 
 _NAMESPACE: Final = Namespace("acceptance")
@@ -34,17 +35,17 @@ _READS: Final = 60
 
 def gives_right_bytes(device: str) -> Answer:
     """In one row and in layers, with what lies around them; a bit that rots in the server."""
-    return runtime.run(_right_bytes(device))
+    return process.run(_right_bytes(device))
 
 
 def ends_when_it_returns(device: str) -> Answer:
     """Reads that are cancelled in mid-transfer: no byte comes later."""
-    return runtime.run(_ended(device))
+    return process.run(_ended(device))
 
 
 def is_not_slower_than_staged(device: str) -> Answer:
     """The same blocks from the same server, both ways in turn."""
-    return runtime.run(_beside_staged(device))
+    return process.run(_beside_staged(device))
 
 
 def leaves_the_device_to_others(device: str) -> Answer:
@@ -52,7 +53,7 @@ def leaves_the_device_to_others(device: str) -> Answer:
 
     def read(stopped: threading.Event) -> None:
         with _own_stream(device):
-            runtime.run(_read_until(stopped, device))
+            process.run(_read_until(stopped, device))
 
     return _beside(read, 0.05, device)
 

@@ -15,24 +15,25 @@ import torch
 from benchmarks.gpu import direct
 from benchmarks.gpu.checks import _wait
 from benchmarks.gpu.report import Answer
-from kvpool import ReadStatus, WriteStatus, runtime
+from kvpool import ReadStatus, WriteStatus
+from kvpool.ops import process
 
 _WRITES: Final = 60
 
 
 def give_right_bytes(device: str) -> Answer:
     """In one row and in layers, with the work that fills them still queued."""
-    return runtime.run(_right_bytes(device))
+    return process.run(_right_bytes(device))
 
 
 def end_when_they_return(device: str) -> Answer:
     """Writes that are cancelled in mid-transfer, and whose memory is used again at once."""
-    return runtime.run(_ended(device))
+    return process.run(_ended(device))
 
 
 def are_not_slower_than_staged(device: str) -> Answer:
     """The same blocks to the same server, both ways in turn."""
-    return runtime.run(_beside_staged(device))
+    return process.run(_beside_staged(device))
 
 
 async def _right_bytes(device: str) -> Answer:

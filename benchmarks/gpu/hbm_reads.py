@@ -19,7 +19,8 @@ import torch
 from benchmarks.gpu import direct
 from benchmarks.gpu.checks import _wait
 from benchmarks.gpu.report import Answer
-from kvpool import Pool, ReadStatus, dev, runtime
+from kvpool import Pool, ReadStatus, dev
+from kvpool.ops import process
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool_tiers.hbm import Hbm
 from kvpool_transports.ucx import UcxTransport
@@ -30,12 +31,12 @@ _ROUNDS: Final = 20
 
 def give_right_bytes(device: str) -> Answer:
     """Read as soon as the tier has them, in one row and in layers; a bit that rots there."""
-    return runtime.run(_right_bytes(device))
+    return process.run(_right_bytes(device))
 
 
 def are_not_slower_than_promoted(device: str) -> Answer:
     """The same blocks into the same memory, from the tier and by way of the server's memory."""
-    return runtime.run(_beside_promoted(device))
+    return process.run(_beside_promoted(device))
 
 
 async def _right_bytes(device: str) -> Answer:

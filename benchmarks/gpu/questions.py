@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.report import Answer
-from kvpool import runtime
 from kvpool.checksum import checksum
 from kvpool.device.checksum import device_checksums, unsigned
+from kvpool.ops import process
 from kvpool_transports.ucx_context import make_context
 from kvpool_transports.ucx_worker import UcxPath, Worker
 
@@ -31,22 +31,22 @@ _MESSAGES, _ASK_S = 200, 15.0
 
 def rendezvous(device: str) -> Answer:
     """Whether a sender waits for its receiver, from and to memory of this device."""
-    return runtime.run(_rendezvous(device))
+    return process.run(_rendezvous(device))
 
 
 def closing(device: str) -> Answer:
     """Whether nothing writes into memory any more after a receive was ended by closing its end."""
-    return runtime.run(_closing(device))
+    return process.run(_closing(device))
 
 
 def ordering(device: str) -> Answer:
     """Whether a kernel that starts after UCX's completion sees every byte."""
-    return runtime.run(_ordering(device))
+    return process.run(_ordering(device))
 
 
 def sending_order(device: str) -> Answer:
     """Whether UCX sends what a kernel has written, once the kernel's event has passed."""
-    return runtime.run(_sending_order(device))
+    return process.run(_sending_order(device))
 
 
 async def _rendezvous(device: str) -> Answer:

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu.report import Answer
-from kvpool import runtime
 from kvpool.device_copy import NullEvent
+from kvpool.ops import process
 
 _LAYERS, _BLOCKS, _HEADS, _TOKENS, _CONTENT = 8, 64, 2, 16, 256
 _ROUNDS: Final = 20
@@ -26,7 +26,7 @@ _SAVED, _LOADED = (5, 0, 63, 17), (1, 2, 4, 40)
 
 
 def keeps_the_order(device: str) -> Answer:
-    wrong = runtime.run(_Engine(torch.device(device)).differences())
+    wrong = process.run(_Engine(torch.device(device)).differences())
     return Answer(wrong == 0, f"{wrong} of {4 * _ROUNDS} comparisons differ")
 
 
@@ -35,7 +35,7 @@ def omissions_are_seen(device: str) -> Answer:
     for name, leave_out in _OMISSIONS.items():
         engine = _Engine(torch.device(device))
         with leave_out(engine):
-            seen[name] = runtime.run(engine.differences())
+            seen[name] = process.run(engine.differences())
     words = ", ".join(f"{name}: {wrong}" for name, wrong in seen.items())
     return Answer(all(seen.values()), f"of {4 * _ROUNDS} comparisons differ with {words}")
 

@@ -18,8 +18,8 @@ from benchmarks.peers import failures, limits, plot, report, sessions, work
 from benchmarks.peers.contract import Failed, Shape
 from benchmarks.peers.field import CONTENDERS, HARDENED, Contender, Field
 from benchmarks.peers.processes import Rig
-from kvpool import runtime as process
 from kvpool.errors import KvpoolError
+from kvpool.ops import process
 from kvpool.units import parse_size
 
 RESULTS = Path(__file__).parent.parent / "results"

@@ -21,7 +21,7 @@ from benchmarks.peers import (
 )
 from benchmarks.peers.client import Bench
 from benchmarks.peers.contract import Client, Memory
-from kvpool import runtime as process
+from kvpool.ops import process
 
 _CLIENTS: dict[str, Callable[[dict[str, Any]], Client]] = {
     "kvpool": pool_kvpool.KvpoolClient,

@@ -28,6 +28,7 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config, check_bind
 from kvpool.errors import ConfigError, KvpoolError
+from kvpool.ops import process
 from kvpool.types import Namespace
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def events(
     the pool has its blocks. docs/events.md says what is in it.
     """
     if die_with_parent:
-        runtime.die_with_parent()
+        process.die_with_parent()
     settings = query_settings(config, masters, cluster, secret_file, local_only)
     if hashes not in ("short", "full"):
         fail(ConfigError(f"--hashes is {hashes!r}, expected short or full"))

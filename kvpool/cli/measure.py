@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpool import runtime
 from kvpool.cli.shared import Json, console, fail, parsed, run, stderr
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.ops import process
 from kvpool.units import parse_size
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def _dry(
         )
     except KvpoolError as error:
         fail(error)
-    runtime.freeze_gc()  # a collection would visit millions of block ids
+    process.freeze_gc()  # a collection would visit millions of block ids
     done = dries.study(options, lambda line: stderr.print(line, highlight=False))
     if as_json:
         print(json.dumps(done.as_dict()))

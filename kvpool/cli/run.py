@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from kvpool import runtime
 from kvpool.addresses import is_loopback, split
 from kvpool.cli.other_users import say_who_may_use_it
 from kvpool.cli.progress import progress
@@ -33,6 +32,7 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config, MasterConfig, ServerConfig, check_bind, cluster_of
 from kvpool.errors import ConfigError, Unavailable
+from kvpool.ops import process
 from kvpool.units import human
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def dev(
                 markup=False,
             )
             console.print("\nPress Ctrl-C to stop.")
-            await runtime.wait_for_signal()
+            await process.wait_for_signal()
 
     run(main(), log_level)
 
@@ -166,12 +166,12 @@ def master(
         network = TcpNetwork(cluster_of(settings), keys)
         running = Master(settings.master, network)
         try:
-            runtime.freeze_gc()
+            process.freeze_gc()
             await running.start()
             watching = tenants.watched(running.tasks) if tenants else nullcontext()
             async with watching, _master_pages(running, settings):
                 console.print(f"master at {running.address}", markup=False)
-                await runtime.wait_for_signal()
+                await process.wait_for_signal()
         finally:
             await running.close()
             network.close()
@@ -181,7 +181,7 @@ def master(
 
 def _prepare(die_with_parent: bool) -> None:
     if die_with_parent:
-        runtime.die_with_parent()
+        process.die_with_parent()
     _raise_file_limit()
 
 
@@ -341,7 +341,7 @@ async def _serve_as(settings: Config, secret: bytes, *, kept: bool) -> None:
             from kvpool.server.tenancy import Tenancy
 
             tenants.on_change(Tenancy.of(running).tenants_changed)
-        runtime.freeze_gc()  # before the start, which adds all blocks of a file
+        process.freeze_gc()  # before the start, which adds all blocks of a file
         await running.start()
         served: Routes = {
             **metrics.pages_of_server(running),
@@ -350,7 +350,7 @@ async def _serve_as(settings: Config, secret: bytes, *, kept: bool) -> None:
         pages = _pages(served, wanted, settings)
         async with pages, tenants.watched(running.tasks) if tenants else nullcontext():
             registering = asyncio.create_task(_registered(running, settings))
-            stopped = asyncio.create_task(runtime.wait_for_signal())
+            stopped = asyncio.create_task(process.wait_for_signal())
             # An id that is taken ends the server; a master that is not reachable yet does not.
             await asyncio.wait([registering, stopped], return_when=asyncio.FIRST_COMPLETED)
             if registering.done():
@@ -388,7 +388,7 @@ async def _drain(running: BlockServer, config: ServerConfig) -> None:
     order = wire.Drain(begin=True, within_s=config.drain_s, back_in_s=config.back_in_s)
     drain, me = running.extensions.handler(wire.Drain), Peer(running.server)
     draining = asyncio.create_task(drain(me, order, wait=True))
-    stopped = asyncio.create_task(runtime.wait_for_signal())
+    stopped = asyncio.create_task(process.wait_for_signal())
     with progress(f"draining {running.server}", quiet=False) as show:
         while not draining.done() and not stopped.done():
             await asyncio.wait(

@@ -16,11 +16,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvpool import runtime
 from kvpool.cli import log_lines
 from kvpool.cli.settings import load
 from kvpool.config import ClientConfig, Config, cluster_of
 from kvpool.errors import ConfigError, KvpoolError, MasterLost, Unavailable, UsageError
+from kvpool.ops import process
 
 if TYPE_CHECKING:
     from kvpool.client.admin import Admin
@@ -239,7 +239,7 @@ def run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:
     if log_level == "warning":  # a command that asks once: its error says what its client would log
         client.setLevel(logging.ERROR)
     try:
-        return runtime.run(main)
+        return process.run(main)
     except MasterLost as error:  # it says so itself
         fail(error)
     except Unavailable as error:

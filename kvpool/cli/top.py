@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpool import runtime
 from kvpool.cli.shared import (
     FOR_OPERATORS,
     QUERY_S,
@@ -26,6 +25,7 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import cluster_of
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.ops import process
 from kvpool.units import parse_duration
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def top(
 
     async def main() -> None:
         watching = asyncio.create_task(_watch(settings, _pause_of(every), refreshes))
-        stopped = asyncio.create_task(runtime.wait_for_signal())
+        stopped = asyncio.create_task(process.wait_for_signal())
         await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
         for task in (watching, stopped):
             task.cancel()

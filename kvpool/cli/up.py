@@ -16,7 +16,6 @@ import typer
 from msgspec.structs import replace
 from rich.markup import escape
 
-from kvpool import runtime
 from kvpool.cli.other_users import say_who_may_use_it
 from kvpool.cli.shared import (
     ClusterName,
@@ -31,6 +30,7 @@ from kvpool.cli.shared import (
 )
 from kvpool.config import Config
 from kvpool.errors import ConfigError, KvpoolError, ServerLost
+from kvpool.ops import process
 from kvpool.units import parse_size
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ async def _started(plan: HostPlan) -> None:
         async with start("kvpool", *plan.server, *quiet) as server:
             console.print(await server.line(), soft_wrap=True, markup=False)
             console.print("\nPress Ctrl-C to stop.")
-            waits = [master.ended(), server.ended(), runtime.wait_for_signal()]
+            waits = [master.ended(), server.ended(), process.wait_for_signal()]
             tasks = [asyncio.ensure_future(one) for one in waits]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             stopped = tasks[2].done()

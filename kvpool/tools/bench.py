@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool import registry
-from kvpool import runtime as process
 from kvpool.client.opening import connect
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.errors import Corrupt
 from kvpool.net.control_network import TcpNetwork
+from kvpool.ops import process
 from kvpool.tools.replay_report import quantiles
 from kvpool.tools.subprocesses import process_of, servers_up
 from kvpool.types import Namespace, ReadResult, WriteStatus

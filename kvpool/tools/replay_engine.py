@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import runtime as process
 from kvpool.client.opening import connect
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
+from kvpool.ops import process
 from kvpool.tools.workloads import Payload
 from kvpool.types import Match, Namespace
 

@@ -23,12 +23,12 @@ import numpy as np
 import xxhash
 
 from kvpool import admin, registry
-from kvpool import runtime as process
 from kvpool.cli import log_lines
 from kvpool.client.pool import Pool
 from kvpool.config import ClientConfig
 from kvpool.errors import Unavailable
 from kvpool.net.control_network import TcpNetwork
+from kvpool.ops import process
 from kvpool.protocols import BlockStore, Channel, Listener, Transport
 from kvpool.tools.workloads import Payload
 from kvpool.types import ROOT, Cluster, Match, Namespace, ReadStatus, WriteStatus

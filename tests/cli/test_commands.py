@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvpool import Cluster, Namespace, Pool, runtime
+from kvpool import Cluster, Namespace, Pool
 from kvpool.cli import shared
 from kvpool.cli.app import app
 from kvpool.config import Config, MasterConfig
 from kvpool.errors import MasterLost
 from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
+from kvpool.ops import process
 from kvpool.tools import bench
 from tests.conftest import keys, value
 from tests.support.commands import running_kvpool
@@ -207,7 +208,7 @@ def test_dev_says_how_to_connect(
         monkeypatch.setenv("KVPOOL_SECRET_FILE", str(secret))
         known = f', cluster="bank", secret_file="{secret}"'
 
-    monkeypatch.setattr(runtime, "wait_for_signal", at_once)
+    monkeypatch.setattr(process, "wait_for_signal", at_once)
     done = kvpool("dev", "--capacity", "1MiB", "--servers", "2", "--bind", "127.0.0.1:0")
     assert done.exit_code == 0, done.output
     (address,) = re.findall(r"kvpool is up: master at (127\.0\.0\.1:\d+)", done.stdout)
@@ -228,7 +229,7 @@ def test_dev_serves_the_status_page_and_the_metrics_of_its_servers(
             answer = await asyncio.to_thread(urllib.request.urlopen, url, timeout=10)
             served[path] = answer.read().decode()
 
-    monkeypatch.setattr(runtime, "wait_for_signal", look)
+    monkeypatch.setattr(process, "wait_for_signal", look)
     done = kvpool("dev", "--capacity", "1MiB", "--bind", "127.0.0.1:0", "--http", address)
     assert done.exit_code == 0, done.output
     assert f"status page, metrics, health, ready at http://{address}" in done.stdout

@@ -18,6 +18,7 @@ from kvpool import private_files, runtime
 from kvpool.cli import other_users
 from kvpool.cli import run as commands
 from kvpool.errors import Unavailable
+from kvpool.ops import process
 
 INFINITY = resource.RLIM_INFINITY
 UID = os.geteuid()
@@ -113,8 +114,8 @@ def test_a_process_knows_where_it_is() -> None:
 def test_old_objects_are_not_visited_again() -> None:
     """In a process of its own: a collection of all generations is as rare as can be."""
     code = (
-        "import gc\nfrom kvpool import runtime\n"
-        "kept = [[n] for n in range(1000)]\nruntime.freeze_gc()\n"
+        "import gc\nfrom kvpool.ops import process\n"
+        "kept = [[n] for n in range(1000)]\nprocess.freeze_gc()\n"
         "print(gc.get_freeze_count() > 1000, gc.isenabled(), gc.get_threshold())"
     )
     done = subprocess.check_output([sys.executable, "-c", code], text=True)
@@ -129,8 +130,8 @@ def test_old_objects_are_not_visited_again() -> None:
 def test_a_closed_terminal_ends_a_process_in_order(on_hangup: Any, stops: bool) -> None:
     before = signal.signal(signal.SIGHUP, on_hangup)
     try:
-        assert (signal.SIGHUP in runtime.stop_signals()) is stops
-        assert {signal.SIGINT, signal.SIGTERM} <= {*runtime.stop_signals()}
+        assert (signal.SIGHUP in process.stop_signals()) is stops
+        assert {signal.SIGINT, signal.SIGTERM} <= {*process.stop_signals()}
     finally:
         signal.signal(signal.SIGHUP, before)
 

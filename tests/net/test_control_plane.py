@@ -1003,7 +1003,7 @@ def test_however_a_handshake_is_cut_it_is_the_same(cluster: Cluster) -> None:
 
 
 async def test_a_connection_that_ends_leaves_nothing_for_the_collector() -> None:
-    """Servers and masters collect no old garbage (`runtime.freeze_gc`), and TLS has 100 KiB of each
+    """Servers and masters collect no old garbage (`process.freeze_gc`), and TLS has 100 KiB of each
     connection: of strangers in mid-handshake, of those who say nothing, and of callers."""
 
     def sessions() -> int:

@@ -132,7 +132,7 @@ CALLBACKS = {
         kvpool/cli/top.py:_on_screen
         kvpool/client/servers.py:Servers._abort_and_close
         kvpool/net/tenants_file.py:TenantsFile.watched
-        kvpool/runtime.py:wait_for_signal
+        kvpool/ops/process.py:wait_for_signal
         kvpool/server/context.py:ServerContext._wake_some
         kvpool/server/moves/peer_servers.py:PeerServers._end
         kvpool/server/tier_mover.py:TierMover._own

@@ -214,7 +214,8 @@ async def test_a_burst_of_reads_goes_back_to_eight_streams(
 LEFT_BEHIND = """
 import asyncio, gc, os, socket, ssl, sys
 from collections import Counter
-from kvpool import Cluster, dev, runtime
+from kvpool import Cluster, dev
+from kvpool.ops import process
 from kvpool_transports.tls import TlsTransport
 from tests.attack.strangers import _client_hello
 from tests.support.certificates import certificate
@@ -243,7 +244,7 @@ async def main():
         ports = [running.address, *running.servers[0].addresses]
         for said in SAID:
             await asyncio.gather(*(stranger(port, said) for port in ports))
-        runtime.freeze_gc()
+        process.freeze_gc()
         gc.disable()
         await asyncio.sleep(0.2)
         before = left()

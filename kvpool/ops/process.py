@@ -1,0 +1,103 @@
+"""What a command is as a process: its loop, signals, garbage collection.
+
+A process ends within a second of Ctrl-C, SIGTERM or SIGHUP, or, if asked for, with the process that
+started it. Kernel-owned resources (sockets, memfds) are freed with it even after kill -9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import asyncio
+
+T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on uvloop where it is installed."""
+    import asyncio  # here: `kvpool --help` needs no loop (design: layout)
+
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What asks a process to end in order: it hands over and writes back what it would lose.
+
+    SIGHUP, because a terminal that is closed sends it; but not where it has another meaning (files
+    are read again) or is ignored, as under `nohup`.
+    """
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
+async def wait_for_signal() -> None:
+    """Wait until this process is asked to end (`stop_signals`)."""
+    import asyncio
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    numbers = stop_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        await stop.wait()
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        if signal.SIGHUP in numbers and stop.is_set():
+            # A terminal that closes may send it twice: the second one must not end the hand-over.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends, however that happens."""
+    import ctypes
+
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent or parent == 1:  # it ended before we could ask
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze_gc() -> None:
+    """For processes with millions of blocks: avoid collections that visit all of them.
+
+    A full collection stops the loop while it visits every entry, and frees nothing: the index has
+    no cycles that outlive a block. Young garbage is still collected, in portions of some thousand
+    objects, because new entries are young, too (design: turns).
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(1_000, 3, 1_000_000)
+    _untie_transports()
+
+
+def _untie_transports() -> None:
+    """A transport of CPython's refers to itself: each that has ended would stay for ever, with its
+    socket. Where a version of Python has other names, they stay."""
+    from asyncio import selector_events
+
+    transport = getattr(selector_events, "_SelectorSocketTransport", None)
+    ended = getattr(transport, "_call_connection_lost", None)
+    if transport is None or ended is None:
+        return
+
+    def end(self: Any, error: Exception | None) -> None:
+        ended(self, error)
+        self._read_ready_cb = None
+
+    transport._call_connection_lost = end
