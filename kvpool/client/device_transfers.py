@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvpool import logs
+from kvpool.client.attempts import Attempt
 from kvpool.client.block_transfers import (
     BlockTransfers,
     ThroughHost,
@@ -22,7 +23,6 @@ from kvpool.client.context import ClientContext
 from kvpool.client.device_paths import DevicePaths
 from kvpool.client.idle_timeout import ServerUnresponsive
 from kvpool.client.reader import Reader, ReadState
-from kvpool.client.ways import Attempt
 from kvpool.config import AUTO, DIRECT, STAGED, ClientConfig
 from kvpool.errors import ConfigError, DeadlineExceeded, Overloaded, PeerError, Unavailable
 from kvpool.protocols import (

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from kvpool.client.attempts import Attempts
 from kvpool.client.context import ClientContext
 from kvpool.client.read_rates import ReadRates
 from kvpool.errors import UsageError
@@ -28,6 +29,13 @@ EXTENSIONS: Final = {
     "shared copies": "kvpool.client.shared_copies:SharedCopies",
     "spread": "kvpool.client.spread:Spreader",
 }
+
+#: Who is asked in a read, `module:class`; the last one is made for each. Without its line and file
+#: large reads are not shared among the servers that hold their blocks.
+PLANS: Final = (
+    "kvpool.client.attempts:Attempts",
+    "kvpool.client.ways:Ways",
+)
 
 #: A chain was written to another server than its parent: the options, the digests of the parent
 #: and of the last block, and the server. It returns at once and raises nothing.
@@ -66,3 +74,8 @@ class ClientExtensions:
     async def close(self) -> None:
         for one in self._made.values():
             await one.close()
+
+
+def kind_of_plan() -> type[Attempts]:
+    kind: type[Attempts] = resolve_name(PLANS[-1])
+    return kind

@@ -1,8 +1,8 @@
 """How a client reads: from the best servers of each block, then from the next one.
 
-`Ways` says which blocks each server is asked for. They are read over that server's channel into the
-caller's buffers; what did not come is read from the next replica, until everything is there or
-every replica has been tried.
+A plan (`attempts.py`) says which blocks each server is asked for. They are read over that server's
+channel into the caller's buffers; what did not come is read from the next replica, until everything
+is there or every replica has been tried.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpool import logs, removals
+from kvpool.client.attempts import Attempt, group_by_server
 from kvpool.client.buffers import Buffers, DeviceBlock
+from kvpool.client.extension import kind_of_plan
 from kvpool.client.idle_timeout import InactivityTimer, ServerUnresponsive
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.read_rates import MEASURED_BYTES_MIN, ReadRates
 from kvpool.client.servers import Servers, gather_errors
-from kvpool.client.ways import Attempt, Ways, group_by_server
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     DeadlineExceeded,
@@ -73,7 +74,7 @@ class ReadState:
 
     | state    | `results[i]`       | `candidates[i]` | leaves it when                             |
     |----------|--------------------|-----------------|--------------------------------------------|
-    | waiting  | reason so far      | not empty       | `Ways` has a server for it                 |
+    | waiting  | reason so far      | not empty       | the plan has a server for it               |
     | asked    | reason so far      | those after it  | the server answers, fails or is deferred   |
     | promoted | NOT_YET            | those after it  | the same server, asked again, has read it  |
     |          |                    |                 | from its slow tier, or is deferred         |
@@ -106,7 +107,7 @@ class ReadState:
         A server that was left once is not hedged again, or two slow replicas would be asked in
         turn for ever (design: hedging).
         """
-        # The blocks of an attempt are alike in this: `Ways` keeps the others apart.
+        # The blocks of an attempt are alike in this: the plan keeps the others apart.
         has_alternatives = self.more_replicas or bool(self.candidates[attempt.positions[0]])
         return has_alternatives and attempt.server not in self.unresponsive
 
@@ -157,6 +158,7 @@ class Reader:
         self._memory = memory
         self._counters = counters
         self._loop = asyncio.get_running_loop()
+        self._plan = kind_of_plan()
 
     async def read(
         self,
@@ -276,17 +278,17 @@ class Reader:
 
     async def fetch(self, state: ReadState, positions: Sequence[int]) -> None:
         """Attempt after attempt, until the blocks are read or have no candidate left."""
-        ways = Ways(
+        plan = self._plan(
             *(state.candidates, state.sizes, state.results, state.unresponsive),
             *(self._servers.standing, self._rates, self._servers.under_way, self._config.hedge_s),
         )
-        with closing(ways):
-            attempts = ways.begin(positions, self._loop.time())
+        with closing(plan):
+            attempts = plan.begin(positions, self._loop.time())
             # Nearly always all are on one server: then no task, which costs a turn of the loop.
             while len(attempts) == 1:
                 if await self._attempt(state, attempts[0]) and attempts[0].overdue is None:
                     return  # and nothing waits
-                attempts = ways.ended(attempts[0], self._loop.time())
+                attempts = plan.ended(attempts[0], self._loop.time())
             if not attempts:
                 return
             # Ways do not wait for each other: a lost server delays its own blocks only.
@@ -297,7 +299,7 @@ class Reader:
                     attempts = [attempt]
                     while attempts:
                         await self._attempt(state, attempts[0])
-                        attempts = ways.ended(attempts[0], self._loop.time())
+                        attempts = plan.ended(attempts[0], self._loop.time())
                         for other in attempts[1:]:
                             group.create_task(follow(other))
 

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple, TypeVar
 
 from kvpool import logs
 from kvpool.backoff import Backoff
+from kvpool.client.attempts import Standing
 from kvpool.client.masters import Masters
-from kvpool.client.ways import Standing
 from kvpool.config import ClientConfig
 from kvpool.errors import (
     ConfigError,

@@ -10,17 +10,16 @@ again (design: hedging). Reads of one client share the links: each counts on its
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence, Set
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvpool.client.read_rates import PRIOR_FAR_RATE, ReadRates
-from kvpool.types import BATCH_BLOCKS_MAX, SHARED_BYTES_MIN, ReadResult, ReadStatus
+from kvpool.client.attempts import Attempt, Attempts
+from kvpool.client.read_rates import PRIOR_FAR_RATE
+from kvpool.types import BATCH_BLOCKS_MAX, SHARED_BYTES_MIN, ReadStatus
 
 _HIT = ReadStatus.HIT
-#: Bytes that one call to a channel carries; larger batches go in several.
-_BATCH_BYTES: Final = 256 << 20
 #: A piece takes so long at least, or messages cost more than a tenth of it.
 _PIECE_S: Final = 0.005
 #: What all ways bring in so many of that, each brings as one last piece, of this much at least.
@@ -36,23 +35,6 @@ _LEAVE_AFTER: Final = 2.0
 _RATE_HOLDS_S: Final = 30.0
 
 
-class Attempt(NamedTuple):
-    """Blocks, by position, that one server is asked for in one message."""
-
-    server: str
-    positions: list[int]
-    #: Of a piece: whether it should be left for an idle way now.
-    overdue: Callable[[float], bool] | None = None
-
-
-class Standing(NamedTuple):
-    """How good a server is for a reader; the smallest is the best."""
-
-    ailing: bool
-    far: bool  # on another host
-    networked: bool  # no path through memory
-
-
 class _Piece(NamedTuple):
     """What a way is bringing. `sharers`: the pieces that shared its link when this one began."""
 
@@ -63,25 +45,16 @@ class _Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class Ways:
-    """The plan of one read, whose lists it works on.
+class Ways(Attempts):
+    """The plan of one read, which shares it among all good ways.
 
     A block waits in `_waiting` until one of its ways is idle, or fewer than two are good. It is
     asked in one `Attempt` at a time: its buffer has one writer. `ended` lets it wait again unless
     it is read, or has no candidate any more.
     """
 
-    candidates: list[list[str]]  # of each block, best last; who is asked is taken out
-    sizes: Sequence[int]
-    results: Sequence[ReadResult]
-    unresponsive: Set[str]
-    standing: Callable[[str], Standing]
-    rates: ReadRates
-    under_way: Counter[str]  # attempts of all reads of this client, by server: they share its link
-    hedge_s: float
     _waiting: dict[tuple[str, ...], deque[int]] = field(default_factory=dict)
     _bytes: dict[tuple[str, ...], int] = field(default_factory=dict)  # that wait
-    _asked: dict[str, int] = field(default_factory=dict)  # attempts that have not ended
     _pieces: dict[str, _Piece] = field(default_factory=dict)
     _fruitless: set[str] = field(default_factory=set)
 
@@ -100,9 +73,7 @@ class Ways:
             and max(map(len, map(candidates.__getitem__, wanted))) > 1
         ):
             wanted = self._share(wanted)
-        attempts = group_by_server(wanted, candidates, self.sizes) if wanted else []
-        for attempt in attempts:
-            self._count(attempt.server, 1)
+        attempts = self._ask(wanted)
         return attempts + self._take(now) if self._waiting else attempts
 
     def ended(self, attempt: Attempt, now: float) -> list[Attempt]:
@@ -119,17 +90,6 @@ class Ways:
                 alone_s = (now - began) * 2 / (sharers_then + sharers)
                 self.rates.record(server, moved, alone_s, now)
         return self.begin(positions, now)
-
-    def close(self) -> None:
-        """The read has ended, perhaps in the middle: nothing of it is under way any more."""
-        for server, asked in self._asked.items():
-            self._count(server, -asked)
-
-    def _count(self, server: str, more: int) -> None:
-        self._asked[server] = self._asked.get(server, 0) + more
-        self.under_way[server] += more
-        if not self.under_way[server]:
-            del self.under_way[server]
 
     def _sharers(self, server: str) -> int:
         """One attempt of this read, and those of others, which share the link."""
@@ -213,39 +173,3 @@ class Ways:
         passed = now - piece.began
         alone = passed / sharers(way)  # reads that share its link do not make it slow
         return passed >= self.hedge_s and alone * speed >= piece.size * _LEAVE_AFTER
-
-
-def group_by_server(
-    positions: Sequence[int], candidates: list[list[str]], sizes: Sequence[int]
-) -> list[Attempt]:
-    """Take the next server of each block; blocks of one server go together, in batches.
-
-    Blocks without another replica are kept apart from those that have one: for them `attempt_s`
-    counts, not `hedge_s`.
-    """
-    groups: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
-    for position in positions:
-        others = candidates[position]
-        groups[others.pop(), bool(others)].append(position)
-    return [
-        Attempt(server, batch)
-        for (server, _), together in groups.items()
-        for batch in batches(together, sizes)
-    ]
-
-
-def batches(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Consecutive positions in batches that a channel takes in one call."""
-    total = sum([sizes[position] for position in positions])
-    if len(positions) <= BATCH_BLOCKS_MAX and total <= _BATCH_BYTES:
-        return [list(positions)] if positions else []
-    batches: list[list[int]] = []
-    held = 0
-    for position in positions:
-        size = sizes[position]
-        if not batches or len(batches[-1]) >= BATCH_BLOCKS_MAX or held + size > _BATCH_BYTES:
-            batches.append([])
-            held = 0
-        batches[-1].append(position)
-        held += size
-    return batches

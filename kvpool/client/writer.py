@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
+from kvpool.client.attempts import batches
 from kvpool.client.block_transfers import BlockTransfers
 from kvpool.client.buffers import Buffers, HostRows
 from kvpool.client.extension import OnApart
@@ -16,7 +17,6 @@ from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.versions import SourceBlock, Versions, WrittenBlock, differing, rounds
-from kvpool.client.ways import batches
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, DeviceWriteBlock, WriteOptions
 from kvpool.runtime import task_group

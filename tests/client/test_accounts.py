@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 
 from kvpool import ClientConfig, ReadResult, ReadStatus, WriteStatus
-from kvpool.client import ways
+from kvpool.client import attempts
+from kvpool.client.attempts import Standing
 from kvpool.client.block_transfers import BlockTransfers
 from kvpool.client.buffers import Buffers
 from kvpool.client.device_arena import Arena
@@ -24,7 +25,6 @@ from kvpool.client.read_rates import ReadRates
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers
 from kvpool.client.versions import Versions
-from kvpool.client.ways import Standing
 from kvpool.client.writer import Writer
 from kvpool.errors import BadMessage, DeadlineExceeded, KvpoolError, LinkBroken, Overloaded
 from kvpool.protocols import WriteOptions
@@ -59,12 +59,12 @@ def host_memory(count: int) -> Buffers:
 def test_a_batch_is_filled_exactly(
     sizes: list[int], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "_BATCH_BYTES", 100)
-    assert ways.batches(range(len(sizes)), sizes) == expected
+    monkeypatch.setattr(attempts, "_BATCH_BYTES", 100)
+    assert attempts.batches(range(len(sizes)), sizes) == expected
 
 
 def test_a_batch_has_as_many_blocks_as_a_message() -> None:
-    found = ways.batches(range(2049), [1] * 2049)
+    found = attempts.batches(range(2049), [1] * 2049)
     assert [len(batch) for batch in found] == [1024, 1024, 1]
 
 
@@ -329,7 +329,7 @@ async def test_what_was_stored_before_a_later_step_failed_stays_stored(
 async def test_after_a_batch_that_is_late_nothing_is_placed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ways, "_BATCH_BYTES", 200)
+    monkeypatch.setattr(attempts, "_BATCH_BYTES", 200)
     servers, master = ScriptedServers(), PlacingMaster("s")
     servers.answers["s"] = [DeadlineExceeded("late")]
     statuses, _ = await write(servers, master, 6)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvpool import ClientConfig, Namespace, ReadResult, ReadStatus, dev
+from kvpool.client.attempts import Attempt
 from kvpool.client.reader import LocationSource, ReadState
-from kvpool.client.ways import Attempt
 from kvpool.protocols import ReadOptions
 from tests.conftest import NAMESPACE, buffers, keys, values
 

@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 
 from kvpool import ReadResult, ReadStatus
+from kvpool.client.attempts import Attempt, Standing
 from kvpool.client.read_rates import ReadRates
-from kvpool.client.ways import Attempt, Standing, Ways
+from kvpool.client.ways import Ways
 
 MIB = 1 << 20
 MISS = ReadResult(ReadStatus.EVICTED)

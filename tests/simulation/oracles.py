@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
-from kvpool.client.ways import Attempt, Ways
+from kvpool.client.attempts import Attempt
+from kvpool.client.ways import Ways
 from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.explanations import explain

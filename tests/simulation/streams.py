@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 from kvpool import ReadResult
 from kvpool.client import pool_events
-from kvpool.client.ways import Attempt
+from kvpool.client.attempts import Attempt
 from kvpool.kv_events import ClearedEvent, KVEvent, StoredEvent, decode_batch, encode_batch
 from kvpool.kv_events import EventBatch as Batch
 from kvpool.master import follower_requests

@@ -200,7 +200,7 @@ def _copy(job: CopyJob, flag: StopFlag | None) -> int:
         complete = _copy_small(source, _parts(target[0], source), hasher, hash_source, flag)
         return hasher.intdigest() if hasher is not None and complete else 0
     if len(source) == 1 and target and max(map(len, target)) <= SMALL_PIECE_MAX:
-        rooms = _first_bytes(target, len(source[0]))
+        rooms = first_bytes(target, len(source[0]))
         complete = _copy_small(_parts(source[0], rooms), rooms, hasher, hash_source, flag)
         return hasher.intdigest() if hasher is not None and complete else 0
     step = STEP if hasher is not None else 16 * STEP
@@ -282,7 +282,7 @@ def _parts(whole: memoryview, pieces: Sequence[memoryview]) -> list[memoryview]:
     return [whole[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _first_bytes(pieces: Sequence[memoryview], size: int) -> list[memoryview]:
+def first_bytes(pieces: Sequence[memoryview], size: int) -> list[memoryview]:
     """The pieces up to so many bytes; together they have at least that many."""
     kept: list[memoryview] = []
     for piece in pieces:

@@ -88,7 +88,7 @@ from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool, os_errors
 from kvpool_transports.streams.requests import StreamChannel
 from kvpool_transports.streams.server import HELLO_S, Sessions, StreamSession
-from kvpool_transports.streams.stream import Stream, cut
+from kvpool_transports.streams.stream import Stream
 from kvpool_transports.tcp import TcpListener, tune
 from kvpool_transports.ucx_context import (
     device_lack,
@@ -99,7 +99,7 @@ from kvpool_transports.ucx_context import (
     version,
     version_text,
 )
-from kvpool_transports.ucx_worker import Transfer, UcxPath, Worker, Workers
+from kvpool_transports.ucx_worker import Transfer, UcxPath, Worker, Workers, cut
 
 if TYPE_CHECKING:
     from ucxx._lib.libucxx import UCXContext

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool import logs
 from kvpool.errors import BadMessage, KvpoolError, LinkBroken
+from kvpool.wire.frames import Pieces
 from kvpool_transports.copy_pool import CopyPool
 from kvpool_transports.streams.stream import wait_until
 
@@ -425,3 +426,21 @@ def ucx_errors(what: str) -> Iterator[None]:
 
 def _tag(number: int, pieces: itertools.count[int]) -> int:
     return number << _PIECE_BITS | next(pieces) & ((1 << _PIECE_BITS) - 1)
+
+
+def cut(pieces: Pieces, size: int) -> Iterator[Pieces]:
+    """The same bytes in portions of `size`, the last perhaps smaller; each in pieces again."""
+    portion: list[memoryview] = []
+    room = size
+    for piece in pieces:
+        start = 0
+        while start < len(piece):
+            part = piece[start : start + room]
+            portion.append(part)
+            start += len(part)
+            room -= len(part)
+            if not room:
+                yield portion
+                portion, room = [], size
+    if portion:
+        yield portion

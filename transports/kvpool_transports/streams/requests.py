@@ -42,9 +42,9 @@ from kvpool.wire.messages import (
     decode_answer,
     pack_parents,
 )
-from kvpool_transports.copy_pool import CopyJob, CopyPool
+from kvpool_transports.copy_pool import CopyJob, CopyPool, first_bytes
 from kvpool_transports.streams.pool import StreamPool
-from kvpool_transports.streams.stream import Stream, first_bytes
+from kvpool_transports.streams.stream import Stream
 
 #: By value; calling an enum takes ten times as long.
 _READ = tuple(ReadStatus)

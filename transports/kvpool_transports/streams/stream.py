@@ -396,38 +396,6 @@ def address_of(peername: object) -> str:
     return network_of(str(peername[0]))
 
 
-def first_bytes(pieces: Pieces, size: int) -> Pieces:
-    """The first `size` bytes of some pieces, which have at least that many."""
-    if len(pieces) == 1:
-        return (pieces[0][:size],)
-    kept: list[memoryview] = []
-    for piece in pieces:
-        if size <= len(piece):
-            kept.append(piece[:size])
-            break
-        kept.append(piece)
-        size -= len(piece)
-    return kept
-
-
-def cut(pieces: Pieces, size: int) -> Iterator[Pieces]:
-    """The same bytes in portions of `size`, the last perhaps smaller; each in pieces again."""
-    portion: list[memoryview] = []
-    room = size
-    for piece in pieces:
-        start = 0
-        while start < len(piece):
-            part = piece[start : start + room]
-            portion.append(part)
-            start += len(part)
-            room -= len(part)
-            if not room:
-                yield portion
-                portion, room = [], size
-    if portion:
-        yield portion
-
-
 def writes(
     head: bytes, blocks: Sequence[Pieces], seeds: Sequence[int] | None, checksums: list[int]
 ) -> Iterator[list[list[bytes | memoryview]]]:
