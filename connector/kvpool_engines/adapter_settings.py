@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
 
+from kvpool import ConfigError
 from kvpool_engines.settings import PoolSettings, checked, naming
 
 _Seconds = Annotated[float, Meta(ge=0, le=3600)]
@@ -31,3 +33,12 @@ class AdapterSettings(PoolSettings, frozen=True):
         """
         with naming(where):
             return checked(cls, params)
+
+
+def check_release(engine: str, found: str, tested: str, log: logging.Logger) -> None:
+    """Raises ConfigError for a release of an engine that may have another interface."""
+    series = tested.rpartition(".")[0]
+    if found.split(".")[:2] != series.split("."):
+        raise ConfigError(f"{engine} {found} is not supported: expected {tested}, or {series}.x")
+    if found != tested:
+        log.warning("kvpool: %s %s: tested with %s", engine, found, tested)

@@ -13,22 +13,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from kvpool import (
-    ROOT,
-    ConfigError,
-    KvpoolError,
-    Namespace,
-    Pool,
-    Unavailable,
-    WriteStatus,
-)
-from kvpool_engines.adapter_settings import AdapterSettings
+from kvpool import ROOT, KvpoolError, Namespace, Pool, Unavailable, WriteStatus
+from kvpool_engines.adapter_settings import AdapterSettings, check_release
 from kvpool_engines.pool_thread import PoolThread
 from kvpool_lmcache.object_names import ObjectNames, digest
 
@@ -75,7 +68,7 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """
 
     def __init__(self, adapter_params: Mapping[str, object], **_: object) -> None:
-        check_version(importlib.metadata.version("lmcache"))
+        check_release("LMCache", importlib.metadata.version("lmcache"), _SUPPORTED, log)
         self._settings = settings = AdapterSettings.parse(adapter_params, "adapter_params")
         super().__init__()
         self._names = ObjectNames(settings.tenant, settings.revision)
@@ -110,9 +103,7 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         views = [memoryview(one.byte_array).cast("B") for one in objects]
         named = self._named(self._names.of_objects, keys, objects)
         new: list[int] = []
-
-        async def work(pool: Pool, space: Namespace, at: list[int]) -> list[int]:
-            return await self._write(pool, space, keys, views, at, new)
+        work = partial(self._write, keys, views, new)
 
         def announce(_: list[int]) -> None:
             if new:
@@ -135,11 +126,8 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     ) -> int:
         """Which of these objects the pool has: one message for each model, rank and salt."""
         named = self._named(self._names.of_lookup, keys, group_layout_descs or {})
-
-        async def work(pool: Pool, space: Namespace, at: list[int]) -> list[int]:
-            return await self._contains(pool, space, keys, at)
-
-        return self._submit(Task("lookups", self._lookup_fd, named, work, self._keep(len(keys))))
+        work, keep = partial(self._contains, keys), self._keep(len(keys))
+        return self._submit(Task("lookups", self._lookup_fd, named, work, keep))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         with self._lock:
@@ -152,15 +140,12 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Fill objects. Their memory is written to until the task is done, also on a miss."""
         views = [memoryview(one.byte_array).cast("B") for one in objects]
         named = self._named(self._names.of_objects, keys, objects)
-
-        async def work(pool: Pool, space: Namespace, at: list[int]) -> list[int]:
-            return await self._read(pool, space, keys, views, at)
+        work, keep = partial(self._read, keys, views), self._keep(len(keys))
 
         def announce(loaded: list[int]) -> None:
             if loaded:
                 self._notify_keys_accessed([keys[position] for position in loaded])
 
-        keep = self._keep(len(keys))
         return self._submit(Task("loads", self._load_fd, named, work, keep, announce))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -294,7 +279,7 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return done, None in answers
 
     async def _contains(
-        self, pool: Pool, space: Namespace, keys: Sequence[Any], at: list[int]
+        self, keys: Sequence[Any], pool: Pool, space: Namespace, at: list[int]
     ) -> list[int]:
         digests = [digest(keys[position]) for position in at]
         there = await pool.contains(space, digests, timeout=self._settings.lookup_timeout_s)
@@ -302,10 +287,10 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     async def _read(
         self,
-        pool: Pool,
-        space: Namespace,
         keys: Sequence[Any],
         views: Sequence[memoryview],
+        pool: Pool,
+        space: Namespace,
         at: list[int],
     ) -> list[int]:
         results = await pool.read(
@@ -323,12 +308,12 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     async def _write(
         self,
-        pool: Pool,
-        space: Namespace,
         keys: Sequence[Any],
         views: Sequence[memoryview],
-        at: list[int],
         new: list[int],
+        pool: Pool,
+        space: Namespace,
+        at: list[int],
     ) -> list[int]:
         """The positions of what the pool has now; those that it did not have before go to `new`."""
         of: dict[bytes, list[int]] = {}  # each key once
@@ -362,24 +347,14 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return keep
 
     def _look_at(self, statuses: list[str]) -> None:
-        for name in _POOL_FAILED.intersection(statuses):
+        for name in sorted(_POOL_FAILED.intersection(statuses))[:1]:
             self._pause(name.lower())
-            return
 
     def _pause(self, why: str) -> None:
         now = time.monotonic()
         if now >= self._resume_at:
             log.warning("kvpool: left alone for %g s: %s", self._settings.pause_s, why)
         self._resume_at = now + self._settings.pause_s
-
-
-def check_version(found: str) -> None:
-    """Raises ConfigError for a release of LMCache that may have another interface."""
-    if found != _SUPPORTED:
-        older = tuple(map(int, found.split(".")[:2])) < (0, 5)
-        if older or found.split(".")[:2] != _SUPPORTED.split(".")[:2]:
-            raise ConfigError(f"LMCache {found} is not supported: expected {_SUPPORTED}, or 0.5.x")
-        log.warning("kvpool: LMCache %s: tested with %s", found, _SUPPORTED)
 
 
 def _event_fd() -> int:

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_server_args
 
 from kvpool import ROOT, ConfigError, Namespace, ReadResult, WriteStatus
-from kvpool_engines.adapter_settings import AdapterSettings
+from kvpool_engines.adapter_settings import AdapterSettings, check_release
 from kvpool_engines.engine_pool import EnginePool
 from kvpool_sglang import engine_name
 from kvpool_sglang.host_pages import HostPages, digest, name_of
@@ -47,7 +47,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
-        check_version(importlib.metadata.version("sglang"))
+        check_release("SGLang", importlib.metadata.version("sglang"), _SUPPORTED, log)
         engine_name.watch_updates()
         if storage_config.should_split_heads:
             raise ConfigError(
@@ -285,12 +285,3 @@ def _arguments() -> Any:
         return get_server_args()
     except ValueError:
         return None
-
-
-def check_version(found: str) -> None:
-    """Raises ConfigError for a release of SGLang that may have another interface."""
-    if found == _SUPPORTED:
-        return
-    if found.split(".")[:2] != _SUPPORTED.split(".")[:2]:
-        raise ConfigError(f"SGLang {found} is not supported: expected {_SUPPORTED}, or 0.5.x")
-    log.warning("kvpool: SGLang %s: tested with %s", found, _SUPPORTED)

@@ -30,7 +30,7 @@ from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_re
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
-from kvpool_engines.adapter_settings import AdapterSettings
+from kvpool_engines.adapter_settings import AdapterSettings, check_release
 from kvpool_lmcache import KVPoolL2Adapter, adapter, object_names
 from tests.conftest import soon
 from tests.connector.conformance import chain, computed, conformance
@@ -393,8 +393,8 @@ def test_what_is_wrong_is_named() -> None:
             AdapterSettings.parse(params, "adapter_params")
     for release in ("0.4.9", "0.6.0", "1.0.0"):
         with pytest.raises(ConfigError, match=rf"LMCache {release} is not supported.*0\.5\.6"):
-            adapter.check_version(release)
-    adapter.check_version("0.5.6")
+            check_release("LMCache", release, adapter._SUPPORTED, adapter.log)
+    check_release("LMCache", "0.5.7", adapter._SUPPORTED, adapter.log)
 
 
 def test_lmcaches_own_benchmark_verifies_the_bytes(dev_in_thread: dev.Dev) -> None:
