@@ -68,7 +68,11 @@ class Sequence:
         else:
             self._engine.start(model, **given)
         told = {"adapter": (1, str(adapter))} if adapter else {}
-        answers = [self._engine.generate(prompts, **told) for prompts in rounds]
+        answers = []
+        for prompts in rounds:
+            answers.append(self._engine.generate(prompts, **told))
+            if settings:  # what was loaded is compared before the next load
+                self._engine.forget()
         if tenant:
             self._pool.settled()
         return [{name: answer[name] for name in ("tokens", "cached")} for answer in answers]
