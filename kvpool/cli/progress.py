@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 #: Between two lines, where there is no terminal.
 _EVERY_S: Final = 10.0
+#: Columns of a terminal: for a name at least, and for the bar with what is between the three.
+_NAME_MIN: Final = 9
+_BAR_MIN: Final = 8
 
 #: How much is done, and how much it is in all; None: nobody knows.
 Show: TypeAlias = Callable[[int, int | None], None]
@@ -43,7 +46,10 @@ def progress(
             task.total = total  # not by `update`, which would forget the speed
             bars.update(number, completed=done)
             text = _text(task, amount)
-            bars.update(number, text=text)
+            # What is left to do is worth more than the end of a long name.
+            room = max(_NAME_MIN, console.width - len(text) - _BAR_MIN)
+            name = what if len(what) <= room else f"{what[: room - 1]}…"
+            bars.update(number, description=escape(name), text=text)
             if not live and not quiet and bars.get_time() - printed_at >= _EVERY_S:
                 printed_at = bars.get_time()
                 console.print(f"{what}: {text}", markup=False, highlight=False, soft_wrap=True)
@@ -59,10 +65,11 @@ def blocks(count: float) -> str:
 def _text(task: Task, amount: Callable[[float], str]) -> str:
     from kvpool.ops.bars import age
 
+    done, _, unit = amount(task.completed).partition(" ")
     of = "an unknown size" if task.total is None else amount(task.total)
-    text = f"{amount(task.completed)} of {of}"
-    if task.speed:
-        text += f", {amount(task.speed)}/s"
+    text = f"{done} of {of}" if of.endswith(f" {unit}") else f"{done} {unit} of {of}"
     if task.time_remaining:
         text += f", {age(task.time_remaining)} left"
+    if task.speed:  # the first that a narrow terminal cuts
+        text += f", {amount(task.speed)}/s"
     return text

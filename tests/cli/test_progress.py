@@ -15,15 +15,13 @@ from kvpool_tiers.nvme import recovery_log
 from kvpool_tiers.nvme.recovery_log import RecoveryLog
 
 GIB = 1 << 30
-
-
 Steps = list[tuple[float, int, int | None]]
 
 
-def drawn(steps: Steps, *, quiet: bool = False, terminal: bool = False) -> str:
+def drawn(steps: Steps, *, quiet: bool = False, terminal: bool = False, width: int = 100) -> str:
     out, now = io.StringIO(), [0.0]
     console = Console(
-        file=out, force_terminal=terminal, width=100, color_system=None, get_time=lambda: now[0]
+        file=out, force_terminal=terminal, width=width, color_system=None, get_time=lambda: now[0]
     )
     with progress("draining [gpu-1]", quiet=quiet, console=console) as show:
         for seconds, done, total in steps:
@@ -37,16 +35,17 @@ def drawn(steps: Steps, *, quiet: bool = False, terminal: bool = False) -> str:
 def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
     steps: Steps = [(float(second), second * GIB, 100 * GIB) for second in range(41)]
     lines = drawn(steps).splitlines()
-    assert lines[1] == "draining [gpu-1]: 20 GiB of 100 GiB, 1 GiB/s, 80 s left"
+    assert lines[1] == "draining [gpu-1]: 20 of 100 GiB, 80 s left, 1 GiB/s"
     assert len(lines) == 4
     assert drawn(steps[:9]) == "", "it was quick"
 
 
-def test_a_terminal_gets_a_bar_with_the_time_that_is_left() -> None:
+@pytest.mark.parametrize(("width", "name"), [(100, "draining [gpu-1] "), (44, "draining… ")])
+def test_a_terminal_gets_a_bar_with_the_time_that_is_left(width: int, name: str) -> None:
     steps: Steps = [(float(second), second * GIB, 200 * GIB) for second in range(3)]
-    text = drawn(steps, terminal=True)
-    assert "draining [gpu-1]" in text
-    assert "2 GiB of 200 GiB, 1 GiB/s, 3 min left" in text
+    text = drawn(steps, terminal=True, width=width)
+    assert name in text
+    assert "2 of 200 GiB, 3 min left, 1 GiB/s" in text
     assert "\u2501" in text
 
 
@@ -70,7 +69,7 @@ def test_what_is_counted_in_blocks_is_shown_in_blocks() -> None:
         for second in range(12):
             now[0] = float(second)
             show(second * 100, 3200)
-    assert out.getvalue() == "spreading: 1,000 blocks of 3,200 blocks, 100 blocks/s, 22 s left\n"
+    assert out.getvalue() == "spreading: 1,000 of 3,200 blocks, 22 s left, 100 blocks/s\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
