@@ -338,7 +338,7 @@ BUGS: Sequence[Bug] = read(
 -        blocks = self.index.blocks(namespace, part)
 +        blocks = self.index.blocks(namespace, 0)
 @@ no-failover  G6  kvpool.client.reader  seed 10
--                attempts = ways.ended(attempts[0], self._loop.time())
+-                attempts = plan.ended(attempts[0], self._loop.time())
 -            if not attempts:
 +                attempts = []
 +            if not attempts:
