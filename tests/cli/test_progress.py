@@ -44,9 +44,8 @@ def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
 def test_a_terminal_gets_a_bar_with_the_time_that_is_left(width: int, name: str) -> None:
     steps: Steps = [(float(second), second * GIB, 200 * GIB) for second in range(3)]
     text = drawn(steps, terminal=True, width=width)
-    assert name in text
-    assert "2 of 200 GiB, 3 min left, 1 GiB/s" in text
     assert "\u2501" in text
+    assert name in next(one for one in text.splitlines() if "2 of 200 GiB, 3 min left, 1" in one)
 
 
 def test_what_nobody_knows_is_logged_at() -> None:
