@@ -128,7 +128,6 @@ def test_it_looks_at_the_kernel(
         ("always [advise] never", "5.15.0", "ok"),
         ("always advise [never]", "6.0.9", "warn"),
         ("always advise [never]", "6.1.0", "ok"),
-        ("always advise [deny]", "6.1.0", "warn"),
         (None, "6.1.0", "warn"),
     ],
 )

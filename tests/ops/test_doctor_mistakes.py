@@ -404,10 +404,6 @@ SHORT: dict[str, tuple[Plant, str, str, str, str]] = {
     "a cold store that failed": (
         *(lambda _: cold(failures=7), "tier s3", "warn", "7 reads failed since", "in its log"),
     ),
-    "a cold store without credentials": (
-        *(lambda _: cold("; failing: access is refused"), "tier s3", "warn"),
-        *("the object store fails: access is refused", "its credentials, bucket and"),
-    ),
     "a clock that is not the store's": (
         *(lambda _: cold("; failing: the clock of this host is not that of the store"), "tier s3"),
         *("warn", "the clock of this host is not that", "set it: `chronyc tracking`"),
