@@ -33,9 +33,9 @@ def drawn(steps: Steps, *, quiet: bool = False, terminal: bool = False, width: i
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
-    steps: Steps = [(float(second), second * GIB, (100 + second) * GIB) for second in range(41)]
+    steps: Steps = [(float(second), second * GIB, (80 + second) * GIB) for second in range(41)]
     lines = drawn(steps).splitlines()
-    assert lines[1] == "draining [gpu-1]: 20 of 120 GiB, 100 s left, 1 GiB/s"
+    assert lines[1] == "draining [gpu-1]: 20 of 100 GiB, 80 s left, 1 GiB/s"
     assert len(lines) == 4
     assert drawn(steps[:9]) == "", "it was quick"
 
