@@ -195,7 +195,7 @@ async def write(pool: Pool, name: str, blocks: int) -> list[bytes]:
         parent = chain[number - 1] if number else ROOT
         data = (digest * (1 << 15),)
         block = WriteBlock(digest, parent, tuple(map(memoryview, data)), 1 << 20)
-        (status,) = await pool._writer._write_on("s0", options, [block], deadline)
+        (status,) = await pool._writer.write_on("s0", options, [block], deadline)
         assert status.present, status
     return chain
 

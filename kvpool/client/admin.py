@@ -10,10 +10,12 @@ from kvpool.client.buffers import as_views
 from kvpool.client.checks import check_digests
 from kvpool.client.context import TIMEOUT_S_MAX
 from kvpool.client.pool import Pool
-from kvpool.errors import BadKey, BadMessage, MasterLost, UsageError
+from kvpool.client.versions import WrittenBlock, differing
+from kvpool.client.writer import status_of_error
+from kvpool.errors import BadKey, BadMessage, MasterLost, Overloaded, PeerError, UsageError
 from kvpool.operators import DrainOrder, DrainReport, Left
 from kvpool.protocols import Channel, WriteOptions
-from kvpool.tenant_names import marker_of
+from kvpool.tenant_names import marker_of, unqualified
 from kvpool.types import (
     ROOT,
     Buffer,
@@ -58,7 +60,7 @@ class Admin:
 
     def __init__(self, pool: Pool) -> None:
         self._context = pool._context
-        self._writer = pool._writer
+        self._versions, self._write_on = pool._writer.versions, pool._writer.write_on
         self._extensions = pool._extensions
 
     def __repr__(self) -> str:
@@ -78,7 +80,7 @@ class Admin:
         Reads at most a thousand pages of a master's list. Raises MasterLost.
         """
         found = await list_namespaces(self._context.masters, self._context.begin(timeout))
-        return [(self._context.as_seen(namespace), blocks) for namespace, blocks in found]
+        return [(self._as_seen(namespace), blocks) for namespace, blocks in found]
 
     async def demand(self, *, timeout: float | None = None) -> Demand:
         """What clients ask for: live working sets, as the master that answers has measured.
@@ -88,10 +90,7 @@ class Admin:
         """
         found = self._extensions.get("room")
         demand: Demand = await found.demand(self._context.begin(timeout))
-        sets = [
-            one._replace(namespace=self._context.as_seen(one.namespace))
-            for one in demand.working_sets
-        ]
+        sets = [one._replace(namespace=self._as_seen(one.namespace)) for one in demand.working_sets]
         return demand._replace(working_sets=tuple(sets))
 
     async def room(self, *, timeout: float | None = None) -> Room:
@@ -197,7 +196,38 @@ class Admin:
         views = as_views(buffer, 0)
         block = WriteBlock(digest, ROOT, views, sum(map(len, views)))
         options = WriteOptions(self._context.own(namespace), 0, True)
-        return await self._writer.write_to(server, options, block, deadline)
+        (holders,) = await self._versions.holders(options, [digest], deadline)
+        ours, source = True, block
+        for holder in holders:
+            if holder == server:
+                continue
+            (stored,) = await self._versions.stored(holder, options, [block], deadline)
+            if stored.block is not None:
+                ours = await differing(options, block, stored) is None
+                source = stored.block
+                break
+            if not stored.has_left:
+                return WriteStatus.ALREADY_STORED  # what it has is not known, so nothing is added
+        try:
+            (status,) = await self._write_on(server, options, [source], deadline)
+        except (PeerError, Overloaded) as error:  # it is there, and refuses
+            return status_of_error(error)
+        if status is not WriteStatus.STORED:
+            return status
+        written = {0: WrittenBlock(source, {server}, set())}
+        lost = await self._versions.settle(options, written, deadline)
+        return WriteStatus.STORED if ours and not lost else WriteStatus.ALREADY_STORED
+
+    def _as_seen(self, namespace: Namespace) -> Namespace:
+        """As this client's tenant calls it. Raises MasterLost for one that a master should not have
+        named."""
+        tenant = self._context.tenant
+        if not tenant:
+            return namespace
+        try:
+            return Namespace(unqualified(tenant, namespace.name), namespace.parts)
+        except UsageError as error:
+            raise MasterLost(f"a master answered with {error}") from None
 
     async def _drain(self, server: str, order: DrainOrder, timeout: float | None) -> DrainReport:
         deadline = self._context.begin(timeout)

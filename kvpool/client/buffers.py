@@ -44,11 +44,6 @@ class DeviceBlock:
     def device(self) -> torch.device:
         return self.rows[0].device
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether its bytes lie one after the other."""
-        return len(self.rows) == 1 and self.rows[0].ndim == 1
-
 
 #: The memory of one block in a call: as the caller passed it, or after `with_device_blocks`.
 BufferLike: TypeAlias = "Memory | DeviceBlock"

@@ -14,8 +14,8 @@ from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers
 from kvpool.config import ClientConfig
-from kvpool.errors import BadKey, Closed, MasterLost, UsageError
-from kvpool.tenant_names import marker_of, qualified, unqualified
+from kvpool.errors import BadKey, Closed, UsageError
+from kvpool.tenant_names import marker_of, qualified
 from kvpool.types import SESSION_NAME_MAX, Namespace
 
 TIMEOUT_S_MAX: Final = 86_400.0
@@ -24,8 +24,8 @@ TIMEOUT_S_MAX: Final = 86_400.0
 class ClientContext:
     """Of one client. It belongs to the event loop that made it.
 
-    The names of a tenant's users are qualified with the tenant here, on their way in and out, so
-    that nothing behind it knows two names of one thing (design: tenants).
+    The names of a tenant's users are qualified with the tenant here, so that nothing behind it
+    knows two names of one thing (design: tenants).
     """
 
     def __init__(
@@ -82,15 +82,6 @@ class ClientContext:
         """The namespace that users of this tenant call so. UsageError for another type."""
         check_namespace(namespace)
         return own_namespace(self.tenant, namespace) if self.tenant else namespace
-
-    def as_seen(self, namespace: Namespace) -> Namespace:
-        """The other way round. Raises MasterLost for one that a master should not have named."""
-        if not self.tenant:
-            return namespace
-        try:
-            return Namespace(unqualified(self.tenant, namespace.name), namespace.parts)
-        except UsageError as error:
-            raise MasterLost(f"a master answered with {error}") from None
 
     def own_session(self, session: str) -> str:
         """The name by which the pool knows a session. Raises UsageError."""

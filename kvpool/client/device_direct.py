@@ -174,7 +174,7 @@ class DirectReads:
             await wait_for_stream(blocks.values(), deadline)
         except DeadlineExceeded:
             return results
-        whole = {i: block.rows[0] for i, block in blocks.items() if block.is_whole}
+        whole = {i: block.rows[0] for i, block in blocks.items() if _is_whole(block)}
         if whole:
             results.update(await fetch(whole))
         for one in rounds({i: block for i, block in blocks.items() if i not in whole}):
@@ -269,9 +269,14 @@ def is_fast(block: DeviceBlock) -> bool:
     return uses_kernels(block.device)
 
 
+def _is_whole(block: DeviceBlock) -> bool:
+    """Whether its bytes lie one after the other."""
+    return len(block.rows) == 1 and block.rows[0].ndim == 1
+
+
 def fits(block: DeviceBlock) -> bool:
     """Whether a block can be read or written directly."""
-    return block.is_whole or block.size <= SCRATCH
+    return _is_whole(block) or block.size <= SCRATCH
 
 
 class Round(NamedTuple):
@@ -292,7 +297,7 @@ def rounds(blocks: Mapping[int, DeviceBlock]) -> Iterator[Round]:
     current: Round | None = None
     held, limit = 0, SCRATCH // _ROUNDS
     for number, block in blocks.items():
-        size = 0 if block.is_whole else room(block.size)
+        size = 0 if _is_whole(block) else room(block.size)
         full = held > 0 and held + size > limit
         if current is not None and (current.device != block.device or full):
             yield current

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TypeVar
 
 from kvpool.client.servers import KnownServer, Path, Servers, is_fast
+from kvpool.errors import Overloaded, ServerLost
 from kvpool.protocols import Channel, ReachesDevices, Transport
 
 T = TypeVar("T")
@@ -29,12 +31,16 @@ class DevicePaths:
         only_fabrics: bool,
         counted_as: str,
     ) -> T:
-        """As `Servers.call_over`, on paths whose channels receive into memory on devices, and send
-        from it."""
-        choose = partial(self._paths, only_fabrics=only_fabrics)
-        return await self._servers.call_over(
-            server, choose, "to devices", operation, deadline, counted_as
-        )
+        """As `Servers.call`, on paths whose channels receive into memory on devices, and send from
+        it.
+
+        Raises Overloaded where none of them works: over another path the server may be well.
+        """
+        record = await self._servers.resolve(server, deadline)
+        if order := self._paths(record, only_fabrics=only_fabrics):
+            with contextlib.suppress(ServerLost):
+                return await self._servers.call_on(record, order, operation, deadline, counted_as)
+        raise Overloaded(f"server {server} has no path to devices here that works")
 
     def reach(self, server: str, *, only_fabrics: bool) -> bool:
         """Whether `call` has a path to this server, as far as it is known."""

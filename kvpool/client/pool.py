@@ -32,7 +32,7 @@ from kvpool.client.read_rates import ReadRates
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.versions import Versions
-from kvpool.client.writer import Writer
+from kvpool.client.writer import Places, Writer
 from kvpool.config import ClientConfig, check_device_path
 from kvpool.errors import BadBuffer, BadKey, ConfigError, KvpoolError, TooLarge, UsageError
 from kvpool.protocols import Network, Transport, View, WriteOptions
@@ -123,8 +123,9 @@ class Pool:
         versions = Versions(lookup, reader, servers, counters)
         parts = ClientParts(self._context, rates, on_apart=[])
         self._extensions = ClientExtensions(parts)
+        self._places = places = Places(host.id, masters)
         self._writer = Writer(
-            host.id, masters, servers, locations, versions, parts.on_apart, memory, counters
+            places, servers, locations, versions, parts.on_apart, memory, counters
         )
 
     def __repr__(self) -> str:
@@ -460,6 +461,7 @@ class Pool:
             await self._extensions.close()
             self._context.masters.close()  # first: what a call connects after it is closed at once
             await self._servers.close()
+            await self._places.close()  # when no call can tell any more
             self._memory.close()
             if self._own_network is not None:
                 self._own_network.close()

@@ -52,7 +52,7 @@ T = TypeVar("T")
 _BACKOFF_S: Final = 0.4
 _BACKOFF_S_MAX: Final = 5.0
 #: While a server is lost, masters are asked this often whether it has come back.
-_REFRESH_S: Final = 0.5
+REFRESH_S: Final = 0.5
 #: Members that a client accepts from a master.
 _MEMBERS_MAX: Final = 4096
 #: A server that masters list no more is forgotten after this: one that has just started knows few.
@@ -100,7 +100,7 @@ class KnownServer:
     | ready | none of the others | takes the best path                   |                        |
     | slow  | now < `slow_until` | the same; `rank` puts the server last | that time, a new epoch |
     | lost  | now < `retry_at`   | raises ServerLost without asking it,  | that time, a new epoch |
-    |       |                    | and asks masters every `_REFRESH_S`   |                        |
+    |       |                    | and asks masters every `REFRESH_S`   |                        |
 
     `mark_unresponsive` makes a server slow. A call for which no path worked makes it lost and new.
     A call that succeeds resets the backoff that both states take their time from.
@@ -148,7 +148,7 @@ class Servers:
         self.known: dict[str, KnownServer] = {}  # by name
         self._host = host
         self._loop = asyncio.get_running_loop()
-        self._refreshed_at = 0.0
+        self.refreshed_at = 0.0
         self._broken_until: dict[Path, float] = {}  # paths that failed are tried last until then
         self._closing: set[asyncio.Task[None]] = set()
         self._renewal: asyncio.Task[None] | None = None  # asks a master for all addresses
@@ -173,7 +173,7 @@ class Servers:
                 break
             members += answer.members
             more = answer.more and len(members) < _MEMBERS_MAX
-        self._refreshed_at = self._loop.time()
+        self.refreshed_at = self._loop.time()
         for member in members:
             self._update(member)
         self._forget_missing(self.known.keys() - {member.server for member in members})
@@ -194,11 +194,11 @@ class Servers:
         """
         record = self.known.get(server)
         if record is None or not record.paths or self._loop.time() < record.retry_at:
-            record = await self._resolve(server, deadline)
+            record = await self.resolve(server, deadline)
         before = record.epoch, record.paths
         try:
             order = self._paths_in_order(record)
-            return await self._call(record, order, operation, deadline, counted_as)
+            return await self.call_on(record, order, operation, deadline, counted_as)
         except ServerLost as error:
             why = str(error)  # and not the error, which refers to this frame
         # It may be elsewhere now. It becomes lost only when no master knows of that:
@@ -210,26 +210,7 @@ class Servers:
             record.paths = []
             raise ServerLost(why)
         order = self._paths_in_order(record)
-        return await self._call(record, order, operation, deadline, counted_as)
-
-    async def call_over(
-        self,
-        server: str,
-        choose: Callable[[KnownServer], Sequence[Path]],
-        what_for: str,
-        operation: Callable[[Channel], Awaitable[T]],
-        deadline: float,
-        counted_as: str,
-    ) -> T:
-        """As `call`, on the chosen paths alone.
-
-        Raises Overloaded where none of them works: over another path the server may be well.
-        """
-        record = await self._resolve(server, deadline)
-        if order := choose(record):
-            with contextlib.suppress(ServerLost):
-                return await self._call(record, order, operation, deadline, counted_as)
-        raise Overloaded(f"server {server} has no path {what_for} here that works")
+        return await self.call_on(record, order, operation, deadline, counted_as)
 
     def mark_unresponsive(self, server: str, why: str, *, given_up: bool) -> None:
         """A call to it was cancelled because it was silent or slow: for a while it is ranked last.
@@ -277,17 +258,9 @@ class Servers:
             networked=not mapped,
         )
 
-    async def near(self, servers: Set[str], deadline: float) -> frozenset[str]:
-        """Those of the `servers` that are on this host. Asks a master about unknown ones."""
-        due = self._loop.time() >= self._refreshed_at + _REFRESH_S
-        if due and not servers <= self.known.keys():
-            await self.refresh(deadline)
-        records = [self.known[server] for server in servers & self.known.keys()]
-        return frozenset([one.server for one in records if one.host == self._host.id])
-
     async def zero_copy_channel(self, server: str, deadline: float) -> SupportsZeroCopyView:
         """A channel that shows memory in place. Raises Overloaded when no path has one."""
-        record = await self._resolve(server, deadline)
+        record = await self.resolve(server, deadline)
         for path in self._paths_in_order(record):
             channel = record.channels.get(path)
             if channel is None:
@@ -314,10 +287,10 @@ class Servers:
 
     # --- what is known of a server -------------------------------------------------------
 
-    async def _resolve(self, server: str, deadline: float) -> KnownServer:
+    async def resolve(self, server: str, deadline: float) -> KnownServer:
         """The record of a server that may be called. Raises ServerLost, MasterLost."""
         record, now = self.known.get(server), self._loop.time()
-        due = now >= self._refreshed_at + _REFRESH_S
+        due = now >= self.refreshed_at + REFRESH_S
         if record is None or not record.paths or (now < record.retry_at and due):
             await self.refresh(deadline)
             record = self.known.get(server)
@@ -345,7 +318,7 @@ class Servers:
 
     def _forget_missing(self, missing: Set[str]) -> None:
         """Drop those of them that were missing before, and for long. What a call uses stays."""
-        now, many = self._refreshed_at, len(self.known) > 2 * _MEMBERS_MAX
+        now, many = self.refreshed_at, len(self.known) > 2 * _MEMBERS_MAX
         for record in [self.known[server] for server in missing]:
             record.missing_since = min(record.missing_since, now)
             if not record.calls and (many or record.missing_since <= now - _FORGET_S):
@@ -356,14 +329,14 @@ class Servers:
 
         A path that fails beside one that works may be an address of before a restart, and the
         server has a new one. Asked once for all failures until now, and not sooner than
-        `_REFRESH_S` after the last answer; what is still wrong fails again, and asks again.
+        `REFRESH_S` after the last answer; what is still wrong fails again, and asks again.
         """
 
         async def renew() -> None:
             with contextlib.suppress(KvpoolError):
                 await self.refresh(self._loop.time() + self._config.attempt_s)
 
-        lately = self._loop.time() < self._refreshed_at + _REFRESH_S
+        lately = self._loop.time() < self.refreshed_at + REFRESH_S
         if lately or (self._renewal is not None and not self._renewal.done()):
             return
         for record in self.known.values():
@@ -392,7 +365,7 @@ class Servers:
 
     # --- calls ---------------------------------------------------------------------------
 
-    async def _call(
+    async def call_on(
         self,
         record: KnownServer,
         order: Sequence[Path],
@@ -400,6 +373,7 @@ class Servers:
         deadline: float,
         counted_as: str,
     ) -> T:
+        """`call` on these paths alone, in this order."""
         began = self._loop.time()
         problem = "no common transport"
         for path in order:

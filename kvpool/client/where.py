@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+import asyncio
+from collections.abc import Container, Iterable, Sequence, Set
 from typing import Final
 
 from kvpool.client.extension import ClientExtension, ClientParts
+from kvpool.client.servers import REFRESH_S
 from kvpool.types import Namespace, Presence, Replica
 
 #: Tiers from the fastest; one of another package counts as the slowest.
@@ -23,15 +25,21 @@ class Observer(ClientExtension):
         """As `Pool.where`."""
         answers: list[Presence | None] = []
         async for count, runs in self._lookup.pages(namespace, digests, deadline, observes=True):
-            near = await self._servers.near(
-                {replica.server for run in runs for replica in run.replicas}, deadline
-            )
+            named = {replica.server for run in runs for replica in run.replicas}
+            near = await self._near(named, deadline)
             page: list[Presence | None] = [None] * count
             for run in runs:
                 here = presence(run.replicas, namespace.parts, near)
                 page[run.first : run.last + 1] = [here] * (run.last + 1 - run.first)
             answers += page
         return answers
+
+    async def _near(self, named: Set[str], deadline: float) -> frozenset[str]:
+        """Those of them that are on this host. Asks a master about unknown ones."""
+        servers, now = self._servers, asyncio.get_running_loop().time()
+        if now >= servers.refreshed_at + REFRESH_S and not named <= servers.known.keys():
+            await servers.refresh(deadline)
+        return frozenset([one for one in named if not servers.standing(one).far])
 
 
 def presence(replicas: Sequence[Replica], parts: int, near: Container[str]) -> Presence | None:

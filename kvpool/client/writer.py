@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
+from msgspec.structs import replace
+
 from kvpool.client.attempts import batches
 from kvpool.client.block_transfers import BlockTransfers
 from kvpool.client.buffers import Buffers, HostRows
@@ -16,12 +18,12 @@ from kvpool.client.extension import OnApart
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.masters import Masters
 from kvpool.client.servers import Servers, gather_errors
-from kvpool.client.versions import SourceBlock, Versions, WrittenBlock, differing, rounds
+from kvpool.client.versions import SourceBlock, Versions, WrittenBlock, rounds
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, DeviceWriteBlock, WriteOptions
 from kvpool.runtime import task_group
 from kvpool.shares import Recent
-from kvpool.types import WriteBlock, WriteStatus, row_of
+from kvpool.types import BATCH_BLOCKS_MAX, WriteBlock, WriteStatus, row_of
 from kvpool.wire import messages as wire
 
 _BLOCK: Final = row_of(WriteBlock)
@@ -54,6 +56,13 @@ _BEST_FIRST: Final = (
 _PRESENT: Final = (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
 #: Ends of chains whose server is remembered.
 _ENDS_KEPT: Final = 1024
+#: A master's last answer is believed for so long: whoever joins gets new chains after that.
+_FRESH_S: Final = 1.0
+#: Masters hear of a write so much later.
+_TELL_AFTER_S: Final = 0.1
+#: A write whose server is known asks a master only when it is not done after so long.
+_ASK_AFTER_S: Final = 0.02
+_UNASKED: Final = wire.PlaceReply([], b"")
 #: By value; numbers are hashed without a call of Python, members of an enum are not.
 _STATUSES: Final = tuple(WriteStatus)
 _STORED, _NOT_YET = WriteStatus.STORED, WriteStatus.NOT_YET
@@ -132,14 +141,110 @@ class BatchState:
         return [unasked if status is None else status for status in self.statuses]
 
 
+class Places:
+    """Where the writes of one client go, on the host with this id: as a master says, or where it is
+    known already.
+
+    Masters spread blocks by what writers ask. A write that knows its server does not wait for that:
+    they hear of it a moment later, in one message for all writes of a chain (design: placement).
+    """
+
+    def __init__(self, host: str, masters: Masters) -> None:
+        self._host = host
+        self._masters = masters
+        self._loop = asyncio.get_running_loop()
+        #: Where this client wrote the last block of a chain, by namespace and digest.
+        self._ends: Recent[bytes, str] = Recent(_ENDS_KEPT)
+        self._only_server = ""  # that a master named for the last write, alone
+        self._answered_at = 0.0
+        #: By namespace, session, part and last block.
+        self._untold: dict[tuple[str, str, int, bytes], wire.Place] = {}
+        self._telling: asyncio.Task[None] | None = None
+
+    @property
+    def is_fresh(self) -> bool:
+        """A write may go where it is known to belong, and `tell` masters afterwards."""
+        return self._loop.time() < self._answered_at + _FRESH_S
+
+    def question(
+        self, options: WriteOptions, blocks: Sequence[SourceBlock], copies: int
+    ) -> wire.Place:
+        """Where to write these blocks."""
+        namespace, first, hint = options.namespace, blocks[0], options.session_hint
+        digests = b"".join([block.digest for block in blocks])
+        size, session = sum([block.size for block in blocks]), hint.session if hint else ""
+        keys = namespace.name, namespace.parts, len(first.digest), digests
+        return wire.Place(*keys, first.parent, size, self._host, copies, session)
+
+    def known(self, question: wire.Place, *, visible: bool) -> Sequence[str]:
+        """The server that a master will name first, if that is known: the only one that there is,
+        or where this client has written the parent, from which no other chain goes on yet.
+
+        Only of visible writes: two versions of a block may come of it (design: versions).
+        """
+        if question.copies > 1 or not visible:
+            return ()
+        if self._only_server:
+            return [self._only_server]
+        end = self._ends.pop(question.namespace, question.parent)
+        return [end] if end is not None else ()
+
+    def ended(self, question: wire.Place, servers: set[str]) -> None:
+        """The last of these blocks was written to these servers."""
+        if servers and not self._only_server:
+            last = question.digests[-question.digest_size :]
+            self._ends.put(question.namespace, last, min(servers))
+
+    async def ask(self, question: wire.Place, deadline: float) -> wire.PlaceReply | WriteStatus:
+        """What a master says, or what the lack of an answer means for every block."""
+        try:
+            placed = await self._masters.ask(question, wire.PlaceReply, deadline)
+        except DeadlineExceeded:
+            return WriteStatus.DEADLINE
+        except Unavailable:
+            return WriteStatus.NO_MASTER
+        if len(placed.copies) * question.digest_size != len(question.digests):
+            return WriteStatus.NO_MASTER
+        self._only_server = placed.servers[0] if len(placed.servers) == 1 else ""
+        self._answered_at = self._loop.time()
+        return placed
+
+    def tell(self, written: wire.Place, part: int) -> None:
+        """These blocks were written, and no master was asked where."""
+        of = written.namespace, written.session, part
+        before = self._untold.get((*of, written.parent))
+        if before is not None and before.digest_size == written.digest_size:
+            whole = before.digests + written.digests
+            if len(whole) <= BATCH_BLOCKS_MAX * written.digest_size:
+                del self._untold[(*of, written.parent)]
+                written = replace(before, digests=whole, size=before.size + written.size)
+        self._untold[(*of, written.digests[-written.digest_size :])] = written
+        if self._telling is None or self._telling.done():
+            self._telling = self._loop.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        """Until all is told. Where no master answers, this is left out."""
+        while self._untold:
+            await asyncio.sleep(_TELL_AFTER_S)
+            untold, self._untold = self._untold, {}
+            for written in untold.values():
+                answer = await self.ask(written, self._loop.time() + _FRESH_S)
+                if isinstance(answer, WriteStatus):
+                    break
+
+    async def close(self) -> None:
+        """End what is being told. Idempotent."""
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.wait([self._telling])
+
+
 class Writer:
-    """Writes of one client, which runs on the host with this id. `memory` writes what is not in
-    memory of the host."""
+    """Writes of one client. `memory` writes what is not in memory of the host."""
 
     def __init__(
         self,
-        host: str,
-        masters: Masters,
+        places: Places,
         servers: Servers,
         locations: LocationCache,
         versions: Versions,
@@ -147,17 +252,13 @@ class Writer:
         memory: BlockTransfers,
         counters: Counter[str],
     ) -> None:
-        self._host = host
-        self._masters = masters
+        self._places = places
         self._servers = servers
         self._locations = locations
-        self._versions = versions
+        self.versions = versions
         self._on_apart = on_apart
         self._memory = memory
         self._counters = counters
-        #: Where this client wrote the last block of a chain, by namespace and digest.
-        self._ends: Recent[bytes, str] = Recent(_ENDS_KEPT)
-        self._only_server = ""  # that a master named for the last write, alone
         self._loop = asyncio.get_running_loop()
 
     async def write(
@@ -193,39 +294,7 @@ class Writer:
             self._counters[f"write_{status.name.lower()}"] += count
         return [statuses[position] for position in range(len(digests))]
 
-    async def write_to(
-        self, server: str, options: WriteOptions, block: WriteBlock, deadline: float
-    ) -> WriteStatus:
-        """Store one block on that server; if the pool has it, as the pool has it.
-
-        ALREADY_STORED also if the pool has other bytes: then those are stored on the server. Raises
-        what `Servers.call` raises when the server cannot be reached.
-        """
-        (holders,) = await self._versions.holders(options, [block.digest], deadline)
-        ours, source = True, block
-        for holder in holders:
-            if holder == server:
-                continue
-            (stored,) = await self._versions.stored(holder, options, [block], deadline)
-            if stored.block is not None:
-                ours = await differing(options, block, stored) is None
-                source = stored.block
-                break
-            if not stored.has_left:
-                return WriteStatus.ALREADY_STORED  # what it has is not known, so nothing is added
-        try:
-            (status,) = await self._write_on(server, options, [source], deadline)
-        except (PeerError, Overloaded) as error:  # it is there, and refuses
-            return status_of_error(error)
-        if status is not _STORED:
-            return status
-        written = {0: WrittenBlock(source, {server}, set())}
-        lost = await self._versions.settle(options, written, deadline)
-        return _STORED if ours and not lost else WriteStatus.ALREADY_STORED
-
-    # --- inside --------------------------------------------------------------------------
-
-    async def _write_on(
+    async def write_on(
         self, server: str, options: WriteOptions, blocks: Sequence[SourceBlock], deadline: float
     ) -> list[WriteStatus]:
         """`Channel.write` on the best path to that server, and again while blocks are NOT_YET.
@@ -268,28 +337,29 @@ class Writer:
     ) -> list[WriteStatus]:
         """Place, then try the servers in that order until every block has its copies.
 
-        A server that a master is known to name first is written to meanwhile. A block that the pool
-        has gets further copies of what is stored, never of the caller's bytes: another engine may
-        have computed it with other rounding (design: versions).
+        A server that a master is known to name first is written to without asking. A block that the
+        pool has gets further copies of what is stored, never of the caller's bytes: another engine
+        may have computed it with other rounding (design: versions).
         """
-        likely = self._likely_servers(options, blocks[0].parent, copies)
-        batch = BatchState(options, blocks, copies, deadline, likely)
+        question = self._places.question(options, blocks, copies)
+        known = self._places.known(question, visible=options.visible)
+        batch = BatchState(options, blocks, copies, deadline, known)
         needed = dict.fromkeys(range(len(blocks)), copies)
-        placed = await (self._place_and_write(batch, needed) if likely else self._place(batch))
+        placed = await self._place(batch, needed, question)
         if isinstance(placed, WriteStatus):
             return [
                 placed if status is None or i in needed else status
                 for i, status in enumerate(batch.statuses)
             ]
-        batch.servers = placed.servers
-        self._only_server = placed.servers[0] if len(placed.servers) == 1 else ""
         made = {i: count for i, count in enumerate(placed.copies) if count}
         for position in made:
             if needed.pop(position, 0):
                 batch.statuses[position] = WriteStatus.ALREADY_STORED
+        batch.servers = placed.servers
         await self._spread(batch, needed, {})
-        if len({*placed.servers, *likely}) > 1:  # with one server there is one version
+        if len({*placed.servers, *known}) > 1:
             self._tell_apart(batch)
+        if placed is _UNASKED or len({*placed.servers, *known}) > 1:  # else there is one version
             await self._settle(batch, {})
             short = [
                 i
@@ -301,34 +371,26 @@ class Writer:
         if copies > 1:
             counts = [max(made.get(i, 0), len(held)) for i, held in enumerate(batch.holders)]
             self._counters["copies_missing"] += sum(max(0, copies - count) for count in counts)
-        elif batch.stored_on[-1] and not self._only_server:
-            self._ends.put(options.namespace.name, blocks[-1].digest, min(batch.stored_on[-1]))
+        else:
+            self._places.ended(question, batch.stored_on[-1])
         return batch.results(self._loop.time())
 
-    def _likely_servers(self, options: WriteOptions, parent: bytes, copies: int) -> Sequence[str]:
-        """The server that a master will name first, if that is known: the only one that there is,
-        or where this client has written the parent, from which no other chain goes on yet.
-
-        Only of visible writes: two versions of a block may come of it (design: versions).
-        """
-        if copies > 1 or not options.visible:
-            return ()
-        if self._only_server:
-            return [self._only_server]
-        end = self._ends.get(options.namespace.name, parent)
-        self._ends.pop(options.namespace.name, parent)
-        return [end] if end is not None else ()
-
-    async def _place_and_write(
-        self, batch: BatchState, needed: dict[int, int]
+    async def _place(
+        self, batch: BatchState, needed: dict[int, int], question: wire.Place
     ) -> wire.PlaceReply | WriteStatus:
-        """`_place`, and meanwhile write to the servers that the batch has.
-
-        That ends if a master does not name the server: it may be silent, and nobody waits for it.
+        """Write to the servers that the batch has: `_UNASKED` if that was enough. Else, and where
+        that takes long, what a master says. A server that it does not name is waited for no more.
         """
+        if not batch.servers:
+            return await self._places.ask(question, batch.deadline)
         async with task_group() as group:
             early = group.create_task(self._spread(batch, needed, {}))
-            placed = await self._place(batch)
+            if self._places.is_fresh:
+                await asyncio.wait([early], timeout=_ASK_AFTER_S)
+                if early.done() and not needed:
+                    self._places.tell(question, batch.options.part)
+                    return _UNASKED
+            placed = await self._places.ask(question, batch.deadline)
             if isinstance(placed, WriteStatus) or batch.servers[0] not in placed.servers:
                 early.cancel()
         return placed
@@ -346,7 +408,7 @@ class Writer:
                 break
             # Side by side: together the copies take as long as the slowest.
             writes = [
-                self._write_on(
+                self.write_on(
                     server,
                     batch.options._replace(on_alone=batch.alone[server].append),
                     [sources.get(i, batch.blocks[i]) for i in positions],
@@ -401,7 +463,7 @@ class Writer:
         }
         if not written:
             return
-        lost = await self._versions.settle(batch.options, written, batch.deadline)
+        lost = await self.versions.settle(batch.options, written, batch.deadline)
         for position, (block, servers, others) in written.items():
             batch.holders[position] = servers | others
             if position in lost:
@@ -417,7 +479,7 @@ class Writer:
     async def _copy_stored(self, batch: BatchState, short: Sequence[int]) -> None:
         """Make further copies of blocks that the pool has, of the bytes that it has."""
         digests = [batch.blocks[i].digest for i in short]
-        known = await self._versions.holders(batch.options, digests, batch.deadline)
+        known = await self.versions.holders(batch.options, digests, batch.deadline)
         sources_of: dict[str, list[int]] = {}
         for position, holders in zip(short, known, strict=True):
             held = batch.holders[position]
@@ -429,7 +491,7 @@ class Writer:
         for server, positions in sources_of.items():
             for group in rounds(positions, [batch.blocks[i].size for i in positions]):
                 blocks = [batch.blocks[i] for i in group]
-                found = await self._versions.stored(server, batch.options, blocks, batch.deadline)
+                found = await self.versions.stored(server, batch.options, blocks, batch.deadline)
                 sources = {
                     position: stored.block
                     for position, stored in zip(group, found, strict=True)
@@ -456,28 +518,6 @@ class Writer:
             on_device = cast("Sequence[DeviceWriteBlock]", blocks)
             return await self._memory.write_to(server, options, on_device, from_host, deadline)
         return await from_host(cast("Sequence[WriteBlock]", blocks))
-
-    async def _place(self, batch: BatchState) -> wire.PlaceReply | WriteStatus:
-        """What a master says, or what the lack of an answer means for every block."""
-        blocks, namespace, hint = batch.blocks, batch.options.namespace, batch.options.session_hint
-        request = wire.Place(
-            namespace.name,
-            namespace.parts,
-            len(blocks[0].digest),
-            b"".join([block.digest for block in blocks]),
-            blocks[0].parent,
-            sum([block.size for block in blocks]),
-            self._host,
-            batch.copies,
-            hint.session if hint is not None else "",
-        )
-        try:
-            placed = await self._masters.ask(request, wire.PlaceReply, batch.deadline)
-        except DeadlineExceeded:
-            return WriteStatus.DEADLINE
-        except Unavailable:
-            return WriteStatus.NO_MASTER
-        return placed if len(placed.copies) == len(blocks) else WriteStatus.NO_MASTER
 
 
 def status_of_error(error: KvpoolError) -> WriteStatus:

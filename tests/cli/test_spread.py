@@ -34,7 +34,7 @@ async def put(pool: Pool, server: str, chain: Sequence[bytes]) -> None:
             for i in range(first, first + 16)
             if (data := value(chain[i], BLOCK))
         ]
-        statuses = await pool._writer._write_on(server, options, blocks, deadline)
+        statuses = await pool._writer.write_on(server, options, blocks, deadline)
         assert all(status.present for status in statuses), statuses
 
 

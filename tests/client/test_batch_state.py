@@ -45,10 +45,12 @@ def test_each_copy_is_on_another_server() -> None:
     assert state.holders == [{"a", "b"}, {"a", "c"}]
 
 
-def test_when_every_server_was_asked_there_is_no_other() -> None:
-    state, needed = batch(1, ["a"], copies=3)
-    assert state.next_batches(needed) == {"a": [0]}
-    state.answered("a", [0], [WriteStatus.NO_SPACE], needed)
+@pytest.mark.parametrize("answers", ["NO_SPACE", "NO_SPACE SERVER_LOST", "SERVER_LOST NO_SPACE"])
+def test_when_every_server_was_asked_there_is_no_other(answers: str) -> None:
+    """That one is dead does not hide why the block is not stored."""
+    state, needed = batch(1, ["a", "b"][: len(answers.split())], copies=3)
+    for server, answer in zip(state.next_batches(needed), answers.split(), strict=True):
+        state.answered(server, [0], [WriteStatus[answer]], needed)
     assert state.next_batches(needed) == {}
     assert state.results(0.0) == [WriteStatus.NO_SPACE]
 

@@ -1,4 +1,4 @@
-"""A write to the server that a master will name first begins while the master is asked."""
+"""A write whose server is known does not wait for masters, and they hear of it all the same."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from kvpool import Pool, WriteStatus, dev
+from kvpool.client import writer
 from kvpool.client.servers import Servers
-from kvpool.client.writer import Writer
+from kvpool.client.writer import Places
+from kvpool.master.state.placement import Placement
 from kvpool.types import ROOT
 from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, eventually, keys
@@ -23,22 +25,28 @@ DATA = [bytes(64)] * 2
 
 @dataclass
 class Master:
-    """What clients hear of masters, and when."""
+    """What clients ask masters, what they hear of that, and when."""
 
+    asked: list[wire.Place] = field(default_factory=list)
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     change: Callable[[wire.PlaceReply], wire.PlaceReply | WriteStatus] = lambda placed: placed
 
 
 @pytest.fixture
 def master(monkeypatch: pytest.MonkeyPatch) -> Master:
-    made, place = Master(), Writer._place
+    made, ask = Master(), Places.ask
     made.answers.set()
 
-    async def placed(*arguments: Any) -> wire.PlaceReply | WriteStatus:
+    async def placed(
+        to: Places, question: wire.Place, deadline: float
+    ) -> wire.PlaceReply | WriteStatus:
+        made.asked.append(question)
         await made.answers.wait()
-        return made.change(await place(*arguments))
+        return made.change(await ask(to, question, deadline))
 
-    monkeypatch.setattr(Writer, "_place", placed)
+    monkeypatch.setattr(Places, "ask", placed)
+    monkeypatch.setattr(writer, "_FRESH_S", 60.0)  # however slow the machine is
+    monkeypatch.setattr(writer, "_ASK_AFTER_S", 60.0)
     return made
 
 
@@ -56,18 +64,42 @@ def holder(running: dev.Dev, digest: bytes) -> str:
     return held[0] if held else ""
 
 
-async def test_a_chain_goes_on_before_its_place_is_known(
+async def test_a_chain_goes_on_without_a_question(
     two_servers: dev.Dev, master: Master, pool: Pool
 ) -> None:
     """A second one from the same block may be a chain of its own, so that one is asked about."""
     before = holder(two_servers, HEAD[-1])
     master.answers.clear()
+    assert await pool.write(NAMESPACE, TAIL, DATA, parent=HEAD[-1]) == [STORED] * 2
+    assert holder(two_servers, TAIL[-1]) == before
+    await is_asked_first(two_servers, master, pool, parent=HEAD[-1])
+
+
+async def test_what_a_master_said_long_ago_is_asked_again_beside_the_write(
+    two_servers: dev.Dev, master: Master, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_FRESH_S", 0.0)
+    master.answers.clear()
     writing = asyncio.create_task(pool.write(NAMESPACE, TAIL, DATA, parent=HEAD[-1]))
-    await eventually(lambda: holder(two_servers, TAIL[-1]) == before)
+    await eventually(lambda: holder(two_servers, TAIL[-1]) != "")
     assert not writing.done()
     master.answers.set()
     assert await writing == [STORED] * 2
-    await is_asked_first(two_servers, master, pool, parent=HEAD[-1])
+
+
+async def test_masters_hear_of_all_writes_of_a_chain_in_one_message(
+    master: Master, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_TELL_AFTER_S", 0.5)
+    chain = [HEAD[-1], *keys("long", 6)]
+    for number in range(6):
+        session = "a" if number < 4 else "b"
+        wrote = {"parent": chain[number], "session": session}
+        await pool.write(NAMESPACE, chain[number + 1 : number + 2], DATA[:1], **wrote)
+    await eventually(lambda: len(master.asked) == 3)  # with that for the head
+    told = [(one.parent, one.digests, one.size, one.session) for one in master.asked[1:]]
+    first, rest = b"".join(chain[1:5]), b"".join(chain[5:])
+    assert told == [(HEAD[-1], first, 256, "a"), (chain[4], rest, 128, "b")]
 
 
 @pytest.mark.parametrize("options", [{"visible": False}, {"copies": 2}, {"parent": ROOT}], ids=str)
@@ -86,21 +118,24 @@ async def is_asked_first(running: dev.Dev, master: Master, pool: Pool, **options
     assert await writing == [STORED] * 2
 
 
-async def test_the_only_server_is_written_to_before_its_place_is_known(
-    pool_dev: dev.Dev, master: Master
+async def test_the_only_server_is_not_asked_about_until_it_is_not_alone(
+    pool_dev: dev.Dev, master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pool_dev.pool() as pool:
         await pool.write(NAMESPACE, HEAD, DATA)
         master.answers.clear()
-        writing = asyncio.create_task(pool.write(NAMESPACE, OTHER, DATA))
-        await eventually(lambda: holder(pool_dev, OTHER[-1]) != "")
+        assert await pool.write(NAMESPACE, TAIL, DATA) == [STORED] * 2
+        found = Placement((holder(pool_dev, TAIL[0]), "new"), [0] * 2)
+        monkeypatch.setattr(pool_dev.master.directory, "place", lambda *_: found)
         master.answers.set()
-        assert await writing == [STORED] * 2
+        await eventually(lambda: not pool._places._only_server)
+        await is_asked_first(pool_dev, master, pool)
 
 
 @pytest.fixture
 def silent(two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Calls to this server have no answer from now on."""
+    monkeypatch.setattr(writer, "_ASK_AFTER_S", 0.02)
 
     def silence(server: str) -> None:
         call = Servers.call
@@ -115,17 +150,26 @@ def silent(two_servers: dev.Dev, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
     return silence
 
 
+@pytest.mark.parametrize("has_master", [False, True])
 async def test_a_silent_server_that_no_master_names_is_not_waited_for(
-    two_servers: dev.Dev, master: Master, pool: Pool, silent: Callable[[str], None]
+    two_servers: dev.Dev,
+    master: Master,
+    pool: Pool,
+    silent: Callable[[str], None],
+    has_master: bool,
 ) -> None:
     before = holder(two_servers, HEAD[-1])
     silent(before)
-    master.change = lambda placed: wire.PlaceReply(
-        [server for server in placed.servers if server != before], placed.copies
-    )
+
+    def change(placed: wire.PlaceReply) -> wire.PlaceReply | WriteStatus:
+        others = [server for server in placed.servers if server != before]
+        return wire.PlaceReply(others, placed.copies) if has_master else WriteStatus.NO_MASTER
+
+    master.change = change
     async with asyncio.timeout(2):
-        assert await pool.write(NAMESPACE, TAIL, DATA, parent=HEAD[-1]) == [STORED] * 2
-    assert holder(two_servers, TAIL[-1]) not in ("", before)
+        answer = await pool.write(NAMESPACE, TAIL, DATA, parent=HEAD[-1])
+    assert answer == [STORED if has_master else WriteStatus.NO_MASTER] * 2
+    assert bool(holder(two_servers, TAIL[-1])) is has_master
 
 
 async def test_a_server_that_takes_nothing_is_one_that_was_tried(
@@ -137,29 +181,3 @@ async def test_a_server_that_takes_nothing_is_one_that_was_tried(
     assert await pool.write(NAMESPACE, TAIL, DATA, parent=HEAD[-1]) == [STORED] * 2
     assert holder(two_servers, TAIL[-1]) not in ("", before)
     leaving._context.draining = False
-
-
-@pytest.mark.parametrize("is_silent", [False, True])
-async def test_without_a_master_what_is_stored_counts(
-    two_servers: dev.Dev,
-    master: Master,
-    pool: Pool,
-    silent: Callable[[str], None],
-    is_silent: bool,
-) -> None:
-    def lost(_: wire.PlaceReply) -> WriteStatus:
-        return WriteStatus.NO_MASTER
-
-    master.change = lost
-    master.answers.clear()
-    if is_silent:
-        silent(holder(two_servers, HEAD[-1]))
-    writing = asyncio.create_task(pool.write(NAMESPACE, TAIL, DATA, parent=HEAD[-1]))
-    await asyncio.sleep(0.05)
-    if not is_silent:
-        await eventually(lambda: holder(two_servers, TAIL[-1]) != "")
-        await asyncio.sleep(0.05)
-    master.answers.set()
-    async with asyncio.timeout(2):
-        expected = WriteStatus.NO_MASTER if is_silent else STORED
-        assert await writing == [expected] * 2

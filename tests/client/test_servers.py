@@ -98,7 +98,7 @@ async def test_addresses_are_renewed_when_one_path_of_several_fails(
     monkeypatch: pytest.MonkeyPatch, pool_dev: dev.Dev, views: bool
 ) -> None:
     """The server has restarted with another address for its fastest path; the others still work."""
-    monkeypatch.setattr(servers_module, "_REFRESH_S", 0.0)
+    monkeypatch.setattr(servers_module, "REFRESH_S", 0.0)
     async with pool_dev.pool() as pool:
         chain = keys("renewed", 1)
         assert await pool.write(NAMESPACE, chain, [b"a" * 100]) == [WriteStatus.STORED]
@@ -121,7 +121,7 @@ async def test_addresses_are_renewed_when_one_path_of_several_fails(
 async def test_addresses_are_asked_for_once_and_again_when_no_master_answered(
     monkeypatch: pytest.MonkeyPatch, pool_dev: dev.Dev
 ) -> None:
-    monkeypatch.setattr(servers_module, "_REFRESH_S", 0.0)
+    monkeypatch.setattr(servers_module, "REFRESH_S", 0.0)
     async with pool_dev.pool() as pool:
         chain = keys("asked once", 1)
         assert await pool.write(NAMESPACE, chain, [b"a" * 100]) == [WriteStatus.STORED]

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvpool import WriteStatus, dev
+from kvpool.master.state.demand import listed_of
 from kvpool.protocols import Connection, Peer, ReserveRequest
 from kvpool.server.state.holdings import Limits
 from kvpool.server.tenancy import Tenancy
@@ -97,7 +98,7 @@ async def test_no_range_is_emptied_for_a_write_that_does_not_wait(
     for size in (MIB, MIB // 2):
         assert statuses(connection, request("large", size)) == [WriteStatus.NOT_YET]
         assert server.store.extents.clearing is None
-    known = functools.partial(pool_dev.master.directory.listed_of, NAMESPACE, small)
+    known = functools.partial(listed_of, pool_dev.master.directory, NAMESPACE, small)
     await eventually(lambda: known() == server.store.index.stored)
 
 

@@ -146,10 +146,16 @@ BUGS: Sequence[Bug] = read(
 @@ stalled-clients-stay  G9  kvpool.server.clients  seed 261
 -        if now - self._sampled_at < STALLED_S:
 +        if now - self._sampled_at < STALLED_S * 1e6:
-# --- writes that begin before their place is known
-@@ early-write-is-not-compared-with-what-others-wrote  G2  kvpool.client.writer  seed 6
--if len({*placed.servers, *likely}) > 1:
-+if len(placed.servers) > 1 and not likely:
+# --- writes that ask no master where to go
+@@ early-write-is-not-compared-with-what-others-wrote  G2  kvpool.client.writer  seed 26
+-if placed is _UNASKED or len({*placed.servers, *known}) > 1:
++if len(placed.servers) > 1 and not known:
+@@ what-a-server-refuses-is-asked-nobody-else  placement  kvpool.client.writer
+-if early.done() and not needed:
++if early.done():
+@@ the-only-server-stays-the-only-one  placement  kvpool.client.writer
+-if len(placed.servers) == 1 else ""
++if len(placed.servers) == 1 else self._only_server
 # --- writes in one request
 @@ bytes-of-a-refused-block-go-into-the-next  G1  kvpool_transports.streams.server
 -for reservation, size in zip(reservations, write.sizes, strict=True)

@@ -42,6 +42,8 @@ T = TypeVar("T")
 #: A call may end this much after its deadline, because it waits for a copy in progress.
 _SLACK_S: Final = 0.3
 _TIMEOUT_S: Final = 5.0
+#: Servers and clients have told masters what they must know.
+_TOLD_S: Final = 3.0
 #: Longer than any hint of these users keeps blocks.
 _HINTS_LAPSE_S: Final = 130.0
 #: The same of what a policy infers.
@@ -709,4 +711,23 @@ class SimClient:
         results = await self._read_now(ONE, fresh, None)
         if not all(result.status.hit for result in results):
             raise Violation(f"G5: reads of new blocks returned {[r.status.label for r in results]}")
+        await self._check_places(fresh[-1])
         self._check_ended()
+
+    async def _check_places(self, last: bytes) -> None:
+        """A chain whose server takes nothing goes on elsewhere; who has joined is written to."""
+        world, others = self._world, [n.server for n in self._world.servers if n.server]
+        here = next((one for one in others if one.stack.peek(ONE, 0, last)), None)
+        if here is None or len(others) < 2:
+            return
+        here._context.draining = True
+        statuses = await self._write_now(ONE, world.catalog.fresh(2), parent=last)
+        here._context.draining = False
+        if not {WriteStatus.STORED, WriteStatus.BYPASSED}.issuperset(statuses):
+            raise Violation(f"a chain went nowhere: {[status.label for status in statuses]}")
+        await asyncio.sleep(_TOLD_S)  # masters hear that it takes blocks again
+        await self._write_now(ONE, world.catalog.fresh(1))
+        await asyncio.sleep(_TOLD_S)
+        known = [len(one.master.directory.servers.placer) for one in world.masters if one.master]
+        if min(known) > 1 and self.pool._places._only_server:
+            raise Violation(f"one of {known} servers is the only one that is written to")

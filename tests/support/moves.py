@@ -64,7 +64,7 @@ async def put(
     ]
     for first in range(0, len(blocks), 100):
         some = blocks[first : first + 100]
-        statuses = await pool._writer._write_on(server.server, options, some, now() + 10)
+        statuses = await pool._writer.write_on(server.server, options, some, now() + 10)
         assert all(status.present for status in statuses), statuses
 
 

@@ -134,7 +134,7 @@ class DemandMeter:
             first, count = match.length + 1, len(chain)
             step = max(1, -(-(count - first) // _HOLES_MAX))
             behind = chain.digests(first, count, step)
-            listed = self._directory.listed_of(namespace, behind) * step
+            listed = listed_of(self._directory, namespace, behind) * step
             self.looked_beyond(match.length, listed)
 
     def matched(self, runs: Sequence[Run]) -> None:
@@ -168,6 +168,13 @@ class DemandMeter:
             self._servers / self._chains if self._chains else 0.0,
             self._beyond / self._held if self._held else 0.0,
         )
+
+
+def listed_of(directory: Directory, namespace: Namespace, digests: Sequence[bytes]) -> int:
+    """How many of these blocks some server has, in whatever order."""
+    blocks = directory.blocks.get(namespace)
+    found = blocks.get_all(digests) if blocks is not None else []
+    return len(found) - found.count(None)
 
 
 class _Sample:

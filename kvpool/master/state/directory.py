@@ -305,12 +305,6 @@ class Directory:
             tuple(record.server for record in ranked), self._complete_replicas(namespace, digests)
         )
 
-    def listed_of(self, namespace: Namespace, digests: Sequence[bytes]) -> int:
-        """How many of these blocks some server has, in whatever order."""
-        blocks = self.blocks.get(namespace)
-        found = blocks.get_all(digests) if blocks is not None else []
-        return len(found) - found.count(None)
-
     # --- inside ----------------------------------------------------------------------
 
     def _room(self, record: ServerRecord, wanted: int) -> int:

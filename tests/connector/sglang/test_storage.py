@@ -223,9 +223,7 @@ def test_what_is_wrong_is_named(
         make(extra={"master": ["a:1"]})
     with monkeypatch.context() as patch:
         patch.setattr(storage, "_SUPPORTED", "0.6.1")
-        with pytest.raises(
-            ConfigError, match=r"SGLang .* is not supported.*0\.6\.1, or 0\.6\.x"
-        ):
+        with pytest.raises(ConfigError, match=r"SGLang .* is not supported.*0\.6\.1, or 0\.6\.x"):
             make()
     without = SimpleNamespace(page_size=PAGE, layout="page_head", get_data_page=None)
     with pytest.raises(ConfigError, match="page_head has no pages"):

@@ -263,7 +263,7 @@ async def test_what_is_stored_anew_while_another_one_fetches_stays() -> None:
             first.stack.remove(NAMESPACE, chain[1:])
             options = WriteOptions(NAMESPACE, 0, visible=False)
             anew = WriteBlock(chain[1], chain[0], (memoryview(bytes(SIZE)),), SIZE)
-            await pool._writer._write_on(first.server, options, [anew], now() + 10)
+            await pool._writer.write_on(first.server, options, [anew], now() + 10)
             return statuses
 
         moves_of(other).fetcher.fetch = and_meanwhile  # type: ignore[method-assign]
