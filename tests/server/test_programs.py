@@ -73,6 +73,7 @@ def learn_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs_module, "_LEARN_EVERY", 1)
     monkeypatch.setattr(programs_module, "_PRIOR", 1.0)
     monkeypatch.setattr(programs_module, "_SHAPE", 1.0)
+    monkeypatch.setattr(programs_module, "_ROW", 0)
 
 
 # --- whose prompt it is ------------------------------------------------------------------------
@@ -172,6 +173,21 @@ def test_ends_go_first_where_the_next_prompt_has_others() -> None:
     assert all(server.here(*one) == one[:-1] for one in names)
 
 
+def test_of_two_kinds_that_go_on_nearly_as_often_the_lesser_goes_first() -> None:
+    """Not the older one."""
+    server = Server(48)
+    for number in range(120):
+        for length, goes_on in ((3, number % 4 > 0), (6, number % 2 > 0)):
+            server.prompt(chain(f"{length}: {number}", length))
+            if goes_on:
+                server.prompt(chain(f"{length}: {number}", length + 1), 60.0)
+    new = [chain(f"new {number}", 3 if number < 5 else 6) for number in range(10)]
+    for names in (*new, *(chain(f"more {number}", 1) for number in range(10))):
+        server.prompt(names, 0.11)
+    assert all(server.here(*names[:2]) for names in new[:5])
+    assert not server.here(new[5][-1])
+
+
 # --- what is measured --------------------------------------------------------------------------
 
 
@@ -196,4 +212,3 @@ def test_who_paused_longer_than_any_other_is_expected_no_more() -> None:
     lives.learn_beside(everyone)
     assert lives.density(3.0) > lives.density(0.0) > 0
     assert lives.density(10.0) == 0.0
-    assert lives.rank(3.0) > lives.rank(0.0) > lives.rank(10.0)

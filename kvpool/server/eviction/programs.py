@@ -40,8 +40,8 @@ _BYPASS_MARGIN: Final = 0.9
 #: Parts of a chain within so many seconds are one prompt, and what is written so soon after a read.
 _SAME_PROMPT_S, _PREFILL_S = 1.0, 120.0
 #: Upper bounds of classes: which prompt of its program it is, and how many blocks it adds.
-_PROMPTS: Final = (1, 2, 3, 5, 9, 24, 33)
-_GROWTHS: Final = (15,)
+_PROMPTS: Final = (1, 3, 9, 24, 33)
+_GROWTHS: Final = (4, 15)
 #: The same for shared blocks: how often they were used.
 _SHARED_USES: Final = (3, 9)
 #: One class is learned after so many prompts, in turn.
@@ -375,7 +375,7 @@ class Programs:
         """
         number, at, left = self._row
         numbers = range(_CLASSES) if number < 0 or not left or now - at > _ROW_S else (number,)
-        best: tuple[int, int, int] | None = None
+        best: tuple[float, int, int] | None = None
         moved = 0
         for number in numbers:
             queue = self._queues[number]
@@ -390,9 +390,9 @@ class Programs:
                 moved += 1
             if block is None:
                 continue
-            rank = self._lives[number].rank(now - block.last_used / 1e6)
-            if best is None or (rank, block.last_used) < best[:2]:
-                best = (rank, block.last_used, number)
+            density = self._lives[number].density(now - block.last_used / 1e6)
+            if best is None or (density, block.last_used) < best[:2]:
+                best = (density, block.last_used, number)
         if best is None:
             if len(numbers) == _CLASSES and not moved:  # else it is in a queue before this one
                 return None
