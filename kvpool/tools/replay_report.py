@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from kvpool.ops.bars import FillBar, age
@@ -107,24 +108,25 @@ def _left(report: ReplayReport, seconds: float, text: str = "{}") -> str:
     return text.format(age(seconds * left / done)) if done and left else ""
 
 
-def _now(report: ReplayReport, seconds: float) -> Table:
+def _now(report: ReplayReport, seconds: float) -> Group:
+    """In lines that no usual terminal cuts."""
     done = len(report.match_s)
-    table = Table(title=f"{report.name}", box=None)
-    for name in ("requests", "", "left", "hit rate", "read", "written", "match p50", "wrong bytes"):
-        table.add_column(name, justify="right")
     read = sum(path.read_bytes for path in report.transports.values())
     written = sum(path.written_bytes for path in report.transports.values())
-    table.add_row(
-        f"{done:,} / {report.requests:,}",
-        FillBar(done / max(1, report.requests)),
-        _left(report, seconds),
-        f"[bold green]{report.hit_rate:.1%}[/]",
-        f"{human(read)} ({human(read / max(seconds, 0.1))}/s)",
-        human(written),
-        f"{quantiles(report.match_s[-1000:])[0] * 1e3:.2f} ms",
-        f"{'[green]' if not report.wrong_bytes else '[bold red]'}{report.wrong_bytes}[/]",
+    line = Table.grid(padding=(0, 2))
+    requests = f"{done:,} of {report.requests:,} requests"
+    line.add_row(
+        requests, FillBar(done / max(1, report.requests)), _left(report, seconds, "{} left")
     )
-    return table
+    wrong = f"{'[green]' if not report.wrong_bytes else '[bold red]'}{report.wrong_bytes}[/]"
+    match_ms = quantiles(report.match_s[-1000:])[0] * 1e3
+    return Group(
+        escape(report.name),  # that of a file, perhaps
+        line,
+        f"hit rate [bold green]{report.hit_rate:.1%}[/], match p50 {match_ms:.2f} ms, "
+        f"wrong bytes {wrong}",
+        f"read {human(read)} ({human(read / max(seconds, 0.1))}/s), written {human(written)}",
+    )
 
 
 def quantiles(values: Sequence[float]) -> tuple[float, float]:

@@ -74,13 +74,14 @@ def test_nothing_stands_beside_json(terminal: bool) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_replay_says_how_long_it_will_take(terminal: bool) -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
-    report = ReplayReport("x", 100, 1, 1, 1 << 20, 1 << 10, transports={})
+    console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
+    report = ReplayReport("x[/b]", 100, 1, 1, 1 << 20, 1 << 10, transports={})
     with replay_progress(console, report) as show:
         show(0.0)
         report.match_s += [0.001] * 20
         show(30.0)
-    assert "2 min" in out.getvalue()
+    assert "2 min left" in out.getvalue()
+    assert "wrong bytes 0" in out.getvalue(), "no word is cut"
     if not terminal:
         assert "30 s  20 of 100 requests, 2 min left  hit rate" in out.getvalue()
 
