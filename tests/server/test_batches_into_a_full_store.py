@@ -80,10 +80,14 @@ def test_the_same_blocks_leave_as_for_one_block_after_the_other(
             if rng.random() < 0.7
             else rng.choices([1, PAGE, 9000], k=len(chain))
         )
-        request = ReserveRequest(namespace, 0, chain, parents, sizes)
+        session = SessionHint(f"{namespace.name.removesuffix('one')}{turn % 7}")
+        hint = session if seed % 3 == 0 and turn % 5 else None
+        request = ReserveRequest(namespace, 0, chain, parents, sizes, hint)
         found = []
         for books, at_once in zip(both, (True, False), strict=True):
-            answers = reserve(books, request, float(turn), at_once=at_once)
+            # A session's chain in two calls is another one: only its evictions go one by one.
+            books.extents.policy.in_a_row = at_once
+            answers = reserve(books, request, float(turn), at_once=at_once or seed % 3 == 0)
             check_invariants(books)
             ids = [id for status, id in answers if status is WriteStatus.RESERVED]
             books.seal_all(1, ids, ids, turn + 0.5)

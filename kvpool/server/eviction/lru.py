@@ -75,7 +75,7 @@ class LRU(Generic[B]):
         NOT_YET when that takes more steps: call again.
         """
         heap = self._heap
-        for _ in steps:
+        for _ in steps if heap or self._rest else ():
             if self._rest:
                 heap = self._first_heap()
             if not heap:

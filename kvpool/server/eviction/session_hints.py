@@ -217,8 +217,10 @@ class SessionAwarePolicy(Order):
         self.policy.remove(entry)
         if entry.superseded_at:
             self.branches.superseded.pop(entry, None)
-        parent = entry.index.blocks.get(entry.parent)
         session: Session = entry.session  # or None
+        if session is None and not self.sessions:
+            return
+        parent = entry.index.blocks.get(entry.parent)
         if session is None:
             if parent is not None and parent.session is not None:
                 self.block_shared(parent)

@@ -257,9 +257,11 @@ class ChangeLog:
 
     def append_departure(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
         """Record that a block has left this server, with its tombstone."""
-        stretch = self.add(entry.index, [entry.digest], reason, tier)
-        if len(stretch.digests) == 1:
-            self._departed.append(stretch)
+        index, digest = entry.index, entry.digest
+        if (reason, index.part, tier, index.namespace, len(digest)) == self._open:
+            self.changes[-1].digests.append(digest)
+        else:
+            self._departed.append(self.add(index, [digest], reason, tier))
         self._departures += 1
         if self._departures == _DEPARTED_MAX:
             self._record_departures()

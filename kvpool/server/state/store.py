@@ -98,9 +98,8 @@ class Store:
         extents.steps_left = STEPS_MAX if in_steps else UNLIMITED
         fresh, spare = list[Entry](), list[int]()  # to be entered; extents for those that follow
         found, mask = index.blocks.get_all(request.digests), allocator.alignment - 1
-        # Hints count each block that is entered; who waits for the disk does so for each block.
-        in_a_row = policy.in_a_row and session is None and not extents.demotes
-        alike = _AlikeBlocks(request, found) if in_a_row else None
+        # What is announced counts when it is entered; who waits for a disk does so for each block.
+        alike = _AlikeBlocks(request, found) if policy.in_a_row and not extents.demotes else None
         for known, (digest, parent, size, stamp, copies) in zip(found, _rows(request), strict=True):
             if known is None or known.state not in _HERE:  # it has made room for one before it
                 known = granted.get(digest)
@@ -127,8 +126,9 @@ class Store:
                     offset = None if over else allocator.allocate(size)
                     if offset is None:
                         self._enter(index, holder, fresh, now)
-                        more = min(left, taken * alike.behind(len(answers) + 1)) if alike else 0
-                        made = extents.make(entry, owner, now, stamp, more)
+                        done = len(answers) + 1
+                        more = alike.behind(done) if alike and policy.due(entry) is None else 0
+                        made = extents.make(entry, owner, now, stamp, min(left, taken * more))
                         if isinstance(made, Reservation):
                             answers.append(refusal := made)
                             continue
