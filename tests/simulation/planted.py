@@ -558,7 +558,7 @@ BUGS: Sequence[Bug] = read(
 @@ ended-session-is-written  G5  kvpool.server.eviction.session_hints
 -        return entry.superseded_at >= entry.last_used or (
 +        return False and (
-@@ evicted-below-is-written-for-ever  G6  kvpool.server.state.writeback_queue  seed 53
+@@ evicted-below-is-written-for-ever  G6  kvpool.server.state.writeback_queue  seed 0
 -given_up = self._written_again.get(entry) == entry.last_used
 +given_up = False
 @@ tails-before-heads  G8  kvpool.server.state.write_back  seed 20

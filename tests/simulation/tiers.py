@@ -8,6 +8,7 @@ bytes that are not on that list must be there and be right.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -178,8 +179,8 @@ class WatchedDiskStore(WatchedStore, FileStore):
         self.restored = False
         self.is_read_only: Callable[[], bool] = lambda: False
         self.is_lost: Callable[[], bool] = lambda: False
-        #: Blocks that it evicted and memory kept, and their last use then: written again once.
-        self._evicted_below: dict[BlockPart, int] = {}
+        #: Evictions of blocks that memory kept, by their last use then: each is written again once.
+        self._evicted_below: Counter[tuple[BlockPart, int]] = Counter()
         self.is_about_to_get: Callable[[Namespace, int, bytes], None] = lambda *_: None
         self.unerased: set[int] = set()
         self.dropped: Mapping[str, int] = {}  # what the tier did not find, by reason
@@ -302,11 +303,13 @@ class WatchedDiskStore(WatchedStore, FileStore):
         if kept:
             self.truth.probes.add("the disk evicted a block that was also in memory")
         if kept and event is Event.EVICT:
-            if self._evicted_below.get(key) == kept.last_used:
+            self._evicted_below[key, kept.last_used] += 1
+            if (times := self._evicted_below[key, kept.last_used]) > 1:
                 self.refused.add(key)
+            if times > 3:
+                self.truth.fail(f"G6: {entry!r} is written to the disk again and again")
             if self.above and self.above.tenants and self.above.tenants.keeps(index.namespace):
                 self.refused.add(key)  # memory keeps what is guaranteed there
-            self._evicted_below[key] = kept.last_used
 
     @property
     def hides_headers(self) -> bool:
