@@ -145,7 +145,8 @@ def tables(report: ReplayReport) -> list[Table]:
 def _hit_table(report: ReplayReport) -> Table:
     where = f"{report.servers} servers, {report.clients} engine instances"
     memory = f"{human(report.capacity)} of {human(report.block_size)} blocks"
-    table = Table(title=f"{report.name}: {report.requests:,} requests, {where}, {memory}")
+    title = f"{escape(report.name)}: {report.requests:,} requests, {where}, {memory}"
+    table = Table(title=title)
     table.add_column("hit rate")
     table.add_column("", justify="right")
     pool, offline = report.hit_rate, report.offline_policy

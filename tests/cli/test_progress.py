@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvpool.cli.progress import blocks, progress
-from kvpool.tools.replay_report import ReplayReport
+from kvpool.tools.replay_report import ReplayReport, tables
 from kvpool.tools.replay_report import progress as replay_progress
 from kvpool_tiers.nvme import recovery_log
 from kvpool_tiers.nvme.recovery_log import RecoveryLog
@@ -80,6 +80,7 @@ def test_a_replay_says_how_long_it_will_take(terminal: bool) -> None:
         show(0.0)
         report.match_s += [0.001] * 20
         show(30.0)
+    console.print(*tables(report))
     assert "2 min left" in out.getvalue()
     assert "wrong bytes 0" in out.getvalue(), "no word is cut"
     if not terminal:
