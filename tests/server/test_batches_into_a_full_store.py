@@ -159,9 +159,7 @@ def test_a_batch_that_takes_too_long_goes_on_in_the_next_call() -> None:
 def test_no_block_of_a_batch_takes_the_place_of_its_parent() -> None:
     books = Store(8 * PAGE)
     old = keys("old", 8)
-    for digest in old:
-        (answer,) = books.reserve(1, request_of([digest]), 0.0)
-        books.seal_all(1, [answer.id], [0], 0.0)
+    fill(books, 8)
     new = keys("new", 4)
     # The second one follows the block that was used least recently but one.
     request = ReserveRequest(NAMESPACES[0], 0, new, [ROOT, old[1], new[1], new[2]], [PAGE] * 4)

@@ -55,13 +55,17 @@ def books() -> Books:
 # --- end ---------------------------------------------------------------------------------
 
 
-def test_what_an_ended_session_leaves_behind_goes_first(books: Books) -> None:
-    old, ended = keys("old", 8), keys("ended", 8)
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_an_ended_session_leaves_behind_goes_first(books: Books, shared: bool) -> None:
+    """But not what others have built on, also when what they built has left."""
+    old, ended, others = keys("old", 8), keys("ended", 8), keys("others", 2)
     books.write("old", old)
     books.write("ended", ended)
+    books.write("", others, parent=ended[-1] if shared else ROOT)
+    books.store.remove(ONE, others)
     assert books.store.hint("ended", None, books.now) is True
     books.fill(12)
-    assert (books.here(old), books.here(ended)) == (8, 0)
+    assert (books.here(old), books.here(ended)) == ((0, 8) if shared else (8, 0))
 
 
 def test_a_shared_head_outlives_the_session_that_wrote_it(books: Books) -> None:
@@ -170,13 +174,12 @@ def test_a_rewritten_history_goes_first(books: Books) -> None:
 
 def test_a_session_that_goes_on_supersedes_nothing(books: Books) -> None:
     old, chain = keys("old", 5), keys("chain", 10)
+    books.write("old", old)
     books.write("agent", chain[:4])
     books.write("agent", chain[4:], parent=chain[3])
-    books.write("old", old)
-    books.fill(5)
-    books.fill(5, "more")  # now LRU's victims are the chain's tail, and nothing else
-    assert books.here(old) == 5
-    assert books.here(chain[:5]) == 5
+    books.store.remove(ONE, chain[4:])
+    books.fill(16)
+    assert (books.here(old), books.here(chain)) == (0, 4)
 
 
 def test_two_conversations_with_one_name_do_not_drop_each_other(books: Books) -> None:
@@ -249,10 +252,9 @@ def test_what_another_session_built_on_is_not_superseded(books: Books) -> None:
 def test_a_stretch_whose_place_is_unknown_supersedes_nothing(books: Books) -> None:
     """The blocks between are on another server: the chain goes on there, as far as is known."""
     first, third, old = keys("first", 5), keys("third", 5), keys("old", 5)
-    books.write("agent", first)
     books.write("old", old)
+    books.write("agent", first)
     books.write("agent", third, parent=keys("elsewhere", 1)[0])
-    books.read(first)
     books.fill(10)
     assert (books.here(first), books.here(old)) == (5, 0)
 
