@@ -1,6 +1,6 @@
 """The certificate that a master shows: made when it starts, and known by no authority.
 
-Whose it is the proofs say, which cover its hash (`kvpool.net.control_session`). Clients of tenants
+Whose it is the proofs say, which cover its hash (`kvpool.net.secret_sessions`). Clients of tenants
 know a secret with which they could prove as much to each other, so they are given the hash, too. In
 a pool with tenants it is therefore the same at every start and of all masters: its key is made from
 the cluster's secret. Whoever connects sees that certificate, and could try guesses of the secret on
