@@ -58,8 +58,8 @@ _PRESENT: Final = (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
 _ENDS_KEPT: Final = 1024
 #: A master's last answer is believed for so long: whoever joins gets new chains after that.
 _FRESH_S: Final = 1.0
-#: Masters hear of a write so much later.
-_TELL_AFTER_S: Final = 0.1
+#: Masters hear of a write so much later. Where so many messages wait for slow ones, writes ask.
+_TELL_AFTER_S, _UNTOLD_MAX = 0.1, 256
 #: A write whose server is known asks a master only when it is not done after so long.
 _ASK_AFTER_S: Final = 0.02
 _UNASKED: Final = wire.PlaceReply([], b"")
@@ -164,7 +164,8 @@ class Places:
     @property
     def is_fresh(self) -> bool:
         """A write may go where it is known to belong, and `tell` masters afterwards."""
-        return self._loop.time() < self._answered_at + _FRESH_S
+        heard = len(self._untold) < _UNTOLD_MAX
+        return heard and self._loop.time() < self._answered_at + _FRESH_S
 
     def question(
         self, options: WriteOptions, blocks: Sequence[SourceBlock], copies: int

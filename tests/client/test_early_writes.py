@@ -75,10 +75,13 @@ async def test_a_chain_goes_on_without_a_question(
     await is_asked_first(two_servers, master, pool, parent=HEAD[-1])
 
 
-async def test_what_a_master_said_long_ago_is_asked_again_beside_the_write(
-    two_servers: dev.Dev, master: Master, pool: Pool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limit", "value"), [("_FRESH_S", 0.0), ("_UNTOLD_MAX", 1)])
+async def test_what_a_master_said_long_ago_or_must_hear_first_is_asked_beside_the_write(
+    two_servers: dev.Dev, master: Master, pool: Pool, limit: str, value: float, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(writer, "_FRESH_S", 0.0)
+    monkeypatch.setattr(writer, limit, value)
+    monkeypatch.setattr(writer, "_TELL_AFTER_S", 60.0)
+    pool._places.tell(master.asked[0], 0)
     master.answers.clear()
     writing = asyncio.create_task(pool.write(NAMESPACE, TAIL, DATA, parent=HEAD[-1]))
     await eventually(lambda: holder(two_servers, TAIL[-1]) != "")
