@@ -189,7 +189,8 @@ class MatchPoller:
         sent = self._links.send(link, request.type, request.body, id)
         if sent:
             request.asked.add(link)
-            request.sent_at = now
+            if request.sent_at < request.chain.deadline:  # then once more
+                request.sent_at = now
             self.connected = True
             self._unanswered_since.setdefault(link, now)
         return sent
@@ -295,7 +296,7 @@ class _Request:
     type: int
     body: bytes
     hedge_at: float
-    sent_at: float = 0.0  # to the last of them
+    sent_at: float = 0.0  # to the last of them in time, or the first
     asked: set[int] = field(default_factory=set)  # links
     refused: set[int] = field(default_factory=set)  # links, also those that know too little yet
     #: Of a master that was just started: others have until `hedge_at` to know more.

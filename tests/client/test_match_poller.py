@@ -440,8 +440,9 @@ def test_a_reply_that_came_in_time_counts_when_nobody_has_looked(
 def test_a_connection_that_ends_is_opened_again_at_once(
     master: FakeMaster, open_poller: Open
 ) -> None:
-    """Also with a question on it, which is asked again."""
-    poller = open_poller(master.address, attempt_s=20.0, hedge_s=15.0)
+    """Also with a question on it, which is asked again, but not for ever."""
+    clock = Clock()
+    poller = open_poller(master.address, clock=clock, attempt_s=20.0, hedge_s=15.0)
     for lost in (False, True):
         poller.start("a", [(SPACE, keys("x", 1))])
         until_asked(poller, master)
@@ -453,6 +454,13 @@ def test_a_connection_that_ends_is_opened_again_at_once(
         assert until(poller)[0].stopped is ReadStatus.NEVER_WRITTEN
         master.hang_up()
         time.sleep(0.02)
+    poller.start("a", [(SPACE, keys("x", 1))])
+    for _ in range(4):
+        until_asked(poller, master)
+        master.take()
+        master.hang_up()
+        clock.ahead_s += 12.0
+    assert until(poller)[0].stopped is ReadStatus.NO_MASTER
 
 
 def test_a_poller_finds_a_master_by_name_and_with_a_secret() -> None:
