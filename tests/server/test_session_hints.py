@@ -13,7 +13,6 @@ from kvpool.protocols.policy import Decision
 from kvpool.server.eviction.density import Density
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.session_announcements import LEAVES_MAX, RESUME_S_MAX
-from kvpool.server.eviction.session_hints import SessionAwarePolicy
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
@@ -91,10 +90,9 @@ def test_of_two_hints_that_which_was_given_last_counts(books: Books) -> None:
     """Not what came last: it may come through another master. Nor one that is refused."""
     books.write("others", keys("b", 15))
     books.write("a", keys("a", 5))
-    policy = books.store.extents.policy
-    assert policy.hint("a", None, books.now)
-    assert policy.hint("a", 3.0, books.now + 1.0, age_s=2.0)
-    assert not policy.hint("a", 1.0, books.now + 400.0, age_s=399.0)
+    assert books.store.hint("a", None, books.now)
+    assert books.store.hint("a", 3.0, books.now + 1.0, age_s=2.0)
+    assert not books.store.hint("a", 1.0, books.now + 400.0, age_s=399.0)
     books.fill(5)
     assert (books.here(keys("a", 5)), books.here(keys("b", 15))) == (0, 15)
 
@@ -259,6 +257,16 @@ def test_a_stretch_whose_place_is_unknown_supersedes_nothing(books: Books) -> No
     assert (books.here(first), books.here(old)) == (5, 0)
 
 
+def test_an_end_of_a_chain_that_is_shared_at_once_is_not_kept() -> None:
+    books, chain, sizes = Books(4), keys("chain", 3), [PAGE, PAGE, 3 * PAGE]
+    books.write("", keys("child", 1), parent=chain[1])  # it makes room for the last one in vain
+    request = ReserveRequest(ONE, 0, chain, [ROOT, *chain[:2]], sizes, SessionHint("a"))
+    ids = [answer.id for answer in books.store.reserve(1, request, 2.0)]
+    books.store.seal_all(1, ids[:2], [7, 7], 2.0)
+    books.store.remove(ONE, chain[1:])
+    check_invariants(books.store)
+
+
 # --- resume ------------------------------------------------------------------------------
 
 
@@ -282,8 +290,7 @@ def test_of_announced_sessions_the_furthest_goes_first() -> None:
     for name, resume_in in (("near", 20.0), ("far", 900.0), ("middle", 300.0)):
         books.write(name, chains[name], resume_in=resume_in)
     books.fill(6)
-    left = {name: books.here(chain) for name, chain in chains.items()}
-    assert left == {"far": 0, "near": 6, "middle": 6}
+    assert [books.here(chains[name]) for name in ("far", "near", "middle")] == [0, 6, 6]
 
 
 def test_a_hint_counts_while_its_session_writes() -> None:
@@ -344,10 +351,8 @@ def test_hints_are_counted_and_bounded(books: Books) -> None:
     assert store.hint("a", 1.0, books.now, age_s=60.0) is False
     assert store.hint("a", 1.0, books.now) is True
     assert store.hint("a", None, books.now) is True
-    counted = {
-        name: n for name, n in store.extents.policy.figures.items() if name.startswith("hints")
-    }
-    assert counted == {"hints_clipped": 1, "hints_refused": 1, "hints_accepted": 2}
+    figures = store.extents.policy.figures
+    assert [figures[f"hints_{one}"] for one in ("clipped", "refused", "accepted")] == [1, 1, 2]
     check_invariants(store)
 
 
@@ -373,12 +378,10 @@ def test_only_so_many_sessions_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_full_store_of_announced_sessions_is_not_frozen() -> None:
     """All of it is announced for an hour, under the policy that refuses most (G9)."""
-    policy: Lease[Entry] = Lease(20 * PAGE)
-    books = Books(20, policy=policy)
+    books = Books(20, policy=Lease[Entry](20 * PAGE))
     for number in range(4):
         books.write(f"{number}", keys(f"{number}", 5), resume_in=1.0)
     assert books.write("", keys("new", 1)) == [WriteStatus.RESERVED]
-    assert isinstance(books.store.extents.policy, SessionAwarePolicy)
 
 
 def test_what_was_used_just_now_outlives_what_is_announced_far_away(books: Books) -> None:

@@ -55,7 +55,8 @@ class Branches:
             old.superseded_at = old.last_used
             if old.is_candidate or old in session.leaves:
                 self.superseded[old] = None
-        session.chain_ends[index] = last
+        if last.session is session:  # else a block of another one, behind it, has just left
+            session.chain_ends[index] = last
 
     def left(self, session: Session, entry: Entry, parent: Entry, *, was_end: bool) -> None:
         """A block of a session has left; its parent, of the same session, is a leaf now."""
