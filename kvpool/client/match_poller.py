@@ -55,8 +55,8 @@ class MatchPoller:
     """As `Pool.match`, in two steps: `start` a lookup, `poll` for the answers.
 
     Every lookup ends, at the latest `attempt_s` of the configuration after its start, then with
-    matches that stopped for NO_MASTER. But what was sent late, because nobody polled, still has
-    `hedge_s` for its answer. For one thread at a time.
+    matches that stopped for NO_MASTER. But each page that is asked late, as when nobody polled,
+    still has `hedge_s` for its answer. For one thread at a time.
     """
 
     def __init__(
