@@ -175,13 +175,13 @@ def test_ends_go_first_where_the_next_prompt_has_others() -> None:
 
 def test_of_two_kinds_that_go_on_nearly_as_often_the_lesser_goes_first() -> None:
     """Not the older one."""
-    server = Server(48)
+    server = Server(98)
     for number in range(120):
-        for length, goes_on in ((3, number % 4 > 0), (6, number % 2 > 0)):
+        for length, goes_on in ((3, number % 4 > 0), (16, number % 2 > 0)):
             server.prompt(chain(f"{length}: {number}", length))
             if goes_on:
                 server.prompt(chain(f"{length}: {number}", length + 1), 60.0)
-    new = [chain(f"new {number}", 3 if number < 5 else 6) for number in range(10)]
+    new = [chain(f"new {number}", 3 if number < 5 else 16) for number in range(10)]
     for names in (*new, *(chain(f"more {number}", 1) for number in range(10))):
         server.prompt(names, 0.11)
     assert all(server.here(*names[:2]) for names in new[:5])

@@ -40,8 +40,8 @@ _BYPASS_MARGIN: Final = 0.9
 #: Parts of a chain within so many seconds are one prompt, and what is written so soon after a read.
 _SAME_PROMPT_S, _PREFILL_S = 1.0, 120.0
 #: Upper bounds of classes: which prompt of its program it is, and how many blocks it adds.
-_PROMPTS: Final = (1, 3, 9, 24, 33)
-_GROWTHS: Final = (4, 15)
+_PROMPTS: Final = (1, 2, 3, 5, 9, 24, 33)
+_GROWTHS: Final = (15,)
 #: The same for shared blocks: how often they were used.
 _SHARED_USES: Final = (3, 9)
 #: One class is learned after so many prompts, in turn.
