@@ -12,7 +12,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvpool import admin, moves, removals
 from kvpool.errors import Unavailable
@@ -355,18 +355,30 @@ class Moves:
         assert node.server is not None
         moves = moves_of(node.server)
         offer, cancel = moves.hand_over._offer, moves.drainer.cancel
+        masters, view = moves.hand_over._peers.masters, moves.hand_over.view
+        ask = masters.holders
+        listed: dict[object, set[BlockName]] = {}  # by who asks: what others have, as masters say
 
         async def watched_cancel() -> None:
             await cancel()
             self._drained_at[node.name] = self._world.loop.now
+
+        async def watched_holders(*question: Any) -> dict[BlockName, set[str]]:
+            holders = await ask(*question)
+            elsewhere = {name for name, held in holders.items() if held & view.others}
+            listed[asyncio.current_task()] = elsewhere
+            return holders
 
         async def watched_offer(
             planner: MovePlanner, target: str, wanted: Sequence[BlockName]
         ) -> list[BlockName]:
             if planner is not moves.repair:
                 self.check_alone(node, wanted)
+                for name in listed[asyncio.current_task()].intersection(wanted):
+                    self._world.loop.fail(f"moves: {name.digest.hex()[:12]} is elsewhere, too")
             return await offer(planner, target, wanted)
 
+        vars(masters)["holders"] = watched_holders
         vars(moves.hand_over)["_offer"] = watched_offer
         vars(moves.drainer)["cancel"] = watched_cancel
         budget = WatchedBudget(self._world.plan.fetch_rate)

@@ -474,7 +474,7 @@ BUGS: Sequence[Bug] = read(
 @@ removal-does-not-wait-for-the-disk  G8  kvpool.server.connection  seed 53
 -await self._context.mover.erase()
 +await asyncio.sleep(0)
-@@ record-of-a-removed-block  G8  kvpool.server.tier_records  seed 728
+@@ record-of-a-removed-block  G8  kvpool.server.tier_records  seed 1
 -if is_good and copy.target == backing_tier and copy.entry.state is State.STORED
 +if is_good and copy.target == backing_tier
 @@ removed-block-is-sealed-below  G5  kvpool.server.state.tier_transfers

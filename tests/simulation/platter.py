@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvpool.errors import Unavailable, UsageError
+from kvpool.types import Record
 from tests.simulation.loop import SimLoop
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Platter:
         #: Called for each piece that moves while its process is alive, with: whether it is a write,
         #: the position on the disk, and the memory on the other side.
         self.watch: Callable[[bool, int, memoryview], None] = lambda *_: None
+        #: Called with the records that its process is about to write.
+        self.recorded: Callable[[Sequence[Record]], None] = lambda _: None
         #: Ranges that a fault should hit: used extents and headers. If empty, any range.
         self.targets: Callable[[], Sequence[tuple[int, int]]] = list
         self._unsynced: deque[tuple[float, int, bytes]] = deque()  # with the bytes before the write

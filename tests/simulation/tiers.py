@@ -112,11 +112,23 @@ class DiskMemory:
         return found
 
 
-class CircularNvme(Nvme):
+class WatchedNvme(Nvme):
+    """The tier, which tells what records it is given."""
+
+    def __init__(self, capacity: int, platter: Platter) -> None:
+        super().__init__(capacity, platter.name, disk=SimDisk(platter))
+        self._platter = platter
+
+    async def persist(self, records: Sequence[Record]) -> None:
+        self._platter.recorded(records)
+        await super().persist(records)
+
+
+class CircularNvme(WatchedNvme):
     """The tier over a file in which some other program has made blocks their own ancestors."""
 
-    def __init__(self, capacity: int, path: str, *, disk: SimDisk, rng: random.Random) -> None:
-        super().__init__(capacity, path, disk=disk)
+    def __init__(self, capacity: int, platter: Platter, rng: random.Random) -> None:
+        super().__init__(capacity, platter)
         self._rng = rng
 
     async def recover(self) -> list[Record]:
@@ -367,6 +379,7 @@ class TierOracle:
         top.inspect = base.inspect = self.inspect
         platter = base.memory.platter
         platter.watch = self._moves
+        platter.recorded = self._recorded
         platter.targets = self._targets
 
     @property
@@ -516,6 +529,12 @@ class TierOracle:
         for entry in self.base.index.inventory():
             found += [memory.extent(entry.offset, entry.size), memory.header(entry.offset)]
         return found
+
+    def _recorded(self, records: Sequence[Record]) -> None:
+        """A record is of a block that is here (G8)."""
+        for one in records:
+            if self.stack.peek(one.namespace, one.part, one.digest) is None:
+                self._truth.fail(f"G8: {one.digest.hex()[:12]} is recorded after it has left")
 
     def _moves(self, writes: bool, position: int, data: memoryview) -> None:
         """Check that both ends of each piece that moves are pinned or reserved (G3, G4)."""

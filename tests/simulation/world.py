@@ -51,7 +51,6 @@ from tests.simulation.blocks import OF_TENANTS, BlockCatalog
 from tests.simulation.cold import ColdOracle, Shelf, SimCold, WatchedColdStore
 from tests.simulation.control_plane import SimNetwork
 from tests.simulation.copies import Copies
-from tests.simulation.disk import SimDisk
 from tests.simulation.joins import Joins
 from tests.simulation.loop import Process, SimLoop, Violation
 from tests.simulation.memory import SimShm, SimTier
@@ -74,7 +73,14 @@ from tests.simulation.random_streams import RandomStreams
 from tests.simulation.sandbox import sandbox
 from tests.simulation.task_faults import FaultySupervisor, TaskFault
 from tests.simulation.tenants import Tenants
-from tests.simulation.tiers import CircularNvme, DiskMemory, TierOracle, WatchedDiskStore, offset_in
+from tests.simulation.tiers import (
+    CircularNvme,
+    DiskMemory,
+    TierOracle,
+    WatchedDiskStore,
+    WatchedNvme,
+    offset_in,
+)
 from tests.simulation.truth import GroundTruth
 from tests.simulation.users import SimClient
 from tests.support.moves import moves_of
@@ -358,11 +364,9 @@ class World:
         await server.start()
 
     def _nvme(self, life: str, platter: Platter) -> Nvme:
-        disk = SimDisk(platter)
         if self.plan.circles:
-            rng = self.rng[f"circles/{life}"]
-            return CircularNvme(self.plan.disk, platter.name, disk=disk, rng=rng)
-        return Nvme(self.plan.disk, platter.name, disk=disk)
+            return CircularNvme(self.plan.disk, platter, self.rng[f"circles/{life}"])
+        return WatchedNvme(self.plan.disk, platter)
 
     def _new_disk(self, name: str) -> Platter:
         size = Nvme.disk_size(self.plan.disk)
