@@ -120,9 +120,9 @@ bench-peers: .venv-peers/ready  ## beside Mooncake Store, Redis and LMCache; ARG
 	@$(MAKE) --no-print-directory .venv-lmcache/ready || echo "LMCache cannot be installed here, and is left out"
 	.venv-peers/bin/python -m benchmarks.peers $(ARGS)
 
-sim: $(VENV)/ready  ## SEEDS=0:2000 simulated histories, and the planted bugs that they must find
+sim: $(VENV)/ready  ## SEEDS=0:2000 simulated histories, and the planted bugs that they must find, or BUGS=name,name
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
-	$(BIN)/python -m tests.simulation --bugs
+	$(BIN)/python -m tests.simulation --bugs $(if $(BUGS),--only $(BUGS))
 
 mutants: $(VENV)/mutants-ready  ## SAMPLE=400 one-line mistakes in the product: which do the tests not notice?
 	$(BIN)/pytest tests/mutation

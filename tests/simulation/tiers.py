@@ -113,26 +113,22 @@ class DiskMemory:
 
 
 class WatchedNvme(Nvme):
-    """The tier, which tells what records it is given."""
+    """The tier, which tells what records it is given; with `circles` over a file in which some
+    other program has made blocks their own ancestors."""
 
-    def __init__(self, capacity: int, platter: Platter) -> None:
+    def __init__(self, capacity: int, platter: Platter, circles: random.Random | None) -> None:
         super().__init__(capacity, platter.name, disk=SimDisk(platter))
         self._platter = platter
+        self._rng = circles
 
     async def persist(self, records: Sequence[Record]) -> None:
         self._platter.recorded(records)
         await super().persist(records)
 
-
-class CircularNvme(WatchedNvme):
-    """The tier over a file in which some other program has made blocks their own ancestors."""
-
-    def __init__(self, capacity: int, platter: Platter, rng: random.Random) -> None:
-        super().__init__(capacity, platter)
-        self._rng = rng
-
     async def recover(self) -> list[Record]:
         records = list(await super().recover())
+        if self._rng is None:
+            return records
         places = list(range(len(records)))
         self._rng.shuffle(places)
         while places:

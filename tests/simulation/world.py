@@ -73,14 +73,7 @@ from tests.simulation.random_streams import RandomStreams
 from tests.simulation.sandbox import sandbox
 from tests.simulation.task_faults import FaultySupervisor, TaskFault
 from tests.simulation.tenants import Tenants
-from tests.simulation.tiers import (
-    CircularNvme,
-    DiskMemory,
-    TierOracle,
-    WatchedDiskStore,
-    WatchedNvme,
-    offset_in,
-)
+from tests.simulation.tiers import DiskMemory, TierOracle, WatchedDiskStore, WatchedNvme, offset_in
 from tests.simulation.truth import GroundTruth
 from tests.simulation.users import SimClient
 from tests.support.moves import moves_of
@@ -364,9 +357,8 @@ class World:
         await server.start()
 
     def _nvme(self, life: str, platter: Platter) -> Nvme:
-        if self.plan.circles:
-            return CircularNvme(self.plan.disk, platter, self.rng[f"circles/{life}"])
-        return WatchedNvme(self.plan.disk, platter)
+        circles = self.rng[f"circles/{life}"] if self.plan.circles else None
+        return WatchedNvme(self.plan.disk, platter, circles)
 
     def _new_disk(self, name: str) -> Platter:
         size = Nvme.disk_size(self.plan.disk)
