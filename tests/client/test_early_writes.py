@@ -90,19 +90,20 @@ async def test_what_a_master_said_long_ago_or_must_hear_first_is_asked_beside_th
     assert await writing == [STORED] * 2
 
 
+@pytest.mark.parametrize(("sessions", "at_most"), [("aaaabb", 1024), ("aaaaaa", 4)])
 async def test_masters_hear_of_all_writes_of_a_chain_in_one_message(
-    master: Master, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    master: Master, pool: Pool, sessions: str, at_most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "_TELL_AFTER_S", 0.5)
+    monkeypatch.setattr(writer, "BATCH_BLOCKS_MAX", at_most)
     chain = [HEAD[-1], *keys("long", 6)]
     for number in range(6):
-        session = "a" if number < 4 else "b"
-        wrote = {"parent": chain[number], "session": session}
+        wrote = {"parent": chain[number], "session": sessions[number]}
         await pool.write(NAMESPACE, chain[number + 1 : number + 2], DATA[:1], **wrote)
     await eventually(lambda: len(master.asked) == 3)  # with that for the head
     told = [(one.parent, one.digests, one.size, one.session) for one in master.asked[1:]]
     first, rest = b"".join(chain[1:5]), b"".join(chain[5:])
-    assert told == [(HEAD[-1], first, 256, "a"), (chain[4], rest, 128, "b")]
+    assert told == [(HEAD[-1], first, 256, "a"), (chain[4], rest, 128, sessions[-1])]
 
 
 @pytest.mark.parametrize("options", [{"visible": False}, {"copies": 2}, {"parent": ROOT}], ids=str)
