@@ -40,7 +40,8 @@ def check_invariants(state: object) -> None:
 @check_invariants.register
 def _check_allocator(one: Allocator) -> None:
     """Free and allocated extents tile the segment exactly, and every index agrees."""
-    extents = sorted([*one._sizes.items(), *one._free.items(), *one._fenced.items()])
+    fenced: dict[int, int] = getattr(one, "_fenced", {})  # of a ring
+    extents = sorted([*one._sizes.items(), *one._free.items(), *fenced.items()])
     position = 0
     for offset, size in extents:
         if offset != position or size <= 0 or size % one.alignment:
@@ -50,15 +51,15 @@ def _check_allocator(one: Allocator) -> None:
         raise InvariantViolated(f"extents end at {position}, capacity is {one.capacity}")
     if sum(one._sizes.values()) != one.allocated:
         raise InvariantViolated(f"allocated is {one.allocated}, the extents sum to another size")
-    start, end = one.fence
-    if any(not start <= offset < end for offset in one._fenced) or (
+    start, end = getattr(one, "fence", (0, 0))
+    if any(not start <= offset < end for offset in fenced) or (
         any(start <= offset < end for offset in one._free)
     ):
-        raise InvariantViolated(f"what is free within {one.fence} is not kept, or more is")
-    if any(offset + size in one._fenced for offset, size in one._fenced.items()):
+        raise InvariantViolated(f"what is free within {(start, end)} is not kept, or more is")
+    if any(offset + size in fenced for offset, size in fenced.items()):
         raise InvariantViolated("free neighbours in the fenced range were not joined")
-    if sum(one._fenced.values()) != one.fenced:
-        raise InvariantViolated(f"{one.fenced} bytes are fenced, the pieces sum to others")
+    if sum(fenced.values()) != (counted := getattr(one, "fenced", 0)):
+        raise InvariantViolated(f"{counted} bytes are fenced, the pieces sum to others")
     if {end: offset for offset, size in one._free.items() for end in (offset + size,)} != (
         one._free_ends
     ):

@@ -76,7 +76,7 @@ class Recorder:
         self.lends = True
         # Also what the server allocates for itself: it moves blocks to make room.
         allocator = server.store.allocator
-        for name in ("allocate", "take_fenced"):
+        for name in {"allocate", "take_fenced"}.intersection(dir(allocator)):
             setattr(allocator, name, functools.partial(self._allocated, getattr(allocator, name)))
 
     @property

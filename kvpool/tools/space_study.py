@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool.protocols import Decision, ReserveRequest
-from kvpool.server.state.clearing import Clearing, let_blocks_move, movable
+from kvpool.server.state.clearing import Clearing, fenced, let_blocks_move, movable
 from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.extents import MAKING_ROOM, Extents
@@ -67,10 +67,11 @@ class ExtentsOfRanges(Extents):
 
     def _ranges(self, size: int) -> Iterator[list[Entry]]:
         """The blocks in each range that begins at one of the largest holes."""
-        for hole in self.allocator.largest_holes(16):
+        allocator = fenced(self)
+        for hole in allocator.largest_holes(16):
             span = 0
             inside: list[Entry] = []
-            for offset, length, is_free in self.allocator.walk(hole):
+            for offset, length, is_free in allocator.walk(hole):
                 inside += [] if is_free else [self.blocks_at[offset]]
                 span += length
                 if span >= size:

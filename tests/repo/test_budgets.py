@@ -94,7 +94,10 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/server/state/tenants.py",
         "kvpool/wire/access.py",
     ),
-    "clearing": ("kvpool/server/compactor.py", "kvpool/server/state/clearing.py"),
+    "clearing": tuple(
+        f"kvpool/server/{one}.py"
+        for one in ("compactor", "state/clearing", "state/fenced_allocator")
+    ),
     "heaps": ("kvpool/server/eviction/lazy_heap.py",),  # of sessions and write-back
     "gpu": (
         "kvpool/device/*.py",

@@ -29,10 +29,10 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.eviction.session import Session
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
-from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, Account, ChangeLog, Entry, Index
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.extents import Extents
+from kvpool.server.state.fenced_allocator import FencedAllocator
 from kvpool.server.state.front_store import FrontExtents, FrontStore
 from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.prefetches import HOLD_S
@@ -59,7 +59,7 @@ EVERYTHING: Final = -17
 _HINTS_EXPIRE_S: Final = 4 * 3600.0
 
 
-class WatchedAllocator(Allocator):
+class WatchedAllocator(FencedAllocator):
     """No extent that is pinned, reserved or in quarantine is freed or allocated again (G3, G4)."""
 
     watched: dict[tuple[str, int, int], tuple[int, int]]

@@ -19,6 +19,7 @@ from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.extents import EmptiedRange, Extents
+from kvpool.server.state.fenced_allocator import FencedAllocator
 from kvpool.server.state.holdings import ConnectionHoldings
 
 #: Holes at which a range may begin that are compared with each other.
@@ -75,7 +76,7 @@ class Clearing:
         self.size = size
         self.over = False
         self._store = store
-        self._allocator = store.allocator
+        self._allocator = fenced(store)
         self._waiting: deque[int] = deque()  # offsets of blocks in the range that must still move
         self._moving = 0
         self._stuck = 0
@@ -183,6 +184,12 @@ def let_blocks_move(extents: Extents) -> None:
     extents.in_steps, extents.clear = True, clear
 
 
+def fenced(store: MovableBlocks) -> FencedAllocator:
+    """Its allocator, as only memory has it."""
+    assert isinstance(store.allocator, FencedAllocator)
+    return store.allocator
+
+
 def movable(entry: Entry) -> bool:
     """Nobody looks at the block's bytes: the rule is that of evicting it (design: pins)."""
     return entry.state is State.STORED and not entry.pins
@@ -194,7 +201,7 @@ def cheapest_start(store: MovableBlocks, size: int) -> tuple[int | None, bool]:
     And whether pins were in the way. A block in the range must fit in a hole that lies elsewhere,
     so it is smaller than `size`.
     """
-    allocator = store.allocator
+    allocator = fenced(store)
     best, best_cost, pinned = None, math.inf, False
     looked_at = 0
     holes = allocator.largest_holes(_STARTS)

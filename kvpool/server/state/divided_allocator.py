@@ -13,8 +13,7 @@ class DividedAllocator(Allocator):
     """One allocator for each part of an address space, each filled from its start.
 
     A new extent lies in the part with the most room, so that all devices are written to. What lies
-    in a part of `closed` stays, and is given back, but nothing new comes there. No range of it is
-    fenced: that is for memory.
+    in a part of `closed` stays, and is given back, but nothing new comes there.
     """
 
     def __init__(self, sizes: Sequence[int], alignment: int) -> None:
@@ -28,7 +27,6 @@ class DividedAllocator(Allocator):
         #: Those that are lost.
         self.retired: set[int] = set()
         self._starts = [0, *accumulate(sizes)][:-1]
-        self.fence, self.fenced = (0, 0), 0
 
     def __repr__(self) -> str:
         closed = f", {len(self.closed)} closed" if self.closed else ""

@@ -19,7 +19,7 @@ from kvpool.protocols.policy import Policy
 from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
 from kvpool.server.eviction.order import JUST_NOW, Order
-from kvpool.server.orders import make_order
+from kvpool.server.orders import make_allocator, make_order
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, UNLIMITED, Entry, Index
 from kvpool.server.state.extent_state import Event, State, after
@@ -62,7 +62,7 @@ class Store:
         tombstones_max: int = 65_536,
         allocator: Allocator | None = None,
     ) -> None:
-        self.allocator = allocator or Allocator(capacity, alignment)
+        self.allocator = allocator or make_allocator(capacity, alignment)
         #: Bytes that hints may keep.
         self.hint_budget = int(self.allocator.capacity * hint_budget)
         made = policy if isinstance(policy, Order) else None
