@@ -44,6 +44,7 @@ from kvpool.types import (
     SessionHint,
 )
 from kvpool.wire import messages as wire
+from kvpool.wire.changes import Changes, ChangesReply, Snapshot
 from kvpool_tiers.dram import Dram
 
 #: Seconds of one turn of a loop.
@@ -164,9 +165,7 @@ def questions(master: Master, space: Namespace, found: list[bytes]) -> dict[str,
     nowhere = ("@t0/typo", 1, 32, b"".join(new))
     changes = master.directory.servers.changes
     assert isinstance(changes, ChangeRing)
-    stream = wire.decode(
-        wire.ChangesReply, wire.TYPES[wire.ChangesReply], ask(master, wire.Changes(1, 0))
-    ).stream
+    stream = wire.decode(ChangesReply, wire.TYPES[ChangesReply], ask(master, Changes(1, 0))).stream
     asked: dict[str, wire.Message] = {
         "Find": wire.Find(*here, False),
         "Find, missing": wire.Find(*missing, False),
@@ -180,9 +179,9 @@ def questions(master: Master, space: Namespace, found: list[bytes]) -> dict[str,
         "Demands": wire.Demands(),
         "Hint": wire.Hint("session 1", 5.0),
         "ExplainSession": wire.ExplainSession("session 1"),
-        "Changes": wire.Changes(stream, max(0, changes.last - len(changes) // 2)),
-        "Snapshot": wire.Snapshot(),
-        "Snapshot, later": wire.Snapshot(space.name, 1, 0),
+        "Changes": Changes(stream, max(0, changes.last - len(changes) // 2)),
+        "Snapshot": Snapshot(),
+        "Snapshot, later": Snapshot(space.name, 1, 0),
     }
     work: dict[str, Work] = {
         name: lambda question=question: ask(master, question)  # type: ignore[misc]

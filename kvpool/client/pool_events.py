@@ -20,6 +20,7 @@ from kvpool.client.lookup import Asks
 from kvpool.errors import BadKey, BadMessage, MasterLost
 from kvpool.types import Namespace
 from kvpool.wire import messages as wire
+from kvpool.wire.changes import Changes, ChangesReply, MapChange, Snapshot
 
 log = logs.get("kvpool.client")
 
@@ -28,7 +29,7 @@ _POLL_S: Final = 0.05
 #: Pauses while no master answers.
 _RETRY_S: Final = 0.2
 _RETRY_S_MAX: Final = 5.0
-#: What the numbers of `wire.MapChange.kind` mean.
+#: What the numbers of `MapChange.kind` mean.
 
 
 class PoolEventKind(enum.Enum):
@@ -170,9 +171,9 @@ class EventReader(AsyncIterator[PoolEvent]):
     async def _whole(self) -> AsyncIterator[PoolEvent]:
         """A snapshot, with the changes that happen meanwhile; after a gap it is not complete."""
         at: EventPosition | None = None
-        cursor = wire.Snapshot()
+        cursor = Snapshot()
         while True:
-            page = await self._masters.ask(cursor, wire.ChangesReply, self._deadline())
+            page = await self._masters.ask(cursor, ChangesReply, self._deadline())
             reached = EventPosition(page.stream, page.last)
             if at is None:
                 at = reached
@@ -192,17 +193,17 @@ class EventReader(AsyncIterator[PoolEvent]):
                 self._at = at
                 yield PoolEvent(PoolEventKind.LIVE, at)
                 return
-            cursor = wire.Snapshot(page.namespace, page.parts, page.piece)
+            cursor = Snapshot(page.namespace, page.parts, page.piece)
 
-    async def _changes(self, at: EventPosition) -> wire.ChangesReply | None:
+    async def _changes(self, at: EventPosition) -> ChangesReply | None:
         """Changes after this position; None: some are missing, or it is of another master."""
-        question = wire.Changes(at.stream, at.number)
-        page = await self._masters.ask(question, wire.ChangesReply, self._deadline())
+        question = Changes(at.stream, at.number)
+        page = await self._masters.ask(question, ChangesReply, self._deadline())
         complete = page.last == at.number + len(page.changes) and (page.changes or not page.more)
         return page if complete and page.stream == at.stream and not page.gap else None
 
 
-def _parsed(changes: Sequence[wire.MapChange], at: EventPosition, step: int) -> Iterator[PoolEvent]:
+def _parsed(changes: Sequence[MapChange], at: EventPosition, step: int) -> Iterator[PoolEvent]:
     """Raises BadMessage for what no master of this version sends."""
     for change in changes:
         at = at._replace(number=at.number + step)

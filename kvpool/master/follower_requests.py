@@ -11,7 +11,7 @@ from kvpool.master.state.changes import PAGE_SIZE, LoggedChange
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.snapshot import MapCursor, server_page, snapshot
 from kvpool.protocols import Caller
-from kvpool.wire import messages as wire
+from kvpool.wire.changes import Changes, ChangesReply, MapChange, Snapshot
 
 #: Of one answer about what has changed, and copies of a part of a snapshot: a millisecond or two.
 _CHANGES_BLOCKS: Final = 2048
@@ -30,18 +30,18 @@ class FollowerRequests:
 
     @property
     def handlers(self) -> Handlers:
-        return {wire.Changes: self.changes, wire.Snapshot: self.snapshot}
+        return {Changes: self.changes, Snapshot: self.snapshot}
 
-    def changes(self, m: wire.Changes, caller: Caller) -> wire.ChangesReply:
+    def changes(self, m: Changes, caller: Caller) -> ChangesReply:
         log = self.log
         found = log.since(m.after, _CHANGES_BLOCKS) if m.stream == self._stream else None
         if found is None:
-            return wire.ChangesReply(self._stream, log.last, [], False, True)
+            return ChangesReply(self._stream, log.last, [], False, True)
         changes, last = found
         listed = [_map_change(one) for one in changes]
-        return wire.ChangesReply(self._stream, last, listed, last < log.last)
+        return ChangesReply(self._stream, last, listed, last < log.last)
 
-    def snapshot(self, m: wire.Snapshot, caller: Caller) -> wire.ChangesReply:
+    def snapshot(self, m: Snapshot, caller: Caller) -> ChangesReply:
         """All servers come first, in pages, and then their blocks."""
         changes: list[LoggedChange] = []
         at: MapCursor | None = MapCursor(m.namespace, m.parts, m.piece)
@@ -55,11 +55,11 @@ class FollowerRequests:
             changes += part
         last, listed = self.log.last, [_map_change(one) for one in changes]
         following = (at is not None, False, *(at or MapCursor()))
-        return wire.ChangesReply(self._stream, last, listed, *following)
+        return ChangesReply(self._stream, last, listed, *following)
 
 
-def _map_change(one: LoggedChange) -> wire.MapChange:
+def _map_change(one: LoggedChange) -> MapChange:
     space = one.namespace
     named = ("", 0) if space is None else (space.name, space.parts)
     keys = (one.digest_size, one.digests)
-    return wire.MapChange(one.kind, one.server, *named, one.part, one.tier, *keys, one.host)
+    return MapChange(one.kind, one.server, *named, one.part, one.tier, *keys, one.host)

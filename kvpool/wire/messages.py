@@ -12,9 +12,9 @@ msgspec, both ends and the allocator more than the lookup itself.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -647,55 +647,8 @@ class DemandsReply(Tolerant, frozen=True):
     prompts: Annotated[list[Total], Meta(max_length=NAMESPACES_MAX)] = []
 
 
-class MapChange(Tolerant, frozen=True, omit_defaults=True):
-    """One change at one server: `kind` is a `ChangeKind`. Digests are packed, as in `Keys`."""
-
-    kind: Small
-    server: Name
-    namespace: NamespaceName = ""
-    parts: Annotated[int, Meta(ge=0, le=256)] = 0
-    part: Small = 0
-    tier: Name = ""
-    digest_size: Annotated[int, Meta(ge=0, le=DIGEST_SIZE_MAX)] = 0
-    digests: Packed = b""
-    host: Name = ""
-
-
-class Changes(Message, frozen=True):
-    """What has changed in the map after number `after` of this `stream`."""
-
-    stream: Id
-    after: SequenceNumber
-
-
-class Snapshot(Message, frozen=True):
-    """A part of the map: what follows this piece of this namespace; both empty: the beginning."""
-
-    namespace: NamespaceName = ""
-    parts: Annotated[int, Meta(ge=0, le=256)] = 0
-    piece: Count = 0
-
-
-class ChangesReply(Tolerant, frozen=True, omit_defaults=True):
-    """Changes in order, of which the last one has the number `last`; with `more`, ask again.
-
-    With `gap` there are none: it is not that stream, or it does not have what follows any more.
-
-    To a `Snapshot`: what makes up that part as it is after change `last`; with `more`, ask for the
-    one behind `namespace`, `parts` and `piece`. The first part begins with every server.
-    """
-
-    stream: Id
-    last: SequenceNumber
-    changes: Annotated[list[MapChange], Meta(max_length=1 << 16)]
-    more: bool
-    gap: bool = False
-    namespace: NamespaceName = ""
-    parts: Annotated[int, Meta(ge=0, le=256)] = 0
-    piece: Count = 0
-
-
-#: The type byte in the frame header. Numbers are for ever; new messages get new ones.
+#: The type byte in the frame header. Numbers are for ever; new messages get new ones. Those of a
+#: ring are in its file, which registers them.
 TYPES: Final[dict[type[Message], int]] = {
     Error: 1,
     Hello: 2,
@@ -741,23 +694,33 @@ TYPES: Final[dict[type[Message], int]] = {
     DemandsReply: 53,
     ExplainSession: 54,
     SessionExplained: 55,
-    Changes: 56,
-    ChangesReply: 57,
-    Snapshot: 58,
     HoldingsReply: 64,
     RemoveAll: 65,
     RemovedAll: 66,
 }
 PAYLOAD: Final = 6
-#: Requests to a server that one of its extensions answers.
-EXTENDED: Final = frozenset({Propose, Fetch, Prefetch, Drain, Namespaces, RemoveAll})
 #: All that move no block between a server and a client.
-ASIDE: Final = EXTENDED | {Remove}
+ASIDE: Final[set[type[Message]]] = {Remove}
 
 ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: Final = {type: msgspec.msgpack.Decoder(type) for type in TYPES}
-
+_DECODERS: Final[dict[type[Message], msgspec.msgpack.Decoder[Any]]] = {
+    type: msgspec.msgpack.Decoder(type) for type in TYPES
+}
 _BY_NUMBER: Final = {number: type for type, number in TYPES.items()}
+
+
+def register(numbers: Mapping[type[Message], int], requests: Iterable[type[Message]] = ()) -> None:
+    """The messages of a ring, as its file is imported; extensions of servers answer `requests`.
+
+    Nothing that comes from a peer adds one. Raises InvariantViolated for a number that is taken.
+    """
+    for kind, number in numbers.items():
+        if number == PAYLOAD or _BY_NUMBER.setdefault(number, kind) is not kind:
+            raise InvariantViolated(f"{kind.__name__}: number {number} is taken")
+        TYPES[kind] = number
+        _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
+    ASIDE.update(requests)
+
 
 M = TypeVar("M", bound=Message)
 

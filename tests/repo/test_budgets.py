@@ -115,6 +115,7 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/master/state/change_ring.py",
         "kvpool/master/state/snapshot.py",
         "kvpool/net/event_*.py",
+        "kvpool/wire/changes.py",
     ),
     "ucx": ("transports/kvpool_transports/ucx*.py",),
     "secrets": (

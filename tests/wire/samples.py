@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, Final
 
+from kvpool import wire
 from kvpool.types import ClientUsage, Consumer, Member, ServerStats, TierUsage
 from kvpool.wire import messages
+from kvpool.wire.changes import Changes, ChangesReply, MapChange, Snapshot
+
+for file in iter_modules(wire.__path__):
+    import_module(f"kvpool.wire.{file.name}")
+#: Also of the rings, whose files are imported now.
+TYPES: Final = messages.TYPES
 
 DIGESTS: Final = bytes(range(32)) + bytes(range(32, 64))
 TOKEN: Final = bytes(range(16))
@@ -111,12 +120,10 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Find(**KEYS, prefix=True, session="chat"),
     messages.Find(**KEYS, prefix=False, observes=True),
     messages.Find(**KEYS, prefix=True, before=bytes(8), behind=bytes(16)),
-    messages.Changes(7, 3),
-    messages.ChangesReply(
-        7, 4, [messages.MapChange(0, "s", "n", 1, 0, "dram", 16, bytes(16))], True, False
-    ),
-    messages.Snapshot("n", 1, 2),
-    messages.ChangesReply(7, 4, [messages.MapChange(4, "s", host="here")], True, False, "n", 1, 3),
+    Changes(7, 3),
+    ChangesReply(7, 4, [MapChange(0, "s", "n", 1, 0, "dram", 16, bytes(16))], True, False),
+    Snapshot("n", 1, 2),
+    ChangesReply(7, 4, [MapChange(4, "s", host="here")], True, False, "n", 1, 3),
     messages.Demands(),
     messages.DemandsReply(60.0, [("n", 1, 1 << 40, 5)], 1.5, 0.25),
 ]

@@ -11,11 +11,13 @@ import msgspec
 
 from kvpool.types import ClientUsage, Consumer, Member, ServerStats, TierUsage
 from kvpool.wire import messages
+from kvpool.wire.changes import MapChange
+from tests.wire.samples import TYPES
 
 #: Structs inside of messages, which have lines of their own.
 NESTED: Final[tuple[type[msgspec.Struct], ...]] = (
     messages.BlockChanges,
-    messages.MapChange,
+    MapChange,
     Member,
     ServerStats,
     Consumer,
@@ -25,7 +27,7 @@ NESTED: Final[tuple[type[msgspec.Struct], ...]] = (
 _HEAD: Final = """\
 # Messages
 
-Made from `kvpool/wire/messages.py` with `python -m tests.wire.tables`; [wire.md](../wire.md) says
+Made from `kvpool/wire/` with `python -m tests.wire.tables`; [wire.md](../wire.md) says
 how they are used. Fields after a semicolon are left out when they have their default value.
 
 | # | message | fields |
@@ -51,7 +53,7 @@ def fields(kind: type[msgspec.Struct]) -> str:
 
 
 def page() -> str:
-    rows = {n: f"`{kind.__name__}` | {fields(kind)}" for kind, n in messages.TYPES.items()}
+    rows = {n: f"`{kind.__name__}` | {fields(kind)}" for kind, n in TYPES.items()}
     rows[messages.PAYLOAD] = "(payload) | no body; the blocks' bytes, one after the other"
     return (
         _HEAD

@@ -16,6 +16,7 @@ from kvpool import Pool, WriteStatus, admin, connect
 from kvpool.errors import BadMessage
 from kvpool.tools.subprocesses import Child, process_of
 from kvpool.wire import messages
+from kvpool.wire.changes import ChangesReply
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.support.newer_release import MORE, with_more
 from tests.wire.samples import KEYS, SAMPLES, STATS, TOKEN
@@ -27,7 +28,7 @@ SAY_MORE = {
     *(messages.Registered, messages.Heartbeat, messages.HeartbeatReply, messages.Announced),
     *(messages.FindReply, messages.PlaceReply, messages.MembersReply),
     *(messages.SessionExplained, messages.Explained, messages.NamespacesReply),
-    *(messages.DemandsReply, messages.ChangesReply),
+    *(messages.DemandsReply, ChangesReply),
 }
 EVERY = pytest.mark.parametrize("sample", SAMPLES, ids=lambda m: type(m).__name__)
 
