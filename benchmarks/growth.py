@@ -45,6 +45,8 @@ from kvpool.types import (
 )
 from kvpool.wire import messages as wire
 from kvpool.wire.changes import Changes, ChangesReply, Snapshot
+from kvpool.wire.hints import ExplainSession, Hint
+from kvpool.wire.questions import Demands, Namespaces
 from kvpool_tiers.dram import Dram
 
 #: Seconds of one turn of a loop.
@@ -140,7 +142,7 @@ def master_with(
             server = names[(number + first // BATCH) % servers]
             directory.stored(server, namespace, 0, 0, own[first : first + BATCH])
     for number in range(sessions):
-        ask(master, wire.Hint(f"session {number}", 5.0))
+        ask(master, Hint(f"session {number}", 5.0))
     space, found = spaces[0], here[: min(each, BATCH)]
     return {**questions(master, space, found), **announcements(master, space, names[0])}
 
@@ -174,11 +176,11 @@ def questions(master: Master, space: Namespace, found: list[bytes]) -> dict[str,
         "Explain": wire.Explain(*here),
         "Explain, no namespace": wire.Explain(*nowhere),
         "Members": wire.Members(),
-        "Namespaces": wire.Namespaces(),
-        "Namespaces, last": wire.Namespaces("@t9", 1),
-        "Demands": wire.Demands(),
-        "Hint": wire.Hint("session 1", 5.0),
-        "ExplainSession": wire.ExplainSession("session 1"),
+        "Namespaces": Namespaces(),
+        "Namespaces, last": Namespaces("@t9", 1),
+        "Demands": Demands(),
+        "Hint": Hint("session 1", 5.0),
+        "ExplainSession": ExplainSession("session 1"),
         "Changes": Changes(stream, max(0, changes.last - len(changes) // 2)),
         "Snapshot": Snapshot(),
         "Snapshot, later": Snapshot(space.name, 1, 0),
@@ -187,7 +189,7 @@ def questions(master: Master, space: Namespace, found: list[bytes]) -> dict[str,
         name: lambda question=question: ask(master, question)  # type: ignore[misc]
         for name, question in asked.items()
     }
-    work["Namespaces of a tenant"] = lambda: ask(master, wire.Namespaces(), "t1")
+    work["Namespaces of a tenant"] = lambda: ask(master, Namespaces(), "t1")
     return work
 
 

@@ -13,17 +13,8 @@ from typing import Final, NamedTuple, TypeVar
 from kvpool.errors import BadMessage
 from kvpool.protocols import Channel
 from kvpool.types import COPIES_MAX, ROOT, MoveStatus, Namespace, ReadStatus, SessionHint
-from kvpool.wire.messages import (
-    SESSION_RUNS_MAX,
-    Fetch,
-    Propose,
-    Proposed,
-    SessionRun,
-    StatusReply,
-    keys_of,
-    pack_parents,
-    unpack_parents,
-)
+from kvpool.wire.messages import StatusReply, keys_of, pack_parents, unpack_parents
+from kvpool.wire.moves import SESSION_RUNS_MAX, Fetch, Propose, Proposed, SessionRun
 
 S = TypeVar("S")
 

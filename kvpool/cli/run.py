@@ -381,12 +381,12 @@ async def _drain(running: BlockServer, config: ServerConfig) -> None:
     it."""
     import asyncio
 
-    from kvpool.client.admin import report_of
+    from kvpool.client.drains import report_of
     from kvpool.protocols import Peer
-    from kvpool.wire import messages as wire
+    from kvpool.wire.moves import Drain
 
-    order = wire.Drain(begin=True, within_s=config.drain_s, back_in_s=config.back_in_s)
-    drain, me = running.extensions.handler(wire.Drain), Peer(running.server)
+    order = Drain(begin=True, within_s=config.drain_s, back_in_s=config.back_in_s)
+    drain, me = running.extensions.handler(Drain), Peer(running.server)
     draining = asyncio.create_task(drain(me, order, wait=True))
     stopped = asyncio.create_task(process.wait_for_signal())
     with progress(f"draining {running.server}", quiet=False) as show:
@@ -394,7 +394,7 @@ async def _drain(running: BlockServer, config: ServerConfig) -> None:
             await asyncio.wait(
                 [draining, stopped], timeout=_SHOW_S, return_when=asyncio.FIRST_COMPLETED
             )
-            report = report_of(await drain(me, wire.Drain()))
+            report = report_of(await drain(me, Drain()))
             show(report.moved_bytes, report.moved_bytes + report.left_bytes)
     for task in (draining, stopped):
         task.cancel()

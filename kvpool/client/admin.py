@@ -12,21 +12,20 @@ from kvpool.client.context import TIMEOUT_S_MAX
 from kvpool.client.pool import Pool
 from kvpool.client.versions import WrittenBlock, differing
 from kvpool.client.writer import status_of_error
-from kvpool.errors import BadKey, BadMessage, MasterLost, Overloaded, PeerError, UsageError
-from kvpool.operators import DrainOrder, DrainReport, Left
-from kvpool.protocols import Channel, WriteOptions
+from kvpool.errors import BadKey, MasterLost, Overloaded, PeerError, UsageError
+from kvpool.operators import DrainOrder, DrainReport
+from kvpool.protocols import WriteOptions
 from kvpool.tenant_names import marker_of, unqualified
 from kvpool.types import (
     ROOT,
     Buffer,
     Demand,
     Explanation,
-    MoveStatus,
     Namespace,
     WriteBlock,
     WriteStatus,
 )
-from kvpool.wire import messages as wire
+from kvpool.wire.questions import Namespaces, NamespacesReply
 
 if TYPE_CHECKING:
     from kvpool.client.lookup import Asks
@@ -230,30 +229,10 @@ class Admin:
             raise MasterLost(f"a master answered with {error}") from None
 
     async def _drain(self, server: str, order: DrainOrder, timeout: float | None) -> DrainReport:
-        deadline = self._context.begin(timeout)
-
-        async def ask(channel: Channel) -> DrainReport:
-            message = wire.Drain(*order)
-            return report_of(await channel.request(message, wire.Drained, deadline=deadline))
-
-        return await self._context.servers.call(server, ask, deadline)
-
-
-def report_of(answer: wire.Drained) -> DrainReport:
-    """What a server says of its drain. Raises BadMessage."""
-    try:
-        state = None if answer.state is None else MoveStatus(answer.state)
-    except ValueError as error:
-        raise BadMessage(str(error)) from None
-    return DrainReport(
-        state,
-        answer.total_blocks,
-        answer.left_blocks,
-        answer.left_bytes,
-        answer.moved_blocks,
-        answer.moved_bytes,
-        tuple(Left(*line) for line in answer.left),
-    )
+        found: DrainReport = await self._extensions.get("drains").drain(
+            server, order, self._context.begin(timeout)
+        )
+        return found
 
 
 def _seconds(what: str, value: float) -> float:
@@ -268,8 +247,8 @@ async def list_namespaces(masters: Asks, deadline: float) -> list[tuple[Namespac
     found: list[tuple[Namespace, int]] = []
     for _ in range(_PAGES_MAX):
         last = found[-1][0] if found else None
-        question = wire.Namespaces(last.name, last.parts) if last else wire.Namespaces()
-        answer = await masters.ask(question, wire.NamespacesReply, deadline)
+        question = Namespaces(last.name, last.parts) if last else Namespaces()
+        answer = await masters.ask(question, NamespacesReply, deadline)
         page = answer.namespaces
         # Pages are sorted. A master whose pages do not go on would be asked in vain.
         if not page or page[-1][:2] <= (question.after, question.parts):

@@ -19,6 +19,7 @@ from kvpool.protocols import WriteOptions
 #: What every client has, by the name that `Pool` and `Admin` ask for: `module:class`, made with
 #: the `ClientParts`.
 EXTENSIONS: Final = {
+    "drains": "kvpool.client.drains:Drains",
     "events": "kvpool.client.pool_events:PoolEvents",
     "observation": "kvpool.client.where:Observer",
     "prefetch": "kvpool.client.prefetch:PrefetchCalls",

@@ -22,6 +22,8 @@ from kvpool.runtime import task_group
 from kvpool.tenant_names import unqualified
 from kvpool.types import Namespace
 from kvpool.wire import messages as wire
+from kvpool.wire.questions import Namespaces
+from kvpool.wire.removal import HoldingsReply, RemoveAll, RemovedAll
 
 #: One request to a server; it works for a part of a second, and waits for its disk and the masters.
 _CALL_S: Final = 10.0
@@ -148,7 +150,7 @@ class Removals(ClientExtension):
 
 
 async def _holdings(after: tuple[str, int], deadline: float, channel: Channel) -> HoldingsPage:
-    answer = await channel.request(wire.Namespaces(*after), wire.HoldingsReply, deadline=deadline)
+    answer = await channel.request(Namespaces(*after), HoldingsReply, deadline=deadline)
     held = [
         Holding(wire.checked_namespace(name, parts), blocks, size)
         for name, parts, blocks, size in answer.held
@@ -159,8 +161,8 @@ async def _holdings(after: tuple[str, int], deadline: float, channel: Channel) -
 async def _remove(
     namespace: Namespace, at: RemovalCursor, deadline: float, channel: Channel
 ) -> Removal:
-    message = wire.RemoveAll(namespace.name, namespace.parts, (*at,))
-    answer = await channel.request(message, wire.RemovedAll, deadline=deadline)
+    message = RemoveAll(namespace.name, namespace.parts, (*at,))
+    answer = await channel.request(message, RemovedAll, deadline=deadline)
     following = RemovalCursor(*answer.at) if answer.at is not None else None
     return Removal(answer.blocks, answer.bytes, following)
 

@@ -21,6 +21,7 @@ from kvpool.moves import moved
 from kvpool.protocols import Channel
 from kvpool.types import BATCH_BLOCKS_MAX, Match, MoveStatus, Namespace, ReadStatus
 from kvpool.wire import messages as wire
+from kvpool.wire.moves import Prefetch
 
 log = logs.get("kvpool.client")
 
@@ -167,7 +168,7 @@ class PrefetchCalls(ClientExtension):
             async def prefetch(
                 channel: Channel, batch: Sequence[bytes] = batch
             ) -> list[MoveStatus]:
-                message = wire.Prefetch(*wire.keys_of(namespace, batch), part)
+                message = Prefetch(*wire.keys_of(namespace, batch), part)
                 answer = await channel.request(message, wire.StatusReply, deadline=deadline)
                 return moved(answer, len(batch))
 

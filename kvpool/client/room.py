@@ -9,7 +9,7 @@ from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.errors import BadKey, MasterLost
 from kvpool.tenant_names import tenant_of
 from kvpool.types import Demand, Member, Namespace, WorkingSet
-from kvpool.wire import messages as wire
+from kvpool.wire.questions import Demands, DemandsReply
 
 #: Before so many seconds of observation a session may not have come back once.
 OBSERVED_S: Final = 120.0
@@ -79,7 +79,7 @@ class PoolRoom(ClientExtension):
 
     async def demand(self, deadline: float) -> Demand:
         """As `Admin.demand`."""
-        answer = await self._masters.ask(wire.Demands(), wire.DemandsReply, deadline)
+        answer = await self._masters.ask(Demands(), DemandsReply, deadline)
         try:
             sets = [
                 WorkingSet(Namespace(name, parts), size, blocks, prompt)

@@ -8,6 +8,7 @@ from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.errors import Unavailable
 from kvpool.types import ARRIVED, SessionReport
 from kvpool.wire import messages as wire
+from kvpool.wire.hints import ExplainSession, Hint, SessionExplained
 
 
 class SessionCalls(ClientExtension):
@@ -70,15 +71,15 @@ class ClientSession:
         answers.
         """
         context = self._context
-        question = wire.ExplainSession(self._known_as)
-        answer = await context.masters.ask(question, wire.SessionExplained, context.begin(timeout))
+        question = ExplainSession(self._known_as)
+        answer = await context.masters.ask(question, SessionExplained, context.begin(timeout))
         return SessionReport(answer.hints, answer.servers)
 
     async def _hint(self, resume_in: float | None, timeout: float | None) -> bool:
         context = self._context
         deadline = context.begin(timeout)
         try:
-            hint = wire.Hint(self._known_as, resume_in)
+            hint = Hint(self._known_as, resume_in)
             accepted = any((await context.masters.ask(hint, wire.StatusReply, deadline)).statuses)
         except Unavailable:
             accepted = False

@@ -44,13 +44,10 @@ class NoHints:
         """The number of the last hint."""
         return 0
 
-    def hint(self, m: wire.Hint, caller: Caller) -> wire.StatusReply:
-        """From a client."""
-        return wire.StatusReply(bytes([False]))
-
-    def explain(self, m: wire.ExplainSession, caller: Caller) -> wire.SessionExplained:
-        """What became of the hints about a session."""
-        return wire.SessionExplained([], [])
+    @property
+    def handlers(self) -> Handlers:
+        """Who answers what clients say of sessions, and ask about them."""
+        return {}
 
     def asked(self, session: str) -> None:
         """A client asks for blocks for a prompt of this session."""

@@ -14,6 +14,7 @@ from kvpool.protocols import Caller
 from kvpool.tenant_names import marker_of
 from kvpool.types import BATCH_BLOCKS_MAX, Demand, ReadStatus
 from kvpool.wire import messages as wire
+from kvpool.wire.questions import NAMESPACES_MAX, Demands, DemandsReply, Namespaces, NamespacesReply
 
 #: Of a block that this master does not know, while servers may have it.
 _JUST_BEGUN: Final = (
@@ -31,8 +32,8 @@ class OperatorRequests:
     def handlers(self) -> Handlers:
         return {
             wire.Explain: self.explain,
-            wire.Namespaces: self.namespaces,
-            wire.Demands: self.demands,
+            Namespaces: self.namespaces,
+            Demands: self.demands,
         }
 
     def explain(self, m: wire.Explain, caller: Caller) -> wire.Explained:
@@ -48,17 +49,17 @@ class OperatorRequests:
             answers.append((one.status, one.text, replicas_of(one.replicas)))
         return wire.Explained(answers, len(answers) < len(digests))
 
-    def namespaces(self, m: wire.Namespaces, caller: Caller) -> wire.NamespacesReply:
+    def namespaces(self, m: Namespaces, caller: Caller) -> NamespacesReply:
         """Those that have blocks, in order of name and parts: those of a tenant follow each
         other."""
         marker, held = marker_of(caller.tenant), self._directory.blocks
         after = max((m.after, m.parts), (marker, 0))
-        found = list(islice(held.after(*after), wire.NAMESPACES_MAX + 1))
+        found = list(islice(held.after(*after), NAMESPACES_MAX + 1))
         found = [one for one in found if one.name.startswith(marker)]
-        page = [(one.name, one.parts, len(held[one])) for one in found[: wire.NAMESPACES_MAX]]
-        return wire.NamespacesReply(page, len(found) > len(page))
+        page = [(one.name, one.parts, len(held[one])) for one in found[:NAMESPACES_MAX]]
+        return NamespacesReply(page, len(found) > len(page))
 
-    def demands(self, m: wire.Demands, caller: Caller) -> wire.DemandsReply:
+    def demands(self, m: Demands, caller: Caller) -> DemandsReply:
         demand = self._clients.demand(self._clients.now())
         if caller.tenant:  # the other figures are means over everybody
             marker = marker_of(caller.tenant)
@@ -68,7 +69,7 @@ class OperatorRequests:
             (one.namespace.name, one.namespace.parts, one.size, one.blocks)
             for one in demand.working_sets
         ]
-        return wire.DemandsReply(
+        return DemandsReply(
             demand.seconds,
             sets,
             min(4096.0, demand.chain_servers),

@@ -81,12 +81,11 @@ class Master:
         self._handle(wire.Find, self.clients.find)
         self._handle(wire.Place, self.clients.place)
         self._handle(wire.Members, self._members)
-        self._handle(wire.Hint, self.hints.hint)
-        self._handle(wire.ExplainSession, self.hints.explain)
         #: Names this master's numbers of changes: another one, or the next process, has its own.
         stream = (rng or random.SystemRandom()).getrandbits(62) + 1
-        for one in REQUESTS:
-            for kind, answer in resolve_name(one)(directory, self.clients, stream).handlers.items():
+        further = [resolve_name(one)(directory, self.clients, stream) for one in REQUESTS]
+        for one in (self.hints, *further):
+            for kind, answer in one.handlers.items():
                 self._handle(kind, answer)
 
     def __repr__(self) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpool.errors import BadMessage
-from kvpool.master.extension import NoHints
+from kvpool.master.extension import Handlers, NoHints
 from kvpool.master.state.hint_log import HintLog
 from kvpool.protocols import Caller
 from kvpool.types import ARRIVED
 from kvpool.wire import messages as wire
+from kvpool.wire.hints import ExplainSession, Hint, SessionExplained
 
 
 class SessionHints(NoHints):
@@ -21,12 +22,16 @@ class SessionHints(NoHints):
     def last(self) -> int:
         return self._log.last
 
-    def hint(self, m: wire.Hint, caller: Caller) -> wire.StatusReply:
+    @property
+    def handlers(self) -> Handlers:
+        return {Hint: self.hint, ExplainSession: self.explain}
+
+    def hint(self, m: Hint, caller: Caller) -> wire.StatusReply:
         return wire.StatusReply(bytes([self._add(m.session, m.resume_s)]))
 
-    def explain(self, m: wire.ExplainSession, caller: Caller) -> wire.SessionExplained:
+    def explain(self, m: ExplainSession, caller: Caller) -> SessionExplained:
         report = self._log.explain(m.session, self._now())
-        return wire.SessionExplained(report.hints, report.servers)
+        return SessionExplained(report.hints, report.servers)
 
     def asked(self, session: str) -> None:
         """Its prompt is here, and waits."""

@@ -35,7 +35,8 @@ from kvpool.net.masters_certificate import Certificate, masters_certificate
 from kvpool.net.requests import decode_envelope, with_size
 from kvpool.types import Cluster
 from kvpool.wire import auth
-from kvpool.wire.messages import Hello, M, Proof, decode
+from kvpool.wire.auth import Proof
+from kvpool.wire.messages import Hello, M, decode
 
 #: Bytes of one record of TLS: a larger buffer is mapped anew for each message.
 _RECORD_MAX: Final = 1 << 14

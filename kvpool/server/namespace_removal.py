@@ -18,6 +18,8 @@ from kvpool.server.state.store import Store
 from kvpool.tenant_names import marker_of
 from kvpool.types import Namespace
 from kvpool.wire import messages as wire
+from kvpool.wire.questions import Namespaces
+from kvpool.wire.removal import HoldingsReply, RemoveAll, RemovedAll
 
 #: Blocks that are removed in one turn of the loop: a millisecond or two.
 _STEP: Final = 64
@@ -53,16 +55,16 @@ class NamespaceRemoval(ServerExtension):
 
     @property
     def handlers(self) -> Handlers:
-        return {wire.Namespaces: self._holdings, wire.RemoveAll: self._remove_all}
+        return {Namespaces: self._holdings, RemoveAll: self._remove_all}
 
     async def close(self) -> None:
         for tenant in list(self._names):
             self._forget(tenant)
 
-    async def _holdings(self, peer: Peer, m: wire.Namespaces) -> wire.HoldingsReply:
+    async def _holdings(self, peer: Peer, m: Namespaces) -> HoldingsReply:
         found = await self.holdings(peer.tenant, (m.after, m.parts))
         held = [(one.namespace.name, one.namespace.parts, *one[1:]) for one in found.held]
-        return wire.HoldingsReply((*found.begin,), held, found.more)
+        return HoldingsReply((*found.begin,), held, found.more)
 
     async def holdings(self, tenant: str, after: tuple[str, int]) -> HoldingsPage:
         """What the server has of the namespaces behind `after`; of a tenant's only, if one asks.
@@ -91,13 +93,13 @@ class NamespaceRemoval(ServerExtension):
         if (kept := self._names.pop(tenant, None)) is not None:
             kept[1].cancel()
 
-    async def _remove_all(self, peer: Peer, m: wire.RemoveAll) -> wire.RemovedAll:
+    async def _remove_all(self, peer: Peer, m: RemoveAll) -> RemovedAll:
         namespace, at = wire.checked_namespace(m.namespace, m.parts), RemovalCursor(*m.at)
         removal = await remove_all(self._context, self._extensions, namespace, at)
         if removal.blocks:
             self._context.audit_removed(peer, removal.blocks, f"RemoveAll {namespace.name}")
         following = (*removal.at,) if removal.at is not None else None
-        return wire.RemovedAll(removal.blocks, removal.bytes, following)
+        return RemovedAll(removal.blocks, removal.bytes, following)
 
 
 async def _in_order(store: Blocks, marker: str) -> list[Namespace]:

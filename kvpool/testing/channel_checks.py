@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias
@@ -49,7 +48,6 @@ from kvpool.testing.harness import (
     describe,
     digest,
 )
-from kvpool.testing.move_checks import SIDE_REQUESTS
 from kvpool.types import (
     Cluster,
     Namespace,
@@ -90,11 +88,10 @@ def waiting(channel: Channel, stage: Stage, within_s: float) -> Calls:
     until = stage.within(within_s)
     block = ReadBlock(digest("waits"), (memoryview(blank(9)),), 9)
     options = ReadOptions(NAMESPACE, 0)
-    calls: Calls = {"read": lambda: channel.read(options, [block], deadline=until)}
-    for request, (answer, *_) in SIDE_REQUESTS:
-        asked = functools.partial(channel.request, request, type(answer), deadline=until)
-        calls[type(request).__name__] = asked
-    return calls
+    return {
+        "read": lambda: channel.read(options, [block], deadline=until),
+        "Remove": lambda: removals.remove(channel, NAMESPACE, [block.digest], deadline=until),
+    }
 
 
 # --- what a server says ------------------------------------------------------------------------
@@ -130,7 +127,6 @@ def _refusable(stage: Stage, channel: Channel) -> Calls:
     keys, until = [digest("refused")], stage.within()
     calls = waiting(channel, stage, 10.0)
     calls["pin"] = calls.pop("read")
-    calls["Remove"] = lambda: removals.remove(channel, NAMESPACE, keys, deadline=until)
     calls["a report of corruption"] = lambda: removals.report_corruption(
         channel, NAMESPACE, 0, keys, deadline=until
     )
@@ -144,14 +140,12 @@ async def a_refusal_arrives_unchanged(stage: Stage) -> None:
     for error in (Overloaded("not now: 7 of 7"), Forbidden("not yours"), BadMessage("no block")):
         channel = await stage.connect()
         recorder.refuse_others = error
-        recorder.laid_down.update((type(request), error) for request, _ in SIDE_REQUESTS)
         for name, call in _refusable(stage, channel).items():
-            recorder.moves.clear()
             recorder.refused.clear()
             got = await stage.raises(type(error), call(), f"a refused `{name}`")
             same = type(got) is type(error) and str(error) in str(got)
             stage.expect(same, f"{error!r} from a refused `{name}`", describe(got))
-            count = len(recorder.moves) + len(recorder.refused)
+            count = len(recorder.refused)
             stage.expect(count == 1, f"one `{name}`", f"the server was asked {count} times")
         recorder.refuse_others = None
         await channel.close()

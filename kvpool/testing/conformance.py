@@ -30,7 +30,6 @@ from kvpool.testing import (
     connector_checks,
     device_checks,
     loop_checks,
-    move_checks,
     policy_checks,
     policy_costs,
     tier_checks,
@@ -79,7 +78,7 @@ TRANSPORT_CHECKS: Final = _defined(
     ending_checks,
     channel_checks,
     loop_checks,
-    move_checks,
+    *_installed("kvpool.testing.move_checks"),
     device_checks,
 )
 TIER_CHECKS: Final = _defined(

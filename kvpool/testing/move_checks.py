@@ -16,6 +16,9 @@ from kvpool.protocols import Channel
 from kvpool.testing.harness import Stage, TransportCheck, describe, digest
 from kvpool.types import BATCH_BLOCKS_MAX, COPIES_MAX, MoveStatus, ReadStatus
 from kvpool.wire import messages as wire
+from kvpool.wire.moves import Drain, Drained, Fetch, Prefetch, Propose, Proposed
+from kvpool.wire.questions import Namespaces
+from kvpool.wire.removal import HoldingsReply, RemoveAll, RemovedAll
 
 _WHERE: Final = ("conformance/moves", 2)
 _LARGE: Final = (1 << 63, 1 << 60, 3, 255, 1 << 20)
@@ -32,10 +35,10 @@ def _statuses(count: int) -> wire.StatusReply:
     return wire.StatusReply(bytes(n % len(MoveStatus) for n in range(count)))
 
 
-def _offers(keys: Sequence[bytes]) -> wire.Proposed:
+def _offers(keys: Sequence[bytes]) -> Proposed:
     """Hits but for the second block, each with other properties."""
     hits = len(keys) - 1
-    return wire.Proposed(
+    return Proposed(
         bytes([ReadStatus.HIT, ReadStatus.EVICTED, *[ReadStatus.HIT] * (hits - 1)]),
         [(1 << 33) + n for n in range(hits)],
         [(1 << 64) - 1 - n for n in range(hits)],
@@ -48,38 +51,36 @@ def _offers(keys: Sequence[bytes]) -> wire.Proposed:
 
 #: By request, the answers that are laid down for it.
 SIDE_REQUESTS: Final[tuple[tuple[wire.Message, tuple[wire.Message, ...]], ...]] = (
-    *((wire.Propose(*named(k), "receiver"), (_offers(k),)) for k in (_FEW, _FULL)),
-    *((wire.Fetch(*named(k), "source", 2.5, True), (_statuses(len(k)),)) for k in (_FEW, _FULL)),
-    (wire.Fetch(*named(_FEW, 0), "source", 0.25), (_statuses(3),)),
-    *((wire.Prefetch(*named(k)), (_statuses(len(k)),)) for k in (_FEW, _FULL)),
+    *((Propose(*named(k), "receiver"), (_offers(k),)) for k in (_FEW, _FULL)),
+    *((Fetch(*named(k), "source", 2.5, True), (_statuses(len(k)),)) for k in (_FEW, _FULL)),
+    (Fetch(*named(_FEW, 0), "source", 0.25), (_statuses(3),)),
+    *((Prefetch(*named(k)), (_statuses(len(k)),)) for k in (_FEW, _FULL)),
     (
-        wire.Drain(True, False, 1.5, 300.25),
+        Drain(True, False, 1.5, 300.25),
         (
-            wire.Drained(None, 0, 0, 0, 0, 0, []),
-            wire.Drained(MoveStatus.IN_PROGRESS, 1 << 40, 5, 1 << 46, 7, 1 << 47, []),
-            wire.Drained(3, 10, 9, 8, 7, 6, [(f"m/{n}", "no room", n, n << 40) for n in range(64)]),
+            Drained(None, 0, 0, 0, 0, 0, []),
+            Drained(MoveStatus.IN_PROGRESS, 1 << 40, 5, 1 << 46, 7, 1 << 47, []),
+            Drained(3, 10, 9, 8, 7, 6, [(f"m/{n}", "no room", n, n << 40) for n in range(64)]),
         ),
     ),
-    (wire.Drain(cancel=True), (wire.Drained(0, 9, 0, 0, 9, 9 << 20, []),)),
+    (Drain(cancel=True), (Drained(0, 9, 0, 0, 9, 9 << 20, []),)),
     (
-        wire.Namespaces("n" * 512, 256),
+        Namespaces("n" * 512, 256),
         (
-            wire.HoldingsReply((0, 0, 0, 0, 0), [], False),
-            wire.HoldingsReply(
-                _LARGE, [("a", 1, 3, 4096), ("n" * 512, 256, 1 << 30, 1 << 60)], True
-            ),
+            HoldingsReply((0, 0, 0, 0, 0), [], False),
+            HoldingsReply(_LARGE, [("a", 1, 3, 4096), ("n" * 512, 256, 1 << 30, 1 << 60)], True),
         ),
     ),
     (
-        wire.RemoveAll("n" * 512, 256, _LARGE),
-        (wire.RemovedAll(0, 0, None), wire.RemovedAll(7, 1 << 50, (5, 4, 1, 2, 3))),
+        RemoveAll("n" * 512, 256, _LARGE),
+        (RemovedAll(0, 0, None), RemovedAll(7, 1 << 50, (5, 4, 1, 2, 3))),
     ),
 )
 
 
 def fetch_waits(stage: Stage) -> bool:
     """The server works on a fetch."""
-    return stage.recorder.fetches == 1
+    return stage.recorder.working == 1
 
 
 @TransportCheck
@@ -120,7 +121,7 @@ async def a_request_ends_with_its_caller(stage: Stage) -> None:
         fine = isinstance(outcome, expected)
         stage.expect(fine, f"{expected.__name__} from a fetch that is {end}", describe(outcome))
         await stage.eventually(
-            lambda: not stage.recorder.fetches,
+            lambda: not stage.recorder.working,
             f"the server to end a fetch that is {end}",
             lambda: "it goes on",
         )

@@ -68,8 +68,8 @@ class Recorder:
         #: What is answered to these instead of what the real server would do; an exception is
         #: raised.
         self.laid_down: dict[type[wire.Message], wire.Message | KvpoolError] = {}
-        #: Fetches on which the server works now.
-        self.fetches = 0
+        #: Those on which the server works now.
+        self.working = 0
         #: Remove each block, and write garbage over it, as soon as its last pin is released.
         self.burn_after_reading = False
         #: Whether clients may write into memory that they have mapped.
@@ -248,14 +248,12 @@ class _Watched:
             await recorder.answering.wait()
             return answer
         laid_down = recorder.answer(request)
-        if not isinstance(request, wire.Fetch):
-            return laid_down or await self._really(request)
-        recorder.fetches += 1
+        recorder.working += 1
         try:
             answer = laid_down or await self._really(request)
             await recorder.answering.wait()
         finally:
-            recorder.fetches -= 1
+            recorder.working -= 1
         return answer
 
     async def _really(self, request: wire.Message) -> wire.Message:

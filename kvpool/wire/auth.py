@@ -20,11 +20,43 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from kvpool.types import Cluster
-from kvpool.wire.messages import KEY_ID_SIZE, NONCE_SIZE
+from kvpool.wire.messages import KEY_ID_SIZE, NONCE_SIZE, Message, register
 
-__all__ = ["NONCE_SIZE", "client_proof", "find_tenant", "key_id", "same", "server_proof"]
+__all__ = [
+    "NONCE_SIZE",
+    "PROOF_SIZE",
+    "Challenge",
+    "Proof",
+    "client_proof",
+    "find_tenant",
+    "key_id",
+    "same",
+    "server_proof",
+]
+
+PROOF_SIZE: Final = 32
+ProofBytes = Annotated[bytes, Meta(min_length=PROOF_SIZE, max_length=PROOF_SIZE)]
+
+
+class Challenge(Message, frozen=True):
+    """The server knows the secret; does the client?"""
+
+    nonce: Annotated[bytes, Meta(min_length=NONCE_SIZE, max_length=NONCE_SIZE)]
+    proof: ProofBytes
+
+
+class Proof(Message, frozen=True):
+    """The client does; on the control plane, also the master."""
+
+    proof: ProofBytes
+
+
+register({Challenge: 16, Proof: 17})
 
 
 def server_proof(

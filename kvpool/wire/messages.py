@@ -1,4 +1,4 @@
-"""Every message, and the one place that decodes them.
+"""The messages of a pool without options, and the one place that decodes all messages.
 
 Each type has its own bounded decoder; nothing is decoded untyped, nothing by union, nothing by
 name. Structs are maps, and forbid unknown fields in all that an older peer must not misunderstand;
@@ -47,12 +47,10 @@ from kvpool.types import (
     Seconds,
     ServerStats,
     Text,
-    Total,
 )
 
 #: Bytes of what proves that an end knows a secret (`kvpool.wire.auth`), and of a server's token.
 NONCE_SIZE: Final = 32
-PROOF_SIZE: Final = 32
 KEY_ID_SIZE: Final = 8
 TOKEN_SIZE: Final = 16
 #: Digests in one control-plane message.
@@ -61,12 +59,8 @@ DIGESTS_MAX: Final = 16_384
 QUESTION_KEYS_MAX: Final = 4096
 #: Spans before the keys of one question, or behind them.
 SPANS_MAX: Final = 2048
-#: Namespaces in one answer: with names of the maximum length it still fits into a message.
-NAMESPACES_MAX: Final = 256
 #: Blocks that one announcement carries, so that applying it never stalls a master's loop.
 ANNOUNCED_BLOCKS_MAX: Final = 1024
-#: Changes of the session in the blocks of one offer.
-SESSION_RUNS_MAX: Final = 256
 #: Hints in one answer to a heartbeat.
 HINTS_MAX: Final = 1024
 #: Bytes of blocks that may come with a `Reserve`.
@@ -77,15 +71,12 @@ HINT_ANSWERS_MAX: Final = 256
 Small = Annotated[int, Meta(ge=0, lt=2**16)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
-WireCursor = tuple[Hash64, Total, Small, Small, Count]
 Marks = Annotated[bytes, Meta(max_length=SPANS_MAX * MARK_SIZE)]
 SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
 #: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
 WireHint = tuple[SessionName, Seconds, Seconds | None]
 #: A session, and whether a server follows the last hint about it as it was given.
 WireHintAnswer = tuple[SessionName, bool]
-#: Blocks in turn, their session, and the seconds until it resumes, if that is known.
-SessionRun = tuple[Small, SessionName, Seconds | None]
 NamespaceName = Annotated[str, Meta(max_length=512)]
 DigestSize = Annotated[int, Meta(ge=DIGEST_SIZE_MIN, le=DIGEST_SIZE_MAX)]
 Packed = Annotated[bytes, Meta(max_length=DIGESTS_MAX * DIGEST_SIZE_MAX)]
@@ -96,7 +87,6 @@ Ids = Annotated[list[Id], Meta(max_length=BATCH_BLOCKS_MAX)]
 Hashes = Annotated[list[Hash64], Meta(max_length=BATCH_BLOCKS_MAX)]
 Counts = Annotated[list[Count], Meta(max_length=BATCH_BLOCKS_MAX)]
 Statuses = Annotated[bytes, Meta(max_length=BATCH_BLOCKS_MAX)]
-ProofBytes = Annotated[bytes, Meta(min_length=PROOF_SIZE, max_length=PROOF_SIZE)]
 Names = Annotated[list[Name], Meta(max_length=64)]
 #: What only a server and one master know; see `ServerMessage`.
 Token = Annotated[bytes, Meta(min_length=TOKEN_SIZE, max_length=TOKEN_SIZE)]
@@ -140,19 +130,6 @@ class Hello(Message, frozen=True, omit_defaults=True):
     writer: bool = False
     tenant: Annotated[str, Meta(max_length=32)] = ""
     key: Annotated[bytes, Meta(max_length=KEY_ID_SIZE)] = b""
-
-
-class Challenge(Message, frozen=True):
-    """The server knows the secret; does the client? See `kvpool.wire.auth`."""
-
-    nonce: Annotated[bytes, Meta(min_length=NONCE_SIZE, max_length=NONCE_SIZE)]
-    proof: ProofBytes
-
-
-class Proof(Message, frozen=True):
-    """The client does; on the control plane, also the master."""
-
-    proof: ProofBytes
 
 
 class Welcome(Tolerant, frozen=True):
@@ -262,113 +239,6 @@ class Remove(Keys, frozen=True, omit_defaults=True):
     part: Small | None = None
     checksums: Hashes = []
     corrupt: bool = False
-
-
-class SendToken(Message, frozen=True):
-    """These bytes come next from memory of a device, by the way of blocks: of a client that is
-    about to write some, or of the server that has been asked for some.
-
-    They show what the lanes do with that memory, before a block goes that way
-    (design: device-memory).
-    """
-
-    content: Annotated[bytes, Meta(min_length=8, max_length=8)]
-
-
-class Propose(Keys, frozen=True):
-    """Another server, the `receiver`, is about to fetch these blocks from this one: what are they?
-
-    From then on this server passes removals of them on to the receiver (design: moves).
-    """
-
-    part: Small
-    receiver: Name
-
-
-class Proposed(Tolerant, frozen=True, omit_defaults=True):
-    """A status byte per block; of the hits sizes, checksums, parents (packed, as in `Reserve`), the
-    seconds since their last use, and a byte each: with how many copies it was written.
-
-    `sessions`: of so many hits in turn the session that alone uses them, and when it resumes. Hits
-    without one have an empty name; so have those behind the last entry.
-    """
-
-    statuses: Statuses
-    sizes: Counts
-    checksums: Hashes
-    parents: Packed
-    ages_s: Annotated[list[Seconds], Meta(max_length=BATCH_BLOCKS_MAX)]
-    copies: Statuses
-    sessions: Annotated[list[SessionRun], Meta(max_length=SESSION_RUNS_MAX)] = []
-
-
-class Fetch(Keys, frozen=True, omit_defaults=True):
-    """Fetch these blocks, in this order, from the server `source`; answer within `wait_s`. `extra`
-    copies are evicted before all others."""
-
-    part: Small
-    source: Name
-    wait_s: Seconds
-    extra: bool = False
-
-
-class Prefetch(Keys, frozen=True):
-    """These blocks are read soon: bring them into memory. Answered before any of them comes."""
-
-    part: Small
-
-
-class Drain(Message, frozen=True, omit_defaults=True):
-    """Hand over all blocks within `within_s` (`begin`), or stay (`cancel`), or only report.
-
-    With `back_in_s` the server will be back so soon: blocks in its file stay there.
-    """
-
-    begin: bool = False
-    cancel: bool = False
-    within_s: Seconds = 0.0
-    back_in_s: Seconds = 0.0
-
-
-class Drained(Tolerant, frozen=True):
-    """How far it is. `state`: a `MoveStatus`, or none; `left`: namespace, reason, blocks, bytes."""
-
-    state: Small | None
-    total_blocks: Count
-    left_blocks: Count
-    left_bytes: Count
-    moved_blocks: Count
-    moved_bytes: Count
-    left: Annotated[list[tuple[NamespaceName, Name, Count, Count]], Meta(max_length=64)]
-
-
-class HoldingsReply(Tolerant, frozen=True):
-    """Name, parts, blocks and bytes of each, in order; with `more`, ask again after the last one.
-    `begin`: where a removal of what is there now begins."""
-
-    begin: WireCursor
-    held: Annotated[
-        list[tuple[NamespaceName, Annotated[int, Meta(ge=1, le=256)], Count, Total]],
-        Meta(max_length=NAMESPACES_MAX),
-    ]
-    more: bool
-
-
-class RemoveAll(Message, frozen=True):
-    """Forget some of the blocks of this namespace, from this place on: epoch, generation up to
-    which blocks were written, tier, part, piece of the index."""
-
-    namespace: NamespaceName
-    parts: Annotated[int, Meta(ge=1, le=256)]
-    at: WireCursor
-
-
-class RemovedAll(Tolerant, frozen=True):
-    """What was removed; with `at`, ask again from there."""
-
-    blocks: Count
-    bytes: Total
-    at: WireCursor | None
 
 
 class Error(Tolerant, frozen=True):
@@ -572,28 +442,6 @@ class MembersReply(Tolerant, frozen=True):
     more: bool
 
 
-class Hint(Message, frozen=True):
-    """A session resumes in `resume_s`, or (None) has ended; for every server to know. With 0 its
-    prompt is here, and waits to be served."""
-
-    session: Annotated[SessionName, Meta(min_length=1)]
-    resume_s: Seconds | None
-
-
-class ExplainSession(Message, frozen=True):
-    """What became of the hints about a session."""
-
-    session: Annotated[SessionName, Meta(min_length=1)]
-
-
-class SessionExplained(Tolerant, frozen=True):
-    """The last hint of each kind, as its age and `resume_s`; and for each server that has answered,
-    its name, whether it follows the last one, and the age of that."""
-
-    hints: Annotated[list[tuple[Seconds, Seconds | None]], Meta(max_length=3)]
-    servers: Annotated[list[tuple[Name, bool, Seconds]], Meta(max_length=HINT_ANSWERS_MAX)]
-
-
 class Explain(Keys, frozen=True):
     pass
 
@@ -607,44 +455,6 @@ class Explained(Tolerant, frozen=True, omit_defaults=True):
         Meta(max_length=DIGESTS_MAX),
     ]
     more: bool = False
-
-
-class Namespaces(Message, frozen=True):
-    """The namespaces whose names, and parts, come after these, in order. A master answers with
-    `NamespacesReply`, a server with `HoldingsReply`."""
-
-    after: NamespaceName = ""
-    parts: Annotated[int, Meta(ge=0, le=256)] = 0
-
-
-class NamespacesReply(Tolerant, frozen=True):
-    """Name, parts and blocks of each, as many as fit; with `more`, ask again after the last one."""
-
-    namespaces: Annotated[
-        list[tuple[NamespaceName, Annotated[int, Meta(ge=1, le=256)], Count]],
-        Meta(max_length=NAMESPACES_MAX),
-    ]
-    more: bool
-
-
-class Demands(Message, frozen=True):
-    """What clients ask this master for."""
-
-
-class DemandsReply(Tolerant, frozen=True):
-    """`Demand` of the types: seconds of observation; name, parts, bytes and blocks of each live
-    working set; blocks of all matches, and those found; bytes of the mean prompt of each set."""
-
-    seconds: Seconds
-    working_sets: Annotated[
-        list[tuple[NamespaceName, Annotated[int, Meta(ge=1, le=256)], Total, Count]],
-        Meta(max_length=NAMESPACES_MAX),
-    ]
-    chain_servers: Annotated[float, Meta(ge=0, le=4096)]
-    beyond_hole: Annotated[float, Meta(ge=0, le=1)]
-    asked_blocks: Total = 0
-    found_blocks: Total = 0
-    prompts: Annotated[list[Total], Meta(max_length=NAMESPACES_MAX)] = []
 
 
 #: The type byte in the frame header. Numbers are for ever; new messages get new ones. Those of a
@@ -662,15 +472,6 @@ TYPES: Final[dict[type[Message], int]] = {
     Data: 10,
     Unpin: 12,
     Remove: 13,
-    Challenge: 16,
-    Proof: 17,
-    Propose: 19,
-    Proposed: 20,
-    Fetch: 21,
-    Drain: 23,
-    Drained: 24,
-    Prefetch: 25,
-    SendToken: 30,
     Register: 32,
     Registered: 33,
     Heartbeat: 34,
@@ -687,16 +488,6 @@ TYPES: Final[dict[type[Message], int]] = {
     MembersReply: 45,
     Explain: 46,
     Explained: 47,
-    Hint: 48,
-    Namespaces: 50,
-    NamespacesReply: 51,
-    Demands: 52,
-    DemandsReply: 53,
-    ExplainSession: 54,
-    SessionExplained: 55,
-    HoldingsReply: 64,
-    RemoveAll: 65,
-    RemovedAll: 66,
 }
 PAYLOAD: Final = 6
 #: All that move no block between a server and a client.
@@ -841,13 +632,6 @@ def unpack_batch(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
     if len(set(digests)) != len(digests):
         raise BadMessage("a digest is twice in one batch")
     return namespace, digests
-
-
-def unpack_part(keys: Propose | Fetch | Prefetch) -> tuple[Namespace, int, tuple[bytes, ...]]:
-    """Namespace, part and digests of a batch about one part. Raises BadMessage."""
-    namespace, digests = unpack_batch(keys)
-    check_part(namespace, keys.part)
-    return namespace, keys.part, digests
 
 
 def unpack_removal(remove: Remove) -> tuple[Namespace, tuple[bytes, ...]]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.wire import messages as wire
 from tests.attack.castle import LINES_MAX, MODEL, Castle
 from tests.conftest import keys, value
+from tests.support import messages as wire
 from tests.support.processes import script
 from tests.support.raw_peers import frame
 

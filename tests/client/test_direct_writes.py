@@ -24,7 +24,6 @@ from kvpool.client import device_writes as writes
 from kvpool.client.device_arena import Arena
 from kvpool.device.checksum import copy_rows
 from kvpool.tools.subprocesses import Child
-from kvpool.wire import messages as wire
 from tests.client.direct_blocks import (  # noqa: F401
     LARGE,
     SIZE,
@@ -50,6 +49,7 @@ from tests.client.direct_blocks import (  # noqa: F401
     writer,
 )
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.support import messages as wire
 from tests.support.fake_device import FakeGpu, FakeTensor
 
 Transfer = ucx.Transfer

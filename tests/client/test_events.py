@@ -13,9 +13,8 @@ from kvpool.client import pool_events
 from kvpool.client.pool_events import EventPosition
 from kvpool.errors import MasterLost
 from kvpool.runtime import this_host
-from kvpool.wire.changes import ChangesReply
-from kvpool.wire.messages import Message
 from tests.conftest import NAMESPACE, eventually, keys, patient, values
+from tests.support.messages import ChangesReply, Message
 
 
 async def until(events: AsyncIterator[PoolEvent], kind: PoolEventKind) -> PoolEvent:

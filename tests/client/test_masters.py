@@ -29,9 +29,9 @@ from kvpool.errors import DeadlineExceeded, LinkBroken, MasterLost, ServerLost
 from kvpool.protocols import BlockStore, Channel, CountedListener, Link, Listener, Transport
 from kvpool.runtime import Host
 from kvpool.types import Cluster, Match, Member, Replica, Run, ServerStats
-from kvpool.wire import messages as wire
 from kvpool_transports.streams import StreamChannel
 from tests.conftest import NAMESPACE, buffers, keys, value, values
+from tests.support import messages as wire
 from tests.support.virtual_time import virtual_time
 
 HERE = Host("here", "here", "here", lambda: 0)

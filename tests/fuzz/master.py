@@ -15,7 +15,7 @@ with atheris.instrument_imports(include=["kvpool"]):
     from kvpool.master.service import Master
     from kvpool.net import requests
     from kvpool.types import ServerStats
-    from kvpool.wire import messages
+    from tests.support import messages
 
 from kvpool.testing.invariants import check_invariants
 from tests.fuzz.driver import Record, fuzz

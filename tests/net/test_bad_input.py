@@ -30,7 +30,6 @@ from kvpool.protocols import Link, Peer, ReserveRequest
 from kvpool.runtime import resident_bytes
 from kvpool.server import clients
 from kvpool.testing.invariants import check_invariants
-from kvpool.wire import messages as wire
 from kvpool.wire.frames import PROTOCOL_VERSION, encode_frame
 from kvpool_transports.streams import server as serving
 from kvpool_transports.streams import stream as streams
@@ -44,6 +43,7 @@ from tests.conftest import (
     keys,
     values,
 )
+from tests.support import messages as wire
 from tests.support.raw_peers import (
     HELLO,
     KEYS,

@@ -30,11 +30,7 @@ from kvpool.errors import (
 from kvpool.net import control_listener, control_network, requests
 from kvpool.net.control_network import TcpNetwork, refusal_of
 from kvpool.net.control_session import CallerSession, ControlSession, MasterSession, caller_session
-from kvpool.net.masters_certificate import (
-    Certificate,
-    masters_certificate,
-    masters_fingerprint,
-)
+from kvpool.net.masters_certificate import Certificate, masters_certificate, masters_fingerprint
 from kvpool.net.requests import (
     MESSAGE_SIZE_MAX,
     MessageReader,
@@ -48,8 +44,8 @@ from kvpool.strangers import WRONG_PROOFS_MAX
 from kvpool.tenants import TenantKeys
 from kvpool.types import Cluster
 from kvpool.wire import auth
-from kvpool.wire import messages as wire
 from tests.conftest import eventually
+from tests.support import messages as wire
 from tests.support.between import between
 from tests.support.raw_peers import ControlPeer, control_peer, frame
 

@@ -17,10 +17,10 @@ from kvpool.errors import ConfigError, Unauthenticated
 from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
 from kvpool.wire import auth
-from kvpool.wire import messages as wire
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import eventually
+from tests.support import messages as wire
 from tests.support.commands import running_kvpool
 from tests.support.programs import pool_of_commands
 from tests.support.raw_peers import connect, frame, raw

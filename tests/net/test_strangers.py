@@ -23,11 +23,11 @@ from kvpool.strangers import (
 )
 from kvpool.types import Cluster
 from kvpool.wire import auth
-from kvpool.wire import messages as wire
 from kvpool_transports.streams import server as serving
 from kvpool_transports.streams.stream import Stream, address_of
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
 from tests.net.test_secret import OURS, pool_of
+from tests.support import messages as wire
 from tests.support.raw_peers import Raw, frame, raw
 
 LOG = logs.get("test")

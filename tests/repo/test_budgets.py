@@ -63,7 +63,10 @@ RINGS: dict[str, tuple[str, ...]] = {
     ),
     "moves": (
         "kvpool/moves.py",
+        "kvpool/client/drains.py",
         "kvpool/server/moves/**/*.py",
+        "kvpool/testing/move_checks.py",
+        "kvpool/wire/moves.py",
         "kvpool/client/shared_copies.py",
         "kvpool/client/spread.py",
         "kvpool/client/spread_plan.py",
@@ -79,6 +82,7 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/server/eviction/session*.py",
         "kvpool/master/session_hints.py",
         "kvpool/master/state/hint_log.py",
+        "kvpool/wire/hints.py",
     ),
     "tenancy": (
         "kvpool/audit.py",
@@ -138,11 +142,15 @@ RINGS: dict[str, tuple[str, ...]] = {
     "admin": ("kvpool/client/admin.py",),  # of `kvpool.admin`
     "operators": ("kvpool/operators.py",),  # what they ask of servers
     "sync": ("kvpool/sync.py",),  # for threads
-    "removal": tuple(f"kvpool/{one}/namespace_removal.py" for one in ("client", "server")),
+    "removal": (
+        *(f"kvpool/{one}/namespace_removal.py" for one in ("client", "server")),
+        *("kvpool/testing/move_checks.py", "kvpool/wire/removal.py"),
+    ),
     "demand": ("kvpool/client/room.py", "kvpool/master/state/demand.py"),  # who plans memory
     "questions": (  # of operators to masters
         "kvpool/master/operator_requests.py",
         "kvpool/master/state/explanations.py",
+        "kvpool/wire/questions.py",
     ),
     "ways": ("kvpool/client/ways.py",),  # large reads from several servers at once
     "poller": ("kvpool/client/match_poller.py", "kvpool/net/polled_links.py"),  # for connectors
@@ -159,7 +167,7 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 21_038
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 20_781
 TEST_LINES, TEST_LINES_TODAY = 50_000, 95_850
 FILE_LINES = 600
 CLASS_METHODS = 25
@@ -170,7 +178,7 @@ SLACK = 20
 LONG_FILES = {
     # Two lists that are read by looking up, not from top to bottom.
     "kvpool/types.py": 688,  # what calls take and return: one page of the API reference
-    "kvpool/wire/messages.py": 932,  # all messages, in the order of docs/wire.md
+    "kvpool/wire/messages.py": 670,  # all messages, in the order of docs/wire.md
     # Not divided before it has run on RDMA, so that what fails there has one place.
     "transports/kvpool_transports/ucx.py": 766,
 }
@@ -231,10 +239,10 @@ SURFACE = {
     "settings of the connector": (15, 15),
     # Each leads to an act, a counter or a sentence of its own, but for four that only travel.
     "statuses": (30, 35),
-    # With their four bases. Of pairs that look alike (`Announce` and `Inventory`, `Heartbeat` and
-    # `Leave`, `Changes` and `Snapshot`, `Fetch` and `Prefetch`, `Find` and `Explain`, both answers
-    # to `Namespaces`) one message would have fields that mean nothing for one of the two.
-    "messages": (46, 55),
+    # Of the kernel, with their four bases. Of pairs that look alike (`Announce` and `Inventory`,
+    # `Heartbeat` and `Leave`, `Find` and `Explain`) one message would have fields that mean nothing
+    # for one of the two.
+    "messages": (32, 32),
     "methods of Pool": (15, 15),
     "extras": (12, 12),
     "targets of make": (16, 16),

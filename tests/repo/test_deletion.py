@@ -38,6 +38,7 @@ UPON = {
     "heaps": ("sessions", "tiers", "prefetch", "cold"),
     "moves": ("prefetch",),
     "operators": ("admin", "moves", "prefetch", "removal"),
+    "questions": ("demand", "removal"),
     "secrets": ("tenancy",),
     "threads": ("cold", "clearing", "gpu", "moves", "prefetch", "tenancy", "tiers", "tls", "ucx"),
     "tiers": ("prefetch", "cold"),

@@ -33,14 +33,7 @@ from kvpool.server.tenancy import Tenancy
 from kvpool.supervision import Supervisor
 from kvpool.tenants import Share, Tenant
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import (
-    ROOT,
-    Namespace,
-    ReadStatus,
-    Record,
-    SessionHint,
-    WriteStatus,
-)
+from kvpool.types import ROOT, Namespace, ReadStatus, Record, SessionHint, WriteStatus
 from tests.conftest import eventually, keys
 
 PAGE = 4096

@@ -24,9 +24,9 @@ from kvpool.server.block_server import BlockServer
 from kvpool.server.tenancy import Tenancy
 from kvpool.types import Namespace
 from kvpool.wire import auth
-from kvpool.wire import messages as wire
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
+from tests.support import messages as wire
 from tests.support.raw_peers import Raw, frame, raw
 from tests.support.servers import small_server
 

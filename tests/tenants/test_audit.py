@@ -13,8 +13,8 @@ from kvpool import ReadStatus, WriteStatus
 from kvpool.audit import CALLERS_MAX, LOG_EVERY_S, AuditLog
 from kvpool.errors import Forbidden
 from kvpool.guard import Who
-from kvpool.wire import messages as wire
 from tests.conftest import keys, values
+from tests.support import messages as wire
 from tests.support.raw_peers import ask, frame
 from tests.support.tenant_pool import MODEL, OF_ACME, OPERATOR, reserve, tenant, tenant_pool
 

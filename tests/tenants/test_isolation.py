@@ -26,10 +26,9 @@ from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.metrics import pages_of_master
 from kvpool.tenants import TenantKeys
 from kvpool.types import Namespace, ServerStats
-from kvpool.wire import messages as wire
 from kvpool.wire.access import TENANT_MAY, Access, check_access, names_of
-from kvpool.wire.changes import Changes, Snapshot
 from tests.conftest import buffers, eventually, keys, values
+from tests.support import messages as wire
 from tests.support.raw_peers import REGISTER, ask, frame, payload, raw
 from tests.support.tenant_pool import (
     MODEL,
@@ -40,9 +39,8 @@ from tests.support.tenant_pool import (
     tenant,
     tenant_pool,
 )
-from tests.wire.samples import SAMPLES
 
-BY_NAME = {type(sample).__name__: type(sample) for sample in SAMPLES}
+BY_NAME = {kind.__name__: kind for kind in wire.TYPES}
 CHAIN = keys("tenants", 4)
 PACKED = b"".join(CHAIN)
 ACME = {"namespace": OF_ACME.name, "parts": 1, "digest_size": 32, "digests": PACKED}
@@ -215,9 +213,9 @@ CONTROL_PLANE = [
     wire.Hint("@acme/chat", None),
     wire.Hint("chat", 0.0),
     wire.ExplainSession("@acme/chat"),
-    Changes(1, 0),
-    Snapshot(),
-    Snapshot("@acme/llama", 1),
+    wire.Changes(1, 0),
+    wire.Snapshot(),
+    wire.Snapshot("@acme/llama", 1),
     REGISTER,
     wire.Heartbeat("s", 1, TOKEN, ServerStats()),
     wire.Leave("s", 1, TOKEN),

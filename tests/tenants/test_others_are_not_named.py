@@ -26,11 +26,10 @@ from kvpool.client.pool import Pool
 from kvpool.errors import BadMessage, InvariantViolated, KvpoolError
 from kvpool.ops.client_metrics import PoolMetrics
 from kvpool.types import Namespace, ServerStats
-from kvpool.wire import messages as wire
 from kvpool.wire.access import TENANT_MAY, Access, names_of
-from kvpool.wire.changes import Changes, Snapshot
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import buffers, eventually, keys, values
+from tests.support import messages as wire
 from tests.support import tenant_pool as tenants
 from tests.support.moves import moves_of
 from tests.support.raw_peers import Raw, ask, frame
@@ -93,8 +92,8 @@ def messages() -> list[wire.Message]:
         wire.Namespaces(),
         wire.Namespaces("@z", 1),
         wire.Demands(),
-        Changes(1, 0),
-        Snapshot(),
+        wire.Changes(1, 0),
+        wire.Snapshot(),
         wire.SendToken(bytes(8)),
     ]
     for session in ("@blue/chat", "@zebra/chat", "chat"):

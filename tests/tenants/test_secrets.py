@@ -20,8 +20,8 @@ from kvpool.net.tenants_file import TenantsFile
 from kvpool.supervision import Supervisor
 from kvpool.types import Cluster
 from kvpool.wire import auth
-from kvpool.wire import messages as wire
 from tests.conftest import eventually, keys, values
+from tests.support import messages as wire
 from tests.support import raw_peers
 from tests.support.commands import running_kvpool
 from tests.support.programs import pool_of_commands

@@ -15,10 +15,10 @@ from kvpool.client.pool import Pool
 from kvpool.errors import PeerError
 from kvpool.net.control_network import TcpNetwork
 from kvpool.wire import auth
-from kvpool.wire import messages as wire
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.tcp import TcpTransport
 from tests.conftest import buffers, keys
+from tests.support import messages as wire
 from tests.support.raw_peers import frame, payload, raw
 from tests.support.servers import small_server
 from tests.support.tenant_pool import (

@@ -51,7 +51,6 @@ from kvpool.types import (
     Record,
     WriteStatus,
 )
-from kvpool.wire import messages as wire
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.hbm import Hbm
 from kvpool_tiers.nvme.several import NvmeFiles
@@ -62,6 +61,7 @@ from kvpool_transports.streams import requests
 from kvpool_transports.tcp import TcpTransport
 from kvpool_transports.tls import TlsTransport
 from kvpool_transports.ucx import UcxTransport
+from tests.support import messages as wire
 from tests.support.certificates import certificate
 
 

@@ -26,13 +26,13 @@ from kvpool.errors import BadMessage, ConfigError, Unauthenticated, Unavailable
 from kvpool.protocols import Channel, Peer, ReadOptions, WriteOptions
 from kvpool.types import ROOT, ReadBlock, WriteBlock, WriteStatus
 from kvpool.wire import auth
-from kvpool.wire import messages as wire
 from kvpool_transports import shm
 from kvpool_transports.shm import ShmTransport
 from kvpool_transports.streams import requests
 from kvpool_transports.streams import server as serving
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, value, values
 from tests.net.test_secret import OURS, THEIRS, pool_of
+from tests.support import messages as wire
 from tests.support.raw_peers import Raw, frame, raw, read
 
 OPEN = Cluster()

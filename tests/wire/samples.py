@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any, Final
 
-from kvpool import wire
 from kvpool.types import ClientUsage, Consumer, Member, ServerStats, TierUsage
-from kvpool.wire import messages
-from kvpool.wire.changes import Changes, ChangesReply, MapChange, Snapshot
-
-for file in iter_modules(wire.__path__):
-    import_module(f"kvpool.wire.{file.name}")
-#: Also of the rings, whose files are imported now.
-TYPES: Final = messages.TYPES
+from tests.support import messages
 
 DIGESTS: Final = bytes(range(32)) + bytes(range(32, 64))
 TOKEN: Final = bytes(range(16))
 KEYS: Final[dict[str, Any]] = {"namespace": "n", "parts": 1, "digest_size": 32, "digests": DIGESTS}
+WRITE: Final = {**KEYS, "part": 0, "parents": bytes(64), "sizes": [1, 2], "wait_s": 0.5}
 USAGE: Final = TierUsage("dram", "", False, 1, 2, 3, 4, 5, 0.5, 6.0, 7, 0.5, 8.0, 9, 10, 11, 12.0)
 CLIENT: Final = ClientUsage("engine", "shm", 1, 2, 0.5, 3)
 CONSUMER: Final = Consumer("tenant", "acme", {"dram": 1}, 2, 3, 4, {"b": 5})
@@ -32,33 +24,13 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Challenge(bytes(32), bytes(32)),
     messages.Proof(bytes(32)),
     messages.Welcome("server", 1 << 30),
-    messages.Reserve(**KEYS, part=0, parents=bytes(64), sizes=[1, 2], wait_s=0.5),
-    messages.Reserve(
-        **KEYS, part=0, parents=bytes(64), sizes=[1, 2], wait_s=0.5, session="a", resume_s=2.5
-    ),
+    messages.Reserve(**WRITE),
+    messages.Reserve(**WRITE, session="a", resume_s=2.5),
     messages.Reserved(b"\x04\x01", [7], [4096]),
     messages.Seal([7], [2**64 - 1], True, 1.0),
     messages.StatusReply(b"\x00"),
-    messages.Reserve(
-        **KEYS,
-        part=0,
-        parents=bytes(64),
-        sizes=[1, 2],
-        checksums=[0, 2**64 - 1],
-        visible=True,
-        wait_s=0.5,
-    ),
-    messages.Reserve(
-        **KEYS,
-        part=0,
-        parents=bytes(64),
-        sizes=[1, 2],
-        checksums=[7, 8],
-        wait_s=0.5,
-        session="agent 7",
-        resume_s=2.5,
-        copies=2,
-    ),
+    messages.Reserve(**WRITE, checksums=[0, 2**64 - 1], visible=True),
+    messages.Reserve(**WRITE, checksums=[7, 8], session="agent 7", resume_s=2.5, copies=2),
     messages.Read(**KEYS, part=0, buffer_sizes=[1, 2]),
     messages.Read(**KEYS, part=0, buffer_sizes=[1, 2], view=True),
     messages.Data(b"\x00", [10], [20]),
@@ -120,10 +92,12 @@ SAMPLES: Final[list[messages.Message]] = [
     messages.Find(**KEYS, prefix=True, session="chat"),
     messages.Find(**KEYS, prefix=False, observes=True),
     messages.Find(**KEYS, prefix=True, before=bytes(8), behind=bytes(16)),
-    Changes(7, 3),
-    ChangesReply(7, 4, [MapChange(0, "s", "n", 1, 0, "dram", 16, bytes(16))], True, False),
-    Snapshot("n", 1, 2),
-    ChangesReply(7, 4, [MapChange(4, "s", host="here")], True, False, "n", 1, 3),
+    messages.Changes(7, 3),
+    messages.ChangesReply(
+        7, 4, [messages.MapChange(0, "s", "n", 1, 0, "dram", 16, bytes(16))], True, False
+    ),
+    messages.Snapshot("n", 1, 2),
+    messages.ChangesReply(7, 4, [messages.MapChange(4, "s", host="here")], True, False, "n", 1, 3),
     messages.Demands(),
     messages.DemandsReply(60.0, [("n", 1, 1 << 40, 5)], 1.5, 0.25),
 ]

@@ -10,14 +10,12 @@ from typing import Final
 import msgspec
 
 from kvpool.types import ClientUsage, Consumer, Member, ServerStats, TierUsage
-from kvpool.wire import messages
-from kvpool.wire.changes import MapChange
-from tests.wire.samples import TYPES
+from tests.support import messages
 
 #: Structs inside of messages, which have lines of their own.
 NESTED: Final[tuple[type[msgspec.Struct], ...]] = (
     messages.BlockChanges,
-    MapChange,
+    messages.MapChange,
     Member,
     ServerStats,
     Consumer,
@@ -53,7 +51,7 @@ def fields(kind: type[msgspec.Struct]) -> str:
 
 
 def page() -> str:
-    rows = {n: f"`{kind.__name__}` | {fields(kind)}" for kind, n in TYPES.items()}
+    rows = {n: f"`{kind.__name__}` | {fields(kind)}" for kind, n in messages.TYPES.items()}
     rows[messages.PAYLOAD] = "(payload) | no body; the blocks' bytes, one after the other"
     return (
         _HEAD

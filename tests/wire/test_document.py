@@ -19,7 +19,8 @@ from kvpool.types import (
     TierUsage,
     WriteStatus,
 )
-from kvpool.wire import frames, messages
+from kvpool.wire import frames
+from tests.support import messages
 from tests.wire import tables
 from tests.wire.samples import CLIENT, CONSUMER, KEYS, MEMBER, STATS, USAGE
 

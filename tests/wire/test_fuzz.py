@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvpool import wire
 from kvpool.config import MasterConfig
 from kvpool.errors import BadMessage, KvpoolError, PeerError, Unavailable
 from kvpool.master.service import Master
@@ -23,10 +25,11 @@ from kvpool.net import requests
 from kvpool.protocols import ReadOptions
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Namespace, ReadBlock
-from kvpool.wire import frames, messages
+from kvpool.wire import frames
 from kvpool_transports.streams.pool import StreamPool
 from kvpool_transports.streams.requests import StreamChannel
 from kvpool_transports.streams.stream import Stream
+from tests.support import messages
 from tests.wire import offline
 from tests.wire.samples import DIGESTS, KEYS, SAMPLES
 
@@ -121,6 +124,8 @@ def mutated(data: bytes, changes: list[Mutation]) -> bytes:
 
 def test_every_message_has_a_sample_and_a_number_of_its_own() -> None:
     assert {type(sample) for sample in SAMPLES} == set(messages.TYPES)
+    files = {one.name for one in iter_modules(wire.__path__)} - {"access", "frames"}
+    assert {kind.__module__.rpartition(".")[2] for kind in messages.TYPES} >= files
     numbers = [*messages.TYPES.values(), messages.PAYLOAD]
     assert len(set(numbers)) == len(numbers)
 

@@ -21,9 +21,10 @@ from kvpool.errors import (
 )
 from kvpool.net import requests
 from kvpool.types import BATCH_BLOCKS_MAX, Cluster
-from kvpool.wire import auth, frames, messages
+from kvpool.wire import auth, frames
 from kvpool.wire.frames import STEP, PayloadReceiver
 from tests.conftest import keys
+from tests.support import messages
 from tests.wire.samples import KEYS, SAMPLES
 
 

@@ -15,9 +15,8 @@ import pytest
 from kvpool import Pool, WriteStatus, admin, connect
 from kvpool.errors import BadMessage
 from kvpool.tools.subprocesses import Child, process_of
-from kvpool.wire import messages
-from kvpool.wire.changes import ChangesReply
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.support import messages
 from tests.support.newer_release import MORE, with_more
 from tests.wire.samples import KEYS, SAMPLES, STATS, TOKEN
 
@@ -28,7 +27,7 @@ SAY_MORE = {
     *(messages.Registered, messages.Heartbeat, messages.HeartbeatReply, messages.Announced),
     *(messages.FindReply, messages.PlaceReply, messages.MembersReply),
     *(messages.SessionExplained, messages.Explained, messages.NamespacesReply),
-    *(messages.DemandsReply, ChangesReply),
+    *(messages.DemandsReply, messages.ChangesReply),
 }
 EVERY = pytest.mark.parametrize("sample", SAMPLES, ids=lambda m: type(m).__name__)
 

@@ -18,12 +18,10 @@ from kvpool.master.state.changes import ChangeKind, LoggedChange
 from kvpool.master.state.explanations import explain
 from kvpool.master.state.server_record import Registration
 from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, Namespace, Replica
-from kvpool.wire import messages as wire
-from kvpool.wire.changes import Changes, ChangesReply
 from kvpool.wire.frames import BODY_SIZE_MAX
 from kvpool_transports.streams.server import _HELLO_MAX, _REQUEST_MAX
 from tests.conftest import keys
-from tests.wire.samples import TYPES
+from tests.support import messages as wire
 
 #: Replies that may be of any length, and are sent in pages, and what is asked of a peer: whoever
 #: asks makes it small enough.
@@ -31,7 +29,7 @@ PAGED = {
     wire.FindReply,
     wire.Explained,
     wire.MembersReply,
-    ChangesReply,
+    wire.ChangesReply,
     wire.PlaceReply,
 }
 REQUESTS = {wire.Announce, wire.Inventory, wire.Place, wire.Find}
@@ -67,7 +65,7 @@ def most(type: inspect.Type) -> int:
 
 
 def test_every_message_is_bounded_by_its_type_or_paged() -> None:
-    large = {kind for kind in TYPES if most(inspect.type_info(kind)) > BODY_SIZE_MAX}
+    large = {kind for kind in wire.TYPES if most(inspect.type_info(kind)) > BODY_SIZE_MAX}
     assert large <= PAGED | REQUESTS
     assert large | {wire.PlaceReply} >= PAGED
 
@@ -263,10 +261,10 @@ def test_a_follower_gets_past_any_change() -> None:
     for number in range(2500):
         digest = number.to_bytes(32, "big")
         master.directory.stored("000".ljust(256, LONG), long_name(0), 0, 0, [digest])
-    stream = ask(master, Changes(1, 0), ChangesReply).stream
+    stream = ask(master, wire.Changes(1, 0), wire.ChangesReply).stream
     at, seen = begun, 0
     while at < log.last:
-        page = ask(master, Changes(stream, at), ChangesReply)
+        page = ask(master, wire.Changes(stream, at), wire.ChangesReply)
         assert page.changes
         assert page.more == (page.last < log.last)
         at, seen = page.last, seen + len(page.changes)

@@ -78,7 +78,6 @@ from kvpool.wire.messages import (
     Data,
     Error,
     Message,
-    SendToken,
     Welcome,
     decode,
     decode_answer,
@@ -99,6 +98,7 @@ from kvpool_transports.ucx_context import (
     version,
     version_text,
 )
+from kvpool_transports.ucx_token import SendToken
 from kvpool_transports.ucx_worker import Transfer, UcxPath, Worker, Workers, cut
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from kvpool.server.moves.state.wants import BlockName
 from kvpool.shares import Recent
 from kvpool.types import MoveStatus, Namespace, ServerStats
 from kvpool.wire import messages as wire
+from kvpool.wire.moves import Drain, Drained, Fetch, Propose, Proposed, unpack_part
 
 #: Names of servers that fetch here.
 _SERVERS_MAX: Final = 4096
@@ -64,9 +65,9 @@ class Moves(ServerExtension):
         #: Clients that fetch, the last ones: their reads are no use of a block.
         self._servers: Recent[str, bool] = Recent(_SERVERS_MAX)
         self._handlers: Handlers = {
-            wire.Propose: self._offer,
-            wire.Fetch: self._fetch,
-            wire.Drain: self._drain,
+            Propose: self._offer,
+            Fetch: self._fetch,
+            Drain: self._drain,
         }
 
     @property
@@ -114,13 +115,13 @@ class Moves(ServerExtension):
 
     # --- requests ---------------------------------------------------------------------------
 
-    async def _offer(self, peer: Peer, m: wire.Propose) -> wire.Proposed:
-        asked = wire.unpack_part(m)
+    async def _offer(self, peer: Peer, m: Propose) -> Proposed:
+        asked = unpack_part(m)
         self._servers.put("", m.receiver, True)
         return proposed(self.fetcher.offer(*asked, m.receiver), m.digest_size)
 
-    async def _fetch(self, peer: Peer, m: wire.Fetch) -> wire.StatusReply:
-        namespace, part, digests = wire.unpack_part(m)
+    async def _fetch(self, peer: Peer, m: Fetch) -> wire.StatusReply:
+        namespace, part, digests = unpack_part(m)
         deadline = asyncio.get_running_loop().time() + min(m.wait_s, _WAIT_S_MAX)
         asked = namespace, part, digests, m.source
         statuses = await self.fetcher.fetch(
@@ -133,7 +134,7 @@ class Moves(ServerExtension):
             self.hand_over.wake()
         return wire.StatusReply(bytes(statuses))
 
-    async def _drain(self, peer: Peer, m: wire.Drain, *, wait: bool = False) -> wire.Drained:
+    async def _drain(self, peer: Peer, m: Drain, *, wait: bool = False) -> Drained:
         if m.begin and m.cancel:
             raise BadMessage("a drain to begin and to cancel")
         if m.begin:
@@ -141,4 +142,4 @@ class Moves(ServerExtension):
         elif m.cancel:
             await self.drainer.cancel()
         report = await self.drainer.wait() if wait else self.drainer.report()
-        return wire.Drained(*report[:-1], [(*line,) for line in report.left])
+        return Drained(*report[:-1], [(*line,) for line in report.left])

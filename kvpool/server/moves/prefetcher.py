@@ -26,6 +26,7 @@ from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import TierMover
 from kvpool.types import BATCH_BLOCKS_MAX, MoveStatus, ServerStats
 from kvpool.wire import messages as wire
+from kvpool.wire.moves import Prefetch, unpack_part
 
 log = logs.get("kvpool.server")
 
@@ -57,7 +58,7 @@ class Prefetcher(ServerExtension):
 
     @property
     def handlers(self) -> Handlers:
-        return {wire.Prefetch: self._prefetch}
+        return {Prefetch: self._prefetch}
 
     def completed(self, stats: ServerStats) -> ServerStats:
         """What came up, and what became of it; blocks that wait to come up are in none of them."""
@@ -89,9 +90,9 @@ class Prefetcher(ServerExtension):
             task.cancel()
             await asyncio.wait([task])
 
-    async def _prefetch(self, peer: Peer, m: wire.Prefetch) -> wire.StatusReply:
+    async def _prefetch(self, peer: Peer, m: Prefetch) -> wire.StatusReply:
         """It is no use of a block, and waits for none."""
-        namespace, part, digests = wire.unpack_part(m)
+        namespace, part, digests = unpack_part(m)
         store, below = self._store, deque[bytes]()
         statuses = []
         for digest in digests:

@@ -22,9 +22,9 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.tenancy import Tenancy
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import Cluster, MoveStatus, ReadStatus, SessionHint
-from kvpool.wire import messages as wire
-from kvpool.wire.messages import SESSION_RUNS_MAX
+from kvpool.wire.moves import SESSION_RUNS_MAX
 from tests.conftest import NAMESPACE, eventually, key, keys, values
+from tests.support import messages as wire
 from tests.support.moves import SIZE, moves_of, now, put
 
 FETCHED, NOT_YET, NO_ROOM = MoveStatus.DONE, MoveStatus.NOT_YET, MoveStatus.NO_ROOM

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpool import admin, dev, moves
-from kvpool.client.admin import report_of
+from kvpool.client.drains import report_of
 from kvpool.errors import BadMessage
 from kvpool.moves import Offer
 from kvpool.operators import DrainReport, Left
@@ -17,15 +17,15 @@ from kvpool.server.moves.drainer import Drainer
 from kvpool.server.moves.fetcher import Fetcher
 from kvpool.testing.move_checks import SIDE_REQUESTS
 from kvpool.types import COPIES_MAX, ROOT, MoveStatus, Namespace, ReadStatus, SessionHint
-from kvpool.wire import messages as wire
 from tests.conftest import key, keys
+from tests.support import messages as wire
 from tests.support.moves import moves_of
 
 TWO_PARTS = Namespace("moves", parts=2)
 
 
 def test_each_request_to_an_extension_is_checked_over_every_transport() -> None:
-    assert {type(request) for request, _ in SIDE_REQUESTS} == wire.EXTENDED
+    assert {type(request) for request, _ in SIDE_REQUESTS} == wire.ASIDE - {wire.Remove}
 
 
 @pytest.mark.parametrize("size", [16, 20, 32])

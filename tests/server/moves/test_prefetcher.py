@@ -26,10 +26,10 @@ from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.server.tier_bytes import TierBytes
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ARRIVED, ROOT, Namespace, SessionHint
-from kvpool.wire import messages as wire
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 from tests.server.test_tier_stack import spoil
 from tests.server.test_tiered_store import ONE, PAGE, Server
+from tests.support import messages as wire
 from tests.support.moves import prefetcher_of
 
 BLOCK = 64 << 10

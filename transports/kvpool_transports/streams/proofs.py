@@ -10,7 +10,8 @@ from kvpool.errors import Unauthenticated
 from kvpool.protocols import BlockStore
 from kvpool.types import Cluster
 from kvpool.wire import auth
-from kvpool.wire.messages import TYPES, Challenge, Hello, Proof, Welcome, decode_answer
+from kvpool.wire.auth import Challenge, Proof
+from kvpool.wire.messages import TYPES, Hello, Welcome, decode_answer
 from kvpool_transports.streams.requests import Exchange
 from kvpool_transports.streams.stream import Stream
 
