@@ -54,9 +54,10 @@ class PolledMatches(NamedTuple):
 class MatchPoller:
     """As `Pool.match`, in two steps: `start` a lookup, `poll` for the answers.
 
-    Every lookup ends, at the latest `attempt_s` of the configuration after its start, then with
-    matches that stopped for NO_MASTER. But each page that is asked late, as when nobody polled,
-    still has `hedge_s` for its answer. For one thread at a time.
+    Every lookup of a program that polls ends, at the latest `attempt_s` and `hedge_s` of the
+    configuration after its start, then with matches that stopped for NO_MASTER. Only a page that is
+    asked late because nobody had polled for `hedge_s` still has so long for its answer. For one
+    thread at a time.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class MatchPoller:
         self._lookups: dict[Hashable, _Lookup] = {}
         self._requests: dict[int, _Request] = {}
         self._ended: list[PolledMatches] = []
-        self._next_tick = 0.0
+        self._ticks = 0.0, 0.0  # when the last two were
         #: By link: since when it has had a request and sent nothing.
         self._unanswered_since: dict[int, float] = {}
         #: A request has been sent, or a reply received: some master was there.
@@ -178,6 +179,10 @@ class MatchPoller:
                 del self._lookups[lookup.key]
                 self._ended.append(PolledMatches(lookup.key, matches))
             return
+        away_s = self._ticks[1] - self._ticks[0]
+        if now >= chain.deadline and away_s < self._config.hedge_s:
+            self._go_on(chain, MasterLost("the masters' answers took too long"), now)
+            return
         id = self._next_id = self._next_id + 1
         hedge_s = min(self._config.hedge_s, (chain.deadline - now) / 2)
         request = _Request(chain, *wire.encode(question.message), hedge_at=now + hedge_s)
@@ -239,9 +244,9 @@ class MatchPoller:
     def _tick(self) -> None:
         """Send what could not be sent, ask further masters, end what is too old."""
         now = self._clock()
-        if now < self._next_tick:
+        if now < self._ticks[1] + _TICK_S:
             return
-        self._next_tick = now + _TICK_S
+        self._ticks = self._ticks[1], now
         self._take(0.0)  # what came while nobody looked is in time
         for link in self._links.take_ended():  # what they were asked is lost
             self._unanswered_since.pop(link, None)
