@@ -259,9 +259,9 @@ BUGS: Sequence[Bug] = read(
 @@ lost-copies-stay-lost  copies  kvpool.server.moves.state.copy_demand  seed 18
 -short=count < entry.copies)
 +short=count < 1)
-@@ cold-copies-are-made-again  copies  kvpool.server.moves.state.copy_demand  seed 5
--            plan.add(due)
-+            plan.add([e for e in self._store.front.index.inventory() if e.copies > 1])
+@@ cold-copies-are-made-again  copies  kvpool.server.moves.state.copy_demand  seed 10
+-.add(list(entries))
++.add([e for e in self._store.front.index.inventory() if e.copies > 1])
 @@ extra-copies-outlive-the-last-one  copies  kvpool.server.eviction.session_hints
 -        if self.extra.listed:
 -            found =

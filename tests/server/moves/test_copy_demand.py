@@ -44,6 +44,7 @@ def test_a_block_that_was_written_with_copies_is_due_at_a_read_and_then_not_for_
     planner = planner_of(HOT)
     planner.read(ONE, 0, [HOT])
     assert due(planner, 0.0) == []
+    assert not len(planner._followed)
 
 
 def test_what_one_round_looks_at_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def test_what_one_round_looks_at_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_one_tenant_reads_keeps_nobody_from_having_lost_copies_made_again() -> None:
     store, here, mine = Store(20_000 * PAGE), BlockName(MINE, 0, HOT), keys("m", 3)
     blocks = keys("b", 6000)
-    for namespace, digests in ((THEIRS, blocks), (MINE, [HOT, *mine])):
+    for namespace, digests in ((MINE, [HOT, *mine]), (THEIRS, blocks)):
         write(store, digests, 0.0, namespace=namespace, apart=True, copies=2)
     planner = RepairPlanner(Blocks([store]))
     assert not planner.may_copy(here, 1, short=True)
@@ -84,6 +85,10 @@ def test_what_one_tenant_reads_keeps_nobody_from_having_lost_copies_made_again()
         planner.read(THEIRS, 0, blocks[4000:])
         due(planner, later + 0.1)
     assert planner.may_copy(here, 1, short=True), "it is remembered that nobody else has"
+    planner.read(THEIRS, 0, blocks)
+    planner.read(MINE, 0, mine)  # was used before all of these
+    wants = planner.wants(MoveView("here", 5 * CHECK_S))
+    assert [e.index.namespace for want in wants for e in want.entries].count(MINE) == 3
 
 
 def test_rounds_come_once_a_second_and_one_names_a_bounded_part() -> None:
@@ -133,6 +138,9 @@ def test_extra_copies_are_looked_at_in_turns_and_bounded(monkeypatch: pytest.Mon
     assert planner.missing(entries, holders, view) == []  # type: ignore[arg-type]
     assert [copies(name) for name in names[2:]] == [1, 0], "the last one is extra no more"
     assert looked_at() == [extras[3], extras[1]]
+    for one in keys("flood", 9):
+        planner.brought_extra(BlockName(THEIRS, 0, one))
+    assert looked_at() == [extras[1]], "another tenant has its part of them, and no more"
 
 
 def fetch(store: Store, digest: bytes, last_used: float, copies: int) -> bool:

@@ -117,14 +117,6 @@ async def test_over_a_transport_that_fetches_nothing_no_copy_is_made(
         assert len(asked) > count_before, "it goes on"
 
 
-async def test_blocks_with_one_copy_are_left_alone() -> None:
-    async with cluster() as (running, pool):
-        await pool.write(NAMESPACE, CHAIN, values(CHAIN))
-        await read_for(pool, CHAIN, 0.6)
-        assert count(running, CHAIN) == {1}
-        assert all(len(moves_of(server).repair._followed) == 0 for server in running.servers)
-
-
 async def test_extra_copies_go_first_and_the_last_one_is_no_extra() -> None:
     async with cluster(servers=2, capacity="1MiB") as (running, pool):
         await pool.write(NAMESPACE, CHAIN, values(CHAIN))

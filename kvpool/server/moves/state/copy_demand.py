@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, groupby, islice, zip_longest
 from typing import Final
 
 from kvpool.server.moves.state.drain_plan import DrainPlan
@@ -24,7 +24,8 @@ from kvpool.types import Namespace
 
 #: What was read is looked at so often.
 _ROUND_S: Final = 1.0
-#: Stretches of one round: more wait until they are read again.
+#: Stretches of one round, of all tenants in turns and of each at least one: more wait until they
+#: are read again.
 _STRETCHES_MAX: Final = 16
 #: Extra copies here of which masters are asked in one round whether they are the last ones.
 _EXTRAS: Final = 512
@@ -61,7 +62,7 @@ class RepairPlanner(MovePlanner):
         self._batches: Recent[int, _Batch] = Recent(_BATCHES_MAX)
         self._numbers = itertools.count()
         self._followed: Recent[BlockName, _Followed] = Recent(_FOLLOWED_MAX)
-        self._extras: OrderedDict[BlockName, None] = OrderedDict()
+        self._extras: Recent[BlockName, BlockName] = Recent(_EXTRAS_MAX)
         self._next_at = -math.inf
         self.repaired = 0
 
@@ -74,21 +75,22 @@ class RepairPlanner(MovePlanner):
 
     def brought_extra(self, name: BlockName) -> None:
         """An extra copy was fetched. Of too many one counts as any other block from now on."""
-        self._extras[name] = None
-        self._extras.move_to_end(name)
-        if len(self._extras) > _EXTRAS_MAX:
-            self._keep(self._extras.popitem(last=False)[0])
+        if (dropped := self._extras.put(tenant_of(name.namespace.name), name, name)) is not None:
+            self._keep(dropped)
 
     def due_at(self) -> float:
-        return self._next_at if len(self._batches) or self._extras else math.inf
+        return self._next_at if len(self._batches) or len(self._extras) else math.inf
 
     def wants(self, view: MoveView) -> Wants:
         self._next_at = view.now + _ROUND_S
-        plan = DrainPlan(self._store.peek)
+        plans: dict[str, DrainPlan] = {}
         for due in self.read_since(view.now):
-            plan.add(due)
+            for tenant, entries in groupby(due, lambda one: tenant_of(one.index.namespace.name)):
+                plans.setdefault(tenant, DrainPlan(self._store.peek)).add(list(entries))
             yield PAUSE
-        yield from map(Want, islice(plan.stretches(), _STRETCHES_MAX))
+        in_turns = chain.from_iterable(zip_longest(*(one.stretches() for one in plans.values())))
+        count = max(_STRETCHES_MAX, len(plans))
+        yield from map(Want, islice(filter(None, in_turns), count))
         yield from map(Want, self._next_extras())
 
     def missing(
@@ -103,7 +105,7 @@ class RepairPlanner(MovePlanner):
             if not entry.copies:
                 if holders[name] <= {view.server}:  # the last one is extra no more, in any tier
                     self._keep(name)
-                    self._extras.pop(name, None)
+                    self._extras.pop(tenant_of(name.namespace.name), name)
             elif view.server in holders[name]:  # else masters do not know of it any more, or yet
                 rank = sorted(holders[name]).index(view.server)
                 if self.may_copy(name, rank, short=count < entry.copies):
@@ -153,12 +155,14 @@ class RepairPlanner(MovePlanner):
     def _next_extras(self) -> Iterator[list[Entry]]:
         """Those to look at now, of one namespace and part each; they come last the next time."""
         groups: dict[tuple[Namespace, int, int], list[Entry]] = {}
-        for name in list(islice(self._extras, _EXTRAS)):
+        for _ in range(min(_EXTRAS, len(self._extras))):
+            oldest = self._extras.oldest()
+            assert oldest is not None
+            tenant, name, _ = oldest
+            self._extras.pop(tenant, name)
             entry = self._store.peek(*name)
-            if entry is None or entry.copies:  # it has left, or is no extra copy any more
-                del self._extras[name]
-            else:
-                self._extras.move_to_end(name)
+            if entry is not None and not entry.copies:  # it is here, and still an extra copy
+                self._extras.put(tenant, name, name)
                 key = name.namespace, name.part, len(name.digest)
                 groups.setdefault(key, []).append(entry)
         return iter(groups.values())
