@@ -103,7 +103,7 @@ class ServerConnection:
             over = self._context.draining or self._loop.time() >= wait_until
             if not full or over or not self._store.is_held:
                 break
-            await self._context.wait_for_space(wait_until)
+            await self._context.wait_for_space(wait_until, len(full))
             if not self._open:  # closed meanwhile: nothing would free what is reserved now
                 break
             retried = await reserve(request.subset(full), wait_until)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Final
 
 from kvpool import logs
@@ -14,7 +14,6 @@ from kvpool.guard import Guard, Who, make_guard
 from kvpool.protocols import Addressable, Peer, ReserveRequest, Tier
 from kvpool.server import clients
 from kvpool.server.announcer import Announcer
-from kvpool.server.clients import ConnectedClients
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extents import MAKING_ROOM
@@ -27,8 +26,9 @@ log = logs.get("kvpool.server")
 #: What a write evicts waits so long for what it stores, if the bytes of that are on their way: one
 #: message to each master instead of two.
 _PUBLISH_SOON_S: Final = 0.002
-#: Callers that look at changed space in one turn of the loop, and the pause before the next ones.
-_WOKEN_MAX: Final = 16
+#: Callers that look at changed space in one turn of the loop: blocks that they need, and 16 more
+#: for each of them, as it costs as much. And the pause before the next ones.
+_WOKEN_BLOCKS: Final = 240
 _WAKE_S: Final = 0.002
 
 
@@ -55,8 +55,7 @@ class ServerContext:
 
     Connections change `store` and then call `on_change`, `publish` or `publish_evicted`, without an
     `await` between the two. They wait for masters (`wait_until_announced`) and for memory
-    (`wait_for_space`), both with a deadline. The server itself only makes a context and fills
-    `announcers`.
+    (`wait_for_space`), both with a deadline.
     """
 
     def __init__(
@@ -84,20 +83,20 @@ class ServerContext:
         self.room_maker = RoomMaker()
         self.announcers: list[Announcer] = []
         self.counters: Counter[str] = Counter()
-        self.clients = ConnectedClients(connections_max, self.counters)
+        self.clients = clients.ConnectedClients(connections_max, self.counters)
         for one in store.stores:
             one.extents.on_rejected_victim = self._policy_is_wrong
         #: This server will leave: it takes no blocks any more (design: movers).
         self.draining = False
         self.guard = guard or make_guard()
-        self._waiting_for_space: dict[asyncio.Future[None], float] = {}  # until when
-        self._to_wake: deque[asyncio.Future[None]] = deque()  # since the space has changed
+        #: Until when, and for how many blocks; in `_to_wake` since the space has changed.
+        self._waiting_for_space: dict[asyncio.Future[None], tuple[float, int]] = {}
+        self._to_wake: deque[tuple[asyncio.Future[None], tuple[float, int]]] = deque()
 
     def _policy_is_wrong(self, victim: Entry) -> None:
         """Count it, and log it once: such a policy may be wrong in every reservation."""
         if not self.counters["rejected_victims"]:
-            key = victim.digest.hex()[:12]
-            log.error("policy chose a block that may not be evicted", block=key)
+            log.error("policy chose a block that may not go", block=victim.digest.hex()[:12])
         self.counters["rejected_victims"] += 1
 
     def audit_removed(self, peer: Peer, blocks: int, request: str) -> None:
@@ -107,9 +106,8 @@ class ServerContext:
 
     def publish(self) -> None:
         """Queue the store's changes for every master, and wake the mover."""
-        changes = self.store.change_log.take()
         log = self.store.change_log
-        missed = log.missed.take() if log.missed.blocks else None
+        changes, missed = log.take(), log.missed.take() if log.missed.blocks else None
         held = self.store.fingerprint if self.announcers else None
         for announcer in self.announcers:
             announcer.enqueue(changes, held)
@@ -157,7 +155,7 @@ class ServerContext:
             while rest := [i for i, answer in enumerate(answers) if answer is MAKING_ROOM]:
                 self.publish()
                 if not await self.room_maker.make_room(owner, wait_until):
-                    await self.wait_for_space(wait_until)
+                    await self.wait_for_space(wait_until, len(rest))
                 retried = [Reservation(WriteStatus.NO_SPACE)] * len(rest)
                 if is_open() and now() < wait_until:
                     retried = self.store.reserve(owner, request.subset(rest), now())
@@ -182,37 +180,40 @@ class ServerContext:
     def space_changed(self) -> None:
         """An extent was freed or became evictable: end every `wait_for_space`.
 
-        In the order in which the callers must give up. They run in that order, too, so one that
-        asks for everything and would wait for a minute comes after the others (design: budgets).
+        Who must give up first is first: one that would wait for a minute is last (design: budgets).
         Where many wait, most try again in vain: some at a time, and all once before any twice.
         """
         waiting, self._waiting_for_space = self._waiting_for_space, {}
         idle = not self._to_wake
-        self._to_wake.extend(sorted(waiting, key=waiting.__getitem__))
+        self._to_wake.extend(sorted(waiting.items(), key=itemgetter(1)))
         if idle:
             self._wake_some()
 
     def _wake_some(self) -> None:
-        for _ in range(min(_WOKEN_MAX, len(self._to_wake))):
-            future = self._to_wake.popleft()
+        left = _WOKEN_BLOCKS
+        while self._to_wake and left > 0:
+            future, (_, blocks) = self._to_wake.popleft()
             if not future.done():
                 future.set_result(None)
+                left -= 16 + blocks
         if self._to_wake:
             asyncio.get_running_loop().call_later(_WAKE_S, self._wake_some)
 
-    async def wait_for_space(self, deadline: float) -> None:
-        """Return at the next `space_changed`, at `deadline`, or after SAMPLE_S.
+    async def wait_for_space(self, deadline: float, blocks: int = 1) -> None:
+        """Return at the next `space_changed`, at `deadline`, or after about SAMPLE_S.
 
         A caller that needs more space or pins calls it again; each call looks for connections that
         hold some and are stalled (design: budgets).
         """
         loop = asyncio.get_running_loop()
-        self.clients.cut_stalled(loop.time())
+        self.clients.cut_stalled(now := loop.time())
         future: asyncio.Future[None] = loop.create_future()
-        self._waiting_for_space[future] = deadline
+        leads = not self._waiting_for_space  # when its pause ends, so does that of all, in turns
+        left = min(deadline - now, clients.SAMPLE_S) if leads else deadline - now
+        self._waiting_for_space[future] = deadline, blocks
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(min(deadline, loop.time() + clients.SAMPLE_S)):
-                    await future
-        finally:  # the deadline came first, or the writer has gone
-            self._waiting_for_space.pop(future, None)
+            await asyncio.wait([future], timeout=left)
+        finally:
+            future.cancel()  # the deadline came first, or the writer has gone
+            if self._waiting_for_space.pop(future, None) and leads:
+                self.space_changed()

@@ -30,6 +30,7 @@ from kvpool_transports.copy_pool import CopyPool
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
 from tests.support.raw_peers import frame, payload, raw, read, reserve
 from tests.support.tenant_pool import tenant, tenant_pool
+from tests.support.turns import others
 
 PAGE = 4096
 ONE = Namespace("one")
@@ -113,10 +114,14 @@ def statuses(answers: Sequence[Pin] | Sequence[Reservation]) -> list[str]:
 # --- pins ------------------------------------------------------------------------------
 
 
-def test_a_read_beyond_the_budget_goes_in_steps() -> None:
-    books = Books(16, pinned=8)
-    chain = keys("chain", 10)
+def filled() -> tuple[Books, list[bytes]]:
+    books, chain = Books(16, pinned=8), keys("chain", 10)
     books.fill(chain)
+    return books, chain
+
+
+def test_a_read_beyond_the_budget_goes_in_steps() -> None:
+    books, chain = filled()
     got = []
     rest = chain
     while rest:
@@ -132,20 +137,15 @@ def test_a_read_beyond_the_budget_goes_in_steps() -> None:
 
 
 def test_two_connections_share_the_budget_of_all() -> None:
-    books = Books(16, pinned=8)
-    chain = keys("chain", 10)
-    books.fill(chain)
-    first, second = books.pin(1, chain), books.pin(2, chain)
+    books, chain = filled()
+    first, _ = books.pin(1, chain), books.pin(2, chain)
     assert statuses(books.pin(3, chain[:1])) == ["NOT_YET"]
     books.unpin(1, first)
     assert statuses(books.pin(3, chain[:1])) == ["HIT"]
-    books.unpin(2, second)
 
 
 def test_views_leave_half_of_the_budget_to_reads_that_copy() -> None:
-    books = Books(16, pinned=8)
-    chain = keys("chain", 10)
-    books.fill(chain)
+    books, chain = filled()
     views = books.pin(1, chain, view=True)
     assert statuses(views) == ["HIT"] * 4 + ["REFUSED"] * 6
     assert statuses(books.pin(2, chain[:1], view=True)) == ["REFUSED"]
@@ -168,9 +168,7 @@ def test_a_block_larger_than_the_budget_can_be_read_and_written() -> None:
 
 @pytest.mark.parametrize("view", [False, True])
 def test_a_closed_connection_gives_its_pins_back(view: bool) -> None:
-    books = Books(16, pinned=8)
-    chain = keys("chain", 10)
-    books.fill(chain)
+    books, chain = filled()
     books.pin(1, chain, view=view)
     books.store.remove(ONE, chain)  # what is pinned is freed later, and counts until then
     check_invariants(books.store)
@@ -192,9 +190,7 @@ def test_transfers_between_tiers_have_no_budget() -> None:
 
 @pytest.mark.parametrize("view", [False, True])
 def test_what_a_connection_has_pinned_before_counts(view: bool) -> None:
-    books = Books(16, pinned=8)
-    chain = keys("chain", 10)
-    books.fill(chain)
+    books, chain = filled()
     assert statuses(books.pin(1, chain[:3], view=view)) == ["HIT"] * 3
     refused = "REFUSED" if view else "NOT_YET"
     assert statuses(books.pin(1, chain[3:6], view=view)) == ["HIT", refused, refused]
@@ -627,30 +623,36 @@ async def test_space_goes_to_the_caller_with_the_least_time_left(pool_dev: dev.D
 async def test_of_many_that_wait_some_look_at_a_time_and_each_at_every_change(
     pool_dev: dev.Dev, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or each block that is read would hold the loop up for as long as all of them take."""
+    """Or each block that is read, and each pause, would hold the loop up as long as all take."""
     monkeypatch.setattr(clients, "SAMPLE_S", 60.0)
     context_ = pool_dev.servers[0]._context
     looks: Counter[int] = Counter()
 
-    async def wait(number: int) -> None:
+    async def wait(number: int, blocks: int = 1) -> None:
         while True:
-            await context_.wait_for_space(math.inf)
+            await context_.wait_for_space(math.inf, blocks)
             looks[number] += 1
+            turns.step()
 
-    tasks = [asyncio.create_task(wait(number)) for number in range(100)]
-    await asyncio.sleep(0)
-    for change in range(1, 4):
-        before = looks.total()
-        context_.space_changed()
-        context_.space_changed()
+    async with others() as turns:
+        tasks = [asyncio.create_task(wait(number)) for number in range(100)]
         await asyncio.sleep(0)
-        assert looks.total() - before <= 16
-        await eventually(lambda each=change: [*looks.values()] == [each] * 100)  # type: ignore[misc]
+        for change in range(1, 4):
+            context_.space_changed()
+            context_.space_changed()
+            await eventually(lambda each=change: [*looks.values()] == [each] * 100)  # type: ignore[misc]
+    assert turns.longest <= 16
+    monkeypatch.setattr(clients, "SAMPLE_S", 0.02)
+    async with others() as turns:
+        small, tasks = tasks, [asyncio.create_task(wait(n, 64)) for n in range(100, 200)]
+        await asyncio.sleep(0)
+        for task in small:  # also the one for whose pause all wait
+            task.cancel()
+        await eventually(lambda: min(looks[number] for number in range(100, 200)) > 1)
+    assert turns.longest <= 4
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    context_.space_changed()
-    assert not context_._to_wake
+    await eventually(lambda: not context_._waiting_for_space and not context_._to_wake)
 
 
 async def test_a_slow_reader_is_not_cut(

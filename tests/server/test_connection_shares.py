@@ -130,8 +130,6 @@ def test_a_share_is_never_nothing() -> None:
 @pytest.mark.parametrize(("open_now", "findings"), [(79, 0), (80, 1), (100, 1)])
 def test_the_doctor_sees_a_crowded_server(open_now: int, findings: int) -> None:
     counters = {"connections": open_now, "connections_max": 100}
-    stats = ServerStats(counters=counters)
-    member = Member("s", 1, "h", (), (), True, 0.0, 1, stats)
-    found = crowded([member])
+    found = crowded([Member("s", 1, "h", (), (), True, 0.0, 1, ServerStats(counters=counters))])
     assert len(found) == findings
     assert all("s has" in one.text for one in found)
