@@ -340,6 +340,18 @@ async def test_a_store_that_fails_is_a_miss_at_once_and_then_works_again(
     assert await hits(pool) == len(CHAIN)
 
 
+async def test_a_store_that_refuses_for_long_is_asked_less_often_and_soon_when_it_works(
+    fleet: Fleet, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.server.cold._AFTER_FAILURE_S", 0.01)
+    shelf.fails("access is refused")
+    server = await fleet.start("a", [MEMORY, COLD.replace("40ms", "1s")])
+    await asyncio.sleep(1.5)
+    assert 4 < shelf.requests["put"] < 12
+    shelf.works()
+    await eventually(ring_of(server).found.is_set, within_s=0.9)
+
+
 async def test_what_alerts_and_the_page_name_is_counted_from_the_start(fleet: Fleet) -> None:
     there = {f"kvpool_server_{name}_total" for name in (await fleet.start("a")).stats(0.0).counters}
     page = (ROOT / "docs/cold-tier.md").read_text()

@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from kvpool.backoff import Backoff
 from kvpool.errors import Unavailable
 from kvpool.protocols.cold_tier import ColdTier
 from kvpool.server.cold.bucket import Bucket
@@ -34,7 +35,8 @@ from kvpool.units import human
 
 #: Objects that are written at a time. Each is in memory once.
 _WRITERS: Final = 2
-#: Pause after a request that failed: the bucket has its own, longer one.
+#: First pause after a sign of life that failed. They grow to half of the usual one: a store that
+#: refuses for weeks is asked as often as one that works, and one that is back is seen soon.
 _AFTER_FAILURE_S: Final = 1.0
 #: A removal waits so long for the object store, and `leave` for each of its two steps.
 _REMOVAL_S: Final = 2.0
@@ -70,6 +72,7 @@ class ColdRing(ServerExtension):
         drafts = self._writer.drafts
         self._searcher = Searcher(me, epoch, self._index, settings, self._counters, drafts)
         self._beat_s = settings.beat_s
+        self._failing = Backoff(min(_AFTER_FAILURE_S, self._beat_s / 2), self._beat_s / 2)
         store.offer = self._writer.offer
         tier.begin(self._index.read_into, self._status_text)
 
@@ -126,8 +129,9 @@ class ColdRing(ServerExtension):
         try:
             await self._searcher.beat()
         except Unavailable:
-            await asyncio.sleep(min(_AFTER_FAILURE_S, self._beat_s))
+            await asyncio.sleep(self._failing.next_delay())
         else:
+            self._failing.reset()
             await _tried(self._writer.save_removed, self._beat_s)
             await asyncio.sleep(self._beat_s)
 

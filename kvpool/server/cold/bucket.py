@@ -173,7 +173,7 @@ class Bucket:
             self._left_alone_until = _now() + self._backoff.next_delay()
 
     def _worked(self) -> None:
-        self._failures, self._others_fail = 0, False
+        self._failures, self._others_fail, self._left_alone_until = 0, False, 0.0
         if self.problem:
             if self._reported:
                 log.warning("object store answers again", after=self.problem)
