@@ -487,6 +487,15 @@ def test_who_does_not_know_the_secret_is_believed_to_be_no_master() -> None:
         assert not caller.open
 
 
+@pytest.mark.parametrize("size", [0, 31])
+def test_a_caller_with_a_short_nonce_is_refused(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its proof would be good once more, for whoever has heard it."""
+    caller, master = caller_session(SECRET), master_of(SECRET)
+    monkeypatch.setattr("secrets.token_bytes", lambda _: bytes(size))
+    with pytest.raises(Unauthenticated, match="no secret that is valid here"):
+        shaken(caller, master)
+
+
 def test_who_breaks_tls_is_refused_without_a_word() -> None:
     """It could not be sealed: what was raised then filled the log, and the connection stayed."""
     master, stranger = master_of(SECRET), caller_session(SECRET)

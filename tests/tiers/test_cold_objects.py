@@ -447,20 +447,6 @@ async def test_a_sign_of_life_is_sent_to_a_store_that_is_left_alone() -> None:
         await bucket.delete("any")
 
 
-async def test_a_store_of_which_only_signs_of_life_failed_is_asked_after_the_next_one() -> None:
-    flaky = Flaky()
-    bucket = Bucket(cast(ObjectStore, flaky), requests=0, hedge_s=1.0)
-    flaky.works = False
-    for _ in range(2):
-        with pytest.raises(Unavailable):
-            await bucket.show("servers/", "me", b"")
-    flaky.works = True
-    assert bucket.problem
-    await bucket.show("servers/", "me", b"")
-    assert not bucket.problem
-    await bucket.delete("any")
-
-
 @pytest.mark.parametrize(("story", "left_alone"), [("xx.xx.", False), ("xxx", True)])
 async def test_a_store_is_left_alone_after_failures_in_a_row(story: str, left_alone: bool) -> None:
     """Not after as many in all: one that fails now and then is asked, and its blocks are read."""

@@ -124,7 +124,7 @@ async def test_nothing_is_searched_where_nothing_has_changed(
     """Each search costs requests, and a sign of life comes every few seconds."""
     server = await fleet.start("a")
     await write(pool, server, CHAIN[:8])
-    searches, signs = 0, 0
+    searches = signs = 0
 
     def count(request: str, name: str) -> float:
         nonlocal searches, signs
@@ -340,7 +340,7 @@ async def test_a_store_that_fails_is_a_miss_at_once_and_then_works_again(
     assert await hits(pool) == len(CHAIN)
 
 
-async def test_a_store_that_refuses_for_long_is_asked_less_often_and_soon_when_it_works(
+async def test_a_store_that_refuses_is_asked_less_often(
     fleet: Fleet, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool.server.cold._AFTER_FAILURE_S", 0.01)
