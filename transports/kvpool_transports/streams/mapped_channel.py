@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Final, Protocol
 
 from kvpool.checksum import block_seeds
@@ -23,10 +22,11 @@ from kvpool.types import (
     WriteStatus,
     row_of,
 )
-from kvpool.wire.messages import Data, M, Message, StatusReply, Unpin
+from kvpool.wire.messages import Data, Reserved, StatusReply, Unpin
 from kvpool_transports.copy_pool import CopyJob, CopyPool
 from kvpool_transports.streams import requests
 from kvpool_transports.streams.pool import StreamPool
+from kvpool_transports.streams.requests import StreamChannel
 from kvpool_transports.streams.stream import Stream
 
 _JOB: Final = row_of(CopyJob)
@@ -59,7 +59,7 @@ class Segment(Protocol):
         """Unmap it. Idempotent. Views that are still in use keep their mapping."""
 
 
-class MappedChannel:
+class MappedChannel(StreamChannel):
     """A `Channel` whose streams carry only messages; the client copies the payload itself.
 
     It keeps the contracts of `kvpool.protocols.Channel` and `SupportsZeroCopyView`.
@@ -68,58 +68,43 @@ class MappedChannel:
     def __init__(
         self, address: str, streams: StreamPool, segment: Segment, copies: CopyPool
     ) -> None:
-        self._address = address
-        self._streams = streams
+        super().__init__(address, streams)
         self._segment = segment
         self._copies = copies
 
-    def __repr__(self) -> str:
-        return f"<MappedChannel {self._address} {self._streams!r}>"
-
-    async def write(
-        self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
-    ) -> list[WriteStatus]:
-        """A small one in one request, its bytes over the stream; else in steps."""
-        in_steps = partial(self._write_in_steps, options, deadline)
-        return await requests.write(
-            self._streams, options, blocks, deadline, in_steps, requests.ONE_REQUEST_MAPPED_MAX
-        )
+    @property
+    def one_request_max(self) -> int:
+        """More bytes are copied faster than they are sent."""
+        return requests.ONE_REQUEST_MAPPED_MAX
 
     async def _write_in_steps(
-        self, options: WriteOptions, deadline: float, blocks: Sequence[WriteBlock]
+        self, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
     ) -> list[WriteStatus]:
-        """`Reserve`, copy and hash the granted blocks into their extents, then `Seal`.
-
-        A server that does not lend its memory now gets the bytes over the stream (design: budgets).
-        """
         # First: it may take time, in which this call holds no stream and no reservation.
+        await self._segment.writable(deadline)
+        return await super()._write_in_steps(options, blocks, deadline)
+
+    async def _send_blocks(
+        self,
+        stream: Stream,
+        reserved: Reserved,
+        blocks: Sequence[WriteBlock],
+        seeds: Sequence[int],
+        deadline: float,
+    ) -> list[int]:
+        """Copy and hash them into their extents. A server that does not lend its memory now gets
+        the bytes over the stream (design: budgets)."""
+        if not reserved.offsets:
+            return await super()._send_blocks(stream, reserved, blocks, seeds, deadline)
         memory = await self._segment.writable(deadline)
-        async with self._streams.stream(deadline) as stream:
-            statuses, granted, reserved = await requests.reserve(stream, options, blocks, deadline)
-            if not granted:
-                return statuses
-            seeds = block_seeds(
-                options.namespace, options.part, [blocks[i].digest for i in granted]
-            )
-            if reserved.offsets:
-                targets = [
-                    memory.target(offset, blocks[i].size)
-                    for i, offset in zip(granted, reserved.offsets, strict=True)
-                ]
-                pieces = [blocks[i].pieces for i in granted]
-                columns = pieces, zip(targets), seeds, [True] * len(granted)
-                jobs = list(map(_JOB, zip(*columns, strict=True)))
-                # If this is cancelled, the copies have stopped before the stream is aborted: the
-                # server may then reuse the extents at once.
-                with _borrowed(targets, jobs):
-                    checksums = await self._copies.run(jobs, deadline=deadline)
-            else:
-                payload = [blocks[i].pieces for i in granted]
-                checksums = await stream.send(None, payload, seeds=seeds, deadline=deadline)
-            sealed = await requests.seal(stream, options, reserved.ids, checksums, deadline)
-        for position, status in zip(granted, sealed, strict=True):
-            statuses[position] = status
-        return statuses
+        targets = list(map(memory.target, reserved.offsets, [block.size for block in blocks]))
+        pieces = [block.pieces for block in blocks]
+        columns = pieces, zip(targets), seeds, [True] * len(blocks)
+        jobs = list(map(_JOB, zip(*columns, strict=True)))
+        # If this is cancelled, the copies have stopped before the stream is aborted: the server may
+        # then reuse the extents at once.
+        with _borrowed(targets, jobs):
+            return await self._copies.run(jobs, deadline=deadline)
 
     async def read(
         self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
@@ -174,9 +159,6 @@ class MappedChannel:
             if hits and not stream.lost:
                 stream.send_deferred(Unpin())
 
-    async def request(self, message: Message, answer: type[M], *, deadline: float) -> M:
-        return await requests.request(self._streams, message, answer, deadline)
-
     async def close(self) -> None:
         """`abort`, then end the copy threads and unmap the segment. Idempotent."""
         self.abort()
@@ -188,7 +170,7 @@ class MappedChannel:
         # Stop the copies first: when a stream ends, the server reuses the reserved extents, because
         # it takes the end as the promise that this client writes no more (design: quarantine).
         self._copies.stop()
-        self._streams.abort()
+        super().abort()
 
     async def _pin(
         self,

@@ -9,8 +9,7 @@ but for small ones (`wire.frames.SMALL`). They are hashed in steps while they ar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from kvpool.checksum import block_seeds, checksums
@@ -100,28 +99,6 @@ async def handshake(
     if server and welcome.server != server:
         raise VersionMismatch(f"this is server {welcome.server!r}, expected {server!r}")
     return welcome
-
-
-async def write(
-    streams: StreamPool,
-    options: WriteOptions,
-    blocks: Sequence[WriteBlock],
-    deadline: float,
-    in_steps: Callable[[Sequence[WriteBlock]], Awaitable[list[WriteStatus]]],
-    bytes_max: int,
-) -> list[WriteStatus]:
-    """Store blocks: in one request where they have at most `bytes_max` bytes together, else
-    `in_steps`, and so those that the server cannot take at once."""
-    if sum([block.size for block in blocks]) > bytes_max:
-        return await in_steps(blocks)
-    async with streams.stream(deadline) as stream:
-        statuses = await write_at_once(stream, options, blocks, deadline)
-    if WriteStatus.NOT_YET in statuses:
-        later = [i for i, status in enumerate(statuses) if status is WriteStatus.NOT_YET]
-        answer = await in_steps([blocks[i] for i in later])
-        for position, status in zip(later, answer, strict=True):
-            statuses[position] = status
-    return statuses
 
 
 async def write_at_once(
@@ -328,13 +305,6 @@ def write_statuses(
     return statuses
 
 
-async def request(streams: StreamPool, message: Message, answer: type[M], deadline: float) -> M:
-    """What moves no block: one message, one answer, on a stream of its own meanwhile."""
-    async with streams.stream(deadline) as stream:
-        await stream.send(message, deadline=deadline)
-        return await stream.expect(answer, deadline=deadline)
-
-
 def check_count(packed: bytes, count: int) -> None:
     if len(packed) != count or count > BATCH_BLOCKS_MAX:
         raise BadMessage(f"{len(packed)} statuses for {count} blocks")
@@ -390,26 +360,48 @@ class StreamChannel:
     async def write(
         self, options: WriteOptions, blocks: Sequence[WriteBlock], *, deadline: float
     ) -> list[WriteStatus]:
-        """A small one in one request; else in steps."""
-        in_steps = partial(self._write_in_steps, options, deadline)
-        return await write(self._streams, options, blocks, deadline, in_steps, self.one_request_max)
+        """In one request where they have at most `one_request_max` bytes together, else in steps,
+        and so those that the server cannot take at once."""
+        if sum([block.size for block in blocks]) > self.one_request_max:
+            return await self._write_in_steps(options, blocks, deadline)
+        async with self._streams.stream(deadline) as stream:
+            statuses = await write_at_once(stream, options, blocks, deadline)
+        if WriteStatus.NOT_YET in statuses:
+            later = [i for i, status in enumerate(statuses) if status is WriteStatus.NOT_YET]
+            rest = [blocks[i] for i in later]
+            answer = await self._write_in_steps(options, rest, deadline)
+            for position, status in zip(later, answer, strict=True):
+                statuses[position] = status
+        return statuses
 
     async def _write_in_steps(
-        self, options: WriteOptions, deadline: float, blocks: Sequence[WriteBlock]
+        self, options: WriteOptions, blocks: Sequence[WriteBlock], deadline: float
     ) -> list[WriteStatus]:
-        """`Reserve`, then the payload of the granted blocks in one frame, then `Seal`."""
+        """`Reserve`, then the bytes of the granted blocks, then `Seal`."""
         async with self._streams.stream(deadline) as stream:
             statuses, granted, reserved = await reserve(stream, options, blocks, deadline)
             if not granted:
                 return statuses
-            digests = [blocks[i].digest for i in granted]
+            chosen = [blocks[i] for i in granted]
+            digests = [block.digest for block in chosen]
             seeds = block_seeds(options.namespace, options.part, digests)
-            payload = [blocks[i].pieces for i in granted]
-            checksums = await stream.send(None, payload, seeds=seeds, deadline=deadline)
+            checksums = await self._send_blocks(stream, reserved, chosen, seeds, deadline)
             sealed = await seal(stream, options, reserved.ids, checksums, deadline)
         for position, status in zip(granted, sealed, strict=True):
             statuses[position] = status
         return statuses
+
+    async def _send_blocks(
+        self,
+        stream: Stream,
+        reserved: Reserved,
+        blocks: Sequence[WriteBlock],
+        seeds: Sequence[int],
+        deadline: float,
+    ) -> list[int]:
+        """All of them in one frame; their checksums."""
+        payload = [block.pieces for block in blocks]
+        return await stream.send(None, payload, seeds=seeds, deadline=deadline)
 
     async def read(
         self, options: ReadOptions, blocks: Sequence[ReadBlock], *, deadline: float
@@ -422,7 +414,10 @@ class StreamChannel:
         return answer.results()
 
     async def request(self, message: Message, answer: type[M], *, deadline: float) -> M:
-        return await request(self._streams, message, answer, deadline)
+        """What moves no block: one message, one answer, on a stream of its own meanwhile."""
+        async with self._streams.stream(deadline) as stream:
+            await stream.send(message, deadline=deadline)
+            return await stream.expect(answer, deadline=deadline)
 
     async def close(self) -> None:
         """As `abort`: the channel has no copies of its own to wait for."""
