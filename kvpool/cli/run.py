@@ -466,7 +466,7 @@ async def _registered(running: BlockServer, settings: Config) -> None:
     """Wait for a master. Raises ConfigError if the id is still taken after a timeout."""
     import asyncio
 
-    from kvpool.net.control_network import refusal_of
+    from kvpool.ops.unreachable_master import refusal_of
 
     loop = asyncio.get_running_loop()
     longest_s = settings.master.timeout_s + 2 * settings.server.heartbeat_s

@@ -34,15 +34,13 @@ from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.versions import Versions
 from kvpool.client.writer import Places, Writer
 from kvpool.config import ClientConfig, check_device_path
-from kvpool.errors import BadBuffer, BadKey, ConfigError, KvpoolError, TooLarge, UsageError
+from kvpool.errors import BadBuffer, BadKey, ConfigError, KvpoolError, TooLarge
 from kvpool.protocols import Network, Transport, View, WriteOptions
 from kvpool.runtime import Host, this_host
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
-    BLOCK_SIZE_MAX,
     COPIES_MAX,
     ROOT,
-    SCORED_HOSTS_MAX,
     Cluster,
     HostScore,
     Match,
@@ -217,16 +215,6 @@ class Pool:
         1,024 names) or `block_bytes`; MasterLost when no master answers.
         """
         deadline = self._context.begin(timeout)
-        if (
-            isinstance(hosts, str)
-            or not 1 <= len(hosts) <= SCORED_HOSTS_MAX
-            or not all(isinstance(host, str) and host for host in hosts)
-        ):
-            raise UsageError(
-                f"hosts is {str(hosts)[:80]}, expected 1 to {SCORED_HOSTS_MAX} ids of hosts"
-            )
-        if block_bytes is not None:
-            block_bytes = check_whole("block_bytes", block_bytes, BLOCK_SIZE_MAX)
         scores: list[HostScore] = await self._extensions.get("score").score(
             self._context.own(namespace), chain, hosts, block_bytes, deadline
         )
@@ -244,8 +232,6 @@ class Pool:
         a tenant's client (design: pool-events).
         """
         self._context.begin(None)
-        if self._context.tenant:
-            raise UsageError("events are of the whole pool: a tenant's client cannot read them")
         reader: EventReader = self._extensions.get("events").reader(from_position)
         return reader
 

@@ -17,7 +17,7 @@ from kvpool import logs
 from kvpool.backoff import Backoff
 from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.client.lookup import Asks
-from kvpool.errors import BadKey, BadMessage, MasterLost
+from kvpool.errors import BadKey, BadMessage, MasterLost, UsageError
 from kvpool.types import Namespace
 from kvpool.wire import messages as wire
 from kvpool.wire.changes import Changes, ChangesReply, MapChange, Snapshot
@@ -94,6 +94,9 @@ class PoolEvents(ClientExtension):
         self._context = parts.context
 
     def reader(self, at: EventPosition | None) -> EventReader:
+        """As `Pool.events`."""
+        if self._context.tenant:
+            raise UsageError("events are of the whole pool: a tenant's client cannot read them")
         return EventReader(self._context.masters, lambda: self._context.begin(None), at)
 
 

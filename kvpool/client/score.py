@@ -7,10 +7,18 @@ import asyncio
 from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
+from kvpool.client.checks import check_whole
 from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.client.load_estimate import LoadEstimate
-from kvpool.errors import MasterLost
-from kvpool.types import HostScore, Member, Namespace, ReadStatus
+from kvpool.errors import MasterLost, UsageError
+from kvpool.types import (
+    BLOCK_SIZE_MAX,
+    SCORED_HOSTS_MAX,
+    HostScore,
+    Member,
+    Namespace,
+    ReadStatus,
+)
 
 #: What servers report is asked for again after so many seconds.
 _MEMBERS_S: Final = 2.0
@@ -41,6 +49,16 @@ class Scorer(ClientExtension):
         deadline: float,
     ) -> list[HostScore]:
         """As `Pool.score`."""
+        if (
+            isinstance(hosts, str)
+            or not 1 <= len(hosts) <= SCORED_HOSTS_MAX
+            or not all(isinstance(host, str) and host for host in hosts)
+        ):
+            raise UsageError(
+                f"hosts is {str(hosts)[:80]}, expected 1 to {SCORED_HOSTS_MAX} ids of hosts"
+            )
+        if block_bytes is not None:
+            block_bytes = check_whole("block_bytes", block_bytes, BLOCK_SIZE_MAX)
         match = await self._lookup.match(namespace, chain, deadline, observes=True)
         if match.stopped is ReadStatus.NO_MASTER:
             raise MasterLost("no master answers where the chain is")

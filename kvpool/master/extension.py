@@ -29,6 +29,10 @@ REQUESTS: Final = (
     "kvpool.master.follower_requests:FollowerRequests",
     "kvpool.master.operator_requests:OperatorRequests",
 )
+#: Where others find a master that listens on every address of its host, as far as that is known.
+ADDRESSES: Final = {
+    "reachable": "kvpool.net.announced:reachable",
+}
 
 Handlers: TypeAlias = Mapping[type[wire.Message], Callable[[Any, Caller], wire.Message]]
 

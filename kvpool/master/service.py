@@ -21,13 +21,12 @@ from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Forbidden
 from kvpool.guard import Who, make_guard
 from kvpool.master.client_requests import ClientRequests
-from kvpool.master.extension import REQUESTS, make_hints
+from kvpool.master.extension import ADDRESSES, REQUESTS, make_hints
 from kvpool.master.server_requests import ServerRequests
 from kvpool.master.state.changes import PAGE_SIZE
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.server_table import ServerTable
 from kvpool.master.state.sweeper import Sweeper
-from kvpool.net.announced import reachable
 from kvpool.protocols import Caller, CountedListener, Network
 from kvpool.supervision import Supervisor
 from kvpool.types import Member, ServerStats
@@ -101,7 +100,9 @@ class Master:
         check_bind(self._config.bind, self._config.insecure or self._network.authenticated)
         self._started = self._now()
         self._listener = await self._network.serve(self._config.bind, self.handle)
-        self.servers.address = await reachable(self._listener.address)
+        self.servers.address = self._listener.address
+        for one in ADDRESSES.values():
+            self.servers.address = await resolve_name(one)(self._listener.address)
         self._ticker = self.tasks.forever("tick", self._tick)
         log.info("master is up", address=self.address)
 

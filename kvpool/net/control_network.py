@@ -31,7 +31,7 @@ from kvpool.guard import TenantSecrets, make_guard, of_secrets
 from kvpool.net.control_listener import HELLO_S, ControlListener
 from kvpool.net.control_session import CallerSession, MasterSession, caller_session
 from kvpool.net.requests import PendingRequests, cluster_id
-from kvpool.protocols import Handler, Link
+from kvpool.protocols import Handler
 from kvpool.types import Cluster
 
 log = logs.get("kvpool.link")
@@ -64,18 +64,18 @@ class TcpNetwork:
         if tenants is not None and not self._cluster.secret:
             raise ConfigError("tenants need a cluster with a secret (setting secret_file)")
         self._pid = os.getpid()
-        self._links: list[_Link] = []
+        self._links: list[MasterLink] = []
         self._listeners: list[ControlListener] = []
 
     @property
     def authenticated(self) -> bool:
         return bool(self._cluster.secret)
 
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> MasterLink:
         """A link to the master at `host:port`."""
         if os.getpid() != self._pid:
             raise Closed("the pool was opened before a fork: open another one in the child")
-        link = _Link(address, self._cluster)
+        link = MasterLink(address, self._cluster)
         self._links = [one for one in self._links if one._connected or not one._closed]
         self._links.append(link)
         return link
@@ -113,20 +113,9 @@ class TcpNetwork:
             await link.wait_closed()
 
 
-async def refusal_of(address: str, cluster: Cluster) -> KvpoolError | None:
-    """Why the master at this address would not answer this process; None if it would. Takes 5 s at
-    most. Raises ConfigError."""
-    link = _Link(address, cluster)
-    try:
-        (await link.open()).abort()
-    except KvpoolError as error:
-        return error
-    finally:
-        link.close()
-    return None
+class MasterLink(PendingRequests):
+    """As `Link`, over TCP."""
 
-
-class _Link(PendingRequests):
     def __init__(self, address: str, cluster: Cluster) -> None:
         super().__init__(address, cluster_id(cluster.name))
         self._host, self._port = master_address(address)

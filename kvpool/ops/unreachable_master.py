@@ -8,8 +8,8 @@ import socket
 from typing import Final
 
 from kvpool.addresses import is_everywhere, join, split
-from kvpool.errors import BadFrame, Unavailable
-from kvpool.net.control_network import master_address, refusal_of
+from kvpool.errors import BadFrame, KvpoolError, Unavailable
+from kvpool.net.control_network import MasterLink, master_address
 from kvpool.types import Cluster
 
 #: Longest wait for a name, and for a connection.
@@ -48,6 +48,19 @@ async def unreachable(address: str) -> tuple[str, str]:
             return f"{refusal}: no master, or one that is frozen", f"{port_of}; or look at its host"
         return "what listens there is no master", port_of
     return "", ""
+
+
+async def refusal_of(address: str, cluster: Cluster) -> KvpoolError | None:
+    """Why the master at this address would not answer this process; None if it would. Takes 5 s at
+    most. Raises ConfigError."""
+    link = MasterLink(address, cluster)
+    try:
+        (await link.open()).abort()
+    except KvpoolError as error:
+        return error
+    finally:
+        link.close()
+    return None
 
 
 async def _connecting(host: str, port: int) -> tuple[str, str] | None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Final
 
 from kvpool import logs
 from kvpool.config import ServerConfig, check_bind, parse_transport
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.guard import TenantSecrets, Who, make_guard
-from kvpool.net.announced import announced
 from kvpool.protocols import (
     Connection,
     Listener,
@@ -36,7 +36,7 @@ from kvpool.server.announcer import Announcer, Identity
 from kvpool.server.clients import HeldByClient
 from kvpool.server.connection import ServerConnection
 from kvpool.server.context import ServerContext
-from kvpool.server.extension import Extensions, ServerParts
+from kvpool.server.extension import ADDRESSES, Extensions, ServerParts
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.holdings import START, Limits
@@ -157,6 +157,7 @@ class BlockServer:
             context.mover.start()
             for extension in self.extensions.all:
                 extension.start()
+            announced_at = resolve_name(ADDRESSES[-1])
             for address in addresses:
                 scheme, _, rest = address.partition("://")
                 transport = self._parts.transports[scheme]
@@ -164,7 +165,7 @@ class BlockServer:
                 self._listeners.append(listener)
                 reached = listener.address
                 if not transport.same_host:
-                    reached = await announced(reached, config.announce, config.masters)
+                    reached = await announced_at(reached, config.announce, config.masters)
                 self.addresses.append(reached)
             names, kept = [tier.name for tier in self.tiers], self._keeps_secret
             where = self.host.id, self.addresses, names

@@ -7,12 +7,13 @@ its folder and its line in `EXTENSIONS`, works as before and refuses those messa
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
+from kvpool.addresses import is_everywhere, split
 from kvpool.config import ServerConfig
-from kvpool.errors import Forbidden
+from kvpool.errors import ConfigError, Forbidden
 from kvpool.protocols import Network, Peer, ReserveRequest, Transport
 from kvpool.runtime import Host
 from kvpool.server.context import ServerContext
@@ -33,6 +34,13 @@ EXTENSIONS: Final = (
 Handlers: TypeAlias = Mapping[type[wire.Message], Callable[..., Any]]
 #: Of a removal: the namespace, the digests, and the part (None: every part).
 OnRemoved: TypeAlias = Callable[[Namespace, Sequence[bytes], int | None], None]
+
+#: What says where others find a listener: `module:function`; the last one is asked. Without its
+#: line and file nothing listens on every address of its host.
+ADDRESSES: Final = (
+    "kvpool.server.extension:as_it_listens",
+    "kvpool.net.announced:announced",
+)
 
 
 class ServerExtension(Protocol):
@@ -113,6 +121,14 @@ class Extensions:
     def removed(self, namespace: Namespace, digests: Sequence[bytes], part: int | None) -> None:
         for call in self.on_removed:
             call(namespace, digests, part)
+
+
+async def as_it_listens(address: str, chosen: Sequence[str], masters: Iterable[str]) -> str:
+    """The address of a listener as others see it, with `server.announce`. Raises ConfigError."""
+    parts = split(address)
+    if chosen or (parts is not None and is_everywhere(parts[1])):
+        raise ConfigError(f"{address}: this program announces the addresses on which it listens")
+    return address
 
 
 class ServerParts(NamedTuple):

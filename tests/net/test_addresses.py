@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-import kvpool.net.announced as announcing
 from kvpool import ClientConfig, Cluster, Pool, addresses, dev
 from kvpool.cli.settings import load
 from kvpool.errors import ConfigError
 from kvpool.kv_events import EventBatch, encode_batch
 from kvpool.net import event_address
 from kvpool.net.announced import announced, reachable
-from kvpool.net.control_network import TcpNetwork, master_address, refusal_of
+from kvpool.net.control_network import TcpNetwork, master_address
 from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
 from kvpool.net.event_subscriber import EventSubscriber
 from kvpool.net.http_server import Page, PageView, pages
+from kvpool.ops.unreachable_master import refusal_of
 from kvpool.protocols import Caller
 from kvpool_connector import settings
 from tests.conftest import NAMESPACE, buffers, keys, value
@@ -43,7 +43,7 @@ def way_out(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def source(there: str, *, only_ipv4: bool) -> str:
         return "" if only_ipv4 and ":" in there else routes.get(there, "")
 
-    monkeypatch.setattr(announcing, "_source", source)
+    monkeypatch.setattr("kvpool.net.announced._source", source)
     return routes
 
 

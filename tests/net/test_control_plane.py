@@ -28,7 +28,7 @@ from kvpool.errors import (
     VersionMismatch,
 )
 from kvpool.net import control_listener, control_network, requests
-from kvpool.net.control_network import TcpNetwork, refusal_of
+from kvpool.net.control_network import TcpNetwork
 from kvpool.net.control_session import CallerSession, ControlSession, MasterSession, caller_session
 from kvpool.net.masters_certificate import Certificate, masters_certificate, masters_fingerprint
 from kvpool.net.requests import (
@@ -39,6 +39,7 @@ from kvpool.net.requests import (
     with_size,
 )
 from kvpool.net.secret_sessions import MasterSessions, SecretMasterSession
+from kvpool.ops.unreachable_master import refusal_of
 from kvpool.protocols import Caller, Link
 from kvpool.strangers import WRONG_PROOFS_MAX
 from kvpool.tenants import TenantKeys
@@ -358,8 +359,7 @@ async def test_who_may_not_ask_is_told_why_and_at_once(
         with pytest.raises(why[0], match=why[1]):
             await ask(network.connect(one.address), within_s=5)
         assert not one.asked
-        refused = await refusal_of(one.address, caller)
-        assert isinstance(refused, why[0])
+        assert isinstance(await refusal_of(one.address, caller), why[0])
         network.close()
 
 

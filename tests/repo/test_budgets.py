@@ -129,6 +129,7 @@ RINGS: dict[str, tuple[str, ...]] = {
         "kvpool/wire/auth.py",
         "transports/kvpool_transports/streams/proofs.py",
     ),
+    "everywhere": ("kvpool/net/announced.py",),  # of `0.0.0.0`, and `--announce`
     "identity": ("kvpool/server/identity_file.py",),  # of `--id`
     # Of tenants, certificates and settings: those of a command come from `kvpool/cli`.
     "files": ("kvpool/file_stamp.py", "kvpool/private_files.py", "kvpool/yaml_file.py"),

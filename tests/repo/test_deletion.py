@@ -59,14 +59,12 @@ import asyncio
 import kvpool, kvpool.cli.app, kvpool.testing
 from kvpool import ClientConfig, Namespace, dev
 
-def asked(master, scheme):
-    return ClientConfig(masters=[master], transports=[scheme])
-
 async def main():
     space, chain = Namespace("a"), [bytes([number]) * 32 for number in range(4)]
     async with dev.serve("4MiB") as served:
         for scheme in ("inproc", "tcp", "shm"):
-            async with served.pool(asked(served.address, scheme)) as pool:
+            config = ClientConfig(masters=[served.address], transports=[scheme])
+            async with served.pool(config) as pool:
                 await pool.write(space, chain, [digest * 2048 for digest in chain])
                 match = await pool.match(space, chain)
                 into = [bytearray(65536) for _ in chain]
@@ -113,13 +111,9 @@ def _link(path: Path, into: Path, within: Set[Path], gone: Set[Path]) -> None:
 
 def run(folder: Path, environment: dict[str, str], *arguments: str) -> str:
     """What Python said, if it failed."""
+    command = [sys.executable, *arguments]
     ended = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
     return ended.stdout + ended.stderr if ended.returncode else ""
 
@@ -171,10 +165,13 @@ def test_a_pool_works_without(ring: str, tmp_path: Path) -> None:
     assert not run(tmp_path, environment, "-c", PLAY)
 
 
-def test_a_program_without_tiers_refuses_a_second_one(tmp_path: Path) -> None:
-    """It would keep none of what it is told to keep."""
-    environment = copy_without(["tiers", *UPON["tiers"]], tmp_path)
-    tiers = ("--tier", "dram:1MiB", "--tier", "dram:2MiB")
-    said = run(tmp_path, environment, "-m", "kvpool", "server", *tiers)
-    assert "this program has blocks in memory alone (setting server.tiers)" in said
+@pytest.mark.parametrize(
+    ("ring", "asked"),
+    [("tiers", "--tier dram:1MiB --tier dram:2MiB"), ("everywhere", "--announce 10.0.0.1")],
+)
+def test_a_server_refuses_what_it_would_not_do(ring: str, asked: str, tmp_path: Path) -> None:
+    """It would keep none of what it is told to keep, or not be found."""
+    environment = copy_without([ring, *UPON.get(ring, ())], tmp_path)
+    said = run(tmp_path, environment, "-m", "kvpool", "server", *asked.split())
+    assert "this program " in said
     assert "Traceback" not in said

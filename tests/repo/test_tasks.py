@@ -73,7 +73,7 @@ SHORT_LIVED = {
     "kvpool/client/spread.py Spreader._run": _CALL,
     "kvpool/client/writer.py Writer._place": _GROUP,
     "kvpool/net/http_server.py Pages._connected": "one request; it ends with its deadline",
-    "kvpool/net/control_network.py _Link._connect": "ends with a connection; a request asks again",
+    "kvpool/net/control_network.py MasterLink._connect": "ends with a connection; one asks again",
     "kvpool/ops/event_service.py publish_engine": _GROUP,
     "kvpool/server/announcer.py Announcer._send_pieces": _GROUP,
     "kvpool/server/cold/bucket.py Bucket._hedged": _CALL,
