@@ -10,6 +10,7 @@ from kvpool.master.extension import Handlers
 from kvpool.master.state.changes import PAGE_SIZE, size_of
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.explanations import explain
+from kvpool.master.state.namespace_map import in_order
 from kvpool.protocols import Caller
 from kvpool.tenant_names import marker_of
 from kvpool.types import BATCH_BLOCKS_MAX, Demand, ReadStatus
@@ -52,7 +53,7 @@ class OperatorRequests:
     def namespaces(self, m: Namespaces, caller: Caller) -> NamespacesReply:
         """Those that have blocks, in order of name and parts: those of a tenant follow each
         other."""
-        marker, held = marker_of(caller.tenant), self._directory.blocks
+        marker, held = marker_of(caller.tenant), in_order(self._directory)
         after = max((m.after, m.parts), (marker, 0))
         found = list(islice(held.after(*after), NAMESPACES_MAX + 1))
         found = [one for one in found if one.name.startswith(marker)]

@@ -14,9 +14,10 @@ import pytest
 
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
-from kvpool.master.state.block_map import BlockMap, NamespaceMap
+from kvpool.master.state.block_map import BlockMap
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.explanations import explain
+from kvpool.master.state.namespace_map import NamespaceMap
 from kvpool.master.state.server_record import Registration
 from kvpool.types import TEXT_MAX, Namespace
 from kvpool.wire import messages as wire

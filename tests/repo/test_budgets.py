@@ -141,6 +141,7 @@ RINGS: dict[str, tuple[str, ...]] = {
     ),
     "tracing": ("kvpool/tracing.py", "kvpool/client/traced_pool.py"),  # of KVPOOL_OTEL
     "admin": ("kvpool/client/admin.py",),  # of `kvpool.admin`
+    "namespaces": ("kvpool/master/state/namespace_map.py",),  # who lists them
     "operators": ("kvpool/operators.py",),  # what they ask of servers
     "sync": ("kvpool/sync.py",),  # for threads
     "removal": (

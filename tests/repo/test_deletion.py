@@ -31,12 +31,14 @@ TABLES = (
     "kvpool/server/orders.py",
     "kvpool/master/extension.py",
     "kvpool/master/service.py",
+    "kvpool/master/state/block_map.py",
 )
 #: What stands upon a ring goes with it.
 UPON = {
     "files": ("identity", "secrets", "tenancy", "tls"),
     "heaps": ("sessions", "tiers", "prefetch", "cold"),
     "moves": ("prefetch",),
+    "namespaces": ("events", "questions"),
     "operators": ("admin", "moves", "prefetch", "removal"),
     "questions": ("demand", "removal"),
     "secrets": ("tenancy",),
@@ -44,7 +46,7 @@ UPON = {
     "tiers": ("prefetch", "cold"),
 }
 #: The tests look at a pool by it, so it is deleted alone, and what it stands upon with it.
-INSTRUMENT = {"admin", "operators", "questions"}
+INSTRUMENT = {"admin", "namespaces", "operators", "questions"}
 KERNEL_TESTS = ("tests/client/test_pool.py", "tests/client/test_reader.py")
 WHAT_THEY_NEED = (
     *("tests/__init__.py", "tests/conftest.py"),

@@ -8,8 +8,8 @@ its blocks, and forgotten as soon as one of them leaves or lies elsewhere. (desi
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Final
 
 from kvpool.piecewise_dict import PiecewiseDict
@@ -18,8 +18,12 @@ from kvpool.types import Namespace
 #: Of the tag of a block: below the id of its locations the mark of its span, 0 if it is in none.
 MARK_BITS: Final = 64
 _MARK_MASK: Final = (1 << MARK_BITS) - 1
-#: Namespaces that are sorted in one list.
-_RUN_MAX: Final = 1024
+#: What has the blocks of all namespaces: `module:class`; the last one is made. Without its line and
+#: file they are in no order.
+NAMESPACES: Final = (
+    "kvpool.piecewise_dict:PiecewiseDict",
+    "kvpool.master.state.namespace_map:NamespaceMap",
+)
 
 
 class BlockMap(PiecewiseDict[bytes, int]):
@@ -64,49 +68,7 @@ class BlockMap(PiecewiseDict[bytes, int]):
             self.spans.discard(tag & _MARK_MASK)
 
 
-class NamespaceMap(PiecewiseDict[Namespace, BlockMap]):
-    """The blocks of each namespace, which are also in order: of their names, then of their parts.
-
-    The order is kept in short runs, so that no step takes longer with many namespaces.
-    """
-
-    __slots__ = ("_runs",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: Sorted one after the other; none is empty, unless it is the only one.
-        self._runs: list[list[Namespace]] = [[]]
-
-    def __setitem__(self, namespace: Namespace, blocks: BlockMap) -> None:
-        if namespace not in self:
-            number = self._run_of(_order(namespace))
-            run = self._runs[number]
-            bisect.insort(run, namespace, key=_order)
-            if len(run) > _RUN_MAX:
-                half = len(run) // 2
-                self._runs[number : number + 1] = run[:half], run[half:]
-        super().__setitem__(namespace, blocks)
-
-    def __delitem__(self, namespace: Namespace) -> None:
-        super().__delitem__(namespace)
-        number = self._run_of(_order(namespace))
-        run = self._runs[number]
-        del run[bisect.bisect_left(run, _order(namespace), key=_order)]
-        if not run and len(self._runs) > 1:
-            del self._runs[number]
-
-    def after(self, name: str, parts: int = 0) -> Iterator[Namespace]:
-        """The namespaces behind this one, in order. Change nothing meanwhile."""
-        number = self._run_of((name, parts))
-        run = self._runs[number]
-        yield from run[bisect.bisect_right(run, (name, parts), key=_order) :]
-        for later in range(number + 1, len(self._runs)):
-            yield from self._runs[later]
-
-    def _run_of(self, place: tuple[str, int]) -> int:
-        """The number of the run that has this place."""
-        return max(0, bisect.bisect_right(self._runs, place, 1, key=lambda run: _order(run[0])) - 1)
-
-
-def _order(namespace: Namespace) -> tuple[str, int]:
-    return namespace.name, namespace.parts
+def namespaces() -> PiecewiseDict[Namespace, BlockMap]:
+    """The blocks of each namespace; there is none yet."""
+    made: PiecewiseDict[Namespace, BlockMap] = resolve_name(NAMESPACES[-1])()
+    return made

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from kvpool import spans
 from kvpool.fingerprint import entry_hash, location_seed
-from kvpool.master.state.block_map import MARK_BITS, BlockMap, NamespaceMap
+from kvpool.master.state.block_map import MARK_BITS, BlockMap, namespaces
 from kvpool.master.state.changes import ChangeKind
 from kvpool.master.state.locations import (
     BlockLocations,
@@ -57,7 +57,7 @@ class Directory:
         self.blocks_max = blocks_max
         self.tombstones = Tombstones()
         #: For those who walk through the map; it is changed by `stored`, `removed` and `put` alone.
-        self.blocks = NamespaceMap()
+        self.blocks = namespaces()
         self.locations = LocationTable()
         self._count = 0  # blocks of all namespaces
 

@@ -7,6 +7,7 @@ from itertools import islice
 
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.locations import BlockLocations
+from kvpool.master.state.namespace_map import in_order
 from kvpool.tenant_names import marker_of, tenant_of
 from kvpool.types import TEXT_MAX, BlockKey, Explanation, Namespace, ReadStatus
 
@@ -62,7 +63,7 @@ def _text(
 
 def _unknown_namespace(directory: Directory, namespace: Namespace) -> str:
     marker = marker_of(tenant_of(namespace.name))
-    first = islice(directory.blocks.after(marker), 3)
+    first = islice(in_order(directory).after(marker), 3)
     others = ", ".join([repr(one.name) for one in first if one.name.startswith(marker)])
     if not others:
         return f"{'this tenant has' if marker else 'the pool holds'} no blocks"

@@ -9,10 +9,11 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvpool.master.state.block_map import MARK_BITS, NamespaceMap
+from kvpool.master.state.block_map import MARK_BITS
 from kvpool.master.state.changes import PAGE_SIZE, ChangeKind, LoggedChange, size_of
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.locations import Location, LocationTable
+from kvpool.master.state.namespace_map import NamespaceMap, in_order
 from kvpool.master.state.server_table import ServerTable, gone
 from kvpool.types import Namespace
 
@@ -63,7 +64,7 @@ def snapshot(
     records = directory.servers.records
     found: dict[tuple[Namespace, Location, int], list[bytes]] = {}
     at: MapCursor | None = None
-    for namespace, number, piece, first in _pieces_after(directory.blocks, after):
+    for namespace, number, piece, first in _pieces_after(in_order(directory), after):
         at = MapCursor(namespace.name, namespace.parts, number << _PLACE_BITS)
         if blocks <= 0 or size <= 0:
             break
