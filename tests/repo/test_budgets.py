@@ -133,6 +133,7 @@ RINGS: dict[str, tuple[str, ...]] = {
     "identity": ("kvpool/server/identity_file.py",),  # of `--id`
     # Of tenants, certificates and settings: those of a command come from `kvpool/cli`.
     "files": ("kvpool/file_stamp.py", "kvpool/private_files.py", "kvpool/yaml_file.py"),
+    "paths": ("transports/kvpool_transports/shm_paths.py",),  # of sockets
     "pages": ("kvpool/net/http_server.py",),  # of `--http`
     "threads": ("kvpool/threads.py",),  # of what other rings hash, copy and read
     "tls": (

@@ -32,13 +32,14 @@ TABLES = (
     "kvpool/master/extension.py",
     "kvpool/master/service.py",
     "kvpool/master/state/block_map.py",
+    "transports/kvpool_transports/shm.py",
 )
 #: What stands upon a ring goes with it.
 UPON = {
     "files": ("identity", "secrets", "tenancy", "tls"),
     "heaps": ("sessions", "tiers", "prefetch", "cold"),
     "moves": ("prefetch",),
-    "namespaces": ("events", "questions"),
+    "namespaces": ("demand", "events", "questions", "removal"),
     "operators": ("admin", "moves", "prefetch", "removal"),
     "questions": ("demand", "removal"),
     "secrets": ("tenancy",),
@@ -48,9 +49,8 @@ UPON = {
 #: The tests look at a pool by it, so it is deleted alone, and what it stands upon with it.
 INSTRUMENT = {"admin", "namespaces", "operators", "questions"}
 KERNEL_TESTS = ("tests/client/test_pool.py", "tests/client/test_reader.py")
-WHAT_THEY_NEED = (
-    *("tests/__init__.py", "tests/conftest.py"),
-    *("tests/client/__init__.py", "tests/client/conftest.py"),
+WHAT_THEY_NEED = tuple(
+    f"tests/{one}.py" for one in ("__init__", "conftest", "client/__init__", "client/conftest")
 )
 
 #: Another program runs in each, on a machine with other work.
@@ -167,13 +167,12 @@ def test_a_pool_works_without(ring: str, tmp_path: Path) -> None:
     assert not run(tmp_path, environment, "-c", PLAY)
 
 
-@pytest.mark.parametrize(
-    ("ring", "asked"),
-    [("tiers", "--tier dram:1MiB --tier dram:2MiB"), ("everywhere", "--announce 10.0.0.1")],
-)
-def test_a_server_refuses_what_it_would_not_do(ring: str, asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ring", ["tiers", "everywhere", "paths"])
+def test_a_server_refuses_what_it_would_not_do(ring: str, tmp_path: Path) -> None:
     """It would keep none of what it is told to keep, or not be found."""
     environment = copy_without([ring, *UPON.get(ring, ())], tmp_path)
-    said = run(tmp_path, environment, "-m", "kvpool", "server", *asked.split())
+    asked = {"tiers": "--tier dram:1MiB --tier dram:2MiB", "everywhere": "--announce 10.0.0.1"}
+    words = asked.get(ring, "--listen shm:///a").split()
+    said = run(tmp_path, environment, "-m", "kvpool", "server", *words)
     assert "this program " in said
     assert "Traceback" not in said

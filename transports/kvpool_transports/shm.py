@@ -26,9 +26,10 @@ import functools
 import os
 import secrets
 import socket
-import stat
 import struct
 from array import array
+from pkgutil import resolve_name
+from typing import Final
 
 from kvpool import logs
 from kvpool.errors import BadMessage, ConfigError, KvpoolError, LinkBroken, Unauthenticated
@@ -54,6 +55,11 @@ _NAME_BYTES_MAX = 107
 _SHOWN_BYTES = 64
 #: A writer gets two descriptors; no server passes more.
 _DESCRIPTORS_MAX = 2
+#: What looks after the paths of sockets: `module:function`. Without its line and file they have
+#: abstract names alone.
+PATHS: Final = {
+    "make_free": "kvpool_transports.shm_paths:make_free",
+}
 #: Other users whose refusals are logged as a warning, each once.
 _WARNED_MAX = 64
 
@@ -226,34 +232,12 @@ class _ShmSession(StreamSession):
 
 
 def _path_to_bind(address: str) -> str:
-    """The path of a socket, which a server that was killed has left no file at. Raises ConfigError.
-
-    The directory must keep other users from replacing the socket.
-    """
+    """The path of a socket, which no other one is at. Raises ConfigError."""
+    if not PATHS:
+        raise ConfigError(f"cannot listen on {address}: this program has sockets without a path")
     path = _socket_name(address)
-    directory = os.path.dirname(path)
-    status = os.stat(directory)
-    shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
-    if shared or status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(
-            f"cannot listen on {address}: other users could replace a socket in {directory}: "
-            f"choose a directory of this user, such as $XDG_RUNTIME_DIR, or chmod 700 {directory}"
-        )
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.lstat(path).st_mode) and not _is_served(path):
-            os.unlink(path)
+    resolve_name(PATHS["make_free"])(address, path)
     return path
-
-
-def _is_served(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
-        try:
-            sock.connect(path)
-        except ConnectionRefusedError:
-            return False
-        except OSError:  # a server whose backlog is full, a socket of another kind
-            return True
-    return True
 
 
 # --- client -------------------------------------------------------------------------------
