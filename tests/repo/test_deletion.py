@@ -31,7 +31,7 @@ TABLES = (
     "kvpool/server/orders.py",
     "kvpool/master/extension.py",
     "kvpool/master/service.py",
-    "kvpool/master/state/block_map.py",
+    "kvpool/master/namespaces.py",
     "transports/kvpool_transports/shm.py",
 )
 #: What stands upon a ring goes with it.

@@ -9,21 +9,13 @@ its blocks, and forgotten as soon as one of them leaves or lies elsewhere. (desi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pkgutil import resolve_name
 from typing import Final
 
 from kvpool.piecewise_dict import PiecewiseDict
-from kvpool.types import Namespace
 
 #: Of the tag of a block: below the id of its locations the mark of its span, 0 if it is in none.
 MARK_BITS: Final = 64
 _MARK_MASK: Final = (1 << MARK_BITS) - 1
-#: What has the blocks of all namespaces: `module:class`; the last one is made. Without its line and
-#: file they are in no order.
-NAMESPACES: Final = (
-    "kvpool.piecewise_dict:PiecewiseDict",
-    "kvpool.master.state.namespace_map:NamespaceMap",
-)
 
 
 class BlockMap(PiecewiseDict[bytes, int]):
@@ -66,9 +58,3 @@ class BlockMap(PiecewiseDict[bytes, int]):
         """A block with this tag leaves, or moves: its span is none any more."""
         if tag & _MARK_MASK:
             self.spans.discard(tag & _MARK_MASK)
-
-
-def namespaces() -> PiecewiseDict[Namespace, BlockMap]:
-    """The blocks of each namespace; there is none yet."""
-    made: PiecewiseDict[Namespace, BlockMap] = resolve_name(NAMESPACES[-1])()
-    return made

@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 from kvpool import spans
 from kvpool.fingerprint import entry_hash, location_seed
-from kvpool.master.state.block_map import MARK_BITS, BlockMap, namespaces
+from kvpool.master.namespaces import make_namespaces
+from kvpool.master.state.block_map import MARK_BITS, BlockMap
 from kvpool.master.state.changes import ChangeKind
 from kvpool.master.state.locations import (
     BlockLocations,
@@ -24,6 +25,7 @@ from kvpool.master.state.locations import (
 from kvpool.master.state.placement import Placement
 from kvpool.master.state.server_record import ServerRecord
 from kvpool.master.state.server_table import ServerTable
+from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.spans import MarkedChain
 from kvpool.tenant_names import tenant_of
 from kvpool.tombstones import Tombstones
@@ -57,7 +59,7 @@ class Directory:
         self.blocks_max = blocks_max
         self.tombstones = Tombstones()
         #: For those who walk through the map; it is changed by `stored`, `removed` and `put` alone.
-        self.blocks = namespaces()
+        self.blocks: PiecewiseDict[Namespace, BlockMap] = make_namespaces()
         self.locations = LocationTable()
         self._count = 0  # blocks of all namespaces
 
