@@ -57,10 +57,8 @@ WHAT_THEY_NEED = tuple(
 pytestmark = pytest.mark.timeout(300)
 
 PLAY = """
-import asyncio
-import kvpool, kvpool.cli.app, kvpool.testing
+import asyncio, kvpool, kvpool.cli.app, kvpool.testing
 from kvpool import ClientConfig, Namespace, dev
-
 async def main():
     space, chain = Namespace("a"), [bytes([number]) * 32 for number in range(4)]
     async with dev.serve("4MiB") as served:
@@ -72,7 +70,6 @@ async def main():
                 into = [bytearray(65536) for _ in chain]
                 await pool.read(space, chain, into, match=match)
                 assert into == [digest * 2048 for digest in chain], scheme
-
 asyncio.run(main())
 """
 
