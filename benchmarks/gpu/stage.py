@@ -59,7 +59,7 @@ class _Engine:
         cache, staged, wrong = self.cache, self.memory, 0
         for _ in range(_ROUNDS):
             for lane in self.lanes:  # its own copies are late, too
-                with lane.thread.on_stream():
+                with lane.on_stream():
                     self._compute()
             self._compute()
             cache.copy_(torch.randn(self.shape, dtype=torch.bfloat16, device=self.device))
@@ -106,12 +106,12 @@ def _not_waited_for(engine: _Engine) -> Any:
 @contextmanager
 def _not_synchronized(engine: _Engine) -> Iterator[None]:
     """A call ends when its copies are queued."""
-    events = [lane.thread._event for lane in engine.lanes]
+    events = [lane._event for lane in engine.lanes]
     for lane in engine.lanes:
-        lane.thread._event = NullEvent()
+        lane._event = NullEvent()
     yield
     for lane, event in zip(engine.lanes, events, strict=True):
-        lane.thread._event = event
+        lane._event = event
 
 
 _OMISSIONS: Final[dict[str, Callable[[_Engine], Any]]] = {

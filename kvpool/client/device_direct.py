@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from kvpool.checksum import block_seeds
 from kvpool.client.buffers import DeviceBlock
 from kvpool.client.device_arena import Arena, until
-from kvpool.client.device_staging import first_bytes, reserve, wait_for_stream
+from kvpool.client.device_staging import reserve, wait_for_stream
 from kvpool.config import DIRECT, ClientConfig
 from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_kernels
+from kvpool.device.lane import beside
 from kvpool.device.thread import DeviceFailed, DeviceThread
 from kvpool.errors import Closed, DeadlineExceeded, TooLarge
 from kvpool.protocols import DeviceArrival, DeviceReadBlock, DeviceToken, ReadOptions
@@ -237,15 +238,12 @@ class DirectReads:
         hits = {n: one.size for n, one in found.items() if one.status is ReadStatus.HIT}
 
         def work() -> None:  # in the thread: an engine has thousands of rows in a round
-            sources: list[torch.Tensor] = []
-            targets: list[torch.Tensor] = []
-            for number, size in hits.items():
-                taken = 0
-                for row in first_bytes(blocks[number].rows, size):
-                    sources.append(places[number][taken : taken + row.numel()])
-                    targets.append(row)
-                    taken += row.numel()
-            copy_rows(sources, targets)
+            pairs = [
+                pair
+                for number, size in hits.items()
+                for pair in beside(blocks[number].rows, places[number][:size])
+            ]
+            copy_rows([place for _, place in pairs], [row for row, _ in pairs])
 
         if hits:
             thread = self._devices.thread(device)

@@ -20,7 +20,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -29,9 +28,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvpool.client.buffers import DeviceBlock, HostRows
 from kvpool.client.device_arena import Arena, until
-from kvpool.device.thread import DeviceThread, reached
-from kvpool.device_copy import first_line, pinned
-from kvpool.errors import Closed, ConfigError, DeadlineExceeded, TooLarge
+from kvpool.device.lane import Lane, Move, pin
+from kvpool.device.thread import reached
+from kvpool.errors import Closed, DeadlineExceeded, TooLarge
 from kvpool.runtime import task_group
 from kvpool.types import ReadResult, ReadStatus, WriteStatus
 from kvpool.units import human
@@ -46,6 +45,8 @@ ROUND: Final = 16 << 20
 _ROUNDS_AT_ONCE: Final = 2
 
 
+#: What says how much that is.
+_SETTING: Final = "client.device_staging"
 #: Pinned memory that was taken before the client that is going to use it, by its size.
 _reserved: dict[int, torch.Tensor] = {}
 
@@ -54,7 +55,7 @@ def reserve(capacity: int, device: torch.device) -> None:
     """Pin memory for the next client that has so much. Raises ConfigError. Called again, this does
     nothing until a client has it."""
     if capacity not in _reserved:
-        _reserved[capacity] = _pin(capacity, device)
+        _reserved[capacity] = pin(capacity, device, _SETTING)
 
 
 class StagingSlot(NamedTuple):
@@ -65,16 +66,15 @@ class StagingSlot(NamedTuple):
     start: int
 
 
-class _Threads(NamedTuple):
-    """Of one device. A request waits for a read, and nobody for a write: neither is behind the
-    other."""
+class _Lanes(NamedTuple):
+    """Of one device."""
 
-    to_host: DeviceThread
-    to_device: DeviceThread
+    to_host: Lane
+    to_device: Lane
 
 
 class Staging:
-    """The pinned memory of one client, `capacity` bytes, and the threads that copy from and to it.
+    """The pinned memory of one client, `capacity` bytes, and the lanes from and to it.
 
     A round first allocates its slots, then fills them, then empties them, and frees them however
     it ends. Two rounds of a call run at a time.
@@ -86,7 +86,7 @@ class Staging:
         self._pinned: torch.Tensor | None = None
         self.arena = Arena(capacity)
         self._pinning = threading.Lock()
-        self._threads: dict[torch.device, _Threads] = {}
+        self._lanes: dict[torch.device, _Lanes] = {}
         self._closed = False
 
     async def read(
@@ -161,8 +161,8 @@ class Staging:
         """Calls that have more to copy end with Closed. Waits for the copies that have begun."""
         self._closed = True
         self._pinned = None
-        for thread in itertools.chain(*self._threads.values()):
-            thread.close()
+        for lane in itertools.chain(*self._lanes.values()):
+            lane.close()
 
     def _rounds(self, blocks: Mapping[int, DeviceBlock]) -> list[list[int]]:
         """Consecutive blocks, up to ROUND bytes together, or one larger one."""
@@ -188,7 +188,7 @@ class Staging:
         """Slots for these blocks, one behind the other. Raises DeadlineExceeded."""
         async with until(deadline):
             for device in {blocks[number].device for number in numbers}:
-                await self._threads_of(device).to_device.prepared()
+                await self._lanes_of(device).to_device.prepared()
         size = sum(blocks[number].size for number in numbers)
         async with self.arena.allocate(size, deadline) as at:
             slots = []
@@ -206,14 +206,14 @@ class Staging:
             raise Closed("the pool is closed")
         return self._pinned
 
-    def _threads_of(self, device: torch.device) -> _Threads:
+    def _lanes_of(self, device: torch.device) -> _Lanes:
         """Raises Closed, ConfigError, and DeviceFailed."""
         if self._closed:
             raise Closed("the pool is closed")
-        if device not in self._threads:
-            pin = functools.partial(self._pin, device)
-            self._threads[device] = _Threads(DeviceThread(device, pin), DeviceThread(device, pin))
-        return self._threads[device]
+        if device not in self._lanes:
+            prepare = functools.partial(self._pin, device)
+            self._lanes[device] = _Lanes(Lane(device, prepare), Lane(device, prepare))
+        return self._lanes[device]
 
     def _pin(self, device: torch.device) -> None:
         """In a thread: it takes as long as touching every page."""
@@ -221,7 +221,7 @@ class Staging:
             if self._pinned is None:
                 self._pinned = _reserved.pop(self._capacity, None)
             if self._pinned is None:
-                self._pinned = _pin(self._capacity, device)
+                self._pinned = pin(self._capacity, device, _SETTING)
             if self._closed:
                 self._pinned = None
 
@@ -230,40 +230,17 @@ class Staging:
     ) -> None:
         """Copy so many bytes of each slot. Raises DeadlineExceeded, and Unavailable for CUDA."""
         memory = self._memory()
-        by_device: dict[torch.device, list[tuple[StagingSlot, int]]] = {}
-        for move in moves:
-            by_device.setdefault(move[0].block.device, []).append(move)
+        by_device: dict[torch.device, list[Move]] = {}
+        for slot, size in moves:
+            place = memory[slot.start : slot.start + size]
+            by_device.setdefault(slot.block.device, []).append((slot.block.rows, place))
         async with until(deadline):
             for device, of_device in by_device.items():
-                threads = self._threads_of(device)
-                thread = threads.to_host if to_host else threads.to_device
-                work = functools.partial(_copy, memory, of_device, to_host=to_host)
-                await thread.run(work, lambda _: None)
-                count = sum(size for _, size in of_device)
+                lanes = self._lanes_of(device)
+                lane = lanes.to_host if to_host else lanes.to_device
+                await lane.copy(of_device, to_host=to_host)
+                count = sum(len(place) for _, place in of_device)
                 self._counters[f"staged_{'write' if to_host else 'read'}_bytes"] += count
-
-
-def _pin(capacity: int, device: torch.device) -> torch.Tensor:
-    try:
-        return pinned(capacity, device)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{human(capacity)} of pinned host memory for {device} cannot be had: "
-            f"{first_line(error)}; see client.device_staging"
-        ) from None
-
-
-def _copy(memory: torch.Tensor, moves: Iterable[tuple[StagingSlot, int]], *, to_host: bool) -> None:
-    """Queue the copies of so many bytes of each slot, on the current stream."""
-    for slot, size in moves:
-        start = slot.start
-        for row in first_bytes(slot.block.rows, size):
-            # One copy for each piece: of them together torch would make one more on the device.
-            for piece in row.unbind() if row.ndim == 2 else (row,):
-                place = memory[start : start + len(piece)]
-                start += len(piece)
-                target, source = (place, piece) if to_host else (piece, place)
-                target.copy_(source, non_blocking=True)
 
 
 async def wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> None:
@@ -273,18 +250,6 @@ async def wait_for_stream(blocks: Iterable[DeviceBlock], deadline: float) -> Non
     """
     async with until(deadline):
         await reached({event for block in blocks for event in block.ready_events})
-
-
-def first_bytes(rows: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
-    """The first `size` bytes: a block may be smaller than the memory it is read into."""
-    for row in rows:
-        if size <= 0:
-            break
-        if row.ndim == 2 and size < row.numel():
-            yield from first_bytes(row.unbind(), size)
-        else:
-            yield row[:size]
-        size -= row.numel()
 
 
 async def _run_two(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -28,6 +28,7 @@ from kvpool.client.device_staging import wait_for_stream
 from kvpool.client.servers import Servers
 from kvpool.config import AUTO, DIRECT
 from kvpool.device.checksum import copy_rows, unsigned
+from kvpool.device.lane import beside
 from kvpool.device.thread import DeviceFailed
 from kvpool.errors import (
     DeadlineExceeded,
@@ -195,13 +196,12 @@ class DirectWrites:
         seeds = block_seeds(options.namespace, options.part, digests)
 
         def work() -> torch.Tensor:  # in the thread: an engine has thousands of rows in a round
-            sources = [row for number in one.in_rows for row in blocks[number].rows]
-            targets = [
-                part
+            pairs = [
+                pair
                 for number in one.in_rows
-                for part in places[number].split([row.numel() for row in blocks[number].rows])
+                for pair in beside(blocks[number].rows, places[number])
             ]
-            copy_rows(sources, targets)
+            copy_rows([row for row, _ in pairs], [place for _, place in pairs])
             return direct.hash_rows(whole, seeds)
 
         async with until(deadline):

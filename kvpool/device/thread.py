@@ -52,7 +52,7 @@ class DeviceThread(DeviceStream):
     """
 
     def __init__(self, device: torch.device, prepare: Callable[[], object] = tuple) -> None:
-        self._device = device
+        self.device = device
         self._executor = threads_of(device, 1)
         try:
             super().__init__(device)
@@ -120,7 +120,7 @@ class DeviceThread(DeviceStream):
         return None
 
     def _failed(self, error: Exception) -> DeviceFailed:
-        return DeviceFailed(f"device {self._device}: {first_line(error)}")
+        return DeviceFailed(f"device {self.device}: {first_line(error)}")
 
     def _work(self, queue: Callable[[], R], finish: Callable[[R], S]) -> S:
         with self._inference_mode(), self.on_stream():

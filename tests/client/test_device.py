@@ -28,6 +28,8 @@ from kvpool import (
 )
 from kvpool.client import device_staging as staging
 from kvpool.client.buffers import HostRows, with_device_blocks
+from kvpool.device import lane
+from kvpool.device.lane import Lane
 from kvpool.device.thread import DeviceFailed, DeviceThread
 from kvpool.errors import Closed, ConfigError, DeadlineExceeded
 from tests.conftest import NAMESPACE, TRANSPORTS, eventually, key, keys, value, values
@@ -59,8 +61,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[DeviceThread]:
     """Those that clients make, for the device that there is: to the host, and to the device."""
     made: list[DeviceThread] = []
 
-    def late(_: Any, prepare: Callable[[], object]) -> DeviceThread:
-        thread = DeviceThread(torch.device("cpu"), prepare)
+    def late(_: Any, prepare: Callable[[], object]) -> Lane:
+        thread = Lane(torch.device("cpu"), prepare)
         thread._event = LateEvent()
         made.append(thread)
         return thread
@@ -68,8 +70,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[DeviceThread]:
     def pinned(size: int, _: Any) -> Any:
         return torch.empty(size, dtype=torch.uint8).as_subclass(LateTensor)
 
-    monkeypatch.setattr(staging, "DeviceThread", late)
-    monkeypatch.setattr(staging, "pinned", pinned)
+    monkeypatch.setattr(staging, "Lane", late)
+    monkeypatch.setattr(lane, "pinned", pinned)
     monkeypatch.setattr("kvpool.client.device_buffers.record_event", lambda *_: Past())
     return made
 
@@ -393,7 +395,7 @@ async def test_short_deadlines_pin_memory_once(tcp: Pool, monkeypatch: pytest.Mo
         assert pinned.wait(20)
         return torch.empty(size, dtype=torch.uint8).as_subclass(LateTensor)
 
-    monkeypatch.setattr(staging, "pinned", slowly)
+    monkeypatch.setattr(lane, "pinned", slowly)
     (name,) = chain = keys("pinned", 1)
     async with asyncio.timeout(10):
         for _ in range(3):
@@ -418,7 +420,7 @@ async def test_memory_that_is_pinned_too_late_is_given_back(
         assert pinned.wait(20)
         return torch.empty(size, dtype=torch.uint8).as_subclass(LateTensor)
 
-    monkeypatch.setattr(staging, "pinned", slowly)
+    monkeypatch.setattr(lane, "pinned", slowly)
     async with pool_dev.pool(configured(pool_dev, "tcp")) as pool:
         writing = asyncio.ensure_future(pool.write(NAMESPACE, keys("late", 1), [empty()]))
         await asyncio.sleep(0.05)
@@ -438,7 +440,7 @@ NOT_PINNED = r"^576 KiB of pinned host .* out of memory; see client\.device_stag
 
 
 async def test_pinned_memory_that_cannot_be_had(tcp: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "pinned", out_of_memory)
+    monkeypatch.setattr(lane, "pinned", out_of_memory)
     with pytest.raises(ConfigError, match=NOT_PINNED):
         await tcp.write(NAMESPACE, [key("x")], [empty()])
 
@@ -451,7 +453,7 @@ async def test_memory_that_is_pinned_at_the_start(
     config = configured(pool_dev, "tcp", path)
     for _ in range(2):
         kvpool.reserve_device_memory(OnGpu.device, config)
-    monkeypatch.setattr(staging, "pinned", out_of_memory)
+    monkeypatch.setattr(lane, "pinned", out_of_memory)
     chain = keys("reserved", 3)
     async with pool_dev.pool(config) as pool:
         assert set(await pool.write(NAMESPACE, chain, [empty()] * 3)) == {WriteStatus.STORED}

@@ -252,9 +252,7 @@ def test_the_order_of_a_staged_step_is_asked_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stage, "_ROUNDS", 2)
     monkeypatch.setattr(stage, "_WORK", 1 << 10)
     assert stage.keeps_the_order("cpu").met
-    monkeypatch.setattr(
-        "kvpool_connector.memory.block_memory.DeviceBlockMemory._scatter", lambda *_: None
-    )
+    monkeypatch.setattr("kvpool.device.lane._copy", lambda *_: None)
     assert stage.keeps_the_order("cpu").met is False
 
 

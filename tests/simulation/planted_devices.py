@@ -44,10 +44,10 @@ DEVICE_BUGS: Sequence[Bug] = read(
 +                written = await write_blocks(ready)
 +                done.update(zip(one.numbers, written, strict=True))
 @@ pieces-swapped  G1  kvpool.client.device_writes
--sources = [row for number in one.in_rows for row in blocks[number].rows]
-+sources = [row for number in one.in_rows for row in blocks[number].rows[::-1]]
-@@ scattered-from-the-start-of-the-block  G1  kvpool.client.device_direct
--                    taken += row.numel()
+-for pair in beside(blocks[number].rows, places[number])
++for pair in beside(blocks[number].rows[::-1], places[number])
+@@ scattered-from-the-start-of-the-block  G1  kvpool.device.lane
+-        start += size
 @@ what-has-arrived-is-trusted  G1  kvpool.client.device_direct
 -if checksum != arrivals[position].checksum:
 +if checksum < 0:

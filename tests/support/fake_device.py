@@ -184,7 +184,7 @@ class FakeGpu:
         patch.setattr(torch.cuda, "current_stream", self.current_stream)
         patch.setattr(torch, "inference_mode", torch.no_grad)  # no tensors of our own kind in it
         patch.setattr("kvpool.device_copy.pinned", self.pinned)
-        patch.setattr("kvpool.client.device_staging.pinned", self.pinned)
+        patch.setattr("kvpool.device.lane.pinned", self.pinned)
         patch.setattr("kvpool.device.checksum.uses_kernels", lambda device: False)
         if importlib.util.find_spec("ucxx") is not None:
             import ucxx._lib.arr

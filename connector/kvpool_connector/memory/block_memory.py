@@ -1,9 +1,9 @@
 """The engine's KV cache as memory that the pool can read and write.
 
 Memory of this process is used in place: the pool gets a block's pieces where they are. Memory of a
-device is staged: one gather on the device, one copy to page-locked memory, and the reverse, over
-16 MiB of the device and page-locked memory that are taken at the start. Or, where the pool's client
-takes memory of devices, it gets the pieces there, too. (design: pool-thread)
+device is staged, as the pool's client does it (`kvpool/device/lane.py`), over pinned memory and
+16 MiB of the device that are taken at the start. Or, where that client takes memory of devices, it
+gets the pieces there, too. (design: pool-thread)
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import itertools
 import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 import torch
 
-from kvpool import ConfigError
-from kvpool.device.thread import DeviceThread, reached
+from kvpool.device.lane import Lane, Move, pin
+from kvpool.device.thread import reached
 from kvpool.threads import in_thread
 from kvpool.types import DIRECT_PIECES_MAX, DeviceRows, Memory
 from kvpool_connector.memory.kv_layout import (
@@ -31,27 +31,23 @@ from kvpool_connector.memory.kv_layout import (
     layer_bytes,
     layer_slices,
     slice_runs,
-    windows,
 )
 from kvpool_engines.comparison import LayerBytes
 
-#: Page-locked host memory of one transfer; the worker splits larger ones.
+#: Pinned host memory of one transfer; the worker splits larger ones.
 STAGING_BYTES: Final = 32 << 20
 #: Reads and writes that one process has under way, each with such memory: two cores copy as fast as
 #: memory does, and a request waits for a load, but none for a save.
 READS_MAX: Final = 4
 WRITES_MAX: Final = 2
 #: All that staging takes of a device, whatever the model. Copying half of it over a bus takes
-#: 0.15 ms or more: starting the next round costs little beside it.
+#: 0.15 ms or more: starting the next copy costs little beside it.
 DEVICE_BYTES: Final = 16 << 20
-#: Blocks in a round, whose numbers are on the device as well: 16 KiB for each of two lanes.
-_ROUND_BLOCKS: Final = 2048
+#: Where to look if there is too little pinned memory.
+_LIMITS: Final = "the limits of this container's memory and of locked memory (ulimit -l)"
 #: Blocks whose pieces are named in one turn of the loop.
 _BLOCKS_PER_TURN: Final = 8
 _POLL_S: Final = 0.0005
-
-#: A run of every block, and where the chosen blocks of it are staged.
-_Piece: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockMemory(Protocol):
@@ -199,48 +195,30 @@ class HostBlockMemory(_Blocks):
         return pieces
 
 
-class _Lane:
-    """A buffer of a device that never grows, a thread with a stream that uses it, and page-locked
-    memory of the host for so many `transfers`. No transfer takes more."""
+class _Lane(Lane):
+    """A lane with pinned memory of the host for so many `transfers`. No transfer takes more."""
 
     def __init__(self, device: torch.device, size: int, transfers: int) -> None:
-        self.device = device
-        self.thread = DeviceThread(device)
-        # On the stream that uses them: the allocator may hand out what another one still reads.
-        try:
-            with self.thread.on_stream():
-                self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-                self.numbers = torch.empty(_ROUND_BLOCKS, dtype=torch.int64, device=device)
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            raise ConfigError(f"{size >> 20} MiB of {device} cannot be had: {why}") from None
+        super().__init__(device, scratch=size)
         self._transfers = transfers
         self._host_bytes = 0
         self._free: list[torch.Tensor] = []
         self.hold(STAGING_BYTES)
 
     def hold(self, size: int) -> None:
-        """Have page-locked memory for transfers of so many bytes, and of all that have less.
+        """Have pinned memory for transfers of so many bytes, and of all that have less.
 
         To be called at the start. Raises ConfigError if there is none.
         """
         if size <= self._host_bytes:
             return
-        locked, count = self.device.type == "cuda", self._transfers
-        try:
-            with self.thread.on_stream():  # of this device, not of another
-                whole = torch.empty(count, size, dtype=torch.uint8, pin_memory=locked)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{count * size >> 20} MiB of page-locked host memory for {self.device} cannot be "
-                f"had: {str(error).partition(chr(10))[0]}; see the limits of this container's "
-                "memory and of locked memory (ulimit -l)"
-            ) from None
-        self._free, self._host_bytes = list(whole), size
+        with self.on_stream():  # of this device, not of another
+            whole = pin(self._transfers * size, self.device, _LIMITS)
+        self._free, self._host_bytes = list(whole.view(self._transfers, size)), size
 
     @asynccontextmanager
     async def host(self, count: int, size: int) -> AsyncIterator[torch.Tensor]:
-        """So many rows of page-locked memory, as soon as a transfer that has it ends."""
+        """So many rows of pinned memory, as soon as a transfer that has it ends."""
         free = self._free
         while True:
             try:
@@ -274,13 +252,30 @@ def stage_of(device: torch.device) -> DeviceStage:
     return DeviceStage(device)
 
 
-class DeviceBlockMemory(_Blocks):
-    """Blocks in memory of a device, which the host cannot address. (design: device-memory)
+class _DeviceBlocks(_Blocks):
+    """Blocks in memory of a device, which the host cannot address."""
 
-    Threads with CUDA streams of their own gather and scatter, so that neither the engine nor the
-    pool waits for them. They never wait for the engine: a copy begins when its event was reached.
-    A part of each block is one row of a page-locked buffer. Blocks go over the device's buffer in
-    rounds, a block that is larger than it in several.
+    def __init__(
+        self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
+    ) -> None:
+        super().__init__(views, buffers, parts)
+        blocks = views[0].shape[0]
+        #: For each part its pieces of every block: as one row, where they are at equal distances.
+        self._runs = [
+            [_blocks_of(buffers[run.buffer], run, blocks) for run in slice_runs(of_part)]
+            for of_part in self._slices
+        ]
+
+    def _rows(self, block: int, part: int) -> list[torch.Tensor]:
+        return [run[block] for run in self._runs[part]]
+
+
+class DeviceBlockMemory(_DeviceBlocks):
+    """Blocks that are staged. (design: device-memory)
+
+    Lanes, with a thread and a stream each, copy them, so that neither the engine nor the pool waits
+    for them. They never wait for the engine: a copy begins when its event was reached. A part of
+    each block is one row of pinned memory.
     """
 
     def __init__(
@@ -294,14 +289,6 @@ class DeviceBlockMemory(_Blocks):
         self._stage = stage or stage_of(buffers[0].device)
         self._stage.hold(self._part_bytes)
         self._stage.saves.hold(self._part_bytes)
-        blocks = views[0].shape[0]
-        self._windows = [
-            [
-                [_rows(buffers[run.buffer], run, blocks) for run in window]
-                for window in windows(slice_runs(of_part), self._stage.buffer.nbytes)
-            ]
-            for of_part in self._slices
-        ]
 
     @asynccontextmanager
     async def source(
@@ -310,7 +297,7 @@ class DeviceBlockMemory(_Blocks):
         await _reached(after)
         lane = self._stage.saves
         async with lane.host(len(block_ids), self._part_bytes) as staged:
-            await lane.thread.run(lambda: self._gather(block_ids, staged, part), lambda _: None)
+            await lane.copy(self._moves(block_ids, part, staged), to_host=True)
             yield [row.numpy().data for row in staged]
 
     async def host_source(self, block_id: int, after: Any, part: int = 0) -> list[Any]:
@@ -321,64 +308,23 @@ class DeviceBlockMemory(_Blocks):
     async def target(
         self, block_ids: Sequence[int], after: Any, part: int = 0
     ) -> AsyncIterator[list[Memory]]:
-        async with self._stage.host(len(block_ids), self._part_bytes) as staged:
+        lane = self._stage
+        async with lane.host(len(block_ids), self._part_bytes) as staged:
             yield [row.numpy().data for row in staged]
             await _reached(after)  # kernels of the blocks' last user may still run
-            lane = self._stage
-            await lane.thread.run(lambda: self._scatter(block_ids, staged, part), lambda _: None)
+            await lane.copy(self._moves(block_ids, part, staged), to_host=False)
 
-    def _gather(self, block_ids: Sequence[int], host: torch.Tensor, part: int) -> None:
-        for numbers, pieces, staged, rows in self._rounds(self._stage.saves, block_ids, part, host):
-            for whole, place in pieces:
-                torch.index_select(whole, 0, numbers, out=place)
-            rows.copy_(staged, non_blocking=True)
-
-    def _scatter(self, block_ids: Sequence[int], host: torch.Tensor, part: int) -> None:
-        for numbers, pieces, staged, rows in self._rounds(self._stage, block_ids, part, host):
-            staged.copy_(rows, non_blocking=True)
-            for whole, place in pieces:
-                whole.index_copy_(0, numbers, place)
-
-    def _rounds(
-        self, lane: _Lane, block_ids: Sequence[int], part: int, host: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, list[_Piece], torch.Tensor, torch.Tensor]]:
-        """For each round the numbers of its blocks, its pieces, and the same bytes as they are
-        staged on the device and on the host.
-
-        All use one buffer in their stream's order; nothing waits in between but for more numbers.
-        """
-        count = max(1, min(lane.buffer.nbytes // self._part_bytes, _ROUND_BLOCKS))
-        room = _ROUND_BLOCKS // count * count
-        for first in range(0, len(block_ids), count):
-            if first % room == 0:
-                ids = torch.tensor(block_ids[first : first + room])
-                lane.numbers[: len(ids)].copy_(ids)
-            numbers = lane.numbers[first % room :][: min(count, len(block_ids) - first)]
-            begun = 0
-            for window in self._windows[part]:
-                width = sum(whole.shape[1] * whole.shape[2] for whole in window)
-                staged = lane.buffer[: len(numbers) * width].view(len(numbers), width)
-                rows = host[first : first + len(numbers), begun : begun + width]
-                yield numbers, _pieces(window, staged), staged, rows
-                begun += width
+    def _moves(self, block_ids: Sequence[int], part: int, staged: torch.Tensor) -> Iterator[Move]:
+        for block, place in zip(block_ids, staged, strict=True):
+            yield self._rows(block, part), place
 
 
-class DirectBlockMemory(_Blocks):
-    """Blocks in memory of a device, which the pool's client takes where they lie.
+class DirectBlockMemory(_DeviceBlocks):
+    """Blocks that the pool's client takes where they lie.
 
     It gathers, scatters and hashes on the device itself, over 64 MiB that it takes once; nothing is
     staged here. (design: device-memory)
     """
-
-    def __init__(
-        self, views: Sequence[LayerView], buffers: Sequence[torch.Tensor], parts: int = 1
-    ) -> None:
-        super().__init__(views, buffers, parts)
-        blocks = views[0].shape[0]
-        self._runs = [
-            [_rows(buffers[run.buffer], run, blocks) for run in slice_runs(of_part)]
-            for of_part in self._slices
-        ]
 
     @asynccontextmanager
     async def source(
@@ -396,10 +342,10 @@ class DirectBlockMemory(_Blocks):
     target = source
 
     async def _blocks(self, block_ids: Sequence[int], part: int) -> list[list[torch.Tensor]]:
-        """The runs of pieces of each block."""
+        """The rows of each block."""
         found = []
         for number, block in enumerate(block_ids):
-            found.append([run[block].squeeze(0) for run in self._runs[part]])
+            found.append(self._rows(block, part))
             if number % _BLOCKS_PER_TURN == _BLOCKS_PER_TURN - 1:
                 await asyncio.sleep(0)  # some microseconds for each
         return found
@@ -422,20 +368,11 @@ async def _reached(after: Any) -> None:
         await reached([after])
 
 
-def _pieces(window: Sequence[torch.Tensor], staged: torch.Tensor) -> list[_Piece]:
-    """Each run of a window with its place in the staged rows."""
-    found, start = [], 0
-    for whole in window:
-        size = whole.shape[1] * whole.shape[2]
-        found.append((whole, staged[:, start : start + size].unflatten(1, whole.shape[1:])))
-        start += size
-    return found
-
-
-def _rows(buffer: torch.Tensor, run: SliceRun, blocks: int) -> torch.Tensor:
-    """The pieces of a run of every block: blocks, pieces, bytes; no copy."""
+def _blocks_of(buffer: torch.Tensor, run: SliceRun, blocks: int) -> torch.Tensor:
+    """The pieces of a run of every block: blocks, pieces (if there are several), bytes; no copy."""
     shape, strides = (blocks, run.pieces, run.size), (run.stride, run.step, 1)
-    return torch.as_strided(buffer, shape, strides, run.start)
+    found = torch.as_strided(buffer, shape, strides, run.start)
+    return found.squeeze(1) if run.pieces == 1 else found
 
 
 def _natural(layer: str) -> tuple[tuple[int, int | str], ...]:

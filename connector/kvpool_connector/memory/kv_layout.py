@@ -101,39 +101,6 @@ def slice_runs(slices: Sequence[LayerSlice]) -> list[SliceRun]:
     return runs
 
 
-def windows(runs: Sequence[SliceRun], size_max: int) -> list[list[SliceRun]]:
-    """The same bytes in the same order, in as few groups of at most `size_max` bytes as there are.
-
-    A piece that is larger is cut.
-    """
-    found: list[list[SliceRun]] = [[]]
-    room = size_max
-    for run in (part for whole in runs for part in _cut(whole, size_max)):
-        done = 0
-        while done < run.pieces:
-            count = min(run.pieces - done, room // run.size)
-            if count:
-                start = run.start + done * run.step
-                found[-1].append(run._replace(start=start, pieces=count))
-                done += count
-                room -= count * run.size
-            else:
-                found.append([])
-                room = size_max
-    return found
-
-
-def _cut(run: SliceRun, size_max: int) -> list[SliceRun]:
-    if run.size <= size_max:
-        return [run]
-    return [
-        run._replace(start=run.start + piece * run.step + first, size=size, pieces=1, step=size)
-        for piece in range(run.pieces)
-        for first in range(0, run.size, size_max)
-        for size in [min(size_max, run.size - first)]
-    ]
-
-
 def head_parts(views: Sequence[LayerView], parts: int) -> list[list[LayerView]]:
     """Views of equal parts of the KV heads: part i has heads i * H / parts to (i + 1) * H / parts.
 
