@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Pool, ReadStatus, admin, dev
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, admin, dev
 from kvpool.client.servers import Servers
 from kvpool.protocols import Channel
 from kvpool.runtime import Host, this_host
 from kvpool.server.block_server import BlockServer
+from kvpool_connector.records.provenance import BlockWriter
 from tests.conftest import NAMESPACE, keys
+from tests.connector.test_halves import Engine
 
 SIZE = 512 << 10
 RATE = 100e6
@@ -77,10 +80,12 @@ def value(digest: bytes) -> bytes:
     return digest * (SIZE // len(digest))
 
 
-async def write(pool: Pool, chain: Sequence[bytes], *servers: int) -> None:
+async def write(
+    pool: Pool, chain: Sequence[bytes], *servers: int, name: Namespace = NAMESPACE, end: bytes = b""
+) -> None:
     for digest in chain:
         for server in servers:
-            await admin(pool).write_to(f"dev-{server}", NAMESPACE, digest, value(digest))
+            await admin(pool).write_to(f"dev-{server}", name, digest, value(digest) + end)
 
 
 async def load(pool: Pool, links: Links) -> float:
@@ -115,12 +120,22 @@ async def test_a_frozen_one_of_them_is_left(pool: Pool, links: Links) -> None:
     assert pool.counters["hedged"] == 1
 
 
-async def test_what_lies_on_the_own_host_is_read_there(pool: Pool, links: Links) -> None:
+async def test_what_lies_on_an_engines_host_is_read_there(
+    pool: Pool, links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the rest from all that have it, in the same load."""
-    near, far = CHAIN[:6], CHAIN[6:]
-    await write(pool, near, 0, 1, 2)
-    await write(pool, far, 1, 2)
-    await load(pool, links)
-    assert links.moved["dev-0"] == len(near) * SIZE
-    assert links.moved["dev-1"] + links.moved["dev-2"] == len(far) * SIZE
-    assert min(links.moved["dev-1"], links.moved["dev-2"]) > 0
+    monkeypatch.setattr("tests.connector.test_halves.BYTES", SIZE)
+    end = BlockWriter(b"w" * 8, "somebody").mark()
+    with closing(Engine(*pool._config.masters)) as engine:
+        await asyncio.to_thread(lambda: engine.connected().named())
+        name = engine.scheduler.namespaces[0]
+        await write(pool, CHAIN[:6], 0, 1, 2, name=name, end=end)
+        await write(pool, CHAIN[6:], 1, 2, name=name, end=end)
+        links.moved.clear()
+        await asyncio.to_thread(engine.load, "r", CHAIN, range(1, 25))
+    assert engine.scheduler.planner.counters["loads"] == 1
+    assert not engine.bad_blocks
+    assert [bytes(block.numpy()) for block in engine.memory[0][1:25]] == [*map(value, CHAIN)]
+    own, *others = (size // (SIZE + len(end)) for _, size in sorted(links.moved.items()))
+    assert (own, sum(others)) == (6, 18)
+    assert min(others) >= 6

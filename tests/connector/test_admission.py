@@ -63,10 +63,11 @@ def leave(admission: Admission, count: int, now: float, first: int = 0) -> None:
 
 def test_who_runs_keeps_its_place_however_little_fits() -> None:
     admission = serving(40, 0.01)
-    again = admission.asks("t", "old 3", 1000.0)
-    assert again.placed
-    assert admission.served == 40
+    assert admission.asks("t", "old 3", 1000.0).placed
     assert admission.places(1000.0) == 1.0
+    admission.asks("t", "new", 1000.0)
+    assert admitted(admission, 1500.0) == [], "a long answer is no idleness"
+    assert admission.served == 40
 
 
 def test_a_session_that_dies_without_an_end_gives_its_place_back() -> None:
@@ -82,13 +83,6 @@ def test_a_session_that_dies_without_an_end_gives_its_place_back() -> None:
     assert not back.placed
     admission.leaves(waits, 1080.0, ends=True)
     assert admitted(admission, 1080.0) == ["old 0"]  # it had come before
-
-
-def test_a_long_answer_is_no_idleness() -> None:
-    admission = serving(2, 0.1)
-    admission.asks("t", "new", 1000.0)
-    assert admitted(admission, 1500.0) == []
-    assert admission.served == 2
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.5])

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from kvpool import ConfigError
 from kvpool.testing import ConformanceError
 from kvpool_codecs.checks import CODEC_CHECKS, MakeCodec, Sample, like_kv
 from kvpool_codecs.codec import BadEncoding, Codec, Flat, codec_of
@@ -158,10 +157,3 @@ def test_a_frame_that_declares_another_size_is_bad_before_it_is_decoded() -> Non
     data = half.to_bytes(4, "little") + bytes(half) + upper.to_bytes(4, "little") + bomb
     with pytest.raises(BadEncoding, match="another size"):
         zstd().decode(data, KV.layers, memoryview(bytearray(len(KV.block))))
-
-
-@pytest.mark.parametrize("spec", ["lossles", "", "lossless?level=3", "lossless?level"])
-def test_a_codec_that_there_is_not_is_refused(spec: str) -> None:
-    pytest.importorskip("zstandard")
-    with pytest.raises(ConfigError):
-        codec_of(spec)

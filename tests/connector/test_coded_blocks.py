@@ -312,6 +312,9 @@ def test_what_waits_for_a_write_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_a_codec_cannot_take_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="codec: no codec 'losless' is installed; installed: "):
         settings.parse({"codec": "losless"})
+    for spec in ("lossless?level=3", "lossless?level"):
+        with pytest.raises(ConfigError, match="codec"):
+            settings.parse({"codec": spec})
     with pytest.raises(ConfigError, match="device_path must be staged"):
         settings.parse({"codec": "lossless", "device_path": "direct"})
     with pytest.raises(ConfigError, match="host"):
