@@ -91,8 +91,7 @@ class ArrivalOracle:
         if session is None or entry.index.namespace.parts > 1:
             return
         superseded = entry.superseded_at >= entry.last_used
-        within = not self._policy.announced.over
-        if within and not superseded and self.now < self._until.get(session.name, 0.0):
+        if not self._over() and not superseded and self.now < self._until.get(session.name, 0.0):
             self._fail(f"arrivals: {entry!r} was evicted while a prompt of its session waits")
 
     def left(self, entry: Entry) -> None:
@@ -115,8 +114,13 @@ class ArrivalOracle:
         waits = [*self._perhaps_until.values(), *self._expected_until.values()]
         if not any(self.now < until for until in waits):
             self._fail("arrivals: a write is refused, but no prompt waits, and none is expected")
-        if self._policy.announced.over:
+        if self._over():
             self._fail("arrivals: a write finds no room beside sessions beyond their budget")
+
+    def _over(self) -> bool:
+        """Announced sessions have more than the budget of hints, by their own figures."""
+        announced = [one for one in self._policy.sessions.values() if one.due is not None]
+        return sum(one.bytes for one in announced) > self._policy.announced.budget
 
     def _drop(self, name: str) -> None:
         self._until.pop(name, None)
