@@ -16,11 +16,7 @@ from kvpool_connector.records.values import CacheGroup
 from kvpool_connector.settings import Settings
 from kvpool_connector.vllm_engine import interface as vllm_interface
 from kvpool_connector.vllm_engine.head_split import HeadSplit, head_split, specs_of
-from kvpool_connector.vllm_engine.interface import (
-    get_pp_group,
-    get_tp_group,
-    kv_cache_utils,
-)
+from kvpool_connector.vllm_engine.interface import get_pp_group, get_tp_group, kv_cache_utils
 from kvpool_connector.worker.worker import Rank
 from kvpool_engines import fingerprint, namespace
 
@@ -83,18 +79,14 @@ def rank_of(vllm_config: Any, kv_cache_config: Any, split: HeadSplit, settings: 
 
 
 def memories_of(
-    caches: Mapping[str, torch.Tensor],
-    kv_cache_config: Any,
-    parts: int = 1,
-    *,
-    direct: bool = False,
+    caches: Mapping[str, torch.Tensor], kv_config: Any, parts: int = 1, *, direct: bool = False
 ) -> list[BlockMemory]:
     """The memory of each group, in blocks of so many parts; `direct` as for `memory_of`.
 
     Raises ConfigError for a layout whose blocks cannot be copied.
     """
     memories = []
-    for group in kv_cache_config.kv_cache_groups:
+    for group in kv_config.kv_cache_groups:
         layers = {layer: caches[layer] for layer in group.layer_names if layer in caches}
         try:
             memory = memory_of(layers, parts, direct=direct)
@@ -117,12 +109,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, settings: Settings) 
         raise ConfigError(lacking)
     parallel = vllm_config.parallel_config
     groups: Sequence[Any] = kv_cache_config.kv_cache_groups
-    for size, what in (
-        (parallel.decode_context_parallel_size, "decode context parallelism"),
-        (parallel.prefill_context_parallel_size, "prefill context parallelism"),
-    ):
-        if size > 1:
-            raise ConfigError(f"KVPoolConnector does not support {what} ({size})")
+    for what in ("decode", "prefill"):
+        if (n := getattr(parallel, f"{what}_context_parallel_size")) > 1:
+            raise ConfigError(f"KVPoolConnector does not support {what} context parallelism ({n})")
     if kv_cache_config.has_mamba_layers:
         raise ConfigError("KVPoolConnector does not support Mamba layers: their state is no block")
     if tuple(kv_cache_config.prefix_cacheable_group_ids) != tuple(range(len(groups))):
@@ -155,8 +144,7 @@ def _window_blocks(spec: Any) -> int:
     if type(spec).__name__ != "SlidingWindowSpec":
         return 0
     tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
-    blocks: int = -(-tokens // spec.block_size)
-    return max(1, blocks)
+    return max(1, int(-(-tokens // spec.block_size)))
 
 
 def _kind(spec: Any) -> str:

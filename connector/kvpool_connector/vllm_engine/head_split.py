@@ -58,10 +58,8 @@ def divide(
     """
     replicas = set()
     for heads, shards_max in set(layers):
-        most = shards_max
-        if most is None:
-            most = model_heads if heads == 1 else tensor_parallel
-        shards = min(tensor_parallel, most)
+        most = model_heads if heads == 1 else tensor_parallel
+        shards = min(tensor_parallel, most if shards_max is None else shards_max)
         if tensor_parallel % shards:
             raise ConfigError(f"kv_head_parts: {tensor_parallel} ranks share {shards} KV heads")
         replicas.add(tensor_parallel // shards)

@@ -82,14 +82,13 @@ class LoadedAdapters:
         self._config = vllm_config
         self._manager: Any = None
         self._known: dict[int, tuple[weakref.ref[Any], str]] = {}
-        self._enabled = vllm_config.lora_config is not None
 
     def __call__(self) -> Mapping[int, str]:
         """The fingerprint of each, by the id that vLLM uses in this engine.
 
         Those that were there at the last call, the same objects, are not read again.
         """
-        if not self._enabled:
+        if self._config.lora_config is None:
             return {}
         if self._manager is None:
             roots = loaded_models(self._config)
@@ -118,8 +117,7 @@ def _tensors(
         for prefix, module in root.named_modules():
             if id(module) in left_out:
                 continue
-            own = [*module._parameters.items(), *module._buffers.items()]
-            for name, tensor in own:
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None:
                     yield f"{number}.{_ADAPTED.sub('', prefix)}.{name}", tensor
 

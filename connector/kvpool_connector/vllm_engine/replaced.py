@@ -15,7 +15,7 @@ import argparse
 import functools
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -193,15 +193,35 @@ def drain_before_resets() -> None:
 
 
 def _drain(engine: Any, paused: Any) -> None:
-    scheduler = engine.scheduler
+    scheduler, own = engine.scheduler, engine.step_fn
     if engine.batch_queue:  # tokens are on their way, which a step here would lose
         return
+    kept: deque[Any] = deque()
+    if isinstance(own, functools.partial) and own.func is _next_kept:  # of an earlier drain
+        _, own, kept = own.args
     until, before = time.monotonic() + _WAIT_S, scheduler.pause_state
     try:
         while scheduler.connector.has_pending_push_work() and time.monotonic() < until:
             if scheduler.pause_state != paused:
                 scheduler.set_pause_state(paused)  # steps compute nothing
-            engine.step_fn()
+            outputs, _ = own()
+            if any(map(_has_news, (outputs or {}).values())):
+                kept.append(outputs)
+                engine.step_fn = functools.partial(_next_kept, engine, own, kept)
     finally:
         if scheduler.pause_state != before:
             scheduler.set_pause_state(before)
+
+
+def _next_kept(engine: Any, own: Any, kept: deque[Any]) -> tuple[Any, bool]:
+    """In place of an engine's `own` step, until it has returned what the steps of drains have."""
+    outputs = kept.popleft()
+    if not kept:
+        engine.step_fn = own
+    return outputs, False
+
+
+def _has_news(one: Any) -> bool:
+    """Counters of saves, or the end of a request, as of one whose load has failed."""
+    counted = one.scheduler_stats is not None and one.scheduler_stats.kv_connector_stats
+    return bool(one.outputs or one.finished_requests or counted)

@@ -95,9 +95,8 @@ class SchedulerHooks:
     ) -> None:
         """`engine_events`: the engine sends KV events."""
         logs = engine_log.info, time.monotonic, engine_log.error, engine_log.warning
-        self._make_scheduler = functools.partial(
-            ConnectorScheduler, settings, thread, engine, *logs
-        )
+        halves = functools.partial(ConnectorScheduler, settings, thread, engine, *logs)
+        self._make_scheduler = halves
         groups = kv_cache_config.kv_cache_groups
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._fuse, self._owed = Fuse(), Owed(engine.ranks)
@@ -207,9 +206,8 @@ class SchedulerHooks:
             scheduled.append(ScheduledRequest(request_id, start, end, ids))
             if start < request.num_prompt_tokens:
                 prefill.append((start, end))
-        step = EngineStep(
-            scheduled, list(scheduler_output.preempted_req_ids or ()), prefill, idle=not counts
-        )
+        preempted = list(scheduler_output.preempted_req_ids or ())
+        step = EngineStep(scheduled, preempted, prefill, idle=not counts)
         if self._tainted:
             self._evict_tainted(counts)
         work, blocks_to_pin = self.scheduler.plan_step(step, self._still_cached)
@@ -346,10 +344,8 @@ class SchedulerHooks:
         if key == named(digest, group):
             return True
         plain = kv_cache_utils.get_block_hash(key)
-        if key != named(plain, group):
-            return False
-        adapters = self.scheduler.adapter_requests.known.in_use
-        return any(salted(plain, one) == digest for one in adapters)
+        in_use = self.scheduler.adapter_requests.known.in_use
+        return key == named(plain, group) and any(salted(plain, one) == digest for one in in_use)
 
     def _count_hook(self, began: float) -> None:
         counters = self.scheduler.planner.counters

@@ -26,10 +26,14 @@ class Core:
     def set_pause_state(self, state: str) -> None:
         self.pause_state = state
 
-    def step_fn(self) -> None:
+    def step_fn(self) -> tuple[Any, bool]:
         self.steps.append(self.pause_state)
         if self.fails:
             raise RuntimeError("a step failed")
+        saved = len(self.steps) if self.pause_state == "paused" else 0
+        counted = SimpleNamespace(kv_connector_stats={"saved_blocks": saved} if saved > 1 else {})
+        one = SimpleNamespace(outputs=[], finished_requests=None, scheduler_stats=counted)
+        return {0: one}, self.pause_state != "paused"
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> tuple[int, bool]:
         return len(self.steps), reset_connector
@@ -56,6 +60,12 @@ def test_steps_until_the_last_save_has_ended_and_computes_nothing() -> None:
     assert core.reset_prefix_cache(reset_connector=True) == (3, True)
     assert core.steps == ["paused"] * 3
     assert core.pause_state == "unpaused"
+    core.connector.has_pending_push_work = lambda: len(core.steps) < 4
+    core.reset_prefix_cache()
+    after = [core.step_fn() for _ in range(4)]  # what these have counted comes with the next ones
+    counted = [outputs[0].scheduler_stats.kv_connector_stats for outputs, _ in after]
+    assert counted == [{"saved_blocks": 2}, {"saved_blocks": 3}, {"saved_blocks": 4}, {}]
+    assert [executed for _, executed in after] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("kind", [Core, Process])

@@ -221,16 +221,6 @@ def test_nothing_of_the_old_weights_is_cached_when_they_were_changed_without_a_r
     assert played.counters["saved_blocks"] == 8
 
 
-def test_what_a_tenant_computes_is_in_no_other_tenants_name(
-    pool: LocalPool, played: Played, play: Play
-) -> None:
-    other = play(transfer(pool.master, load_timeout_s=0.5, tenant="other"))
-    played.step()
-    other.step()
-    assert other.namespace != played.namespace
-    assert "tenant=other " in other.namespace.name
-
-
 def test_a_request_aborted_while_it_loads_leaves_nothing(pool: LocalPool, played: Played) -> None:
     warmed(pool, played)
     request = played.add("a", 64)
@@ -609,16 +599,20 @@ def test_a_misspelt_key_of_a_request_is_counted_and_logged_once(
     assert "unknown key 'skip_laod'; did you mean 'skip_load'?" in line
 
 
-def test_durations_are_histograms_of_vllms_metrics() -> None:
+def metrics_of_vllm() -> tuple[ConnectorPromMetrics, Any]:
     registry = CollectorRegistry()
     config = VllmConfig(kv_transfer_config=KVTransferConfig(**transfer("127.0.0.1:7450")))
     kinds = {kind: partial(kind, registry=registry) for kind in (Counter_, Gauge, Histogram)}
     metrics = ConnectorPromMetrics(config, kinds, ["engine"], {0: ["0"]})
+    return metrics, registry.get_sample_value
+
+
+def test_durations_are_histograms_of_vllms_metrics() -> None:
+    metrics, found = metrics_of_vllm()
     stats = ConnectorStats(data={"lookup_duration 0.0012": 3.0, "load_s": 2.0})
     stats.aggregate(ConnectorStats(data={"lookup_duration 0.0012": 1.0, "load_duration 4": 1.0}))
     stats.aggregate(ConnectorStats(data={"read_duration tcp 0.02": 2.0}))
     metrics.observe(stats.data)
-    found = registry.get_sample_value
     name = "vllm:kvpool_lookup_duration_seconds"
     assert found(f"{name}_count", {"engine": "0"}) == 4
     assert found(f"{name}_sum", {"engine": "0"}) == pytest.approx(0.0048)
@@ -633,11 +627,8 @@ def test_durations_are_histograms_of_vllms_metrics() -> None:
 def test_a_metric_that_cannot_be_taken_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(engine_log, "error", lambda line, cause=None: lines.append(line))
-    registry = CollectorRegistry()
-    config = VllmConfig(kv_transfer_config=KVTransferConfig(**transfer("127.0.0.1:7450")))
-    kinds = {kind: partial(kind, registry=registry) for kind in (Counter_, Gauge, Histogram)}
-    metrics = ConnectorPromMetrics(config, kinds, ["engine"], {0: ["0"]})
+    metrics, found = metrics_of_vllm()
     for _ in range(2):
         metrics.observe({"read_duration 0.02": 1.0, "load_s": 2.0, "description": None})
-    assert registry.get_sample_value("vllm:kvpool_load_seconds_total", {"engine": "0"}) == 4
+    assert found("vllm:kvpool_load_seconds_total", {"engine": "0"}) == 4
     assert len(lines) == 2, "each reason once"
