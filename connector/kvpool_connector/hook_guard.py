@@ -7,6 +7,7 @@ written down here: blocks that were pinned, and requests that wait for a load. P
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -186,4 +187,4 @@ class Owed:
 
 
 def _ids(blocks: Sequence[GroupBlocks]) -> list[int]:
-    return [block for part in blocks for block in part.block_ids]
+    return list(itertools.chain.from_iterable([part.block_ids for part in blocks]))

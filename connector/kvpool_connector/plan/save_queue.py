@@ -384,4 +384,4 @@ class SaveQueue:
 
 
 def _ids(runs: Iterable[SaveRun]) -> list[int]:
-    return [block for run in runs for block in run.block_ids]
+    return list(itertools.chain.from_iterable([run.block_ids for run in runs]))

@@ -38,8 +38,8 @@ _SAVE_SHARE_MAX: Final = 0.25
 #: For so long generated blocks wait for further ones: a message for each would cost more than they
 #: are worth, and no turn of a conversation comes sooner (design: pool-thread).
 SAVE_GATHER_S: Final = 0.1
-#: To look at a request for each of its generated blocks takes most of a step's time.
-_BLOCKS_TOGETHER: Final = 4
+#: To look at a request for each generated block takes most of a step. All are saved when it ends.
+_BLOCKS_TOGETHER: Final = 8
 
 
 class EngineStep(NamedTuple):

@@ -7,11 +7,12 @@ An exception in one ends vLLM's EngineCore with all of its requests, so each is 
 from __future__ import annotations
 
 import functools
+import operator
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 from kvpool_connector.hints.request_params import OWN, Asked, Mistakes, parse_request
 from kvpool_connector.hook_guard import FailureLog, Fuse, Owed
@@ -30,6 +31,7 @@ from kvpool_connector.vllm_engine.stats import DESCRIPTION
 from kvpool_engines.pool_thread import PoolThread
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
+_ID: Final = operator.attrgetter("block_id")
 
 
 class BlockIds(Sequence[int]):
@@ -49,7 +51,7 @@ class BlockIds(Sequence[int]):
 
     def __getitem__(self, index: Any) -> Any:
         found = self._blocks[index]
-        return [block.block_id for block in found] if isinstance(found, list) else found.block_id
+        return [*map(_ID, found)] if isinstance(found, list) else found.block_id
 
 
 def _guarded(otherwise: Callable[..., Any]) -> Callable[[Hook], Hook]:
@@ -301,14 +303,13 @@ class SchedulerHooks:
 
     def _pin(self, blocks: Sequence[int]) -> None:
         if blocks:
-            self.block_pool.touch([self.block_pool.blocks[block] for block in blocks])
+            self.block_pool.touch([*map(self.block_pool.blocks.__getitem__, blocks)])
             self._owed.on_pinned(blocks)
 
     def _unpin(self, blocks: Sequence[int]) -> None:
         if blocks:
             # Reversed: vLLM reuses a chain's last block before its first, and so must we.
-            pool = self.block_pool
-            pool.free_blocks([pool.blocks[block] for block in reversed(blocks)])
+            self.block_pool.free_blocks([*map(self.block_pool.blocks.__getitem__, blocks[::-1])])
             self._owed.on_unpinned(blocks)
 
     def _promise(self, request: Any) -> dict[str, Any] | None:
