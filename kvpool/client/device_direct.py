@@ -27,7 +27,8 @@ from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_k
 from kvpool.device.lane import beside
 from kvpool.device.thread import DeviceFailed, DeviceThread
 from kvpool.errors import Closed, DeadlineExceeded, TooLarge
-from kvpool.protocols import DeviceArrival, DeviceReadBlock, DeviceToken, ReadOptions
+from kvpool.protocols import DeviceReadBlock, DeviceToken, ReadOptions
+from kvpool.protocols.device_transport import DeviceArrival
 from kvpool.types import DIRECT_PIECES_MAX, ReadResult, ReadStatus
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from kvpool.client.servers import KnownServer, Path, Servers, is_fast
 from kvpool.errors import Overloaded, ServerLost
-from kvpool.protocols import Channel, ReachesDevices, Transport
+from kvpool.protocols import Channel, Transport
+from kvpool.protocols.device_transport import ReachesDevices
 
 T = TypeVar("T")
 

@@ -25,15 +25,8 @@ from kvpool.client.idle_timeout import ServerUnresponsive
 from kvpool.client.reader import Reader, ReadState
 from kvpool.config import AUTO, DIRECT, STAGED, ClientConfig
 from kvpool.errors import ConfigError, DeadlineExceeded, Overloaded, PeerError, Unavailable
-from kvpool.protocols import (
-    Channel,
-    DeviceArrival,
-    DeviceReadBlock,
-    DeviceWriteBlock,
-    ReadOptions,
-    SupportsDeviceRead,
-    WriteOptions,
-)
+from kvpool.protocols import Channel, DeviceReadBlock, DeviceWriteBlock, ReadOptions, WriteOptions
+from kvpool.protocols.device_transport import DeviceArrival, SupportsDeviceRead
 from kvpool.types import ReadResult, ReadStatus, WriteStatus
 
 if TYPE_CHECKING:

@@ -37,14 +37,8 @@ from kvpool.errors import (
     PeerError,
     Unavailable,
 )
-from kvpool.protocols import (
-    BlocksToHost,
-    Channel,
-    DeviceToken,
-    DeviceWriteBlock,
-    SupportsDeviceWrite,
-    WriteOptions,
-)
+from kvpool.protocols import Channel, DeviceToken, DeviceWriteBlock, WriteOptions
+from kvpool.protocols.device_transport import BlocksToHost, SupportsDeviceWrite
 from kvpool.types import WriteBlock, WriteStatus
 
 if TYPE_CHECKING:

@@ -7,22 +7,15 @@ OSError. `kvpool.testing` checks an implementation against these contracts.
     A transport never retries.   A channel never caches.   A tier never allocates.
 """
 
-from kvpool.protocols.device_transport import (
-    BlocksToHost,
-    DeviceArrival,
-    DeviceReadBlock,
-    DeviceWriteBlock,
-    ReachesDevices,
-    SupportsDeviceRead,
-    SupportsDeviceWrite,
-)
 from kvpool.protocols.network import Caller, CountedListener, Handler, Link, Network
 from kvpool.protocols.policy import B, Decision, Evictable, LearnsFromArrivals, Policy
 from kvpool.protocols.tier import (
     Addressable,
     DeviceAddressable,
     DeviceMemory,
+    DeviceReadBlock,
     DeviceToken,
+    DeviceWriteBlock,
     Mappable,
     SupportsStatusText,
     Tier,
@@ -49,14 +42,12 @@ __all__ = [
     "Addressable",
     "B",
     "BlockStore",
-    "BlocksToHost",
     "Caller",
     "Channel",
     "Connection",
     "CountedListener",
     "Decision",
     "DeviceAddressable",
-    "DeviceArrival",
     "DeviceMemory",
     "DeviceReadBlock",
     "DeviceToken",
@@ -72,12 +63,9 @@ __all__ = [
     "OverFabric",
     "Peer",
     "Policy",
-    "ReachesDevices",
     "ReadOptions",
     "RequiresCertificates",
     "ReserveRequest",
-    "SupportsDeviceRead",
-    "SupportsDeviceWrite",
     "SupportsReachability",
     "SupportsStatusText",
     "SupportsZeroCopyView",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from kvpool.protocols.tier import DeviceMemory, DeviceToken
+from kvpool.protocols.tier import DeviceReadBlock, DeviceToken, DeviceWriteBlock
 from kvpool.protocols.transport import ReadOptions, WriteOptions
 from kvpool.types import ReadStatus, WriteStatus
 
@@ -18,17 +18,6 @@ class ReachesDevices(Protocol):
     def device_lack(self) -> str:
         """What this machine or its settings lack for that, for an operator; empty: nothing, and
         every channel is `SupportsDeviceRead`."""
-
-
-class DeviceReadBlock(NamedTuple):
-    """One block to be read into memory on a device, which has room for `size` bytes of it."""
-
-    digest: bytes
-    memory: DeviceMemory
-
-    @property
-    def size(self) -> int:
-        return len(self.memory)
 
 
 class DeviceArrival(NamedTuple):
@@ -59,19 +48,6 @@ class SupportsDeviceRead(Protocol):
         does not wait for what the device still does with the memory: the caller does, before.
         However it ends, nothing writes into the memory any more.
         """
-
-
-class DeviceWriteBlock(NamedTuple):
-    """One block to be written from memory on a device, all of which it is, with its checksum."""
-
-    digest: bytes
-    parent: bytes
-    memory: DeviceMemory
-    checksum: int
-
-    @property
-    def size(self) -> int:
-        return len(self.memory)
 
 
 #: Copies of small blocks in memory of the host. Raises DeadlineExceeded, and Overloaded when their

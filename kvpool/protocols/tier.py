@@ -112,6 +112,30 @@ class DeviceToken(NamedTuple):
     content: bytes
 
 
+class DeviceReadBlock(NamedTuple):
+    """One block to be read into memory on a device, which has room for `size` bytes of it."""
+
+    digest: bytes
+    memory: DeviceMemory
+
+    @property
+    def size(self) -> int:
+        return len(self.memory)
+
+
+class DeviceWriteBlock(NamedTuple):
+    """One block to be written from memory on a device, all of which it is, with its checksum."""
+
+    digest: bytes
+    parent: bytes
+    memory: DeviceMemory
+    checksum: int
+
+    @property
+    def size(self) -> int:
+        return len(self.memory)
+
+
 @runtime_checkable
 class DeviceAddressable(Protocol):
     """A tier whose memory is on a device, for transports that move bytes from and to a device.

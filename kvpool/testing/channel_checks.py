@@ -26,10 +26,8 @@ from kvpool.protocols import (
     Channel,
     OverFabric,
     Peer,
-    ReachesDevices,
     ReadOptions,
     RequiresCertificates,
-    SupportsDeviceRead,
     SupportsReachability,
     SupportsStatusText,
     SupportsZeroCopyView,
@@ -391,8 +389,8 @@ async def a_server_may_hang_up(stage: Stage) -> None:
 
 @TransportCheck
 async def what_a_transport_declares_is_so(stage: Stage) -> None:
-    """Its capabilities: an address that it can reach, words for an operator, devices."""
-    channel = await stage.connect()
+    """Its capabilities: an address that it can reach, and words for an operator."""
+    await stage.connect()
     for transport in (stage.transport, stage.client_transport):
         for flag in ("same_host", "authenticated"):
             value = getattr(transport, flag)
@@ -410,10 +408,6 @@ async def what_a_transport_declares_is_so(stage: Stage) -> None:
         if isinstance(transport, OverFabric):
             value = transport.has_fabric
             stage.expect(isinstance(value, bool), "whether there is one", describe(value))
-        if isinstance(transport, ReachesDevices):
-            lack = transport.device_lack
-            fine = bool(lack) or isinstance(channel, SupportsDeviceRead)
-            stage.expect(fine, "a channel that reads to devices: nothing is lacking", repr(channel))
 
 
 def _text(transport: SupportsStatusText) -> object:

@@ -28,7 +28,6 @@ from kvpool.protocols import Policy, Tier, Transport
 from kvpool.testing import (
     channel_checks,
     connector_checks,
-    device_checks,
     loop_checks,
     policy_checks,
     policy_costs,
@@ -78,8 +77,7 @@ TRANSPORT_CHECKS: Final = _defined(
     ending_checks,
     channel_checks,
     loop_checks,
-    *_installed("kvpool.testing.move_checks"),
-    device_checks,
+    *_installed("kvpool.testing.move_checks", "kvpool.testing.device_checks"),
 )
 TIER_CHECKS: Final = _defined(
     TierCheck,

@@ -18,14 +18,17 @@ from kvpool.checksum import block_seeds, checksum
 from kvpool.errors import DeadlineExceeded, Unavailable
 from kvpool.protocols import (
     Channel,
-    DeviceArrival,
     DeviceReadBlock,
     DeviceToken,
     DeviceWriteBlock,
     ReadOptions,
+    WriteOptions,
+)
+from kvpool.protocols.device_transport import (
+    DeviceArrival,
+    ReachesDevices,
     SupportsDeviceRead,
     SupportsDeviceWrite,
-    WriteOptions,
 )
 from kvpool.testing.harness import (
     NAMESPACE,
@@ -41,6 +44,20 @@ from kvpool.types import ROOT, ReadStatus, WriteStatus
 
 _FILL = 0xA5
 _REST = 333
+
+
+@TransportCheck
+async def what_lacks_nothing_reaches_devices(stage: Stage) -> None:
+    """Every channel of such a transport reads to them."""
+    channel = await stage.connect()
+    told = [
+        one for one in (stage.transport, stage.client_transport) if isinstance(one, ReachesDevices)
+    ]
+    if not told:
+        raise NotDeclared("it does not say what it lacks for devices: `device_lack`")
+    for transport in told:
+        fine = bool(transport.device_lack) or isinstance(channel, SupportsDeviceRead)
+        stage.expect(fine, "a channel that reads to devices: nothing is lacking", repr(channel))
 
 
 @TransportCheck

@@ -37,6 +37,7 @@ TABLES = (
 #: What stands upon a ring goes with it.
 UPON = {
     "files": ("identity", "secrets", "tenancy", "tls"),
+    "gpu": ("ucx",),
     "heaps": ("sessions", "tiers", "prefetch", "cold"),
     "moves": ("prefetch",),
     "namespaces": ("demand", "events", "questions", "removal"),
@@ -47,7 +48,7 @@ UPON = {
     "tiers": ("prefetch", "cold"),
 }
 #: The tests look at a pool by it, so it is deleted alone, and what it stands upon with it.
-INSTRUMENT = {"admin", "namespaces", "operators", "questions"}
+INSTRUMENT = {"admin", "dev", "namespaces", "operators", "questions"}
 KERNEL_TESTS = ("tests/client/test_pool.py", "tests/client/test_reader.py")
 WHAT_THEY_NEED = tuple(
     f"tests/{one}.py" for one in ("__init__", "conftest", "client/__init__", "client/conftest")
@@ -72,6 +73,8 @@ async def main():
                 assert into == [digest * 2048 for digest in chain], scheme
 asyncio.run(main())
 """
+#: What is left without the ring that the play stands upon.
+PROGRAMS = "import kvpool.cli.run, kvpool.client.opening, kvpool.server.block_server"
 
 
 def copy_without(rings: Iterable[str], into: Path, *more: str) -> dict[str, str]:
@@ -161,7 +164,7 @@ def test_without_secrets_only_who_asks_for_one_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("ring", RINGS)
 def test_a_pool_works_without(ring: str, tmp_path: Path) -> None:
     environment = copy_without([ring, *UPON.get(ring, ())], tmp_path)
-    assert not run(tmp_path, environment, "-c", PLAY)
+    assert not run(tmp_path, environment, "-c", PROGRAMS if ring == "dev" else PLAY)
 
 
 @pytest.mark.parametrize("ring", ["tiers", "everywhere", "paths"])

@@ -33,13 +33,8 @@ from kvpool.client.buffers import normalize_buffers
 from kvpool.config import DIRECT
 from kvpool.device import thread
 from kvpool.errors import Unavailable
-from kvpool.protocols import (
-    DeviceArrival,
-    DeviceReadBlock,
-    DeviceWriteBlock,
-    ReadOptions,
-    WriteOptions,
-)
+from kvpool.protocols import DeviceReadBlock, DeviceWriteBlock, ReadOptions, WriteOptions
+from kvpool.protocols.device_transport import DeviceArrival
 from kvpool.types import ROOT, Namespace, ReadResult, ReadStatus, WriteStatus
 from kvpool_transports import ucx
 from tests.simulation import device_tiers

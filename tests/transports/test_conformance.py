@@ -666,7 +666,7 @@ BROKEN_TOO: list[tuple[str, Callable[[], Transport]]] = [
     ("every_status_arrives", lambda: ThroughTransport(write=hurrying)),
     ("a_refusal_arrives_unchanged", lambda: ThroughTransport(request=terser)),
     # It lacks nothing for devices, and has no channel for them; it has nothing to say.
-    ("what_a_transport_declares_is_so", altered(ThroughTransport, device_lack="")),
+    ("what_lacks_nothing_reaches_devices", altered(ThroughTransport, device_lack="")),
     ("what_a_transport_declares_is_so", altered(ThroughTransport, status_text="")),
     ("a_server_knows_who_calls", lambda: Linked(lambda peer: peer._replace(transport="tcp"))),
     ("a_server_sees_whether_a_client_is_idle", lambda: Linked(link(retire=lambda: None))),

@@ -47,11 +47,9 @@ from kvpool.errors import (
 )
 from kvpool.memory_limits import MemoryLimits, tightest
 from kvpool.protocols import (
-    BlocksToHost,
     BlockStore,
     Channel,
     Connection,
-    DeviceArrival,
     DeviceMemory,
     DeviceReadBlock,
     DeviceToken,
@@ -61,6 +59,7 @@ from kvpool.protocols import (
     ReadOptions,
     WriteOptions,
 )
+from kvpool.protocols.device_transport import BlocksToHost, DeviceArrival
 from kvpool.threads import in_thread
 from kvpool.types import Cluster, Pin, ReadStatus, WriteStatus
 from kvpool.units import human
