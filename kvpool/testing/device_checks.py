@@ -50,12 +50,12 @@ _REST = 333
 async def what_lacks_nothing_reaches_devices(stage: Stage) -> None:
     """Every channel of such a transport reads to them."""
     channel = await stage.connect()
-    told = [
+    saying = [
         one for one in (stage.transport, stage.client_transport) if isinstance(one, ReachesDevices)
     ]
-    if not told:
+    if not saying:
         raise NotDeclared("it does not say what it lacks for devices: `device_lack`")
-    for transport in told:
+    for transport in saying:
         fine = bool(transport.device_lack) or isinstance(channel, SupportsDeviceRead)
         stage.expect(fine, "a channel that reads to devices: nothing is lacking", repr(channel))
 

@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.errors import Unavailable
 from kvpool.server.moves.state import share_plan
-from kvpool.server.moves.state.share_plan import (
-    SHARED_FROM,
-    BalancePlanner,
-    ChainOwners,
-    is_full,
-)
+from kvpool.server.moves.state.share_plan import SHARED_FROM, BalancePlanner, ChainOwners, is_full
 from kvpool.server.moves.state.wants import BlockName, MovePlanner, MoveView, Wants, name_of
 from kvpool.server.state.entry import Entry
 from tests.simulation.blocks import ONE

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool.config import ClientConfig
 from kvpool.server.state.front_store import FrontStore
-from kvpool.types import (
-    Match,
-    Namespace,
-    ReadResult,
-    ReadStatus,
-    WriteStatus,
-)
+from kvpool.types import Match, Namespace, ReadResult, ReadStatus, WriteStatus
 from tests.simulation.blocks import ONE, values
 from tests.simulation.truth import PartHistory
 

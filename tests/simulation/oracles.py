@@ -17,12 +17,7 @@ from kvpool.errors import InvariantViolated
 from kvpool.master.state.directory import Directory
 from kvpool.master.state.explanations import explain
 from kvpool.master.state.placement import SHARED_FROM, Placement
-from kvpool.master.state.server_record import (
-    EARLIER_MAX,
-    Refusal,
-    Registration,
-    SequenceCheck,
-)
+from kvpool.master.state.server_record import EARLIER_MAX, Refusal, Registration, SequenceCheck
 from kvpool.master.state.server_table import ServerTable
 from kvpool.master.state.sweeper import Sweeper
 from kvpool.protocols import ReserveRequest
@@ -38,15 +33,7 @@ from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.prefetches import HOLD_S
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import (
-    ARRIVED,
-    ROOT,
-    Namespace,
-    Pin,
-    ReadStatus,
-    Reservation,
-    WriteStatus,
-)
+from kvpool.types import ARRIVED, ROOT, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 from tests.simulation.arrivals import ArrivalOracle
 from tests.simulation.blocks import values
 from tests.simulation.memory import SimTier
