@@ -17,6 +17,7 @@ written again, the time at which it would have been a hit is counted (design: ev
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Generic
@@ -259,26 +260,26 @@ class LifetimeHistogram:
         self._ended = [0.0] * self._BINS
         self._densities = [0.0] * self._BINS
         self._ranks = [_POOREST] * self._BINS
-        octaves = [(number - 1) / self._PER_OCTAVE for number in range(1, self._BINS + 1)]
-        self._edges = [0.0] + [self._SHORTEST_S * 2.0**octave for octave in octaves]
+        octaves = [number / self._PER_OCTAVE for number in range(self._BINS - 1)]
+        self._bounds = [self._SHORTEST_S * 2.0**octave for octave in octaves]
 
     def ended(self, age_s: float) -> None:
         self.came += 1
-        self._ended[self._bin(age_s)] += 1
+        self._ended[bisect_right(self._bounds, age_s)] += 1
 
     def share(self, age_s: float) -> float:
         """Of those that were not used for so long, how many are used again after all."""
-        later = sum(self._ended[self._bin(age_s) :])
+        later = sum(self._ended[bisect_right(self._bounds, age_s) :])
         left = max(self.began, self.came) - self.came + later
         return later / left if left > 0 else 0.0
 
     def density(self, age_s: float) -> float:
         """Expected hits per block and second at this age; 0 before the first computation."""
-        return self._densities[self._bin(age_s)]
+        return self._densities[bisect_right(self._bounds, age_s)]
 
     def rank(self, age_s: float) -> int:
         """The power of two of the density."""
-        return self._ranks[self._bin(age_s)]
+        return self._ranks[bisect_right(self._bounds, age_s)]
 
     def learn(self) -> None:
         """Compute the densities from the counts, then reduce the counts by `KEPT`."""
@@ -286,17 +287,17 @@ class LifetimeHistogram:
         self.fade()
 
     def _compute(self, began: float, ended: Sequence[float]) -> None:
-        alive = [began]
-        for count in ended:
-            alive.append(alive[-1] - count)
-        for start in range(self._BINS):
-            best = hits = seconds = 0.0
-            for number in range(start, self._BINS - 1):
-                width = self._edges[number + 1] - self._edges[number]
-                hits += ended[number]
-                seconds += width * (alive[number] + alive[number + 1]) / 2
-                best = max(best, hits / seconds) if seconds > 0 else best
-            self._densities[start] = best
+        seconds, alive, since_s = [], began, 0.0
+        for until_s, count in zip(self._bounds, ended, strict=False):  # nobody leaves the last bin
+            seconds.append((until_s - since_s) * (alive - count / 2))
+            alive, since_s = alive - count, until_s
+        best: list[tuple[float, float]] = []  # hits and seconds of the best spans from here on
+        for number in range(self._BINS - 2, -1, -1):
+            hits, span_s = ended[number], max(0.0, seconds[number])
+            while best and best[-1][0] * span_s >= hits * best[-1][1]:  # going on is better
+                hits, span_s = hits + best[-1][0], span_s + best.pop()[1]
+            best.append((hits, span_s))
+            self._densities[number] = hits / span_s if span_s > 0 else 0.0
         self._ranks = [math.frexp(one)[1] if one else _POOREST for one in self._densities]
 
     def fade(self) -> None:
@@ -304,8 +305,3 @@ class LifetimeHistogram:
         self.began *= self.KEPT
         self.came *= self.KEPT
         self._ended = [count * self.KEPT for count in self._ended]
-
-    def _bin(self, age_s: float) -> int:
-        if age_s <= self._SHORTEST_S:
-            return 0
-        return min(self._BINS - 1, 1 + int(self._PER_OCTAVE * math.log2(age_s / self._SHORTEST_S)))

@@ -17,6 +17,7 @@ gone: the name of its root and a few numbers (design: eviction).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
@@ -84,7 +85,7 @@ class Programs:
         self._queues: list[LRU[Entry]] = [LRU() for _ in range(_CLASSES)]
         self._lives = [Lives() for _ in range(_CLASSES)]
         self._all = Lives()
-        self._clock: LRU[Entry] = LRU()  # sets `last_used` for all queues; holds no blocks
+        self._last_stamp = 0
         self._programs: OrderedDict[int, Program] = OrderedDict()
         self._prompt = _Prompt()
         self._stored = 0
@@ -128,7 +129,7 @@ class Programs:
             else:
                 self._add(prompt, block)
             prompt.last = block
-        self._clock.touch(block, now)
+        self._last_stamp = block.last_used = max(self._last_stamp + 1, int(now * 1e6))
 
     def add_candidate(self, block: Entry) -> None:
         if block is self._prompt.last:
@@ -163,12 +164,12 @@ class Programs:
         while (poorest := self._poorest(now)) is not None:
             if isinstance(poorest, Decision):
                 return poorest
-            number, last_used = poorest
+            number, last_used, kept = poorest
             age_s = now - last_used / 1e6
             if age_s < _BYPASS_S_MAX:
                 prompt = self._prompt_of(newcomer, now)
                 offered = self._lives[self._class_in(prompt, newcomer)].density(0.0)
-                if offered < self._lives[number].density(age_s) * _BYPASS_MARGIN:
+                if offered < kept * _BYPASS_MARGIN:
                     self._refuse(prompt, newcomer)
                     self._departures.add(newcomer.digest, _REFUSED, 0.0)
                     return Decision.BYPASS
@@ -363,13 +364,13 @@ class Programs:
             self._lives[shared.number].ended(pause_s)
             shared.used = prompt.now
             shared.prompts += 1
-            self._held.changed(shared, _SHARED + _place_in(_SHARED_USES, shared.prompts))
+            self._held.changed(shared, _SHARED + bisect_left(_SHARED_USES, shared.prompts))
             self._lives[shared.number].began += 1
 
     # --- order -----------------------------------------------------------------------------
 
-    def _poorest(self, now: float) -> tuple[int, int] | Decision | None:
-        """The class whose oldest leaf has the lowest density, and the last use of that one.
+    def _poorest(self, now: float) -> tuple[int, int, float] | Decision | None:
+        """The class whose oldest leaf has the lowest density, the last use of that one, and it.
 
         NOT_YET when that takes more steps: call again.
         """
@@ -399,7 +400,7 @@ class Programs:
             self._row = _NO_ROW
             return self._poorest(now)
         self._row = (best[2], at, left - 1) if len(numbers) == 1 else (best[2], now, _ROW)
-        return best[2], best[1]
+        return best[2], best[1], best[0]
 
     def _learn(self, number: int) -> None:
         self._lives[number].learn_beside(self._all)
@@ -470,14 +471,7 @@ class Lives(LifetimeHistogram):
 
 
 def _class_of(prompts: int, growth: int) -> int:
-    return _place_in(_PROMPTS, prompts) * (len(_GROWTHS) + 1) + _place_in(_GROWTHS, growth)
-
-
-def _place_in(bounds: tuple[int, ...], value: int) -> int:
-    for place, bound in enumerate(bounds):
-        if value <= bound:
-            return place
-    return len(bounds)
+    return bisect_left(_PROMPTS, prompts) * (len(_GROWTHS) + 1) + bisect_left(_GROWTHS, growth)
 
 
 def _name(block: Entry) -> int:
