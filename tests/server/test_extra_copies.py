@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvpool.protocols.policy import Decision
 from kvpool.server.eviction.extra_copies import ExtraCopies
 from kvpool.server.eviction.order import JUST_NOW
@@ -32,12 +30,8 @@ class Kept:
         return self.extra.take(newcomer, lambda entry: entry not in pinned, last_used)
 
 
-@pytest.fixture
-def kept() -> Kept:
-    return Kept()
-
-
-def test_the_least_recently_used_one_goes_for_a_block(kept: Kept) -> None:
+def test_the_least_recently_used_one_goes_for_a_block() -> None:
+    kept = Kept()
     one, two, three, four = kept.blocks
     kept.extra.discard(two)
     kept.extra.discard(two)
@@ -46,14 +40,8 @@ def test_the_least_recently_used_one_goes_for_a_block(kept: Kept) -> None:
     assert one not in kept.extra.listed
 
 
-def test_another_extra_copy_takes_the_place_of_older_ones_only(kept: Kept) -> None:
-    one, two, *_ = kept.blocks
-    assert kept.take(block(9), two.last_used) is one
-    assert kept.take(block(9), two.last_used) is None
-    assert kept.take(block(9, copies=1), two.last_used) is two
-
-
-def test_what_has_become_the_last_copy_is_no_extra_any_more(kept: Kept) -> None:
+def test_what_has_become_the_last_copy_is_no_extra_any_more() -> None:
+    kept = Kept()
     one, two, *_ = kept.blocks
     one.copies = 1
     assert kept.take(block(9), JUST_NOW) is two
@@ -61,7 +49,8 @@ def test_what_has_become_the_last_copy_is_no_extra_any_more(kept: Kept) -> None:
     assert kept.extra.listed == set(kept.blocks[2:])
 
 
-def test_one_call_looks_at_a_bounded_number(kept: Kept) -> None:
+def test_one_call_looks_at_a_bounded_number() -> None:
+    kept = Kept()
     for number in range(5, 400):
         kept.extra.add(block(number))
     found = kept.extra.take(block(900, copies=1), lambda entry: False, JUST_NOW)

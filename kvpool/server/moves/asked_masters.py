@@ -39,24 +39,30 @@ class AskedMasters:
         return bool(self._links)
 
     async def ask(self, message: wire.Message, answer: type[wire.M], deadline: float) -> wire.M:
-        """The first good answer of a master. Raises MasterLost."""
+        """The first good answer of a master; where all have just begun, what one of them knows.
+        Raises MasterLost."""
         if not self._links and not self.ended:
             self._links = [self._network.connect(address) for address in self._addresses]
         self.asked_at = _now()
         self._on_ask()
-        problem = "this server is closed"
+        problem, partial = "this server is closed", None
         for link in (links := list(self._links)):
             now, last = _now(), link is links[-1]
             # One that is silent leaves as much time to the others.
             until = min(deadline if last else (now + deadline) / 2, now + _MASTER_S)
             try:
                 got = await link.request(*wire.encode(message), deadline=until)
-                return wire.decode_answer(answer, *got)
+                answered = wire.decode_answer(answer, *got)
+                if not (isinstance(answered, wire.FindReply) and answered.partial):
+                    return answered
+                partial = answered
             except (Unavailable, Overloaded, PeerError) as error:
                 problem = str(error)  # and not the error, which refers to this frame
                 if link in self._links:  # the others first, the next time
                     self._links.remove(link)
                     self._links.append(link)
+        if partial is not None:
+            return partial
         raise MasterLost(f"no master answers: {problem}")
 
     async def members(self, deadline: float) -> Mapping[str, Member]:
@@ -100,7 +106,8 @@ class AskedMasters:
         while first < len(names):
             batch = names[first : first + wire.QUESTION_KEYS_MAX]
             packed = b"".join(name.digest for name in batch)
-            request = wire.Find(namespace.name, namespace.parts, size, packed, False)
+            keys = namespace.name, namespace.parts, size, packed
+            request = wire.Find(*keys, False, observes=True)  # no client wants them
             found = await self.ask(request, wire.FindReply, deadline)
             for start, last, replicas in found.runs:
                 here = {server for server, _, one in replicas if one == part} & servers

@@ -9,7 +9,8 @@ import pytest
 
 from kvpool.errors import DeadlineExceeded, MasterLost, Unavailable
 from kvpool.server.moves.asked_masters import AskedMasters
-from kvpool.types import Member, ServerStats
+from kvpool.server.moves.state.wants import BlockName
+from kvpool.types import Member, Namespace, ServerStats
 from kvpool.wire import messages as wire
 
 
@@ -39,6 +40,10 @@ class LinkToMaster:
         if left <= 0 or self.address in self.masters.silent:
             await asyncio.sleep(left)
             raise DeadlineExceeded("no answer")
+        if message[0] == wire.TYPES[wire.Find]:
+            assert wire.decode(wire.Find, *message).observes, "no client wants these blocks"
+            runs = [] if self.address == "a" else [(0, 0, [("one", "dram", 0)])]
+            return wire.encode(wire.FindReply(runs, b"" if runs else b"\x01", partial=not runs))
         one = ("one", self.masters.epoch, "host", (), (), True, 0.0, 0, ServerStats())
         member = Member(*one)
         return wire.encode(wire.MembersReply("m", 1.0, 2, [member], False))
@@ -110,3 +115,12 @@ async def test_what_was_closed_connects_again_until_all_ends(
     masters.close()
     with pytest.raises(MasterLost, match="this server is closed"):
         await masters.ask(wire.Members(""), wire.MembersReply, until)
+
+
+async def test_a_master_that_has_just_begun_counts_where_no_other_answers(
+    network: Masters, masters: AskedMasters
+) -> None:
+    name, until = BlockName(Namespace("m"), 0, bytes(32)), asyncio.get_running_loop().time() + 5
+    assert await masters.holders([name], ["one"], until) == {name: {"one"}}
+    network.down.add("b")
+    assert await masters.holders([name], ["one"], until) == {name: set()}

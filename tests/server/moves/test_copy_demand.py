@@ -163,7 +163,7 @@ def test_an_extra_copy_takes_the_place_of_older_ones_only_and_a_last_one_of_any_
     store = store_of([], pages=2)
     assert fetch(store, a, 50.0, 0)
     assert fetch(store, b, 60.0, 0)
-    assert not fetch(store, key("older"), 10.0, 0)
+    assert not fetch(store, key("as old"), 50.0, 0)
     assert fetch(store, key("newer"), 55.0, 0)
     assert store.index.peek(ONE, 0, a) is None
     assert fetch(store, key("last one"), 1.0, 1)
