@@ -341,8 +341,8 @@ BUGS: Sequence[Bug] = read(
 +        if per_part:
 +            self.status
 @@ part-dropped-from-key  G12  kvpool.server.state.store
--        blocks = self.index.blocks(namespace, part)
-+        blocks = self.index.blocks(namespace, 0)
+-        found = self.index.blocks(namespace, part).get_all(digests)
++        found = self.index.blocks(namespace, 0).get_all(digests)
 @@ no-failover  G6  kvpool.client.reader  seed 10
 -                attempts = plan.ended(attempts[0], self._loop.time())
 -            if not attempts:

@@ -177,7 +177,8 @@ class LocationTable:
             self._last_id += 1
             held = self._sets[key] = BlockLocations(self._last_id, parts, tuple(ordered))
             self.by_id[held.id] = held
-        self.touch(held)
+        if held.walk != self.walk:  # it is asked for each announcement
+            self.touch(held)
         return held
 
     def add(self, held: BlockLocations, location: Location) -> Step:

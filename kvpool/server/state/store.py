@@ -219,7 +219,7 @@ class Store:
         has released those pins. With `view` it will not do so soon, and gets `REFUSED`
         (design: budgets).
         """
-        blocks = self.index.blocks(namespace, part)
+        found = self.index.blocks(namespace, part).get_all(digests)
         holder = self.held.owner(owner)
         pins = holder.pins
         if not pins:
@@ -236,7 +236,6 @@ class Store:
         used: list[Entry] = []
         missed: list[int] = []  # positions
         id = self.held.last_id
-        found = blocks.get_all(digests)
         for position, entry in enumerate(found):
             if entry is None:
                 missed.append(position)

@@ -479,7 +479,7 @@ class StreamSession:
 
     async def _payload_of(self, hits: list[Pin], connection: Connection) -> list[Pieces]:
         """The memory of pinned blocks. For a transport that sends from other memory, too."""
-        return [(view,) for view in connection.views(hits)]
+        return list(zip(connection.views(hits)))  # each block is one piece
 
     async def _send_offsets(self, pins: list[Pin]) -> None:
         """Say where they lie. The pins stay until the client sends something else, or goes; never
