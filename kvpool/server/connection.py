@@ -223,9 +223,9 @@ class ServerConnection:
             counters["missed_blocks"] += missed
             self._context.publish()
         if hits or missed:
-            last = digests[_last_hit(pins)]
+            last = next((pin for pin in reversed(pins) if pin.extent is not None), None)
             for on_served in self._extensions.on_served:
-                on_served(namespace, part, last, len(hits), size, missed)
+                on_served(namespace, last, len(hits), size, missed)
         return pins
 
     def unpin(self, pins: Sequence[Pin]) -> None:
@@ -349,8 +349,3 @@ async def _checksum_of(data: memoryview, seed: int) -> int:
         digest.update(data[start : start + _HASH_STEP])
         await asyncio.sleep(0)
     return digest.intdigest()
-
-
-def _last_hit(pins: Sequence[Pin]) -> int:
-    """The position of the last block that is pinned; the first one if none is."""
-    return next((n for n in range(len(pins) - 1, -1, -1) if pins[n].extent is not None), 0)

@@ -16,7 +16,7 @@ from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.quota import TenantAccount
 from kvpool.shares import Shares
 from kvpool.tenant_names import tenant_of
-from kvpool.types import NAME_MAX, OTHERS, Consumer, Namespace
+from kvpool.types import NAME_MAX, OTHERS, Consumer, Namespace, Pin
 
 #: Names of each kind whose reads are counted apart; no tenant has all of them.
 NAMES_MAX: Final = 1024
@@ -53,19 +53,14 @@ class Consumers:
         self._names = {kind: Shares(NAMES_MAX - 1) for kind in _SHOWN}  # OTHERS is one
 
     def read(
-        self,
-        namespace: Namespace,
-        part: int,
-        last: bytes,
-        hits: int,
-        size: int,
-        missed: int,
+        self, namespace: Namespace, last: Pin | None, hits: int, size: int, missed: int
     ) -> None:
         """A call got `hits` blocks of `size` bytes, `last` the last of them, and missed others."""
         known = bool(hits)
         names = {"tenant": tenant_of(namespace.name), "namespace": namespace.name}
-        if hits:
-            entry = self._store.front.index.blocks(namespace, part).get(last)
+        if last is not None and last.extent is not None:
+            store = self._store.front if last.tier is None else self._store.stores[last.tier]
+            entry = store.extents.blocks_at.get(last.extent.offset)
             session = entry.session if entry is not None else None
             program = session.program if session is not None else ""
             if program or self._reads["program"]:  # what is of none, too, once there are programs

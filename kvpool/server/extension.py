@@ -17,7 +17,7 @@ from kvpool.errors import ConfigError, Forbidden
 from kvpool.protocols import Network, Peer, ReserveRequest, Transport
 from kvpool.runtime import Host
 from kvpool.server.context import ServerContext
-from kvpool.types import Cluster, Namespace, Reservation, ServerStats
+from kvpool.types import Cluster, Namespace, Pin, Reservation, ServerStats
 from kvpool.wire import messages as wire
 
 #: What every server has: `module:class`, made with the `ServerParts`.
@@ -92,8 +92,8 @@ class Extensions:
         self.all: list[ServerExtension] = []
         #: With the namespace, part and digests that a client has asked for, and its name.
         self.on_read: list[Callable[[Namespace, int, Sequence[bytes], str], None]] = []
-        #: With what a client has got: the namespace, part, last digest, blocks, bytes; and misses.
-        self.on_served: list[Callable[[Namespace, int, bytes, int, int, int], None]] = []
+        #: With what a client has got: the namespace, last block, blocks, bytes; and misses.
+        self.on_served: list[Callable[[Namespace, Pin | None, int, int, int], None]] = []
         self.tenant_writes: TenantWrites | None = None
         #: In the step in which a client removes blocks.
         self.on_removed: list[OnRemoved] = []

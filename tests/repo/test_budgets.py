@@ -213,7 +213,7 @@ KERNEL_TO_RING = {
     "kvpool.client.pool -> kvpool.client.session",
 }
 #: Changes of room (a room is a file) of one call over tcp, (budget, today and some for noise).
-ROOMS = {"write": (130, 151), "read with a match": (60, 102)}
+ROOMS = {"write": (130, 151), "read with a match": (60, 99)}
 #: Words of a page.
 WORDS = {
     "CHANGELOG.md": 1_500,

@@ -94,8 +94,8 @@ def test_a_tenant_with_many_names_leaves_some_to_others() -> None:
     stack = stack_of(8)
     consumers = Consumers(stack, ["dram"])
     for n in range(3 * NAMES_MAX):
-        consumers.read(Namespace(f"@acme/{n}"), 0, b"", 1, 10, 0)
-    consumers.read(BETA, 0, b"", 1, 1 << 30, 0)
+        consumers.read(Namespace(f"@acme/{n}"), None, 1, 10, 0)
+    consumers.read(BETA, None, 1, 1 << 30, 0)
     namespaces = named(consumers.report(), "namespace")
     assert namespaces[BETA.name].hit_blocks == 1
     assert namespaces[OTHERS].hit_blocks > 2 * NAMES_MAX
@@ -105,10 +105,10 @@ def test_a_tenant_with_many_names_leaves_some_to_others() -> None:
 def test_made_up_names_fill_one_line() -> None:
     consumers = Consumers(stack_of(16), ["dram"])
     for n in range(3 * NAMES_MAX):
-        consumers.read(Namespace(f"made up {n}"), 0, bytes(32), 0, 0, 2)
+        consumers.read(Namespace(f"made up {n}"), None, 0, 0, 2)
     assert len(consumers._reads["namespace"]) == 1
     for n in range(3 * NAMES_MAX):
-        consumers.read(Namespace(f"real {n}"), 0, bytes(32), 1, 10, 0)
+        consumers.read(Namespace(f"real {n}"), None, 1, 10, 0)
     assert len(consumers._reads["namespace"]) == NAMES_MAX
     report = named(consumers.report(), "namespace")
     assert sum(one.hit_blocks for one in report.values()) == 3 * NAMES_MAX
@@ -148,12 +148,13 @@ def test_figures_of_many_tenants_are_those_of_all() -> None:
 
 
 def test_reads_of_no_program_count_beside_those_of_programs() -> None:
-    stack = stack_of(8)
-    consumers = Consumers(stack, ["dram"])
-    write(stack.front, POOL, keys(1, 1), 1.0, session=SessionHint("program=agent;1"))
-    write(stack.front, POOL, keys(2, 1), 1.0, session=SessionHint("alone"))
-    for last in (2, 1, 2, 2):
-        consumers.read(POOL, 0, keys(last, 1)[0], 1, PAGE, 0)
+    device, memory = both = [Store(8 * PAGE), Store(8 * PAGE)]
+    consumers = Consumers(Blocks(both, front_tier=1), ["hbm", "dram"])
+    write(device, POOL, keys(1, 1), 1.0, session=SessionHint("program=agent;1"))
+    write(memory, POOL, keys(1, 1), 1.0, session=SessionHint("alone"))
+    for tier in (None, 0, None, None):
+        (pin,) = both[1 if tier is None else tier].pin(1, POOL, 0, keys(1, 1), 3.0)
+        consumers.read(POOL, pin._replace(tier=tier), 1, PAGE, 0)
     report = named(consumers.report(), "program")
     assert {name: one.hit_blocks for name, one in report.items()} == {"agent": 1, "": 2}
 

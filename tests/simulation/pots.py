@@ -162,9 +162,9 @@ def play_names(seed: int) -> str:
     chance = random.Random(seed)
     counted = consumers.Consumers(Blocks([Store(1 << 20)]), ["dram"])
     for number in range(chance.choice([10, 3 * consumers.NAMES_MAX])):
-        counted.read(_namespace(GREEDY, number), 0, b"", 1, 1, 0)
+        counted.read(_namespace(GREEDY, number), None, 1, 1, 0)
     for name in MODEST:
-        counted.read(_namespace(name), 0, b"", 1, 1, 0)
+        counted.read(_namespace(name), None, 1, 1, 0)
         if _namespace(name).name not in counted._reads["namespace"]:
             return f"consumers: reads of {name} are those of others"
     return ""
