@@ -215,5 +215,5 @@ class ServerContext:
             await asyncio.wait([future], timeout=left)
         finally:
             future.cancel()  # the deadline came first, or the writer has gone
-            if self._waiting_for_space.pop(future, None) and leads:
-                self.space_changed()
+            if self._waiting_for_space.pop(future, None) and leads and self._waiting_for_space:
+                loop.call_at(now + clients.SAMPLE_S, self.space_changed)  # as if it still waited
