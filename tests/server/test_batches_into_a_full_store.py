@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -208,22 +208,12 @@ def test_a_block_that_stands_twice_in_a_batch_takes_one_place() -> None:
     check_invariants(books)
 
 
-@pytest.mark.parametrize("hint", [None, SessionHint("one", 1.0)])
-def test_a_batch_is_looked_at_once(
-    hint: SessionHint | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one whose blocks are not alike, or come one by one: not again for each block."""
-    looks, alike = 0, store._AlikeBlocks._are_alike
-
-    def count(*arguments: Any) -> bool:
-        nonlocal looks
-        looks += 1
-        return alike(*arguments)
-
-    monkeypatch.setattr(store._AlikeBlocks, "_are_alike", count)
+    looks, alike = list[int](), store._alike_until
+    monkeypatch.setattr(store, "_alike_until", lambda *of: looks.append(1) or alike(*of))
     books = Store(64 * PAGE)
     fill(books, 64)
-    new = keys("new", 32)
-    sizes = [PAGE, 2 * PAGE] * 16
-    books.reserve(1, ReserveRequest(NAMESPACES[0], 0, new, [ROOT] * 32, sizes, hint), 1.0)
-    assert looks == (hint is None)
+    new, sizes = keys("new", 32), [PAGE, 2 * PAGE] * 16
+    books.reserve(1, ReserveRequest(NAMESPACES[0], 0, new, [ROOT] * 32, sizes), 1.0)
+    assert len(looks) == 1

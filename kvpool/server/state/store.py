@@ -99,7 +99,7 @@ class Store:
         fresh, spare = list[Entry](), list[int]()  # to be entered; extents for those that follow
         found, mask = index.blocks.get_all(request.digests), allocator.alignment - 1
         # What is announced counts when it is entered; who waits for a disk does so for each block.
-        alike = _AlikeBlocks(request, found) if policy.in_a_row and not extents.demotes else None
+        alike = -1 if policy.in_a_row and not extents.demotes else 0  # -1: it is looked at once
         for known, (digest, parent, size, stamp, copies) in zip(found, _rows(request), strict=True):
             if known is None or known.state not in _HERE:  # it has made room for one before it
                 known = granted.get(digest)
@@ -126,8 +126,8 @@ class Store:
                     offset = None if over else allocator.allocate(size)
                     if offset is None:
                         self._enter(index, holder, fresh, now)
-                        done = len(answers) + 1
-                        more = alike.behind(done) if alike and policy.due(entry) is None else 0
+                        alike = alike if alike >= 0 else _alike_until(request, found, len(answers))
+                        more = max(0, alike - len(answers) - 1) if policy.due(entry) is None else 0
                         made = extents.make(entry, owner, now, stamp, min(left, taken * more))
                         if isinstance(made, Reservation):
                             answers.append(refusal := made)
@@ -372,29 +372,14 @@ class Store:
         fresh.clear()
 
 
-class _AlikeBlocks:
-    """How many blocks of a batch follow for which room can be made together: looked at once."""
-
-    def __init__(self, request: ReserveRequest, found: Sequence[Entry | None]) -> None:
-        self._request = request
-        self._found = found
-        self._alike: bool | None = None
-
-    def behind(self, done: int) -> int:
-        """After the first `done`; 0 if any of them is not like the last of those."""
-        if self._alike is None:
-            self._alike = self._are_alike(done)
-        return len(self._found) - done if self._alike else 0
-
-    def _are_alike(self, done: int) -> bool:
-        """All are new, as large, and children of new ones only: so what makes room for one of them
-        takes nothing that another needs."""
-        request, digests, rest = self._request, self._request.digests, slice(done, None)
-        if any(self._found[rest]) or request.last_used or len({*request.sizes[done - 1 :]}) > 1:
-            return False
-        pairs = zip(digests, self._found, strict=True)
-        new = {ROOT, *(digest for digest, known in pairs if known is None)}
-        return new >= {*request.parents[rest]} and len({*digests}) == len(digests)
+def _alike_until(request: ReserveRequest, found: Sequence[Entry | None], at: int) -> int:
+    """How many blocks there are, if room can be made together for those after number `at`: all are
+    new, as large, and children of new ones only. So room for one takes nothing another needs."""
+    digests, rest = request.digests, slice(at + 1, None)
+    if any(found[rest]) or request.last_used or len({*request.sizes[at:]}) > 1:
+        return 0
+    new = {ROOT, *(digest for digest, known in zip(digests, found, strict=True) if known is None)}
+    return len(found) * (new >= {*request.parents[rest]} and len({*digests}) == len(digests))
 
 
 def _rows(request: ReserveRequest) -> Iterable[tuple[bytes, bytes, int, int, int]]:
