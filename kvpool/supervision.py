@@ -25,7 +25,7 @@ WELL_AFTER_S: Final = 5.0
 _CANCEL_AGAIN_S: Final = 0.5
 
 
-async def stop(task: asyncio.Task[None]) -> None:
+async def stop(task: asyncio.Task[Any]) -> None:
     """Cancel it, and wait for its end. One cancellation may be lost: to the error of a task that a
     TaskGroup runs (Python before 3.13), and what is supervised goes on after errors."""
     while not task.done():

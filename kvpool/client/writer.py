@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
@@ -21,9 +22,9 @@ from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.versions import SourceBlock, Versions, WrittenBlock, rounds
 from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, DeviceWriteBlock, WriteOptions
-from kvpool.runtime import task_group
 from kvpool.shares import Recent
-from kvpool.types import BATCH_BLOCKS_MAX, WriteBlock, WriteStatus, row_of
+from kvpool.supervision import stop
+from kvpool.types import BATCH_BLOCKS_MAX, ROOT, WriteBlock, WriteStatus, row_of
 from kvpool.wire import messages as wire
 
 _BLOCK: Final = row_of(WriteBlock)
@@ -92,9 +93,7 @@ class BatchState:
     def __post_init__(self) -> None:
         count = range(len(self.blocks))
         self.statuses = [None for _ in count]
-        self.holders = [set() for _ in count]
-        self.stored_on = [set() for _ in count]
-        self.tried = [set() for _ in count]
+        self.holders, self.stored_on, self.tried = ([set[str]() for _ in count] for _ in range(3))
 
     def next_batches(self, needed: dict[int, int]) -> dict[str, list[int]]:
         """For each block that needs copies as many servers that were not tried, as batches."""
@@ -134,10 +133,9 @@ class BatchState:
 
     def results(self, now: float) -> list[WriteStatus]:
         """One status per block; where no server was asked, there is none, or no time was left."""
-        late = now >= self.deadline
-        unasked = WriteStatus.DEADLINE
-        if not late:  # without a server there is no space: none was lost on the way
-            unasked = WriteStatus.SERVER_LOST if self.servers else WriteStatus.NO_SPACE
+        # Without a server there is no space: none was lost on the way.
+        unasked = WriteStatus.SERVER_LOST if self.servers else WriteStatus.NO_SPACE
+        unasked = WriteStatus.DEADLINE if now >= self.deadline else unasked
         return [unasked if status is None else status for status in self.statuses]
 
 
@@ -185,10 +183,8 @@ class Places:
         """
         if question.copies > 1 or not visible:
             return ()
-        if self._only_server:
-            return [self._only_server]
-        end = self._ends.pop(question.namespace, question.parent)
-        return [end] if end is not None else ()
+        end = self._only_server or self._ends.pop(question.namespace, question.parent)
+        return [end] if end else ()
 
     def ended(self, question: wire.Place, servers: set[str]) -> None:
         """The last of these blocks was written to these servers."""
@@ -211,15 +207,19 @@ class Places:
         return placed
 
     def tell(self, written: wire.Place, part: int) -> None:
-        """These blocks were written, and no master was asked where."""
-        of = written.namespace, written.session, part
-        before = self._untold.get((*of, written.parent))
-        if before is not None and before.digest_size == written.digest_size:
+        """These blocks were written, and no master was asked where. Of those on the only server
+        masters need to hear how many, and not of which chain they are."""
+        size, only = written.digest_size, bool(self._only_server)
+        of = (written.namespace, "", 0) if only else (written.namespace, written.session, part)
+        begin, end = (ROOT, ROOT) if only else (written.parent, written.digests[-size:])
+        before = self._untold.pop((*of, begin), None)
+        if before is not None:
             whole = before.digests + written.digests
-            if len(whole) <= BATCH_BLOCKS_MAX * written.digest_size:
-                del self._untold[(*of, written.parent)]
+            if before.digest_size == size and len(whole) <= BATCH_BLOCKS_MAX * size:
                 written = replace(before, digests=whole, size=before.size + written.size)
-        self._untold[(*of, written.digests[-written.digest_size :])] = written
+            else:
+                self._untold[(*of, before.digests[-before.digest_size :])] = before
+        self._untold[(*of, end)] = written
         if self._telling is None or self._telling.done():
             self._telling = self._loop.create_task(self._tell())
 
@@ -382,19 +382,37 @@ class Writer:
         """Write to the servers that the batch has: `_UNASKED` if that was enough. Else, and where
         that takes long, what a master says. A server that it does not name is waited for no more.
         """
-        if not batch.servers:
-            return await self._places.ask(question, batch.deadline)
-        async with task_group() as group:
-            early = group.create_task(self._spread(batch, needed, {}))
-            if self._places.is_fresh:
-                await asyncio.wait([early], timeout=_ASK_AFTER_S)
-                if early.done() and not needed:
-                    self._places.tell(question, batch.options.part)
-                    return _UNASKED
-            placed = await self._places.ask(question, batch.deadline)
+        places, early, fresh = self._places, asyncio.timeout(None), self._places.is_fresh
+        asking: list[asyncio.Task[wire.PlaceReply | WriteStatus]] = []
+
+        async def ask() -> wire.PlaceReply | WriteStatus:
+            placed = await places.ask(question, batch.deadline)
             if isinstance(placed, WriteStatus) or batch.servers[0] not in placed.servers:
-                early.cancel()
-        return placed
+                with contextlib.suppress(RuntimeError):  # it is over
+                    early.reschedule(self._loop.time())
+            return placed
+
+        def begin() -> None:
+            if not asking:
+                asking.append(self._loop.create_task(ask()))
+
+        if not batch.servers:
+            return await places.ask(question, batch.deadline)
+        timer = self._loop.call_later(_ASK_AFTER_S if fresh else 0, begin)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with early:  # in this task: most writes need no other one
+                    await self._spread(batch, needed, {})
+            if needed:
+                begin()
+            if asking:
+                return await asking[0]
+            places.tell(question, batch.options.part)
+            return _UNASKED
+        finally:
+            timer.cancel()
+            for task in asking:
+                await stop(task)
 
     async def _spread(
         self, batch: BatchState, needed: dict[int, int], sources: Mapping[int, WriteBlock]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -68,10 +69,13 @@ async def test_a_chain_goes_on_without_a_question(
     two_servers: dev.Dev, master: Master, pool: Pool
 ) -> None:
     """A second one from the same block may be a chain of its own, so that one is asked about."""
-    before = holder(two_servers, HEAD[-1])
+    before, timers, loop = holder(two_servers, HEAD[-1]), list[Any](), pool._writer._loop
+    pool._writer._loop = watched = Mock(wraps=loop)
+    watched.call_later = lambda *of: timers.append(loop.call_later(*of)) or timers[-1]
     master.answers.clear()
     assert await pool.write(NAMESPACE, TAIL, DATA, parent=HEAD[-1]) == [STORED] * 2
     assert holder(two_servers, TAIL[-1]) == before
+    assert [one.cancelled() for one in timers] == [True]
     await is_asked_first(two_servers, master, pool, parent=HEAD[-1])
 
 
@@ -128,11 +132,15 @@ async def test_the_only_server_is_not_asked_about_until_it_is_not_alone(
     async with pool_dev.pool() as pool:
         await pool.write(NAMESPACE, HEAD, DATA)
         master.answers.clear()
-        assert await pool.write(NAMESPACE, TAIL, DATA) == [STORED] * 2
+        monkeypatch.setattr(writer, "_TELL_AFTER_S", 0.5)
+        for session, digest in zip("ab", TAIL, strict=True):  # two chains, which count as one
+            assert await pool.write(NAMESPACE, [digest], DATA[:1], session=session) == [STORED]
         found = Placement((holder(pool_dev, TAIL[0]), "new"), [0] * 2)
         monkeypatch.setattr(pool_dev.master.directory, "place", lambda *_: found)
         master.answers.set()
         await eventually(lambda: not pool._places._only_server)
+        told = [(one.digests, one.size) for one in master.asked[1:]]
+        assert told == [(b"".join(TAIL), 128)]
         await is_asked_first(pool_dev, master, pool)
 
 
@@ -177,11 +185,13 @@ async def test_a_silent_server_that_no_master_names_is_not_waited_for(
 
 
 async def test_a_server_that_takes_nothing_is_one_that_was_tried(
-    two_servers: dev.Dev, master: Master, pool: Pool
+    two_servers: dev.Dev, master: Master, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(writer, "_ASK_AFTER_S", 0.0)
     before = holder(two_servers, HEAD[-1])
     (leaving,) = (server for server in two_servers.servers if server.server == before)
     leaving._context.draining = True
     assert await pool.write(NAMESPACE, TAIL, DATA, parent=HEAD[-1]) == [STORED] * 2
     assert holder(two_servers, TAIL[-1]) not in ("", before)
+    assert len(master.asked) == 2  # not again, when it is refused
     leaving._context.draining = False

@@ -71,7 +71,7 @@ SHORT_LIVED = {
     "kvpool/client/servers.py gather_errors": _GROUP,
     "kvpool/client/shared_copies.py SharedCopies.wrote": "as `PrefetchCalls._copy`",
     "kvpool/client/spread.py Spreader._run": _CALL,
-    "kvpool/client/writer.py Writer._place": _GROUP,
+    "kvpool/client/writer.py Writer._place.begin": _CALL,
     "kvpool/net/http_server.py Pages._connected": "one request; it ends with its deadline",
     "kvpool/net/control_network.py MasterLink._connect": "ends with a connection; one asks again",
     "kvpool/ops/event_service.py publish_engine": _GROUP,
@@ -150,6 +150,7 @@ CALLBACKS = {
         kvpool/client/idle_timeout.py:InactivityTimer._look_at
         kvpool/client/prefetch.py:PrefetchCalls._copy
         kvpool/client/shared_copies.py:SharedCopies.wrote
+        kvpool/client/writer.py:Writer._place
         kvpool/device_copy.py:DeviceCopier._distribute
         kvpool/device_copy.py:DeviceCopier.copy
         kvpool/net/control_listener.py:_MasterEnd._watch

@@ -151,8 +151,8 @@ BUGS: Sequence[Bug] = read(
 -if placed is _UNASKED or len({*placed.servers, *known}) > 1:
 +if len(placed.servers) > 1 and not known:
 @@ what-a-server-refuses-is-asked-nobody-else  placement  kvpool.client.writer
--if early.done() and not needed:
-+if early.done():
+-            if needed:
+-                begin()
 @@ the-only-server-stays-the-only-one  placement  kvpool.client.writer
 -if len(placed.servers) == 1 else ""
 +if len(placed.servers) == 1 else self._only_server
