@@ -112,7 +112,8 @@ class Outbox:
 
     async def batch_due(self) -> bool:
         """Whether there are changes to send, once `_NEWS_GAP_S` has passed or one is urgent."""
-        if self.pending and loop_time() < self._last_batch_at + _NEWS_GAP_S:
+        waits = self.pending and not self._urgent.is_set()
+        if waits and loop_time() < self._last_batch_at + _NEWS_GAP_S:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._last_batch_at + _NEWS_GAP_S):
                     await self._urgent.wait()

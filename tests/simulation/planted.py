@@ -394,7 +394,7 @@ BUGS: Sequence[Bug] = read(
 -            if piece or sequence != self.sequence + 1:
 +        if piece == 0 or sequence != self.sequence:
 +            if piece:
-@@ last-stretch-is-left-out  G7  kvpool.server.outbox  seed 6
+@@ last-stretch-is-left-out  G7  kvpool.server.outbox  seed 50
 -    if piece or not sent:
 -        yield piece
 +    if not sent:

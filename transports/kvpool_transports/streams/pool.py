@@ -156,9 +156,7 @@ class StreamPool:
         returned = loop.create_future()
         self._waiting.append(returned)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
-                    await returned
+            await asyncio.wait([returned], timeout=until - loop.time())
         finally:
             if returned in self._waiting:
                 self._waiting.remove(returned)

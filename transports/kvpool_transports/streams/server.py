@@ -228,8 +228,7 @@ class StreamSession:
                             await self._send(StatusReply(b""))
                         continue
                 # Work for a client that has hung up must end: it may wait for space for seconds.
-                async with self.stream.cancel_on_disconnect():
-                    await self._answer(frame, self._connection)
+                await self.stream.while_connected(self._answer(frame, self._connection))
         except LinkBroken:
             pass
         except KvpoolError as error:

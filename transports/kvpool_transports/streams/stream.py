@@ -16,9 +16,8 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Final, TypeVar, cast
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, Final, TypeVar, cast
 
 import xxhash
 
@@ -79,7 +78,7 @@ class Stream(asyncio.BufferedProtocol):
     | idle      | nothing                   | `send`: sending; `receive`: receiving             |
     | sending   | `_flushed`, when paused   | the kernel has every byte: idle                   |
     | receiving | `_done`                   | the frame is complete or refused, deadline: idle  |
-    | working   | `_work`                   | `cancel_on_disconnect` ends: idle                 |
+    | working   | `_work`                   | `while_connected` ends: idle                      |
     | closing   | `_closing`                | the peer has hung up: lost                        |
     | lost      | `lost`, `_why`            | nothing: it is never reused                       |
 
@@ -205,17 +204,17 @@ class Stream(asyncio.BufferedProtocol):
         frame = await self.receive(payload_target, deadline=deadline)
         return decode_answer(type, frame.type, frame.body)
 
-    @asynccontextmanager
-    async def cancel_on_disconnect(self) -> AsyncIterator[None]:
-        """Cancel the work inside when the connection is lost: its result has no receiver."""
+    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do this work, and cancel it when the connection is lost: its result has no receiver."""
         if self.lost:
+            work.close()
             raise self._error()
-        work = self._work = asyncio.timeout(None)
+        limit = self._work = asyncio.timeout(None)
         try:
-            async with work:
-                yield
+            async with limit:
+                return await work
         except TimeoutError:
-            if not work.expired() or not self.lost:
+            if not limit.expired() or not self.lost:
                 raise
             raise self._error() from None
         finally:
