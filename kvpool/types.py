@@ -582,8 +582,8 @@ class Consumer(msgspec.Struct, frozen=True, omit_defaults=True):
 class ServerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """The figures of one server, as every heartbeat carries them. Bytes, counts and seconds.
 
-    A new figure is a field here, and a line in `BlockServer.stats`, which measures it: masters
-    pass this on as a whole, and `kvpool status --json` and `/metrics` show every field.
+    A new figure is a field here, and a line in `BlockServer.stats`; a count of events is one of the
+    `counters`. Masters pass all of it on, and `kvpool status --json` and `/metrics` show it.
     """
 
     used: Annotated[Count, Figure("used_bytes", "reserved or stored in that tier")] = 0
