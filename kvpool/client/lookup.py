@@ -260,7 +260,7 @@ class Lookup:
     def locate_in(
         self, match: Match, part: int, count: int
     ) -> tuple[list[ReadResult], list[list[str]]]:
-        """The same, from a match of the first `count` blocks or more."""
+        """As `locate`, from a match of the first `count` blocks or more."""
         # What a match does not cover was not asked for: never a hit, whatever the match says.
         unknown = ReadStatus.NEVER_WRITTEN if match.stopped is ReadStatus.HIT else match.stopped
         return [ReadResult(unknown)] * count, self._candidates(match.runs, part, count)

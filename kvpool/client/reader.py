@@ -312,7 +312,7 @@ class Reader:
 
         While it reads blocks from a slow tier it is asked again and again. Where another server
         has them, too, it must have a new one within `hedge_s` (design: promotion). Writes ask
-        again in the same shape: `Writer.write_to`.
+        again in the same shape: `Writer.write_on`.
         """
         server, waiting, _ = first = attempt
         progress_at = self._loop.time()

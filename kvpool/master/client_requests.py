@@ -1,4 +1,4 @@
-"""What clients ask a master: where blocks are, where to write, what the pool is."""
+"""What clients ask a master: where blocks are, where to write."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 
 class Evictable(Protocol):
-    """What a policy sees of a block. The last three fields belong to the policy: no other code
-    writes them."""
+    """What a policy sees of a block. The last three fields belong to the policy: other code
+    only corrects `last_used`, of blocks that were used elsewhere."""
 
     digest: bytes  # read only
     size: int  # bytes, read only

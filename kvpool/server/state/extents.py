@@ -316,7 +316,7 @@ class Extents:
         pending. Without `free` the caller puts another block there at once."""
         entry.state = after(entry.state, event)
         self.unlink(entry)
-        # After `_unlink`: no other tier must find the block here any more (design: tiers).
+        # After `unlink`: no other tier must find the block here any more (design: tiers).
         if self.index.left(entry, event, reason) and event is Event.EVICT:
             self.evicted += 1
             self.evicted_bytes += entry.size

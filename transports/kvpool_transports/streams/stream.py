@@ -200,7 +200,7 @@ class Stream(asyncio.BufferedProtocol):
     async def expect(
         self, type: type[M], payload_target: ChooseTarget = no_payload, *, deadline: float | None
     ) -> M:
-        """The next message, of this type. An `Error` from the peer raises BadMessage."""
+        """The next message, of this type. An `Error` from the peer raises what it stands for."""
         frame = await self.receive(payload_target, deadline=deadline)
         return decode_answer(type, frame.type, frame.body)
 
