@@ -79,11 +79,11 @@ class ClientRequests:
 
     def place(self, m: wire.Place, caller: Caller) -> wire.PlaceReply:
         namespace, digests = wire.unpack_question(m)
-        size = m.size * m.parts * m.copies // max(1, len(digests))
-        self._demand.asked(namespace, digests, self.now(), size)
-        placement = self._directory.place(
-            namespace, digests, m.parent, m.size, m.host, m.copies, m.session
-        )
+        if m.host:  # else a server hands them over: no client wants them
+            size = m.size * m.parts * m.copies // max(1, len(digests))
+            self._demand.asked(namespace, digests, self.now(), size)
+        where = m.parent, m.size, m.host, m.copies, m.session
+        placement = self._directory.place(namespace, digests, *where)
         return wire.PlaceReply(
             list(placement.servers[:_PLACES_MAX]),
             bytes([min(copies, 255) for copies in placement.copies]),

@@ -40,9 +40,10 @@ async def test_a_server_that_leaves_is_read_and_gets_no_writes() -> None:
         leaving, other = running.servers
         blocks = keys("block", 50)
         await put(pool, leaving, blocks, apart=True)
+        await pool.match(NAMESPACE, blocks[:1])
         await drain(leaving, 30.0)
-        (member,) = [m for m in await pool.members() if m.server == leaving.server]
-        assert member.stats.draining
+        assert (await admin(pool).demand()).working_sets == (), "nobody has asked for them again"
+        assert [m.server for m in await pool.members() if m.stats.draining] == [leaving.server]
         for number in range(20):
             digest = key(f"new {number}")
             assert await pool.write(NAMESPACE, [digest], [b"x" * SIZE]) == [WriteStatus.STORED]
