@@ -75,7 +75,7 @@ class Pool:
     | `corrupt` | blocks | read with a wrong checksum, and reported to the server |
     | `write_stored`, `write_no_space`, ... | blocks | results of writes, by `WriteStatus` |
     | `copies_missing` | copies | asked for with `copies`, not made |
-    | `spread_blocks` | blocks | that servers fetched because of `spread` |
+    | `spread_blocks` | blocks | that servers fetched because of `Admin.spread` |
     | `prefetch_coming`, ... | blocks | what prefetches find, see `Pool.prefetch` |
     | `shared_copies` | blocks | that servers fetched because many chains share them |
     | `versions_removed` | copies | that had other bytes than another writer's copy |
@@ -149,9 +149,9 @@ class Pool:
 
         A lookup is no use of a block: it pins nothing and does not change the order of evictions.
         With a `session` it is an arrival as well: a prompt of that conversation waits to be served,
-        and asks for `chain` (see `arrived`). If no master answers, `stopped` is NO_MASTER. Raises
-        BadKey for an empty `chain` and for digests that are not 16 to 32 bytes or differ in length;
-        UsageError for a wrong `session`.
+        and asks for `chain` (see `ClientSession.arrived`). If no master answers, `stopped` is
+        NO_MASTER. Raises BadKey for an empty `chain` and for digests that are not 16 to 32 bytes or
+        differ in length; UsageError for a wrong `session`.
         """
         session = self._context.own_session(session) if session else ""
         namespace = self._context.own(namespace)
@@ -322,7 +322,7 @@ class Pool:
         prefetched is REFUSED or LOST, and is read as ever.
 
         `near` is the id of a server, or of a host (`Member.host`): a server there fetches what it
-        lacks, as with `spread`, in the background and for 30 seconds at most. If no server lives
+        lacks, as with `Admin.spread`, in the background, for 30 seconds at most. If no server lives
         there, blocks come up where they are. Raises BadKey as `match` does (design: promotion).
         """
         deadline = self._context.begin(self._config.attempt_s if timeout is None else timeout)
@@ -374,7 +374,7 @@ class Pool:
 
         With a `session` the blocks belong to that conversation: when it ends, or goes on from an
         earlier point, its blocks that no other session uses are evicted first. `resume_in`: its
-        next prompt is expected in so many seconds, as in `hint`, but known before the blocks are.
+        next prompt is due in so many seconds (`ClientSession.hint`): known before the blocks are.
 
         Raises BadKey for wrong digests, parents or `part`; BadBuffer for a buffer that is not
         contiguous or is empty; TooLarge for a block above 4 GiB or larger than any server's memory;

@@ -328,7 +328,7 @@ class Announcer:
     async def _send_inventory(self) -> None:
         """All blocks, in pieces; changes meanwhile are queued and follow."""
         # Queue changes from here on, before the inventory is read: a block that is sealed while the
-        # pieces are sent is in none of them. No await between these lines and `inventory`.
+        # pieces are sent is in none of them. No await before `inventory_steps`.
         self.outbox.begin()
         self._state = AnnouncerState.SYNCING
         self._sequence += 1

@@ -625,7 +625,7 @@ def unpacked_marks(packed: bytes) -> tuple[int, ...]:
 
 
 def unpack_batch(keys: Keys) -> tuple[Namespace, tuple[bytes, ...]]:
-    """The same for a data-plane batch: none twice, and no more than one batch may hold."""
+    """As `unpack_keys`, of a data-plane batch: none twice, no more than one batch may hold."""
     namespace, digests = unpack_keys(keys)
     if len(digests) > BATCH_BLOCKS_MAX:
         raise BadMessage(f"{len(digests)} blocks in one batch, limit {BATCH_BLOCKS_MAX}")

@@ -13,7 +13,7 @@ from typing import Final, Generic
 from kvpool.protocols.policy import B, Decision
 from kvpool.server.eviction.lru import LRU
 
-# Values of `policy_data`: the queue that a block belongs to, and `_NEW` while it was reserved and
+# Values of `policy_data`: the queue that a block belongs to, `..._NEW` while it was reserved and
 # not yet sealed. A new block is touched twice, by both, and that is one use.
 _ONCE_NEW: Final = 1
 _AGAIN_NEW: Final = 2
