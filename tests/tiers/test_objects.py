@@ -121,9 +121,10 @@ async def test_one_that_stops_leaves_it_to_the_others_at_once(shelf: Shelf) -> N
 async def test_nothing_is_searched_where_nothing_has_changed(
     shelf: Shelf, fleet: Fleet, pool: Pool
 ) -> None:
-    """Each search costs requests, and a sign of life comes every few seconds."""
-    server = await fleet.start("a")
-    await write(pool, server, CHAIN[:8])
+    """Each search costs requests. In an outage nobody shows a sign of life, and nobody is lost."""
+    servers = [await fleet.start("a")]
+    await write(pool, servers[0], CHAIN[:8])
+    servers += [await fleet.start(one) for one in "bc"]
     searches = signs = 0
 
     def count(request: str, name: str) -> float:
@@ -132,6 +133,11 @@ async def test_nothing_is_searched_where_nothing_has_changed(
         signs += (request, name) == ("list", "servers/")
         return 0.0
 
+    await eventually(lambda: all(len(ring_of(s)._searcher._living.servers) == 3 for s in servers))
+    await asyncio.sleep(0.2)
+    shelf.fails("access is refused")
+    await asyncio.sleep(0.4)
+    shelf.works()
     shelf.delay_s = count
     await eventually(lambda: signs > 10)
     assert searches <= 1

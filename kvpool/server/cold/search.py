@@ -73,6 +73,7 @@ class Searcher:
         self._living = Living(frozenset(), 0.0)
         self._beats: Sequence[Listed] = ()
         self._search_at = 0.0
+        self._shown_at = 0.0  # when the store took the last sign of life, or the first was tried
         #: Set when a search may be due.
         self._wake = asyncio.Event()
         #: Names of objects that are not what they should be; each is in the log once, of many some.
@@ -83,11 +84,15 @@ class Searcher:
         """Show that this server lives, and look who else does. Raises Unavailable.
 
         Nothing else is done here: the sign must not wait for a search, which may take minutes, or
-        the others would take over what is here.
+        the others would take over what is here. While the store took no sign of this server it took
+        none of others: they have as much more time, or who comes back first took all for lost.
         """
-        folder = f"{names.LIVING}/"
+        folder, beat_s = f"{names.LIVING}/", self._settings.beat_s
+        self._shown_at = self._shown_at or _now()
         self._beats = await self._index.bucket.show(folder, names.folder(self._me), self._sign)
-        living = Living.of(self._beats, self._me, _LOST_BEATS * self._settings.beat_s)
+        silent_s, self._shown_at = _now() - self._shown_at, _now()
+        lost_s = _LOST_BEATS * beat_s + max(0.0, silent_s - beat_s)
+        living = Living.of(self._beats, self._me, lost_s)
         if living.servers != self._living.servers or self._index.book.lost:
             # Of those blocks were left out while the store did not answer, which it does again.
             self._search_at = 0.0
