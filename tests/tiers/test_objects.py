@@ -341,6 +341,7 @@ async def test_a_store_that_fails_is_a_miss_at_once_and_then_works_again(
     assert sum(why in record.getMessage() for record in caplog.records) == 1
     assert why in server.stats(0.0).usage[-1].status_text
     assert server.stats(0.0).counters["cold_failures"] >= 3
+    await asyncio.sleep(0.5)  # signs of life go on, and put nobody else off
     shelf.works()
     await found(server)
     assert await hits(pool) == len(CHAIN)

@@ -140,7 +140,8 @@ class Bucket:
             raise
         except Exception as error:  # a plug-in may raise any, and its request is tried again
             why = _reason(error, within_s)
-            self._failed(why)
+            # Signs of life go on: they do not keep others away for longer than those have failed.
+            self._failed(why, puts_off=left is not _SIGN or not self._others_fail)
             self._others_fail |= left is not _SIGN
             raise Unavailable(f"object store: {why}") from None
         finally:
@@ -164,12 +165,12 @@ class Bucket:
         self._tokens -= 1
         return True
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, why: str, *, puts_off: bool) -> None:
         self.counters["cold_failures"] += 1
         self.problem = why
         self._failures += 1
         self._say(why)
-        if self._failures >= _FAILURES_MAX:
+        if self._failures >= _FAILURES_MAX and puts_off:
             self._left_alone_until = _now() + self._backoff.next_delay()
 
     def _worked(self) -> None:
