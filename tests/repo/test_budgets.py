@@ -174,6 +174,8 @@ KERNEL = (
 )
 PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
+# The lines above the aim are about those that ask what memory a machine has (`memory_limits`,
+# `huge_pages`), for tiers of all rings.
 KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 20_294
 TEST_LINES, TEST_LINES_TODAY = 50_000, 95_850
 FILE_LINES = 600
@@ -212,7 +214,9 @@ KERNEL_TO_RING = {
     "kvpool.client.pool -> kvpool.client.pool_events",
     "kvpool.client.pool -> kvpool.client.session",
 }
-#: Changes of room (a room is a file) of one call over tcp, (budget, today and some for noise).
+#: Changes of room (a room is a file) of one call over tcp, (budget, today and some for noise). Most
+#: of what is above is one room for each layer, entered again after each wait, and two changes for
+#: each piece of a payload that arrives: frames are parsed where no socket is known.
 ROOMS = {"write": (130, 151), "read with a match": (60, 99)}
 #: Words of a page.
 WORDS = {
