@@ -147,9 +147,6 @@ BUGS: Sequence[Bug] = read(
 -        if now - self._sampled_at < STALLED_S:
 +        if now - self._sampled_at < STALLED_S * 1e6:
 # --- writes that ask no master where to go
-@@ early-write-is-not-compared-with-what-others-wrote  G2  kvpool.client.writer  seed 26
--if placed is _UNASKED or len({*placed.servers, *known}) > 1:
-+if len(placed.servers) > 1 and not known:
 @@ what-a-server-refuses-is-asked-nobody-else  placement  kvpool.client.writer
 -            if needed:
 -                begin()
