@@ -135,6 +135,7 @@ CALLBACKS = {
         kvpool/net/tenants_file.py:TenantsFile.watched
         kvpool/ops/process.py:wait_for_signal
         kvpool/server/context.py:ServerContext._wake_some
+        kvpool/server/context.py:ServerContext.wait_for_space
         kvpool/server/moves/peer_servers.py:PeerServers._end
         kvpool/server/tier_mover.py:TierMover._own
         kvpool/supervision.py:Supervisor._start
