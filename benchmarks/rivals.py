@@ -20,6 +20,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from kvpool import registry
+from kvpool.errors import ConfigError
 from kvpool.server.state.entry import Entry
 from kvpool.tools import traces, workloads
 from kvpool.tools.policy_study import play
@@ -360,14 +361,17 @@ RIVALS: Final[dict[str, Callable[[int], Any]]] = {
 
 def main(
     trace: Annotated[str, typer.Argument(help="A recorded trace, or `codex`: agents.")] = "codex",
-    capacity: Annotated[int, typer.Option(help="Blocks.")] = 5_000,
-    block: Annotated[int, typer.Option(help="Tokens in a block of agents.")] = 512,
+    capacity: Annotated[int, typer.Option(min=1, help="Blocks.")] = 5_000,
+    block: Annotated[int, typer.Option(min=1, help="Tokens in a block of agents.")] = 512,
 ) -> None:
     """Hit rates of policies that are published, and of ours."""
     if trace == "codex":
         requests = workloads.codex(concurrent=256, block=block)
     else:
-        requests = traces.load(trace, quiet=True).requests
+        try:
+            requests = traces.load(trace, quiet=True).requests
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from None
     for name in ("lru", *RIVALS, "density", "programs"):
         make = RIVALS.get(name, partial(registry.policy, name))
         played = play(requests, make, capacity).played
