@@ -503,12 +503,12 @@ _BY_NUMBER: Final = {number: type for type, number in TYPES.items()}
 def register(numbers: Mapping[type[Message], int], requests: Iterable[type[Message]] = ()) -> None:
     """The messages of a ring, as its file is imported; extensions of servers answer `requests`.
 
-    Nothing that comes from a peer adds one. Raises InvariantViolated for a number that is taken.
+    No peer adds one. Raises InvariantViolated if its number is taken, or its name (see `access`).
     """
     for kind, number in numbers.items():
-        if number == PAYLOAD or _BY_NUMBER.setdefault(number, kind) is not kind:
-            raise InvariantViolated(f"{kind.__name__}: number {number} is taken")
-        TYPES[kind] = number
+        if number in {PAYLOAD, *_BY_NUMBER} or kind.__name__ in {one.__name__ for one in TYPES}:
+            raise InvariantViolated(f"{kind.__name__}: that name or number {number} is taken")
+        TYPES[kind], _BY_NUMBER[number] = number, kind
         _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
     ASIDE.update(requests)
 

@@ -14,6 +14,7 @@ from kvpool import types
 from kvpool.errors import (
     BadFrame,
     BadMessage,
+    InvariantViolated,
     KvpoolError,
     Overloaded,
     Unauthenticated,
@@ -22,6 +23,7 @@ from kvpool.errors import (
 from kvpool.net import requests
 from kvpool.types import BATCH_BLOCKS_MAX, Cluster
 from kvpool.wire import auth, frames
+from kvpool.wire import messages as wire
 from kvpool.wire.frames import STEP, PayloadReceiver
 from tests.conftest import keys
 from tests.support import messages
@@ -30,6 +32,14 @@ from tests.wire.samples import KEYS, SAMPLES
 
 def naming(digests: list[bytes]) -> messages.Keys:
     return messages.Keys("test", 1, 16, b"".join(digest[:16] for digest in digests))
+
+
+@pytest.mark.parametrize(("name", "number"), [("Read", 999), ("New", 2), ("New", frames.PAYLOAD)])
+def test_a_ring_takes_no_name_and_no_number_that_is_taken(name: str, number: int) -> None:
+    """Tenants may send what its name says: another `Read` would be theirs, too."""
+    with pytest.raises(InvariantViolated, match=f"{name}.*{number} is taken"):
+        wire.register({msgspec.defstruct(name, [], bases=(wire.Message,), frozen=True): number})
+    assert name not in {one.__name__ for one in wire.TYPES} - {"Read"}
 
 
 def test_a_batch_has_at_most_so_many_blocks_and_none_twice() -> None:
