@@ -105,6 +105,21 @@ def test_rounds_come_once_a_second_and_one_names_a_bounded_part() -> None:
     assert planner.due_at() == 8.0
 
 
+def test_a_round_asks_no_more_with_many_tenants_and_all_get_their_turn() -> None:
+    store, tenants = Store(1000 * PAGE), [Namespace(f"@t{number}/m") for number in range(40)]
+    for tenant in tenants:
+        write(store, [HOT], 0.0, namespace=tenant, apart=True, copies=2)
+    planner, seen = RepairPlanner(Blocks([store])), set[Namespace]()
+    for number in range(3):
+        for tenant in tenants:
+            planner.read(tenant, 0, [HOT])
+        wants = planner.wants(MoveView("here", number * 2 * CHECK_S))
+        now = [entry.index.namespace for want in wants for entry in want.entries]
+        assert len(now) == 16
+        seen.update(now)
+    assert seen == {*tenants}
+
+
 def test_the_first_holder_copies_and_the_others_only_if_it_does_not() -> None:
     first, third, name = planner_of(), planner_of(), BlockName(ONE, 0, HOT)
     assert first.may_copy(name, 0, short=True)

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice, zip_longest
+from itertools import chain, cycle, groupby, islice, zip_longest
 from typing import Final
 
 from kvpool.server.moves.state.drain_plan import DrainPlan
@@ -24,8 +24,8 @@ from kvpool.types import Namespace
 
 #: What was read is looked at so often.
 _ROUND_S: Final = 1.0
-#: Stretches of one round, of all tenants in turns and of each at least one: more wait until they
-#: are read again.
+#: Stretches of one round, of tenants in turns, of whom others come first the next time: more wait
+#: until they are read again.
 _STRETCHES_MAX: Final = 16
 #: Extra copies here of which masters are asked in one round whether they are the last ones.
 _EXTRAS: Final = 512
@@ -64,6 +64,7 @@ class RepairPlanner(MovePlanner):
         self._followed: Recent[BlockName, _Followed] = Recent(_FOLLOWED_MAX)
         self._extras: Recent[BlockName, BlockName] = Recent(_EXTRAS_MAX)
         self._next_at = -math.inf
+        self._rounds = 0
         self.repaired = 0
 
     def read(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> bool:
@@ -88,9 +89,11 @@ class RepairPlanner(MovePlanner):
             for tenant, entries in groupby(due, lambda one: tenant_of(one.index.namespace.name)):
                 plans.setdefault(tenant, DrainPlan(self._store.peek)).add(list(entries))
             yield PAUSE
-        in_turns = chain.from_iterable(zip_longest(*(one.stretches() for one in plans.values())))
-        count = max(_STRETCHES_MAX, len(plans))
-        yield from map(Want, islice(filter(None, in_turns), count))
+        self._rounds += 1
+        first = self._rounds * _STRETCHES_MAX % max(1, len(plans))
+        turns = islice(cycle(plans.values()), first, first + len(plans))
+        in_turns = chain.from_iterable(zip_longest(*(one.stretches() for one in turns)))
+        yield from map(Want, islice(filter(None, in_turns), _STRETCHES_MAX))
         yield from map(Want, self._next_extras())
 
     def missing(
