@@ -82,7 +82,7 @@ def buffers(count: int, size: int = 8192) -> list[bytearray]:
     return [bytearray(size) for _ in range(count)]
 
 
-#: What the witness of `watched` has written.
+#: What a witness has written.
 CHAIN = keys("witness", 3)
 
 
@@ -168,13 +168,21 @@ async def pool(request: pytest.FixtureRequest, pool_dev: dev.Dev) -> AsyncIterat
         yield client
 
 
+@contextlib.asynccontextmanager
+async def witness_of(running: dev.Dev) -> AsyncIterator[Pool]:
+    """Another client of a pool, who has written, and must not notice anything."""
+    config = ClientConfig(masters=[running.address], transports=["tcp"], attempt_s=10)
+    async with running.pool(config) as witness:
+        stored = await witness.write(NAMESPACE, CHAIN, values(CHAIN), timeout=30)
+        assert stored == [WriteStatus.STORED] * 3
+        yield witness
+
+
 @pytest.fixture
 async def watched(pool_dev: dev.Dev) -> AsyncIterator[dev.Dev]:
-    """A pool with another client, who must not notice anything."""
+    """A pool with a witness."""
     (server,) = pool_dev.servers
-    config = ClientConfig(masters=[pool_dev.address], transports=["tcp"])
-    async with pool_dev.pool(config) as witness:
-        await witness.write(NAMESPACE, CHAIN, values(CHAIN))
+    async with witness_of(pool_dev) as witness:
         yield pool_dev
         await has_noticed_nothing(witness)
     await eventually(lambda: (server.store.held.pins, server.store.held.reservations) == (0, 0))

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from kvpool import ClientConfig, Pool, ReadStatus, WriteStatus, dev
+from kvpool import Pool, ReadStatus, WriteStatus, dev
 from kvpool.checksum import block_seeds, checksum
 from kvpool.net.control_network import TcpNetwork
 from kvpool.net.requests import cluster_id, encode_envelope
@@ -42,6 +42,7 @@ from tests.conftest import (
     key,
     keys,
     values,
+    witness_of,
 )
 from tests.support import messages as wire
 from tests.support.raw_peers import (
@@ -67,11 +68,9 @@ SHARED = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def one_pool() -> AsyncIterator[tuple[dev.Dev, Pool]]:
-    async with dev.serve("16MiB", listen=("shm://", "tcp://127.0.0.1:0")) as running:
-        config = ClientConfig(masters=[running.address], transports=["tcp"])
-        async with running.pool(config) as witness:
-            await witness.write(NAMESPACE, CHAIN, values(CHAIN))
-            yield running, witness
+    serving = dev.serve("16MiB", listen=("shm://", "tcp://127.0.0.1:0"))
+    async with serving as running, witness_of(running) as witness:
+        yield running, witness
 
 
 @pytest_asyncio.fixture(loop_scope="module")

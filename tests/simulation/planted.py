@@ -367,7 +367,7 @@ BUGS: Sequence[Bug] = read(
 @@ each-writer-keeps-its-own-version  G2  kvpool.client.versions
 -            if not servers or min(theirs) < min(servers):
 +            if not servers:
-@@ no-hedge  G6  kvpool.client.reader  seed 905
+@@ no-hedge  G6  kvpool.client.reader  seed 79
 -silence_s = self._config.hedge_s if hedged else self._config.attempt_s
 +silence_s = 60.0
 +        return InactivityTimer(silence_s)
