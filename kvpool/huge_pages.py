@@ -24,8 +24,7 @@ from typing import Final
 import numpy as np
 
 HUGE_PAGE: Final = 2 << 20
-_MADV_POPULATE_READ: Final = 22  # Linux 5.14; not in the mmap module
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the mmap module
 _MADV_COLLAPSE: Final = 25  # Linux 6.1
 #: Bytes touched by one call: a few milliseconds, the longest time that `close` waits.
 _PREFAULT_STEP: Final = 16 << 20
@@ -41,28 +40,20 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 class HugePageMapping:
     """`size` bytes of a file, shared, from its beginning; `memory` is a view of all of them.
 
-    The address is a multiple of a huge page, whatever the size. `memory` can be written to if the
-    mapping is `writable`; one that is not may become so later (`make_writable`).
+    The address is a multiple of a huge page, whatever the size, which is any above 0.
     """
 
     def __init__(
-        self,
-        fd: int,
-        size: int,
-        *,
-        writable: bool = True,
-        prefault: bool = True,
-        collapse: bool = False,
-        inherit: bool = True,
+        self, fd: int, size: int, *, own: bool = True, prefault: bool = True, collapse: bool = False
     ) -> None:
-        """Map `fd`. The caller keeps owning the descriptor.
+        """Map `fd`. The caller keeps owning the descriptor. Raises OSError.
 
-        `size` is any number of bytes above 0. With `prefault` a thread of low priority touches
-        every page; where the mapping is `writable`, that allocates the pages which the file does
-        not have yet. With `collapse` the pages become huge ones where possible. Without `inherit` a
-        forked child does not have the mapping. Raises OSError when the memory cannot be mapped.
+        With `prefault` a thread of low priority touches every page, which allocates those that the
+        file does not have yet; with `collapse` they become huge ones where possible. Memory that is
+        not its `own` but another process's is read-only (see `make_writable`), left as it is, and
+        not inherited by a forked child.
         """
-        self._inherit = inherit
+        self._own = own
         # `mmap` in Python takes no address: reserve more than is needed, and map the file over the
         # part that is aligned. Closing the reservation unmaps both.
         self._map = _reserve(size)
@@ -70,18 +61,16 @@ class HugePageMapping:
         offset = -reserved % HUGE_PAGE
         #: Where `memory` begins; a multiple of `HUGE_PAGE`.
         self.address: int = reserved + offset
-        self._map_over(fd, size, writable=writable)
+        self._map_over(fd, size, writable=own)
         if collapse:
             with contextlib.suppress(OSError):  # kernels without huge pages for memfds
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._memory = memoryview(self._map)[offset : offset + size]
-        #: Read-only unless the mapping was made `writable`.
-        self.memory = self._memory if writable else self._memory.toreadonly()
-        self._populate = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+        self.memory = self._memory if own else self._memory.toreadonly()
         self._collapse = collapse
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        if prefault:
+        if own and prefault:
             thread = threading.Thread(target=self._touch_pages, name="prefault", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread: pages are slower once
                 thread.start()
@@ -127,9 +116,9 @@ class HugePageMapping:
                 # One page of each is enough for the kernel to make all of it huge: no small pages
                 # are filled and copied. It may refuse, and then the pages stay small.
                 for page in range(start, start + step, HUGE_PAGE):
-                    _libc.madvise(page, mmap.PAGESIZE, self._populate)
+                    _libc.madvise(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
                 _libc.madvise(start, step, _MADV_COLLAPSE)
-            if _libc.madvise(start, step, self._populate):
+            if _libc.madvise(start, step, _MADV_POPULATE_WRITE):
                 return
 
     def _map_over(self, fd: int, size: int, *, writable: bool) -> None:
@@ -139,7 +128,7 @@ class HugePageMapping:
         if _libc.mmap(self.address, size, access, flags, fd, 0) != self.address:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-        if not self._inherit:
+        if not self._own:
             self._map.madvise(mmap.MADV_DONTFORK)
 
 

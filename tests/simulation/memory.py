@@ -8,9 +8,8 @@ client is frozen in between, they happen after the thaw.
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
-from kvpool.errors import BadMessage, LinkBroken
+from kvpool.errors import LinkBroken
 from kvpool.protocols import BlockStore, Channel, Listener
 from kvpool.types import Cluster
 from kvpool_transports.copy_pool import CopyPool
@@ -112,28 +111,16 @@ class _SimSegment:
         self._client = client
         self._memory: memoryview | None = None
 
-    def readable(self) -> _SimSegment:
+    def readable(self) -> memoryview:
         if self._memory is None:
             raise LinkBroken("the channel is closed")
-        return self
+        return self._memory
 
-    async def writable(self, deadline: float) -> _SimSegment:
+    async def writable(self, deadline: float) -> memoryview:
         return self.readable()
 
     def close(self) -> None:
         self._memory = None
-
-    def view(self, offset: int, size: int) -> memoryview:
-        memory = cast(memoryview, self._memory)
-        if offset + size > len(memory):
-            raise BadMessage(f"extent {offset}+{size} in a segment of {len(memory)} bytes")
-        return memory[offset : offset + size]
-
-    def target(self, offset: int, size: int) -> memoryview:
-        memory = cast(memoryview, self._memory)
-        if offset + size > len(memory):
-            raise BadMessage(f"extent {offset}+{size} in a segment of {len(memory)} bytes")
-        return memory[offset : offset + size]
 
     async def dial(self, deadline: float) -> Stream:
         loop = asyncio.get_running_loop()

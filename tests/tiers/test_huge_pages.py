@@ -95,16 +95,6 @@ def test_pages_become_huge_before_anybody_writes(fd: int) -> None:
     mapping.close()
 
 
-def test_touching_a_read_only_mapping_keeps_what_is_written(fd: int) -> None:
-    os.ftruncate(fd, 4 * MIB)
-    os.pwrite(fd, b"kept", 3 * MIB)
-    mapping = HugePageMapping(fd, 4 * MIB, writable=False)
-    mapping.wait_until_touched()
-    assert mapping.memory.readonly
-    assert bytes(mapping.memory[3 * MIB : 3 * MIB + 4]) == b"kept"
-    mapping.close()
-
-
 def test_without_prefault_no_page_is_allocated(fd: int) -> None:
     os.ftruncate(fd, 8 * MIB)
     mapping = HugePageMapping(fd, 8 * MIB, prefault=False)
@@ -142,7 +132,7 @@ def test_a_view_that_is_held_keeps_the_memory_until_it_goes(fd: int) -> None:
 
 def test_a_child_does_not_inherit_what_it_must_not(fd: int) -> None:
     os.ftruncate(fd, 4096)
-    mapping = HugePageMapping(fd, 4096, inherit=False)
+    mapping = HugePageMapping(fd, 4096, own=False)
     flags = re.search(
         rf"{mapping.address:x}-.*?VmFlags:([^\n]*)", Path("/proc/self/smaps").read_text(), re.S
     )
@@ -153,7 +143,7 @@ def test_a_child_does_not_inherit_what_it_must_not(fd: int) -> None:
 
 def test_a_mapping_becomes_writable_where_it_is(fd: int) -> None:
     os.ftruncate(fd, 3 * MIB)
-    mapping = HugePageMapping(fd, 3 * MIB, writable=False, prefault=False, inherit=False)
+    mapping = HugePageMapping(fd, 3 * MIB, own=False)
     address, view = mapping.address, mapping.memory[:5]
     with pytest.raises(TypeError):
         view[:] = b"wrong"
@@ -178,7 +168,7 @@ def test_a_mapping_becomes_writable_while_threads_read_it(fd: int) -> None:
     size = 16 * MIB
     os.ftruncate(fd, size)
     os.pwrite(fd, b"\7" * size, 0)
-    mapping = HugePageMapping(fd, size, writable=False, prefault=False)
+    mapping = HugePageMapping(fd, size, own=False)
     stop = threading.Event()
     wrong: list[int] = []
 
@@ -205,7 +195,7 @@ def test_a_mapping_that_cannot_become_writable_stays_as_it_is(why: str) -> None:
     fd = os.memfd_create("kvpool-test-huge-pages", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
     os.pwrite(fd, b"kept", 0)
-    mapping = HugePageMapping(fd, 4096, writable=False, prefault=False)
+    mapping = HugePageMapping(fd, 4096, own=False)
     try:
         if why == "sealed":
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0x10)  # F_SEAL_FUTURE_WRITE

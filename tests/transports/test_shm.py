@@ -348,23 +348,28 @@ async def test_the_time_for_copying_is_not_the_servers() -> None:
         await channel.close()
 
 
-async def test_an_answer_that_lacks_places_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("offsets", "why"), [([], "1 hits, 0 offsets"), ([1 << 40], "in a segment of")]
+)
+async def test_an_answer_without_places_in_the_segment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, offsets: list[int], why: str
+) -> None:
     """As over tcp it would be complete: here the bytes do not follow."""
     send = serving.StreamSession._send
 
-    async def without(session: Any, message: Any, *arguments: Any, **more: Any) -> None:
+    async def wrong(session: Any, message: Any, *arguments: Any, **more: Any) -> None:
         if isinstance(message, wire.Data):
-            message = wire.Data(message.statuses, message.sizes, message.checksums)
+            message = wire.Data(message.statuses, message.sizes, message.checksums, offsets)
         await send(session, message, *arguments, **more)
 
     async with pool_of(OPEN) as running:
         channel = await connect(shm_address(running))
         assert await write(channel, "here") == [WriteStatus.STORED]
-        monkeypatch.setattr(serving.StreamSession, "_send", without)
+        monkeypatch.setattr(serving.StreamSession, "_send", wrong)
         data = bytearray(8192)
         block = ReadBlock(key("here"), (memoryview(data),), len(data))
         deadline = asyncio.get_running_loop().time() + 5
-        with pytest.raises(BadMessage, match="1 hits, 0 offsets"):
+        with pytest.raises(BadMessage, match=why):
             await channel.read(ReadOptions(NAMESPACE, 0), [block], deadline=deadline)
         await channel.close()
 

@@ -243,48 +243,13 @@ def _path_to_bind(address: str) -> str:
 # --- client -------------------------------------------------------------------------------
 
 
-class _Mapping:
-    """A server's segment, mapped here once; a page is mapped when it is touched.
-
-    So this process's resident memory has of the segment only what it has read or written. It lies
-    in huge pages, as far as the server could get them; at an address that is not aligned they would
-    be mapped here as small ones. (design: shared-memory)
-    """
-
-    def __init__(self, fd: int, size: int) -> None:
-        # Not inherited: a forked child must not have a writer's mapping.
-        self._mapping = HugePageMapping(fd, size, writable=False, prefault=False, inherit=False)
-        self._writable: memoryview | None = None
-
-    @property
-    def is_writable(self) -> bool:
-        return self._writable is not None
-
-    def make_writable(self, fd: int) -> None:
-        if self._writable is None:
-            self._writable = self._mapping.make_writable(fd)
-
-    def view(self, offset: int, size: int) -> memoryview:
-        """Read-only. Raises BadMessage when the server names memory outside of its segment."""
-        return _extent(self._mapping.memory, offset, size)
-
-    def target(self, offset: int, size: int) -> memoryview:
-        """The same, to write to, once the mapping is writable."""
-        assert self._writable is not None
-        return _extent(self._writable, offset, size)
-
-    def close(self) -> None:
-        self._mapping.close()
-
-
-def _extent(memory: memoryview, offset: int, size: int) -> memoryview:
-    if offset + size > len(memory):
-        raise BadMessage(f"extent {offset}+{size} in a segment of {len(memory)} bytes")
-    return memory[offset : offset + size]
-
-
 class _Segment:
-    """One server's segment in this process: dials, and maps what the server passes."""
+    """One server's segment in this process: dials, and maps what the server passes.
+
+    It is mapped once, and a page when it is touched: so this process's resident memory has of it
+    only what it has read or written. It lies in huge pages, as far as the server could get them.
+    (design: shared-memory)
+    """
 
     def __init__(self, address: str, cluster: Cluster, client: str) -> None:
         self._address = address
@@ -292,31 +257,33 @@ class _Segment:
         self._client = client
         self._inode = 0
         self._size = 0
-        self._mapping: _Mapping | None = None
+        self._mapping: HugePageMapping | None = None
+        self._writable: memoryview | None = None
         self._becoming_writer = asyncio.Lock()
         self._closed = False
 
-    def readable(self) -> _Mapping:
+    def readable(self) -> memoryview:
         if self._mapping is None:
             raise LinkBroken("the channel is closed")
-        return self._mapping
+        return self._mapping.memory
 
-    async def writable(self, deadline: float) -> _Mapping:
-        if not self.readable().is_writable:
+    async def writable(self, deadline: float) -> memoryview:
+        if self._writable is None:
             with os_errors(f"segment of {self._address}"):
                 async with asyncio.timeout_at(deadline), self._becoming_writer:
-                    if not self.readable().is_writable:
-                        sock = await dial_patiently(
-                            functools.partial(self._dial, deadline, writer=True)
-                        )
-                        sock.close()  # the mapping stays
-        return self.readable()
+                    self.readable()  # is it open?
+                    if self._writable is None:
+                        dial = functools.partial(self._dial, deadline, writer=True)
+                        (await dial_patiently(dial)).close()  # the mapping stays
+        if self._writable is None:
+            raise LinkBroken("the channel is closed")
+        return self._writable
 
     def close(self) -> None:
         self._closed = True
         if self._mapping is not None:
             self._mapping.close()
-        self._mapping = None
+        self._mapping = self._writable = None
 
     async def dial(self, deadline: float) -> Stream:
         loop = asyncio.get_running_loop()
@@ -372,12 +339,13 @@ class _Segment:
             if not fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise BadMessage("the segment could shrink under us: it is not sealed")
             if self._mapping is None:
-                self._mapping = _Mapping(fds[0], size)
+                # Not inherited: a forked child must not have a writer's mapping.
+                self._mapping = HugePageMapping(fds[0], size, own=False)
                 self._inode, self._size = status.st_ino, size
             elif (status.st_ino, size) != (self._inode, self._size):
                 raise LinkBroken(f"another segment is served at {self._address} now")
-            if len(fds) > 1:
-                self._mapping.make_writable(fds[1])
+            if len(fds) > 1 and self._writable is None:
+                self._writable = self._mapping.make_writable(fds[1])
         finally:
             for fd in fds:
                 os.close(fd)

@@ -32,25 +32,14 @@ from kvpool_transports.streams.stream import Stream
 _JOB: Final = row_of(CopyJob)
 
 
-class Memory(Protocol):
-    """A server's segment in this process."""
-
-    def view(self, offset: int, size: int) -> memoryview:
-        """`size` bytes at `offset`, read-only. Raises BadMessage for bytes outside of the
-        segment."""
-
-    def target(self, offset: int, size: int) -> memoryview:
-        """The same, to write to."""
-
-
 class Segment(Protocol):
     """A server's memory, mapped by the first connection to it. Raises LinkBroken once closed."""
 
-    def readable(self) -> Memory:
-        """The mapping, for reads and views."""
+    def readable(self) -> memoryview:
+        """All of it, for reads and views."""
 
-    async def writable(self, deadline: float) -> Memory:
-        """The mapping, writable since the first write: a client that only reads cannot write.
+    async def writable(self, deadline: float) -> memoryview:
+        """The same to write to, since the first write: a client that only reads cannot write.
 
         Raises Unavailable, PeerError.
         """
@@ -97,7 +86,7 @@ class MappedChannel(StreamChannel):
         if not reserved.offsets:
             return await super()._send_blocks(stream, reserved, blocks, seeds, deadline)
         memory = await self._segment.writable(deadline)
-        targets = list(map(memory.target, reserved.offsets, [block.size for block in blocks]))
+        targets = _extents(memory, reserved.offsets, [block.size for block in blocks])
         pieces = [block.pieces for block in blocks]
         columns = pieces, zip(targets), seeds, [True] * len(blocks)
         jobs = list(map(_JOB, zip(*columns, strict=True)))
@@ -188,12 +177,16 @@ class MappedChannel(StreamChannel):
         answer = requests.answered(pinned, blocks)
         if len(pinned.offsets) != len(answer.hits):
             raise BadMessage(f"{len(answer.hits)} hits, {len(pinned.offsets)} offsets")
-        memory = self._segment.readable()
-        sources = [
-            memory.view(offset, size)
-            for offset, size in zip(pinned.offsets, pinned.sizes, strict=True)
-        ]
-        return answer, sources
+        return answer, _extents(self._segment.readable(), pinned.offsets, pinned.sizes)
+
+
+def _extents(memory: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+    """Raises BadMessage where the server names memory outside of its segment."""
+    places = list(zip(offsets, sizes, strict=True))
+    for offset, size in places:
+        if offset + size > len(memory):
+            raise BadMessage(f"extent {offset}+{size} in a segment of {len(memory)} bytes")
+    return [memory[offset : offset + size] for offset, size in places]
 
 
 @contextlib.contextmanager
