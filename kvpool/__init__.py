@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from kvpool.client.opening import connect
     from kvpool.client.pool import Pool
     from kvpool.client.pool_events import EventPosition, PoolEvent, PoolEventKind
-    from kvpool.config import (
-        ClientConfig,
-        Config,
-        MasterConfig,
-        ServerConfig,
-    )
+    from kvpool.config import ClientConfig, Config, MasterConfig, ServerConfig
     from kvpool.errors import (
         BadBuffer,
         BadKey,
@@ -39,6 +34,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from kvpool.registry import check_transports
+    from kvpool.runtime import host_id
     from kvpool.secret_file import local_secret, read_cluster, read_secret
     from kvpool.types import (
         ROOT,
@@ -106,6 +102,7 @@ __all__ = [
     "check_transports",
     "connect",
     "dev",
+    "host_id",
     "local_secret",
     "read_cluster",
     "read_secret",
@@ -127,6 +124,7 @@ _MODULES: Final = {
     **dict.fromkeys(("KvpoolError", "MasterLost", "TooLarge"), "kvpool.errors"),
     **dict.fromkeys(("Unavailable", "UsageError"), "kvpool.errors"),
     "check_transports": "kvpool.registry",
+    "host_id": "kvpool.runtime",
     "reserve_device_memory": "kvpool.client.device_direct",
 }
 

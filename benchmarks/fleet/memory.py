@@ -183,6 +183,11 @@ class FleetMemory:
         near = self._near is not None and pool.servers[server].host == self._host(engine)
         return self._near[engine] if self._near is not None and near else self._receives[engine]
 
+    def near(self, engine: int) -> frozenset[str]:
+        """The servers that this engine reads without its link."""
+        servers, host = self._pool(engine).servers.items(), self._host(engine)
+        return frozenset([name for name, one in servers if self._near and one.host == host])
+
     def stop_load(self, load: PoolLoad) -> float:
         """Give it up, if it is running. Returns the bytes that have come."""
         self._loads.pop(load, None)

@@ -70,6 +70,8 @@ class PrefillEngine:
         self._planner = Planner([CacheGroup(block, 1)], limits)
         self._block_bytes = block * constants.kv_bytes
         self._planner.windows.block_bytes = (int(self._block_bytes),)
+        if memory is not None:
+            self._planner.choice.transfer_cost.near = memory.near(number)
 
     @property
     def prompts(self) -> int:

@@ -67,6 +67,8 @@ class PoolThread:
         self._connected = threading.Event()
         self._closed = False
         self.pool: Pool | None = None
+        #: The servers in this host; with `warn_line` only.
+        self.near: frozenset[str] = frozenset()
         self._counted: dict[Duration, int] = {}
         self._counted_at = -_DURATIONS_EVERY_S
         self._thread = threading.Thread(target=self._run, name="kvpool", daemon=True)
@@ -176,14 +178,17 @@ class PoolThread:
             failed = bool(problem)
 
     async def _look_after_servers(self, pool: Pool) -> None:
-        """None at two looks in a row counts: a master that has just started knows none yet."""
-        looks_without = 0
+        """None at two looks in a row counts: a master that has just started knows none yet. The
+        first look, at once, is only for those that are near."""
+        looks_without, pause_s, own_host = -1, 0.0, kvpool.host_id()
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S if looks_without else _SERVERS_EVERY_S)
+            await asyncio.sleep(pause_s)
+            pause_s = _LOOK_EVERY_S if looks_without > 0 else _SERVERS_EVERY_S
             try:
                 members = await pool.members(timeout=_LOOK_TIMEOUT_S)
             except Exception:  # the other look says that
                 continue
+            self.near = frozenset([one.server for one in members if one.host == own_host])
             masters = ", ".join(self._config.masters)
             if alive := sum(member.alive for member in members):
                 if looks_without > 1:

@@ -157,9 +157,8 @@ class Engine:
         self.reports: list[WorkerReport] = []
 
     def _thread(self) -> PoolThread:
-        thread = PoolThread(
-            self.settings.client(), self.settings.member(), lambda line: self.lines.append(line)
-        )
+        say = self.lines.append
+        thread = PoolThread(self.settings.client(), self.settings.member(), say, say)
         self.threads.append(thread)
         return thread
 
@@ -1170,7 +1169,7 @@ def test_an_idle_engine_waits_only_while_something_runs(start: Start) -> None:
     assert (transfers.count, poller.waited_s) == (1, [0.001, 0.0])
 
 
-def test_the_pools_speed_is_probed_after_the_first_save(start: Start) -> None:
+def test_the_pools_speed_is_probed_after_the_first_save(start: Start, pool: LocalPool) -> None:
     engine = start(load="auto")
     engine.save(keys("probe", 4), [1, 2, 3, 4])
     cost = engine.scheduler.planner.choice.transfer_cost
@@ -1181,9 +1180,11 @@ def test_the_pools_speed_is_probed_after_the_first_save(start: Start) -> None:
     assert 0 < probe.seconds < 20
     assert engine.workers[0].take_counters()["probes"] == 1
     assert ended(engine)
-    for _ in range(5):
-        engine.step()
+    engine.until(lambda: bool(engine.scheduler._thread.near))
+    for number in range(5):
+        engine.compute(f"s{number}", keys("probe", 4), [1, 2, 3, 4])
     assert cost.samples == 1
+    assert cost.near == {one.server for one in pool.dev.servers}
 
 
 def test_a_client_ends_no_session_of_another_tenant(start: Start, pool: LocalPool) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool import Match, ReadStatus, Replica, Run, WriteStatus
-from kvpool_connector.plan.cost_model import PrefillCost, StepTimer, TransferCost, ways_of
+from kvpool_connector.plan.cost_model import PrefillCost, Route, StepTimer, TransferCost
 from kvpool_connector.plan.planner import Planner
 from kvpool_connector.plan.tracked_request import TRANSITIONS, RequestState, TrackedRequest
 from kvpool_connector.records.messages import LoadRequest, LoadResult, ProbeResult, SaveResult
@@ -241,8 +241,7 @@ def test_a_slow_pool_is_not_waited_for() -> None:
     plan = played.step("a", 0, 100)
     assert plan.probe is not None  # whether it is faster by now, nobody waits for that
     assert not plan.saves  # the pool has it
-    for _ in range(12):
-        played.planner.choice.transfer_cost.observe(10 << 20, 0.001)
+    played.planner.choice.transfer_cost.observe(10 << 20, 0.001)
     played.look_up("b", 100, 6)
     assert played.offer("b", 100) == 96
 
@@ -273,7 +272,7 @@ def test_a_load_is_as_fast_as_the_ways_that_share_it() -> None:
     for number in range(8):
         for ways in (1, 2):
             played.planner.choice.transfer_cost.observe(
-                (6 + number) << 20, (6 + number) / 12 / ways, ways
+                (6 + number) << 20, (6 + number) / 12 / ways, Route(ways)
             )
     assert decided(played, "two", held((6, "ab"))) == 96
     assert decided(played, "one", held((6, "a"))) == 0
@@ -299,43 +298,25 @@ def test_a_load_is_as_fast_as_the_ways_that_share_it() -> None:
     ],
 )
 def test_ways_are_servers_that_are_busy_to_the_end(match: Match, ways: int) -> None:
-    assert ways_of(match, 4 << 20) == ways
-    assert ways_of(match, (4 << 20) - 1) == 1, "so little comes over one"
+    assert TransferCost().route(match, 4 << 20).ways == ways
+    assert TransferCost().route(match, (4 << 20) - 1).ways == 1, "so little comes over one"
 
 
 def test_of_a_chain_in_very_many_pieces_the_first_tell() -> None:
     """The engine's thread waits meanwhile."""
     pieces = [(1, "a"), (1, "b")] * 512
-    assert ways_of(held(*pieces, (9000, "a")), 4 << 20) == 2
-    assert ways_of(held(*pieces[:-2], (9000, "a")), 4 << 20) == 1
+    assert TransferCost().route(held(*pieces, (9000, "a")), 4 << 20).ways == 2
+    assert TransferCost().route(held(*pieces[:-2], (9000, "a")), 4 << 20).ways == 1
 
 
 def test_several_ways_that_have_become_slow_leave_no_one_way_that_is_fast() -> None:
     cost = TransferCost()
     for seconds, ways in ((0.4, 1), (0.2, 2), (0.25, 2)):
-        cost.observe(6 << 20, seconds, ways)
-    assert cost.seconds(6 << 20, 1) == pytest.approx(0.4), "as it was measured"
+        cost.observe(6 << 20, seconds, Route(ways))
+    assert cost.seconds(6 << 20) == pytest.approx(0.4), "as it was measured"
     for _ in range(10):
-        cost.observe(6 << 20, 0.7, 2)  # less than four times slower, so nobody starts over
-    assert cost.seconds(6 << 20, 1) >= 0.7
-
-
-def test_a_probe_is_as_large_as_what_servers_share() -> None:
-    """Blocks of 1.5 MiB: two of them would come over one way."""
-    assert Played().planner.prober.blocks(3 << 19) * (3 << 19) >= 4 << 20
-
-
-def test_when_a_way_is_gone_its_speed_is() -> None:
-    """Only loads over two ways were measured; one of the servers is frozen, and the master names
-    the other alone."""
-    played = Played()
-    played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
-    played.look_up("before", 100, [held((6, "ab"))])
-    assert played.begin("before").timeout_s
-    played.now += 0.2
-    played.planner.on_load_result(LoadResult("before", 6 << 20, True, 0.2), played.now)
-    assert decided(played, "still", held((6, "ab"))) == 96
-    assert decided(played, "gone", held((6, "b"))) == 0
+        cost.observe(6 << 20, 0.7, Route(2))  # nobody starts over for less than four times
+    assert cost.seconds(6 << 20) >= 0.7
 
 
 def test_what_is_left_after_another_load_comes_over_all_ways() -> None:
@@ -343,7 +324,7 @@ def test_what_is_left_after_another_load_comes_over_all_ways() -> None:
     played = Played()
     played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
     for ways in (1, 2):
-        played.planner.choice.transfer_cost.observe(12 << 20, 0.5 / ways, ways)
+        played.planner.choice.transfer_cost.observe(12 << 20, 0.5 / ways, Route(ways))
     played.planner.windows.block_bytes = (2 << 20,)
     played.look_up("half", 100, [held((3, "ab"))], "prompt")
     played.begin("half", 3 * BLOCK)
@@ -364,17 +345,57 @@ def test_more_ways_are_no_faster_until_that_was_measured() -> None:
     assert decided(played, "alone", held((6, "b"))) == 0, "it was no probe of one server"
 
 
-def test_a_load_over_several_ways_that_becomes_slow_is_as_slow_over_one() -> None:
+def test_the_own_host_has_a_rate_and_the_rest_another() -> None:
+    """G10: what is fast there makes no load from elsewhere look fast, nor the other way round."""
+    played = Played(loads_max=100)
+    cost = played.planner.choice.transfer_cost
+    played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
+    cost.near = {"a"}
+    cost.observe(6 << 20, 0.001, cost.route(held((19, "a"), (1, "b")), 6 << 20))
+    cost.observe(6 << 20, 0.001, cost.route(None, 6 << 20))
+    assert cost.seconds(6 << 20) > 0.006, "no way was measured: as of any pool"
+    cost.observe(6 << 20, 0.5)
+    cost.observe(24 << 20, 1.0, cost.route(held((2, "a"), (2, "b")), 24 << 20))  # 12 MiB came so
+    assert cost.seconds(6 << 20) == pytest.approx(0.5)
+    disk = Match((Run(0, 5, (Replica("a", "nvme"), Replica("b", "dram"))),), 6, ReadStatus.HIT)
+    for name, match, tokens in (
+        ("near", held((6, "a")), 96),
+        ("both", held((6, "ab")), 96),
+        ("far", held((6, "b")), 0),
+        ("on its disk", disk, 0),
+        ("a half", held((3, "a"), (3, "b")), 96),
+        ("a third", held((2, "a"), (4, "b")), 0),
+    ):
+        assert decided(played, name, match) == tokens, name
+    cost.start_over(6 << 20, 0, 1.0, cost.route(held((6, "a")), 6 << 20))
+    assert decided(played, "slow", held((6, "b"))) == 0, "the pool is slow, until that was measured"
+
+
+def test_who_reads_in_the_own_host_takes_no_turn_at_the_link() -> None:
+    played = Played()
+    played.planner.choice.transfer_cost.near = {"a"}
+    for name, match, beside in (
+        ("near", held((6, "a")), 0),
+        ("a third", held((4, "a"), (2, "b")), 0),
+        ("far", held((6, "b")), 2),
+        ("a half", held((3, "a"), (3, "b")), (2 + 3) * 2),  # of its 6 MiB 3 take turns
+    ):
+        played.look_up(name, 100, [match])
+        played.begin(name)
+        assert played.planner.requests[name].load.size_beside == beside << 20, name  # type: ignore[union-attr]
+
+
+def test_when_a_way_is_gone_its_speed_is() -> None:
+    """Only loads over two ways were measured: one of them has half of the speed, fast or slow."""
     played = Played(load="always")
     played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
     cost = played.planner.choice.transfer_cost
-    cost.observe(6 << 20, 0.02)
-    cost.observe(6 << 20, 0.01, 2)
-    played.look_up("slow", 100, [held((6, "ab"))])
-    played.begin("slow")
-    played.planner.on_load_result(LoadResult("slow", 6 << 20, True, 1.0), played.now + 1.0)
-    assert cost.seconds(6 << 20, 2) == pytest.approx(1.0)
-    assert cost.seconds(6 << 20) == pytest.approx(2.0)
+    for name, took_s in (("fast", 0.01), ("slow", 1.0)):
+        played.look_up(name, 100, [held((6, "ab"))])
+        played.begin(name)
+        played.planner.on_load_result(LoadResult(name, 6 << 20, True, took_s), played.now)
+        assert cost.seconds(6 << 20, Route(2)) == pytest.approx(took_s)
+        assert cost.seconds(6 << 20) == pytest.approx(2 * took_s)
 
 
 @pytest.mark.parametrize(
@@ -772,9 +793,8 @@ def test_estimates_follow_what_was_measured() -> None:
 def test_a_load_that_was_given_up_ends_what_was_known(arrived: int, expected_s: float) -> None:
     """However fast the pool has been: otherwise the next requests would try it in vain, too."""
     load = TransferCost()
-    for _ in range(20):
-        load.observe(8 << 20, 0.01)
-    load.start_over(8 << 20, arrived, 1.0)
+    load.observe(8 << 20, 0.01)
+    load.start_over(8 << 20, arrived, 1.0, Route())
     assert load.seconds(8 << 20) == pytest.approx(expected_s)
 
 

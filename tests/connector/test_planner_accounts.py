@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 def estimating(played: Played, load_s: float, prefill_s: float) -> None:
     """Every load and every prefill is estimated to take so long."""
-    played.planner.choice.transfer_cost.seconds = lambda size, ways=1: load_s  # type: ignore[method-assign]
+    played.planner.choice.transfer_cost.seconds = lambda size, route: load_s  # type: ignore[method-assign]
     played.planner.choice.prefill_cost.seconds = lambda first, last: prefill_s  # type: ignore[method-assign]
 
 
@@ -72,6 +72,7 @@ def test_a_probe_reads_one_block_although_that_is_larger_than_a_probe() -> None:
     assert played.offer("a", 100) == 0
     probe = played.idle().probe
     assert probe.blocks[0].digests == tuple(hashes("a", 16))
+    assert played.planner.prober.blocks(3 << 19) == 3, "servers share it, which two would not be"
 
 
 # --- what is given back ----------------------------------------------------------------------
@@ -213,7 +214,7 @@ def test_estimates_are_of_the_tokens_that_are_missing() -> None:
     asked: list[tuple[int, int]] = []
     sizes: list[int] = []
 
-    def load_s(size: int, ways: int) -> float:
+    def load_s(size: int, route: object) -> float:
         sizes.append(size)
         return 0.25
 
@@ -513,10 +514,9 @@ def test_each_length_of_a_context_has_its_own_speed() -> None:
 
 
 def test_a_transfer_of_nothing_known_is_no_free_one() -> None:
-    cost = TransferCost()
-    cost.observe(0, 0.0)
-    assert cost.seconds(MIB) > 0
-    cost = TransferCost()
+    free, cost = TransferCost(), TransferCost()
+    free.observe(0, 0.0)
+    assert free.seconds(MIB) > 0
     cost.observe(0, 0.5)
     assert cost.seconds(3) == pytest.approx(1.5)
 

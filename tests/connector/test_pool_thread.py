@@ -168,18 +168,20 @@ class ServersPool(WatchedPool):
         if alive is None:
             raise MasterLost("no answer")
         stats = ServerStats()
-        return [Member("s", 1, "host", (), ("dram",), one, 0.0, 1 << 30, stats) for one in alive]
+        return [Member(str(n), 1, str(n), (), ("dram",), n, 0.0, 1 << 30, stats) for n in alive]
 
 
 def test_the_log_says_once_that_all_servers_are_gone_and_once_that_some_are_back(
-    started: Callable[..., PoolThread], lines: list[str]
+    started: Callable[..., PoolThread], lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_look, up = [[False, False], [True, False]], [True, True]
+    monkeypatch.setattr(kvpool, "host_id", lambda: "True")  # of those that live
+    one_look, up, half = [[False, False], [True, False]], [True, True], [True, False]
     gone: list[list[bool] | None] = [[False, False], None, [False, False], [], [False]]
-    watched = ServersPool([up, *one_look, *gone, None, [True, False], up, [], up, *gone, up, up])
+    watched = ServersPool([up, *one_look, *gone, None, half, up, [], up, *gone, up, half])
     thread = started(watched)
     assert watched.all_asked.wait(10)
     thread.close(10)
+    assert thread.near == {"True"}
     lost = "WARNING the pool at 127.0.0.1:9 has no server left, the engine runs without it: "
     assert [line.partition("a master")[0] for line in lines[1:]] == [
         lost,

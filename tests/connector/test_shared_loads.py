@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool import WriteStatus
+from kvpool_connector.plan.cost_model import ONE_WAY
 from kvpool_connector.plan.running_loads import RunningLoad, RunningLoads
 from kvpool_connector.records.messages import LoadResult
 from kvpool_connector.records.values import CacheGroup, ScheduledRequest
@@ -211,7 +212,7 @@ def test_a_swarm_reads_its_prefix_once(count: int, load_s: float, prefill_s: flo
 
 def running(prompt: str, first: int, last: int) -> RunningLoad:
     chain = hashes(prompt, last)
-    return RunningLoad(chain, first, last, (last - first) << 16, 1, 0.0, 1.0, None, 2.0, 1)
+    return RunningLoad(chain, first, last, (last - first) << 16, ONE_WAY, 0.0, 1.0, None, 2.0, 1)
 
 
 def test_the_load_that_brings_most_is_found() -> None:

@@ -116,7 +116,8 @@ PURE = (
     "kvpool.master.state",
 )
 #: The root package re-exports what a program imports.
-ROOT_EXPORTS = {"client", "config", "errors", "registry", "secret_file", "types", "sync", "dev"}
+ROOT_EXPORTS = {"client", "config", "errors", "registry", "runtime", "secret_file", "types"}
+ROOT_EXPORTS |= {"sync", "dev"}
 
 
 def room_of(name: str) -> str:

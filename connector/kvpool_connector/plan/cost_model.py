@@ -7,9 +7,10 @@ Both are wanted in seconds before either has begun. Nothing here reads a clock.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Final
+from collections.abc import Set
+from typing import Final, NamedTuple
 
-from kvpool.types import SHARED_BYTES_MIN, Match
+from kvpool.types import MEMORY_TIER, SHARED_BYTES_MIN, Match
 
 #: Weight of earlier measurements when a new one comes: the last five count for two thirds.
 _DECAY: Final = 0.8
@@ -29,23 +30,20 @@ _PRIOR_BYTES_S: Final = 1e9
 PREFILL_TOKENS_MIN: Final = 32
 
 
-def ways_of(match: Match, size: int) -> int:
-    """How many servers can share a load of these blocks, each busy to the end. One of few bytes is
-    not shared; where some servers alone have too many of the blocks, the others are done before.
-    """
-    if size < SHARED_BYTES_MIN:
-        return 1
-    held: Counter[frozenset[str]] = Counter()
-    for first, last, replicas in match.runs[:_RUNS_MAX]:
-        part = min([one.part for one in replicas], default=0)  # a rank loads one; all are alike
-        held[frozenset([one.server for one in replicas if one.part == part])] += last + 1 - first
-    groups = [frozenset[str]().union(*held), *(one for one, _ in held.most_common(_GROUPS_MAX))]
-    busy = [sum(n for one, n in held.items() if one <= by) / max(1, len(by)) for by in groups]
-    return max(1, int(held.total() / max(1, *busy) + 1e-9))
+class Route(NamedTuple):
+    """How many servers can share the slowest part of a load, which is such a `share` of its bytes:
+    what lies in the own host comes beside it. 0 `ways`: nine tenths lie there."""
+
+    ways: int = 1
+    share: float = 1.0
+
+
+ONE_WAY: Final = Route()
+OWN_HOST: Final = Route(ways=0)
 
 
 class TransferCost:
-    """Seconds of a load as latency + bytes / bandwidth, by the ways that it is shared by.
+    """Seconds of a load as latency + bytes / bandwidth, by its route.
 
     For each number of ways the line through the measured (bytes, seconds) of the latest loads, by
     weighted least squares; each measurement weighs `_DECAY` of the next one. Only sums are kept.
@@ -54,38 +52,64 @@ class TransferCost:
     def __init__(self) -> None:
         #: Loads measured so far; 0: estimates are the prior.
         self.samples = 0
+        self.near: Set[str] = frozenset()  # servers in the own host, as far as they are known
         # By ways, the latest last: weighted sums of 1, x (bytes), y (seconds), x * x and x * y.
         self._sums: dict[int, list[float]] = {}
 
-    def start_over(self, size: int, size_loaded: int, seconds: float, ways: int = 1) -> None:
-        """The pool has become slow: earlier measurements no longer count.
+    def route(self, match: Match | None, size: int) -> Route:
+        """Of a load of these blocks; None: of some that lie anywhere. Servers share what the own
+        host lacks as far as each is busy to the end: where some alone have too many of the blocks,
+        the others are done before."""
+        if match is None:
+            return OWN_HOST if self.near else ONE_WAY  # what is fast there is no fast way
+        held: Counter[frozenset[str]] = Counter()
+        own = 0
+        for first, last, replicas in match.runs[:_RUNS_MAX]:
+            part = min([one.part for one in replicas], default=0)  # a rank loads one; all are alike
+            alike = [one for one in replicas if one.part == part]
+            if any(one.server in self.near and one.tier == MEMORY_TIER for one in alike):
+                own += last + 1 - first
+            else:
+                held[frozenset([one.server for one in alike])] += last + 1 - first
+        share = held.total() / (own + held.total()) if own else 1.0
+        if share < 0.1:
+            return OWN_HOST
+        if size * share < SHARED_BYTES_MIN:
+            return Route(1, share)
+        groups = [frozenset[str]().union(*held), *(one for one, _ in held.most_common(_GROUPS_MAX))]
+        busy = [sum(n for one, n in held.items() if one <= by) / max(1, len(by)) for by in groups]
+        return Route(max(1, int(held.total() / max(1, *busy) + 1e-9)), share)
+
+    def start_over(self, size: int, size_loaded: int, seconds: float, route: Route) -> None:
+        """The pool has become slow, all of it: earlier measurements no longer count.
 
         A load of `size` bytes took `seconds`, or was aborted then; `size_loaded` of them had come.
         When nothing came, all that is known is that the load takes longer than that.
         """
         self._sums.clear()
         factor = 1.0 if size_loaded else _ABORTED_FACTOR
-        self.observe(size_loaded or size, factor * seconds, ways)
+        self.observe(size_loaded or size, factor * seconds, route if route.ways else ONE_WAY)
 
-    def observe(self, size: int, seconds: float, ways: int = 1) -> None:
+    def observe(self, size: int, seconds: float, route: Route = ONE_WAY) -> None:
         """A load of `size` bytes took `seconds`."""
-        x, y = float(max(size, 1)), max(seconds, 1e-6)
-        is_faster = y * _RESET_RATIO < self.seconds(size, ways)
+        ways, share = route
+        x, y = max(size * share, 1.0), max(seconds, 1e-6)
+        is_faster = y * _RESET_RATIO < self.seconds(size, route)
         before = self._sums.pop(ways, None)
         if before is None or is_faster:
             before = [0.0] * 5
         self.samples += 1
         new = 1.0, x, y, x * x, x * y
         self._sums[ways] = [a * _DECAY + b for a, b in zip(before, new, strict=True)]
-        slow_s = self.seconds(size, ways)
-        for fewer in [one for one in self._sums if one < ways]:
-            if self.seconds(size, fewer) * _FEWER_RATIO < slow_s:
+        slow_s = self.seconds(size, route)
+        for fewer in [one for one in self._sums if 0 < one < ways]:
+            if self.seconds(size, Route(fewer, share)) * _FEWER_RATIO < slow_s:
                 del self._sums[fewer]
 
-    def seconds(self, size: int, ways: int = 1) -> float:
+    def seconds(self, size: int, route: Route = ONE_WAY) -> float:
         """Estimated seconds of a load of `size` bytes."""
-        latency_s, per_byte_s = self._line(ways)
-        return latency_s + size * per_byte_s
+        latency_s, per_byte_s = self._line(route.ways)
+        return latency_s + size * route.share * per_byte_s
 
     @property
     def bandwidth(self) -> float:
@@ -96,13 +120,15 @@ class TransferCost:
         """Latency in seconds, and seconds per byte.
 
         No faster than was measured: that more ways help, a load or a probe over them has to show.
-        Fewer than were ever measured are taken to have their share of the speed.
+        Fewer than were ever measured are taken to have their share of the speed, and the own host
+        that of one way. What was measured there says nothing of ways.
         """
-        if not self._sums:
+        known = [one for one in self._sums if one or not ways]
+        if not known:
             return _PRIOR_LATENCY_S, 1 / _PRIOR_BYTES_S
-        known = max((one for one in self._sums if one <= ways), default=min(self._sums))
-        weight, x, y, xx, xy = self._sums[known]
-        share = max(1.0, known / ways)
+        nearest = max((one for one in known if one <= ways), default=min(known))
+        weight, x, y, xx, xy = self._sums[nearest]
+        share = max(1.0, nearest / max(1, ways))
         mean_x, mean_y = x / weight, y / weight * share
         variance = xx / weight - mean_x * mean_x
         through_zero = mean_y / mean_x

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvpool_connector.plan.cost_model import PrefillCost, TransferCost
+from kvpool_connector.plan.cost_model import ONE_WAY, PrefillCost, Route, TransferCost
 from kvpool_connector.plan.probing import Prober
 from kvpool_connector.plan.running_loads import RunningLoads, SharedLoad
 from kvpool_connector.records.values import PlannerLimits
@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
     """Tokens `first` to `last` (excluded) that the pool has of a prompt with these hashes.
 
     `waits_until`: when it stops to wait for other prompts' loads; None if it has not waited.
-    `awaits`: some of them are only promised. `ways`: the servers that a load of them is shared by.
+    `awaits`: some of them are only promised.
     """
 
     hashes: Sequence[bytes]
@@ -62,7 +62,7 @@ class Wanted(NamedTuple):
     last: int
     waits_until: float | None = None
     awaits: bool = False
-    ways: int = 1
+    route: Route = ONE_WAY
 
 
 class Choice(NamedTuple):
@@ -94,11 +94,11 @@ class LoadOrRecompute:
         The estimate of loading includes the bytes of loads that are running: they share the link.
         Waiting ends at `wanted.waits_until`, however often another load took over.
         """
-        _, first, last, waits_until, _, ways = wanted
+        _, first, last, waits_until, _, route = wanted
         if last <= first:
             return Choice(LoadDecision.NOTHING_NEW)
         size = self._bytes_of(first, last)
-        load_s = self.transfer_cost.seconds(size + self._loads.bytes_beside(size), ways)
+        load_s = self.transfer_cost.seconds(size + self._loads.bytes_beside(size, route), route)
         prefill_s = self.prefill_cost.seconds(first, last)
         estimates = Estimates(load_s, prefill_s)
         compute_s = prefill_s if prefill_s is not None else math.inf
@@ -153,6 +153,6 @@ class LoadOrRecompute:
             return None
         load, last = found
         rest = self._bytes_of(last, wanted.last)
-        rest_s = self.transfer_cost.seconds(rest, wanted.ways) if rest else 0.0
+        rest_s = self.transfer_cost.seconds(rest, wanted.route) if rest else 0.0
         wait_s = load.remaining_s(now) + rest_s
         return SharedLoad(load, last, now) if wait_s < otherwise_s else None

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvpool.types import Match
-from kvpool_connector.plan.cost_model import PrefillCost, TransferCost, ways_of
+from kvpool_connector.plan.cost_model import PrefillCost, TransferCost
 from kvpool_connector.plan.known_writers import KnownWriters
 from kvpool_connector.plan.load_or_recompute import NO_CHOICE, LoadDecision, LoadOrRecompute, Wanted
 from kvpool_connector.plan.prefetching import Prefetches
@@ -159,8 +159,9 @@ class Planner:
             last = min(last, self.windows.whole_units(computed + most))
         until, block = request.waits_until, self._groups[self.windows.whole].block_size
         found = request.matches[self.windows.whole].of(computed // block, last // block)
-        ways = ways_of(found, self.windows.bytes_of(computed, last))
-        wanted = Wanted(request.hashes, computed, last, until, last > there, ways)
+        size = self.windows.bytes_of(computed, last)
+        route = self.choice.transfer_cost.route(found, size)
+        wanted = Wanted(request.hashes, computed, last, until, last > there, route)
         request.choice = self.choice.choose(wanted, now)
         if (decision := request.choice.decision) is LoadDecision.WAIT:
             request.move_to(RequestState.WAITING)
@@ -173,7 +174,7 @@ class Planner:
             if slow and self.prober.due(now):
                 self._probe_prefix(request, computed, last, now)
             return 0
-        request.offered = (computed, last, wanted.ways)
+        request.offered = (computed, last, route)
         request.move_to(RequestState.OFFERED)
         return last - computed
 
@@ -196,14 +197,14 @@ class Planner:
             if request.promise is not None and request.promise.state is PromiseState.GIVEN:
                 _give_up_promise(request)
             return
-        first, _, ways = request.offered
+        first, _, route = request.offered
         last = first + tokens
         load = self._load(request_id, request, first, last, block_ids)
         self._loads.append(load)
         size = self.windows.bytes_of(first, last)
         request.load = RunningLoad(
-            *(request.hashes, first, last, size, ways, now, *request.choice.estimates),
-            *(load.timeout_s, self._ranks, self._running.bytes_beside(size)),
+            *(request.hashes, first, last, size, route, now, *request.choice.estimates),
+            *(load.timeout_s, self._ranks, self._running.bytes_beside(size, route)),
             awaits=load.wait_limits is not None,
         )
         self._running.start(request.load)
@@ -447,8 +448,7 @@ class Planner:
         stop = min(last // group.block_size, start + most)
         digests = [digest_of(request.hashes, group, i) for i in range(start, stop)]
         match = request.matches[0].of(start, stop)
-        ways = ways_of(match, len(digests) * self.windows.block_bytes[0])
-        self.prober.plan(digests, match, now, ways)
+        self.prober.plan(digests, match, now, len(digests) * self.windows.block_bytes[0])
 
 
 def _give_up_promise(request: TrackedRequest) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.types import Match
-from kvpool_connector.plan.cost_model import TransferCost
+from kvpool_connector.plan.cost_model import ONE_WAY, Route, TransferCost
 from kvpool_connector.plan.running_loads import RunningLoad
 from kvpool_connector.records.messages import GroupBlocks, ProbeRequest, ProbeResult
 from kvpool_connector.records.values import PlannerLimits
@@ -41,7 +41,7 @@ class Prober:
     _ranks: int
     _planned: ProbeRequest | None = None
     _running: int = 0  # ranks that have not reported
-    _ways: int = 1  # servers that share the probe
+    _route: Route = ONE_WAY  # of the probe
     _planned_at: float = -math.inf
     _delay_s: float = math.inf  # until the next one, `probe_every_s` at most
     #: A load that took longer than it may, and how long it may: a probe will tell whether the pool
@@ -70,13 +70,13 @@ class Prober:
         return -(-size // max(1, block_bytes))  # what is smaller than the first is not shared
 
     def plan(
-        self, digests: Sequence[bytes], match: Match | None, now: float, ways: int = 1
+        self, digests: Sequence[bytes], match: Match | None, now: float, size: int = 0
     ) -> None:
         """Read these blocks of group 0 with the next step, if the result decides anything."""
         if self._limits.load == "auto" and digests and not self._running:
             self._planned_at = now
             self._delay_s *= 2
-            self._ways = ways
+            self._route = self._transfer_cost.route(match, size)
             blocks = GroupBlocks(0, tuple(digests), (), match=match)
             self._planned = ProbeRequest((blocks,), self._limits.load_timeout_s)
 
@@ -95,11 +95,11 @@ class Prober:
         if slow_load is not None and (waited or _is_slow(result, *slow_load)):
             self._start_over(slow_load[0], _PROBE_AGAIN_S)  # it may be fast again at once
         if result.size:
-            self._transfer_cost.observe(result.size, result.seconds, self._ways)
+            self._transfer_cost.observe(result.size, result.seconds, self._route)
             if not self._running and self._slow_load is not None:
                 self._slow_load, self._excused = None, True
         elif waited:
-            self._transfer_cost.start_over(_PROBE_BYTES, 0, result.seconds, self._ways)
+            self._transfer_cost.start_over(_PROBE_BYTES, 0, result.seconds, self._route)
 
     def on_load(self, load: RunningLoad, now: float) -> None:
         """A load has ended.
@@ -121,12 +121,12 @@ class Prober:
             # A load that found nothing and waited for nothing is no measure of the pool's speed.
             # An estimate is of the bytes beside it, too.
             size = ended.size + load.size_beside
-            self._transfer_cost.observe(size, ended.seconds, load.ways)
+            self._transfer_cost.observe(size, ended.seconds, load.route)
             self._excused = False
 
     def _start_over(self, load: RunningLoad, probe_delay_s: float) -> None:
         """The pool has become slow."""
-        self._transfer_cost.start_over(load.size, load.ended.size, load.ended.seconds, load.ways)
+        self._transfer_cost.start_over(load.size, load.ended.size, load.ended.seconds, load.route)
         self._slow_load, self._excused = None, False
         self._delay_s = probe_delay_s
 

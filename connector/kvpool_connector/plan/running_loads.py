@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvpool_connector.plan.cost_model import Route
 from kvpool_connector.records.messages import LoadResult
 
 
@@ -20,16 +21,15 @@ class RunningLoad:
 
     It runs until its last rank has reported, or its request has ended or started anew; after that
     `running` is false. `lost` is true when the pool did not have all of its blocks, `awaits` when
-    some were only promised. `ways`: servers that share it. `result` is that of the ranks that have
-    reported; its seconds are also for the `size_beside` bytes of loads that ran before it and that
-    the link moved in between.
+    some were only promised. `result` is that of the ranks that have reported; its seconds are also
+    for the `size_beside` bytes of loads that ran before it and that the link moved in between.
     """
 
     hashes: Sequence[bytes]
     first: int
     last: int
     size: int  # bytes that one rank moves
-    ways: int
+    route: Route
     started_at: float
     expected_s: float
     prefill_s: float | None  # of computing the same tokens; None: nothing was measured
@@ -99,13 +99,15 @@ class RunningLoads:
         """How many of them wait for promised blocks."""
         return sum(load.awaits for load in self._loads)
 
-    def bytes_beside(self, size: int) -> int:
+    def bytes_beside(self, size: int, route: Route) -> int:
         """Bytes that the link moves for others until it has moved `size` bytes for one more.
 
         Loads take turns at the link, so a long one delays a short one by no more than the short
-        one's own size.
+        one's own size. Those from the own host have nothing to do with it.
         """
-        return sum(min(size, load.size) for load in self._loads)
+        alike = [one for one in self._loads if bool(one.route.ways) is bool(route.ways)]
+        most = size * route.share
+        return round(sum(min(most, one.size * one.route.share) for one in alike) / route.share)
 
     def bringing(
         self, hashes: Sequence[bytes], first: int, last: int, *, awaits: bool = False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvpool.types import Match
+from kvpool_connector.plan.cost_model import ONE_WAY, Route
 from kvpool_connector.plan.load_or_recompute import NO_CHOICE, Choice
 from kvpool_connector.plan.running_loads import RunningLoad
 from kvpool_connector.records.promises import GivenPromise
@@ -61,7 +62,7 @@ class TrackedRequest:
     #: While LOOKING_UP, of prefixes: the ends of sliding windows are looked up.
     matches: tuple[Match, ...] = ()
     choice: Choice = NO_CHOICE  # the last one; its decision is not counted yet
-    offered: tuple[int, int, int] = (0, 0, 1)  # first and last token and ways, while OFFERED
+    offered: tuple[int, int, Route] = (0, 0, ONE_WAY)  # first and last token, while OFFERED
     waits_until: float | None = None  # since it first waited
     load: RunningLoad | None = None  # while LOADING
     promise: GivenPromise | None = None

@@ -168,6 +168,7 @@ class ConnectorScheduler:
         """Tokens beyond `computed` that can be loaded; None: ask again."""
         now = self._clock()
         self._asked = True
+        self.planner.choice.transfer_cost.near = self._thread.near
         if self.adapter_requests.must_wait(request_id, now):
             return None
         if request_id not in self.planner.requests:
