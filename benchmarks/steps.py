@@ -30,8 +30,8 @@ ROOT: Final = Path(__file__).parents[1]
 REQUESTS: Final = 256
 CONTEXT: Final = 128 << 10
 BLOCK: Final = 16
-#: Each request completes a block in one of so many steps: every step completes some.
-STEPS: Final = 8 * BLOCK
+#: Each request is looked at once in so many steps: about one in each.
+STEPS: Final = 16 * BLOCK
 #: The hooks that are called in a step; a lookup is started when vLLM first asks for a prompt.
 HOOKS: Final = (
     "get_num_new_matched_tokens",

@@ -120,7 +120,8 @@ class Owed:
         if not self._short:
             self._short_since = None
         self._short = False
-        self._sent.update(load.request_id for load in work.loads)
+        for load in work.loads:
+            self._sent.add(load.request_id)
         for save in work.saves:
             self._jobs["save", save.job] = _ids(save.blocks), self._ranks
         if work.verify is not None:
@@ -131,12 +132,15 @@ class Owed:
         for loaded in report.loads:
             self._waiting.pop(loaded.request_id, None)
             self._sent.discard(loaded.request_id)
-        ended = [("save", saved.job) for saved in report.saves]
-        ended += [("verify", verified.job) for verified in report.verified]
-        for job in ended:
-            blocks, ranks = self._jobs.pop(job, ([], 0))
-            if ranks > 1:
-                self._jobs[job] = blocks, ranks - 1
+        for saved in report.saves:
+            self._on_rank_ended(("save", saved.job))
+        for verified in report.verified:
+            self._on_rank_ended(("verify", verified.job))
+
+    def _on_rank_ended(self, job: tuple[str, int]) -> None:
+        blocks, ranks = self._jobs.pop(job, ([], 0))
+        if ranks > 1:
+            self._jobs[job] = blocks, ranks - 1
 
     @property
     def pinned_blocks(self) -> int:

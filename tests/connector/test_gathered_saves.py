@@ -82,7 +82,7 @@ def test_a_prompt_is_saved_at_once_and_takes_along_what_waits() -> None:
 @pytest.mark.parametrize("why", ["", "preempted", "begun", "reset", "mismatch", "skip_save"])
 def test_the_end_of_a_request_saves_the_blocks_that_no_step_has_looked_at(why: str) -> None:
     """Its next turn may come at once, to another engine."""
-    played = Played(save_gather_s=GATHER_S, blocks_together=4)
+    played = Played(save_gather_s=GATHER_S, tokens_together=64)
     hints = RequestHints(skip_save=why == "skip_save")
     played.planner.on_new_request("a", hashes("a", 400), 100, hints, played.now)
     played.step("a", 0, 100)
@@ -103,7 +103,7 @@ def test_the_end_of_a_request_saves_the_blocks_that_no_step_has_looked_at(why: s
 
 @pytest.mark.parametrize("group", [CacheGroup(BLOCK, 1, 2), CacheGroup(BLOCK, 1, kept=False)])
 def test_blocks_that_a_running_request_loses_are_not_waited_for(group: CacheGroup) -> None:
-    played = Played(groups=(group,), blocks_together=4)
+    played = Played(groups=(group,), tokens_together=64)
     played.arrive("a", 100)
     played.step("a", 0, 100)
     assert played.planner.quiet.left("a") == 7 * BLOCK - 100
@@ -156,5 +156,6 @@ def test_what_may_not_be_shared_any_more_is_unpinned_and_never_saved(why: str) -
     assert not played.idle().saves
     assert played.planner.saves.queue.take_dropped() == [2]
     assert played.planner.saves.queue.take_dropped() == []
+    assert played.planner.saves.queue._gathered_blocks == 0
     assert not played.planner.has_pending_work
     assert played.planner.counters[f"dropped {why}"] == 1

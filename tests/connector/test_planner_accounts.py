@@ -487,6 +487,25 @@ def test_stored_blocks_are_left_out_for_those_who_asked_before_and_forgotten_in_
     assert store(chain(0, 10), 5.0) == 10, "forgotten: offered once more"
 
 
+@pytest.mark.parametrize("why_not", ["", "it was stored later", "reset"])
+def test_what_the_pool_lost_before_the_engine_heard_of_its_save_is_saved_again(
+    why_not: str,
+) -> None:
+    """An engine that does not step hears late. Whoever asked while the save ran asked too early."""
+    saves = queue()
+    saves.add([chain(0, 3)], "", None, 0.0)
+    (save,) = saves.take_saves(0.0)
+    assert saves.add([chain(1, 3, asked_at=3.5)], "", None, 4.0) == []
+    assert not saves.take_due(lambda *_: True, 4.0), "it may be stored yet"
+    if why_not == "reset":
+        saves.reset()
+        saves.add([chain(50, 51)], "", None, 4.0)
+        (save,) = saves.take_saves(4.0)
+    saves.on_result(SaveResult(save.job, 0, (), 1.0 if why_not else 2.0), 5.0)
+    due = saves.take_due(lambda *_: True, 5.0)
+    assert [block for run in due for block in run.block_ids] == ([] if why_not else [2, 3])
+
+
 # --- costs ---------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -278,7 +279,10 @@ def test_a_worker_raises_nothing_into_its_engine_and_ends_every_transfer(
     for _ in range(3):
         worker.start_loads(work)
         worker.start_saves(work)
-        finished, report = worker.take_finished(), worker.take_report()
+        finished = worker.take_finished()
+        time.sleep(0.01)  # the engine hears of it when it steps
+        report = worker.take_report()
+        assert min(one.age_s for one in report.saves) >= 0.01
         assert (finished.loaded, finished.bad_blocks) == ({"r"}, {1, 2})
         assert [one.job for one in report.saves] == [7, 8]
         assert [one.job for one in report.verified] == [9]

@@ -188,13 +188,14 @@ class StepTimer:
 
     def on_start(self, step: int, segments: list[tuple[int, int]], now: float) -> None:
         """This step computes tokens `first` to `last` (excluded) of some prompts, or nothing."""
-        self._started[step] = (now, segments)
+        if segments:
+            self._started[step] = (now, segments)
 
     def on_end(self, step: int, now: float) -> None:
         """The step has ended, and every step before it."""
         for earlier in [number for number in self._started if number <= step]:
             started_at, segments = self._started.pop(earlier)
-            if earlier == step and segments:
+            if earlier == step:
                 # A step that began while another one ran had the engine only after its end.
                 self._prefill_cost.observe(segments, now - max(started_at, self._last_end))
         self._last_end = now

@@ -11,6 +11,7 @@ step; `on_load_result` and `on_save_result` take what the workers report.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -306,9 +307,9 @@ class Planner:
         if stored and not self.choice.transfer_cost.samples and self.prober.due(now):
             # Measure before the first load, so that it can be weighed as well, and so that it does
             # not wait for a connection.
-            digests = [one for run in stored if not run.group for one in run.digests]
+            digests = itertools.chain.from_iterable(run.digests for run in stored if not run.group)
             blocks = self.prober.blocks(self.windows.block_bytes[0])
-            self.prober.plan(digests[:blocks], None, now)
+            self.prober.plan([*itertools.islice(digests, blocks)], None, now)
         return unpinned, stored
 
     def make_promise(self, request_id: str, computed: int) -> PromisedBlocks | None:

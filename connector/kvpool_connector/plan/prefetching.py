@@ -54,6 +54,8 @@ class Prefetches:
     def take(self) -> list[PrefetchRequest]:
         """What to ask for now, once for each prompt. Of each group one message's worth of blocks:
         the first that are below, or of a sliding window the last ones of the hit."""
+        if not self._waiting:
+            return []
         found = []
         for hashes, matches in self._waiting.values():
             for number, (group, match) in enumerate(zip(self._groups, matches, strict=True)):

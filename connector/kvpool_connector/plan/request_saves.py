@@ -28,12 +28,12 @@ class RequestSaves:
     ) -> None:
         self._save_decode = limits.save_decode
         kept = all(one.kept and not one.window_blocks for one in groups)
-        together = limits.blocks_together if kept else 1
+        together = limits.tokens_together if kept else 1
         #: Number, tokens and hashes of a block, and tokens from one look to the next. (A step has
         #: microseconds for all.)
         self._groups = [
-            (n, one.block_size, one.hashes_per_block, together * one.block_size)
-            for n, one in enumerate(groups)
+            (n, size, per_block, max(size, together // size * size))
+            for n, (size, per_block, *_) in enumerate(groups)
         ]
         self.queue = SaveQueue(
             counters,

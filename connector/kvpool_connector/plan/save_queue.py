@@ -25,6 +25,8 @@ _RETRIES_PER_STEP: Final = 64
 _GATHERED_SHARE_MAX: Final = 0.25
 #: Seconds before the first retry; each further one waits twice as long.
 _RETRY_AFTER_S: Final = 0.5
+#: Runs of blocks that are looked at again when a save ends.
+_AGAIN_MAX: Final = 256
 #: What may succeed next time. ALREADY_STORED and BYPASSED are final, TOO_LARGE will not change.
 _RETRYABLE: Final = frozenset(
     {
@@ -77,6 +79,8 @@ class _SaveJob:
     runs: list[SaveRun]
     blocks: tuple[GroupBlocks, ...]  # the same
     ranks_left: int
+    started_at: float
+    stored_at: float = -math.inf  # by the last rank that has acknowledged
     refused: dict[tuple[int, bytes], WriteStatus] = field(default_factory=dict)
     forgotten: bool = False  # its blocks are of weights that the engine has no longer
 
@@ -104,7 +108,8 @@ class SaveQueue:
     |          |                    | pool refused it and may take it later                     |
 
     A request that asked the pool before a block was stored does not know of it: `add` leaves that
-    block out. One that asked later and found nothing saves it again, for the pool has evicted it.
+    block out. One that asked later and found nothing saves it again, for the pool has evicted it;
+    also when the engine, which did not step, hears only then that the block was stored.
 
     A block is pinned from `add` to the last rank's `on_result`, or to `drop_gathered`, and each pin
     is returned exactly once. At most `pinned_blocks_max` are pinned, at most `WAITING_BLOCKS_MAX`
@@ -132,6 +137,7 @@ class SaveQueue:
         #: Gathered, or being saved; by group.
         self._saving: defaultdict[int, set[bytes]] = defaultdict(set)
         self._gathered: dict[tuple[str, float | None], _Gathered] = {}  # by session
+        self._gathered_blocks = 0  # in all of them
         self._dropped_ids: list[int] = []  # pinned, until `take_dropped`
         #: When each was stored, by group; and those of before.
         self._stored: defaultdict[int, dict[bytes, float]] = defaultdict(dict)
@@ -139,6 +145,8 @@ class SaveQueue:
         #: When each may be tried again, those first that have waited longest.
         self._waiting: deque[tuple[float, SaveRun]] = deque()
         self._waiting_names: defaultdict[int, set[bytes]] = defaultdict(set)  # by group
+        #: Left out for a save that may have ended before their requests asked.
+        self._again: list[SaveRun] = []
 
     @property
     def running(self) -> bool:
@@ -169,8 +177,11 @@ class SaveQueue:
                 gathered = self._gathered[key] = _Gathered(now + self._gather_s)
             gathered.runs += accepted
             gathered.blocks += len(pinned)
+            self._gathered_blocks += len(pinned)
             if at_once:
                 gathered.due_at = now
+            if self._gathered_blocks > self._pinned_blocks_max * _GATHERED_SHARE_MAX:
+                self.expedite_all()
         return pinned
 
     def expedite(self, session: str, resume_in_s: float | None) -> None:
@@ -186,11 +197,8 @@ class SaveQueue:
 
     def take_saves(self, now: float) -> list[SaveRequest]:
         """A save for each session whose blocks have been gathered long enough."""
-        gathered_blocks = sum([gathered.blocks for gathered in self._gathered.values()])
-        if gathered_blocks > self._pinned_blocks_max * _GATHERED_SHARE_MAX:
-            self.expedite_all()
         due = [key for key, gathered in self._gathered.items() if gathered.due_at <= now]
-        return [self._start(self._gathered.pop(key).runs, *key) for key in due]
+        return [self._start(self._gathered.pop(key), *key, now) for key in due]
 
     def drop_gathered(self, reason: str) -> None:
         """What is gathered must not be saved any more. `take_dropped` has its pins."""
@@ -201,6 +209,7 @@ class SaveQueue:
             for run in gathered.runs:
                 self._saving[run.group].difference_update(run.digests)
         self._gathered.clear()
+        self._gathered_blocks = 0
 
     def take_dropped(self) -> list[int]:
         """Block ids to unpin, of blocks that are not going to be saved."""
@@ -218,6 +227,7 @@ class SaveQueue:
         if job is None:
             return [], []
         job.ranks_left -= 1
+        job.stored_at = max(job.stored_at, now - result.age_s)
         for group, digest, status in result.refused:
             job.refused[group, digest] = status
         if job.ranks_left:
@@ -235,10 +245,14 @@ class SaveQueue:
         if job.refused:
             names = stored = self._without_refused(job, now)
         for one in names:
-            self._stored[one.group].update(dict.fromkeys(one.digests, now))
+            self._stored[one.group].update(dict.fromkeys(one.digests, job.stored_at))
             self._counters["saved_blocks"] += len(one.digests)
         if sum(map(len, self._stored.values())) > _STORED_BLOCKS_MAX // 2:
             self._stored_before, self._stored = self._stored, defaultdict(dict)
+        again, self._again = self._again, []
+        for run in again:
+            for lost in self._unknown(run):
+                self._enqueue(lost, now)
         return ids, stored
 
     def _without_refused(self, job: _SaveJob, now: float) -> list[SaveRun]:
@@ -265,6 +279,7 @@ class SaveQueue:
         waiting, self._waiting = self._waiting, deque()
         self._counters["dropped reset"] += sum(len(run.digests) for _, run in waiting)
         self._waiting_names.clear()
+        self._again.clear()
         self._saving.clear()
         self._stored = self._stored_before = defaultdict(dict)
         for job in self._jobs.values():
@@ -277,6 +292,8 @@ class SaveQueue:
 
         Nothing while all pins are used. A block is dropped that is not `still_cached`.
         """
+        if not self._waiting:
+            return []
         due: list[SaveRun] = []
         later: list[tuple[float, SaveRun]] = []
         left = _RETRIES_PER_STEP if self._pinned < self._pinned_blocks_max else 0
@@ -300,7 +317,11 @@ class SaveQueue:
         self._waiting.extendleft(reversed(later))
         return due
 
-    def _start(self, runs: list[SaveRun], session: str, resume_in_s: float | None) -> SaveRequest:
+    def _start(
+        self, gathered: _Gathered, session: str, resume_in_s: float | None, now: float
+    ) -> SaveRequest:
+        runs = gathered.runs
+        self._gathered_blocks -= gathered.blocks
         job = self._next_job
         self._next_job += 1
         groups: dict[int, tuple[list[bytes], list[int], list[bytes]]] = {}
@@ -314,26 +335,15 @@ class SaveQueue:
             GroupBlocks(group, tuple(digests), tuple(ids), tuple(parents))
             for group, (digests, ids, parents) in groups.items()
         )
-        self._jobs[job] = _SaveJob(runs, blocks, self._ranks)
+        self._jobs[job] = _SaveJob(runs, blocks, self._ranks, now)
         adapters = frozenset([run.adapter for run in runs if run.adapter is not None])
         return SaveRequest(job, blocks, session, resume_in_s, adapters)
 
     def _accept(self, runs: Sequence[SaveRun], now: float) -> list[SaveRun]:
         """Pin those that no save has, as many as the engine can spare."""
-        names: defaultdict[int, list[bytes]] = defaultdict(list)
-        for run in runs:
-            names[run.group] += run.digests
-        # As a rule: it takes a fraction of asking for each of the dozens that a step completes.
-        all_new = all(
-            self._saving[group].isdisjoint(digests)
-            and self._stored[group].keys().isdisjoint(digests)
-            and self._stored_before[group].keys().isdisjoint(digests)
-            and (len(runs) == 1 or len(set(digests)) == len(digests))
-            for group, digests in names.items()
-        )
         accepted: list[SaveRun] = []
         for run in runs:
-            for new in [run] if all_new else self._unknown(run):
+            for new in self._unknown(run):
                 room = max(0, self._pinned_blocks_max - self._pinned)
                 if room < len(new.digests):
                     self._enqueue(new.part(room, len(new.digests)), now)
@@ -347,14 +357,30 @@ class SaveQueue:
 
     def _unknown(self, run: SaveRun) -> list[SaveRun]:
         """The parts that no save has, or has had since their request asked the pool."""
-        saving = self._saving[run.group]
-        stored, before = self._stored[run.group], self._stored_before[run.group]
-        new = [
-            digest not in saving
-            and stored.get(digest, before.get(digest, -math.inf)) <= run.asked_at
-            for digest in run.digests
+        group, digests = run.group, run.digests
+        saving, stored, before = (
+            self._saving[group],
+            self._stored[group],
+            self._stored_before[group],
+        )
+        if (
+            saving.isdisjoint(digests)
+            and stored.keys().isdisjoint(digests)
+            and before.keys().isdisjoint(digests)
+        ):
+            return [run]  # as a rule: it takes a fraction of asking for each block
+        marks = [
+            None
+            if digest in saving
+            else stored.get(digest, before.get(digest, -math.inf)) <= run.asked_at
+            for digest in digests
         ]
-        return [part for is_new, part in run.split(new) if is_new]
+        parts = list(run.split(marks))
+        oldest = next(iter(self._jobs.values()), None)
+        if oldest is not None and oldest.started_at < run.asked_at:
+            self._again += [part for is_new, part in parts if is_new is None]
+            del self._again[_AGAIN_MAX:]
+        return [part for is_new, part in parts if is_new]
 
     def _enqueue(self, run: SaveRun, due_at: float) -> None:
         """These wait; of a block that waits already this request's bytes are the newer ones."""

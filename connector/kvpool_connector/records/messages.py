@@ -171,7 +171,7 @@ class LoadResult(NamedTuple):
 
 
 class SaveResult(NamedTuple):
-    """A save has ended: `size` new bytes are stored.
+    """A save has ended, `age_s` before this was reported: `size` new bytes are stored.
 
     `refused` are the blocks that the pool does not have: group, digest and why.
     """
@@ -179,6 +179,7 @@ class SaveResult(NamedTuple):
     job: int
     size: int
     refused: tuple[tuple[int, bytes, WriteStatus], ...]
+    age_s: float = 0.0
 
 
 class ProbeResult(NamedTuple):
@@ -233,6 +234,17 @@ class WorkerReport:
     probes: list[ProbeResult] = field(default_factory=list)
     adapters: list[AdapterInfo] = field(default_factory=list)
     verified: list[VerifyResult] = field(default_factory=list)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(
+            self.saves
+            or self.loads
+            or self.worker_infos
+            or self.adapters
+            or self.probes
+            or self.verified
+        )
 
     def merge(self, other: WorkerReport) -> None:
         """Add what another rank reports of the same step."""

@@ -38,8 +38,9 @@ _SAVE_SHARE_MAX: Final = 0.25
 #: For so long generated blocks wait for further ones: a message for each would cost more than they
 #: are worth, and no turn of a conversation comes sooner (design: pool-thread).
 SAVE_GATHER_S: Final = 0.1
-#: To look at a request for each generated block takes most of a step. All are saved when it ends.
-_BLOCKS_TOGETHER: Final = 8
+#: Generated tokens of a request from one look at it to the next: to look for each block takes most
+#: of a step. All are saved when it ends.
+_TOKENS_TOGETHER: Final = 256
 
 
 class EngineStep(NamedTuple):
@@ -111,7 +112,7 @@ class ConnectorScheduler:
             save_decode=settings.save_decode,
             saved_blocks_max=max(1, int(engine.blocks * _SAVE_SHARE_MAX)),
             save_gather_s=SAVE_GATHER_S,
-            blocks_together=_BLOCKS_TOGETHER,
+            tokens_together=_TOKENS_TOGETHER,
             loads_per_check=settings.loads_per_check if engine.recomputes else 0,
             drops_last_block=engine.drops_last_block,
         )
@@ -268,6 +269,9 @@ class ConnectorScheduler:
         now = self._clock()
         self._step_timer.on_end(report.step, now)
         self.adapter_requests.on_report(report.step)
+        dropped = self.planner.saves.queue.take_dropped()
+        if not report.has_news:  # as after most steps
+            return ReportOutcome(dropped, [])
         changed = [self._on_worker_info(info) for info in report.worker_infos]
         for adapters in report.adapters:
             self.adapter_requests.known.on_info(adapters)
@@ -277,9 +281,8 @@ class ConnectorScheduler:
             self.planner.on_load_result(loaded, now)
         for probed in report.probes:
             self.planner.prober.on_result(probed)
-        outcome = ReportOutcome(
-            self.planner.saves.queue.take_dropped(), [], drop_cache=any(changed)
-        )
+        dropped += self.planner.saves.queue.take_dropped()  # by a reset
+        outcome = ReportOutcome(dropped, [], drop_cache=any(changed))
         for saved in report.saves:
             unpinned, stored = self.planner.on_save_result(saved, now)
             outcome.blocks_to_unpin.extend(unpinned)

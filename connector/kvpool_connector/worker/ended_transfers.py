@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -40,6 +41,7 @@ class EndedTransfers:
         self._lock = threading.Lock()  # guards what follows: both threads use it
         self.running = 0
         self._report = WorkerReport(0)  # its step is set when it is taken
+        self._saves: list[tuple[float, SaveResult]] = []  # for the same, and when each ended
         self._finished = FinishedTransfers(set(), set(), set())
         self._counters: dict[str, float] = {}
 
@@ -77,7 +79,7 @@ class EndedTransfers:
     ) -> None:
         rows = tuple((group, digest, status) for (group, digest), status in refused.items())
         with self._lock:
-            self._report.saves.append(SaveResult(save.job, size, rows))
+            self._saves.append((time.monotonic(), SaveResult(save.job, size, rows)))
             self.running -= 1
         self._one_ended.set()
         self.count("save_bytes", size)
@@ -113,7 +115,9 @@ class EndedTransfers:
     def take_report(self, step: int) -> WorkerReport:
         with self._lock:
             report, self._report = self._report, WorkerReport(0)
-        report.step = step
+            saves, self._saves = self._saves, []
+        report.step, now = step, time.monotonic()
+        report.saves = [one._replace(age_s=now - ended_at) for ended_at, one in saves]
         return report
 
     def take_counters(self) -> dict[str, float]:
