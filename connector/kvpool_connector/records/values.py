@@ -49,8 +49,8 @@ class PlannerLimits(NamedTuple):
     #: Longest time for which generated blocks wait for further ones, so that one message stores
     #: them; not once their request has ended (design: pool-thread).
     save_gather_s: float = 0.0
-    #: A request that decodes is looked at when whole blocks of so many tokens are complete, and when
-    #: it ends: until then its blocks stay as they are. Where some do not, it is for each block.
+    #: A request that decodes is looked at when whole blocks of so many tokens are complete, and
+    #: when it ends: until then its blocks stay as they are. Where some do not, it is for each.
     tokens_together: int = 1
     #: While loads are refused because they are slow, the pool's speed is measured that often, by
     #: reading a few blocks, which nobody notices: an engine soon knows that it is fast again.
