@@ -7,13 +7,18 @@ written down here: blocks that were pinned, and requests that wait for a load. P
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from kvpool_connector.records.messages import GroupBlocks, LoadRequest, StepWork, WorkerReport
+from kvpool_connector.records.messages import (
+    GroupBlocks,
+    LoadRequest,
+    StepWork,
+    WorkerReport,
+    ids_of,
+)
 
 T = TypeVar("T")
 
@@ -123,9 +128,9 @@ class Owed:
         for load in work.loads:
             self._sent.add(load.request_id)
         for save in work.saves:
-            self._jobs["save", save.job] = _ids(save.blocks), self._ranks
+            self._jobs["save", save.job] = ids_of(save.blocks), self._ranks
         if work.verify is not None:
-            self._jobs["verify", work.verify.job] = _ids(work.verify.blocks), self._ranks
+            self._jobs["verify", work.verify.job] = ids_of(work.verify.blocks), self._ranks
 
     def on_report(self, report: WorkerReport) -> None:
         """What the workers have done: jobs that one rank has ended, and loads."""
@@ -188,7 +193,3 @@ class Owed:
             )
             for request_id in unsent
         ]
-
-
-def _ids(blocks: Sequence[GroupBlocks]) -> list[int]:
-    return list(itertools.chain.from_iterable([part.block_ids for part in blocks]))

@@ -568,7 +568,7 @@ def test_what_was_computed_with_the_old_weights_is_not_saved_under_the_new_name(
 
 def test_a_save_of_the_old_weights_is_not_tried_again_under_the_new_name() -> None:
     counters: dict[str, float] = defaultdict(float)
-    queue = SaveQueue(counters, ranks=1, pinned_blocks_max=1, retries_max=3)
+    queue = SaveQueue(counters, PlannerLimits(saved_blocks_max=1), ranks=1)
     items = [SaveRun("r", 0, n, [bytes([n]) * 16], ROOT, [n], 0.0) for n in (1, 2)]
     assert queue.add(items, "", None, 1.0) == [1]  # the second one waits for a pin
     [save] = queue.take_saves(1.0)

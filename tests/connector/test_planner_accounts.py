@@ -11,7 +11,12 @@ from kvpool_connector.plan.cost_model import PrefillCost, TransferCost
 from kvpool_connector.plan.save_queue import WAITING_BLOCKS_MAX, SaveQueue, SaveRun
 from kvpool_connector.records.messages import LoadResult, ProbeResult, SaveResult
 from kvpool_connector.records.provenance import BlockWriter
-from kvpool_connector.records.values import CacheGroup, RequestHints, ScheduledRequest
+from kvpool_connector.records.values import (
+    CacheGroup,
+    PlannerLimits,
+    RequestHints,
+    ScheduledRequest,
+)
 from tests.connector.test_planner import Played, hashes, matched
 
 MIB = 1 << 20
@@ -344,7 +349,11 @@ def item(number: int) -> SaveRun:
 
 def queue(pinned_blocks_max: int = 100, counters: Counter[str] | None = None) -> SaveQueue:
     counted = Counter() if counters is None else counters
-    return SaveQueue(counted, ranks=1, pinned_blocks_max=pinned_blocks_max, retries_max=3)
+    return SaveQueue(counted, PlannerLimits(saved_blocks_max=pinned_blocks_max), ranks=1)
+
+
+def may_pin(saves: SaveQueue, blocks: int) -> None:
+    saves._limits = PlannerLimits(saved_blocks_max=blocks)
 
 
 def refuse(saves: SaveQueue, items: list[SaveRun], now: float) -> None:
@@ -384,7 +393,7 @@ def test_the_blocks_that_have_waited_longest_are_dropped() -> None:
     assert not saves.add(many, "", None, 0.0)
     assert not saves.take_saves(0.0)
     assert counters["dropped too many waiting"] == 2
-    saves._pinned_blocks_max = 1 << 20
+    may_pin(saves, 1 << 20)
     assert saves.take_due(lambda *_: True, 0.0)[0].number == 2
 
 
@@ -451,7 +460,7 @@ def test_a_block_that_waits_for_two_requests_is_saved_from_where_it_lies_for_the
     saves = queue(pinned_blocks_max=0)
     saves.add([chain(0, 4)], "", None, 0.0)
     saves.add([chain(2, 3, name="b")._replace(block_ids=[99])], "", None, 0.0)
-    saves._pinned_blocks_max = 100
+    may_pin(saves, 100)
     due = saves.take_due(lambda *_: True, 0.0)
     assert sorted(block for run in due for block in run.block_ids) == [1, 2, 4, 99]
 
@@ -460,9 +469,9 @@ def test_only_what_waits_now_counts_against_the_limit_of_what_may_wait() -> None
     saves = queue(pinned_blocks_max=0)
     for first in range(0, 2 * WAITING_BLOCKS_MAX, 64):
         saves.add([chain(first, first + 64)], "", None, 0.0)
-        saves._pinned_blocks_max = 1
+        may_pin(saves, 1)
         assert sum(len(run.digests) for run in saves.take_due(lambda *_: True, 0.0)) == 64
-        saves._pinned_blocks_max = 0
+        may_pin(saves, 0)
 
 
 def test_stored_blocks_are_left_out_for_those_who_asked_before_and_forgotten_in_time() -> None:

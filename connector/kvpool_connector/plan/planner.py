@@ -30,7 +30,13 @@ from kvpool_connector.plan.save_queue import SaveRun
 from kvpool_connector.plan.tracked_request import RequestState, TrackedRequest, digest_of
 from kvpool_connector.plan.verifier import Verifier
 from kvpool_connector.plan.windows import Windows
-from kvpool_connector.records.messages import GroupBlocks, LoadRequest, LoadResult, SaveResult
+from kvpool_connector.records.messages import (
+    GroupBlocks,
+    LoadRequest,
+    LoadResult,
+    SaveResult,
+    ids_of,
+)
 from kvpool_connector.records.promises import PromisedBlocks, PromiseState
 from kvpool_connector.records.values import (
     CacheGroup,
@@ -275,7 +281,7 @@ class Planner:
                 left = 0
             self.quiet.sleep(one.request_id, left)
         if plan.verify is not None:
-            plan.blocks_to_pin += [one for blocks in plan.verify.blocks for one in blocks.block_ids]
+            plan.blocks_to_pin += ids_of(plan.verify.blocks)
         if saves:
             plan.saves, pinned = self.saves.take(still_cached, now, idle=idle)
             plan.blocks_to_pin += pinned

@@ -35,13 +35,7 @@ class RequestSaves:
             (n, size, per_block, max(size, together // size * size))
             for n, (size, per_block, *_) in enumerate(groups)
         ]
-        self.queue = SaveQueue(
-            counters,
-            ranks=ranks,
-            pinned_blocks_max=limits.saved_blocks_max,
-            retries_max=limits.save_retries,
-            gather_s=limits.save_gather_s,
-        )
+        self.queue = SaveQueue(counters, limits, ranks=ranks)
         #: What this step completes, by session, when that is expected to return, and whether it
         #: waits for no further blocks: other engines may wait for a prompt's.
         self._completed: dict[tuple[str, float | None, bool], list[SaveRun]] = {}

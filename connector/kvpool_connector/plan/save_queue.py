@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
 from kvpool.types import WriteStatus
-from kvpool_connector.records.messages import AdapterKey, GroupBlocks, SaveRequest, SaveResult
+from kvpool_connector.records.messages import (
+    AdapterKey,
+    GroupBlocks,
+    SaveRequest,
+    SaveResult,
+    ids_of,
+)
+from kvpool_connector.records.values import PlannerLimits
 
 Mark = TypeVar("Mark")
 
@@ -112,25 +119,17 @@ class SaveQueue:
     also when the engine, which did not step, hears only then that the block was stored.
 
     A block is pinned from `add` to the last rank's `on_result`, or to `drop_gathered`, and each pin
-    is returned exactly once. At most `pinned_blocks_max` are pinned, at most `WAITING_BLOCKS_MAX`
-    wait. A block is gathered for `gather_s` at most, as long as the engine steps. `counters` counts
-    blocks: `saved_blocks`, `save_retries`, and `dropped REASON`.
+    is returned exactly once. At most `saved_blocks_max` are pinned, at most `WAITING_BLOCKS_MAX`
+    wait. A block is gathered for `save_gather_s` at most, as long as the engine steps. `counters`
+    counts blocks: `saved_blocks`, `save_retries`, and `dropped REASON`.
     """
 
     def __init__(
-        self,
-        counters: MutableMapping[str, float],
-        *,
-        ranks: int,
-        pinned_blocks_max: int,
-        retries_max: int,
-        gather_s: float = 0.0,
+        self, counters: MutableMapping[str, float], limits: PlannerLimits, *, ranks: int
     ) -> None:
         self._counters = counters
-        self._gather_s = gather_s
+        self._limits = limits
         self._ranks = ranks
-        self._pinned_blocks_max = pinned_blocks_max
-        self._retries_max = retries_max
         self._jobs: dict[int, _SaveJob] = {}
         self._next_job = 0
         self._pinned = 0
@@ -166,21 +165,21 @@ class SaveQueue:
 
         Returns the block ids that the engine must pin. Left out are blocks that are being saved for
         another request, or have been since this one asked the pool. Those beyond
-        `pinned_blocks_max` wait.
+        `saved_blocks_max` wait.
         """
         accepted = self._accept(runs, now)
-        pinned = _ids(accepted)
+        pinned = ids_of(accepted)
         if accepted:
             key = session, resume_in_s
             gathered = self._gathered.get(key)
             if gathered is None:
-                gathered = self._gathered[key] = _Gathered(now + self._gather_s)
+                gathered = self._gathered[key] = _Gathered(now + self._limits.save_gather_s)
             gathered.runs += accepted
             gathered.blocks += len(pinned)
             self._gathered_blocks += len(pinned)
             if at_once:
                 gathered.due_at = now
-            if self._gathered_blocks > self._pinned_blocks_max * _GATHERED_SHARE_MAX:
+            if self._gathered_blocks > self._limits.saved_blocks_max * _GATHERED_SHARE_MAX:
                 self.expedite_all()
         return pinned
 
@@ -203,7 +202,7 @@ class SaveQueue:
     def drop_gathered(self, reason: str) -> None:
         """What is gathered must not be saved any more. `take_dropped` has its pins."""
         for gathered in self._gathered.values():
-            ids = _ids(gathered.runs)
+            ids = ids_of(gathered.runs)
             self._counters[f"dropped {reason}"] += len(ids)
             self._dropped_ids += ids
             for run in gathered.runs:
@@ -233,7 +232,7 @@ class SaveQueue:
         if job.ranks_left:
             return [], []
         del self._jobs[result.job]
-        ids = _ids(job.runs)
+        ids = ids_of(job.runs)
         self._pinned -= len(ids)
         for blocks in job.blocks:
             self._saving[blocks.group].difference_update(blocks.digests)
@@ -263,7 +262,7 @@ class SaveQueue:
             for refusal, part in run.split(refusals):
                 if refusal is None:
                     stored.append(part)
-                elif refusal in _RETRYABLE and part.attempts < self._retries_max:
+                elif refusal in _RETRYABLE and part.attempts < self._limits.save_retries:
                     again = part._replace(attempts=part.attempts + 1)
                     self._enqueue(again, now + _RETRY_AFTER_S * 2**again.attempts)
                 else:
@@ -296,7 +295,7 @@ class SaveQueue:
             return []
         due: list[SaveRun] = []
         later: list[tuple[float, SaveRun]] = []
-        left = _RETRIES_PER_STEP if self._pinned < self._pinned_blocks_max else 0
+        left = _RETRIES_PER_STEP if self._pinned < self._limits.saved_blocks_max else 0
         while self._waiting and left > 0:
             due_at, run = self._waiting.popleft()
             if due_at > now:
@@ -344,7 +343,7 @@ class SaveQueue:
         accepted: list[SaveRun] = []
         for run in runs:
             for new in self._unknown(run):
-                room = max(0, self._pinned_blocks_max - self._pinned)
+                room = max(0, self._limits.saved_blocks_max - self._pinned)
                 if room < len(new.digests):
                     self._enqueue(new.part(room, len(new.digests)), now)
                     if not room:
@@ -407,7 +406,3 @@ class SaveQueue:
             self._waiting_names[oldest.group].difference_update(oldest.digests)
             excess -= len(oldest.digests)
             self._counters["dropped too many waiting"] += len(oldest.digests)
-
-
-def _ids(runs: Iterable[SaveRun]) -> list[int]:
-    return list(itertools.chain.from_iterable([run.block_ids for run in runs]))

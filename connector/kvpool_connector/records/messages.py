@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvpool.types import Match, Namespace, WriteStatus
 from kvpool_connector.records.promises import WaitLimits
@@ -26,6 +27,11 @@ class GroupBlocks(NamedTuple):
     block_ids: tuple[int, ...]
     parents: tuple[bytes, ...] = ()
     match: Match | None = None
+
+
+def ids_of(blocks: Iterable[Any]) -> list[int]:
+    """The ids of all blocks of several `GroupBlocks`, or of runs of blocks to save."""
+    return list(itertools.chain.from_iterable([one.block_ids for one in blocks]))
 
 
 class LoadRequest(NamedTuple):

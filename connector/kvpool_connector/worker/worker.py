@@ -30,6 +30,7 @@ from kvpool_connector.records.messages import (
     VerifyRequest,
     VerifyResult,
     WorkerReport,
+    ids_of,
 )
 from kvpool_connector.records.promises import BlockWait
 from kvpool_connector.records.provenance import MetWriters, Trust
@@ -98,8 +99,7 @@ class ConnectorWorker:
         context = self._context(work, self._model.on_step, needed=bool(work.loads))
         for load in work.loads:
             if self._begin(partial(self._load, load, began), context, span="kvpool.load"):
-                missing = [i for blocks in load.blocks for i in blocks.block_ids]
-                self._ended.on_load(load, 0, missing, 0.0)
+                self._ended.on_load(load, 0, ids_of(load.blocks), 0.0)
 
     def start_saves(self, work: StepWork) -> None:
         """Start the saves of a step, which was computed, and what is beside; returns at once.
@@ -193,7 +193,7 @@ class ConnectorWorker:
     # --- in the pool's thread ---------------------------------------------------------------
 
     async def _load(self, load: LoadRequest, began: float, context: TransferContext) -> None:
-        missing = [block for blocks in load.blocks for block in blocks.block_ids]
+        missing = ids_of(load.blocks)
         size, wait, limit_s = 0, None, load.timeout_s
         met = MetWriters(load.compared, set(), set())
         if load.wait_limits is not None:
@@ -220,7 +220,7 @@ class ConnectorWorker:
             if other_weights or not all(
                 self._trust.covers(one, context.mark) for one in met.writers
             ):
-                size, missing = 0, [block for blocks in load.blocks for block in blocks.block_ids]
+                size, missing = 0, ids_of(load.blocks)
             took_s = time.monotonic() - began
             waited_s = wait.waited_s if wait is not None else 0.0
             self._describe(
