@@ -295,7 +295,7 @@ def test_a_worker_raises_nothing_into_its_engine_and_ends_every_transfer(
     assert "load_blocks_missing" in counters, "what else there is to count is counted"
 
 
-#: What vLLM calls, what catches others' mistakes, and what names and says that a transfer has ended.
+#: What vLLM calls, what catches others' mistakes, and what says which transfer has ended.
 CATCH = {
     *("start_loads", "start_saves", "take_finished", "take_report", "take_counters"),
     *("_begin", "_context", "begin", "guard", "add"),

@@ -18,12 +18,21 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import torch
+
+from kvpool_connector.settings import Settings
 
 # With the tile kernels of some CPUs a token depends on how many are computed beside it, and tests
 # compare tokens. Their MLA has another block size, too. Here, not in `main`: the processes of the
 # workers import this module, and do not run it.
 torch.cpu._is_amx_tile_supported = lambda: False
+# Two engines on two cores leave a master or a server no turn for a second. Loads have their own
+# limit, which tests of pools that are silent choose.
+_client = Settings.client
+Settings.client = lambda settings: msgspec.structs.replace(  # type: ignore[method-assign]
+    _client(settings), attempt_s=20.0, timeout_s=30.0
+)
 
 #: What makes a run of the real engine short and repeatable on a CPU.
 ENVIRONMENT = {
