@@ -12,11 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    PoolHitPolicy,
-    PoolTransferResult,
-)
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 from sglang.srt.runtime_context import get_server_args
 
 from kvpool import ROOT, ConfigError, Namespace, ReadResult, WriteStatus

@@ -19,12 +19,7 @@ import kvpool.sync
 from kvpool import ROOT, ClientConfig, Cluster, Namespace, UsageError, WriteStatus
 from kvpool_engines.engine_pool import EnginePool
 from kvpool_transformers.blocks import BLOCK_TOKENS, BlockLayout, chain
-from kvpool_transformers.model_name import (
-    check_model,
-    check_version,
-    namespace_of,
-    why_not_now,
-)
+from kvpool_transformers.model_name import check_model, check_version, namespace_of, why_not_now
 from kvpool_transformers.model_state import ModelState
 
 #: Seconds that a prompt waits for the pool, at most, even if computing would take longer.

@@ -9,15 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import (
-    ClientConfig,
-    MasterConfig,
-    MasterLost,
-    ReadStatus,
-    WriteStatus,
-    admin,
-    dev,
-)
+from kvpool import ClientConfig, MasterConfig, MasterLost, ReadStatus, WriteStatus, admin, dev
 from kvpool.master.service import Master
 from kvpool.net.control_network import TcpNetwork
 from kvpool_transports.streams.stream import Stream

@@ -16,16 +16,7 @@ from typing import Any
 import pytest
 
 import kvpool
-from kvpool import (
-    BadBuffer,
-    ClientConfig,
-    Pool,
-    TooLarge,
-    Unavailable,
-    WriteStatus,
-    dev,
-    sync,
-)
+from kvpool import BadBuffer, ClientConfig, Pool, TooLarge, Unavailable, WriteStatus, dev, sync
 from kvpool.client import device_staging as staging
 from kvpool.client.buffers import HostRows, with_device_blocks
 from kvpool.device import lane

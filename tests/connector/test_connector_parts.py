@@ -12,10 +12,7 @@ from kvpool import ConfigError, Pool
 from kvpool_connector import settings
 from kvpool_connector.hints.request_params import OTHERS, Asked, Mistakes, parse_request
 from kvpool_connector.memory import kv_layout as layout
-from kvpool_connector.memory.block_memory import (
-    memory_of,
-    views_of,
-)
+from kvpool_connector.memory.block_memory import memory_of, views_of
 from kvpool_connector.memory.kv_layout import LayerSlice, LayerView, UnsupportedLayout
 from kvpool_engines import namespace
 from tests.conftest import NAMESPACE, keys

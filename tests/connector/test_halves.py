@@ -20,12 +20,7 @@ from kvpool_connector.identity.adapters import Adapter
 from kvpool_connector.identity.naming import EngineInfo
 from kvpool_connector.memory.block_memory import memory_of
 from kvpool_connector.plan.save_queue import SaveQueue, SaveRun
-from kvpool_connector.records.messages import (
-    LoadResult,
-    ModelInfo,
-    SaveResult,
-    WorkerReport,
-)
+from kvpool_connector.records.messages import LoadResult, ModelInfo, SaveResult, WorkerReport
 from kvpool_connector.records.values import (
     CacheGroup,
     PlannerLimits,

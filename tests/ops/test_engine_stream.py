@@ -13,13 +13,7 @@ import pytest
 
 from kvpool import PoolEvent, PoolEventKind
 from kvpool.errors import ConfigError, MasterLost
-from kvpool.kv_events import (
-    ClearedEvent,
-    EventHash,
-    KVEvent,
-    RemovedEvent,
-    StoredEvent,
-)
+from kvpool.kv_events import ClearedEvent, EventHash, KVEvent, RemovedEvent, StoredEvent
 from kvpool.net import event_subscriber
 from kvpool.net.event_publisher import EventPublisher, ReplayBuffer
 from kvpool.net.event_subscriber import Arrival, EngineBatch, EventSubscriber, Sequence

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.ops.pool_watch import (
-    EVENTS_MAX,
-    HOUR_POINTS_MAX,
-    SAMPLES_MAX,
-    AskedTotals,
-    PoolWatch,
-)
+from kvpool.ops.pool_watch import EVENTS_MAX, HOUR_POINTS_MAX, SAMPLES_MAX, AskedTotals, PoolWatch
 from kvpool.ops.server_state import ServerState, state_of
 from kvpool.types import Member, ServerStats, TierUsage
 from tests.support.members import member as usual_member

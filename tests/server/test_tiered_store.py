@@ -17,16 +17,7 @@ from kvpool.server.state.tier_stores import SPAN, ColdStore, FileStore
 from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants, inventory
-from kvpool.types import (
-    ROOT,
-    Extent,
-    Namespace,
-    Pin,
-    ReadStatus,
-    Record,
-    SessionHint,
-    WriteStatus,
-)
+from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, Record, SessionHint, WriteStatus
 from tests.conftest import key, keys
 
 PAGE = 4096

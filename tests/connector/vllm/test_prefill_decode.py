@@ -23,13 +23,7 @@ import pytest
 
 from examples.vllm_two_instances import Instance
 from tests.conftest import patient, soon
-from tests.connector.vllm.helpers import (
-    Engine,
-    Logs,
-    Models,
-    closing,
-    transfer,
-)
+from tests.connector.vllm.helpers import Engine, Logs, Models, closing, transfer
 from tests.support.local_pool import LocalPool
 from tests.support.programs import free_port
 
