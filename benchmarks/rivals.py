@@ -10,6 +10,7 @@ until a session goes on are `resume_in`.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -359,12 +360,18 @@ RIVALS: Final[dict[str, Callable[[int], Any]]] = {
 }
 
 
+def _ends(request: traces.Request) -> float | None:
+    """What nobody guesses better: the last prompt of a session. When the others go on is not told,
+    only learned, as by all."""
+    return None if request.resumes_s is None else math.inf
+
+
 def main(
     trace: Annotated[str, typer.Argument(help="A recorded trace, or `codex`: agents.")] = "codex",
     capacity: Annotated[int, typer.Option(min=1, help="Blocks.")] = 5_000,
     block: Annotated[int, typer.Option(min=1, help="Tokens in a block of agents.")] = 512,
 ) -> None:
-    """Hit rates of policies that are published, and of ours."""
+    """Hit rates of policies that are published, and of ours; of agents, also if ends are told."""
     if trace == "codex":
         requests = workloads.codex(concurrent=256, block=block)
     else:
@@ -376,6 +383,10 @@ def main(
         make = RIVALS.get(name, partial(registry.policy, name))
         played = play(requests, make, capacity).played
         print(f"{name:10} {workloads.hit_rate(played.hits, requests):.2%}", flush=True)
+    if trace == "codex":
+        make = partial(registry.policy, "density")
+        played = play(requests, make, capacity, _ends).played
+        print(f"and ends   {workloads.hit_rate(played.hits, requests):.2%}", flush=True)
 
 
 if __name__ == "__main__":
