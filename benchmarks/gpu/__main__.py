@@ -27,7 +27,16 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine, questions, stage
+from benchmarks.gpu import (
+    checks,
+    direct,
+    direct_writes,
+    hbm_reads,
+    machine,
+    overlap,
+    questions,
+    stage,
+)
 from benchmarks.gpu.report import (
     Answer,
     Claim,
@@ -219,6 +228,13 @@ CLAIMS: Final = (
         "Reads into the device make products of matrices at most 5 % slower",
         ("gpu",),
         checks.pool_leaves_the_device_to_others,
+    ),
+    Claim(
+        "overlap",
+        _SPEED,
+        "A load of 64 MiB takes 1.15 times its slowest part or less: staged",
+        ("gpu", "connector"),
+        overlap.load_overlaps,
     ),
     Claim(
         "direct-rate",

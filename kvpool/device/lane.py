@@ -8,6 +8,7 @@ they are one copy, too (design: device-memory).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -56,29 +57,32 @@ class Lane(DeviceThread):
         await self.run(partial(self._queue, moves, to_host), lambda _: None)
 
     def _queue(self, moves: Iterable[Move], to_host: bool) -> None:
+        room = len(self.scratch) if self.scratch is not None else 0
         for rows, place in moves:
-            for row, part in beside(rows, place):
-                if row.ndim == 1:
-                    _copy(row, part, to_host)
-                else:
-                    self._queue_pieces(row, part, to_host)
+            end = 0
+            for _, group in itertools.groupby(_cut(rows, len(place), room), _shape):
+                alike = list(group)
+                begin, end = end, end + len(alike) * alike[0].numel()
+                self._queue_alike(alike, place[begin:end], to_host)
 
-    def _queue_pieces(self, row: torch.Tensor, part: torch.Tensor, to_host: bool) -> None:
-        size = row.shape[1]
-        count = len(self.scratch) // size if self.scratch is not None else 0
-        if self.scratch is None or count < 2:
-            for piece, place in zip(row.unbind(), part.split(size), strict=True):
-                _copy(piece, place, to_host)
+    def _queue_alike(self, rows: list[torch.Tensor], place: torch.Tensor, to_host: bool) -> None:
+        """Rows of one shape: of bytes one by one, of pieces as many as the scratch memory takes."""
+        size = rows[0].numel()
+        if self.scratch is None or rows[0].ndim == 1:
+            for row, part in zip(rows, place.split(size), strict=True):
+                _copy(row, part, to_host)
             return
         # One scratch memory for all: the stream keeps the order, and nothing waits in between.
-        for pieces, place in zip(row.split(count), part.split(count * size), strict=True):
-            whole = self.scratch[: pieces.numel()]
+        for part in place.split(len(self.scratch) // size * size):
+            whole = self.scratch[: len(part)]
+            if not to_host:
+                _copy(whole, part, to_host)
+            pieces = whole.view(-1, *rows[0].shape).unbind()
+            for row, piece in zip(rows, pieces, strict=False):
+                _copy(row, piece, to_host)
             if to_host:
-                whole.view(pieces.shape).copy_(pieces)
-                place.copy_(whole, non_blocking=True)
-            else:
-                whole.copy_(place, non_blocking=True)
-                pieces.copy_(whole.view(pieces.shape))
+                _copy(whole, part, to_host)
+            rows = rows[len(pieces) :]
 
 
 def pin(size: int, device: torch.device, where: str) -> torch.Tensor:
@@ -96,15 +100,37 @@ def beside(rows: DeviceRows, memory: torch.Tensor) -> Iterator[tuple[torch.Tenso
     """Each row of a block, and its bytes in memory that has the whole block, or its first bytes: a
     block may be smaller than the memory it is read into."""
     start, end = 0, len(memory)
-    for row in rows:
+    for row in _first_bytes(rows, end):
         size = row.numel()
-        if start + size <= end:
-            yield row, memory if size == end else memory[start : start + size]
-        elif row.ndim == 2:
-            yield from beside(row.unbind(), memory[start:])
-        elif start < end:
-            yield row[: end - start], memory[start:]
+        yield row, memory if size == end else memory[start : start + size]
         start += size
+
+
+def _first_bytes(rows: DeviceRows, count: int) -> Iterator[torch.Tensor]:
+    """The rows of so many bytes, the last one cut."""
+    for row in rows:
+        if row.numel() <= count:
+            yield row
+        elif row.ndim == 2:
+            yield from _first_bytes(row.unbind(), count)
+        elif count:
+            yield row[:count]
+        count = max(0, count - row.numel())
+
+
+def _cut(rows: DeviceRows, count: int, room: int) -> Iterator[torch.Tensor]:
+    """The rows of so many bytes; those of pieces in parts that have room, or as single pieces if
+    there is none for two."""
+    for row in _first_bytes(rows, count):
+        if row.ndim == 2 and row.numel() > room:
+            pieces = room // row.shape[1]
+            yield from row.split(pieces) if pieces > 1 else row.unbind()
+        else:
+            yield row
+
+
+def _shape(row: torch.Tensor) -> torch.Size:
+    return row.shape
 
 
 def _copy(row: torch.Tensor, place: torch.Tensor, to_host: bool) -> None:

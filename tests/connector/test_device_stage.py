@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpool import ConfigError, Unavailable
+from kvpool.device import lane
 from kvpool_connector.memory import block_memory
 from kvpool_connector.memory.block_memory import (
     DEVICE_BYTES,
@@ -104,6 +105,18 @@ def copied(memory: DeviceBlockMemory, ids: Sequence[int]) -> int:
 @pytest.mark.parametrize("size", [100, 1000, 1 << 20])
 def test_a_copy_allocates_nothing_on_the_device(layout: str, size: int) -> None:
     assert not copied(staged(caches(LAYOUTS[layout]), size), [1, 4, 2, 0])
+
+
+def test_what_is_gathered_crosses_the_bus_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To start a copy takes longer than a small block."""
+    memory, crossed = staged(caches(LAYOUTS["LBHNC"]), 2 * 5 * BLOCK_BYTES), list[int]()
+    host = torch.empty(6, BLOCK_BYTES, dtype=torch.uint8)
+    monkeypatch.setattr(
+        lane, "_copy", lambda row, *_: crossed.append(len(row)) if row.ndim == 1 else None
+    )
+    for to_host in (True, False):
+        memory._stage._queue(memory._moves(range(6), 0, host), to_host)
+    assert crossed == [5 * BLOCK_BYTES, BLOCK_BYTES] * 2
 
 
 def test_the_detector_of_allocations_detects() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import __main__ as kit
-from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine, stage
+from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine, questions, stage
 from benchmarks.gpu.fake import fake_device
 from benchmarks.gpu.report import (
     Answer,
@@ -269,6 +269,16 @@ def test_a_staged_step_without_its_order_is_seen_to_be_wrong(
     assert stage.omissions_are_seen("cuda:0").met is False
 
 
+def test_a_load_beside_its_parts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.overlap._BLOCKS", 8)
+    (claim,) = (one for one in kit.CLAIMS if one.name == "overlap")
+    answer = claim.ask("cuda:0")
+    assert "network and verification" in answer.figures
+    monkeypatch.setattr("kvpool.device.lane._copy", lambda *_: None)
+    with pytest.raises(RuntimeError, match="wrong bytes came"):
+        claim.ask("cuda:0")
+
+
 class Driver:
     """A driver that knows one attribute, or refuses."""
 
@@ -353,30 +363,23 @@ def test_device_to_pool_and_back(gpu: FakeGpu) -> None:
 
 @needs_ucx
 def test_what_ucx_does_with_memory_of_the_host() -> None:
-    from benchmarks.gpu import questions
-
     assert questions.rendezvous("cpu").met
     assert questions.closing("cpu").met
 
 
 @needs_ucx
 def test_a_receive_that_goes_on_after_its_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu import questions
     from kvpool_transports.ucx_worker import Transfer
 
     async def returns_early(transfer: Transfer) -> None:
         await asyncio.sleep(0)
 
-    stop = Transfer.stop
-    with monkeypatch.context() as patch:
-        patch.setattr(Transfer, "stop", returns_early)
-        assert questions.closing("cpu").met is False
-    assert Transfer.stop is stop
+    monkeypatch.setattr(Transfer, "stop", returns_early)
+    assert questions.closing("cpu").met is False
 
 
 @needs_ucx
 def test_a_sender_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu import questions
     from kvpool_transports.ucx_worker import Transfer
 
     send = Transfer.send
@@ -493,8 +496,6 @@ def test_blocks_that_are_sent_before_they_are_filled_are_seen(
 
 @needs_ucx
 def test_what_a_card_sends_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu import questions
-
     monkeypatch.setattr(questions, "_MESSAGES", 10)
     assert questions.sending_order("cpu").met
     buffer, sent = questions._buffer, []

@@ -315,8 +315,8 @@ class DeviceBlockMemory(_DeviceBlocks):
             await lane.copy(self._moves(block_ids, part, staged), to_host=False)
 
     def _moves(self, block_ids: Sequence[int], part: int, staged: torch.Tensor) -> Iterator[Move]:
-        for block, place in zip(block_ids, staged, strict=True):
-            yield self._rows(block, part), place
+        # As one, so that what is small goes together.
+        yield [row for block in block_ids for row in self._rows(block, part)], staged.view(-1)
 
 
 class DirectBlockMemory(_DeviceBlocks):
