@@ -34,6 +34,7 @@ from benchmarks.gpu.report import (
     page,
 )
 from kvpool.client.device_direct import DirectReads
+from kvpool_transports.ucx_worker import Transfer
 from tests.support.fake_device import FakeGpu, FakeTensor
 
 torch = pytest.importorskip("torch", reason="devices need torch")
@@ -369,8 +370,6 @@ def test_what_ucx_does_with_memory_of_the_host() -> None:
 
 @needs_ucx
 def test_a_receive_that_goes_on_after_its_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpool_transports.ucx_worker import Transfer
-
     async def returns_early(transfer: Transfer) -> None:
         await asyncio.sleep(0)
 
@@ -380,8 +379,6 @@ def test_a_receive_that_goes_on_after_its_end_is_seen(monkeypatch: pytest.Monkey
 
 @needs_ucx
 def test_a_sender_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpool_transports.ucx_worker import Transfer
-
     send = Transfer.send
     monkeypatch.setattr(Transfer, "send", lambda *args: send(*args) or True)
     assert questions.rendezvous("cpu").met is False
@@ -421,8 +418,6 @@ def test_a_device_that_hashes_nothing_is_seen(
 @needs_ucx
 def test_bytes_after_a_direct_read_are_seen(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A card that writes once more when its endpoint is closed."""
-    from kvpool_transports.ucx_worker import Transfer
-
     stop = Transfer.stop
 
     def once_more() -> None:
@@ -462,8 +457,6 @@ def test_a_server_that_does_not_send_from_its_device_is_seen(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is it measured as if it did; and the bytes that it sends are compared."""
-    from kvpool_transports.ucx_worker import Transfer
-
     send = Transfer.send
 
     def stale(transfer: Transfer, buffer: Any) -> bool:

@@ -82,12 +82,5 @@ def copy_streams(copier: DeviceCopier) -> list[CopyStream]:
     return found
 
 
-def make_late(copier: DeviceCopier) -> None:
-    for copy_stream in copy_streams(copier):
-        for half in copy_stream.halves:
-            half.tensor = half.tensor.as_subclass(LateTensor)
-            half.event = LateEvent()
-
-
 def _nothing() -> None:
     pass

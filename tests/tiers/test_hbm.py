@@ -1,6 +1,6 @@
 """The HBM tier, on the device `cpu`: staging that is never early or late, and what it refuses.
 
-What only CUDA does, copying later than it was asked to, is done here by `late_device.py`.
+What only CUDA does, copying later than it was asked to, is done here by `fake_device.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpool_tiers import hbm
 from kvpool_tiers.hbm import Hbm
 from tests.conftest import eventually
 from tests.support.fake_device import FakeGpu
-from tests.support.late_device import Gate, LateTensor, copy_streams, make_late
+from tests.support.late_device import Gate, copy_streams
 
 torch = pytest.importorskip("torch", reason="the HBM tier needs torch")
 
@@ -51,23 +51,20 @@ async def read(tier: Hbm, offset: int, size: int) -> bytearray:
 # --- a device that is as late as it may be ------------------------------------------------
 
 
-@pytest.fixture
-def late() -> Iterator[Hbm]:
-    tier = Hbm(8 * STEP, device="cpu", staging=2 * STEP)
-    assert tier._memory is not None
-    tier._memory = tier._memory.as_subclass(LateTensor)
-    make_late(tier._copier)
-    yield tier
-    tier.close()
-
-
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_device_may_copy_as_late_as_it_likes(late: Hbm, size: int) -> None:
+async def test_a_device_may_copy_as_late_as_it_likes(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = content(size, size)
     source = bytearray(data)
-    await late.write_from(256, memoryview(source))
+    gpu = FakeGpu(monkeypatch)
+    with gpu.on_stream(torch.cuda.Stream(torch.device("cuda", 0))):
+        tier = Hbm(8 * STEP, device="cuda", staging=2 * STEP)
+    await tier.write_from(256, memoryview(source))
+    assert gpu.content(tier.device_view(256, size)) == data
     source[:] = bytes(size)  # the call has ended: the memory is the caller's again
-    assert await read(late, 256, size) == data
+    assert await read(tier, 256, size) == data
+    tier.close()
 
 
 async def test_memory_that_was_made_in_inference_mode_is_written() -> None:
