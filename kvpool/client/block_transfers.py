@@ -7,7 +7,6 @@ other memory as it refuses what is no memory.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pkgutil import resolve_name
 from typing import Final, TypeAlias
 
 from kvpool.client.buffers import DeviceBlock, HostRows
@@ -67,8 +66,3 @@ class BlockTransfers:
 
     def close(self) -> None:
         """The client has closed its connections: give the memory back."""
-
-
-def block_transfers(config: ClientConfig, context: ClientContext) -> BlockTransfers:
-    made: BlockTransfers = resolve_name(TRANSFERS[-1])(config, context)
-    return made

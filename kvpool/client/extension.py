@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from kvpool.client.attempts import Attempts
+from kvpool.client.attempts import ReadRates
 from kvpool.client.context import ClientContext
-from kvpool.client.read_rates import ReadRates
 from kvpool.errors import UsageError
 from kvpool.protocols import WriteOptions
 
@@ -75,8 +74,3 @@ class ClientExtensions:
     async def close(self) -> None:
         for one in self._made.values():
             await one.close()
-
-
-def kind_of_plan() -> type[Attempts]:
-    kind: type[Attempts] = resolve_name(PLANS[-1])
-    return kind

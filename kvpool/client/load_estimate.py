@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvpool.client.read_rates import PRIOR_FAR_RATE, PRIOR_NEAR_RATE, ReadRates
+from kvpool.client.attempts import PRIOR_FAR_RATE, PRIOR_NEAR_RATE, ReadRates
 from kvpool.client.where import presence
 from kvpool.types import MEMORY_TIER, HostScore, Member, Replica, TierUsage
 

@@ -12,10 +12,12 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from kvpool import removals
-from kvpool.client.block_transfers import block_transfers
+from kvpool.client.attempts import ReadRates
+from kvpool.client.block_transfers import TRANSFERS, BlockTransfers
 from kvpool.client.buffers import BufferLike, check_one_for_each, normalize_buffers
 from kvpool.client.checks import (
     check_digests,
@@ -28,7 +30,6 @@ from kvpool.client.context import ClientContext
 from kvpool.client.extension import ClientExtensions, ClientParts
 from kvpool.client.location_cache import LocationCache
 from kvpool.client.masters import Masters
-from kvpool.client.read_rates import ReadRates
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.client.versions import Versions
@@ -114,7 +115,8 @@ class Pool:
         self.durations = servers.durations
         self._context = ClientContext(config, cluster.tenant, masters, servers, counters)
         lookup = self._context.lookup
-        self._memory = memory = block_transfers(config, self._context)
+        memory: BlockTransfers = resolve_name(TRANSFERS[-1])(config, self._context)
+        self._memory = memory
         locations = LocationCache()
         rates = ReadRates()
         self._reader = reader = Reader(config, lookup, servers, locations, memory, rates, counters)

@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Protocol
 
 from kvpool import logs, removals
-from kvpool.client.attempts import Attempt, group_by_server
+from kvpool.client.attempts import MEASURED_BYTES_MIN, Attempt, Attempts, ReadRates, group_by_server
 from kvpool.client.buffers import Buffers, DeviceBlock
-from kvpool.client.extension import kind_of_plan
+from kvpool.client.extension import PLANS
 from kvpool.client.idle_timeout import InactivityTimer, ServerUnresponsive
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
-from kvpool.client.read_rates import MEASURED_BYTES_MIN, ReadRates
 from kvpool.client.servers import Servers, gather_errors
 from kvpool.config import ClientConfig
 from kvpool.errors import (
@@ -158,7 +158,7 @@ class Reader:
         self._memory = memory
         self._counters = counters
         self._loop = asyncio.get_running_loop()
-        self._plan = kind_of_plan()
+        self._plan: type[Attempts] = resolve_name(PLANS[-1])
 
     async def read(
         self,

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvpool.client.attempts import Attempt, Attempts
-from kvpool.client.read_rates import PRIOR_FAR_RATE
+from kvpool.client.attempts import PRIOR_FAR_RATE, Attempt, Attempts
 from kvpool.types import BATCH_BLOCKS_MAX, SHARED_BYTES_MIN, ReadStatus
 
 _HIT = ReadStatus.HIT

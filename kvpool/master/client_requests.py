@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Final
 
 from kvpool import spans
 from kvpool.errors import BadMessage
-from kvpool.master.extension import NoHints, make_demand
+from kvpool.master.extension import DEMANDS, NoDemand, NoHints
 from kvpool.master.state.changes import PAGE_SIZE, size_of
 from kvpool.master.state.directory import ChainMatch, Directory
 from kvpool.protocols import Caller
@@ -29,7 +30,7 @@ class ClientRequests:
         self._directory = directory
         self._hints = hints
         self.now = now
-        self._demand = make_demand(directory)
+        self._demand: NoDemand = resolve_name(DEMANDS[-1])(directory)
         #: Servers may be alive whose blocks are not in the map.
         self.partial = True
         #: Matches of clients by what ended them: the reason of the first miss, or `hit`; and the

@@ -4,7 +4,6 @@ for, and what follows from that; and who answers what the data path does not ask
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pkgutil import resolve_name
 from typing import Any, Final, TypeAlias
 
 from kvpool.master.state.directory import ChainMatch, Directory
@@ -65,11 +64,6 @@ class NoHints:
         return []
 
 
-def make_hints(now: Callable[[], float]) -> NoHints:
-    made: NoHints = resolve_name(HINTS[-1])(now)
-    return made
-
-
 class NoDemand:
     """What a master tells of the questions that it answers, and is asked for; `now` in seconds."""
 
@@ -92,8 +86,3 @@ class NoDemand:
     def demand(self, now: float) -> Demand:
         """The figures now."""
         return Demand(0.0, (), 0.0, 0.0)
-
-
-def make_demand(directory: Directory) -> NoDemand:
-    made: NoDemand = resolve_name(DEMANDS[-1])(directory)
-    return made

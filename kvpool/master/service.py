@@ -21,7 +21,7 @@ from kvpool.config import MasterConfig, check_bind
 from kvpool.errors import BadMessage, Forbidden
 from kvpool.guard import Who, make_guard
 from kvpool.master.client_requests import ClientRequests
-from kvpool.master.extension import ADDRESSES, REQUESTS, make_hints
+from kvpool.master.extension import ADDRESSES, HINTS, REQUESTS, NoHints
 from kvpool.master.server_requests import ServerRequests
 from kvpool.master.state.changes import PAGE_SIZE
 from kvpool.master.state.directory import Directory
@@ -58,7 +58,7 @@ class Master:
             directory = Directory(servers, blocks_max=config.blocks_max)
         self.directory = directory
         self.sweeper = Sweeper(directory)
-        self.hints = make_hints(self._now)
+        self.hints: NoHints = resolve_name(HINTS[-1])(self._now)
         self._listener: CountedListener | None = None
         #: The long-lived tasks of this master.
         self.tasks = Supervisor(rng)

@@ -14,14 +14,13 @@ import pytest
 
 from kvpool import ClientConfig, ReadResult, ReadStatus, WriteStatus
 from kvpool.client import attempts
-from kvpool.client.attempts import Standing
+from kvpool.client.attempts import ReadRates, Standing
 from kvpool.client.block_transfers import BlockTransfers
 from kvpool.client.buffers import Buffers
 from kvpool.client.device_arena import Arena
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.client.lookup import Lookup
 from kvpool.client.masters import Masters
-from kvpool.client.read_rates import ReadRates
 from kvpool.client.reader import Reader
 from kvpool.client.servers import Servers
 from kvpool.client.versions import Versions

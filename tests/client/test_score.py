@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvpool import BadKey, Closed, HostScore, MasterLost, Member, Namespace, UsageError, admin, dev
+from kvpool.client.attempts import PRIOR_FAR_RATE, PRIOR_NEAR_RATE, ReadRates
 from kvpool.client.load_estimate import LoadEstimate
-from kvpool.client.read_rates import PRIOR_FAR_RATE, PRIOR_NEAR_RATE, ReadRates
 from kvpool.config import ClientConfig
 from kvpool.protocols.network import Caller
 from kvpool.runtime import Host, this_host

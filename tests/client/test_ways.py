@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 
 from kvpool import ReadResult, ReadStatus
-from kvpool.client.attempts import Attempt, Standing
-from kvpool.client.read_rates import ReadRates
+from kvpool.client.attempts import Attempt, ReadRates, Standing
 from kvpool.client.ways import Ways
 
 MIB = 1 << 20

@@ -28,10 +28,11 @@ TABLES = (
     "kvpool/client/opening.py",
     "kvpool/server/extension.py",
     "kvpool/server/tiers.py",
-    "kvpool/server/orders.py",
+    "kvpool/server/eviction/order.py",
+    "kvpool/server/state/store.py",
     "kvpool/master/extension.py",
     "kvpool/master/service.py",
-    "kvpool/master/namespaces.py",
+    "kvpool/master/state/directory.py",
     "transports/kvpool_transports/shm.py",
 )
 #: What stands upon a ring goes with it.

@@ -620,7 +620,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
         (share_plan, "CHAIN_SHARE"),
         (spread, "SpreadPlan"),
         (shared_copies, "SHARED_COPIES_MAX"),
-        (reader, "kind_of_plan"),
+        (reader, "PLANS"),
         (ways, "SHARED_BYTES_MIN"),
         (ways, "_PIECE_BYTES_MIN"),
         (ways, "_PIECE_S"),
@@ -635,7 +635,7 @@ def _small_pool(plan: WorldPlan) -> Iterator[None]:
     vars(spans)["SPAN_BLOCKS"] = 2
     vars(cold_writer)["os"] = SimpleNamespace(urandom=bytes)  # salts, of which nothing depends
     vars(shared_copies)["SHARED_COPIES_MAX"] = 1  # with fetches of others two runs may differ
-    vars(reader)["kind_of_plan"] = lambda: WatchedWays
+    vars(reader)["PLANS"] = (f"{WatchedWays.__module__}:WatchedWays",)
     if plan.piece_bytes:
         vars(ways)["SHARED_BYTES_MIN"] = vars(ways)["_PIECE_BYTES_MIN"] = plan.piece_bytes
         vars(ways)["_PIECE_S"] = 0.0

@@ -8,11 +8,11 @@ count as reachable, never which bytes are right. (design: announcements)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Final, NamedTuple
 
 from kvpool import spans
 from kvpool.fingerprint import entry_hash, location_seed
-from kvpool.master.namespaces import make_namespaces
 from kvpool.master.state.block_map import MARK_BITS, BlockMap
 from kvpool.master.state.changes import ChangeKind
 from kvpool.master.state.locations import (
@@ -38,6 +38,12 @@ from kvpool.types import (
     Run,
 )
 
+#: The joint of the map, what has the blocks of all namespaces: `module:class`; the last one is
+#: made. Without its line and file they are in no order.
+NAMESPACES: Final = (
+    "kvpool.piecewise_dict:PiecewiseDict",
+    "kvpool.master.state.namespace_map:NamespaceMap",
+)
 #: Spans that are looked up at once.
 _SPANS_STEP: Final = 128
 
@@ -59,7 +65,7 @@ class Directory:
         self.blocks_max = blocks_max
         self.tombstones = Tombstones()
         #: For those who walk through the map; it is changed by `stored`, `removed` and `put` alone.
-        self.blocks: PiecewiseDict[Namespace, BlockMap] = make_namespaces()
+        self.blocks: PiecewiseDict[Namespace, BlockMap] = resolve_name(NAMESPACES[-1])()
         self.locations = LocationTable()
         self._count = 0  # blocks of all namespaces
 

@@ -1,6 +1,6 @@
 """The order in which a store evicts: that of a policy, and what else is known of its blocks. Pure.
 
-A ring that knows more has an order of its own (`server/orders.py`). What writers say for it passes
+A ring that knows more has an order of its own (`ORDERS`). What writers say for it passes
 through the store unread: hints, and `Entry.session`, which the order makes for each write.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pkgutil import resolve_name
 from typing import Any, Final
 
 from kvpool.protocols import ReserveRequest
@@ -15,6 +16,11 @@ from kvpool.protocols.policy import Decision, Inferred, Policy
 from kvpool.server.state.entry import Account, Entry, Index
 from kvpool.types import SessionHint
 
+#: `module:class`; the last one wraps the policy. Without its line and file the policy decides.
+ORDERS: Final = (
+    "kvpool.server.eviction.order:Order",
+    "kvpool.server.eviction.session_hints:SessionAwarePolicy",
+)
 #: Later than the last use of any block, in microseconds.
 JUST_NOW: Final = 1 << 62
 #: Seconds without a use after which no policy prefers a stored block to a new one (G9).
@@ -142,3 +148,8 @@ class Order:
 
     def check(self, entries: Collection[Entry], tenant: str | None = None) -> None:
         """Of the stored blocks, all of one tenant if it is given. Raises InvariantViolated."""
+
+
+def make_order(policy: Policy[Entry], budget: int, rounded: Callable[[int], int]) -> Order:
+    made: Order = resolve_name(ORDERS[-1])(policy, budget, rounded)
+    return made

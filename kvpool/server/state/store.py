@@ -13,13 +13,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Final
 
 from kvpool.protocols.policy import Policy
 from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
-from kvpool.server.eviction.order import JUST_NOW, Order
-from kvpool.server.orders import make_allocator, make_order
+from kvpool.server.eviction.order import JUST_NOW, Order, make_order
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, UNLIMITED, Entry, Index
 from kvpool.server.state.extent_state import Event, State, after
@@ -28,6 +28,12 @@ from kvpool.server.state.holdings import ConnectionHoldings, Owner
 from kvpool.server.state.index import BlockIndex
 from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
+#: `module:class`; the last one is made. Without its line and file no range of a memory can be
+#: emptied in steps.
+ALLOCATORS: Final = (
+    "kvpool.server.state.allocator:Allocator",
+    "kvpool.server.state.fenced_allocator:FencedAllocator",
+)
 _INDEX: Final = attrgetter("index")
 #: The states of a block that is in an index.
 _HERE: Final = (State.RESERVED, State.STORED)
@@ -62,7 +68,8 @@ class Store:
         tombstones_max: int = 65_536,
         allocator: Allocator | None = None,
     ) -> None:
-        self.allocator = allocator or make_allocator(capacity, alignment)
+        make: type[Allocator] = resolve_name(ALLOCATORS[-1])
+        self.allocator = allocator or make(capacity, alignment)
         #: Bytes that hints may keep.
         self.hint_budget = int(self.allocator.capacity * hint_budget)
         made = policy if isinstance(policy, Order) else None

@@ -7,8 +7,8 @@ from typing import Final
 
 from kvpool.errors import InvariantViolated
 from kvpool.protocols.policy import Decision, Policy
+from kvpool.server.eviction.order import make_order
 from kvpool.server.eviction.tenant_orders import TenantOrders
-from kvpool.server.orders import make_order
 from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.extents import STEPS_MAX, STEPS_OF_EVICTION
 from kvpool.server.state.quota import Accounts, Quota, TenantAccount
