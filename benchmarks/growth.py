@@ -35,14 +35,7 @@ from kvpool.server.eviction.lru import LRU
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.tenants import set_quotas
 from kvpool.server.state.tier_stores import stores_of
-from kvpool.types import (
-    ROOT,
-    Cluster,
-    Namespace,
-    ReadStatus,
-    ServerStats,
-    SessionHint,
-)
+from kvpool.types import ROOT, Cluster, Namespace, ReadStatus, ServerStats, SessionHint
 from kvpool.wire import messages as wire
 from kvpool.wire.changes import Changes, ChangesReply, Snapshot
 from kvpool.wire.hints import ExplainSession, Hint

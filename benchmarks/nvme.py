@@ -24,9 +24,10 @@ from typing import Final
 from rich.console import Console
 
 from kvpool.ops import process
+from kvpool.protocols.persistent_tier import Record
 from kvpool.runtime import resident_bytes
 from kvpool.tools.bench import Row, table
-from kvpool.types import Namespace, Record
+from kvpool.types import Namespace
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.nvme.format import Geometry
 from kvpool_tiers.nvme.tier import Nvme

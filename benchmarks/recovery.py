@@ -19,7 +19,7 @@ from typing import Final
 
 from kvpool import Namespace, dev
 from kvpool.ops import process
-from kvpool.types import Record
+from kvpool.protocols.persistent_tier import Record
 from kvpool_tiers.nvme.format import ALIGNMENT_MIN
 from kvpool_tiers.nvme.tier import Nvme
 

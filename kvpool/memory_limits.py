@@ -1,17 +1,5 @@
 """What bounds the memory of this process, and how much of it is left: every limit that would end
-it later, or fail a call.
-
-| what | bounds |
-|---|---|
-| the machine, also with vm.overcommit_memory=2 | ordinary pages |
-| cgroups of version 1 and 2, its own and all above it: docker, Kubernetes, systemd | the same |
-| reserved huge pages, and the hugetlb limits of the same cgroups | huge pages |
-| ulimit -v, -d | what is mapped |
-| ulimit -f | a segment and a file of blocks |
-| ulimit -l | what a network card reads and writes by itself |
-| the size of /dev/shm | shared memory of UCX; ours is in a memfd, and has no name there |
-
-A limit that is not set, or cannot be read, is not in the lists.
+it later, or fail a call. One that is not set, or cannot be read, is not in the lists.
 """
 
 from __future__ import annotations
@@ -67,7 +55,8 @@ class MemoryLimits:
         self._getrlimit = getrlimit
 
     def memory(self) -> list[Limit]:
-        """Of ordinary pages, also those of a memfd."""
+        """Of ordinary pages, also those of a memfd: the machine, and cgroups of version 1 and 2,
+        from its own upwards (docker, Kubernetes, systemd)."""
         found = []
         machine = self._fields("proc/meminfo", 1024)
         if (available := machine.get("MemAvailable")) is None:
@@ -84,7 +73,7 @@ class MemoryLimits:
         return found
 
     def huge_pages(self) -> list[Limit]:
-        """Of huge pages of 2 MiB that the administrator has reserved."""
+        """Of huge pages of 2 MiB that the administrator has reserved, in the same cgroups."""
         pool = "sys/kernel/mm/hugepages/hugepages-2048kB"
         free = self._number(f"{pool}/free_hugepages") or 0
         left = free - (self._number(f"{pool}/resv_hugepages") or 0)
@@ -115,15 +104,6 @@ class MemoryLimits:
             return []
         used = int((lines.get("VmLck") or "0").split()[0]) << 10
         return self._ulimit("-l", resource.RLIMIT_MEMLOCK, used)
-
-    def named_shared_memory(self) -> list[Limit]:
-        """Of /dev/shm."""
-        try:
-            found = os.statvfs(self._root / "dev/shm")
-        except OSError:
-            return []
-        free = found.f_bavail * found.f_frsize
-        return [Limit("/dev/shm", free, "--shm-size or --ipc=host of its container")]
 
     def _ulimit(self, letter: str, which: int, used: int) -> list[Limit]:
         most = self._getrlimit(which)
@@ -158,15 +138,14 @@ class MemoryLimits:
             fields, of_kind = before.split(), after.split()
             if len(fields) < 5 or not of_kind or of_kind[0] not in own or of_kind[0] in seen:
                 continue
-            kind, options = of_kind[0], of_kind[-1].split(",")
-            if kind == "cgroup" and controller not in options:
+            if (kind := of_kind[0]) == "cgroup" and controller not in of_kind[-1].split(","):
                 continue
             seen.add(kind)
-            mounted, place = fields[3:5]
+            mounted, place = fields[3].rstrip("/"), fields[4]
             # In a container the mount begins at a cgroup somewhere below the host's.
             below = own[kind]
-            if mounted != "/" and (below + "/").startswith(mounted.rstrip("/") + "/"):
-                below = below[len(mounted.rstrip("/")) :]
+            if (below + "/").startswith(mounted + "/"):
+                below = below.removeprefix(mounted)
             names = [name for name in below.split("/") if name not in ("", "..")]
             for depth in range(len(names), -1, -1):
                 path = "/".join(names[:depth])

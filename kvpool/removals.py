@@ -1,7 +1,4 @@
-"""What is asked of a server about blocks that are to go, over any channel: one message, one answer.
-
-Each is an operation on a `Channel`, which comes first.
-"""
+"""What servers are asked about blocks that are to go: one message, one answer, over a channel."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ async def remove(
     *,
     part: int | None = None,
     checksums: Sequence[int] = (),
+    corrupt: bool = False,
     deadline: float,
 ) -> list[bool]:
     """Remove blocks, every part or only `part`; True where the server had one.
@@ -27,20 +25,15 @@ async def remove(
     With `checksums`, one per block, and `part`: only blocks whose bytes have that checksum, so that
     a writer removes the version that it means (design: versions).
     """
-    message = Remove(*keys_of(namespace, digests), part, list(checksums))
-    return await _flags(channel, message, len(digests), deadline)
+    message = Remove(*keys_of(namespace, digests), part, list(checksums), corrupt)
+    statuses = (await channel.request(message, StatusReply, deadline=deadline)).statuses
+    if len(statuses) != len(digests):
+        raise BadMessage(f"{len(statuses)} statuses for {len(digests)} blocks")
+    return [flag == 1 for flag in statuses]
 
 
 async def report_corruption(
     channel: Channel, namespace: Namespace, part: int, digests: Sequence[bytes], *, deadline: float
 ) -> list[bool]:
     """Report wrong checksums; True where the server verified it and removed the block."""
-    message = Remove(*keys_of(namespace, digests), part, corrupt=True)
-    return await _flags(channel, message, len(digests), deadline)
-
-
-async def _flags(channel: Channel, message: Remove, count: int, deadline: float) -> list[bool]:
-    statuses = (await channel.request(message, StatusReply, deadline=deadline)).statuses
-    if len(statuses) != count:
-        raise BadMessage(f"{len(statuses)} statuses for {count} blocks")
-    return [flag == 1 for flag in statuses]
+    return await remove(channel, namespace, digests, part=part, corrupt=True, deadline=deadline)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -330,25 +329,6 @@ class Extent(NamedTuple):
     generation: int
 
 
-class Record(NamedTuple):
-    """What a persistent tier stores about one sealed extent: all that a restarted server needs.
-
-    `size` bytes at `offset` are one part of a block and have this `checksum`, which covers the key
-    as well. If two records overlap, the one with the higher `generation` is valid
-    (design: nvme-format). It was written with so many `copies`.
-    """
-
-    namespace: Namespace
-    part: int
-    digest: bytes
-    parent: bytes
-    offset: int
-    size: int
-    checksum: int
-    generation: int
-    copies: int = 1
-
-
 class Reservation(NamedTuple):
     """The server's answer for one block of a write.
 
@@ -544,17 +524,6 @@ class ClientUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 #: Stands for all consumers that are not listed by themselves.
 OTHERS: Final = "(others)"
-_PROGRAM: Final = re.compile(r"((?:@[^/]*/)?(?:tenant=[^/]*/)?)program=([\w.-]{1,64});")
-
-
-def program_of(session: str) -> str:
-    """The program that a session belongs to: `program=NAME;REST` is one of NAME.
-
-    With the marker of a tenant before it, so that programs of two tenants are two. Empty for all
-    other sessions.
-    """
-    found = _PROGRAM.match(session)
-    return found[1] + found[2] if found is not None else ""
 
 
 class Consumer(msgspec.Struct, frozen=True, omit_defaults=True):

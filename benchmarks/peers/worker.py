@@ -11,14 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from benchmarks.peers import (
-    pool_kvpool,
-    pool_lmcache,
-    pool_mooncake,
-    pool_redis,
-    tasks,
-    trials,
-)
+from benchmarks.peers import pool_kvpool, pool_lmcache, pool_mooncake, pool_redis, tasks, trials
 from benchmarks.peers.client import Bench
 from benchmarks.peers.contract import Client, Memory
 from kvpool.ops import process

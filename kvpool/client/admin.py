@@ -16,15 +16,7 @@ from kvpool.errors import BadKey, MasterLost, Overloaded, PeerError, UsageError
 from kvpool.operators import DrainOrder, DrainReport
 from kvpool.protocols import WriteOptions
 from kvpool.tenant_names import marker_of, unqualified
-from kvpool.types import (
-    ROOT,
-    Buffer,
-    Demand,
-    Explanation,
-    Namespace,
-    WriteBlock,
-    WriteStatus,
-)
+from kvpool.types import ROOT, Buffer, Demand, Explanation, Namespace, WriteBlock, WriteStatus
 from kvpool.wire.questions import Namespaces, NamespacesReply
 
 if TYPE_CHECKING:

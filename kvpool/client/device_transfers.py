@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvpool import logs
 from kvpool.client.attempts import Attempt
-from kvpool.client.block_transfers import (
-    BlockTransfers,
-    ThroughHost,
-    WriteBlocks,
-    WriteRows,
-)
+from kvpool.client.block_transfers import BlockTransfers, ThroughHost, WriteBlocks, WriteRows
 from kvpool.client.buffers import DeviceBlock, HostRows
 from kvpool.client.context import ClientContext
 from kvpool.client.device_paths import DevicePaths

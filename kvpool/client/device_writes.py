@@ -30,13 +30,7 @@ from kvpool.config import AUTO, DIRECT
 from kvpool.device.checksum import copy_rows, unsigned
 from kvpool.device.lane import beside
 from kvpool.device.thread import DeviceFailed
-from kvpool.errors import (
-    DeadlineExceeded,
-    KvpoolError,
-    Overloaded,
-    PeerError,
-    Unavailable,
-)
+from kvpool.errors import DeadlineExceeded, KvpoolError, Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, DeviceToken, DeviceWriteBlock, WriteOptions
 from kvpool.protocols.device_transport import BlocksToHost, SupportsDeviceWrite
 from kvpool.types import WriteBlock, WriteStatus

@@ -22,21 +22,9 @@ from kvpool.client.context import own_namespace, own_session
 from kvpool.client.location_cache import KnownSpans
 from kvpool.client.lookup import match
 from kvpool.config import ClientConfig
-from kvpool.errors import (
-    Closed,
-    MasterLost,
-    Overloaded,
-    PeerError,
-    Unavailable,
-    UsageError,
-)
+from kvpool.errors import Closed, MasterLost, Overloaded, PeerError, Unavailable, UsageError
 from kvpool.net.polled_links import PolledLinks
-from kvpool.net.requests import (
-    PENDING_MAX,
-    RECONNECT_AFTER_S,
-    decode_envelope,
-    envelope_id,
-)
+from kvpool.net.requests import PENDING_MAX, RECONNECT_AFTER_S, decode_envelope, envelope_id
 from kvpool.types import Cluster, Match, Namespace
 from kvpool.wire import messages as wire
 

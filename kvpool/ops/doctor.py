@@ -22,17 +22,11 @@ from kvpool.client.admin import admin
 from kvpool.client.device_staging import ROUND
 from kvpool.client.pool import Pool
 from kvpool.client.room import OBSERVED_S
-from kvpool.config import (
-    ClientConfig,
-    Config,
-    ServerConfig,
-    cluster_of,
-    parse_transport,
-)
+from kvpool.config import ClientConfig, Config, ServerConfig, cluster_of, parse_transport
 from kvpool.device_copy import first_line
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.guard import of_secrets
-from kvpool.memory_limits import MemoryLimits, tightest
+from kvpool.memory_limits import Limit, MemoryLimits, tightest
 from kvpool.net.control_network import TcpNetwork
 from kvpool.ops.demand import judged, memory_of
 from kvpool.ops.finding import Finding, tried, unchecked
@@ -125,7 +119,7 @@ def _limits(settings: Config, limits: MemoryLimits) -> Finding:
     text = f"{human(max(0, memory.free))} ({memory.name})"
     if reserved.free > 0:
         text += f", huge pages {human(reserved.free)} ({reserved.name})"
-    shm = tightest(limits.named_shared_memory())
+    shm = tightest(_shared_memory())
     asked = any(one.startswith("ucx") for one in settings.client.transports)
     over_ucx = asked and importlib.util.find_spec("ucxx") is not None
     if over_ucx and shm.free < _SHM_MIN:
@@ -142,6 +136,16 @@ def _limits(settings: Config, limits: MemoryLimits) -> Finding:
         advice = f"give it less memory{raised}; right where it runs already"
         return Finding("memory limits", "warn", text, advice)
     return Finding("memory limits", "ok", text)
+
+
+def _shared_memory() -> list[Limit]:
+    """Of /dev/shm, for UCX: our memory is in a memfd, and has no name there."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return []
+    free = found.f_bavail * found.f_frsize
+    return [Limit("/dev/shm", free, "--shm-size or --ipc=host of its container")]
 
 
 #: Of /dev/shm, for the queues of UCX's workers. Docker gives 64 MiB.

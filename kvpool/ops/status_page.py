@@ -33,7 +33,8 @@ from kvpool.ops.pool_watch import HOUR_STEP_S, AskedTotals, Point, PoolWatch
 from kvpool.ops.server_state import ServerState, state_of
 from kvpool.ops.tables import as_json_object, problem_of
 from kvpool.ops.usage import KINDS, Usage, UsageSums
-from kvpool.types import ARRIVED, OTHERS, Demand, Member, program_of
+from kvpool.server.eviction.session import program_of
+from kvpool.types import ARRIVED, OTHERS, Demand, Member
 
 #: Of the JSON. Within a version fields are added, never removed or changed.
 API_VERSION: Final = 1

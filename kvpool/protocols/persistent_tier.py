@@ -5,7 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvpool.types import Record
+from kvpool.types import Namespace
+
+
+class Record(NamedTuple):
+    """What a persistent tier stores about one sealed extent: all that a restarted server needs.
+
+    `size` bytes at `offset` are one part of a block and have this `checksum`, which covers the key
+    as well. If two records overlap, the one with the higher `generation` is valid
+    (design: nvme-format). It was written with so many `copies`.
+    """
+
+    namespace: Namespace
+    part: int
+    digest: bytes
+    parent: bytes
+    offset: int
+    size: int
+    checksum: int
+    generation: int
+    copies: int = 1
 
 
 @runtime_checkable

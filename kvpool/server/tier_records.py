@@ -10,13 +10,12 @@ from typing import Any, Final
 from kvpool import logs
 from kvpool.errors import Unavailable
 from kvpool.protocols import Tier
-from kvpool.protocols.persistent_tier import KeepsSome, PersistentTier, ReportsDropped
+from kvpool.protocols.persistent_tier import KeepsSome, PersistentTier, Record, ReportsDropped
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_health import Place, TierHealth
-from kvpool.types import Record
 
 log = logs.get("kvpool.mover")
 

@@ -46,15 +46,7 @@ from kvpool.testing.harness import (
     describe,
     digest,
 )
-from kvpool.types import (
-    Cluster,
-    Namespace,
-    Pin,
-    ReadBlock,
-    ReadStatus,
-    Reservation,
-    WriteStatus,
-)
+from kvpool.types import Cluster, Namespace, Pin, ReadBlock, ReadStatus, Reservation, WriteStatus
 
 #: The deadline of a call that nobody answers.
 _SHORT_S: Final = 0.15

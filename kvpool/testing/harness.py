@@ -13,13 +13,7 @@ from typing import Any, Final
 from kvpool import registry
 from kvpool.config import ServerConfig, TierSpec
 from kvpool.net.control_network import TcpNetwork
-from kvpool.protocols import (
-    Channel,
-    Listener,
-    ReadOptions,
-    Transport,
-    WriteOptions,
-)
+from kvpool.protocols import Channel, Listener, ReadOptions, Transport, WriteOptions
 from kvpool.server.block_server import BlockServer
 from kvpool.server.state.holdings import Limits
 from kvpool.testing.invariants import check_invariants

@@ -15,13 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from kvpool import removals
-from kvpool.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    Overloaded,
-    PeerError,
-    Unavailable,
-)
+from kvpool.errors import ConfigError, DeadlineExceeded, Overloaded, PeerError, Unavailable
 from kvpool.protocols import Channel, ReadOptions, SupportsZeroCopyView, View
 from kvpool.testing.harness import (
     CLUSTER,

@@ -9,11 +9,11 @@ from typing import Final
 
 from kvpool.errors import Closed, UsageError
 from kvpool.protocols import Tier
-from kvpool.protocols.persistent_tier import PersistentTier
+from kvpool.protocols.persistent_tier import PersistentTier, Record
 from kvpool.testing.harness import NotDeclared, Scene, content, describe, digest
 from kvpool.testing.loop_checks import keeps_no_loop
 from kvpool.testing.tier_checks import MakeTier, TierCheck, opened, read
-from kvpool.types import ROOT, Namespace, Record
+from kvpool.types import ROOT, Namespace
 
 NAMESPACE: Final = Namespace("conformance/model")
 #: What thousands of records may take of the loop at a time: threads that write them hold the

@@ -12,14 +12,7 @@ from typing import Final
 
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import KvpoolError
-from kvpool.protocols import (
-    Addressable,
-    Connection,
-    DeviceAddressable,
-    Peer,
-    ReserveRequest,
-    Tier,
-)
+from kvpool.protocols import Addressable, Connection, DeviceAddressable, Peer, ReserveRequest, Tier
 from kvpool.server.block_server import BlockServer
 from kvpool.types import (
     BATCH_BLOCKS_MAX,

@@ -30,6 +30,7 @@ from kvpool.master.state.hint_log import HintLog
 from kvpool.master.state.server_record import Registration
 from kvpool.master.state.server_table import ServerTable
 from kvpool.protocols import ReserveRequest, WriteOptions
+from kvpool.protocols.persistent_tier import Record
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.front_store import FrontStore
@@ -46,7 +47,6 @@ from kvpool.types import (
     Namespace,
     Pin,
     ReadStatus,
-    Record,
     Run,
     ServerStats,
     SessionHint,

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool.protocols import ReserveRequest
+from kvpool.protocols.persistent_tier import Record
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.tier_stores import FileStore
@@ -39,7 +40,7 @@ from kvpool.server.state.tiered_store import TieredStore
 from kvpool.tools import traces, workloads
 from kvpool.tools.dry_pool import digest_of
 from kvpool.tools.traces import Request
-from kvpool.types import ROOT, Namespace, ReadStatus, Record, SessionHint, WriteStatus
+from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 
 _NAMESPACE: Final = Namespace("tiers")
 _OWNER: Final = 1

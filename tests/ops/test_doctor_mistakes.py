@@ -48,7 +48,7 @@ OPEN = Cluster()
 GIB = 1 << 30
 USUAL, SLOW = ClientConfig(), ClientConfig(timeout_s=1.0, attempt_s=1.0)
 MANY = {"connections": 900, "connections_max": 1024}
-LIMITS = ("memory", "huge_pages", "named_shared_memory", "locked")
+LIMITS = ("memory", "huge_pages", "locked")
 BLIND, TWICE = ClientConfig(verify=False), ClientConfig(masters=["a:1", "a:1"])
 
 
@@ -461,6 +461,7 @@ async def test_a_mistake_is_found_and_it_says_what_to_do(name: str, tmp_path: Pa
 def test_there_are_many_and_a_right_pool_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(MISTAKES) + len(PLANTED) + len(OF_HOST) >= 60
     little = dict.fromkeys(LIMITS, lambda: [Limit("x", 1, "")])
+    monkeypatch.setattr(doctor, "_shared_memory", little["memory"])
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)  # UCX is not installed
     for one in (settings("a:1"), settings("a:1", "ucx")):
         assert doctor._limits(one, SimpleNamespace(**little)).verdict == "ok"

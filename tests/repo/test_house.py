@@ -37,6 +37,7 @@ PURE_STDLIB = {
     "itertools",
     "math",
     "operator",
+    "re",
     "pkgutil",  # of joints: they only import what is there
     "struct",
     "typing",

@@ -7,13 +7,13 @@ import pytest
 from kvpool import dev
 from kvpool.client.pool import Pool
 from kvpool.server.consumers import NAMES_MAX, Consumers
-from kvpool.server.eviction.session import PROGRAMS_MAX
+from kvpool.server.eviction.session import PROGRAMS_MAX, program_of
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
 from kvpool.server.state.tenants import account_of, set_quotas
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import OTHERS, Consumer, Namespace, SessionHint, program_of
+from kvpool.types import OTHERS, Consumer, Namespace, SessionHint
 from tests.conftest import keys
 from tests.server.test_quotas import ACME, BETA, PAGE, POOL, write
 from tests.support import stores

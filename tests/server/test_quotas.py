@@ -13,6 +13,7 @@ import pytest
 from kvpool import dev
 from kvpool.errors import InvariantViolated
 from kvpool.protocols import ReserveRequest
+from kvpool.protocols.persistent_tier import Record
 from kvpool.protocols.policy import Policy
 from kvpool.server import quota_keeper
 from kvpool.server.eviction.arc import ARC
@@ -33,7 +34,7 @@ from kvpool.server.tenancy import Tenancy
 from kvpool.supervision import Supervisor
 from kvpool.tenants import Share, Tenant
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Namespace, ReadStatus, Record, SessionHint, WriteStatus
+from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import eventually, keys
 
 PAGE = 4096

@@ -16,13 +16,14 @@ from kvpool import Pool, ReadStatus, WriteStatus, dev
 from kvpool.config import ServerConfig
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.ops.tables import problem_of
+from kvpool.protocols.persistent_tier import Record
 from kvpool.registry import tiers as open_tiers
 from kvpool.server import tier_health
 from kvpool.server.moves import prefetcher
 from kvpool.server.state import tiered_store
 from kvpool.server.state.divided_allocator import DividedAllocator
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Record
+from kvpool.types import ROOT
 from kvpool_tiers.nvme.several import NvmeFiles
 from kvpool_tiers.nvme.tier import Nvme
 from tests.conftest import NAMESPACE, buffers, eventually, keys, values

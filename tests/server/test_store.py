@@ -10,11 +10,12 @@ import pytest
 
 from kvpool.errors import BadMessage
 from kvpool.protocols import ReserveRequest
+from kvpool.protocols.persistent_tier import Record
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.store import Store
 from kvpool.server.state.tier_stores import FileStore
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Extent, Namespace, ReadStatus, Record, WriteStatus
+from kvpool.types import ROOT, Extent, Namespace, ReadStatus, WriteStatus
 from tests.conftest import key, keys
 
 ONE = Namespace("one")

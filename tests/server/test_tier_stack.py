@@ -18,12 +18,13 @@ import pytest
 from kvpool import Cluster, Pool, ReadStatus, WriteStatus, connect, dev
 from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError
+from kvpool.protocols.persistent_tier import Record
 from kvpool.registry import tier
 from kvpool.server import tier_health
 from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.testing.invariants import check_invariants
 from kvpool.tools.subprocesses import Child, process_of, servers_up
-from kvpool.types import Record, Reservation
+from kvpool.types import Reservation
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.nvme.tier import Nvme
 from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, listening, values

@@ -9,6 +9,7 @@ import pytest
 
 from kvpool import registry
 from kvpool.protocols import ReserveRequest
+from kvpool.protocols.persistent_tier import Record
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.holdings import Limits
@@ -17,7 +18,7 @@ from kvpool.server.state.tier_stores import SPAN, ColdStore, FileStore
 from kvpool.server.state.tier_transfers import TierTransfer
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants, inventory
-from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, Record, SessionHint, WriteStatus
+from kvpool.types import ROOT, Extent, Namespace, Pin, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import key, keys
 
 PAGE = 4096

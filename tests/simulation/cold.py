@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvpool.errors import InvariantViolated, Unavailable
 from kvpool.protocols.cold_tier import ColdSettings, Gone, Listed, ReadInto
+from kvpool.protocols.persistent_tier import Record
 from kvpool.server.cold import ColdRing
 from kvpool.server.cold.state.book import OBJECTS
 from kvpool.server.cold.state.format import TAIL, ColdBlock, ObjectKeys, parse_index, parse_tail
@@ -22,7 +23,7 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event
 from kvpool.server.state.tier_stores import SPAN, ColdExtents, ColdStore
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import Namespace, ReadStatus, Record
+from kvpool.types import Namespace, ReadStatus
 from tests.simulation.blocks import values
 from tests.simulation.truth import BlockPart, GroundTruth
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvpool.errors import Unavailable, UsageError
-from kvpool.types import Record
+from kvpool.protocols.persistent_tier import Record
 from tests.simulation.loop import SimLoop
 
 if TYPE_CHECKING:

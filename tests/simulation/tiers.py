@@ -16,13 +16,14 @@ import numpy as np
 
 from kvpool.errors import InvariantViolated
 from kvpool.protocols import ReserveRequest
+from kvpool.protocols.persistent_tier import Record
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import Event
 from kvpool.server.state.tier_stores import FileStore
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import Namespace, ReadStatus, Record, Reservation, WriteStatus
+from kvpool.types import Namespace, ReadStatus, Reservation, WriteStatus
 from kvpool_tiers.nvme.format import GROUP_SIZE, HEADER_SIZE, Geometry, used_slots
 from kvpool_tiers.nvme.tier import Nvme
 from tests.simulation.disk import SimDisk

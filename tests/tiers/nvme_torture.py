@@ -29,7 +29,8 @@ from typing import Final
 
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import KvpoolError, Unavailable
-from kvpool.types import ROOT, Namespace, Record
+from kvpool.protocols.persistent_tier import Record
+from kvpool.types import ROOT, Namespace
 from kvpool_tiers.nvme import format as nvme_format
 from kvpool_tiers.nvme import namespaces as nvme_namespaces
 from kvpool_tiers.nvme.format import (

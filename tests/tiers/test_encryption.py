@@ -16,8 +16,9 @@ import pytest
 from kvpool import Cluster, ReadStatus, WriteStatus, dev
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import ConfigError
+from kvpool.protocols.persistent_tier import Record
 from kvpool.server.tier_keys import storage_key
-from kvpool.types import ROOT, Record
+from kvpool.types import ROOT
 from kvpool_tiers.nvme.format import GROUP_SIZE, PAGE, SEALED_HEADER_SIZE, Geometry
 from kvpool_tiers.nvme.tier import Nvme
 from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values

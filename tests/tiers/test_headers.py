@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.types import Record
+from kvpool.protocols.persistent_tier import Record
 from kvpool_tiers.nvme.format import (
     PAGE,
     Geometry,

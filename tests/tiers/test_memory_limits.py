@@ -217,7 +217,6 @@ def test_a_file_of_blocks_that_may_not_be_so_large_is_refused(
 
 
 def test_doctor_names_what_a_server_here_could_have(machine: Machine) -> None:
-    machine.set("dev/shm/x", "")
     over_tcp = Config(client=ClientConfig(transports=["tcp"]))
     found = doctor._limits(over_tcp, machine.limits)
     assert (found.verdict, found.text) == ("ok", "64 GiB (the machine)")

@@ -21,7 +21,8 @@ import pytest
 
 from kvpool.checksum import block_seed, checksum, namespace_seed
 from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
-from kvpool.types import ROOT, Namespace, Record
+from kvpool.protocols.persistent_tier import Record
+from kvpool.types import ROOT, Namespace
 from kvpool_tiers.nvme import file_disk as disk_module
 from kvpool_tiers.nvme.file_disk import FileDisk
 from kvpool_tiers.nvme.format import COPIES, GROUP_SIZE, NAMESPACES, PAGE, Geometry

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.types import ROOT, Namespace, Record
+from kvpool.protocols.persistent_tier import Record
+from kvpool.types import ROOT, Namespace
 from kvpool_tiers.nvme.format import OverlapResolver
 from kvpool_tiers.nvme.free_places import FreePlaces
 from kvpool_tiers.nvme.in_turns import in_order, in_turns

@@ -28,6 +28,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.protocols import BlockStore, Channel, Connection, Listener, Peer, Tier, Transport, View
+from kvpool.protocols.persistent_tier import Record
 from kvpool.testing import (
     TIER_CHECKS,
     TRANSPORT_CHECKS,
@@ -41,16 +42,7 @@ from kvpool.testing import (
     transport_checks,
 )
 from kvpool.testing.harness import CLUSTER
-from kvpool.types import (
-    BATCH_BLOCKS_MAX,
-    ROOT,
-    Cluster,
-    Pin,
-    ReadResult,
-    ReadStatus,
-    Record,
-    WriteStatus,
-)
+from kvpool.types import BATCH_BLOCKS_MAX, ROOT, Cluster, Pin, ReadResult, ReadStatus, WriteStatus
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.hbm import Hbm
 from kvpool_tiers.nvme.several import NvmeFiles

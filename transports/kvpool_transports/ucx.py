@@ -37,14 +37,7 @@ import xxhash
 
 from kvpool import logs
 from kvpool.addresses import is_loopback, parse
-from kvpool.errors import (
-    BadFrame,
-    ConfigError,
-    KvpoolError,
-    LinkBroken,
-    PeerError,
-    VersionMismatch,
-)
+from kvpool.errors import BadFrame, ConfigError, KvpoolError, LinkBroken, PeerError, VersionMismatch
 from kvpool.memory_limits import MemoryLimits, tightest
 from kvpool.protocols import (
     BlockStore,

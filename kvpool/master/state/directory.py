@@ -29,14 +29,7 @@ from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.spans import MarkedChain
 from kvpool.tenant_names import tenant_of
 from kvpool.tombstones import Tombstones
-from kvpool.types import (
-    ROOT,
-    Match,
-    Namespace,
-    ReadStatus,
-    Replica,
-    Run,
-)
+from kvpool.types import ROOT, Match, Namespace, ReadStatus, Replica, Run
 
 #: The joint of the map, what has the blocks of all namespaces: `module:class`; the last one is
 #: made. Without its line and file they are in no order.

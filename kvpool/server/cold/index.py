@@ -9,6 +9,7 @@ from typing import Final
 
 from kvpool.errors import Unavailable
 from kvpool.protocols.cold_tier import Gone
+from kvpool.protocols.persistent_tier import Record
 from kvpool.server.cold.bucket import REQUEST_S, Bucket
 from kvpool.server.cold.state import book as names
 from kvpool.server.cold.state.book import Book, ColdObject
@@ -17,7 +18,7 @@ from kvpool.server.context import ServerContext
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tier_stores import SPAN, ColdStore
 from kvpool.threads import in_thread
-from kvpool.types import ReadStatus, Record
+from kvpool.types import ReadStatus
 
 #: Blocks that enter or leave the index in one turn of the loop.
 _STEP: Final = 128

@@ -15,13 +15,7 @@ from kvpool.protocols.cold_tier import ColdSettings
 from kvpool.server.cold.index import ColdIndex
 from kvpool.server.cold.state import book as names
 from kvpool.server.cold.state.book import Key, Waiting
-from kvpool.server.cold.state.format import (
-    SALT_SIZE,
-    TAIL,
-    ColdBlock,
-    pack_end,
-    parse_tail,
-)
+from kvpool.server.cold.state.format import SALT_SIZE, TAIL, ColdBlock, pack_end, parse_tail
 from kvpool.server.context import ServerContext
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import State

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any, Final
@@ -11,12 +12,23 @@ from kvpool.server.eviction.lazy_heap import LazyHeap
 from kvpool.server.state.entry import Entry, Index
 from kvpool.shares import Shares
 from kvpool.tenant_names import tenant_of
-from kvpool.types import OTHERS, program_of
+from kvpool.types import OTHERS
 
+_PROGRAM: Final = re.compile(r"((?:@[^/]*/)?(?:tenant=[^/]*/)?)program=([\w.-]{1,64});")
 #: Sessions recorded at once; one more drops the session whose last write is the oldest.
 SESSIONS_MAX: Final = 65_536
 #: Programs of a store whose bytes are counted apart, at most.
 PROGRAMS_MAX: Final = 1024
+
+
+def program_of(session: str) -> str:
+    """The program that a session belongs to: `program=NAME;REST` is one of NAME.
+
+    With the marker of a tenant before it, so that programs of two tenants are two. Empty for all
+    other sessions.
+    """
+    found = _PROGRAM.match(session)
+    return found[1] + found[2] if found is not None else ""
 
 
 class Session:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.protocols import Addressable, DeviceAddressable, Tier
 from kvpool.protocols.cold_tier import ColdTier
-from kvpool.protocols.persistent_tier import HasParts, PersistentTier
+from kvpool.protocols.persistent_tier import HasParts, PersistentTier, Record
 from kvpool.protocols.policy import Policy
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.divided_allocator import DividedAllocator
@@ -20,7 +20,7 @@ from kvpool.server.state.extents import Extents
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.sorting import sorted_runs
-from kvpool.types import ALIGNMENT, ReadStatus, Record
+from kvpool.types import ALIGNMENT, ReadStatus
 
 #: Blocks of a file that are added in one step: two milliseconds.
 RESTORED_AT_ONCE: Final = 256

@@ -28,6 +28,7 @@ from typing import Final
 
 from kvpool.fingerprint import MapFingerprint
 from kvpool.protocols import ReserveRequest
+from kvpool.protocols.persistent_tier import Record
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.divided_allocator import part_of
 from kvpool.server.state.entry import MOVER, Entry
@@ -42,7 +43,7 @@ from kvpool.server.state.tier_transfers import TierTransfers
 from kvpool.server.state.write_back import WriteBack
 from kvpool.server.state.writeback_queue import DROPPED_STEP, WritebackQueue
 from kvpool.sorting import sorted_runs
-from kvpool.types import Namespace, Pin, ReadStatus, Record, Reservation, WriteStatus
+from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
 _OFFSET: Final = attrgetter("offset")
 

@@ -29,7 +29,8 @@ import numpy as np
 
 from kvpool.checksum import checksum, namespace_seed
 from kvpool.errors import ConfigError, KvpoolError
-from kvpool.types import COPIES_MAX, DIGEST_SIZE_MAX, Namespace, Record
+from kvpool.protocols.persistent_tier import Record
+from kvpool.types import COPIES_MAX, DIGEST_SIZE_MAX, Namespace
 
 PAGE: Final = 4096
 VERSION: Final = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvpool.types import Record
+from kvpool.protocols.persistent_tier import Record
 from kvpool_tiers.nvme.format import Geometry
 from kvpool_tiers.nvme.namespaces import NamespaceTable, UnnamedExtents
 

@@ -13,7 +13,8 @@ from typing import Final
 
 from kvpool import logs
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.types import Namespace, Record
+from kvpool.protocols.persistent_tier import Record
+from kvpool.types import Namespace
 from kvpool_tiers.nvme.file_disk import read_pages
 from kvpool_tiers.nvme.format import (
     COPIES,

@@ -17,8 +17,7 @@ from typing import Final, Protocol, TypeVar, cast
 
 from kvpool.errors import Closed, ConfigError, UsageError
 from kvpool.protocols import Tier
-from kvpool.protocols.persistent_tier import PersistentTier, TierPart
-from kvpool.types import Record
+from kvpool.protocols.persistent_tier import PersistentTier, Record, TierPart
 
 T = TypeVar("T")
 

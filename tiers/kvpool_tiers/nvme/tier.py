@@ -24,7 +24,8 @@ from typing import Final
 from kvpool import logs
 from kvpool.checksum import namespace_seed
 from kvpool.errors import Closed, ConfigError, UsageError
-from kvpool.types import Namespace, Record
+from kvpool.protocols.persistent_tier import Record
+from kvpool.types import Namespace
 from kvpool.units import human
 from kvpool_tiers.nvme.file_disk import Disk, FileDisk
 from kvpool_tiers.nvme.format import (

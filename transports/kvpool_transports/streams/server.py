@@ -14,13 +14,7 @@ from operator import eq
 from typing import Any, Final
 
 from kvpool import logs
-from kvpool.errors import (
-    BadMessage,
-    Forbidden,
-    KvpoolError,
-    LinkBroken,
-    VersionMismatch,
-)
+from kvpool.errors import BadMessage, Forbidden, KvpoolError, LinkBroken, VersionMismatch
 from kvpool.guard import of_secrets
 from kvpool.protocols import BlockStore, Connection, Peer, ReserveRequest
 from kvpool.strangers import Strangers
