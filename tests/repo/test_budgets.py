@@ -176,7 +176,7 @@ PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
 # The lines above the aim are about those that ask what memory a machine has (`memory_limits`,
 # `huge_pages`), for tiers of all rings.
-KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 20_092
+KERNEL_LINES, KERNEL_LINES_TODAY = 20_000, 20_077
 TEST_LINES, TEST_LINES_TODAY = 50_000, 95_850
 FILE_LINES = 600
 CLASS_METHODS = 25
@@ -186,7 +186,7 @@ SLACK = 20
 
 LONG_FILES = {
     # Two lists that are read by looking up, not from top to bottom.
-    "kvpool/types.py": 688,  # what calls take and return: one page of the API reference
+    "kvpool/types.py": 656,  # what calls take and return: one page of the API reference
     "kvpool/wire/messages.py": 670,  # all messages, in the order of docs/wire.md
     # Not divided before it has run on RDMA, so that what fails there has one place.
     "transports/kvpool_transports/ucx.py": 766,
