@@ -12,13 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from kvpool_connector.records.messages import (
-    GroupBlocks,
-    LoadRequest,
-    StepWork,
-    WorkerReport,
-    ids_of,
-)
+from kvpool_connector.plan.save_queue import ids_of
+from kvpool_connector.records.messages import GroupBlocks, LoadRequest, StepWork, WorkerReport
 
 T = TypeVar("T")
 

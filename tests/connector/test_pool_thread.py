@@ -299,7 +299,7 @@ def test_a_worker_raises_nothing_into_its_engine_and_ends_every_transfer(
 CATCH = {
     *("start_loads", "start_saves", "take_finished", "take_report", "take_counters"),
     *("_begin", "_context", "begin", "guard", "add"),
-    *("on_load", "on_save", "on_check", "count", "_all_refused", "ids_of"),
+    *("on_load", "on_save", "on_check", "count", "_all_refused"),
 }
 
 

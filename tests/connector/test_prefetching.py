@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import Match, Pool, ReadStatus, Replica, Run
 from kvpool_connector.plan.planner import Planner
-from kvpool_connector.plan.prefetching import Prefetches
+from kvpool_connector.plan.request_lookups import Prefetches
 from kvpool_connector.records.values import CacheGroup, PlannerLimits, RequestHints
 from tests.conftest import NAMESPACE, keys
 from tests.connector.test_halves import BLOCK, Engine

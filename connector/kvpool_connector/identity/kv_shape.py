@@ -74,7 +74,6 @@ IRRELEVANT: Final[Mapping[str, Mapping[str, str]]] = {
             _REQUESTS: "allowed_local_media_path allowed_media_domains",
             "concerns the output layer": "word_embeddings_untied_by_checkpoint",
             _HASHED: "enable_prompt_embeds",
-            "is described on its own": "multimodal_config",
             _ROUNDING: "enforce_eager disable_cascade_attn",
             _SIZE: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend "
             "sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator",
@@ -191,6 +190,7 @@ _TABLES: Final = {
     "attention_config": "AttentionConfig",
     "kernel_config": "KernelConfig",
     "diffusion_config": "DiffusionConfig",
+    "multimodal_config": "MultiModalConfig",
 }
 #: Of the model's own configuration, by reason, what no layer that makes KV reads.
 _HF_IRRELEVANT: Final[Mapping[str, str]] = {
@@ -242,25 +242,19 @@ def described(vllm_config: Any, roots: Iterable[torch.nn.Module]) -> dict[str, s
     """
     models = list(roots)
     text: dict[str, str] = {}
-    for field in _described_fields(vllm_config, "VllmConfig"):
-        value = getattr(vllm_config, field)
-        table = _TABLES.get(field)
-        if value is None or (field == "speculative_config" and len(models) < 2):
-            continue
-        if table is None:
-            text[field.removesuffix("_config")] = shortened(canonical(value))
-            continue
-        part = field.removesuffix("_config")
-        for inner in _described_fields(value, table):
-            if inner != "hf_config":
-                text[f"{part}.{inner}"] = shortened(canonical(getattr(value, inner)))
-    model = vllm_config.model_config
-    if model.multimodal_config is not None:
-        for inner in _described_fields(model.multimodal_config, "MultiModalConfig"):
-            text[f"multimodal.{inner}"] = shortened(
-                canonical(getattr(model.multimodal_config, inner))
-            )
-    text.update(_described_hf(model.hf_config))
+
+    def describe(config: Any, table: str, prefix: str = "") -> None:
+        for name in _described_fields(config, table):
+            value, short = getattr(config, name), name.removesuffix("_config")
+            if name in _TABLES:
+                if value is not None and (short != "speculative" or len(models) > 1):
+                    describe(value, _TABLES[name], f"{short}.")
+            elif name == "hf_config":
+                text.update(_described_hf(value))
+            elif prefix or value is not None:
+                text[prefix + name if prefix else short] = shortened(canonical(value))
+
+    describe(vllm_config, "VllmConfig")
     installed = itertools.chain(*(entry_points(group=group) for group in PLUGINS))
     text.update((name, shortened(value)) for name, value in environment(os.environ, installed))
     for number, root in enumerate(models):
@@ -268,14 +262,14 @@ def described(vllm_config: Any, roots: Iterable[torch.nn.Module]) -> dict[str, s
     return dict(sorted(text.items()))
 
 
-def described_adapters(lora_config: Any) -> str:
-    """What of its configuration shapes the KV of every request with an adapter."""
-    return canonical({name: getattr(lora_config, name) for name in _OF_ADAPTERS.split()})
-
-
 def _described_fields(config: Any, table: str) -> list[str]:
     known = IRRELEVANT[table]
     return [field.name for field in fields(config) if field.name not in known]
+
+
+def described_adapters(lora_config: Any) -> str:
+    """What of its configuration shapes the KV of every request with an adapter."""
+    return canonical({name: getattr(lora_config, name) for name in _OF_ADAPTERS.split()})
 
 
 def _described_hf(config: Any) -> Iterator[tuple[str, str]]:

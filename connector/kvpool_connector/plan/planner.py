@@ -19,24 +19,17 @@ from kvpool.types import Match
 from kvpool_connector.plan.cost_model import PrefillCost, TransferCost
 from kvpool_connector.plan.known_writers import KnownWriters
 from kvpool_connector.plan.load_or_recompute import NO_CHOICE, LoadDecision, LoadOrRecompute, Wanted
-from kvpool_connector.plan.prefetching import Prefetches
 from kvpool_connector.plan.probing import Prober
 from kvpool_connector.plan.promised_loads import PromisedLoads
 from kvpool_connector.plan.quiet_requests import NEVER, QuietRequests
-from kvpool_connector.plan.request_lookups import RequestLookups
+from kvpool_connector.plan.request_lookups import Prefetches, RequestLookups
 from kvpool_connector.plan.request_saves import RequestSaves
 from kvpool_connector.plan.running_loads import RunningLoad, RunningLoads
-from kvpool_connector.plan.save_queue import SaveRun
+from kvpool_connector.plan.save_queue import SaveRun, ids_of
 from kvpool_connector.plan.tracked_request import RequestState, TrackedRequest, digest_of
 from kvpool_connector.plan.verifier import Verifier
 from kvpool_connector.plan.windows import Windows
-from kvpool_connector.records.messages import (
-    GroupBlocks,
-    LoadRequest,
-    LoadResult,
-    SaveResult,
-    ids_of,
-)
+from kvpool_connector.records.messages import GroupBlocks, LoadRequest, LoadResult, SaveResult
 from kvpool_connector.records.promises import PromisedBlocks, PromiseState
 from kvpool_connector.records.values import (
     CacheGroup,

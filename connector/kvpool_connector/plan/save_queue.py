@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
 from kvpool.types import WriteStatus
-from kvpool_connector.records.messages import (
-    AdapterKey,
-    GroupBlocks,
-    SaveRequest,
-    SaveResult,
-    ids_of,
-)
+from kvpool_connector.records.messages import AdapterKey, GroupBlocks, SaveRequest, SaveResult
 from kvpool_connector.records.values import PlannerLimits
 
 Mark = TypeVar("Mark")
@@ -406,3 +400,7 @@ class SaveQueue:
             self._waiting_names[oldest.group].difference_update(oldest.digests)
             excess -= len(oldest.digests)
             self._counters["dropped too many waiting"] += len(oldest.digests)
+
+
+def ids_of(blocks: Iterable[SaveRun | GroupBlocks]) -> list[int]:
+    return list(itertools.chain.from_iterable([one.block_ids for one in blocks]))

@@ -20,7 +20,6 @@ from kvpool_connector.records.messages import (
     Mismatch,
     VerifyRequest,
     VerifyResult,
-    ids_of,
 )
 from kvpool_connector.records.values import CacheGroup, ScheduledRequest
 
@@ -171,7 +170,7 @@ class Verifier:
         if len(self._results) < self._ranks:
             return VerifyOutcome([])
         self._state = VerifierState.IDLE
-        pinned = ids_of(self._blocks)
+        pinned = [block for blocks in self._blocks for block in blocks.block_ids]
         return VerifyOutcome(pinned) if self._outdated else self._judged(self._results, pinned)
 
     def stored_at(self, mismatch: Mismatch) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from kvpool.types import Match, Namespace, WriteStatus
 from kvpool_connector.records.promises import WaitLimits
@@ -27,11 +27,6 @@ class GroupBlocks(NamedTuple):
     block_ids: tuple[int, ...]
     parents: tuple[bytes, ...] = ()
     match: Match | None = None
-
-
-def ids_of(blocks: Iterable[Any]) -> list[int]:
-    """The ids of all blocks of several `GroupBlocks`, or of runs of blocks to save."""
-    return list(itertools.chain.from_iterable([one.block_ids for one in blocks]))
 
 
 class LoadRequest(NamedTuple):
@@ -243,20 +238,12 @@ class WorkerReport:
 
     @property
     def has_news(self) -> bool:
-        return bool(
-            self.saves
-            or self.loads
-            or self.worker_infos
-            or self.adapters
-            or self.probes
-            or self.verified
-        )
+        return any(_NEWS(self))
 
     def merge(self, other: WorkerReport) -> None:
         """Add what another rank reports of the same step."""
-        self.worker_infos += other.worker_infos
-        self.adapters += other.adapters
-        self.verified += other.verified
-        self.loads += other.loads
-        self.saves += other.saves
-        self.probes += other.probes
+        for own, of_other in zip(_NEWS(self), _NEWS(other), strict=True):
+            own.extend(of_other)
+
+
+_NEWS: Final = operator.attrgetter(*WorkerReport.__slots__[1:])  # all but the step

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool import KvpoolError, Namespace, Pool, admin
-from kvpool_connector.plan.prefetching import PrefetchRequest
+from kvpool_connector.plan.request_lookups import PrefetchRequest
 from kvpool_connector.records.values import RequestHints
 from kvpool_connector.scheduler.sharing_watch import others_of_this_model
 from kvpool_engines.pool_thread import PoolThread

@@ -30,7 +30,6 @@ from kvpool_connector.records.messages import (
     VerifyRequest,
     VerifyResult,
     WorkerReport,
-    ids_of,
 )
 from kvpool_connector.records.promises import BlockWait
 from kvpool_connector.records.provenance import MetWriters, Trust
@@ -99,7 +98,9 @@ class ConnectorWorker:
         context = self._context(work, self._model.on_step, needed=bool(work.loads))
         for load in work.loads:
             if self._begin(partial(self._load, load, began), context, span="kvpool.load"):
-                self._ended.on_load(load, 0, ids_of(load.blocks), 0.0)
+                self._ended.on_load(
+                    load, 0, [one for blocks in load.blocks for one in blocks.block_ids], 0.0
+                )
 
     def start_saves(self, work: StepWork) -> None:
         """Start the saves of a step, which was computed, and what is beside; returns at once.
@@ -193,7 +194,7 @@ class ConnectorWorker:
     # --- in the pool's thread ---------------------------------------------------------------
 
     async def _load(self, load: LoadRequest, began: float, context: TransferContext) -> None:
-        missing = ids_of(load.blocks)
+        missing = [one for blocks in load.blocks for one in blocks.block_ids]
         size, wait, limit_s = 0, None, load.timeout_s
         met = MetWriters(load.compared, set(), set())
         if load.wait_limits is not None:
@@ -220,7 +221,7 @@ class ConnectorWorker:
             if other_weights or not all(
                 self._trust.covers(one, context.mark) for one in met.writers
             ):
-                size, missing = 0, ids_of(load.blocks)
+                size, missing = 0, [one for blocks in load.blocks for one in blocks.block_ids]
             took_s = time.monotonic() - began
             waited_s = wait.waited_s if wait is not None else 0.0
             self._describe(

@@ -44,7 +44,7 @@ DESCRIBED = {
     "kernel_config lora_config speculative_config diffusion_config quant_config "
     "additional_config",
     "ModelConfig": "hf_config runner convert dtype is_submodel_config quantization "
-    "quantization_config disable_sliding_window model_class_overrides model_impl",
+    "quantization_config disable_sliding_window model_class_overrides model_impl multimodal_config",
     "CacheConfig": "kv_cache_dtype_skip_layers skip_page_size_padded kv_sharing_fast_prefill",
     "ParallelConfig": "worker_cls worker_extension_cls",
     "LoRAConfig": "",
