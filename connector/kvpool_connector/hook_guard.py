@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from kvpool_connector.plan.save_queue import ids_of
 from kvpool_connector.records.messages import GroupBlocks, LoadRequest, StepWork, WorkerReport
 
 T = TypeVar("T")
@@ -123,9 +122,11 @@ class Owed:
         for load in work.loads:
             self._sent.add(load.request_id)
         for save in work.saves:
-            self._jobs["save", save.job] = ids_of(save.blocks), self._ranks
+            ids = [one for blocks in save.blocks for one in blocks.block_ids]
+            self._jobs["save", save.job] = ids, self._ranks
         if work.verify is not None:
-            self._jobs["verify", work.verify.job] = ids_of(work.verify.blocks), self._ranks
+            ids = [one for blocks in work.verify.blocks for one in blocks.block_ids]
+            self._jobs["verify", work.verify.job] = ids, self._ranks
 
     def on_report(self, report: WorkerReport) -> None:
         """What the workers have done: jobs that one rank has ended, and loads."""

@@ -145,7 +145,8 @@ def test_a_request_that_ends_too_early_is_replaced_by_the_next() -> None:
     one.release("r")
     assert one.watched is None
     assert one.take(ScheduledRequest("r", 600, 640, [[]]), keys("r", 40), None) is None
-    assert one.idle
+    assert not one.running
+    assert one.watched is None
 
 
 # --- which blocks ---------------------------------------------------------------------------------
@@ -197,7 +198,8 @@ def test_what_lies_before_a_sliding_window_is_left_out() -> None:
 def test_a_request_without_a_block_to_compare_ends_the_verification() -> None:
     one = verifier(1)
     assert verify(one, blocks=3, start=48) is None
-    assert one.idle
+    assert not one.running
+    assert one.watched is None
     assert one._counters == {"verification not compared": 1}
 
 

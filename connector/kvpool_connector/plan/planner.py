@@ -11,7 +11,6 @@ step; `on_load_result` and `on_save_result` take what the workers report.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -25,7 +24,7 @@ from kvpool_connector.plan.quiet_requests import NEVER, QuietRequests
 from kvpool_connector.plan.request_lookups import Prefetches, RequestLookups
 from kvpool_connector.plan.request_saves import RequestSaves
 from kvpool_connector.plan.running_loads import RunningLoad, RunningLoads
-from kvpool_connector.plan.save_queue import SaveRun, ids_of
+from kvpool_connector.plan.save_queue import SaveRun
 from kvpool_connector.plan.tracked_request import RequestState, TrackedRequest, digest_of
 from kvpool_connector.plan.verifier import Verifier
 from kvpool_connector.plan.windows import Windows
@@ -274,7 +273,7 @@ class Planner:
                 left = 0
             self.quiet.sleep(one.request_id, left)
         if plan.verify is not None:
-            plan.blocks_to_pin += ids_of(plan.verify.blocks)
+            plan.blocks_to_pin += [one for blocks in plan.verify.blocks for one in blocks.block_ids]
         if saves:
             plan.saves, pinned = self.saves.take(still_cached, now, idle=idle)
             plan.blocks_to_pin += pinned
@@ -306,9 +305,9 @@ class Planner:
         if stored and not self.choice.transfer_cost.samples and self.prober.due(now):
             # Measure before the first load, so that it can be weighed as well, and so that it does
             # not wait for a connection.
-            digests = itertools.chain.from_iterable(run.digests for run in stored if not run.group)
+            digests = [one for run in stored if not run.group for one in run.digests]
             blocks = self.prober.blocks(self.windows.block_bytes[0])
-            self.prober.plan([*itertools.islice(digests, blocks)], None, now)
+            self.prober.plan(digests[:blocks], None, now)
         return unpinned, stored
 
     def make_promise(self, request_id: str, computed: int) -> PromisedBlocks | None:

@@ -109,8 +109,7 @@ class SaveQueue:
     |          |                    | pool refused it and may take it later                     |
 
     A request that asked the pool before a block was stored does not know of it: `add` leaves that
-    block out. One that asked later and found nothing saves it again, for the pool has evicted it;
-    also when the engine, which did not step, hears only then that the block was stored.
+    block out. One that asked later and found nothing saves it again, for the pool has evicted it.
 
     A block is pinned from `add` to the last rank's `on_result`, or to `drop_gathered`, and each pin
     is returned exactly once. At most `saved_blocks_max` are pinned, at most `WAITING_BLOCKS_MAX`
@@ -162,7 +161,7 @@ class SaveQueue:
         `saved_blocks_max` wait.
         """
         accepted = self._accept(runs, now)
-        pinned = ids_of(accepted)
+        pinned = _ids(accepted)
         if accepted:
             key = session, resume_in_s
             gathered = self._gathered.get(key)
@@ -196,7 +195,7 @@ class SaveQueue:
     def drop_gathered(self, reason: str) -> None:
         """What is gathered must not be saved any more. `take_dropped` has its pins."""
         for gathered in self._gathered.values():
-            ids = ids_of(gathered.runs)
+            ids = _ids(gathered.runs)
             self._counters[f"dropped {reason}"] += len(ids)
             self._dropped_ids += ids
             for run in gathered.runs:
@@ -226,7 +225,7 @@ class SaveQueue:
         if job.ranks_left:
             return [], []
         del self._jobs[result.job]
-        ids = ids_of(job.runs)
+        ids = _ids(job.runs)
         self._pinned -= len(ids)
         for blocks in job.blocks:
             self._saving[blocks.group].difference_update(blocks.digests)
@@ -402,5 +401,5 @@ class SaveQueue:
             self._counters["dropped too many waiting"] += len(oldest.digests)
 
 
-def ids_of(blocks: Iterable[SaveRun | GroupBlocks]) -> list[int]:
-    return list(itertools.chain.from_iterable([one.block_ids for one in blocks]))
+def _ids(runs: Iterable[SaveRun]) -> list[int]:
+    return list(itertools.chain.from_iterable([run.block_ids for run in runs]))

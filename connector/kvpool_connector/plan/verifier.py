@@ -86,10 +86,6 @@ class Verifier:
     _outdated: bool = False  # the names have changed since
 
     @property
-    def idle(self) -> bool:
-        return self._state is VerifierState.IDLE
-
-    @property
     def running(self) -> bool:
         """Whether blocks are pinned: the engine must go on stepping."""
         return self._state is VerifierState.RUNNING
@@ -97,7 +93,7 @@ class Verifier:
     def asks(self, request_id: str) -> frozenset[bytes]:
         """Which writers this load refuses, beside those that are not trusted: of writers that are
         due one load at a time."""
-        if self._asked or not self.idle:
+        if self._asked or self._state is not VerifierState.IDLE:
             return frozenset()
         if due := self.writers.due:
             self._asked = request_id
@@ -111,7 +107,8 @@ class Verifier:
         self.writers.on_load(load.writers)
         if load.refused:
             self._counters["loads_refused"] += 1
-            if self.idle and matches and load.refused - self.writers.wrong:
+            idle = self._state is VerifierState.IDLE
+            if idle and matches and load.refused - self.writers.wrong:
                 self.choose(load.request_id, first, last, matches)
         return bool(load.refused)
 

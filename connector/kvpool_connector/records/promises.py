@@ -66,7 +66,8 @@ def parse_promise(given: object) -> PromisedBlocks | str:
     if given.get("version") != VERSION or isinstance(given.get("version"), bool):
         return f"expected version {VERSION}: the engines are of different releases"
     tokens, tail, name, computing_s = map(given.get, ("tokens", "tail", "name", "computing_s"))
-    if not (computing_s is None or _is_seconds(computing_s)):
+    given_s = 0.0 if computing_s is None else computing_s
+    if type(given_s) not in (int, float) or not 0 <= given_s <= _COMPUTING_S_MAX:
         return f"computing_s: expected seconds, from 0 to {_COMPUTING_S_MAX:g}"
     seconds = None if computing_s is None else float(computing_s)
     if tokens is None:
@@ -214,11 +215,3 @@ class BlockWait:
             return None
         look_s = min(self._silent_s * _LOOK_SHARE, _LOOK_S_MAX)
         return min(left_s, max(_LOOK_S_MIN, look_s))
-
-
-def _is_seconds(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and 0 <= value <= _COMPUTING_S_MAX
-    )

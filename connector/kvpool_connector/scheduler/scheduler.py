@@ -38,8 +38,7 @@ _SAVE_SHARE_MAX: Final = 0.25
 #: For so long generated blocks wait for further ones: a message for each would cost more than they
 #: are worth, and no turn of a conversation comes sooner (design: pool-thread).
 SAVE_GATHER_S: Final = 0.1
-#: Generated tokens of a request from one look at it to the next: to look for each block takes most
-#: of a step. All are saved when it ends.
+#: Generated tokens from one look at a request to the next: a step has little time for each look.
 _TOKENS_TOGETHER: Final = 256
 
 
@@ -282,7 +281,7 @@ class ConnectorScheduler:
         for probed in report.probes:
             self.planner.prober.on_result(probed)
         dropped += self.planner.saves.queue.take_dropped()  # by a reset
-        outcome = ReportOutcome(dropped, [], drop_cache=any(changed))
+        outcome = ReportOutcome(dropped, [], any(changed))
         for saved in report.saves:
             unpinned, stored = self.planner.on_save_result(saved, now)
             outcome.blocks_to_unpin.extend(unpinned)

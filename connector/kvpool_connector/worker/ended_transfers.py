@@ -41,7 +41,6 @@ class EndedTransfers:
         self._lock = threading.Lock()  # guards what follows: both threads use it
         self.running = 0
         self._report = WorkerReport(0)  # its step is set when it is taken
-        self._saves: list[tuple[float, SaveResult]] = []  # for the same, and when each ended
         self._finished = FinishedTransfers(set(), set(), set())
         self._counters: dict[str, float] = {}
 
@@ -79,7 +78,8 @@ class EndedTransfers:
     ) -> None:
         rows = tuple((group, digest, status) for (group, digest), status in refused.items())
         with self._lock:
-            self._saves.append((time.monotonic(), SaveResult(save.job, size, rows)))
+            ended = SaveResult(save.job, size, rows, -time.monotonic())  # its age at time 0
+            self._report.saves.append(ended)
             self.running -= 1
         self._one_ended.set()
         self.count("save_bytes", size)
@@ -115,9 +115,8 @@ class EndedTransfers:
     def take_report(self, step: int) -> WorkerReport:
         with self._lock:
             report, self._report = self._report, WorkerReport(0)
-            saves, self._saves = self._saves, []
-        report.step, now = step, time.monotonic()
-        report.saves = [one._replace(age_s=now - ended_at) for ended_at, one in saves]
+        report.step = step
+        report.saves = [one._replace(age_s=one.age_s + time.monotonic()) for one in report.saves]
         return report
 
     def take_counters(self) -> dict[str, float]:

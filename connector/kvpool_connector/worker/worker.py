@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -98,9 +98,8 @@ class ConnectorWorker:
         context = self._context(work, self._model.on_step, needed=bool(work.loads))
         for load in work.loads:
             if self._begin(partial(self._load, load, began), context, span="kvpool.load"):
-                self._ended.on_load(
-                    load, 0, [one for blocks in load.blocks for one in blocks.block_ids], 0.0
-                )
+                missing = [i for blocks in load.blocks for i in blocks.block_ids]
+                self._ended.on_load(load, 0, missing, 0.0)
 
     def start_saves(self, work: StepWork) -> None:
         """Start the saves of a step, which was computed, and what is beside; returns at once.
@@ -139,13 +138,10 @@ class ConnectorWorker:
 
     def take_counters(self) -> dict[str, float]:
         """What happened since the last call."""
-        return {
-            **self._ended.take_counters(),
-            **self._failures.guard("counting", self._counters_of_others, {}),
-        }
-
-    def _counters_of_others(self) -> Mapping[str, float]:
-        return {**self._thread.take_durations(), **self._checks.form.take_counters()}
+        counters, guard = self._ended.take_counters(), self._failures.guard
+        guard("counting", lambda: counters.update(self._thread.take_durations()), None)
+        guard("counting", lambda: counters.update(self._checks.form.take_counters()), None)
+        return counters
 
     def close(self) -> None:
         """Cancel every transfer and wait for its end, at most `_CLOSE_S`."""
