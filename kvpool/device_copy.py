@@ -6,6 +6,9 @@ thread copies the other. The thread works on a CUDA stream of its own, so it wai
 copies and not for what the device computes; the event loop waits for nothing (design:
 device-memory).
 
+It is for HBM tiers: their callers' memory is not pinned and comes one block at a time, so a thread
+takes several. What clients and engines stage is pinned, and crosses by `device/lane.py`.
+
 On the device `cpu` the same code runs, with copies that are done when they return. torch is
 imported when a copier is made, not before: it takes seconds.
 """

@@ -44,7 +44,7 @@ _SMALL: Final[tuple[tuple[Any, str, object], ...]] = (
     (direct, "_BATCH", 4),
     (direct, "_SIZE", 512 << 10),
     (direct, "_READS", 20),
-    (direct_writes, "_WRITES", 12),
+    (direct_writes, "_WRITES", 6),
     (hbm_reads, "_ROUNDS", 2),
     (ucx, "SMALL", 4096),  # larger blocks do not come with their frames
 )

@@ -27,7 +27,7 @@ from kvpool.device.checksum import copy_rows, device_checksums, unsigned, uses_k
 from kvpool.device.lane import beside
 from kvpool.device.thread import DeviceFailed, DeviceThread
 from kvpool.errors import Closed, DeadlineExceeded, TooLarge
-from kvpool.protocols import DeviceReadBlock, DeviceToken, ReadOptions
+from kvpool.protocols import DeviceReadBlock, DeviceToken, DeviceWriteBlock, ReadOptions
 from kvpool.protocols.device_transport import DeviceArrival
 from kvpool.types import DIRECT_PIECES_MAX, ReadResult, ReadStatus
 
@@ -210,11 +210,13 @@ class DirectReads:
         by_device: dict[torch.device, list[int]] = {}
         for position, arrival in enumerate(arrivals):
             if arrival.status is ReadStatus.HIT:
-                by_device.setdefault(_tensor(blocks[position]).device, []).append(position)
+                by_device.setdefault(tensor_of(blocks[position]).device, []).append(position)
         for device, positions in by_device.items():
             digests = [blocks[i].digest for i in positions]
             seeds = block_seeds(options.namespace, options.part, digests)
-            pairs = [(_tensor(blocks[i])[: arrivals[i].size], arrivals[i].data) for i in positions]
+            pairs = [
+                (tensor_of(blocks[i])[: arrivals[i].size], arrivals[i].data) for i in positions
+            ]
             thread = self._devices.thread(device)
             async with until(deadline):
                 if options.verify:
@@ -384,7 +386,7 @@ def _upload(content: bytes, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
 
 
-def _tensor(block: DeviceReadBlock) -> torch.Tensor:
+def tensor_of(block: DeviceReadBlock | DeviceWriteBlock) -> torch.Tensor:
     tensor: torch.Tensor = block.memory  # type: ignore[assignment]
     return tensor
 

@@ -146,7 +146,7 @@ class DirectWrites:
         if auto and self._distrusted:
             return await self._through_host(blocks, through_host, deadline)
         try:
-            token = await self._devices.token(_tensor(blocks[0]).device, deadline)
+            token = await self._devices.token(direct.tensor_of(blocks[0]).device, deadline)
             send = partial(_send, options, blocks, token, self._to_host(deadline), deadline)
             statuses = await self._paths.call(
                 server, send, deadline, only_fabrics=auto, counted_as="write"
@@ -201,7 +201,7 @@ class DirectWrites:
 
     def _to_host(self, deadline: float) -> BlocksToHost:
         async def copy(blocks: Sequence[DeviceWriteBlock]) -> list[memoryview]:
-            tensors = [_tensor(block) for block in blocks]
+            tensors = [direct.tensor_of(block) for block in blocks]
             thread = self._devices.thread(tensors[0].device)
             try:
                 async with until(deadline):
@@ -223,7 +223,7 @@ class DirectWrites:
             ]
             return dict(zip(rows, await through_host(chosen), strict=True))
 
-        whole = {i: DeviceBlock((_tensor(b),), b.size, ()) for i, b in enumerate(blocks)}
+        whole = {i: DeviceBlock((direct.tensor_of(b),), b.size, ()) for i, b in enumerate(blocks)}
         statuses = await self._staging().write(whole, send, deadline)
         return [statuses[i] for i in range(len(blocks))]
 
@@ -329,8 +329,3 @@ async def _ask(
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
     return [tensor.cpu().numpy().data for tensor in tensors]
-
-
-def _tensor(block: DeviceWriteBlock) -> torch.Tensor:
-    tensor: torch.Tensor = block.memory  # type: ignore[assignment]
-    return tensor

@@ -3,7 +3,7 @@
 Pinned are pages that the kernel does not move: a device copies from and to them itself. A block in
 one row is one such copy. Pieces of one size at equal distances, as engines keep the layers of a
 block, are a row of two dimensions: gathered in scratch memory of the device, or scattered from it,
-they are one copy, too (design: device-memory).
+as many blocks as it takes are one copy, too (design: device-memory).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvpool.device.checksum import DeviceRows
 from kvpool.device.thread import DeviceThread
@@ -22,6 +23,7 @@ from kvpool.units import human
 if TYPE_CHECKING:
     import torch
 
+_SHAPE: Final = attrgetter("shape")
 #: The rows of a block, and pinned memory of its bytes: all of them, or the first ones.
 Move: TypeAlias = "tuple[DeviceRows, torch.Tensor]"
 
@@ -60,7 +62,7 @@ class Lane(DeviceThread):
         room = len(self.scratch) if self.scratch is not None else 0
         for rows, place in moves:
             end = 0
-            for _, group in itertools.groupby(_cut(rows, len(place), room), _shape):
+            for _, group in itertools.groupby(_cut(rows, len(place), room), _SHAPE):
                 alike = list(group)
                 begin, end = end, end + len(alike) * alike[0].numel()
                 self._queue_alike(alike, place[begin:end], to_host)
@@ -127,10 +129,6 @@ def _cut(rows: DeviceRows, count: int, room: int) -> Iterator[torch.Tensor]:
             yield from row.split(pieces) if pieces > 1 else row.unbind()
         else:
             yield row
-
-
-def _shape(row: torch.Tensor) -> torch.Size:
-    return row.shape
 
 
 def _copy(row: torch.Tensor, place: torch.Tensor, to_host: bool) -> None:
