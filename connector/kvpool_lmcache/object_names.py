@@ -88,12 +88,7 @@ class ObjectNames:
         if len(self._names) >= _LAYOUTS_MAX:
             self._names.clear()
         made = self._names[of] = namespace.name(
-            {
-                **self._fields,
-                "model": key.model_name,
-                "layout": layout,
-                "salt": key.cache_salt,
-            },
+            {**self._fields, "model": key.model_name, "layout": layout, "salt": key.cache_salt},
             parts=1,
             format=_FORMAT,
         )

@@ -86,11 +86,7 @@ class Engine:
         engine: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        patient = {
-            "load": "always",
-            "transports": ["tcp"],
-            "verify_rate": 0,
-        }
+        patient = {"load": "always", "transports": ["tcp"], "verify_rate": 0}
         limits = {name: settings.pop(name) for name in UNSET & settings.keys()}
         self.settings = settings_module.parse({"masters": [address], **patient, **settings})
         parts = self.settings.kv_head_parts

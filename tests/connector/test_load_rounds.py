@@ -28,10 +28,7 @@ def rounds(
 ) -> LoadRounds:
     pool: Any = None
     memory: Any = SimpleNamespace(
-        parts=parts,
-        block_bytes=block_bytes,
-        blocks_per_transfer=1 << 30,
-        reads_at_once=at_once,
+        parts=parts, block_bytes=block_bytes, blocks_per_transfer=1 << 30, reads_at_once=at_once
     )
     chain = GroupBlocks(
         0, tuple(keys("rounds", blocks)), tuple(range(100, 100 + blocks)), match=match

@@ -193,8 +193,7 @@ def test_what_one_rank_has_met_the_whole_load_has_met(order: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize(
-    ("computed", "taken", "expected"),
-    [(16, 64, {"dram": 32, "nvme": 32}), (48, 48, {"nvme": 32})],
+    ("computed", "taken", "expected"), [(16, 64, {"dram": 32, "nvme": 32}), (48, 48, {"nvme": 32})]
 )
 def test_what_is_loaded_is_counted_as_a_hit_where_it_is_read(
     computed: int, taken: int, expected: dict[str, int]

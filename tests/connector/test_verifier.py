@@ -237,10 +237,7 @@ def test_the_mismatch_of_one_rank_counts(order: tuple[int, int]) -> None:
     one = verifier(ranks=2)
     request = verify(one, blocks=1)
     equal = frozenset([LIAR.id])
-    results = [
-        VerifyResult(request.job, 1, equal=equal),
-        VerifyResult(request.job, 1, 1.0, WRONG),
-    ]
+    results = [VerifyResult(request.job, 1, equal=equal), VerifyResult(request.job, 1, 1.0, WRONG)]
     outcomes = [one.on_result(results[rank]) for rank in order]
     assert outcomes[1] == ([100], WRONG, False)
     assert one.writers.wrong == {LIAR.id}

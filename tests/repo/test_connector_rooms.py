@@ -36,20 +36,20 @@ ONLY = {
 }
 #: Lines of the whole and of each package, (aim, today).
 LINES = {
-    "": (7_200, 9_250),
+    "": (7_200, 9_179),
     "hints": (331, 331),
-    "identity": (737, 737),
-    "memory": (1_016, 1_016),
+    "identity": (727, 727),
+    "memory": (919, 919),
     "plan": (2_464, 2_464),
-    "records": (669, 669),
+    "records": (667, 667),
     "scheduler": (997, 997),
-    "vllm_engine": (1_597, 1_597),
+    "vllm_engine": (1_596, 1_596),
     "worker": (854, 854),
 }
 
 
 #: Of it and of all packages beside it.
-ALL_LINES = 14_678
+ALL_LINES = 14_659
 
 
 def room_of(name: str) -> str:

@@ -161,7 +161,7 @@ IRRELEVANT: Final[Mapping[str, Mapping[str, str]]] = {
         },
         "KernelConfig": {
             _ROUNDING: "ir_op_priority enable_flashinfer_autotune sparse_indexer_topk_backend "
-            "enable_rocm_segmented_attn_autotune enable_cutedsl_warmup enable_jit_warmup",
+            "enable_rocm_segmented_attn_autotune enable_cutedsl_warmup enable_jit_warmup"
         },
         "SchedulerConfig": {
             _TIMING: "max_num_batched_tokens max_num_scheduled_tokens max_num_seqs "

@@ -80,11 +80,7 @@ SHORT = ("rope theta", "experts per token")
     [case if case in SHORT else pytest.param(case, marks=pytest.mark.long) for case in CASES],
 )
 def test_of_an_engine_with_other_kv_nothing_is_used_and_the_others_go_on_sharing(
-    case: str,
-    model: Callable[..., Path],
-    engines: Sequence,
-    pool: LocalPool,
-    tmp_path: Path,
+    case: str, model: Callable[..., Path], engines: Sequence, pool: LocalPool, tmp_path: Path
 ) -> None:
     kind, overrides = CASES[case]
     folder, ours, others = model(kind, layers=2), f"ours-{kind}-{case[:4]}", f"others-{case[:4]}"
