@@ -6,15 +6,13 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import asyncio
-
-T = TypeVar("T")
 
 
 @contextlib.asynccontextmanager
@@ -41,19 +39,6 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
-
-
-async def wait_for_all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """The results, when every call has ended. Raises the first error in their order, and not before
-    either: the others may still use memory that the caller gives back then.
-    """
-    import asyncio
-
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return cast(list[T], outcomes)
 
 
 @dataclass(frozen=True, slots=True)

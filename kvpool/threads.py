@@ -8,9 +8,9 @@ here runs after whoever began it has heard that it failed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import BrokenExecutor, Executor, Future
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 T = TypeVar("T")
 #: What is to be called, with what: one entry, which is taken out by who calls it.
@@ -72,3 +72,14 @@ def _pass_on(inner: Future[None] | asyncio.Future[None], ended: Future[T]) -> No
         ended.cancel()
     elif (error := inner.exception()) is not None and not ended.done():
         ended.set_exception(error)
+
+
+async def wait_for_all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """The results, when every call has ended. Raises the first error in their order, and not before
+    either: the others may still use memory that the caller gives back then.
+    """
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return cast(list[T], outcomes)

@@ -112,9 +112,7 @@ class InactivityTimer:
             self._seen = math.inf
             self._look_at(now + self._part_s)
         elif self._overdue is not None and self._overdue(now):
-            self._left_early = True
-            self.disarm()
-            self._limit.reschedule(now)
+            self._end(now, early=True)
         elif self._last_touch != self._seen:
             self._seen, self._parts = self._last_touch, 0
             if self._asking is not None:
@@ -129,13 +127,15 @@ class InactivityTimer:
             self._part_s = (self._silence_s - self._ask_s) / _PARTS
             self._look_at(now + self._part_s)
         else:
-            self.disarm()
-            self._limit.reschedule(now)
+            self._end(now)
+
+    def _end(self, now: float, *, early: bool = False) -> None:
+        self._left_early = early
+        self.disarm()
+        self._limit.reschedule(now)
 
     async def _ask(self, may_leave: Callable[[], Awaitable[bool]]) -> None:
         silent_since = self._last_touch
         if await may_leave() and self._last_touch == silent_since:
             self._asking = None  # it ends here: `disarm` is not to cancel it
-            self._left_early = True
-            self.disarm()
-            self._limit.reschedule(self._loop.time())
+            self._end(self._loop.time(), early=True)

@@ -435,8 +435,7 @@ class Pool:
                 removals.remove, namespace=namespace, digests=batch, deadline=deadline
             )
             calls = [self._servers.call(server, remove, deadline) for server in servers]
-            answers = await gather_errors(calls)
-            for answer in answers:
+            for answer in await gather_errors(calls):
                 if not isinstance(answer, KvpoolError):
                     for position, one in enumerate(answer):
                         removed[first + position] |= one

@@ -6,14 +6,13 @@ key, so the rule is kept by who can see both: the writer of the second copy (des
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from kvpool import logs, removals
-from kvpool.checksum import block_seeds, hasher
+from kvpool.checksum import block_seeds, checksum_in_steps
 from kvpool.client.buffers import Buffers
 from kvpool.client.lookup import Lookup
 from kvpool.client.reader import Reader
@@ -26,8 +25,6 @@ log = logs.get("kvpool.client")
 
 #: Memory of this client for stored bytes, at a time: so much, or one block.
 _ROUND_BYTES: Final = 16 << 20
-#: Hashed at once, so that no turn of the loop takes long.
-_HASH_STEP: Final = 1 << 20
 #: The server has no such block any more: there is nothing that could differ.
 _LEFT: Final = frozenset(
     {
@@ -258,12 +255,7 @@ async def version_of(options: WriteOptions, block: SourceBlock) -> int:
     if isinstance(block, DeviceWriteBlock):
         return block.checksum
     (seed,) = block_seeds(options.namespace, options.part, [block.digest])
-    digest = hasher(seed)
-    for piece in block.pieces:
-        for start in range(0, len(piece), _HASH_STEP):
-            digest.update(piece[start : start + _HASH_STEP])
-            await asyncio.sleep(0)
-    return digest.intdigest()
+    return await checksum_in_steps(block.pieces, seed)
 
 
 def _by_server(servers_of: Mapping[int, Iterable[str]]) -> dict[str, list[int]]:

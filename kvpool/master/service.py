@@ -185,16 +185,12 @@ class Master:
             if member.server <= m.after:
                 continue
             if hidden:
-                member = msgspec.structs.replace(member, stats=_seen_by_tenant(member.stats))
-            size += wire.encoded_size(member)
+                seen = ServerStats(draining=member.stats.draining)  # as much as chooses a server
+                member = msgspec.structs.replace(member, stats=seen)
+            size += len(wire.ENCODER.encode(member))
             if page and size > PAGE_SIZE:
                 more = True
                 break
             page.append(member)
         blocks = 0 if hidden else len(self.directory)
         return wire.MembersReply(self.address, self.uptime_s(now), blocks, page, more)
-
-
-def _seen_by_tenant(stats: ServerStats) -> ServerStats:
-    """Of a server's figures, what a tenant's client needs to choose one."""
-    return ServerStats(draining=stats.draining)

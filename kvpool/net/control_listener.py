@@ -63,7 +63,7 @@ class ControlListener:
         self._costly = bool(cluster.secret)
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
-        self._address = ""
+        self.address = ""
         self._strangers = Strangers(log, "control plane")
         self._arrived: set[_MasterEnd] = set()
         self._callers: dict[_MasterEnd, str] = {}  # and who holds it
@@ -79,10 +79,6 @@ class ControlListener:
         """Connections of callers that may ask."""
         return len(self._callers)
 
-    @property
-    def address(self) -> str:
-        return self._address
-
     async def listen(self, host: str, port: int) -> None:
         """Accept callers at this host and port; 0 is a free one. Raises ConfigError."""
         try:
@@ -95,7 +91,7 @@ class ControlListener:
                 f"cannot listen on {join(host, port)}: {getattr(error, 'strerror', '') or error}; "
                 "choose another with --bind"
             ) from None
-        self._address = join(*listening.getsockname()[:2])
+        self.address = join(*listening.getsockname()[:2])
 
     async def close(self) -> None:
         self.stop()

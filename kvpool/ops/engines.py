@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from kvpool.errors import ConfigError
 from kvpool.ops.doctor import ADVICE
 from kvpool.ops.finding import Finding
-from kvpool.runtime import wait_for_all
+from kvpool.threads import wait_for_all
 
 #: The metric and the labels that the connector describes its engine with.
 METRIC: Final = "vllm:kvpool_name_info"

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final, cast
 
 from kvpool import logs
-from kvpool.checksum import block_seed, hasher, namespace_seed
+from kvpool.checksum import block_seed, checksum_in_steps, namespace_seed
 from kvpool.protocols import DeviceAddressable, ReserveRequest
 from kvpool.server.clients import HeldByClient
 from kvpool.server.context import ServerContext, Visibility
@@ -24,8 +24,6 @@ from kvpool.wire import messages as wire
 
 log = logs.get("kvpool.server")
 
-#: Hashed at once when a reader reports a block as corrupt.
-_HASH_STEP: Final = 1 << 20
 #: A removal waits this long until the masters have applied it, then it is answered anyway.
 _REMOVE_VISIBLE_S: Final = 1.0
 #: A reader that gets no block now, because all are in a slow tier or other readers have pinned all
@@ -164,10 +162,8 @@ class ServerConnection:
         view: bool = False,
         in_place_above: int | None = None,
     ) -> list[Pin]:
-        def pin_now() -> list[Pin]:
-            return self._pin(namespace, part, digests, buffer_sizes, view, in_place_above)
-
-        pins = pin_now()
+        asked = namespace, part, digests, buffer_sizes, view, in_place_above
+        pins = self._pin(*asked)
         for on_read in self._extensions.on_read:
             on_read(namespace, part, digests, self.peer.name)
         later = [
@@ -186,7 +182,7 @@ class ServerConnection:
             else:
                 has_room = await mover.promote_and_wait(namespace, part, later, until)
             if self._open:
-                pins = pin_now()
+                pins = self._pin(*asked)
             if not has_room:
                 pins = [_NO_ROOM if pin.status is ReadStatus.NOT_YET else pin for pin in pins]
         return pins
@@ -337,15 +333,6 @@ async def _is_corrupt(context: ServerContext, pin: Pin, seed: int) -> bool:
         return False
     if pin.tier is None:
         data = context.memory.view(extent.offset, extent.size)
-        return await _checksum_of(data, seed) != pin.checksum
+        return await checksum_in_steps([data], seed) != pin.checksum
     got = await context.mover.checksum_in(pin.tier, extent, seed)
     return got is not None and got != pin.checksum
-
-
-async def _checksum_of(data: memoryview, seed: int) -> int:
-    """The checksum of a block, in steps that leave the loop to others in between."""
-    digest = hasher(seed)
-    for start in range(0, len(data), _HASH_STEP):
-        digest.update(data[start : start + _HASH_STEP])
-        await asyncio.sleep(0)
-    return digest.intdigest()

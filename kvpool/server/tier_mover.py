@@ -22,7 +22,6 @@ from kvpool.config import WRITE_BACK, ServerConfig
 from kvpool.protocols import Tier
 from kvpool.protocols.persistent_tier import BelongsToOwner, Encrypts
 from kvpool.protocols.policy import Policy
-from kvpool.runtime import wait_for_all
 from kvpool.server import tier_traffic
 from kvpool.server.promotions import Promotions
 from kvpool.server.state.blocks import Blocks
@@ -38,6 +37,7 @@ from kvpool.server.tier_keys import file_owner, storage_key
 from kvpool.server.tier_records import TierRecords
 from kvpool.server.tiers import Mover
 from kvpool.supervision import Supervisor
+from kvpool.threads import wait_for_all
 from kvpool.types import Cluster, Extent, Namespace, TierUsage
 
 log = logs.get("kvpool.mover")

@@ -25,7 +25,8 @@ from kvpool.client.admin import admin
 from kvpool.client.opening import connect
 from kvpool.config import ClientConfig, parse_tier
 from kvpool.errors import ConfigError, ServerLost
-from kvpool.runtime import task_group, wait_for_all
+from kvpool.runtime import task_group
+from kvpool.threads import wait_for_all
 from kvpool.tools import cache_bounds, traces, workloads
 from kvpool.tools import policy_study as dry
 from kvpool.tools.replay_report import ReplayReport, TransportTraffic, progress

@@ -521,11 +521,6 @@ def encode(message: Message) -> tuple[int, bytes]:
     return TYPES[type(message)], ENCODER.encode(message)
 
 
-def encoded_size(part: msgspec.Struct) -> int:
-    """Bytes that this takes inside another message."""
-    return len(ENCODER.encode(part))
-
-
 def decode(expected: type[M], number: int, body: bytes) -> M:
     """The message, if it is an `expected` one. Raises BadMessage."""
     if number != TYPES[expected]:

@@ -263,7 +263,7 @@ def test_no_gather_leaves_others_running() -> None:
         for node in nodes(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("asyncio.gather"):
                 waits = [one.arg for one in node.keywords]
-                assert waits == ["return_exceptions"], f"{path}:{node.lineno}: runtime.wait_for_all"
+                assert waits == ["return_exceptions"], f"{path}:{node.lineno}: threads.wait_for_all"
 
 
 def test_no_line_of_a_log_has_a_field_that_logging_has_itself() -> None:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpool.errors import InvariantViolated, UsageError
 from kvpool.server.state.allocator import Allocator
+from kvpool.server.state.divided_allocator import FileAllocator
 from kvpool.server.state.fenced_allocator import FencedAllocator
 from kvpool.testing.invariants import check_invariants
 
@@ -19,12 +20,22 @@ PAGE = 4096
 PAGES = 64
 
 
+class FencedFile(FencedAllocator, FileAllocator):
+    """That no one allocator does all of it changes nothing of what each must do."""
+
+
+class FencedMemory(FencedFile):
+    _carve = Allocator._carve
+
+
 class Machine(RuleBasedStateMachine):
     """Every call against a model: what each page belongs to, and which pages are fenced."""
 
+    kind: type[FencedFile] = FencedMemory
+
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = FencedAllocator(PAGES * PAGE)
+        self.allocator = self.kind(PAGES * PAGE)
         self.model: dict[int, int] = {}
         self.fence = range(0)
 
@@ -141,8 +152,12 @@ def pages_of(offset: int, size: int) -> range:
     return range(offset // PAGE, (offset + size) // PAGE)
 
 
-TestAllocator = Machine.TestCase
-TestAllocator.settings = settings(
+class FileMachine(Machine):
+    kind = FencedFile
+
+
+TestAllocator, TestFileAllocator = Machine.TestCase, FileMachine.TestCase
+TestAllocator.settings = TestFileAllocator.settings = settings(
     max_examples=100,
     stateful_step_count=50,
     derandomize=True,
@@ -171,7 +186,7 @@ def test_a_capacity_is_rounded_down_to_whole_extents() -> None:
 def test_from_the_front_nothing_lies_behind_what_was_once_in_use() -> None:
     """A file may be cut at its end: the highest end is that of the most that was ever in use."""
     chance = random.Random(3)
-    allocator = Allocator(1000 * 4096, from_front=True)
+    allocator = FileAllocator(1000 * 4096)
     assert [allocator.allocate(4096) for _ in range(3)] == [0, 4096, 8192]
     allocator.release(4096)
     assert allocator.allocate(4000) == 4096

@@ -27,6 +27,7 @@ from kvpool.server.state.clearing import Clearing, let_blocks_move
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.quota import Quota
+from kvpool.server.state.store import Store
 from kvpool.server.state.tenants import account_of, evict_beyond_limits, set_quotas
 from kvpool.server.state.tier_stores import ColdStore, FileStore
 from kvpool.server.state.tiered_store import TieredStore
@@ -60,7 +61,7 @@ def store(
 
 
 def write(
-    books: FileStore,
+    books: Store,
     namespace: Namespace,
     digests: list[bytes],
     now: float,
@@ -85,11 +86,11 @@ def fresh(count: int) -> list[bytes]:
     return keys(next(_SEEDS), count)
 
 
-def there(books: FileStore, namespace: Namespace, digests: list[bytes]) -> int:
+def there(books: Store, namespace: Namespace, digests: list[bytes]) -> int:
     return sum(books.index.peek(namespace, 0, digest) is not None for digest in digests)
 
 
-def used(books: FileStore, tenant: str) -> int:
+def used(books: Store, tenant: str) -> int:
     """Pages."""
     account = account_of(books, tenant)
     return account.used // PAGE if account is not None else 0
@@ -151,7 +152,8 @@ def test_an_extent_that_goes_from_one_tenant_to_another_counts_for_the_new_one()
 
 
 def test_a_block_that_moves_to_make_room_counts_once() -> None:
-    books = store(8, acme=(8, 8))
+    books = Store(8 * PAGE)
+    set_quotas(books, pages(acme=(8, 8)))
     let_blocks_move(books.extents)
     for digest in (blocks := fresh(8)):
         write(books, ACME, [digest], 1.0)

@@ -24,6 +24,8 @@ from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Policy
 from kvpool.server.eviction.session import Session
 from kvpool.server.eviction.session_hints import SessionAwarePolicy
+from kvpool.server.state.allocator import Allocator
+from kvpool.server.state.divided_allocator import FileAllocator
 from kvpool.server.state.entry import MOVER, Account, ChangeLog, Entry, Index
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.extents import Extents
@@ -46,9 +48,10 @@ EVERYTHING: Final = -17
 _HINTS_EXPIRE_S: Final = 4 * 3600.0
 
 
-class WatchedAllocator(FencedAllocator):
+class WatchedAllocator(FencedAllocator, FileAllocator):
     """No extent that is pinned, reserved or in quarantine is freed or allocated again (G3, G4)."""
 
+    _carve = Allocator._carve
     watched: dict[tuple[str, int, int], tuple[int, int]]
     fail: Callable[[str], None]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from kvpool.checksum import block_seeds
@@ -46,6 +46,7 @@ class InprocTransport:
 
     def __init__(self) -> None:
         self._listeners: dict[str, _InprocListener] = {}
+        self._numbers = itertools.count(2)
 
     def can_reach(self, address: str) -> bool:
         """Its server is in this process."""
@@ -53,8 +54,9 @@ class InprocTransport:
 
     async def listen(self, address: str, store: BlockStore) -> Listener:
         if not address:
-            names = (f"inproc://{store.server}{end}" for end in _endings())
-            address = next(name for name in names if name not in self._listeners)
+            address = name = f"inproc://{store.server}"
+            while address in self._listeners:
+                address = f"{name}-{next(self._numbers)}"
         _check(address)
         if address in self._listeners:
             raise ConfigError(f"cannot listen on {address}: it is taken")
@@ -260,11 +262,6 @@ class _InprocChannel:
     async def ended(self) -> None:
         """After `abort`: wait until the last call has stopped, which is a matter of loop steps."""
         await self._idle.wait()
-
-
-def _endings() -> Iterator[str]:
-    yield ""
-    yield from (f"-{number}" for number in itertools.count(2))
 
 
 def _check(address: str) -> None:

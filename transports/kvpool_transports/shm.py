@@ -109,13 +109,9 @@ class _ShmListener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._sessions = Sessions(store, mapped=True, scheme="shm")
         self._read_only = -1
-        self._address = ""
+        self.address = ""
         self._path = ""
         self._warned: set[int] = set()
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def start(self, address: str) -> None:
         try:
@@ -135,7 +131,7 @@ class _ShmListener:
         except BaseException:
             self._close_socket()
             raise
-        self._address = address
+        self.address = address
         self._loop.add_reader(self._socket, self._accept)
 
     async def close(self) -> None:

@@ -104,7 +104,7 @@ class TcpListener:
         self._scheme = scheme
         self._accept = accept
         self._server: asyncio.Server | None = None
-        self._address = ""
+        self.address = ""
 
     async def start(self, address: str) -> None:
         """Raises ConfigError."""
@@ -117,11 +117,7 @@ class TcpListener:
             raise ConfigError(
                 f"cannot listen on {address}: {why or error}; choose another address"
             ) from None
-        self._address = f"{self._scheme}://{join(*self._server.sockets[0].getsockname()[:2])}"
-
-    @property
-    def address(self) -> str:
-        return self._address
+        self.address = f"{self._scheme}://{join(*self._server.sockets[0].getsockname()[:2])}"
 
     async def close(self) -> None:
         if self._server is not None:

@@ -13,7 +13,6 @@ from typing import Final, TypeVar
 
 from kvpool import logs
 from kvpool.protocols.cold_tier import ColdSettings, Gone, Listed
-from kvpool.runtime import wait_for_all
 from kvpool.server.cold.index import ColdIndex
 from kvpool.server.cold.state import book as names
 from kvpool.server.cold.state.book import ColdObject, Living, responsible
@@ -28,7 +27,7 @@ from kvpool.server.cold.state.format import (
     parse_tail,
 )
 from kvpool.sorting import sorted_runs
-from kvpool.threads import in_thread
+from kvpool.threads import in_thread, wait_for_all
 
 T = TypeVar("T")
 

@@ -18,12 +18,11 @@ from kvpool.checksum import block_seeds, checksum
 from kvpool.errors import Overloaded, PeerError, Unavailable
 from kvpool.moves import Offer
 from kvpool.protocols import Channel, ReadOptions, ReserveRequest
-from kvpool.runtime import wait_for_all
 from kvpool.server.context import ServerContext
 from kvpool.server.moves.peer_servers import PeerServers
 from kvpool.server.moves.state.fetches import FetchBudget, Fetches, Receivers
 from kvpool.server.moves.turns import Turns
-from kvpool.threads import in_thread
+from kvpool.threads import in_thread, wait_for_all
 from kvpool.types import (
     Extent,
     MoveStatus,

@@ -37,8 +37,7 @@ def _class_that_fits(units: int) -> int:
 class Allocator:
     """Hands out non-overlapping extents of one segment; offsets and sizes are bytes."""
 
-    def __init__(self, capacity: int, alignment: int = 4096, *, from_front: bool = False) -> None:
-        """With `from_front` the segment fills from its start, so that it may be cut at its end."""
+    def __init__(self, capacity: int, alignment: int = 4096) -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise UsageError(f"alignment is {alignment}, expected a power of two")
         if capacity < alignment:
@@ -46,7 +45,6 @@ class Allocator:
         self.alignment = alignment
         self.capacity = capacity - capacity % alignment
         self.allocated = 0
-        self._from_front = from_front
         self._sizes: dict[int, int] = {}  # offset -> size of each allocated extent
         self._free: dict[int, int] = {}  # offset -> size of each free extent
         self._free_ends: dict[int, int] = {}  # end -> offset, to join with the left neighbour
@@ -92,28 +90,6 @@ class Allocator:
         self.allocated += size
         return offset
 
-    def claim(self, offset: int, size: int) -> bool:
-        """Allocate exactly these bytes; False, and nothing has changed, when they are not free.
-
-        For a restart that rebuilds the index from records (design: nvme-format). Extents claimed in
-        ascending order cost O(1) each, because the free extent searched first follows the last one.
-        """
-        size = self.rounded(size)
-        hole = self._hole_at(offset)
-        if offset % self.alignment or hole is None:
-            return False
-        end = hole + self._free[hole]
-        if offset + size > end:
-            return False
-        self._take_free(hole)
-        if hole < offset:
-            self._put_free(hole, offset - hole)
-        if offset + size < end:
-            self._put_free(offset + size, end - offset - size)
-        self._sizes[offset] = size
-        self.allocated += size
-        return True
-
     def release(self, offset: int) -> int:
         """Take back an extent and return its size. Raises InvariantViolated on a double free."""
         try:
@@ -135,15 +111,6 @@ class Allocator:
         """Every allocated extent, offset to size, for checks."""
         return self._sizes
 
-    def _hole_at(self, offset: int) -> int | None:
-        """The offset of the free extent that contains `offset`."""
-        if not 0 <= offset < self.capacity:
-            return None
-        for hole in reversed(self._free):  # the newest first: it is the one behind the last claim
-            if hole <= offset < hole + self._free[hole]:
-                return hole
-        return None
-
     def _exact_fit(self, units: int, size: int) -> int | None:
         offsets = self._classes.get(_class_of(units), ())
         for looked_at, offset in enumerate(offsets):
@@ -160,11 +127,6 @@ class Allocator:
         """
         whole = self._free[offset]
         rest = whole - size
-        if self._from_front:
-            self._take_free(offset)
-            if rest:
-                self._put_free(offset + size, rest)
-            return offset
         before = _class_of(whole // self.alignment)
         if not rest or _class_of(rest // self.alignment) != before:
             self._take_free(offset)

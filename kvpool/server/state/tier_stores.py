@@ -10,10 +10,9 @@ from typing import Any, Final
 from kvpool.piecewise_dict import PiecewiseDict
 from kvpool.protocols import Addressable, DeviceAddressable, Tier
 from kvpool.protocols.cold_tier import ColdTier
-from kvpool.protocols.persistent_tier import HasParts, PersistentTier, Record
+from kvpool.protocols.persistent_tier import HasParts, Record
 from kvpool.protocols.policy import Policy
-from kvpool.server.state.allocator import Allocator
-from kvpool.server.state.divided_allocator import DividedAllocator
+from kvpool.server.state.divided_allocator import DividedAllocator, FileAllocator
 from kvpool.server.state.entry import Entry
 from kvpool.server.state.extent_state import Event, State
 from kvpool.server.state.extents import Extents
@@ -32,6 +31,20 @@ _GENERATION: Final = attrgetter("generation")
 
 class FileStore(Store):
     """The index of a tier whose blocks may be there before the process is (design: nvme-format)."""
+
+    allocator: FileAllocator
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alignment: int = 4096,
+        allocator: FileAllocator | None = None,
+        **options: Any,
+    ) -> None:
+        """As `Store`."""
+        extents = allocator or FileAllocator(capacity, alignment)
+        super().__init__(capacity, alignment=alignment, allocator=extents, **options)
 
     def restore(self, record: Record) -> Entry | None:
         """Add a sealed block that was found in this tier's memory (design: nvme-format).
@@ -97,7 +110,7 @@ class FileStore(Store):
                 yield
 
 
-class Addresses(Allocator):
+class Addresses(FileAllocator):
     """Extents at any address: the objects are as many as they are. It only counts."""
 
     def claim(self, offset: int, size: int) -> bool:
@@ -225,8 +238,8 @@ def front_tier(tiers: Sequence[Tier]) -> int:
     return next(n for n, tier in enumerate(tiers) if isinstance(tier, Addressable))
 
 
-def _extents_of(tier: Tier, alignment: int) -> Allocator:
+def _extents_of(tier: Tier, alignment: int) -> FileAllocator:
     """A file is filled from its start: it may be made smaller (design: nvme-format)."""
     if isinstance(tier, HasParts):
         return DividedAllocator([part.size for part in tier.parts], alignment)
-    return Allocator(tier.capacity, alignment, from_front=isinstance(tier, PersistentTier))
+    return FileAllocator(tier.capacity, alignment)
