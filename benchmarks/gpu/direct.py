@@ -19,6 +19,7 @@ from typing import Final
 
 import torch
 
+from benchmarks.gpu import perftest
 from benchmarks.gpu.checks import _beside, _own_stream, _wait
 from benchmarks.gpu.report import Answer
 from benchmarks.transports import Way, lane
@@ -143,7 +144,7 @@ async def _beside_staged(device: str) -> Answer:
         if not pools["direct"].counters["direct_read_bytes"]:
             raise RuntimeError("no block was read directly: nothing was measured")
     figures = ", ".join(f"{path} {rate:.1f} GB/s" for path, rate in best.items())
-    text = f"{figures}; lanes {_lanes()}"
+    text = f"{figures}, {perftest.rate(_lanes())}; lanes {_lanes()}"
     return Answer(best["direct"] >= best["staged"], text, best["direct"], best["staged"])
 
 

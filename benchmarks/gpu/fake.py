@@ -21,6 +21,7 @@ from benchmarks.gpu import (
     hbm_reads,
     machine,
     overlap,
+    perftest,
     questions,
     stage,
 )
@@ -46,6 +47,7 @@ _SMALL: Final[tuple[tuple[Any, str, object], ...]] = (
     (direct, "_READS", 20),
     (direct_writes, "_WRITES", 6),
     (hbm_reads, "_ROUNDS", 2),
+    (perftest, "INTO", "host"),
     (ucx, "SMALL", 4096),  # larger blocks do not come with their frames
 )
 

@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ import pytest
 from benchmarks.gpu import __main__ as kit
 from benchmarks.gpu import checks, direct, direct_writes, hbm_reads, machine, questions, stage
 from benchmarks.gpu.fake import fake_device
+from benchmarks.gpu.perftest import rate
 from benchmarks.gpu.report import (
     Answer,
     Claim,
@@ -366,6 +368,12 @@ def test_device_to_pool_and_back(gpu: FakeGpu) -> None:
 def test_what_ucx_does_with_memory_of_the_host() -> None:
     assert questions.rendezvous("cpu").met
     assert questions.closing("cpu").met
+
+
+@needs_ucx
+def test_what_ucx_brings_by_itself() -> None:
+    assert re.fullmatch(r"ucx_perftest \d+\.\d GB/s", rate("tcp,self", "host"))
+    assert re.fullmatch(r"ucx_perftest: .*\w.*", rate("tcp,self", "nowhere"))
 
 
 @needs_ucx
