@@ -24,8 +24,6 @@ IDLE_S: Final = 60.0
 WAIT_S: Final = 900.0
 #: Sessions that are remembered: their names are made up by clients.
 SESSIONS_MAX: Final = 4096
-#: Sessions served, of those that fit: engines hold some themselves, and can compute some misses.
-_SERVED: Final = 1.2
 #: Prompts without a first token, for each engine, from which on sessions wait: a mean of this time.
 _BUSY: Final = 3.0
 _BUSY_S: Final = 60.0
@@ -95,7 +93,7 @@ class Admission:
         if self._share is None or seen < _KNOWN_S:
             return math.inf
         mean = self._place_s / (_MEAN_S * -math.expm1(-seen / _MEAN_S))
-        return max(1.0, round(mean * self._share * _SERVED))
+        return max(1.0, round(mean * self._share))
 
     def asks(self, tenant: str, session: str, now: float) -> Seat:
         """A prompt of this session has come."""
