@@ -30,6 +30,8 @@ _BATCH, _SIZE = 64, 2 << 20
 #: What a network card of 400 Gb/s brings.
 _NETWORK: Final = 50e9
 _GEMM: Final = 8192
+#: Which short lengths the torch program is asked for.
+_EVERY: Final = 5
 
 
 # --- right bytes ------------------------------------------------------------------------------
@@ -41,7 +43,7 @@ def torch_equals_xxhash(device: str) -> Answer:
     def hashed(blocks: list[torch.Tensor], seeds: list[int]) -> list[int]:
         return unsigned(torch_checksums(blocks, as_int64(key_table(seeds)).to(device)))
 
-    sizes = [*range(SHORT + 1, 4097, 5), *_edges(), 1 << 20]
+    sizes = [*range(SHORT + 1, 4097, _EVERY), *_edges(), 1 << 20]
     return _compared(sizes, lambda row, seed: hashed([row], [seed])[0], device)
 
 

@@ -37,6 +37,7 @@ _SMALL: Final[tuple[tuple[Any, str, object], ...]] = (
     (plain, "_SIZE", 64 << 10),
     (checks, "_SIZE", 64 << 10),
     (checks, "_GEMM", 32),
+    (checks, "_EVERY", 50),
     (stage, "_ROUNDS", 2),
     (overlap, "_LOADS", 2),
     (stage, "_WORK", 1 << 10),
