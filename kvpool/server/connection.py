@@ -101,7 +101,7 @@ class ServerConnection:
             over = self._context.draining or self._loop.time() >= wait_until
             if not full or over or not self._store.is_held:
                 break
-            await self._context.wait_for_space(wait_until, len(full))
+            await self._context.wait_for_space(wait_until, request.namespace, len(full))
             if not self._open:  # closed meanwhile: nothing would free what is reserved now
                 break
             retried = await reserve(request.subset(full), wait_until)
@@ -178,7 +178,7 @@ class ServerConnection:
             until = self._loop.time() + _PIN_WAIT_S
             has_room = True
             if self._store.front.index.peek(namespace, part, later[0]) is not None:
-                await self._context.wait_for_space(until)  # other readers have pinned all they may
+                await self._context.wait_for_space(until, namespace)  # others have pinned all
             else:
                 has_room = await mover.promote_and_wait(namespace, part, later, until)
             if self._open:

@@ -19,7 +19,8 @@ from kvpool.server.state.entry import Entry
 from kvpool.server.state.extents import MAKING_ROOM
 from kvpool.server.tiers import mover_for
 from kvpool.supervision import Supervisor
-from kvpool.types import Reservation, WriteStatus
+from kvpool.tenant_names import tenant_of
+from kvpool.types import Namespace, Reservation, WriteStatus
 
 log = logs.get("kvpool.server")
 
@@ -28,8 +29,8 @@ log = logs.get("kvpool.server")
 _PUBLISH_SOON_S: Final = 0.002
 #: Callers that look at changed space in one turn of the loop: blocks that they need, and 16 more
 #: for each of them, as it costs as much. And the pause before the next ones.
-_WOKEN_BLOCKS: Final = 240
-_WAKE_S: Final = 0.002
+_WOKEN_BLOCKS: Final = 80
+_WAKE_S: Final = 0.001
 
 
 class Visibility(enum.IntEnum):
@@ -89,9 +90,9 @@ class ServerContext:
         #: This server will leave: it takes no blocks any more (design: movers).
         self.draining = False
         self.guard = guard or make_guard()
-        #: Until when, and for how many blocks; in `_to_wake` since the space has changed.
-        self._waiting_for_space: dict[asyncio.Future[None], tuple[float, int]] = {}
-        self._to_wake: deque[tuple[asyncio.Future[None], tuple[float, int]]] = deque()
+        #: Until when, for how many blocks, of which tenant; in `_to_wake` by it.
+        self._waiting_for_space: dict[asyncio.Future[None], tuple[float, int, str]] = {}
+        self._to_wake: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}
 
     def _policy_is_wrong(self, victim: Entry) -> None:
         """Count it, and log it once: such a policy may be wrong in every reservation."""
@@ -155,7 +156,7 @@ class ServerContext:
             while rest := [i for i, answer in enumerate(answers) if answer is MAKING_ROOM]:
                 self.publish()
                 if not await self.room_maker.make_room(owner, wait_until):
-                    await self.wait_for_space(wait_until, len(rest))
+                    await self.wait_for_space(wait_until, request.namespace, len(rest))
                 retried = [Reservation(WriteStatus.NO_SPACE)] * len(rest)
                 if is_open() and now() < wait_until:
                     retried = self.store.reserve(owner, request.subset(rest), now())
@@ -178,28 +179,32 @@ class ServerContext:
         return Visibility.ALONE if alone else Visibility.VISIBLE
 
     def space_changed(self) -> None:
-        """An extent was freed or became evictable: end every `wait_for_space`.
+        """An extent was freed or became evictable: end every `wait_for_space`, tenants in turns.
 
         Who must give up first is first: one that would wait for a minute is last (design: budgets).
         Where many wait, most try again in vain: some at a time, and all once before any twice.
         """
         waiting, self._waiting_for_space = self._waiting_for_space, {}
         idle = not self._to_wake
-        self._to_wake.extend(sorted(waiting.items(), key=itemgetter(1)))
+        for future, (_, blocks, tenant) in sorted(waiting.items(), key=itemgetter(1)):
+            self._to_wake.setdefault(tenant, deque()).append((future, blocks))
         if idle:
             self._wake_some()
 
     def _wake_some(self) -> None:
         left = _WOKEN_BLOCKS
         while self._to_wake and left > 0:
-            future, (_, blocks) = self._to_wake.popleft()
+            line = self._to_wake.pop(tenant := next(iter(self._to_wake)))
+            future, blocks = line.popleft()
+            if line:
+                self._to_wake[tenant] = line  # the others first
             if not future.done():
                 future.set_result(None)
                 left -= 16 + blocks
         if self._to_wake:
             asyncio.get_running_loop().call_later(_WAKE_S, self._wake_some)
 
-    async def wait_for_space(self, deadline: float, blocks: int = 1) -> None:
+    async def wait_for_space(self, deadline: float, namespace: Namespace, blocks: int = 1) -> None:
         """Return at the next `space_changed`, at `deadline`, or after about SAMPLE_S.
 
         A caller that needs more space or pins calls it again; each call looks for connections that
@@ -210,7 +215,7 @@ class ServerContext:
         future: asyncio.Future[None] = loop.create_future()
         leads = not self._waiting_for_space  # when its pause ends, so does that of all, in turns
         left = min(deadline - now, clients.SAMPLE_S) if leads else deadline - now
-        self._waiting_for_space[future] = deadline, blocks
+        self._waiting_for_space[future] = deadline, blocks, tenant_of(namespace.name)
         try:
             await asyncio.wait([future], timeout=left)
         finally:

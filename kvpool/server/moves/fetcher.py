@@ -212,7 +212,7 @@ class Fetcher:
                     self._transfers.release(call.source, call.tenant)
                 waiting[:0] = again
                 if len(again) == len(step):  # a pause, because two such calls wake each other
-                    await self._context.wait_for_space(call.until)
+                    await self._context.wait_for_space(call.until, call.namespace)
                     await asyncio.sleep(_ASK_AGAIN_S)
                 call.stop_behind([i for i in step if i not in again], waiting)
         except _FAILURES as error:
