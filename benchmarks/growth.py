@@ -204,7 +204,7 @@ def announcements(master: Master, space: Namespace, server: str) -> dict[str, Wo
     def in_new_namespaces() -> None:
         changes = [
             wire.BlockChanges(f"new {next(NUMBERS)}", 1, 32, digest, part=0, tier=0, status=0)
-            for digest in digests(192)  # as many as a server sends at once
+            for digest in digests(128)  # as many as a server sends at once
         ]
         number = directory.servers.records[server].inventories.sequence + 1
         ask(master, wire.Announce(server, 1, TOKEN, number, changes))

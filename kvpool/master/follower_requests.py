@@ -51,7 +51,8 @@ class FollowerRequests:
             at = MapCursor(changes[-1].server) if more else MapCursor()
         if at is not None and not more:
             left = PAGE_SIZE - sum(map(message_size_of, changes))
-            part, at = snapshot(self._directory, at, _SNAPSHOT_BLOCKS, left, self._stream)
+            blocks = max(1, _SNAPSHOT_BLOCKS - len(changes))  # a server takes as long as a block
+            part, at = snapshot(self._directory, at, blocks, left, self._stream)
             changes += part
         last, listed = self.log.last, [_map_change(one) for one in changes]
         following = (at is not None, False, *(at or MapCursor()))

@@ -242,8 +242,8 @@ def _blocks_of(group: wire.BlockChanges) -> int:
 
 def _size_of(group: wire.BlockChanges) -> int:
     """Bytes that it takes in a message; perhaps more, because each namespace that is new to a
-    master takes it some 20 us: 192 of them fit."""
-    return max(128 + 4 * len(group.namespace), _CHANGES_SIZE // 192) + len(group.digests)
+    master takes it some 25 us: 128 of them fit."""
+    return max(128 + 4 * len(group.namespace), _CHANGES_SIZE // 128) + len(group.digests)
 
 
 def _grouped(changes: Sequence[Stretch]) -> list[wire.BlockChanges]:

@@ -27,7 +27,7 @@ def came(digests: list[bytes]) -> list[Stretch]:
 def test_what_does_not_fit_goes_next_in_order(fits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that left and came again must not be applied in the other order."""
     monkeypatch.setattr(outbox.wire, "ANNOUNCED_BLOCKS_MAX", 10)
-    monkeypatch.setattr(outbox, "_CHANGES_SIZE", 192 * fits)  # so many groups in a message
+    monkeypatch.setattr(outbox, "_CHANGES_SIZE", 128 * fits)  # so many groups in a message
     monkeypatch.setattr(outbox, "loop_time", lambda: 0.0)
     one, chain = Outbox(Blocks([Store(1 << 20)])), iter(keys("chain", 64))
     one.begin()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -372,13 +373,13 @@ def test_a_quota_that_comes_changes_and_goes_takes_effect_at_once() -> None:
     assert there(books, ACME, own) == 6
     set_quotas(books, pages(acme=(3, 12)))
     write(books, POOL, fresh(20), 4.0)
-    assert used(books, "acme") == 3
+    assert used(books, "acme") == 3 == books.extents.policy.victim_age(4.0) + 3
     set_quotas(books, {})
     write(books, POOL, fresh(20), 5.0)
     assert used(books, "acme") == 0
     set_quotas(books, {})
     assert [account.name for account in books.extents.policy.accounts] == [""]
-    check_invariants(books)
+    assert len(cast(TenantOrders, books.extents.policy)._oldest_use) == 1
     set_quotas(books, pages(acme=(4, 4)))
     write(books, ACME, fresh(9), 6.0)
     assert used(books, "acme") == 4
@@ -564,22 +565,30 @@ def test_a_promotion_takes_nothing_that_another_tenant_is_guaranteed() -> None:
 
 def test_the_orders_of_many_tenants_cost_little_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand tenants, all beyond their guarantee: not all are asked for each eviction, and not
-    either when each has written one block after the other."""
+    either when each has written one block after the other, or for the age in a heartbeat."""
     books = store(3000, **{f"t{n}": (1, 3000) for n in range(1000)})
     for n in range(3000):
         request = ReserveRequest(Namespace(f"@t{n % 1000}/x"), 0, fresh(1), [ROOT], [PAGE])
         books.seal(1, books.reserve(1, request, 1.0 + n)[0].id, 0, 1.0 + n)
     orders = books.extents.policy
     assert isinstance(orders, TenantOrders)
-    kind, asked = type(orders._orders[books.index.of(POOL, 0, orders.account_of).account]), 0
-    rank = kind.rank
+    kind = type(orders._orders[books.index.of(POOL, 0, orders.account_of).account])
+    asked: Counter[str] = Counter()
 
-    def counted(self: Order, now: float) -> tuple[int, float]:
-        nonlocal asked
-        asked += 1
-        return rank(self, now)
+    def counted(what: str, real: Callable[[Order, float], Any]) -> Callable[[Order, float], Any]:
+        def call(order: Order, now: float) -> Any:
+            asked[what] += 1
+            return real(order, now)
 
-    monkeypatch.setattr(kind, "rank", counted)
+        return call
+
+    for what in ("rank", "victim_age"):
+        monkeypatch.setattr(kind, what, counted(what, getattr(kind, what)))
     write(books, POOL, fresh(400), 9000.0)
     assert used(books, "") == 400
-    assert asked <= 1000 + 8 * 400
+    assert asked["rank"] <= 1000 + 8 * 400
+    for _ in range(20):
+        asked.clear()
+        age = orders.victim_age(9500.0)
+        assert asked["victim_age"] <= 64
+    assert age == pytest.approx(9099.0, abs=0.1)

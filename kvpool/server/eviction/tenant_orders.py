@@ -201,10 +201,13 @@ class TenantOrders(Order):
         self._oldest = OldestOrder(self._orders)
         self._dry = self._oldest.dry
         self._useless_of: Account = accounts.pool
-        #: Of all orders, and of each as it was asked last; the next one to ask.
+        #: Of all orders, and of each as it was asked last.
         self._figures: Counter[str] = Counter()
         self._figures_of: dict[Any, Counter[str]] = {}
-        self._figures_from = 0
+        #: When the next victim of each was used, as it was asked last; infinite without one.
+        self._oldest_use: dict[Any, float] = {}
+        #: By what they are asked for: the place of the next one to ask.
+        self._next_asked: Counter[str] = Counter()
 
     def evicting(self, victim: Entry, by: Account) -> int:
         """It is counted for the victim's tenant, too."""
@@ -232,6 +235,7 @@ class TenantOrders(Order):
             self._oldest.on_change(account)
         for account in accounts:
             self._orders.pop(account, None)
+            self._oldest_use.pop(account, None)
             self._figures.subtract(self._figures_of.pop(account, {}))
         self._oldest.end_turn()
         self._useless_of = self.accounts.pool
@@ -365,24 +369,26 @@ class TenantOrders(Order):
         return None
 
     def victim_age(self, now: float) -> float:
-        """Of blocks that are beyond the guarantees; of all if there are none."""
+        """Of blocks beyond the guarantees; of all if there are none. Asked as for `figures`."""
+        uses = self._oldest_use
+        for account in _some(self._orders, self._next_asked, "age"):
+            age = self._orders[account].victim_age(now)
+            uses[account] = now - age if age else math.inf
         beyond = [
-            order.victim_age(now)
-            for account, order in self._orders.items()
+            used_at
+            for account, used_at in uses.items()
             if account.spare > 0 and account not in self._dry
         ]
-        return max(beyond or [order.victim_age(now) for order in self._orders.values()])
+        return max(0.0, now - min(beyond or uses.values()))
 
     @property
     def figures(self) -> Counter[str]:
         """As of all orders; of more than `_ASKED_MAX` each call asks some anew, in turn."""
-        accounts, first = list(self._orders), self._figures_from
-        for account in accounts[first : first + _ASKED_MAX]:
+        for account in _some(self._orders, self._next_asked, "figures"):
             new = self._orders[account].figures
             self._figures.subtract(self._figures_of.get(account, {}))
             self._figures.update(new)
             self._figures_of[account] = new
-        self._figures_from = first + _ASKED_MAX if first + _ASKED_MAX < len(accounts) else 0
         return self._figures.copy()
 
     def inferred(self) -> Inferred:
@@ -392,8 +398,9 @@ class TenantOrders(Order):
 
     def bytes_of_programs(self) -> Counter[str]:
         found: Counter[str] = Counter()
-        for order in self._orders.values():  # `sum` would copy what it has for each of them
-            found.update(order.bytes_of_programs())
+        for order in self._orders.values():  # an `update` takes longer than those of one tenant
+            for program, size in order.bytes_of_programs().items():
+                found[program] += size
         return found
 
     # --- inside --------------------------------------------------------------------------------
@@ -410,3 +417,10 @@ class TenantOrders(Order):
             if order is not None and order.rank(now) <= rank:
                 return mine
         return found
+
+
+def _some(orders: Collection[Any], following: Counter[str], what: str) -> list[Any]:
+    """Those that are asked for this now, in turn: one call must not ask all."""
+    first, after = following[what], following[what] + _ASKED_MAX
+    following[what] = after if after < len(orders) else 0
+    return list(orders)[first:after]
