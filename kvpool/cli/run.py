@@ -304,6 +304,7 @@ def _tenants_of(settings: Config) -> TenantsFile | None:
         from kvpool.net.tenants_file import TenantsFile
     except ModuleNotFoundError:
         raise ConfigError("this program runs without tenants (setting tenants_file)") from None
+    process.hangup_reads_files()
     return TenantsFile(settings.tenants_file, cluster_of(settings))
 
 

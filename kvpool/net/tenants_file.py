@@ -67,7 +67,7 @@ class TenantsFile:
     @asynccontextmanager
     async def watched(self, tasks: Supervisor) -> AsyncIterator[None]:
         """Inside it, changes are noticed within a second, and at once on SIGHUP."""
-        loop = asyncio.get_running_loop()
+        loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGHUP)
         loop.add_signal_handler(signal.SIGHUP, self._look_now.set)
         # A bug must not end it: a later file may revoke a secret.
         watching = tasks.forever("tenants file", self._watch)
@@ -75,6 +75,7 @@ class TenantsFile:
             yield
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
+            signal.signal(signal.SIGHUP, before if before is not None else signal.SIG_DFL)
             watching.cancel()
             await asyncio.wait([watching])
 
