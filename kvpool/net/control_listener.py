@@ -174,7 +174,7 @@ class ControlListener:
 
 
 class _Answers:
-    """Answers to requests, one of each caller in turn."""
+    """Answers to requests, of each tenant or host in turn, and of that one's callers in turn."""
 
     def __init__(
         self,
@@ -188,30 +188,30 @@ class _Answers:
         self._secrets_of = secrets_of
         self._report = report
         self._loop = asyncio.get_running_loop()
-        #: Those with requests that wait for their answer, the next one first.
-        self._asking: deque[_MasterEnd] = deque()
-        self._planned = False
+        #: Those with requests that wait, by tenant or host: the next one, and its next one, first.
+        self._asking: dict[str, deque[_MasterEnd]] = {}
 
-    def asked(self, end: _MasterEnd) -> None:
+    def asked(self, end: _MasterEnd, holder: str) -> None:
         """This end has requests, and had none before."""
-        self._asking.append(end)
-        if not self._planned:
-            self._planned = True
+        if not self._asking:
             self._loop.call_soon(self._work)
+        self._asking.setdefault(holder, deque()).append(end)
 
     def _work(self) -> None:
-        """Answer for one turn: a request of each caller, again and again."""
+        """Answer for one turn, one request after the other."""
         until = self._loop.time() + _TURN_S
         try:
             while self._asking:
-                end = self._asking.popleft()
+                line = self._asking.pop(holder := next(iter(self._asking)))
+                end = line.popleft()
+                if line:
+                    self._asking[holder] = line
                 if end.answer_one(self._answer):
-                    self._asking.append(end)
+                    self._asking.setdefault(holder, line).append(end)
                 if self._loop.time() > until:
                     break
         finally:  # also when one of them has raised something: the others go on
-            self._planned = bool(self._asking)
-            if self._planned:
+            if self._asking:
                 self._loop.call_soon(self._work)
 
     def _answer(self, message: bytes, caller: Caller, secret: bytes) -> bytes | None:
@@ -309,9 +309,9 @@ class _MasterEnd(asyncio.Protocol):
         self._ask()
 
     def _ask(self) -> None:
-        if self._waiting and not self._asking:
+        if self._waiting and not self._asking and self._caller is not None:
             self._asking = True
-            self._listener.answers.asked(self)
+            self._listener.answers.asked(self, self._caller.tenant or self._host)
 
     def _weigh(self) -> None:
         """Count what this connection holds. It is ended if that is too much, or for too long."""

@@ -875,13 +875,18 @@ async def fill(peers: list[ControlPeer], master: Served, cluster: Cluster, count
         await peer.shake()
 
 
+def two_tenants() -> tuple[TenantKeys, Cluster, Cluster]:
+    keys, hash = TenantKeys(), masters_fingerprint(SECRET)
+    keys.replace({name: (name.encode() * 4,) for name in ("acme", "blue")})
+    acme, blue = (Cluster("default", name.encode() * 4, name, hash) for name in ("acme", "blue"))
+    return keys, acme, blue
+
+
 async def test_one_tenant_leaves_room_for_others_and_its_idle_connections_give_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control_listener, "_IDLE_S", 0.1)
-    keys, hash = TenantKeys(), masters_fingerprint(SECRET)
-    keys.replace({name: (name.encode() * 4,) for name in ("acme", "blue")})
-    acme, blue = (Cluster("default", name.encode() * 4, name, hash) for name in ("acme", "blue"))
+    keys, acme, blue = two_tenants()
     async with served(SECRET, keys) as master:
         master.listener._shares.total = 8
         peers: list[ControlPeer] = []
@@ -925,6 +930,19 @@ async def test_a_burst_of_one_caller_leaves_the_loop_to_others() -> None:
         assert len(master.asked) - begun < 150
         assert await asyncio.gather(*burst) == [b"%d" % number for number in range(300)]
         assert await ask(busy, b"reads again") == b"reads again"
+
+
+async def test_a_tenant_with_many_connections_has_as_many_turns_as_one_with_one() -> None:
+    keys, *tenants = two_tenants()
+    async with served(SECRET, keys) as master:
+        peers: list[ControlPeer] = []
+        for tenant, count in zip(tenants, (40, 1), strict=True):
+            await fill(peers, master, tenant, count)
+        master.work_s = 0.001
+        for peer in [*peers, *peers]:
+            peer.send(request(b"blue" if peer is peers[-1] else b"acme"))
+        await eventually(lambda: len(master.asked) == 82)
+        assert max(at for at, body in enumerate(master.asked) if body == b"blue") < 20
 
 
 async def test_however_many_ask_at_once_a_turn_of_the_loop_is_short() -> None:
