@@ -590,38 +590,28 @@ async def test_a_writer_that_sends_its_bytes_leaves_nothing_in_quarantine(
         assert await peer.refusal() == "Overloaded"
 
 
-async def test_space_goes_to_the_caller_with_the_least_time_left(pool_dev: dev.Dev) -> None:
+async def test_space_goes_to_tenants_in_turns_and_in_each_to_who_has_the_least_time_left(
+    pool_dev: dev.Dev,
+) -> None:
     """One that waits for everything, for a minute, does not come before all others."""
     context_ = pool_dev.servers[0]._context
     now = asyncio.get_running_loop().time()
     served: list[float] = []
 
-    async def wait(seconds: float) -> None:
-        await context_.wait_for_space(now + seconds, NAMESPACE)
+    async def wait(tenant: str, seconds: float) -> None:
+        await context_.wait_for_space(now + seconds, Namespace(f"@{tenant}/m"))
         served.append(seconds)
 
-    tasks = [asyncio.create_task(wait(seconds)) for seconds in (0.0, 60.0, 5.0, 30.0, 2.0)]
+    tasks = [asyncio.create_task(wait("acme", seconds)) for seconds in (0.0, *range(60, 20, -1))]
     await asyncio.sleep(0.01)
     assert served == [0.0], "one that gives up makes the others look"
     context_.space_changed()
+    tasks += [asyncio.create_task(wait("blue", 70.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    context_.space_changed()
     await asyncio.gather(*tasks)
-    assert served == [0.0, 2.0, 5.0, 30.0, 60.0]
-
-
-async def test_a_tenant_of_whom_many_wait_for_space_is_before_no_other(pool_dev: dev.Dev) -> None:
-    context_, served = pool_dev.servers[0]._context, list[str]()
-
-    async def wait(name: str) -> None:
-        await context_.wait_for_space(math.inf, Namespace(name))
-        served.append(name)
-
-    tasks = []
-    for names in (["@acme/m"] * 100, ["@blue/m"] * 2):
-        tasks += [asyncio.create_task(wait(name)) for name in names]
-        await asyncio.sleep(0)
-        context_.space_changed()
-    await asyncio.gather(*tasks)
-    assert "@blue/m" not in served[10:]
+    assert 70.0 not in served[12:]
+    assert [one for one in served if one < 70] == [0.0, *range(21, 61)]
 
 
 async def test_of_many_that_wait_some_look_at_a_time_and_each_at_every_change(
