@@ -60,23 +60,23 @@ class Strangers:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = files == resource.RLIM_INFINITY
         self._limit = HANDSHAKES_MAX if unlimited else max(1, min(HANDSHAKES_MAX, files // 4))
-        self._handshakes: dict[Unproved, None] = {}  # oldest first
+        self._handshakes: dict[Unproved, str] = {}  # oldest first, with their addresses
         self._addresses: dict[str, _Address] = {}
         self._lines, self._lines_until = 0, 0.0  # that may still be written until then
 
     def __len__(self) -> int:
         return len(self._handshakes)
 
-    def arrived(self, stream: Unproved) -> bool:
-        """A handshake begins; True when the oldest one was ended to make room for it.
-
-        An honest client needs some milliseconds for it, so the oldest one is a silent one.
-        """
-        self._handshakes[stream] = None
+    def arrived(self, stream: Unproved, address: str) -> bool:
+        """A handshake begins; True when the oldest one, a silent one, was ended to make room for
+        it: of all, or of its own address if that has more than its part."""
+        self._handshakes[stream] = address
         full = len(self._handshakes) > self._limit
         if full:
-            oldest = next(iter(self._handshakes))
-            del self._handshakes[oldest]
+            of = list(self._handshakes.values())
+            greedy = of.count(address) > max(1, self._limit // len(set(of)))
+            ends = (one for one, its in self._handshakes.items() if its == address or not greedy)
+            del self._handshakes[oldest := next(ends)]
             oldest.abort()
         return full
 
@@ -109,8 +109,8 @@ class Strangers:
         if now < known.report_at or not self._lines:
             return
         self._lines -= 1
-        log = self._log
-        report = log.info if isinstance(error, LinkBroken) else log.warning  # it may be a probe
+        probe = isinstance(error, LinkBroken)
+        report = self._log.info if probe else self._log.warning
         fields = {"transport": self._transport, "error": type(error).__name__, "why": str(error)}
         report("connection closed", **fields, peer=address, count=known.unreported)
         known.unreported, known.report_at = 0, now + LOG_EVERY_S

@@ -114,7 +114,7 @@ class ControlListener:
         except Overloaded as error:
             self._refuse(host, error)
             return None
-        if self._strangers.arrived(end):
+        if self._strangers.arrived(end, network_of(host)):
             self.refused += 1  # the oldest one
         return self._sessions(lambda tenant: self._admit(end, tenant or host))
 

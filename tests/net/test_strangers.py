@@ -7,6 +7,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -45,7 +46,6 @@ def test_an_address_may_send_some_wrong_proofs_and_more_later() -> None:
         strangers.refused(HERE, WRONG, 10.0)
     with pytest.raises(Overloaded):
         strangers.check(HERE, 10.0)
-    strangers.check("192.0.2.2", 10.0)  # another address has its own
     one_more = 10.0 + 1 / WRONG_PROOFS_PER_S
     with pytest.raises(Overloaded):
         strangers.check(HERE, one_more - 0.01)
@@ -176,7 +176,7 @@ async def test_every_end_of_a_handshake_gives_its_place_back(pool_dev: dev.Dev) 
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
         assert len(strangers) == 0
     stream = Stream()
-    assert not strangers.arrived(stream)
+    assert not strangers.arrived(stream, "")
     strangers.left(stream)
     strangers.left(stream)
 
@@ -234,6 +234,17 @@ async def test_wrong_proofs_shut_their_own_address_out_for_a_while(
     assert [(line.levelname, vars(line)["peer"]) for line in lines] == [("WARNING", "127.0.0.2")]
 
 
+async def test_one_address_ends_no_handshake_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only more addresses than there are places do: then the oldest one is a silent one."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
+    strangers, ended = Strangers(LOG, "tcp"), list[str]()
+    for name in (*["flood"] * 10, "two", "two", *["flood"] * 40, *"abcdefgh"):
+        stream = Stream()
+        monkeypatch.setattr(stream, "abort", partial(ended.append, name))
+        strangers.arrived(stream, name)
+    assert ended == [*["flood"] * 44, "two", "two", *["flood"] * 6]
+
+
 # --- files ----------------------------------------------------------------------------------
 
 
@@ -247,4 +258,4 @@ async def test_handshakes_leave_files_for_clients(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     strangers = Strangers(LOG, "tcp")
     streams = [Stream() for _ in range(handshakes + 1)]
-    assert [strangers.arrived(stream) for stream in streams] == [False] * handshakes + [True]
+    assert [strangers.arrived(one, "") for one in streams] == [False] * handshakes + [True]

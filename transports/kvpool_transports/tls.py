@@ -145,7 +145,7 @@ class _TlsListener:
         task = asyncio.current_task()
         assert task is not None
         arrival, stream = _Arrival(task), Stream()
-        if self._sessions.strangers.arrived(arrival):
+        if self._sessions.strangers.arrived(arrival, address):
             self._sessions.count("displaced_handshakes")
         try:
             context, binding = await self._certificates.current()

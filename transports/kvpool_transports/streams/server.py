@@ -189,7 +189,7 @@ class StreamSession:
         write. Its extents are then quarantined until it hangs up: it does that after its copies
         have stopped, and its kernel does it when it dies (design: quarantine).
         """
-        if self._strangers.arrived(self.stream):
+        if self._strangers.arrived(self.stream, self.stream.peer_address):
             self._store.count("displaced_handshakes")
         try:
             quarantined = await self._serve()
