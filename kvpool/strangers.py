@@ -71,8 +71,7 @@ class Strangers:
         """A handshake begins; True when the oldest one, a silent one, was ended to make room for
         it: of all, or of its own address if that has more than its part."""
         self._handshakes[stream] = address
-        full = len(self._handshakes) > self._limit
-        if full:
+        if full := len(self._handshakes) > self._limit:
             of = list(self._handshakes.values())
             greedy = of.count(address) > max(1, self._limit // len(set(of)))
             ends = (one for one, its in self._handshakes.items() if its == address or not greedy)
@@ -109,8 +108,7 @@ class Strangers:
         if now < known.report_at or not self._lines:
             return
         self._lines -= 1
-        probe = isinstance(error, LinkBroken)
-        report = self._log.info if probe else self._log.warning
+        report = self._log.info if isinstance(error, LinkBroken) else self._log.warning
         fields = {"transport": self._transport, "error": type(error).__name__, "why": str(error)}
         report("connection closed", **fields, peer=address, count=known.unreported)
         known.unreported, known.report_at = 0, now + LOG_EVERY_S

@@ -304,8 +304,7 @@ def _tenants_of(settings: Config) -> TenantsFile | None:
         from kvpool.net.tenants_file import TenantsFile
     except ModuleNotFoundError:
         raise ConfigError("this program runs without tenants (setting tenants_file)") from None
-    process.hangup_reads_files()
-    return TenantsFile(settings.tenants_file, cluster_of(settings))
+    return TenantsFile.of_process(settings.tenants_file, cluster_of(settings))
 
 
 async def _serve_as(settings: Config, secret: bytes, *, kept: bool) -> None:

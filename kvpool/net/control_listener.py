@@ -166,8 +166,7 @@ class ControlListener:
 
     def _refuse(self, host: str, error: KvpoolError) -> None:
         self.refused += 1
-        costly = self._costly and isinstance(error, PeerError)
-        self._report(host, error, costly=costly)
+        self._report(host, error, costly=self._costly and isinstance(error, PeerError))
 
     def _report(self, host: str, error: KvpoolError, *, costly: bool = False) -> None:
         self._strangers.refused(network_of(host), error, self._loop.time(), costly=costly)

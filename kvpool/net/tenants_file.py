@@ -56,6 +56,13 @@ class TenantsFile:
         self._stamps: dict[Path, Stamp] = {}
         self._apply(self._read(self._stamps))
 
+    @classmethod
+    def of_process(cls, path: str, cluster: Cluster) -> TenantsFile:
+        """That of this process. SIGHUP, at which it is read again, ends the process at no time from
+        now on: also not while that starts, or writes blocks back at its end."""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        return cls(path, cluster)
+
     def __repr__(self) -> str:
         return f"<TenantsFile {self._path} {len(self.tenants)} tenants>"
 

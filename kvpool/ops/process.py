@@ -44,11 +44,6 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *hangup]
 
 
-def hangup_reads_files() -> None:
-    """SIGHUP ends this process at no time, also not while it starts or writes blocks back."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
 async def wait_for_signal() -> None:
     """Wait until this process is asked to end (`stop_signals`)."""
     import asyncio
