@@ -372,8 +372,7 @@ class _MasterEnd(asyncio.Protocol):
         self._weigh()
 
     def _too_late(self) -> None:
-        silent = f"its handshake was not complete after {HELLO_S:g} s"
-        self._end(Unauthenticated(silent))
+        self._end(Unauthenticated(f"its handshake was not complete after {HELLO_S:g} s"))
 
     def _look_again(self) -> None:
         self._late = None

@@ -196,8 +196,7 @@ class ServerContext:
         while self._to_wake and left > 0:
             line = self._to_wake.pop(tenant := next(iter(self._to_wake)))
             future, blocks = line.popleft()
-            if line:
-                self._to_wake[tenant] = line  # the others first
+            self._to_wake |= {tenant: line} if line else {}  # the others first
             if not future.done():
                 future.set_result(None)
                 left -= 16 + blocks
