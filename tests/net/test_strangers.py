@@ -65,19 +65,14 @@ def test_only_wrong_proofs_count_and_only_where_there_are_addresses() -> None:
     strangers.check("", 0.0)
 
 
-@pytest.fixture
-def addresses_max(monkeypatch: pytest.MonkeyPatch) -> int:
+def test_the_table_is_bounded_and_keeps_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strangers_module, "ADDRESSES_MAX", 64)
-    return 64
-
-
-def test_the_table_of_addresses_is_bounded_and_keeps_the_worst(addresses_max: int) -> None:
     strangers = Strangers(LOG, "tcp")
     for _ in range(WRONG_PROOFS_MAX):
         strangers.refused(HERE, WRONG, 0.0)
-    for number in range(3 * addresses_max):
+    for number in range(3 * 64):
         strangers.refused(f"198.51.{number >> 8}.{number & 255}", WRONG, 0.0)
-        assert len(strangers._addresses) <= addresses_max
+        assert len(strangers._addresses) <= 64
     with pytest.raises(Overloaded):
         strangers.check(HERE, 0.0)
     strangers.refused("203.0.113.1", WRONG, LOG_EVERY_S + 1.0)  # by then all others are forgotten
@@ -93,12 +88,10 @@ def test_one_log_line_stands_for_many_refusals(caplog: pytest.LogCaptureFixture)
     assert counts == [(HERE, 1), (HERE, 10), ("198.51.100.7", 1)]
 
 
-def test_who_has_many_addresses_has_few_lines(
-    addresses_max: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_has_many_addresses_has_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     strangers = Strangers(LOG, "tcp")
     for minute in range(3):
-        for number in range(2 * addresses_max):
+        for number in range(2 * LINES_MAX):
             strangers.refused(f"198.51.{number >> 8}.{number & 255}", WRONG, minute * LOG_EVERY_S)
         assert len(caplog.records) == (minute + 1) * LINES_MAX
 

@@ -574,16 +574,14 @@ def test_the_orders_of_many_tenants_cost_little_each(monkeypatch: pytest.MonkeyP
     assert isinstance(orders, TenantOrders)
     kind = type(orders._orders[books.index.of(POOL, 0, orders.account_of).account])
     asked: Counter[str] = Counter()
+    for what in ("rank", "victim_age"):
+        real = getattr(kind, what)
 
-    def counted(what: str, real: Callable[[Order, float], Any]) -> Callable[[Order, float], Any]:
-        def call(order: Order, now: float) -> Any:
+        def counted(order: Order, now: float, what: str = what, real: Any = real) -> Any:
             asked[what] += 1
             return real(order, now)
 
-        return call
-
-    for what in ("rank", "victim_age"):
-        monkeypatch.setattr(kind, what, counted(what, getattr(kind, what)))
+        monkeypatch.setattr(kind, what, counted)
     write(books, POOL, fresh(400), 9000.0)
     assert used(books, "") == 400
     assert asked["rank"] <= 1000 + 8 * 400

@@ -197,7 +197,6 @@ async def test_a_secret_that_is_replaced_or_comes_late_is_noticed(pool: TenantPo
 
 
 async def test_a_change_is_noticed_within_a_second_and_at_once_on_sighup(pool: TenantPool) -> None:
-    """Which ends no such process, also not while it starts, or writes blocks back at its end."""
     seen: list[set[str]] = []
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert _tenants_of(Config(tenants_file=str(pool.path)))
