@@ -7,6 +7,7 @@ bound on each thing here, and all of it is given back (design: bounds).
 from __future__ import annotations
 
 import resource
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -61,6 +62,7 @@ class Strangers:
         unlimited = files == resource.RLIM_INFINITY
         self._limit = HANDSHAKES_MAX if unlimited else max(1, min(HANDSHAKES_MAX, files // 4))
         self._handshakes: dict[Unproved, str] = {}  # oldest first, with their addresses
+        self._of: Counter[str] = Counter()  # of each address
         self._addresses: dict[str, _Address] = {}
         self._lines, self._lines_until = 0, 0.0  # that may still be written until then
 
@@ -71,17 +73,21 @@ class Strangers:
         """A handshake begins; True when the oldest one, a silent one, was ended to make room for
         it: of all, or of its own address if that has more than its part."""
         self._handshakes[stream] = address
+        self._of[address] += 1
         if full := len(self._handshakes) > self._limit:
-            of = list(self._handshakes.values())
-            greedy = of.count(address) > max(1, self._limit // len(set(of)))
+            greedy = self._of[address] > max(1, self._limit // len(self._of))
             ends = (one for one, its in self._handshakes.items() if its == address or not greedy)
-            del self._handshakes[oldest := next(ends)]
+            self.left(oldest := next(ends))
             oldest.abort()
         return full
 
     def left(self, stream: Unproved) -> None:
         """Its handshake is complete, or has failed. Idempotent."""
-        self._handshakes.pop(stream, None)
+        address = self._handshakes.pop(stream, None)
+        if address is not None:
+            self._of[address] -= 1
+            if not self._of[address]:
+                del self._of[address]
 
     def check(self, address: str, now: float) -> None:
         """Raises Overloaded for an address that has sent too many wrong proofs."""

@@ -168,10 +168,6 @@ async def test_every_end_of_a_handshake_gives_its_place_back(pool_dev: dev.Dev) 
     async with raw(pool_dev) as peer:
         await peer.ask(wire.Hello("default", "raw"), wire.Welcome)
         assert len(strangers) == 0
-    stream = Stream()
-    assert not strangers.arrived(stream, "")
-    strangers.left(stream)
-    strangers.left(stream)
 
 
 @asynccontextmanager
@@ -231,11 +227,13 @@ async def test_one_address_ends_no_handshake_of_others(monkeypatch: pytest.Monke
     """Only more addresses than there are places do: then the oldest one is a silent one."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
     strangers, ended = Strangers(LOG, "tcp"), list[str]()
-    for name in (*["flood"] * 10, "two", "two", *["flood"] * 40, *"abcdefgh"):
+    for name in ("gone", *["flood"] * 10, *["four"] * 4, *["flood"] * 40, *"abcdefgh"):
         stream = Stream()
         monkeypatch.setattr(stream, "abort", partial(ended.append, name))
         strangers.arrived(stream, name)
-    assert ended == [*["flood"] * 44, "two", "two", *["flood"] * 6]
+        for _ in range(2 if name == "gone" else 0):
+            strangers.left(stream)
+    assert ended == [*["flood"] * 46, *["four"] * 4, *["flood"] * 4]
 
 
 # --- files ----------------------------------------------------------------------------------
