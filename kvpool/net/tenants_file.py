@@ -81,7 +81,7 @@ class TenantsFile:
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGHUP)
+            # Not by `remove_signal_handler`: until the next line SIGHUP would end the process.
             signal.signal(signal.SIGHUP, before if before is not None else signal.SIG_DFL)
             watching.cancel()
             await asyncio.wait([watching])
