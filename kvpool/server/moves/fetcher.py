@@ -15,7 +15,7 @@ from typing import Final
 
 from kvpool import logs, moves, removals
 from kvpool.checksum import block_seeds, checksum
-from kvpool.errors import Overloaded, PeerError, Unavailable
+from kvpool.errors import LinkBroken, Overloaded, PeerError, Unavailable
 from kvpool.moves import Offer
 from kvpool.protocols import Channel, ReadOptions, ReserveRequest
 from kvpool.server.context import ServerContext
@@ -180,7 +180,7 @@ class Fetcher:
                 else:
                     call.statuses[position] = MoveStatus.IN_PROGRESS
             if begun:
-                await self._fetch_all(call, list(begun))
+                await self._fetch_all(call, begun)
         finally:
             self._store.front.drop_owner(call.owner)
             for position in begun:
@@ -194,35 +194,43 @@ class Fetcher:
         self._count(call)
         return call.statuses
 
-    async def _fetch_all(self, call: FetchCall, waiting: list[int]) -> None:
+    async def _fetch_all(self, call: FetchCall, waiting: Sequence[int]) -> None:
         channel: Channel | None = None
-        try:
-            until = min(call.until, _now() + _STEP_S)
-            channel = await self._peers.channel(call.source, until)
-            await self._offers(call, waiting, channel)
-            waiting = [i for i in waiting if i in call.offers]
-            while waiting:
-                step = call.next_step(waiting)
-                price_s = await self._turn(call, step)
-                if price_s is None:
+        for first in (True, False):
+            try:
+                until = min(call.until, _now() + _STEP_S)
+                channel = await self._peers.channel(call.source, until)
+                with self._peers.in_use(channel):
+                    return await self._fetch_over(channel, call, waiting)
+            except _FAILURES as error:
+                if _now() >= call.until:
                     return
-                try:
-                    again = await self._step(call, step, channel, price_s)
-                finally:
-                    self._transfers.release(call.source, call.tenant)
-                waiting[:0] = again
-                if len(again) == len(step):  # a pause, because two such calls wake each other
-                    await self._context.wait_for_space(call.until, call.namespace)
-                    await asyncio.sleep(_ASK_AGAIN_S)
-                call.stop_behind([i for i in step if i not in again], waiting)
-        except _FAILURES as error:
-            if _now() >= call.until:
-                return
-            self._peers.failed(call.source, channel)
-            log.info("source does not answer", source=call.source, why=str(error))
-            for position, status in enumerate(call.statuses):
-                if status is MoveStatus.NOT_YET:
+                self._peers.failed(call.source, channel)
+                waiting = [i for i in waiting if call.statuses[i] is MoveStatus.NOT_YET]
+                if first and waiting and isinstance(error, LinkBroken):
+                    continue  # closed while it was idle, or with another call, or in a restart
+                log.info("source does not answer", source=call.source, why=str(error))
+                for position in waiting:
                     call.statuses[position] = MoveStatus.LOST
+                return
+
+    async def _fetch_over(self, channel: Channel, call: FetchCall, wanted: Sequence[int]) -> None:
+        await self._offers(call, wanted, channel)
+        waiting = [i for i in wanted if i in call.offers]
+        while waiting:
+            step = call.next_step(waiting)
+            price_s = await self._turn(call, step)
+            if price_s is None:
+                return
+            try:
+                again = await self._step(call, step, channel, price_s)
+            finally:
+                self._transfers.release(call.source, call.tenant)
+            waiting[:0] = again
+            if len(again) == len(step):  # a pause, because two such calls wake each other
+                await self._context.wait_for_space(call.until, call.namespace)
+                await asyncio.sleep(_ASK_AGAIN_S)
+            call.stop_behind([i for i in step if i not in again], waiting)
 
     async def _offers(self, call: FetchCall, wanted: Sequence[int], channel: Channel) -> None:
         """Ask the source what the blocks are. From now on it passes removals on to this server."""
@@ -241,6 +249,7 @@ class Fetcher:
                 call.offers[position] = offer
                 call.asked_at[position] = asked_at
             else:
+                call.offers.pop(position, None)  # of a connection that has broken
                 call.statuses[position] = MoveStatus.GONE
 
     async def _turn(self, call: FetchCall, step: Sequence[int]) -> float | None:

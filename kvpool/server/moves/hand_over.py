@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvpool import logs
-from kvpool.errors import Overloaded, PeerError, Unavailable
+from kvpool.errors import LinkBroken, Overloaded, PeerError, Unavailable
 from kvpool.moves import fetch
 from kvpool.protocols import Channel
 from kvpool.server.context import ServerContext
@@ -177,7 +177,7 @@ class HandOver:
         """Have `target` fetch these blocks, again and again while it makes progress or is at its
         budget. Those for which the next one may be asked."""
         refused: list[BlockName] = []
-        left, progress_at = list(wanted), _now()
+        left, progress_at, broken = list(wanted), _now(), False
         while True:
             namespace, part, _ = left[0]
             until = _now() + REQUEST_S
@@ -190,9 +190,13 @@ class HandOver:
                 statuses = await fetch(channel, *asked, deadline=until)
             except FAILURES as error:
                 self._peers.failed(target, channel)
+                if isinstance(error, LinkBroken) and not broken:
+                    broken = True  # closed while it was idle, or by a restart: on a fresh one
+                    continue
                 log.info("a server does not fetch", target=target, why=str(error))
                 problem = "server lost"
                 break
+            broken = False
             again: list[BlockName] = []
             for name, status in zip(left, statuses, strict=True):
                 if status.present:

@@ -7,7 +7,9 @@ It asks masters where they are (`asked_masters.py`), and keeps a channel to each
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -25,7 +27,6 @@ from kvpool.server.moves.asked_masters import AskedMasters
 from kvpool.types import Cluster, Member
 
 #: What was not used for so long is closed: a connection costs the other side memory and a place.
-#: Longer than any call takes.
 _IDLE_S: Final = 20.0
 #: A call that has a channel waits so long at most for a better one.
 _BETTER_S: Final = 0.5
@@ -65,6 +66,7 @@ class PeerServers:
         self._channels: dict[str, _Kept] = {}
         self._used_at: dict[str, float] = {}  # each of these channels
         self._replaced: dict[Channel, float] = {}  # by a better one; calls on it still end well
+        self._in_use: Counter[Channel] = Counter()
         self._rest: asyncio.TimerHandle | None = None
         #: Each server has its own: one that is frozen keeps nobody from the others.
         self._connecting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -104,6 +106,16 @@ class PeerServers:
             return self._channels[server].channel
         finally:
             connecting.release()
+
+    @contextmanager
+    def in_use(self, channel: Channel) -> Iterator[None]:
+        """Until the block ends this channel is not idle, however long it waits for a turn."""
+        self._in_use[channel] += 1
+        try:
+            yield
+        finally:
+            self._in_use[channel] -= 1
+            self._in_use += Counter()  # without those at 0
 
     def failed(self, server: str, channel: Channel | None) -> None:
         """A call on this channel has failed, or there was none: connect anew the next time, to what
@@ -148,9 +160,12 @@ class PeerServers:
         self._rest = None
         before = _now() - _IDLE_S
         for server in [one for one, used_at in self._used_at.items() if used_at <= before]:
-            del self._used_at[server]
-            self._close(server)
-        for channel in [one for one, since in self._replaced.items() if since <= before]:
+            kept = self._channels.get(server)
+            if kept is None or kept.channel not in self._in_use:
+                del self._used_at[server]
+                self._close(server)
+        replaced = [one for one, since in self._replaced.items() if since <= before]
+        for channel in [one for one in replaced if one not in self._in_use]:
             del self._replaced[channel]
             self._end(channel)
         if self.masters.asked_at <= before:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from kvpool.errors import MasterLost
+from kvpool.errors import LinkBroken, MasterLost
 from kvpool.server.moves.state.wants import BlockName, MovePlanner, Want
 from kvpool.types import MoveStatus
 from tests.conftest import NAMESPACE, keys
-from tests.support.moves import movers, moves_of, put
+from tests.support.moves import movers, moves_of, now, put
 
 
 class Told(MovePlanner):
@@ -42,10 +43,19 @@ async def test_blocks_for_which_there_is_no_time_yet_are_asked_for_again(
             return statuses[:1] + [MoveStatus.NOT_YET] * (len(statuses) - 1)
 
         monkeypatch.setattr(fetcher, "fetch", slowly)
+        kept = await moves_of(here).peers.channel(other.server, now() + 5)
+        kept.abort()  # as if the other one had needed its place
         told, names = Told(), [BlockName(NAMESPACE, 0, digest) for digest in keys("again", 4)]
         refused = await moves_of(here).hand_over._offer(told, other.server, names)
         assert (refused, told.has, told.lacks) == ([], names, [])
         assert asked == [4, 3, 2, 1]
+
+        async def breaks(*_: Any, **more: Any) -> None:
+            raise LinkBroken("each time")
+
+        monkeypatch.setattr("kvpool.server.moves.hand_over.fetch", breaks)
+        async with asyncio.timeout(5):
+            assert await moves_of(here).hand_over._offer(told, other.server, names) == names
 
 
 async def test_while_no_master_answers_one_want_waits_and_not_each_in_turn(

@@ -19,6 +19,7 @@ async def test_what_is_not_used_is_closed_and_opened_again(monkeypatch: pytest.M
     monkeypatch.setattr(peer_servers, "_IDLE_S", 0.3)
     async with dev.serve("16MiB", servers=3, listen=("tcp://127.0.0.1:0",)) as running:
         config = ClientConfig(masters=[running.address], transports=["tcp"])
+        peers = [moves_of(server).peers for server in running.servers]
 
         def connections() -> int:
             return sum(server.stats(0.0).counters["connections"] for server in running.servers)
@@ -31,16 +32,8 @@ async def test_what_is_not_used_is_closed_and_opened_again(monkeypatch: pytest.M
                 assert [server.store.index.stored > 0 for server in running.servers] == [True] * 3
             await asyncio.sleep(0.05)
             assert connections() > 0  # between the servers: the client has left
-            await eventually(
-                lambda: not any(moves_of(server).peers._channels for server in running.servers)
-            )
-            await eventually(
-                lambda: (
-                    not any(
-                        moves_of(server).peers.masters.are_connected for server in running.servers
-                    )
-                )
-            )
+            await eventually(lambda: not any(one._channels for one in peers))
+            await eventually(lambda: not any(one.masters.are_connected for one in peers))
             await eventually(lambda: connections() == 0)  # the other side notices a moment later
 
 
