@@ -249,20 +249,6 @@ def test_the_shortest_match_has_the_reason_of_a_miss() -> None:
 # --- which blocks ------------------------------------------------------------------------------
 
 
-def test_a_probe_reads_what_was_not_loaded() -> None:
-    played = Played()
-    estimating(played, 2.0, 1.0)
-    played.look_up("a", 100, 6)
-    assert played.offer("a", 100, 48) == 0
-    probe = played.idle().probe
-    (blocks,) = probe.blocks
-    assert blocks.group == 0
-    assert blocks.digests == tuple(hashes("a", 100)[3:6])
-    assert blocks.match is not None
-    assert blocks.match.length == 3
-    assert [(run.first, run.last) for run in blocks.match.runs] == [(0, 2)]
-
-
 def test_blocks_with_a_hole_between_them_are_looked_up_when_they_are_read() -> None:
     """A match is of consecutive blocks: with a hole it would name other blocks."""
     played = Played()
@@ -342,10 +328,6 @@ def test_a_retry_belongs_to_no_session() -> None:
 # --- the queue of saves --------------------------------------------------------------------------
 
 
-def item(number: int) -> SaveRun:
-    return SaveRun("a", 0, number, [bytes([number % 256]) * 32], b"", [number], 0.0)
-
-
 def queue(pinned_blocks_max: int = 100, counters: Counter[str] | None = None) -> SaveQueue:
     counted = Counter() if counters is None else counters
     return SaveQueue(counted, PlannerLimits(saved_blocks_max=pinned_blocks_max), ranks=1)
@@ -364,7 +346,7 @@ def refuse(saves: SaveQueue, items: list[SaveRun], now: float) -> None:
 
 
 def test_each_retry_waits_twice_as_long_as_the_one_before() -> None:
-    saves, waiting, now = queue(), [item(1)], 0.0
+    saves, waiting, now = queue(), [chain(1, 2)], 0.0
     for wait_s in (1.0, 2.0, 4.0):
         refuse(saves, waiting, now)
         assert not saves.take_due(lambda *_: True, now + wait_s - 0.01)
@@ -375,9 +357,9 @@ def test_each_retry_waits_twice_as_long_as_the_one_before() -> None:
 
 def test_a_block_that_waits_longer_delays_no_other() -> None:
     saves = queue()
-    refuse(saves, [item(1)], 0.0)
+    refuse(saves, [chain(1, 2)], 0.0)
     refuse(saves, saves.take_due(lambda *_: True, 1.0), 1.0)  # its second retry is due at 3.0
-    refuse(saves, [item(2)], 1.5)
+    refuse(saves, [chain(2, 3)], 1.5)
     assert [one.number for one in saves.take_due(lambda *_: True, 2.5)] == [2]
     assert [one.number for one in saves.take_due(lambda *_: True, 3.0)] == [1]
 
@@ -385,10 +367,7 @@ def test_a_block_that_waits_longer_delays_no_other() -> None:
 def test_the_blocks_that_have_waited_longest_are_dropped() -> None:
     counters: Counter[str] = Counter()
     saves = queue(0, counters)
-    many = [
-        SaveRun("a", 0, number, [number.to_bytes(32, "big")], b"", [number], 0.0)
-        for number in range(WAITING_BLOCKS_MAX + 2)
-    ]
+    many = [chain(number, number + 1) for number in range(WAITING_BLOCKS_MAX + 2)]
     assert not saves.add(many, "", None, 0.0)
     assert not saves.take_saves(0.0)
     assert counters["dropped too many waiting"] == 2
@@ -501,9 +480,13 @@ def test_what_the_pool_lost_before_the_engine_heard_of_its_save_is_saved_again(
 ) -> None:
     """An engine that does not step hears late. Whoever asked while the save ran asked too early."""
     saves = queue()
-    saves.add([chain(0, 3)], "", None, 0.0)
-    (save,) = saves.take_saves(0.0)
-    assert saves.add([chain(1, 3, asked_at=3.5)], "", None, 4.0) == []
+    for first, last in ((0, 3), (90, 91)):
+        saves.add([chain(first, last)], str(first), None, 0.0)
+    save, other = saves.take_saves(0.0)
+    for name in "abc":
+        assert saves.add([chain(1, 3, asked_at=3.5, name=name)], "", None, 4.0) == []
+    assert len(saves._again) == 1, "no step has time for all with this prompt"
+    saves.on_result(SaveResult(other.job, 0, ()), 4.0)
     assert not saves.take_due(lambda *_: True, 4.0), "it may be stored yet"
     if why_not == "reset":
         saves.reset()
@@ -512,6 +495,7 @@ def test_what_the_pool_lost_before_the_engine_heard_of_its_save_is_saved_again(
     saves.on_result(SaveResult(save.job, 0, (), 1.0 if why_not else 2.0), 5.0)
     due = saves.take_due(lambda *_: True, 5.0)
     assert [block for run in due for block in run.block_ids] == ([] if why_not else [2, 3])
+    assert not saves._again
 
 
 # --- costs ---------------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ class SaveQueue:
         #: When each may be tried again, those first that have waited longest.
         self._waiting: deque[tuple[float, SaveRun]] = deque()
         self._waiting_names: defaultdict[int, set[bytes]] = defaultdict(set)  # by group
-        #: Left out for a save that may have ended before their requests asked.
-        self._again: list[SaveRun] = []
+        #: Left out for a save that may have ended before the latest request with this block asked.
+        self._again: dict[tuple[int, bytes], SaveRun] = {}
 
     @property
     def running(self) -> bool:
@@ -241,9 +241,8 @@ class SaveQueue:
             self._counters["saved_blocks"] += len(one.digests)
         if sum(map(len, self._stored.values())) > _STORED_BLOCKS_MAX // 2:
             self._stored_before, self._stored = self._stored, defaultdict(dict)
-        again, self._again = self._again, []
-        for run in again:
-            for lost in self._unknown(run):
+        for key in [one for one in self._again if one[1] not in self._saving[one[0]]]:
+            for lost in self._unknown(self._again.pop(key)):
                 self._enqueue(lost, now)
         return ids, stored
 
@@ -350,16 +349,9 @@ class SaveQueue:
     def _unknown(self, run: SaveRun) -> list[SaveRun]:
         """The parts that no save has, or has had since their request asked the pool."""
         group, digests = run.group, run.digests
-        saving, stored, before = (
-            self._saving[group],
-            self._stored[group],
-            self._stored_before[group],
-        )
-        if (
-            saving.isdisjoint(digests)
-            and stored.keys().isdisjoint(digests)
-            and before.keys().isdisjoint(digests)
-        ):
+        saving, stored = self._saving[group], self._stored[group]
+        before = self._stored_before[group]
+        if all(names.isdisjoint(digests) for names in (saving, stored.keys(), before.keys())):
             return [run]  # as a rule: it takes a fraction of asking for each block
         marks = [
             None
@@ -370,8 +362,9 @@ class SaveQueue:
         parts = list(run.split(marks))
         oldest = next(iter(self._jobs.values()), None)
         if oldest is not None and oldest.started_at < run.asked_at:
-            self._again += [part for is_new, part in parts if is_new is None]
-            del self._again[_AGAIN_MAX:]
+            left_out = [part for is_new, part in parts if is_new is None]
+            for part in left_out[: _AGAIN_MAX - len(self._again)]:
+                self._again[group, part.digests[0]] = part
         return [part for is_new, part in parts if is_new]
 
     def _enqueue(self, run: SaveRun, due_at: float) -> None:
