@@ -241,9 +241,6 @@ def test_a_slow_pool_is_not_waited_for() -> None:
     plan = played.step("a", 0, 100)
     assert plan.probe is not None  # whether it is faster by now, nobody waits for that
     assert not plan.saves  # the pool has it
-    played.planner.choice.transfer_cost.observe(10 << 20, 0.001)
-    played.look_up("b", 100, 6)
-    assert played.offer("b", 100) == 96
 
 
 def held(*runs: tuple[int, str]) -> Match:
@@ -371,6 +368,36 @@ def test_the_own_host_has_a_rate_and_the_rest_another() -> None:
     assert decided(played, "slow", held((6, "b"))) == 0, "the pool is slow, until that was measured"
 
 
+def test_a_probe_asks_all_servers_that_a_load_waits_for() -> None:
+    """That which has the beginning may be fast: it would never tell that the rest is so, too."""
+    played, match = Played(), held((2, "a"), (3, "b"), (3, "c"))
+    cost = played.planner.choice.transfer_cost
+    played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
+    cost.near = {"a"}
+    cost.observe(6 << 20, 2.0, Route(2))
+    played.look_up("a", 132, [match])
+    assert played.offer("a", 132, BLOCK) == 0
+    (blocks,) = played.idle().probe.blocks
+    assert blocks.digests == tuple(hashes("a", 132)[n] for n in (2, 3, 5, 6))
+    assert [run.replicas[0].server for run in blocks.match.runs] == [*"bbcc"]
+    assert [(run.first, run.last) for run in blocks.match.runs] == [(n, n) for n in range(4)]
+    played.planner.prober.on_result(ProbeResult(4 << 20, 0.01))
+    assert played.offer("a", 132, BLOCK) == 7 * BLOCK
+
+
+def test_a_probe_judges_what_a_load_has_brought_over_its_route() -> None:
+    """A third of it comes from elsewhere. In the time of the prefill 2 MiB do, and not all 6."""
+    played = Played()
+    played.planner.choice.prefill_cost.observe([(0, 1000)], 1.0)
+    played.planner.choice.transfer_cost.near = {"a"}
+    played.look_up("a", 100, [held((4, "a"), (2, "b"))])
+    played.begin("a")
+    played.planner.on_load_result(LoadResult("a", 6 << 20, True, 0.3), played.now)
+    assert len(played.idle().probe.blocks[0].digests) == 2
+    played.planner.prober.on_result(ProbeResult(2 << 20, 0.08))
+    assert decided(played, "b", held((4, "a"), (2, "b"))) == 96
+
+
 def test_who_reads_in_the_own_host_takes_no_turn_at_the_link() -> None:
     played = Played()
     played.planner.choice.transfer_cost.near = {"a"}
@@ -422,16 +449,11 @@ def test_a_load_gives_up_before_computing_would_have_been_done(
 def test_loads_beside_each_other_are_no_slow_pool() -> None:
     """Four that share the link take four times as long each, and the link is as fast as before."""
     played = Played()
-    played.planner.choice.prefill_cost.observe(
-        [(0, 1000)], 100.0
-    )  # nothing is slower than computing
+    played.planner.choice.prefill_cost.observe([(0, 1000)], 100.0)  # nothing is slower
     for turn in range(8):
         names = [f"{turn}{letter}" for letter in "abcd"]
         for name in names:
-            played.look_up(name, 100, 6)
-            assert played.offer(name, 100) == 96
-            played.allocate(name, 7, 96)
-        played.idle()
+            played.load(name)
         for count, name in enumerate(names, 1):  # 1 ms for each MiB, one behind the other
             result = LoadResult(name, 6 << 20, True, 0.006 * count)
             played.planner.on_load_result(result, played.now)
@@ -487,7 +509,7 @@ def test_one_slow_load_changes_nothing_when_a_probe_is_fast(before: int, complet
     assert played.planner.counters["decision measuring"] == 1
     assert played.planner.has_pending_work  # the engine goes on stepping, for this
     probe = played.idle().probe
-    assert probe.blocks[0].digests == tuple(hashes("a", 96 if before else 64))
+    assert len(probe.blocks[0].digests) == (6 if before else 4)
     assert played.planner.has_pending_work  # and to hear of its end
     played.planner.prober.on_result(ProbeResult(4 << 20, 0.004))
     assert not played.planner.has_pending_work
@@ -570,10 +592,7 @@ def test_loads_that_are_slow_together_are_one_accident() -> None:
     played.planner.choice.prefill_cost.observe([(0, 1000)], 1.0)
     names = ("a", "b", "c")
     for name in names:
-        played.look_up(name, 100, 6)
-        assert played.offer(name, 100) == 96
-        played.allocate(name, 7, 96)
-    played.idle()
+        played.load(name)
     played.now += 0.3
     played.planner.on_load_result(LoadResult("a", 6 << 20, True, 0.3), played.now)
     played.planner.on_load_result(LoadResult("b", 6 << 20, True, 0.3), played.now)
@@ -612,8 +631,7 @@ def test_no_more_loads_at_once_than_allowed() -> None:
 def test_decoding_is_saved_only_if_wanted() -> None:
     for wanted, expected in ((True, 8), (False, 6)):
         played = Played(save_decode=wanted)
-        chain = hashes("a", 160)
-        played.planner.on_new_request("a", chain, 100, RequestHints(), played.now)
+        played.planner.on_new_request("a", hashes("a", 160), 100, RequestHints(), played.now)
         plan = played.step("a", 0, 140)
         assert len(plan.blocks_to_pin) == expected
 
@@ -645,10 +663,9 @@ def test_a_refused_save_is_tried_again_while_its_blocks_are_there() -> None:
     assert played.planner.counters["save_retries"] == 1
     assert again.blocks[0].parents == (chain[1],)
     assert played.planner.counters["dropped block reused"] == 1
-    for _ in range(1):
-        played.saved(again.job, (chain[2], WriteStatus.NO_SPACE))
-        played.now += 10
-        (again,) = played.idle().saves
+    played.saved(again.job, (chain[2], WriteStatus.NO_SPACE))
+    played.now += 10
+    (again,) = played.idle().saves
     played.saved(again.job, (chain[2], WriteStatus.NO_SPACE))
     played.now += 100
     assert not played.idle().saves
@@ -666,13 +683,14 @@ def test_a_refusal_for_good_is_not_tried_again() -> None:
 
 
 def test_blocks_that_were_evicted_do_not_make_the_pool_slow() -> None:
-    for elapsed_s, measured in ((0.01, False), (20.0, True)):
+    for elapsed_s, measured, reset in ((0.01, False, ""), (20.0, True, ""), (20.0, True, "reset")):
         played = Played()
-        played.look_up("a", 100, 5)
-        played.offer("a", 100)
-        played.allocate("a", 7, 80)
+        played.load("a", 5)
+        if reset:
+            played.planner.on_reset()
         played.planner.on_load_result(LoadResult("a", 0, False, elapsed_s), played.now + elapsed_s)
         assert played.planner.prober.measuring is measured
+        assert (played.idle().probe is not None) is (measured and not reset)
 
 
 def test_an_aborted_request_is_loaded_to_its_end() -> None:

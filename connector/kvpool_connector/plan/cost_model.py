@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Set
 from typing import Final, NamedTuple
 
-from kvpool.types import MEMORY_TIER, SHARED_BYTES_MIN, Match
+from kvpool.types import MEMORY_TIER, SHARED_BYTES_MIN, Match, Run
 
 #: Weight of earlier measurements when a new one comes: the last five count for two thirds.
 _DECAY: Final = 0.8
@@ -64,13 +64,11 @@ class TransferCost:
             return OWN_HOST if self.near else ONE_WAY  # what is fast there is no fast way
         held: Counter[frozenset[str]] = Counter()
         own = 0
-        for first, last, replicas in match.runs[:_RUNS_MAX]:
-            part = min([one.part for one in replicas], default=0)  # a rank loads one; all are alike
-            alike = [one for one in replicas if one.part == part]
-            if any(one.server in self.near and one.tier == MEMORY_TIER for one in alike):
-                own += last + 1 - first
+        for run in match.runs[:_RUNS_MAX]:
+            if (servers := self._far(run)) is None:
+                own += run.last + 1 - run.first
             else:
-                held[frozenset([one.server for one in alike])] += last + 1 - first
+                held[servers] += run.last + 1 - run.first
         share = held.total() / (own + held.total()) if own else 1.0
         if share < 0.1:
             return OWN_HOST
@@ -79,6 +77,24 @@ class TransferCost:
         groups = [frozenset[str]().union(*held), *(one for one, _ in held.most_common(_GROUPS_MAX))]
         busy = [sum(n for one, n in held.items() if one <= by) / max(1, len(by)) for by in groups]
         return Route(max(1, int(held.total() / max(1, *busy) + 1e-9)), share)
+
+    def sample(self, match: Match, most: int, route: Route) -> tuple[list[int], Match]:
+        """Of these blocks, `most` at most that tell how fast this route is, and where they are:
+        from all its servers, and none of the own host, which comes beside them."""
+        held = [(run, self._far(run)) for run in match.runs[:_RUNS_MAX]]
+        runs = [run for run, servers in held if not route.ways or servers is not None]
+        blocks = [(n, run.replicas) for run in runs for n in range(run.first, run.last + 1)]
+        count = min(most, len(blocks))
+        chosen = [blocks[n * len(blocks) // count] for n in range(count)]
+        places = tuple(Run(n, n, replicas) for n, (_, replicas) in enumerate(chosen))
+        return [number for number, _ in chosen], Match(places, count, match.stopped)
+
+    def _far(self, run: Run) -> frozenset[str] | None:
+        """The servers that share these blocks; None: they lie in memory of the own host."""
+        part = min([one.part for one in run.replicas], default=0)  # a rank loads one; all are alike
+        alike = [one for one in run.replicas if one.part == part]
+        near = any(one.server in self.near and one.tier == MEMORY_TIER for one in alike)
+        return None if near else frozenset([one.server for one in alike])
 
     def start_over(self, size: int, size_loaded: int, seconds: float, route: Route) -> None:
         """The pool has become slow, all of it: earlier measurements no longer count.

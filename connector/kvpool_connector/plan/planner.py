@@ -72,12 +72,7 @@ class Planner:
             limits, transfer_cost, prefill_cost, self._running, self.prober, self.windows.bytes_of
         )
         self.lookups = RequestLookups(
-            self.counters,
-            self._groups,
-            limits,
-            self.windows,
-            self.choice,
-            self.requests,
+            *(self.counters, self._groups, limits, self.windows, self.choice, self.requests),
             Prefetches(groups),
         )
         self.promises = PromisedLoads(
@@ -171,7 +166,7 @@ class Planner:
         if decision is not LoadDecision.LOAD:
             slow = decision in (LoadDecision.SLOWER, LoadDecision.MEASURING)
             if slow and self.prober.due(now):
-                self._probe_prefix(request, computed, last, now)
+                self._probe_route(request, computed, last, now)
             return 0
         request.offered = (computed, last, route)
         request.move_to(RequestState.OFFERED)
@@ -225,10 +220,10 @@ class Planner:
             load.lost = True
             return self._forget_matches(id, request, first)
         self.prober.on_load(load, now)
-        if self.prober.measuring:
+        if self.prober.measuring and request.matches:  # none after a reset
             # Slow for once, as a first load is, or from now on? A probe finds out, so that the next
             # request does not have to.
-            self._probe_prefix(request, load.first, load.last, now)
+            self._probe_route(request, load.first, load.last, now)
         self.counters["load_s"] += now - load.started_at
         self.counters[f"load_duration {now - load.started_at:.2g}"] += 1
         self.counters["loads"] += 1
@@ -307,7 +302,7 @@ class Planner:
             # not wait for a connection.
             digests = [one for run in stored if not run.group for one in run.digests]
             blocks = self.prober.blocks(self.windows.block_bytes[0])
-            self.prober.plan(digests[:blocks], None, now)
+            self.prober.plan(digests[:blocks], None, now, self.choice.transfer_cost.route(None, 0))
         return unpinned, stored
 
     def make_promise(self, request_id: str, computed: int) -> PromisedBlocks | None:
@@ -406,11 +401,8 @@ class Planner:
             found_ids = tuple(ids[i] for i in wanted)
             blocks.append(GroupBlocks(number, digests, found_ids, match=match))
         return LoadRequest(
-            request_id,
-            tuple(blocks),
-            self.choice.timeout_s(request.choice.estimates),
-            self.promises.wait_limits(request, first, last),
-            self.verifier.asks(request_id),
+            *(request_id, tuple(blocks), self.choice.timeout_s(request.choice.estimates)),
+            *(self.promises.wait_limits(request, first, last), self.verifier.asks(request_id)),
         )
 
     def _count_decision(self, request: TrackedRequest, tokens: int) -> None:
@@ -439,15 +431,16 @@ class Planner:
             self._running.end(request.load)
             request.load = None
 
-    def _probe_prefix(self, request: TrackedRequest, first: int, last: int, now: float) -> None:
+    def _probe_route(self, request: TrackedRequest, first: int, last: int, now: float) -> None:
         """Measure in the background what was not loaded because it was estimated to be slow."""
-        group = self._groups[0]
-        start = last // group.block_size - self.windows.blocks(group, first, last)
-        most = self.prober.blocks(self.windows.block_bytes[0])
-        stop = min(last // group.block_size, start + most)
-        digests = [digest_of(request.hashes, group, i) for i in range(start, stop)]
+        group, cost, size = self._groups[0], self.choice.transfer_cost, self.windows.block_bytes[0]
+        stop = last // group.block_size
+        start = stop - self.windows.blocks(group, first, last)
         match = request.matches[0].of(start, stop)
-        self.prober.plan(digests, match, now, len(digests) * self.windows.block_bytes[0])
+        route = cost.route(match, (stop - start) * size)
+        numbers, places = cost.sample(match, self.prober.blocks(size), route)
+        digests = [digest_of(request.hashes, group, start + n) for n in numbers]
+        self.prober.plan(digests, places, now, route)
 
 
 def _give_up_promise(request: TrackedRequest) -> None:

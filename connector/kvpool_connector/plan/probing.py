@@ -69,14 +69,13 @@ class Prober:
         size = max(_PROBE_BYTES, int(min(known, _PROBE_BYTES_MAX)))
         return -(-size // max(1, block_bytes))  # what is smaller than the first is not shared
 
-    def plan(
-        self, digests: Sequence[bytes], match: Match | None, now: float, size: int = 0
-    ) -> None:
-        """Read these blocks of group 0 with the next step, if the result decides anything."""
+    def plan(self, digests: Sequence[bytes], match: Match | None, now: float, route: Route) -> None:
+        """Read these blocks of group 0 with the next step, if the result decides anything: all by
+        the slowest part of this route."""
         if self._limits.load == "auto" and digests and not self._running:
             self._planned_at = now
             self._delay_s *= 2
-            self._route = self._transfer_cost.route(match, size)
+            self._route = route._replace(share=1.0)
             blocks = GroupBlocks(0, tuple(digests), (), match=match)
             self._planned = ProbeRequest((blocks,), self._limits.load_timeout_s)
 
@@ -133,4 +132,4 @@ class Prober:
 
 def _is_slow(probe: ProbeResult, load: RunningLoad, limit_s: float) -> bool:
     """At the speed of this probe the load would have taken too long as well."""
-    return probe.seconds * load.size > limit_s * probe.size > 0
+    return probe.seconds * load.size * load.route.share > limit_s * probe.size > 0

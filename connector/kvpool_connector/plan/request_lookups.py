@@ -140,9 +140,7 @@ class RequestLookups:
         Ignored when it comes after its timeout, or after the request has restarted or finished.
         """
         request = self._requests.get(request_id)
-        if request is None or request.serial != serial:
-            return None
-        if request.state is not RequestState.LOOKING_UP:
+        if request is None or request.serial != serial or not self.is_running(request_id):
             return None
         whole = request.hints.max_load_tokens is None and not self._limits.drops_last_block
         if prefixes := request.matches:
