@@ -1,6 +1,6 @@
 """What a command is as a process: its loop, signals, garbage collection.
 
-A process ends within a second of Ctrl-C, SIGTERM or SIGHUP, or, if asked for, with the process that
+A process ends within a second of a signal that asks for it, or, if asked for, with the process that
 started it. Kernel-owned resources (sockets, memfds) are freed with it even after kill -9.
 """
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
+_ASKED = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -37,11 +38,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 def stop_signals() -> list[signal.Signals]:
     """What asks a process to end in order: it hands over and writes back what it would lose.
 
-    SIGHUP, because a terminal that is closed sends it; but not where it has another meaning (files
-    are read again) or is ignored, as under `nohup`.
+    SIGHUP, because a terminal that is closed sends it, SIGUSR1 and SIGUSR2, as who rotates logs
+    does; but not where one has another meaning (files are read again) or is ignored (`nohup`).
     """
-    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
-    return [signal.SIGINT, signal.SIGTERM, *hangup]
+    more = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    return [*_ASKED, *(one for one in more if signal.getsignal(one) is signal.SIG_DFL)]
 
 
 async def wait_for_signal() -> None:
@@ -58,9 +59,9 @@ async def wait_for_signal() -> None:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-        if signal.SIGHUP in numbers and stop.is_set():
-            # A terminal that closes may send it twice: the second one must not end the hand-over.
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            if number not in _ASKED and stop.is_set():
+                # A terminal that closes may send it twice: the second must not end the hand-over.
+                signal.signal(number, signal.SIG_IGN)
 
 
 def die_with_parent() -> None:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -122,18 +121,22 @@ def test_old_objects_are_not_visited_again() -> None:
     assert done.strip() == "True True (1000, 3, 1000000)"
 
 
-@pytest.mark.parametrize(
-    ("on_hangup", "stops"),
-    [(signal.SIG_DFL, True), (signal.SIG_IGN, False), (lambda *_: None, False)],
-    ids=["by default", "under nohup", "files are read again"],
-)
-def test_a_closed_terminal_ends_a_process_in_order(on_hangup: Any, stops: bool) -> None:
-    before = signal.signal(signal.SIGHUP, on_hangup)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+async def test_what_else_would_end_a_process_ends_it_in_order(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
     try:
-        assert (signal.SIGHUP in process.stop_signals()) is stops
-        assert {signal.SIGINT, signal.SIGTERM} <= {*process.stop_signals()}
+        for other in (signal.SIG_IGN, lambda *_: None):  # under nohup; files are read again
+            signal.signal(number, other)
+            assert number not in process.stop_signals()
+            assert {signal.SIGINT, signal.SIGTERM} <= {*process.stop_signals()}
+        signal.signal(number, signal.SIG_DFL)
+        waiting = asyncio.create_task(process.wait_for_signal())
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(waiting, 5)
+        os.kill(os.getpid(), number)  # during the hand-over
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("body_waits", [False, True])
