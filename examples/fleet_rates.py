@@ -107,6 +107,7 @@ def prompts(url: str, sessions: Sequence[Session], block: int) -> list[dict[str,
     The engine at `url` makes the tokens.
     """
     numbers = BlockNumbers(block)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def tokens(messages: list[dict[str, Any]]) -> list[int]:
         request = urllib.request.Request(
@@ -114,7 +115,7 @@ def prompts(url: str, sessions: Sequence[Session], block: int) -> list[dict[str,
             json.dumps({"model": "tiny", "messages": messages}).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with direct.open(request, timeout=30) as answer:
             found: list[int] = json.load(answer)["tokens"]
             return found
 

@@ -110,7 +110,7 @@ _CHARACTERS_A_TOKEN: Final = 4
 #: Above these rates of all prompts, times that were read as milliseconds are taken for seconds,
 #: which is certain (an error) or likely (a note). Fewer prompts than `_RATE_ROWS` say nothing.
 _TOKENS_A_SECOND_MAX: Final = 10e6
-_PROMPTS_A_SECOND: Final = 500
+_PROMPTS_A_SECOND: Final = 50
 _RATE_ROWS: Final = 10
 #: Whole numbers that span more than this as seconds are taken for milliseconds.
 _SPAN_MAX_S: Final = 86_400.0
@@ -464,6 +464,8 @@ class _TraceReader:
                     f"milliseconds; {trace.format} has seconds: say which with --time-unit s or "
                     "--time-unit ms"
                 )
+            if not self._fraction and count >= _RATE_ROWS:
+                return ("times without a fraction may be milliseconds: if so, --time-unit ms",)
             return ()
         tokens = sum(one.length or len(one.chain) * trace.block for one in trace.requests)
         if count >= _RATE_ROWS and tokens / span_s > _TOKENS_A_SECOND_MAX:

@@ -244,7 +244,7 @@ def test_whole_seconds_that_are_read_as_milliseconds_are_noticed() -> None:
     ):
         parse(*rows)
     assert parse(*rows, unit="s").span_s == 49.0
-    few = parse(*(row(n, [1], 512) for n in range(50)))
+    few = parse(*(row(10 * n, [1], 512) for n in range(50)))
     assert "so many prompts a second may be times in seconds" in few.summary
     turns = [{"session_id": "a", "delay": 3, "input_length": 5} for _ in range(3)]
     assert "delays this short may be seconds" in parse(*turns).summary
@@ -257,6 +257,9 @@ def test_milliseconds_that_are_read_as_seconds_are_noticed() -> None:
     assert parse(*rows, unit="ms").span_s == pytest.approx(120.0)
     days = parse(*rows, chat(9, -1, 0.5, [1], 16))  # a fraction: seconds
     assert days.span_s == 120_000.0
+    short = [chat(n, -1, 300 * n, [1], 16) for n in range(10)]
+    assert "without a fraction may be milliseconds" in parse(*short).summary
+    assert "may be" not in parse(*short, unit="s").summary
 
 
 def test_a_replay_takes_the_block_of_its_trace(tmp_path: Path) -> None:
