@@ -67,8 +67,7 @@ class MemoryLimits:
             found.append(Limit("vm.overcommit_memory=2", left, "vm.overcommit_ratio"))
         for folder, name, most, used in self._in_cgroups("memory", _MEMORY):
             stat = self._fields(folder / "memory.stat")
-            # Of version 1: also of cgroups above those that a container sees.
-            most = min(most, stat.get("hierarchical_memory_limit", most))
+            most = min(most, stat.get("hierarchical_memory_limit", most))  # also above the mount
             prefix = "total_" if "total_inactive_file" in stat else ""
             cache = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
             found.append(Limit(name, most - max(0, used - cache) - _OWN, _UNIT))
