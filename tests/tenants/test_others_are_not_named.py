@@ -202,6 +202,9 @@ COMMANDS = [
     ("usage", "--by", "program", "--json"),
     ("explain", OWN[0].hex(), THEIRS[0].hex(), "--namespace", "nothing"),
     ("explain", "--session", "chat"),
+    ("doctor",),
+    ("remove", "--model", "llama"),
+    ("spread", OWN[0].hex(), "--namespace", "llama", "--to", "2"),
 ]
 
 

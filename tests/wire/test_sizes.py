@@ -3,13 +3,17 @@ pages that have everything between them."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import secrets
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from msgspec import inspect
 
+from kvpool import dev, types
+from kvpool.client.lookup import Lookup
 from kvpool.client.pool_events import EventReader, PoolEventKind
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
@@ -17,23 +21,26 @@ from kvpool.master.state.change_ring import SIZE_MAX, ChangeRing, message_size_o
 from kvpool.master.state.changes import ChangeKind, LoggedChange
 from kvpool.master.state.explanations import explain
 from kvpool.master.state.server_record import Registration
-from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, Namespace, Replica
+from kvpool.server import block_server, consumers
+from kvpool.types import BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, Namespace, ReadStatus
 from kvpool.wire.frames import BODY_SIZE_MAX
 from kvpool_transports.streams.server import _HELLO_MAX, _REQUEST_MAX
 from tests.conftest import keys
 from tests.support import messages as wire
+from tests.support.moves import moves_of
 
-#: Replies that may be of any length, and are sent in pages, and what is asked of a peer: whoever
-#: asks makes it small enough.
-PAGED = {
-    wire.FindReply,
-    wire.Explained,
-    wire.MembersReply,
-    wire.ChangesReply,
-    wire.PlaceReply,
+#: What its type does not bound, and who does: the test that tries it with the longest names.
+BOUNDED = {
+    wire.FindReply: "pages: test_where_blocks_are_comes_in_pages",
+    wire.Explained: "pages: test_where_blocks_are_comes_in_pages",
+    wire.MembersReply: "pages: test_full_figures_fit_into_a_heartbeat_and_come_in_pages",
+    wire.ChangesReply: "pages: test_a_follower_has_the_whole_map",
+    wire.PlaceReply: "the first of them: test_a_block_that_is_everywhere_fits_into_one_answer",
+    wire.Announce: "the outbox: tests/server/test_announcer.py",
+    wire.Inventory: "the outbox: tests/server/test_announcer.py",
+    wire.Heartbeat: "what is shown: test_full_figures_fit_into_a_heartbeat_and_come_in_pages",
+    wire.Reserve: "a batch: test_a_server_takes_the_longest_request_and_not_much_more",
 }
-REQUESTS = {wire.Announce, wire.Inventory, wire.Place, wire.Find}
-REQUESTS |= {wire.Heartbeat, wire.Reserve}
 LONG = "\N{BANKNOTE WITH DOLLAR SIGN}"  # takes the most bytes of what a name may have
 BLOCKS = keys("sizes", 40)
 
@@ -55,8 +62,8 @@ def most(type: inspect.Type) -> int:
             return 5 + sum(map(most, items))
         case inspect.VarTupleType(item_type=item, max_length=int(length)):
             return 5 + length * most(item)
-        case inspect.UnionType(types=types):
-            return max(map(most, types))
+        case inspect.UnionType(types=kinds):
+            return max(map(most, kinds))
         case inspect.Metadata(type=inner):
             return most(inner)
         case inspect.IntType() | inspect.FloatType() | inspect.BoolType() | inspect.NoneType():
@@ -64,10 +71,17 @@ def most(type: inspect.Type) -> int:
     raise AssertionError(f"nothing bounds {type}")
 
 
-def test_every_message_is_bounded_by_its_type_or_paged() -> None:
-    large = {kind for kind in wire.TYPES if most(inspect.type_info(kind)) > BODY_SIZE_MAX}
-    assert large <= PAGED | REQUESTS
-    assert large | {wire.PlaceReply} >= PAGED
+@pytest.mark.parametrize("kind", wire.TYPES, ids=lambda kind: kind.__name__)
+def test_every_message_is_bounded_by_its_type_or_paged(kind: type[wire.Message]) -> None:
+    assert (most(inspect.type_info(kind)) > BODY_SIZE_MAX) == (kind in BOUNDED)
+
+
+def test_no_file_of_messages_is_forgotten() -> None:
+    """A ring has its messages in a file of its own; what tests look at has all of them."""
+    root = Path(__file__).parents[2]
+    files = [*root.glob("kvpool/**/*.py"), *root.glob("transports/*/**/*.py")]
+    rings = {one.stem for one in files if re.search(r"^register\(", one.read_text(), re.M)}
+    assert {kind.__module__.rpartition(".")[2] for kind in wire.TYPES} == rings | {"messages"}
 
 
 def test_a_server_takes_the_longest_request_and_not_much_more() -> None:
@@ -89,6 +103,30 @@ def test_a_server_takes_the_longest_request_and_not_much_more() -> None:
     body = wire.encode(longest)[1]
     assert len(body) <= _REQUEST_MAX < 2 * len(body)
     assert len(wire.encode(wire.Hello(LONG * 256, LONG * 256, bytes(32)))[1]) <= _HELLO_MAX
+
+
+async def test_full_figures_fit_into_a_heartbeat_and_come_in_pages(pool_dev: dev.Dev) -> None:
+    """Of servers with eight tiers, that show as many of everything as any does."""
+    name, names = LONG * 256, [f"{number}".ljust(256, LONG) for number in range(8)]
+    evicted = {f"{number:032}": 2**47 for number in range(17)}
+    consumer = types.Consumer("namespace", name, dict.fromkeys(names, 2**47), evicted_by=evicted)
+    stats = types.ServerStats(
+        counters={f"{number:040}": 2**47 for number in range(128)},
+        usage=[types.TierUsage(name, LONG * 2048)] * 8,
+        clients=[types.ClientUsage(name, name)] * block_server._CLIENTS_SHOWN,
+        consumers=[consumer] * sum(count + 1 for count in consumers._SHOWN.values()),
+    )
+    answers = [(LONG * 128, True)] * wire.HINT_ANSWERS_MAX
+    heartbeat = wire.Heartbeat(name, 2**64 - 1, bytes(16), stats, hint_answers=answers)
+    assert len(wire.encode(heartbeat)[1]) <= BODY_SIZE_MAX
+    servers, now = pool_dev.master.directory.servers, asyncio.get_running_loop().time()
+    for one in names:
+        servers.register(one, Registration(1, one, ("tcp://h:1",), ("dram",), 1 << 40), now)
+        assert servers.heartbeat(one, 1, stats, now)
+    async with pool_dev.pool() as pool:
+        assert {one.server for one in await pool.members()} == {"dev-0", *names}
+    asked = moves_of(pool_dev.servers[0]).peers.masters
+    assert set(await asked.members(now + 5)) == {"dev-0", *names}
 
 
 # --- those that are paged -------------------------------------------------------------------
@@ -135,14 +173,11 @@ class Direct:
         return ask(self.master, message, answer)
 
 
-@pytest.fixture
-def lookup(monkeypatch: pytest.MonkeyPatch) -> Callable[[Master], Any]:
-    from kvpool.client.lookup import Lookup
-
-    return lambda master: Lookup(cast(Any, Direct(master)), cast(Any, None))
+def lookup(master: Master) -> Lookup:
+    return Lookup(cast(Any, Direct(master)), cast(Any, None))
 
 
-async def test_where_blocks_are_comes_in_pages(lookup: Callable[[Master], Any]) -> None:
+async def test_where_blocks_are_comes_in_pages() -> None:
     """Of a chain, of blocks in whatever order, and with words."""
     master = crowded(20)
     client = lookup(master)
@@ -160,9 +195,7 @@ async def test_where_blocks_are_comes_in_pages(lookup: Callable[[Master], Any]) 
     assert [one.status.hit for one in explained] == [True] * 30 + [False] * 3 + [True] * 10
 
 
-async def test_a_reason_stays_with_its_block(lookup: Callable[[Master], Any]) -> None:
-    from kvpool.types import ReadStatus
-
+async def test_a_reason_stays_with_its_block() -> None:
     master = crowded(20)
     for reason, digest in ((ReadStatus.EVICTED, BLOCKS[3]), (ReadStatus.REMOVED, BLOCKS[35])):
         for server in [one.server for one in master.directory.servers.members(0.0)]:
@@ -209,20 +242,17 @@ async def test_a_follower_has_the_whole_map(servers: int) -> None:
             master.directory.stored(server, long_name(0), part, 0, BLOCKS[:1])
     direct = Direct(master)
     held: set[tuple[str, Namespace | None, int, bytes]] = set()
-    here: set[str] = set()
     async for event in EventReader(direct, lambda: 0.0):
-        if event.kind is PoolEventKind.BACK:
-            here.add(event.server)
         for digest in event.digests:
             held.add((event.server, event.namespace, event.part, digest))
         if event.kind is PoolEventKind.LIVE:
             break
-    assert here == set(everywhere)
     wanted = {
         (replica.server, namespace, replica.part, digest)
         for namespace in master.directory.blocks.after("")
         for digest in BLOCKS
-        for replica in replicas_of(master, namespace, digest)
+        for one in explain(master.directory, namespace, [digest])
+        for replica in one.replicas
     }
     assert held == wanted
 
@@ -245,11 +275,6 @@ async def test_a_follower_has_every_server() -> None:
     assert {server: kind is PoolEventKind.BACK for server, kind in state.items()} == {
         one.server: one.alive for one in master.directory.servers.members(0.0)
     }
-
-
-def replicas_of(master: Master, namespace: Namespace, digest: bytes) -> tuple[Replica, ...]:
-    (one,) = explain(master.directory, namespace, [digest])
-    return one.replicas
 
 
 def test_a_follower_gets_past_any_change() -> None:

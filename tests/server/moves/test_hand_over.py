@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -43,16 +44,12 @@ async def test_blocks_for_which_there_is_no_time_yet_are_asked_for_again(
             return statuses[:1] + [MoveStatus.NOT_YET] * (len(statuses) - 1)
 
         monkeypatch.setattr(fetcher, "fetch", slowly)
-        kept = await moves_of(here).peers.channel(other.server, now() + 5)
-        kept.abort()  # as if the other one had needed its place
+        (await moves_of(here).peers.channel(other.server, now() + 5)).abort()
         told, names = Told(), [BlockName(NAMESPACE, 0, digest) for digest in keys("again", 4)]
         refused = await moves_of(here).hand_over._offer(told, other.server, names)
         assert (refused, told.has, told.lacks) == ([], names, [])
         assert asked == [4, 3, 2, 1]
-
-        async def breaks(*_: Any, **more: Any) -> None:
-            raise LinkBroken("each time")
-
+        breaks = AsyncMock(side_effect=LinkBroken("each time"))
         monkeypatch.setattr("kvpool.server.moves.hand_over.fetch", breaks)
         async with asyncio.timeout(5):
             assert await moves_of(here).hand_over._offer(told, other.server, names) == names
