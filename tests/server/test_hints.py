@@ -6,9 +6,9 @@ import pytest
 
 from kvpool import ClientConfig, Closed, MasterLost, Pool, UsageError, WriteStatus, dev
 from kvpool.errors import BadMessage, PeerError
-from kvpool.master import extension
+from kvpool.master import service
 from kvpool.protocols import Link
-from kvpool.server import orders
+from kvpool.server.eviction import order
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.support import messages as wire
 from tests.support.raw_peers import ask
@@ -105,8 +105,8 @@ async def test_a_master_refuses_what_is_no_session(link: Link, session: str) -> 
 
 async def test_without_sessions_a_hint_is_about_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when their files and their lines in the two tables are gone."""
-    monkeypatch.setattr(extension, "HINTS", extension.HINTS[:1])
-    monkeypatch.setattr(orders, "ORDERS", orders.ORDERS[:1])
+    monkeypatch.setattr(service, "HINTS", service.HINTS[:1])
+    monkeypatch.setattr(order, "ORDERS", order.ORDERS[:1])
     async with dev.pool("4MiB") as pool:
         chain, session = keys("chain", 4), pool.session("agent")
         blocks = [digest * 2048 for digest in chain]
