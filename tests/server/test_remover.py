@@ -237,7 +237,10 @@ async def test_a_server_that_does_not_answer_is_named() -> None:
         assert looked.missing == {}, "what was in its memory is gone with it"
 
 
-async def test_a_tenant_finds_and_removes_its_own_only(tmp_path: Path) -> None:
+async def test_a_tenant_finds_and_removes_its_own_only_and_it_is_on_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvpool.audit")
     model = Namespace("llama")
     async with tenant_pool(tmp_path) as running, AsyncExitStack() as stack:
         acme, blue, operator = [
@@ -253,3 +256,5 @@ async def test_a_tenant_finds_and_removes_its_own_only(tmp_path: Path) -> None:
         assert (await remove(blue, [held]))[0] == 3
         assert await present(acme, model, keys("k", 3)) == 3
         assert await present(blue, model, keys("k", 3)) == 0
+    (said,) = [vars(one) for one in caplog.records if one.name == "kvpool.audit"]
+    assert (said["request"], said["blocks"]) == ("RemoveAll @blue/llama", 3)

@@ -123,23 +123,18 @@ def test_strict_accounting_of_the_kernel(machine: Machine) -> None:
     assert tightest(machine.limits.memory())[:2] == ("vm.overcommit_memory=2", 3 * GIB)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_reserved_huge_pages_that_a_container_may_not_have(machine: Machine, version: int) -> None:
+@pytest.mark.parametrize("v2", [False, True])
+def test_reserved_huge_pages_that_a_container_may_not_have(machine: Machine, v2: bool) -> None:
     """A page beyond that limit is no error but the end of the process (SIGBUS)."""
     pool = "sys/kernel/mm/hugepages/hugepages-2048kB"
     machine.set(f"{pool}/free_hugepages", 1024)
     machine.set(f"{pool}/resv_hugepages", 24)
     assert tightest(machine.limits.huge_pages()).free == 2000 * MIB
-    if version == 2:
-        machine.set("proc/self/mountinfo", V2)
-        machine.set("proc/self/cgroup", "0::/pod")
-        files: Mapping[str, object] = {"hugetlb__2MB__max": 0, "hugetlb__2MB__current": 0}
-        machine.cgroup("pod", **files)
-    else:
-        machine.set("proc/self/mountinfo", HUGETLB_V1.format(root="/"))
-        machine.set("proc/self/cgroup", "4:hugetlb:/pod")
-        files = {"hugetlb__2MB__limit_in_bytes": 0, "hugetlb__2MB__usage_in_bytes": 0}
-        machine.cgroup("hugetlb/pod", **files)
+    machine.set("proc/self/mountinfo", V2 if v2 else HUGETLB_V1.format(root="/"))
+    machine.set("proc/self/cgroup", "0::/pod" if v2 else "4:hugetlb:/pod")
+    names = ("max", "current") if v2 else ("limit_in_bytes", "usage_in_bytes")
+    files: Mapping[str, object] = {f"hugetlb__2MB__{name}": 0 for name in names}
+    machine.cgroup("pod" if v2 else "hugetlb/pod", **files)
     found = tightest(machine.limits.huge_pages())
     assert found.free == 0
     assert found.name.startswith("cgroup /pod (hugetlb.2MB.")
@@ -152,8 +147,8 @@ def test_what_this_process_may_map_lock_and_write(machine: Machine) -> None:
         resource.RLIMIT_FSIZE: 2 * GIB,
         resource.RLIMIT_MEMLOCK: 8 * MIB,
     }
-    page = resource.getpagesize()
-    machine.set("proc/self/statm", f"{GIB // page} 1 1 1 0 {GIB // 2 // page} 0")
+    pages = GIB // resource.getpagesize()
+    machine.set("proc/self/statm", f"{pages} 1 1 1 0 {pages // 2} 0")
     machine.set("proc/self/status", "Name:\tx\nVmLck:\t    1024 kB\nCapEff:\t0000000000000000")
     space, data = machine.limits.mapped()
     # The mapping is aligned to a huge page, so it takes one more.
