@@ -202,9 +202,9 @@ class _Answers:
         try:
             while self._asking:
                 line = self._asking.pop(holder := next(iter(self._asking)))
-                end = line.popleft()
-                if line:
-                    self._asking[holder] = line
+                while (end := line.popleft())._transport is None and line:
+                    pass  # it has ended, which is no turn
+                self._asking |= {holder: line} if line else {}  # the others first
                 if end.answer_one(self._answer):
                     self._asking.setdefault(holder, line).append(end)
                 if self._loop.time() > until:
