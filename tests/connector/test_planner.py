@@ -364,6 +364,7 @@ def test_the_own_host_has_a_rate_and_the_rest_another() -> None:
         ("a third", held((2, "a"), (4, "b")), 0),
     ):
         assert decided(played, name, match) == tokens, name
+    assert cost.route(held((2, "a"), (2, "b"), (2, "c")), 5 << 20).ways == 1, "so little comes so"
     cost.start_over(6 << 20, 0, 1.0, cost.route(held((6, "a")), 6 << 20))
     assert decided(played, "slow", held((6, "b"))) == 0, "the pool is slow, until that was measured"
 
