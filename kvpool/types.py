@@ -67,12 +67,12 @@ BATCH_BLOCKS_MAX: Final = 1024
 SHARED_BYTES_MIN: Final = 4 << 20  # smaller reads come from one server, others from all
 #: Bytes: a block starts at a multiple of a page, so clients map it and disks write it as it lies.
 ALIGNMENT: Final = 4096
-#: The name of the tier that is memory, as masters show it.
+#: The tier that is memory, as masters show it, and all of which nothing outlives their server.
 MEMORY_TIER: Final = "dram"
+MEMORY_TIERS: Final = ("hbm", MEMORY_TIER)
 #: Servers that one block may be written to by one call.
 COPIES_MAX: Final = 16
-#: Hosts that one call of `Pool.score` compares.
-SCORED_HOSTS_MAX: Final = 1024
+SCORED_HOSTS_MAX: Final = 1024  # that one call of `Pool.score` compares
 #: Characters of a session's name.
 SESSION_NAME_MAX: Final = 128
 #: Of its memory a full server uses so much; the rest is for writes until others take some blocks.

@@ -15,6 +15,7 @@ from kvpool.client.servers import Servers
 from kvpool.errors import MasterLost, Unavailable
 from kvpool.types import (
     BATCH_BLOCKS_MAX,
+    MEMORY_TIERS,
     BlockKey,
     Explanation,
     Match,
@@ -32,8 +33,6 @@ _FIND_KEYS: Final = 4096
 #: are known as far as marks reach, and new a little later.
 _MATCH_KEYS: Final = 2048
 _FIRST_KEYS: Final = 512
-#: Nothing of these is left when their server has ended.
-MEMORY_TIERS: Final = ("hbm", "dram")
 
 
 class Asks(Protocol):

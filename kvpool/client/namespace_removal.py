@@ -13,14 +13,13 @@ from typing import Final, NamedTuple
 
 from kvpool.client.context import own_namespace
 from kvpool.client.extension import ClientExtension, ClientParts
-from kvpool.client.lookup import MEMORY_TIERS
 from kvpool.client.servers import gather_errors
 from kvpool.errors import KvpoolError, Overloaded, Unavailable, UsageError
 from kvpool.operators import Holding, HoldingsPage, Removal, RemovalCursor
 from kvpool.protocols import Channel
 from kvpool.runtime import task_group
 from kvpool.tenant_names import unqualified
-from kvpool.types import Namespace
+from kvpool.types import MEMORY_TIERS, Namespace
 from kvpool.wire import messages as wire
 from kvpool.wire.questions import Namespaces
 from kvpool.wire.removal import HoldingsReply, RemoveAll, RemovedAll

@@ -243,11 +243,11 @@ def test_a_slow_pool_is_not_waited_for() -> None:
     assert not plan.saves  # the pool has it
 
 
-def held(*runs: tuple[int, str]) -> Match:
+def held(*runs: tuple[int, str], tier: str = "dram") -> Match:
     """So many blocks, and the servers that have each of them, one letter each."""
     first, found = 0, []
     for blocks, servers in runs:
-        replicas = tuple(Replica(server, "dram") for server in servers)
+        replicas = tuple(Replica(server, tier) for server in servers)
         found.append(Run(first, first + blocks - 1, replicas))
         first += blocks
     return Match(tuple(found), first, ReadStatus.NEVER_WRITTEN)
@@ -265,12 +265,11 @@ def decided(played: Played, name: str, match: Match) -> int | None:
 def test_a_load_is_as_fast_as_the_ways_that_share_it() -> None:
     """Each server brings 12 MiB/s: six blocks take 0.5 s from one, 0.25 s from two of them."""
     played = Played(loads_max=100)
+    cost = played.planner.choice.transfer_cost
     played.planner.choice.prefill_cost.observe([(0, 960)], 3.0)
     for number in range(8):
         for ways in (1, 2):
-            played.planner.choice.transfer_cost.observe(
-                (6 + number) << 20, (6 + number) / 12 / ways, Route(ways)
-            )
+            cost.observe((6 + number) << 20, (6 + number) / 12 / ways, Route(ways))
     assert decided(played, "two", held((6, "ab"))) == 96
     assert decided(played, "one", held((6, "a"))) == 0
     assert decided(played, "shared", held((3, "ab"), (3, "b"))) == 96, "a has the other half"
@@ -360,6 +359,7 @@ def test_the_own_host_has_a_rate_and_the_rest_another() -> None:
         ("both", held((6, "ab")), 96),
         ("far", held((6, "b")), 0),
         ("on its disk", disk, 0),
+        ("on its device", held((6, "a"), tier="hbm"), 96),
         ("a half", held((3, "a"), (3, "b")), 96),
         ("a third", held((2, "a"), (4, "b")), 0),
     ):
@@ -429,7 +429,7 @@ def test_when_a_way_is_gone_its_speed_is() -> None:
 @pytest.mark.parametrize(
     ("mebibytes_s", "limit_s", "timeout_s"),
     [
-        (None, 10.0, 0.96),
+        (None, 10.0, 0.96),  # although the own host was measured
         (1000.0, 10.0, 0.5 * 0.96),
         (25.0, 10.0, 3 * 6 / 25),
         (10.0, 10.0, 0.96),
@@ -442,8 +442,8 @@ def test_a_load_gives_up_before_computing_would_have_been_done(
     """After three times what was expected, within half and all of the time of computing."""
     played = Played(load_timeout_s=limit_s)
     played.planner.choice.prefill_cost.observe([(0, 1000)], 10.0)  # 96 tokens in 0.96 s
-    if mebibytes_s is not None:
-        played.planner.choice.transfer_cost.observe(6 << 20, 6 / mebibytes_s)
+    mebibytes_s, route = (mebibytes_s, Route()) if mebibytes_s else (12_000.0, Route(ways=0))
+    played.planner.choice.transfer_cost.observe(6 << 20, 6 / mebibytes_s, route)
     assert played.load("a").timeout_s == pytest.approx(timeout_s)
 
 

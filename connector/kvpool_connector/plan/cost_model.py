@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Set
 from typing import Final, NamedTuple
 
-from kvpool.types import MEMORY_TIER, SHARED_BYTES_MIN, Match, Run
+from kvpool.types import MEMORY_TIERS, SHARED_BYTES_MIN, Match, Run
 
 #: Weight of earlier measurements when a new one comes: the last five count for two thirds.
 _DECAY: Final = 0.8
@@ -93,7 +93,7 @@ class TransferCost:
         """The servers that share these blocks; None: they lie in memory of the own host."""
         part = min([one.part for one in run.replicas], default=0)  # a rank loads one; all are alike
         alike = [one for one in run.replicas if one.part == part]
-        near = any(one.server in self.near and one.tier == MEMORY_TIER for one in alike)
+        near = any(one.server in self.near and one.tier in MEMORY_TIERS for one in alike)
         return None if near else frozenset([one.server for one in alike])
 
     def start_over(self, size: int, size_loaded: int, seconds: float, route: Route) -> None:
@@ -132,15 +132,17 @@ class TransferCost:
         """Estimated bytes per second of a load like the latest one, without the latency."""
         return 1 / self._line(next(reversed(self._sums), 1))[1]
 
+    def known(self, ways: int) -> list[int]:
+        """What was measured and tells of so many ways: the own host tells of none but itself."""
+        return [one for one in self._sums if one or not ways]
+
     def _line(self, ways: int) -> tuple[float, float]:
         """Latency in seconds, and seconds per byte.
 
         No faster than was measured: that more ways help, a load or a probe over them has to show.
-        Fewer than were ever measured are taken to have their share of the speed, and the own host
-        that of one way. What was measured there says nothing of ways.
+        Fewer than measured are taken to have their share of the speed, the own host that of one.
         """
-        known = [one for one in self._sums if one or not ways]
-        if not known:
+        if not (known := self.known(ways)):
             return _PRIOR_LATENCY_S, 1 / _PRIOR_BYTES_S
         nearest = max((one for one in known if one <= ways), default=min(known))
         weight, x, y, xx, xy = self._sums[nearest]
@@ -148,10 +150,8 @@ class TransferCost:
         mean_x, mean_y = x / weight, y / weight * share
         variance = xx / weight - mean_x * mean_x
         through_zero = mean_y / mean_x
-        # Loads of one size do not separate latency and rate.
-        if variance < 0.01 * mean_x * mean_x:
-            return 0.0, through_zero
-        slope = (xy / weight * share - mean_x * mean_y) / variance
+        differ = variance >= 0.01 * mean_x * mean_x  # else latency and rate cannot be told apart
+        slope = (xy / weight * share - mean_x * mean_y) / variance if differ else 0.0
         if slope <= 0:
             return 0.0, through_zero
         slope = min(slope, through_zero)  # no negative latency

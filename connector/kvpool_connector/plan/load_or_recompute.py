@@ -128,14 +128,14 @@ class LoadOrRecompute:
             return min(limit_s, _FIRST_TIMEOUT_S_MIN)
         return min(limit_s, max(prefill_s * _LOOKUP_SHARE, _LOOKUP_TIMEOUT_S_MIN))
 
-    def timeout_s(self, estimates: Estimates) -> float:
+    def timeout_s(self, estimates: Estimates, route: Route) -> float:
         """When a load is aborted, or no longer waited for, and its tokens are computed."""
         load_s, prefill_s = estimates
         if self._limits.load != "auto":
             return self._limits.load_timeout_s
         if prefill_s is None:
             timeout_s = max(load_s * _ABORT_FACTOR, _FIRST_TIMEOUT_S_MIN)
-        elif not self.transfer_cost.samples:  # it may just as well take as long as computing
+        elif not self.transfer_cost.known(route.ways):  # it may take as long as computing
             timeout_s = prefill_s
         else:
             timeout_s = max(load_s * _ABORT_FACTOR, prefill_s * _ABORT_SHARE_MIN)

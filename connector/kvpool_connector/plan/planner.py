@@ -161,7 +161,7 @@ class Planner:
             request.move_to(RequestState.WAITING)
             if request.waits_until is None:
                 self.counters["load_waits"] += 1
-                request.waits_until = now + self.choice.timeout_s(request.choice.estimates)
+                request.waits_until = now + self.choice.timeout_s(request.choice.estimates, route)
             return None
         if decision is not LoadDecision.LOAD:
             slow = decision in (LoadDecision.SLOWER, LoadDecision.MEASURING)
@@ -401,7 +401,8 @@ class Planner:
             found_ids = tuple(ids[i] for i in wanted)
             blocks.append(GroupBlocks(number, digests, found_ids, match=match))
         return LoadRequest(
-            *(request_id, tuple(blocks), self.choice.timeout_s(request.choice.estimates)),
+            *(request_id, tuple(blocks)),
+            self.choice.timeout_s(request.choice.estimates, request.offered[2]),
             *(self.promises.wait_limits(request, first, last), self.verifier.asks(request_id)),
         )
 
