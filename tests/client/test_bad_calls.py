@@ -23,7 +23,17 @@ from kvpool.errors import BadBuffer, BadKey, Closed, ConfigError, UsageError
 from kvpool.ops.tables import members_table
 from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT, Member, ServerStats
-from tests.conftest import CHAIN, NAMESPACE, buffers, eventually, key, keys, value, values
+from tests.conftest import (
+    CHAIN,
+    NAMESPACE,
+    TRANSPORTS,
+    buffers,
+    eventually,
+    key,
+    keys,
+    value,
+    values,
+)
 
 # --- callers -----------------------------------------------------------------------------
 
@@ -232,33 +242,36 @@ async def test_a_stranger_who_writes_a_circle_cannot_fill_the_pool(watched: dev.
         await pool.write(NAMESPACE, CHAIN, values(CHAIN))  # for the witness
 
 
-CALLS: dict[str, Callable[[Pool, list[bytes]], Coroutine[Any, Any, Any]]] = {
-    "write": lambda pool, chain: pool.write(NAMESPACE, chain, values(chain, 400_000)),
-    "read": lambda pool, _: pool.read(NAMESPACE, CHAIN, buffers(3)),
-    "match": lambda pool, _: pool.match(NAMESPACE, CHAIN),
-    "remove": lambda pool, chain: pool.remove(NAMESPACE, chain),
-    "members": lambda pool, _: pool.members(),
+CALLS: dict[str, Callable[[Pool, list[bytes], list[bytearray]], Coroutine[Any, Any, Any]]] = {
+    "write": lambda pool, chain, _: pool.write(NAMESPACE, chain, values(chain, 400_000)),
+    "read": lambda pool, _, into: pool.read(NAMESPACE, CHAIN, into),
+    "match": lambda pool, *_: pool.match(NAMESPACE, CHAIN),
+    "remove": lambda pool, chain, _: pool.remove(NAMESPACE, chain),
+    "members": lambda pool, *_: pool.members(),
 }
 
 
-@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", CALLS)
 async def test_cancelled_at_every_step(watched: dev.Dev, name: str, transport: str) -> None:
+    """No pin, no reservation, and no later byte in the caller's buffers."""
     (server,) = watched.servers
     config = ClientConfig(masters=[watched.address], transports=[transport])
     steps, done = 0, False
     while not done and steps < 200:
-        chain = keys(f"{transport} {steps}", 2)
+        chain, into = keys(f"{transport} {steps}", 2), buffers(3)
         async with watched.pool(config) as pool:
-            task = asyncio.create_task(CALLS[name](pool, chain))
+            task = asyncio.create_task(CALLS[name](pool, chain, into))
             for _ in range(steps):
                 await asyncio.sleep(0)
             done = task.done()
             task.cancel()
             await asyncio.wait([task])
             assert task.cancelled() or task.exception() is None
+            then = [bytes(one) for one in into]
             await eventually(lambda: server.store.held.pins == server.store.held.reservations == 0)
             check_invariants(server.store)
+        assert into == then
         # Late steps cancel a write that only waits for a master, whose thread a busy machine may
         # let wait for a hundred steps: what they have stored would evict the blocks of others.
         server.store.remove(NAMESPACE, chain)

@@ -197,31 +197,6 @@ async def test_a_batch_larger_than_a_message_is_split(tcp: Pool) -> None:
     assert got == data
 
 
-async def test_a_cancelled_call_leaves_nothing_behind(pool: Pool, pool_dev: dev.Dev) -> None:
-    """Cancel at many points: no pin, no reservation, no later byte in the caller's buffer."""
-    (server,) = pool_dev.servers
-    chain = keys("cancel", 6)
-    await pool.write(NAMESPACE, chain, values(chain, 1 << 20))
-    for step in range(12):
-        got = buffers(6, 1 << 20)
-        reading = asyncio.create_task(pool.read(NAMESPACE, chain, got))
-        fresh = key(f"cancelled/{step}")
-        writing = asyncio.create_task(pool.write(NAMESPACE, [fresh], [value(fresh, 1 << 20)]))
-        await asyncio.sleep(step * 0.0006)
-        reading.cancel()
-        writing.cancel()
-        await asyncio.gather(reading, writing, return_exceptions=True)
-        snapshot = [bytes(buffer) for buffer in got]
-        await asyncio.sleep(0.002)
-        assert [bytes(buffer) for buffer in got] == snapshot
-    await asyncio.sleep(0.1)
-    assert (server.store.held.pins, server.store.held.reservations) == (0, 0)
-    got = buffers(6, 1 << 20)
-    results = await pool.read(NAMESPACE, chain, got)
-    for digest, result, buffer in zip(chain, results, got, strict=True):
-        assert not result.status.hit or buffer == value(digest, 1 << 20)
-
-
 # --- calls that are wrong ----------------------------------------------------------------
 
 

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvpool import ConfigError, Pool
+from kvpool import ConfigError
 from kvpool_connector import settings
 from kvpool_connector.hints.request_params import OTHERS, Asked, Mistakes, parse_request
 from kvpool_connector.memory import kv_layout as layout
-from kvpool_connector.memory.block_memory import memory_of, views_of
+from kvpool_connector.memory.block_memory import views_of
 from kvpool_connector.memory.kv_layout import LayerSlice, LayerView, UnsupportedLayout
 from kvpool_engines import namespace
-from tests.conftest import NAMESPACE, keys
 
 SHAPE = LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 2, 4, 8
 
@@ -35,25 +34,6 @@ def caches(order: Sequence[int], shape: Sequence[int] = SHAPE) -> dict[str, torc
     shaped = flat.view([shape[axis] for axis in order])
     whole = shaped.permute([list(order).index(axis) for axis in range(5)])
     return {f"model.layers.{layer}.attn": whole[layer] for layer in range(shape[0])}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-async def test_a_block_of_any_layout_comes_back_elsewhere(name: str, pool: Pool) -> None:
-    """Saved from some blocks, loaded into others; every layer has it, no other block changes."""
-    layers = caches(LAYOUTS[name])
-    before = {layer: cache.clone() for layer, cache in layers.items()}
-    blocks = memory_of(layers)
-    assert blocks.block_bytes == LAYERS * HEADS * TOKENS * CONTENT * 2
-    chain = keys(name, 2)
-    async with blocks.source([1, 4], blocks.record_event()) as source:
-        await pool.write(NAMESPACE, chain, source)
-    async with blocks.target([2, 0], blocks.record_event()) as target:
-        results = await pool.read(NAMESPACE, chain, target)
-    assert all(result.size == blocks.block_bytes for result in results)
-    for layer, cache in layers.items():
-        assert torch.equal(cache[2], before[layer][1])
-        assert torch.equal(cache[0], before[layer][4])
-        assert torch.equal(cache[[1, 3, 4, 5]], before[layer][[1, 3, 4, 5]])
 
 
 def test_neighbouring_layers_are_one_piece() -> None:

@@ -401,12 +401,12 @@ def test_a_block_that_two_requests_complete_in_one_step_is_saved_once() -> None:
 
 
 def test_only_the_blocks_that_were_refused_are_tried_again_each_with_its_own_parent() -> None:
-    saves = queue()
+    saves = queue(counters=(counters := Counter()))
     prompt = chain(0, 5)
     saves.add([prompt], "", None, 0.0)
     (save,) = saves.take_saves(0.0)
-    full, large = WriteStatus.NO_SPACE, WriteStatus.TOO_LARGE
-    refused = [(0, prompt.digests[n], full if n < 4 else large) for n in (1, 3, 4)]
+    full, for_good = WriteStatus.NO_SPACE, WriteStatus.BYPASSED
+    refused = [(0, prompt.digests[n], full if n < 4 else for_good) for n in (1, 3, 4)]
     unpinned, stored = saves.on_result(SaveResult(save.job, 0, tuple(refused)), 0.0)
     assert unpinned == [1, 2, 3, 4, 5]
     assert [(run.number, len(run.digests)) for run in stored] == [(0, 1), (2, 1)]
@@ -415,6 +415,7 @@ def test_only_the_blocks_that_were_refused_are_tried_again_each_with_its_own_par
         (1, prompt.digests[0]),
         (3, prompt.digests[2]),
     ]
+    assert counters["dropped bypassed"] == 1
 
 
 def test_what_waits_for_a_pin_follows_in_order_and_a_block_that_was_overwritten_is_dropped() -> (

@@ -244,11 +244,6 @@ def test_what_a_stranger_may_evict_is_a_share_of_what_all_may_reserve(
     assert books.store.extents.evicted_bytes == min(start, max(START, reserved_max // 2))
 
 
-def test_free_memory_is_reserved_at_once() -> None:
-    books = Books(2048)
-    assert statuses(books.reserve(1, keys("new", 1024))) == ["RESERVED"] * 1024
-
-
 def test_what_all_have_reserved_is_bounded() -> None:
     books = Books(64, reserved=16)
     assert statuses(books.reserve(1, keys("a", 5))) == ["RESERVED"] * 5

@@ -175,43 +175,6 @@ def test_eviction_is_least_recently_used_tail_first() -> None:
         assert {d for d in model if not books.index.peek(ONE, 0, d)} == set()
 
 
-def test_what_is_pinned_stays_and_a_full_segment_says_so() -> None:
-    books = store(3)
-    chain = keys("pinned", 3)
-    write(books, chain)
-    books.pin(9, ONE, 0, chain, 1.0)
-    assert write(books, [key("new")], 2.0) == [WriteStatus.NO_SPACE]
-    books.drop_owner(9)
-    assert write(books, [key("new")], 3.0) == [WriteStatus.RESERVED]
-
-
-def test_probing_changes_nothing() -> None:
-    """G9: the block that is asked for all the time is still the first to go."""
-    books = store(3)
-    write(books, [key("probed")], 1.0)
-    write(books, [key("b")], 2.0)
-    write(books, [key("c")], 3.0)
-    for _ in range(100):
-        assert books.index.peek(ONE, 0, key("probed"))
-    write(books, [key("d")], 4.0)
-    assert present(books, [key("probed"), key("b")]) == [False, True]
-
-
-def test_two_writers_of_one_key() -> None:
-    books = store(4)
-    (first,) = books.reserve(1, ReserveRequest(ONE, 0, [key("k")], [ROOT], [PAGE]), 0.0)
-    (second,) = books.reserve(2, ReserveRequest(ONE, 0, [key("k")], [ROOT], [PAGE]), 0.0)
-    assert (first.status, second.status) == (WriteStatus.RESERVED, WriteStatus.IN_PROGRESS)
-    assert books.pin(3, ONE, 0, [key("k")], 0.0)[0].status is ReadStatus.BEING_WRITTEN
-    with pytest.raises(BadMessage):
-        books.seal(2, first.id, 0, 0.0)
-    books.seal(1, first.id, 0, 0.0)
-    (third,) = books.reserve(2, ReserveRequest(ONE, 0, [key("k")], [ROOT], [PAGE]), 0.0)
-    assert third.status is WriteStatus.ALREADY_STORED
-    with pytest.raises(BadMessage):
-        books.seal(1, first.id, 0, 0.0)
-
-
 @pytest.mark.parametrize("of", ["another", "it, twice"])
 def test_with_a_foreign_id_nothing_of_a_batch_is_sealed_or_unpinned(of: str) -> None:
     books = store(4)
@@ -288,16 +251,6 @@ def test_a_batch_is_sealed_as_its_blocks_would_be_one_by_one(seed: int) -> None:
     assert one.extents.evicted == other.extents.evicted > 100
 
 
-def test_parts_leave_together() -> None:
-    books = store(4)
-    for part in (0, 1):
-        (answer,) = books.reserve(1, ReserveRequest(TWO, part, [key("p")], [ROOT], [PAGE]), 1.0)
-        books.seal(1, answer.id, 0, 1.0)
-    write(books, keys("filler", 3), 2.0)
-    assert [books.index.peek(TWO, part, key("p")) for part in (0, 1)] == [None, None]
-    assert all(present(books, keys("filler", 3)))
-
-
 def test_the_reason_of_a_miss_is_remembered() -> None:
     books = store(2, tombstones_max=3)
     write(books, [key("evicted")], 1.0)
@@ -319,24 +272,6 @@ def test_a_buffer_too_small_pins_nothing() -> None:
     (pin,) = books.pin(1, ONE, 0, [key("k")], 1.0, [PAGE - 1])
     assert pin.status is ReadStatus.BUFFER_TOO_SMALL
     assert books.held.pins == 0
-
-
-def test_a_block_larger_than_the_segment_is_told_apart() -> None:
-    (answer,) = store(2).reserve(1, ReserveRequest(ONE, 0, [key("k")], [ROOT], [3 * PAGE]), 0.0)
-    assert answer.status is WriteStatus.TOO_LARGE
-
-
-def test_a_removed_block_is_invisible_at_once_and_freed_with_its_last_pin() -> None:
-    books = store(2)
-    write(books, [key("k")])
-    (pin,) = books.pin(1, ONE, 0, [key("k")], 1.0)
-    assert books.remove(ONE, [key("k")]) == [True]
-    assert books.pin(2, ONE, 0, [key("k")], 1.0)[0].status is ReadStatus.REMOVED
-    assert books.allocator.allocated == PAGE
-    books.unpin(1, pin.id)
-    assert books.allocator.allocated == 0
-    with pytest.raises(BadMessage):
-        books.unpin(1, pin.id)
 
 
 def test_a_child_may_come_before_its_parent() -> None:
@@ -428,6 +363,7 @@ def test_a_block_that_is_being_written_again_is_still_gone() -> None:
     books.remove(ONE, [digest])
     (answer,) = books.reserve(1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), 1.0)
     assert departures(books) == [(digest, ReadStatus.REMOVED)]
+    assert books.pin(2, ONE, 0, [digest], 1.0)[0].status is ReadStatus.BEING_WRITTEN
     books.seal(1, answer.id, 0, 1.0)
     assert departures(books) == []
 

@@ -370,55 +370,6 @@ async def test_writes_that_fail_now_and_then_are_no_outage(tiered: dev.Dev) -> N
             assert not stack.queue.read_only
 
 
-_FULL_DISK = """
-import asyncio, errno, os, sys
-from kvpool import dev
-from tests.conftest import NAMESPACE, buffers, eventually, keys, values
-
-def sparse(*_):  # as on a file system that copies on write: space can run out later
-    raise OSError(errno.EOPNOTSUPP, "not supported")
-
-async def main(folder):
-    os.posix_fallocate = sparse
-    old, new = keys("old", 100), keys("new", 20)
-    async with dev.serve(tiers=["dram:2MiB", f"nvme:{folder}/tier:16MiB"]) as running:
-        stack = running.servers[0].stack
-        async with running.pool() as pool:
-            await pool.write(NAMESPACE, old, values(old, 65536))
-            await eventually(lambda: not stack.queue.waiting and not stack.front.held.pins)
-            with open(f"{folder}/other", "wb", buffering=0) as other:
-                try:
-                    while True:
-                        other.write(bytes(4096))
-                except OSError as error:
-                    assert error.errno == errno.ENOSPC
-            await pool.write(NAMESPACE, new, values(new, 65536))
-            await eventually(lambda: stack.queue.read_only)
-            results = await pool.read(NAMESPACE, old, buffers(100, 65536))
-            assert all(result.status.hit for result in results), results
-            late = keys("late", 10)
-            await pool.write(NAMESPACE, late, values(late, 65536))
-            os.unlink(f"{folder}/other")
-            await eventually(lambda: not stack.queue.read_only, within_s=20)
-            await eventually(lambda: not stack.queue.waiting and not stack.front.held.pins)
-            assert all(stack.backing.index.peek(NAMESPACE, 0, digest) for digest in (*old, *late))
-    print("ok")
-
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-def test_a_file_system_that_is_full_for_a_while(tmp_path: Path) -> None:
-    """A real one: a small tmpfs, in a mount namespace of its own."""
-    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("this process may not mount a file system")
-    mount = f"mount -t tmpfs -o size=40m none {tmp_path}"
-    python = f'exec {sys.executable} -c "$0" {tmp_path}'
-    command = ["unshare", "-rm", "sh", "-c", f"{mount} && {python}", _FULL_DISK]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "ok\n", done.stderr
-
-
 # --- kill -9 ----------------------------------------------------------------------------
 
 

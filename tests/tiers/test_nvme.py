@@ -9,7 +9,6 @@ import itertools
 import mmap
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.checksum import block_seed, checksum, namespace_seed
-from kvpool.errors import Closed, ConfigError, Unavailable, UsageError
+from kvpool.errors import Closed, ConfigError, Unavailable
 from kvpool.protocols.persistent_tier import Record
 from kvpool.types import ROOT, Namespace
 from kvpool_tiers.nvme import file_disk as disk_module
@@ -209,6 +208,21 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
     with pytest.raises(ConfigError, match="cannot have 11 MiB: ENOSPC: No space left on device"):
         Nvme(CAPACITY, path=path)
     assert not path.exists()
+
+
+async def test_where_no_space_can_be_set_aside_it_may_run_out_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that copies on write."""
+
+    def unable(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", unable)
+    with tier_at(path) as tier:
+        assert path.stat().st_size == Nvme.disk_size(CAPACITY)  # noqa: ASYNC240
+        await write(tier, one := record(CAPACITY - PAGE))
+        assert await is_intact(tier, one)
 
 
 def test_all_of_the_file_is_set_aside(path: Path) -> None:
@@ -1080,60 +1094,3 @@ async def test_what_was_written_over_does_not_come_back_when_the_newer_one_goes(
     assert kept == {newer, apart}
     await tier.erase([newer.offset])
     assert (await found(disk))[0] == {apart}
-
-
-def test_what_returned_before_kill_9_is_found(path: Path) -> None:
-    script = """
-import asyncio, sys
-from tests.tiers.test_nvme import Nvme, PAGE, record, write
-async def main():
-    tier = Nvme(1 << 24, path=sys.argv[1])
-    await tier.recover()
-    for n in range(1 << 12):
-        await write(tier, record(n * PAGE, 1 + n % PAGE, n + 1))
-        print(n, flush=True)
-asyncio.run(main())
-"""
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    while int(child.stdout.readline()) < 100:
-        pass
-    with pytest.raises(ConfigError, match=f"in use by process {child.pid}"):
-        Nvme(1 << 24, path=path)
-    child.send_signal(signal.SIGKILL)
-    returned = 101 + len(child.stdout.readlines())
-    child.wait()
-    child.stdout.close()
-
-    async def check() -> None:
-        with tier_at(path, 1 << 24) as tier:
-            found = await tier.recover()
-            assert len(found) - returned in (0, 1)  # one may have been remembered and not told
-            for n, one in enumerate(found):
-                assert one == record(n * PAGE, 1 + n % PAGE, n + 1)
-                assert await is_intact(tier, one)
-
-    asyncio.run(check())
-
-
-async def test_a_call_beyond_the_file_is_refused(path: Path) -> None:
-    with tier_at(path) as tier:
-        for offset in (CAPACITY, -PAGE, 1):
-            with pytest.raises(UsageError):
-                await tier.erase([offset])
-        with pytest.raises(UsageError, match="multiples of 4096"):
-            await tier.read_into(1, memoryview(bytearray(1)))
-
-
-async def test_a_request_that_has_ended_is_not_waited_for() -> None:
-    request = disk_module._IoRequest(lambda offset, buffer: None, 0, memoryview(bytearray(1)), 1)
-    waiting = asyncio.ensure_future(request.wait_finished())
-    await asyncio.sleep(0)
-    waiting.cancel()  # it waits all the same: a thread may still use the buffer
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    request.finish()
-    await asyncio.wait_for(waiting, 5)
-    await asyncio.wait_for(request.wait_finished(), 5)
