@@ -29,9 +29,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Which = Annotated[
     list[str] | None,
     typer.Argument(
-        help="headline, scaling, memory, grid, hints, admission, links, links-70b, disks, "
-        "placements, failures, fan-out, hog, thousand, loads, mixed, trace, sensitivity, masters, "
-        "or one: a fleet of the options below."
+        help="headline, scaling, memory, grid, hints, affinity, admission, ways, links, links-70b, "
+        "disks, placements, failures, fan-out, hog, thousand, loads, mixed, trace, sensitivity, "
+        "masters, or one: a fleet of the options below."
     ),
 ]
 Gpus = Annotated[
@@ -44,7 +44,8 @@ Sessions = Annotated[int | None, typer.Option(min=1, help="Sessions in all.")]
 Concurrent = Annotated[int | None, typer.Option(min=1, help="Sessions at the same time.")]
 ScopeName = Annotated[str, typer.Option(help="Below device memory: none, local or pool.")]
 RouterName = Annotated[
-    str, typer.Option("--router", help="round-robin, least-loaded, sticky, spill or precise.")
+    str,
+    typer.Option("--router", help="round-robin, least-loaded, sticky, fewest, spill or precise."),
 ]
 EventsLate = Annotated[
     float, typer.Option(help="Seconds until a precise router knows what an engine holds.")

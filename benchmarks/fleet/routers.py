@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -59,6 +60,25 @@ def sticky(facts: RouterFacts, spill_s: float = float("inf")) -> Router:
         if prompt.last:
             del homes[prompt.session]
         return home
+
+    return choose
+
+
+def fewest(facts: RouterFacts) -> Router:
+    """A session stays at the engine that had the fewest living ones when it began."""
+    homes: dict[int, int] = {}
+    living = Counter[int]()
+
+    def choose(prompt: Prompt, engines: Sequence[PrefillEngine]) -> PrefillEngine:
+        number = homes.get(prompt.session)
+        if number is None:
+            number = min(range(len(engines)), key=lambda one: (living[one], engines[one].work_s))
+            homes[prompt.session] = number
+            living[number] += 1
+        if prompt.last:
+            del homes[prompt.session]
+            living[number] -= 1
+        return engines[number]
 
     return choose
 
@@ -128,6 +148,7 @@ ROUTERS: Final[dict[str, Callable[[RouterFacts], Router]]] = {
     "round-robin": round_robin,
     "least-loaded": least_loaded,
     "sticky": sticky,
+    "fewest": fewest,
     "spill": partial(sticky, spill_s=_SPILL_S),
     "precise": PreciseRouter,
 }

@@ -193,7 +193,7 @@ def test_what_is_left_on_a_shared_link_tells_how_long_a_load_takes() -> None:
     assert link.left == 0
 
 
-@pytest.mark.parametrize("router", ["least-loaded", "sticky", "spill"])
+@pytest.mark.parametrize("router", ["least-loaded", "sticky", "spill", "fewest"])
 def test_idle_engines_take_new_sessions_in_turn(router: str) -> None:
     """Else the first of them would have most sessions, and each too little memory of its own."""
     events, constants = EventQueue(), Constants()
@@ -202,10 +202,10 @@ def test_idle_engines_take_new_sessions_in_turn(router: str) -> None:
     engines[2].work_s = 1.0
 
     def sent(session: int) -> int:
-        chain = [key("chain")]
-        return choose(Prompt(str(session), session, 0, chain, 600, 1, 0.0), engines).number
+        return choose(Prompt(str(session), session, 0, [key("a")], 600, 1, 0.0), engines).number
 
-    assert [sent(session) for session in range(6)] == [0, 1, 3, 0, 1, 3]
+    turns = [0, 1, 3, 2, 0, 1] if router == "fewest" else [0, 1, 3, 0, 1, 3]
+    assert [sent(session) for session in range(6)] == turns
     assert sent(2) == (0 if router == "least-loaded" else 3)
 
 

@@ -54,6 +54,12 @@ TABLES: Final = {
     ),
     "hints": FleetTable("what the pool knows of sessions", knowledge.hints, sessions=200),
     "admission": FleetTable("sessions that wait for room", knowledge.admission, sessions=200),
+    "affinity": FleetTable(
+        "a pool, and the memory of each host, if sessions stay at their engine",
+        knowledge.affinity,
+        *(24, 150, 100),
+    ),
+    "ways": FleetTable("several ways from the pool to an engine", bad_days.ways),
     "links": FleetTable("from slow links to fast ones", bad_days.links, sessions=150),
     "links-70b": FleetTable(
         "from slow links to fast ones, 328 KB of KV per token", bad_days.links_dense, sessions=150

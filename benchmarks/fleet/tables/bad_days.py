@@ -31,6 +31,30 @@ def links_dense(base: FleetOptions) -> list[Case]:
     return links(replace(with_memory(base, 4.0), constants=dense))
 
 
+def ways(base: FleetOptions) -> list[Case]:
+    """A load over one way, two and four, by how many times as many sessions as were published; two
+    working sets of memory, four where there are no more."""
+    base = replace(base, block=2048)
+    rate = base.constants.pool_load_bytes_s
+    return [
+        Case(
+            f"{times} times the load, {name}, seed {seed}",
+            replace(
+                with_memory(
+                    replace(base, concurrent=times * base.concurrent),
+                    4.0 if times == 1 else 2.0,
+                ),
+                sessions=max(3, 2 * times) * base.concurrent,
+                constants=base.constants.changed({"pool_load_bytes_s": ways * rate}),
+                seed=seed,
+            ),
+        )
+        for times in (1, 2, 4)
+        for ways, name in ((1, "one way"), (2, "two ways"), (4, "four ways"))
+        for seed in range(base.seed, base.seed + 5)
+    ]
+
+
 def placements(base: FleetOptions) -> list[Case]:
     """Where the pool puts blocks, and a server that is lost at half of the time; one and a half
     working sets."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.fleet.cases import Case, with_memory
-from benchmarks.fleet.options import FleetOptions, Hints
+from benchmarks.fleet.options import FleetOptions, Hints, Scope
 
 
 def hints(base: FleetOptions) -> list[Case]:
@@ -25,6 +25,30 @@ def hints(base: FleetOptions) -> list[Case]:
             shown = replace(options, memory_tokens=memory_tokens)
             cases.append(Case(f"{share:g} ws, {name}", shown))
     return cases
+
+
+def affinity(base: FleetOptions) -> list[Case]:
+    """A pool whose engines read their own host first, and the host memory of each engine alone:
+    sessions stay at their engine, with the same policy and hints, by memory in working sets."""
+    base = replace(base, router="fewest", block=2048)
+    told = (("nothing", "density", Hints.NONE), ("all", "lease", Hints.ALL))
+    return [
+        Case(
+            f"{share:g} ws, {name}, {scope.value}, seed {seed}",
+            replace(
+                with_memory(base, share),
+                policy=policy,
+                hints=hints,
+                scope=scope,
+                direct=scope is Scope.POOL,
+                seed=seed,
+            ),
+        )
+        for share in (0.5, 0.6, 0.75, 0.9)
+        for name, policy, hints in (*told, ("inferred", "programs", Hints.NONE))
+        for scope in (Scope.LOCAL, Scope.POOL)
+        for seed in range(base.seed, base.seed + 5)
+    ]
 
 
 def admission(base: FleetOptions) -> list[Case]:
