@@ -41,6 +41,7 @@ def test_hosts_ranks_and_operators_do_not() -> None:
         "VLLM_DP_RANK": "1",
         "VLLM_DIST_IDENT": "of this process alone",
         "VLLM_CACHE_ROOT": "/var/cache",
+        "VLLM_USE_AOT_COMPILE": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_API_KEY": "a secret, which is in no name and no log",

@@ -244,10 +244,8 @@ def test_ranks_that_agree_have_the_name_of_one_rank() -> None:
     assert name_of(["a", "b"], 1) != name_of(["a", "b"], 2)
     assert name_of(["a", "b"], 2) != name_of(["b", "a"], 2)
     assert name_of(["w"], 1) != name_of(["w", "w"], 1)
-
-
-def test_without_the_setting_each_rank_counts() -> None:
-    assert name_of(["w"], 0) != name_of(["w", "w"], 0)
+    assert name_of(["w"], 0) != name_of(["w", "w"], 0)  # without the setting each counts
+    assert name_of(["a", "b"], 0) != name_of(["b", "a"], 0)
 
 
 def test_parts_of_heads_need_a_name_for_the_weights() -> None:

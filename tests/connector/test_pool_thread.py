@@ -249,45 +249,47 @@ def fails(*_: object) -> Any:
     raise RuntimeError("planted")
 
 
-@pytest.mark.parametrize("broken", ["first_info", "model_info", "adapters"])
+def made(thread: PoolThread, logged: list[str], **model: Any) -> ConnectorWorker:
+    worker = ConnectorWorker(
+        SETTINGS, thread, Rank(0, 0, True), lambda line, error: logged.append(line)
+    )
+    memory = memory_of({"layer.0": torch.zeros(8, 4096, dtype=torch.uint8)})
+    worker.register([memory], ModelInMemory(**{"info": partial(ModelInfo, packing="k"), **model}))
+    return worker
+
+
+def play(worker: ConnectorWorker) -> Counter[str]:
+    """Three steps with every kind of transfer, each of which ends once; what was counted."""
+    blocks = (GroupBlocks(0, CHAIN, (3, 4), (ROOT, CHAIN[0])),)
+    counters: Counter[str] = Counter()
+    for step in range(1, 4):
+        load = LoadRequest("r", (GroupBlocks(0, CHAIN, (1, 2)),), 1.0)
+        saves = [SaveRequest(0, blocks, adapters=frozenset({(1, ("x",))}))]
+        saves.append(SaveRequest(1, blocks))
+        work = StepWork(step, (Namespace("n"),), [load], saves, serials=(1,))
+        work.probe, work.verify = ProbeRequest(blocks, 1.0), VerifyRequest(step, blocks, 1.0)
+        worker.start_loads(work)
+        worker.start_saves(work)
+        assert worker.take_finished() == ({"r"}, {"r"}, {1, 2})
+        time.sleep(0.002)  # the engine hears of it when it steps
+        report = worker.take_report()
+        assert [(one.request_id, one.complete) for one in report.loads] == [("r", False)]
+        assert [one.job for one in report.saves] == [0, 1]
+        assert min(one.age_s for one in report.saves) >= 0.002
+        assert [len(one.refused) for one in report.saves] == [len(CHAIN)] * 2
+        assert [one.job for one in report.verified] == [step]
+        assert len(report.probes) == 1
+        counters.update(worker.take_counters())
+    return counters
+
+
+@pytest.mark.parametrize("broken", ["info", "whole_info", "adapters"])
 def test_a_worker_raises_nothing_into_its_engine_and_ends_every_transfer(
     broken: str, closed: PoolThread
 ) -> None:
     logged: list[str] = []
-    worker = ConnectorWorker(
-        SETTINGS, closed, Rank(0, 0, True), lambda line, error: logged.append(line)
-    )
-    memory = memory_of({"layer.0": torch.zeros(8, 4096, dtype=torch.uint8)})
-    changes = iter(range(100))
-    worker.register(
-        [memory],
-        ModelInMemory(
-            fails if broken == "first_info" else partial(ModelInfo, packing="kernel"),
-            fails if broken == "model_info" else None,
-            fails if broken == "adapters" else dict,
-            (lambda: next(changes)) if broken == "model_info" else int,
-        ),
-    )
-    load = LoadRequest("r", (GroupBlocks(0, CHAIN, (1, 2)),), 1.0)
-    blocks = (GroupBlocks(0, CHAIN, (3, 4), (ROOT, CHAIN[0])),)
-    work = StepWork(1, (Namespace("n"),), serials=(1,))
-    work.loads.append(load)
-    work.saves.append(SaveRequest(7, blocks, adapters=frozenset({(1, ("x",))})))
-    work.saves.append(SaveRequest(8, blocks))
-    work.verify = VerifyRequest(9, blocks, 1.0)
-    counters: Counter[str] = Counter()
-    for _ in range(3):
-        worker.start_loads(work)
-        worker.start_saves(work)
-        finished = worker.take_finished()
-        time.sleep(0.01)  # the engine hears of it when it steps
-        report = worker.take_report()
-        assert min(one.age_s for one in report.saves) >= 0.01
-        assert (finished.loaded, finished.bad_blocks) == ({"r"}, {1, 2})
-        assert [one.job for one in report.saves] == [7, 8]
-        assert [one.job for one in report.verified] == [9]
-        assert [one.complete for one in report.loads] == [False]
-        counters.update(worker.take_counters())
+    changes = partial(next, iter(range(100))) if broken == "whole_info" else int
+    counters = play(made(closed, logged, **{broken: fails, "changes": changes}))
     assert len(logged) == 1, "each reason once"
     assert logged[0].startswith("rank 0: ")
     assert "failed with RuntimeError: planted; the engine goes on without" in logged[0]
@@ -304,39 +306,13 @@ CATCH = {
 
 
 def test_whatever_raises_in_a_worker_each_transfer_ends_once(closed: PoolThread) -> None:
-    blocks = (GroupBlocks(0, CHAIN, (3, 4), (ROOT, CHAIN[0])),)
-
-    def made() -> ConnectorWorker:
-        worker = ConnectorWorker(SETTINGS, closed, Rank(0, 0, True))
-        memory = memory_of({"layer.0": torch.zeros(8, 4096, dtype=torch.uint8)})
-        worker.register([memory], ModelInMemory(partial(ModelInfo, packing="kernel")))
-        return worker
-
-    def play(worker: ConnectorWorker) -> None:
-        for step in range(1, 4):
-            load = LoadRequest("r", (GroupBlocks(0, CHAIN, (1, 2)),), 1.0)
-            saves = [SaveRequest(0, blocks, adapters=frozenset({(1, ("x",))}))]
-            saves.append(SaveRequest(1, blocks))
-            work = StepWork(step, (Namespace("n"),), [load], saves, serials=(1,))
-            work.probe, work.verify = ProbeRequest(blocks, 1.0), VerifyRequest(step, blocks, 1.0)
-            worker.start_loads(work)
-            worker.start_saves(work)
-            assert worker.take_finished() == ({"r"}, {"r"}, {1, 2})
-            report = worker.take_report()
-            assert [one.request_id for one in report.loads] == ["r"]
-            assert [one.job for one in report.saves] == [0, 1]
-            assert [len(one.refused) for one in report.saves] == [len(CHAIN)] * 2
-            assert [one.job for one in report.verified] == [step]
-            assert len(report.probes) == 1
-            worker.take_counters()
-
-    worker = made()
+    worker = made(closed, [])
     with raising.called() as seen:
         play(worker)
     functions = [one for one in seen if one.co_name not in CATCH and one.co_name[0] != "<"]
     assert len(functions) >= 9
     for function in functions:
         for at_call in (1, 3):
-            worker = made()
+            worker = made(closed, [])
             with raising.raising(function, at_call):
                 play(worker)

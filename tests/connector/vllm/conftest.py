@@ -20,6 +20,7 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["*"]
 else:
     from examples import tiny_model
+    from tests.connector.vllm.engine import ENVIRONMENT
     from tests.connector.vllm.helpers import (
         Engine,
         Logs,
@@ -31,6 +32,8 @@ else:
     )
     from tests.connector.vllm.played import Play, Played
     from tests.support.local_pool import LocalPool
+
+    os.environ["VLLM_USE_AOT_COMPILE"] = ENVIRONMENT["VLLM_USE_AOT_COMPILE"]
 
 
 @pytest.fixture(scope="session")

@@ -30,8 +30,8 @@ torch.cpu._is_amx_tile_supported = lambda: False
 # Two engines on two cores leave a master or a server no turn for a second. Loads have their own
 # limit, which tests of pools that are silent choose.
 _client = Settings.client
-Settings.client = lambda settings: msgspec.structs.replace(  # type: ignore[method-assign]
-    _client(settings), attempt_s=20.0, timeout_s=30.0
+Settings.client = lambda self: msgspec.structs.replace(  # type: ignore[method-assign]
+    _client(self), attempt_s=20.0, timeout_s=30.0
 )
 
 #: What makes a run of the real engine short and repeatable on a CPU.
@@ -42,10 +42,12 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # What vLLM compiles ahead of time it cannot load again on a CPU: each start would compile anew,
+    # for 15 seconds. So PyTorch compiles, and has a cache.
+    "VLLM_USE_AOT_COMPILE": "0",
 }
 DEFAULTS: dict[str, Any] = {
     "dtype": "bfloat16",
-    "enforce_eager": True,
     "block_size": 32,
     "kv_cache_memory_bytes": 64 << 20,
     "max_model_len": 4096,
@@ -94,6 +96,7 @@ def main() -> None:
     def start(given: dict[str, Any]) -> bool:
         nonlocal llm
         stop({})
+        os.environ.update(given.pop("environment", {}))
         # A start looks into all modules, and fails at an object of this one. A second start has it;
         # behind LMCache, which imports numba, a first one, too.
         with contextlib.suppress(ImportError):

@@ -61,8 +61,11 @@ class Engine:
     def __init__(
         self, model: Path, log: Path, installed: Path | None = None, **arguments: Any
     ) -> None:
-        """With `installed` it runs with the packages of that directory, not with the sources."""
-        environment = {**os.environ, **ENVIRONMENT}
+        """With `installed` it runs with the packages of that directory, not with the sources.
+
+        `environment` has variables of its process; those of a later `start` are set in it.
+        """
+        environment = {**os.environ, **ENVIRONMENT, **arguments.get("environment", {})}
         environment.pop("PYTHONHASHSEED", None)
         program = ["-m", self.module]
         if installed is not None:

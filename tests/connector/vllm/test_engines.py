@@ -22,27 +22,6 @@ from tests.support.local_pool import LocalPool
 pytestmark = pytest.mark.timeout(400)
 
 
-def test_a_second_engine_finds_what_the_first_computed(
-    pool: LocalPool, model: Models, logs: Logs, plain: Engine
-) -> None:
-    """Two fresh processes over shared memory; the name alone finds the connector."""
-    prompts = [prompt(number) for number in range(4)]
-    expected = plain.generate(prompts)
-    config = transfer(pool.master)
-    del config["kv_connector_module_path"]
-    with Engine(model(), logs("writer"), kv_transfer_config=config) as writer:
-        first = writer.ready().generate(prompts)
-        blocks = pool.settled()
-    with Engine(model(), logs("second"), kv_transfer_config=config) as second:
-        again = second.ready().generate(prompts)
-        metrics = second.metrics()
-    assert first["tokens"] == again["tokens"] == expected["tokens"]
-    assert blocks == 11 + 4 * 4  # 375 shared tokens are 11 blocks of 32
-    assert again["cached"] == [480] * 4
-    assert metrics["vllm:kvpool_hit_tokens dram"] >= 480
-    assert metrics["vllm:kvpool_load_bytes"] > 0
-
-
 class RowEngine(Engine):
     module = "tests.connector.vllm.row_engine"
 

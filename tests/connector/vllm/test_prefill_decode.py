@@ -246,13 +246,7 @@ def vllm_router(prefills: Instance, decodes: Instance, log: Path) -> Iterator[st
 def test_vllm_router_hands_promises_on(model: Models, tmp_path: Path, pool: LocalPool) -> None:
     """Its mode for NIXL passes on what the first engine answers, as it is."""
     prefills, decodes = (
-        Instance(
-            kv_role,
-            model(),
-            tmp_path / f"{kv_role}.log",
-            role(pool, kv_role, tenant="router"),
-            arguments=["--enforce-eager"],
-        )
+        Instance(kv_role, model(), tmp_path / kv_role, role(pool, kv_role, tenant="router"))
         for kv_role in ("kv_producer", "kv_consumer")
     )
     try:

@@ -73,10 +73,7 @@ def test_two_instances_of_vllm_serve_share_conversations(
     """Both serve at once, turns alternate; `cached_tokens` in the usage says what was cached."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # it has /sleep
     config = transfer(pool.master, **PATIENT)
-    instances = [
-        Instance(name, model(), tmp_path / f"{name}.log", config, arguments=["--enforce-eager"])
-        for name in "AB"
-    ]
+    instances = [Instance(name, model(), tmp_path / f"{name}.log", config) for name in "AB"]
     chance = random.Random(3)
     try:
         for instance in instances:
@@ -128,7 +125,7 @@ def test_two_instances_of_vllm_serve_share_conversations(
 def test_data_parallel_ranks_share(pool: LocalPool, model: Models, tmp_path: Path) -> None:
     """Each is an engine of its own, behind one address, and the pool is all that they share."""
     config = transfer(pool.master, **PATIENT)
-    ranks = ("--data-parallel-size", "2", "--enforce-eager")
+    ranks = ("--data-parallel-size", "2")
     instance = Instance("DP", model(), tmp_path / "dp.log", config, arguments=ranks)
     body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     body |= {"prompt": prompt(160, shared=0), "return_token_ids": True}

@@ -52,7 +52,6 @@ def test_sessions_of_real_clients_arrive_in_the_pool(
 ) -> None:
     """Each endpoint with the client that people use, streamed and whole, by header and by body."""
     arguments = ("--middleware", "kvpool_agents.sessions.Middleware", "--api-key", KEY)
-    arguments += ("--enforce-eager",)
     config = transfer(pool.master, load="always")
     instance = Instance("S", model(), tmp_path / "sessions.log", config, arguments=arguments)
     try:

@@ -37,6 +37,7 @@ from kvpool_connector.vllm_engine import interface as vllm_interface
 from kvpool_connector.vllm_engine.config import check_supported
 from kvpool_connector.vllm_plugin import register
 from tests.connector.vllm.helpers import ROOT, Models
+from tests.connector.vllm.test_gpu_layouts import ALONE, BESIDE
 
 #: The fields that are described, each of which can change the KV of given tokens.
 DESCRIBED = {
@@ -300,17 +301,10 @@ def test_a_version_that_no_test_has_run_with_is_named_in_the_log(
 @pytest.mark.parametrize(
     ("connector", "device", "reserved"),
     [
-        ({"kv_connector": "KVPoolConnector"}, "meta", True),
-        (
-            {
-                "kv_connector": "MultiConnector",
-                "kv_connector_extra_config": {"connectors": [{"kv_connector": "KVPoolConnector"}]},
-            },
-            "meta",
-            True,
-        ),
+        (ALONE, "meta", True),
+        (BESIDE, "meta", True),
         ({"kv_connector": "ExampleConnector"}, "meta", False),
-        ({"kv_connector": "KVPoolConnector"}, "cpu", False),
+        (ALONE, "cpu", False),
         (None, "meta", False),
     ],
 )

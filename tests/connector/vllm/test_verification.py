@@ -5,7 +5,7 @@ No two engines whose KV differs have one name, so the test gives one's blocks th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from kvpool import Pool
 from kvpool.server.state.entry import Entry
-from tests.connector.vllm.helpers import prompt
+from tests.connector.vllm.helpers import Logs, Models, prompt
 from tests.connector.vllm.test_wrong_names import (
     OTHER_KV,
     WARM_UP,
@@ -31,15 +31,8 @@ GOOD = [prompt(number, 200, 0) for number in range(320, 324)]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    local = LocalPool()
-    yield local
-    local.close()
-
-
-@pytest.fixture(scope="module")
-def engines(logs: Callable[[str], Path], pool: LocalPool) -> Iterator[Sequence]:
-    sequence = Sequence(logs("verification"), pool)
+def engines(logs: Logs, shared_pool: LocalPool) -> Iterator[Sequence]:
+    sequence = Sequence(logs("verification"), shared_pool)
     yield sequence
     sequence.close()
 
@@ -80,7 +73,7 @@ SHORT = ("rope theta", "experts per token")
     [case if case in SHORT else pytest.param(case, marks=pytest.mark.long) for case in CASES],
 )
 def test_of_an_engine_with_other_kv_nothing_is_used_and_the_others_go_on_sharing(
-    case: str, model: Callable[..., Path], engines: Sequence, pool: LocalPool, tmp_path: Path
+    case: str, model: Models, engines: Sequence, shared_pool: LocalPool, tmp_path: Path
 ) -> None:
     kind, overrides = CASES[case]
     folder, ours, others = model(kind, layers=2), f"ours-{kind}-{case[:4]}", f"others-{case[:4]}"
@@ -103,7 +96,7 @@ def test_of_an_engine_with_other_kv_nothing_is_used_and_the_others_go_on_sharing
     # Once more: a block that waits to be saved is saved with a step of the next request.
     good = GOOD if case in SHORT else []
     engines.rounds(folder, [[WARM_UP], *([one] for one in good), [WARM_UP]], tenant=ours, **lora)
-    assert rename(pool, others, ours, keys) >= 6 * len(PROMPTS)
+    assert rename(shared_pool, others, ours, keys) >= 6 * len(PROMPTS)
     rounds = [[one] for one in [*good[:2], *PROMPTS, *good[2:], PROMPTS[0]]]
     loading = [[WARM_UP]] if case == "adapter" else []  # the adapter, which is no hit
     checked = {"tenant": ours, "settings": {"verify_rate": 0.1}}
