@@ -166,17 +166,6 @@ def test_a_block_larger_than_the_budget_can_be_read_and_written() -> None:
         books.unpin(1, pins)
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_a_closed_connection_gives_its_pins_back(view: bool) -> None:
-    books, chain = filled()
-    books.pin(1, chain, view=view)
-    books.store.remove(ONE, chain)  # what is pinned is freed later, and counts until then
-    check_invariants(books.store)
-    books.store.drop_owner(1)
-    check_invariants(books.store)
-    assert [budget.used for budget in books.store.held.limits] == [0, 0, 0, 0]
-
-
 def test_transfers_between_tiers_have_no_budget() -> None:
     books = Books(16, pinned=1, reserved=1)
     answers = books.reserve(MOVER, keys("promoted", 8))

@@ -50,7 +50,8 @@ class Machine:
     """Several connections on a segment that is nearly always full.
 
     Beside the books runs an oracle of its own: who may touch which bytes. A new reservation must
-    not overlap anything that somebody still holds, and a pin must show what was sealed.
+    not overlap anything that somebody still holds, and a pin must show what was sealed. The map is
+    what masters are told, and why blocks are gone: both must be so.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,8 @@ class Machine:
         self.pinned: dict[tuple[int, int], Extent] = {}
         self.quarantined: dict[int, list[Extent]] = {}
         self.sealed: dict[tuple[Namespace, int, bytes], tuple[Extent, int]] = {}
+        self.map: set[tuple[Namespace, int, bytes]] = set()
+        self.reasons: dict[tuple[Namespace, bytes], ReadStatus] = {}
         self.digests = keys("machine", 40)
         self.owners = 0
 
@@ -106,15 +109,21 @@ class Machine:
         del self.reserved[owner, id]
         self.books.cancel(owner, id)
 
-    def pin(self, owner: int, namespace: Namespace, part: int, first: int, count: int) -> None:
+    def pin(
+        self, owner: int, namespace: Namespace, part: int, first: int, count: int, view: bool
+    ) -> None:
         self.now += 1
         chain = self.digests[first : first + count]
-        for digest, pin in zip(
-            chain, self.books.pin(owner, namespace, part, chain, self.now), strict=True
-        ):
+        pins = self.books.pin(owner, namespace, part, chain, self.now, view=view)
+        for digest, pin in zip(chain, pins, strict=True):
             if pin.extent is not None:
                 assert (pin.extent, pin.checksum) == self.sealed[namespace, part, digest]
                 self.pinned[owner, pin.id] = pin.extent
+            elif any(one[:3] == (namespace, part, digest) for one in self.reserved.values()):
+                assert pin.status is ReadStatus.BEING_WRITTEN
+            else:
+                reason = self.reasons.get((namespace, digest), ReadStatus.NEVER_WRITTEN)
+                assert pin.status is reason
 
     def unpin(self, owner: int, id: int) -> None:
         del self.pinned[owner, id]
@@ -128,6 +137,9 @@ class Machine:
         extents = [v[3] for k, v in self.reserved.items() if k[0] == owner]
         self.reserved = {k: v for k, v in self.reserved.items() if k[0] != owner}
         self.pinned = {k: v for k, v in self.pinned.items() if k[0] != owner}
+        if frozen:
+            assert self.books.held.lend(owner)
+            check_invariants(self.books)
         self.books.drop_owner(owner, writer_may_be_alive=frozen)
         if frozen:
             self.quarantined.setdefault(owner, []).extend(extents)
@@ -141,6 +153,16 @@ class Machine:
 
     def whole(self) -> None:
         check_invariants(self.books)
+        for namespace, part, digests, status, _ in self.books.index.change_log.take():
+            for digest in digests:
+                if status is ReadStatus.HIT:
+                    self.map.add((namespace, part, digest))
+                    self.reasons.pop((namespace, digest), None)
+                else:
+                    self.map.discard((namespace, part, digest))
+                    self.reasons[namespace, digest] = status
+        stored = self.books.index.inventory()
+        assert self.map == {(one.index.namespace, one.index.part, one.digest) for one in stored}
         assert self.books.held.pins == len(self.pinned)
         assert self.books.held.reservations == len(self.reserved)
 
@@ -251,21 +273,6 @@ def test_a_batch_is_sealed_as_its_blocks_would_be_one_by_one(seed: int) -> None:
     assert one.extents.evicted == other.extents.evicted > 100
 
 
-def test_the_reason_of_a_miss_is_remembered() -> None:
-    books = store(2, tombstones_max=3)
-    write(books, [key("evicted")], 1.0)
-    write(books, keys("new", 2), 2.0)
-    write(books, [key("removed")], 3.0)
-    books.remove(ONE, [key("removed")])
-    asked = [key("evicted"), key("removed"), key("never")]
-    reasons = [pin.status for pin in books.pin(1, ONE, 0, asked, 4.0)]
-    assert reasons == [ReadStatus.EVICTED, ReadStatus.REMOVED, ReadStatus.NEVER_WRITTEN]
-    for digest in keys("churn", 10):
-        write(books, [digest], 5.0)
-    assert len(books.index.change_log.tombstones) == 3
-    assert books.index.change_log.tombstones.forgotten > 0
-
-
 def test_a_buffer_too_small_pins_nothing() -> None:
     books = store(2)
     write(books, [key("k")])
@@ -281,24 +288,6 @@ def test_a_child_may_come_before_its_parent() -> None:
     write(books, [head], 2.0)
     write(books, keys("filler", 3), 3.0)
     assert present(books, [head, tail]) == [True, False]
-
-
-def test_changes_come_in_order() -> None:
-    books = store(2)
-    write(books, [key("a")], 1.0)
-    write(books, keys("b", 2), 2.0)
-    books.remove(ONE, [keys("b", 2)[1]])
-    changes = books.index.change_log.take()
-    seen = [(digest, change.status) for change in changes for digest in change.digests]
-    b, c = keys("b", 2)
-    assert seen == [
-        (key("a"), ReadStatus.HIT),
-        (key("a"), ReadStatus.EVICTED),
-        (b, ReadStatus.HIT),
-        (c, ReadStatus.HIT),
-        (c, ReadStatus.REMOVED),
-    ]
-    assert books.index.change_log.take() == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -320,7 +309,7 @@ def test_long_random_histories(seed: int) -> None:
         elif step < 0.55:
             machine.seal_all(owner)
         elif step < 0.7:
-            machine.pin(owner, namespace, part, first, rng.randint(1, 5))
+            machine.pin(owner, namespace, part, first, rng.randint(1, 5), rng.random() < 0.3)
         elif step < 0.78 and machine.pinned:
             machine.unpin(*rng.choice(sorted(machine.pinned)))
         elif step < 0.85 and machine.reserved:
@@ -363,7 +352,6 @@ def test_a_block_that_is_being_written_again_is_still_gone() -> None:
     books.remove(ONE, [digest])
     (answer,) = books.reserve(1, ReserveRequest(ONE, 0, [digest], [ROOT], [PAGE]), 1.0)
     assert departures(books) == [(digest, ReadStatus.REMOVED)]
-    assert books.pin(2, ONE, 0, [digest], 1.0)[0].status is ReadStatus.BEING_WRITTEN
     books.seal(1, answer.id, 0, 1.0)
     assert departures(books) == []
 

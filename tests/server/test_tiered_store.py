@@ -50,9 +50,13 @@ class Server:
             in_place_tiers=in_place,
         )
         self.memory: list[dict[int, Name]] = [{} for _ in self.stack.stores]
+        #: The tier with a file below memory, if there is one; what that remembers for a restart.
+        self.base = len(pages) - 1 if len(pages) - 1 != front_tier else None
+        self.records: dict[int, Name] = {}
         self.copies: list[TierTransfer] = []
         self.map: dict[Name, int] = {}
-        self.reasons: dict[Name, ReadStatus] = {}
+        #: Why a block is not there: of a part that has left, whichever it was.
+        self.reasons: dict[tuple[Namespace, bytes], ReadStatus] = {}
         self.pins: list[tuple[int, Name, Pin]] = []
         self.open: dict[tuple[int, int], tuple[Name, Extent]] = {}
         self.now = 0.0
@@ -90,12 +94,22 @@ class Server:
         above: int | None = None,
     ) -> list[ReadStatus]:
         self.now += 1
+        self.look()
         pins = self.stack.pin(
             owner, namespace, part, chain, self.now, BIG[: len(chain)], in_place_above=above
         )
+        being_written = {name for name, _ in self.open.values()}
         for digest, pin in zip(chain, pins, strict=True):
+            name = (namespace, part, digest)
+            assert pin.tier not in self.stack.index.offline
             if pin.extent is not None:
-                self.pins.append((owner, (namespace, part, digest), pin))
+                self.pins.append((owner, name, pin))
+            if name in self.map:
+                assert pin.status in (ReadStatus.HIT, ReadStatus.NOT_YET)
+            elif name in being_written:
+                assert pin.status is ReadStatus.BEING_WRITTEN
+            else:
+                assert pin.status is self.reasons.get((namespace, digest), ReadStatus.NEVER_WRITTEN)
         self.look()
         return [pin.status for pin in pins]
 
@@ -135,6 +149,8 @@ class Server:
         name = self.memory[copy.source][copy.entry.offset]
         if good:
             self.memory[copy.target][copy.extent.offset] = name
+            if copy.target == self.base:
+                self.records[copy.extent.offset] = name
         self.stack.transfers.done(copy, good=good, now=self.now)
         self.look()
 
@@ -148,8 +164,16 @@ class Server:
                 self.finish(self.copies.pop(0))
 
     def look(self) -> None:
-        """Pinned memory holds what it should; the master's map is what readers would find."""
+        """Pinned memory holds what it should; the master's map is what readers would find; and the
+        file remembers nothing that has left."""
         check_invariants(self.stack)
+        for offset in self.stack.erasures.take():
+            self.records.pop(offset, None)
+        if self.base is not None and self.base not in self.stack.index.offline:
+            index = self.stack.stores[self.base].index
+            for offset, name in self.records.items():
+                assert (entry := index.peek(*name)) is not None
+                assert entry.offset == offset
         for _, name, pin in self.pins:
             assert pin.extent is not None
             tier = self.stack.front_tier if pin.tier is None else pin.tier
@@ -157,11 +181,12 @@ class Server:
         for namespace, part, digests, status, tier in self.stack.change_log.take():
             for name in [(namespace, part, digest) for digest in digests]:
                 if status is ReadStatus.HIT:
+                    if name not in self.map:
+                        self.reasons.pop((namespace, name[2]), None)
                     self.map[name] = tier
-                    self.reasons.pop(name, None)
                 else:
                     self.map.pop(name, None)
-                    self.reasons[name] = status
+                    self.reasons[namespace, name[2]] = status
         found = {}
         for entry in inventory(self.stack):
             found[entry.index.namespace, entry.index.part, entry.digest] = self.place(entry)
@@ -318,20 +343,6 @@ def test_a_writer_waits_for_no_disk_to_keep_a_further_copy() -> None:
     assert server.write(1, ONE, 0, [key("late")]) == ["RESERVED"]
 
 
-def test_what_the_base_evicts_is_gone_everywhere() -> None:
-    server = Server(16, 8)  # memory has room for all of it
-    chains = [keys(f"chain {number}", 4) for number in range(3)]
-    for chain in chains:
-        server.write(1, ONE, 0, chain)
-        server.settle()
-    assert [server.read(1, ONE, 0, chain)[0] for chain in chains] == [
-        ReadStatus.EVICTED,
-        ReadStatus.HIT,
-        ReadStatus.HIT,
-    ]
-    assert sorted(server.stack.erasures.take()) != []
-
-
 def test_a_read_above_keeps_a_block_in_the_base() -> None:
     """Both tiers see each use: else the base would throw out what is read most."""
     server = Server(8, 8)
@@ -363,59 +374,6 @@ def test_a_block_that_the_base_has_no_room_for_stays_until_it_is_evicted() -> No
     server.write(1, ONE, 0, keys("later", 4))
     server.look()
     assert server.read(1, ONE, 0, keys("late", 2))[1] is ReadStatus.EVICTED
-
-
-def test_a_block_that_is_removed_on_its_way_does_not_arrive() -> None:
-    server = Server(4, 64)
-    chain = keys("chain", 2)
-    server.write(1, ONE, 0, chain)
-    server.start()
-    assert server.stack.remove(ONE, chain) == [True, True]
-    offsets = sorted(copy.extent.offset for copy in server.copies)
-    while server.copies:
-        server.finish(server.copies.pop())
-    assert sorted(server.stack.erasures.take()) == offsets  # the disk may know of them already
-    assert server.read(1, ONE, 0, chain) == [ReadStatus.REMOVED] * 2
-    assert server.stack.backing.allocator.allocated == server.stack.front.allocator.allocated == 0
-
-
-def test_a_rotten_block_below_is_dropped_and_copied_again_from_above() -> None:
-    server = Server(4, 64)
-    (digest,) = chain = keys("chain", 1)
-    server.write(1, ONE, 0, chain)
-    server.settle()
-    server.write(1, ONE, 0, keys("other", 4))
-    server.settle()
-    server.stage(ONE, 0, chain)
-    (copy,) = server.copies
-    server.copies.clear()
-    server.stack.transfers.failed(copy, ReadStatus.CORRUPT)
-    server.finish(copy, good=False)
-    assert server.read(1, ONE, 0, [digest]) == [ReadStatus.CORRUPT]
-
-    server.write(1, ONE, 0, chain)
-    server.settle()
-    server.stack.backing.remove(ONE, chain, ReadStatus.CORRUPT)
-    assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT]
-    server.settle()
-    assert server.stack.backing.index.peek(ONE, 0, digest) is not None
-
-
-def test_hbm_takes_what_is_read_and_serves_what_dram_has_dropped() -> None:
-    server = Server(4, 4, 64, front_tier=1)
-    chain = keys("chain", 2)
-    server.write(1, ONE, 0, chain)
-    server.read(1, ONE, 0, chain)
-    server.drop(1)
-    server.settle()
-    assert server.stack.stores[0].index.stored == 2
-    server.write(1, ONE, 0, keys("other", 4))
-    server.settle()
-    assert server.map[ONE, 0, chain[0]] == 0
-    server.stage(ONE, 0, chain)
-    assert {copy.source for copy in server.copies} == {0}
-    server.settle()
-    assert server.read(1, ONE, 0, chain) == [ReadStatus.HIT] * 2
 
 
 @pytest.mark.parametrize("good", [True, False])
@@ -491,39 +449,6 @@ def test_blocks_that_are_not_enough_together_with_what_may_be_pinned_are_promote
     assert statuses == [ReadStatus.HIT] * 2 + [ReadStatus.NOT_YET]
 
 
-def test_a_block_that_is_read_in_place_stays_there() -> None:
-    """Pinned, it is not evicted and its place not used again; read, it is evicted late."""
-    server, chain = below(2, 4, 4)
-    server.read(2, ONE, 0, chain[:1], 0)
-    other = keys("other", 3)
-    server.write(1, ONE, 0, other)
-    server.drop(1)
-    server.settle()
-    assert server.stack.stores[1].index.peek(ONE, 0, chain[0]) is not None
-    server.stack.remove(ONE, chain[:1])
-    server.write(1, ONE, 0, keys("more", 4))
-    server.drop(1)
-    server.settle()  # `look` compares what lies under the pin
-    assert server.stack.stores[1].held.pins == 1
-    server.unpin(0)
-    assert server.stack.stores[1].held.pins == 0
-
-
-def test_a_tier_that_is_out_of_service_is_not_read_in_place() -> None:
-    server = Server(8, 8, 64, front_tier=1, in_place=(0,))
-    chain = keys("lost", 2)
-    server.write(1, ONE, 0, chain)
-    server.read(1, ONE, 0, chain)
-    server.drop(1)
-    server.settle()
-    server.stack.front.remove(ONE, chain, ReadStatus.EVICTED)
-    assert server.read(2, ONE, 0, chain, 0) == [ReadStatus.HIT] * 2
-    server.lose(0)
-    server.drop(2)
-    assert server.stack.stores[0].held.pins == 0
-    assert server.read(2, ONE, 0, chain, 0) == [ReadStatus.NOT_YET] * 2
-
-
 def test_a_block_is_copied_up_once_when_it_is_read() -> None:
     server = Server(8, 8, 64, front_tier=1)
     chain = keys("chain", 3)
@@ -580,24 +505,6 @@ def test_a_copy_that_leaves_another_place_than_readers_use_is_not_announced() ->
     assert [(one.status, one.tier) for one in server.stack.change_log.take()] == [
         (ReadStatus.HIT, 2)
     ]
-
-
-def test_a_lost_cache_leaves_its_blocks_where_they_are_below() -> None:
-    """Readers are sent to the base from then on, and the map of the masters is right."""
-    server = Server(8, 8, 64, front_tier=1)
-    chain = keys("chain", 3)
-    server.write(1, ONE, 0, chain)
-    server.settle()
-    server.read(1, ONE, 0, chain)
-    server.drop(1)
-    server.settle()
-    server.write(1, ONE, 0, keys("other", 8))  # these drop the chain from the front tier
-    server.settle()
-    server.look()
-    assert {server.map[ONE, 0, digest] for digest in chain} == {0}
-    server.lose(0)
-    server.look()
-    assert {server.map[ONE, 0, digest] for digest in chain} == {2}
 
 
 def test_a_block_that_a_reader_waits_for_takes_the_place_of_one_whose_session_comes_back() -> None:
@@ -705,7 +612,7 @@ def test_a_block_that_is_written_while_its_tier_is_dropped() -> None:
         pass
     server.look()
     assert {server.map.get((ONE, 0, digest)) for digest in old[:2]} == {0}
-    assert {server.reasons[ONE, 0, digest] for digest in old[2:]} == {ReadStatus.TIER_LOST}
+    assert {server.reasons[ONE, digest] for digest in old[2:]} == {ReadStatus.TIER_LOST}
 
 
 def test_a_writer_waits_until_what_the_lost_tier_was_to_get_may_be_evicted() -> None:
@@ -718,24 +625,6 @@ def test_a_writer_waits_until_what_the_lost_tier_was_to_get_may_be_evicted() -> 
         pass
     assert not server.stack.is_writing_back
     assert server.write(1, ONE, 0, keys("more", 1)) == ["RESERVED"]
-
-
-def test_a_lost_base_takes_only_what_lies_nowhere_else() -> None:
-    server = Server(4, 64)
-    old, new = keys("old", 4), keys("new", 3)
-    for chain in (old, new):
-        server.write(1, ONE, 0, chain)
-        server.settle()
-    server.write(1, ONE, 0, keys("newest", 1))  # not copied yet
-    server.start()
-    server.lose(1)
-    while server.copies:
-        server.finish(server.copies.pop(), good=False)
-    assert server.read(1, ONE, 0, old) == [ReadStatus.TIER_LOST] * 4
-    assert server.read(1, ONE, 0, new) == [ReadStatus.HIT] * 3
-    server.drop(1)
-    assert server.write(1, ONE, 0, old) == ["RESERVED"] * 4  # it evicts again, like one tier
-    server.look()
 
 
 def test_while_the_base_is_read_only_memory_is_a_pool_of_its_own() -> None:
@@ -778,39 +667,12 @@ def test_while_the_base_is_read_only_memory_is_a_pool_of_its_own() -> None:
     assert server.stack.queue.waiting == 1, "as before: dirty, and in the queue"
 
 
-def test_bytes_of_the_queue_are_given_back_when_writing_stops() -> None:
-    """Otherwise readers wait for writes that never come."""
-    server = Server(4, 16)
-    server.write(1, ONE, 0, keys("one", 3))
-    assert server.stack.queue.is_under_pressure
-    for _ in server.stack.queue.stop_writing():
-        pass
-    assert not server.stack.queue.is_under_pressure
-    server.stack.queue.resume_writing()
-    server.settle()
-    assert not server.stack.queue.is_under_pressure
-    check_invariants(server.stack)
-
-
 def test_writing_stops_in_steps() -> None:
     server = Server(5000, 6000)
     for number in range(5):
         server.write(1, ONE, 0, keys(f"{number}", 1000))
     assert sum(1 for _ in server.stack.queue.stop_writing()) == 4
     assert not server.stack.queue.waiting
-
-
-def test_a_base_that_is_lost_while_it_is_read_only() -> None:
-    server = Server(4, 16)
-    server.write(1, ONE, 0, keys("one", 3))
-    for _ in server.stack.queue.stop_writing():
-        pass
-    server.lose(1)
-    assert not server.stack.queue.read_only
-    for number in range(8):
-        assert server.write(1, ONE, 0, keys(f"{number}", 1)) == ["RESERVED"]
-    assert not server.stack.queue.waiting
-    server.look()
 
 
 def test_what_was_found_on_disk_is_served() -> None:
@@ -924,11 +786,17 @@ def play(seed: int, write_back: bool, *, cold: bool) -> None:
             server.unpin(rng.randrange(len(server.pins)))
         elif step < 0.95:
             server.stack.remove(namespace, chain)
-        elif step < 0.995:
+        elif step < 0.98:
             server.drop(owner)
-        elif len(pages) - 1 != front_tier and not server.stack.index.offline:
-            server.lose(len(pages) - 1)
+        elif step < 0.995:
+            if server.stack.queue.read_only:
+                server.stack.queue.resume_writing()
+            elif server.base is not None and server.base not in server.stack.index.offline:
+                list(server.stack.queue.stop_writing())
+        elif not server.stack.index.offline:
+            server.lose(rng.choice([tier for tier in range(len(pages)) if tier != front_tier]))
         server.look()
+    server.stack.queue.resume_writing()
     for owner in (1, 2, 3):
         server.drop(owner)
     server.settle()
@@ -936,7 +804,7 @@ def play(seed: int, write_back: bool, *, cold: bool) -> None:
         if tier not in server.stack.index.offline:
             assert store.held.pinned_by(MOVER) == []
             assert store.held.reservations == store.held.pins == 0
-    if not server.stack.index.offline:  # else the reached tier is the base, and staging evicts
+    if server.base not in server.stack.index.offline:  # else staging evicts what nobody else has
         for namespace, part, digest in [n for n in server.map if server.map[n] != front_tier]:
             # A block that only the cache has leaves with it when that needs the place.
             in_base = server.stack.backing.index.peek(namespace, part, digest) is not None
@@ -967,16 +835,6 @@ def test_a_cold_block_of_another_version_is_forgotten() -> None:
         server.seal(*held)
     assert cold.index.peek(ONE, 0, digest) is None
     server.look()
-
-
-def test_what_the_pool_has_evicted_is_announced_where_it_is_cold() -> None:
-    server = Server(2, cold=True)
-    chain = keys("chain", 2)
-    server.write(1, ONE, 0, chain)
-    server.keep(server.stack.front.index.inventory()[1])
-    server.write(1, ONE, 0, keys("another", 2))
-    server.look()
-    assert sorted(server.map.values()) == [0, 0, 1]
 
 
 def test_a_circle_that_a_file_describes_can_be_evicted() -> None:
