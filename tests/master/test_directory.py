@@ -6,7 +6,7 @@ import gc
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -81,6 +81,15 @@ def prefix(directory: Directory, chain: list[bytes], namespace: Namespace = ONE)
     return directory.match(namespace, chain).length
 
 
+def fingerprint(*held: tuple[Namespace, int, int, list[bytes]]) -> tuple[int, bytes]:
+    """The blocks and the fingerprint of a server with these: namespace, part, tier, digests."""
+    counted = MapFingerprint()
+    for namespace, part, tier, digests in held:
+        for digest in digests:
+            counted.count(digest, location_seed(namespace, part, tier), 1)
+    return counted.blocks, counted.packed()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_histories_against_a_model(seed: int) -> None:
     history(random.Random(seed), steps=120)
@@ -116,6 +125,8 @@ def history(rng: random.Random, steps: int) -> None:
             told[server].add((namespace, part, digest))
             if rng.random() < 0.1:
                 compare()  # what was known stays in force until the inventory is complete
+                own = directory.servers.records[server].inventories
+                assert own.differs(sequence[server], *fingerprint()), "the server calls it complete"
             if attempts and rng.random() < 0.05:
                 return resync(server, attempts - 1)  # it fails halfway and begins again
         assert directory.servers.end_inventory(server) == len(told[server] - truth[server])
@@ -147,6 +158,26 @@ def history(rng: random.Random, steps: int) -> None:
                     break
                 expected += 1
             assert prefix(directory, digests, namespace) == expected
+
+    def compare_fingerprints() -> None:
+        """A server's map differs from any other, by a block, a part, a tier or a namespace."""
+        for server, known in told.items():
+            own = directory.servers.records[server].inventories
+            held = [(namespace, part, 0, [digest]) for namespace, part, digest in known]
+            assert not own.differs(own.sequence, *fingerprint(*held))
+            assert not own.differs(own.sequence + 1, *fingerprint()), "not of the same moment"
+            if held:
+                namespace, part, _, digest = held.pop(rng.randrange(len(held)))
+                assert own.differs(own.sequence, *fingerprint(*held))
+                other = rng.choice(
+                    [
+                        (namespace, part, 1, digest),
+                        (namespace, part ^ 1, 0, digest),
+                        (Namespace("three"), part, 0, digest),
+                        (namespace, part, 0, keys("x", 1)),
+                    ]
+                )
+                assert other in held or own.differs(own.sequence, *fingerprint(*held, other))
 
     for server in ("s0", "s1", "s2"):
         start(server)
@@ -187,6 +218,7 @@ def history(rng: random.Random, steps: int) -> None:
             sweeper.step(rng.randint(1, 20))
         if rng.random() < 0.5:
             compare()
+            compare_fingerprints()
     for server in sorted(truth):
         if alive[server]:
             resync(server)
@@ -633,82 +665,6 @@ def test_what_is_empty_is_a_step_of_a_sweep_too() -> None:
     while sweeper.step(limit=1):
         steps += 1
     assert steps >= pieces
-
-
-def fingerprint(*held: tuple[Namespace, int, int, list[bytes]]) -> tuple[int, bytes]:
-    """The blocks and the fingerprint of a server with these: namespace, part, tier, digests."""
-    counted = MapFingerprint()
-    for namespace, part, tier, digests in held:
-        for digest in digests:
-            counted.count(digest, location_seed(namespace, part, tier), 1)
-    return counted.blocks, counted.packed()
-
-
-def test_a_map_that_is_right_does_not_differ() -> None:
-    """Whatever the order of the changes, and with an inventory in between."""
-    directory, chain = directory_of("s", "other"), keys("c", 4)
-    own = directory.servers.records["s"].inventories
-    directory.stored("other", ONE, 0, 0, chain)
-    directory.stored("s", ONE, 0, 0, chain[:3])
-    directory.stored("s", ONE, 0, 0, chain[2:])  # one again
-    directory.stored("s", TWO, 1, 0, chain[:1])
-    directory.removed("s", ONE, 0, chain[1:2], ReadStatus.EVICTED)
-    directory.removed("s", ONE, 0, chain[1:2], ReadStatus.EVICTED)  # one again
-    directory.stored("s", ONE, 0, 1, chain[3:])  # to another tier
-    held = fingerprint(
-        (ONE, 0, 0, [chain[2], chain[0]]), (ONE, 0, 1, chain[3:]), (TWO, 1, 0, chain[:1])
-    )
-    assert not own.differs(0, *held)
-    assert piece(directory, 1, 0) is NEXT
-    directory.stored("s", ONE, 0, 0, chain[:2])
-    assert own.differs(1, *held)  # the server believes that the inventory is complete
-    directory.servers.end_inventory("s")
-    assert own.differs(1, *held)
-    assert not own.differs(1, *fingerprint((ONE, 0, 0, chain[:2])))
-    sweep_all(directory)
-    assert not own.differs(1, *fingerprint((ONE, 0, 0, chain[:2])))
-    check_invariants(directory)
-
-
-WRONG: dict[str, Callable[[Directory, list[bytes]], None]] = {
-    "one is missing": lambda d, c: d.removed("s", ONE, 0, c[:1], ReadStatus.NEVER_WRITTEN),
-    "one too many": lambda d, c: d.stored("s", ONE, 0, 0, keys("x", 1)),
-    "another block": lambda d, c: (
-        d.removed("s", ONE, 0, c[:1], ReadStatus.NEVER_WRITTEN),
-        d.stored("s", ONE, 0, 0, keys("x", 1)),
-    )[0],
-    "another tier": lambda d, c: d.stored("s", ONE, 0, 1, c[:1]),
-    "another part": lambda d, c: (
-        d.removed("s", TWO, 0, c[:1], ReadStatus.NEVER_WRITTEN),
-        d.stored("s", TWO, 1, 0, c[:1]),
-    )[0],
-    "another namespace": lambda d, c: (
-        d.removed("s", ONE, 0, c[:1], ReadStatus.NEVER_WRITTEN),
-        d.stored("s", Namespace("three"), 0, 0, c[:1]),
-    )[0],
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_map_that_is_wrong_differs(name: str) -> None:
-    directory, chain = directory_of("s"), keys("c", 3)
-    own = directory.servers.records["s"].inventories
-    directory.stored("s", ONE, 0, 0, chain)
-    directory.stored("s", TWO, 0, 0, chain)
-    held = fingerprint((ONE, 0, 0, chain), (TWO, 0, 0, chain))
-    assert not own.differs(0, *held)
-    WRONG[name](directory, chain)
-    assert own.differs(0, *held)
-    check_invariants(directory)
-
-
-def test_only_maps_of_the_same_moment_are_compared() -> None:
-    directory = directory_of("s")
-    own = directory.servers.records["s"].inventories
-    directory.stored("s", ONE, 0, 0, keys("c", 3))
-    nothing = fingerprint()
-    assert own.differs(0, *nothing)
-    assert not own.differs(1, *nothing)
 
 
 def at(directory: Directory, caller: str, server: str, now: float = 0.0) -> Refusal | None:
