@@ -127,7 +127,7 @@ def engine(name: str, model: Path, logs: Path, master: str) -> Served:
         "replay_endpoint": replay.replace("127.0.0.1", "*"),
     }
     arguments = [
-        *("--max-model-len", "8192", "--enforce-eager", "--enable-scale-out"),
+        *("--max-model-len", "8192", "--enable-scale-out"),
         *("--prefix-caching-hash-algo", "sha256_cbor"),
         *("--kv-events-config", json.dumps(published)),
         *("--middleware", "kvpool_agents.sessions.Middleware"),
@@ -294,8 +294,7 @@ def started(model: Path, logs: Path) -> Iterator[tuple[Fleet, Instance]]:
     with ExitStack() as stack:
         pool = PoolServers(logs, str(_POOL_BYTES))
         stack.callback(pool.close)
-        eager = ("--enforce-eager",)
-        plain = Instance("plain", model, logs / "plain.log", None, 256 << 20, eager)
+        plain = Instance("plain", model, logs / "plain.log", None, 256 << 20)
         stack.callback(plain.close)
         engines = []
         for name in "ABC"[:ENGINES]:
@@ -450,7 +449,7 @@ def main(arguments: Sequence[str]) -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as folder:
         model, logs = tiny(Path(folder) / "model"), Path(folder)
-        print("three engines, a plain one and a pool start (about a minute) ...", flush=True)
+        print("three engines, a plain one and a pool start (a minute or two) ...", flush=True)
         with started(model, logs) as (fleet, plain):
             print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
             rows = asyncio.run(measure(chosen, fleet, plain))

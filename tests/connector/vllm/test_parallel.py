@@ -44,7 +44,7 @@ def test_what_one_size_of_tensor_parallelism_wrote_the_other_reads(
     pool: LocalPool, model: Models, logs: Logs
 ) -> None:
     """One rank writes and two read, two write and one reads; the truth is an engine alone."""
-    config = transfer(pool.master, kv_head_parts=2, revision="one")
+    config = transfer(pool.master, kv_head_parts=2, revision="one", load_timeout_s=30)
     alone = Engine(model(), logs("parallel-alone"), **EXACT)
     one = Engine(model(), logs("tp-1"), kv_transfer_config=config, **EXACT)
     two = Engine(model(), logs("tp-2"), kv_transfer_config=config, tensor_parallel_size=2, **EXACT)
