@@ -18,7 +18,7 @@ from inspect import isawaitable
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, ServerConfig, WriteStatus, dev
+from kvpool import ClientConfig, Namespace, Pool, ReadStatus, ServerConfig, WriteStatus, dev
 from kvpool.net.control_network import TcpNetwork
 from kvpool.protocols import Link
 from kvpool.testing.invariants import check_invariants
@@ -80,6 +80,15 @@ def values(digests: Sequence[bytes], size: int = 8192) -> list[bytes]:
 
 def buffers(count: int, size: int = 8192) -> list[bytearray]:
     return [bytearray(size) for _ in range(count)]
+
+
+async def read_back(pool: Pool, digests: Sequence[bytes], size: int = 8192) -> list[ReadStatus]:
+    """What became of each block of `values`; those that came have the right bytes."""
+    got = buffers(len(digests), size)
+    results = await pool.read(NAMESPACE, digests, got)
+    for result, buffer, right in zip(results, got, values(digests, size), strict=True):
+        assert not result.status.hit or buffer == right
+    return [result.status for result in results]
 
 
 #: What a witness has written.

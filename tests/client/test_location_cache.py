@@ -7,34 +7,25 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, Pool, ReadStatus, WriteStatus, admin, dev
+from kvpool import ClientConfig, Namespace, ReadStatus, WriteStatus, admin, dev
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.server.connection import ServerConnection
-from tests.conftest import NAMESPACE, buffers, key, keys, value, values
+from tests.conftest import NAMESPACE, key, keys, read_back, value, values
 
 HERE = CachedLocation(NAMESPACE, "here", sole_replica=True)
-
-
-async def read(pool: Pool, chain: list[bytes]) -> list[ReadStatus]:
-    """The statuses; hits have the right bytes."""
-    got = buffers(len(chain))
-    results = await pool.read(NAMESPACE, chain, got)
-    for digest, buffer, result in zip(chain, got, results, strict=True):
-        assert not result.status.hit or buffer == value(digest)
-    return [result.status for result in results]
 
 
 async def test_what_was_written_or_read_is_read_again_without_a_master(pool_dev: dev.Dev) -> None:
     chain, other = keys("chain", 8), keys("other", 4)
     async with pool_dev.pool() as writer, pool_dev.pool() as reader, pool_dev.pool() as third:
         await writer.write(NAMESPACE, chain, values(chain))
-        assert set(await read(reader, chain[:5])) == {ReadStatus.HIT}
+        assert set(await read_back(reader, chain[:5])) == {ReadStatus.HIT}
         await third.write(NAMESPACE, other, values(other))
         await pool_dev.master.close()
-        assert set(await read(writer, chain)) == {ReadStatus.HIT}
-        assert set(await read(reader, chain[:5])) == {ReadStatus.HIT}
+        assert set(await read_back(writer, chain)) == {ReadStatus.HIT}
+        assert set(await read_back(reader, chain[:5])) == {ReadStatus.HIT}
         # Of these nobody has told it anything.
-        assert set(await read(reader, chain[5:])) == {ReadStatus.NO_MASTER}
+        assert set(await read_back(reader, chain[5:])) == {ReadStatus.NO_MASTER}
 
 
 def test_blocks_of_several_parts_are_not_cached() -> None:
@@ -51,11 +42,11 @@ async def test_what_has_moved_is_found_where_it_is_now(two_servers: dev.Dev) -> 
     async with two_servers.pool() as pool, two_servers.pool() as other:
         for digest in chain:
             await admin(pool).write_to(first, NAMESPACE, digest, value(digest))
-        assert set(await read(pool, chain)) == {ReadStatus.HIT}
+        assert set(await read_back(pool, chain)) == {ReadStatus.HIT}
         await other.remove(NAMESPACE, chain)
         for digest in chain[:4]:
             await admin(other).write_to(second, NAMESPACE, digest, value(digest))
-        assert await read(pool, chain) == [ReadStatus.HIT] * 4 + [ReadStatus.REMOVED] * 2
+        assert await read_back(pool, chain) == [ReadStatus.HIT] * 4 + [ReadStatus.REMOVED] * 2
 
 
 async def test_a_server_that_is_gone_is_forgotten(two_servers: dev.Dev) -> None:
@@ -66,9 +57,9 @@ async def test_a_server_that_is_gone_is_forgotten(two_servers: dev.Dev) -> None:
             WriteStatus.STORED
         }
         for server in two_servers.servers:
-            assert set(await read(pool, chain)) == {ReadStatus.HIT}
+            assert set(await read_back(pool, chain)) == {ReadStatus.HIT}
             await server.close()
-        assert ReadStatus.HIT not in await read(pool, chain)
+        assert ReadStatus.HIT not in await read_back(pool, chain)
 
 
 def fall_silent(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
@@ -100,7 +91,7 @@ async def test_a_silent_server_that_is_not_alone_is_left_for_another(
         await pool.write(NAMESPACE, chain, values(chain), copies=2)
         seen = {s.server for s in pool._reader._locations.get(NAMESPACE, chain)}
         asked = fall_silent(monkeypatch, *seen)
-        assert set(await read(pool, chain)) == {ReadStatus.HIT}
+        assert set(await read_back(pool, chain)) == {ReadStatus.HIT}
         assert len(asked) == 1
         assert pool.counters["hedged"] == 1  # after hedge_s, not given up after attempt_s
 

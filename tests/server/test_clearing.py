@@ -242,30 +242,6 @@ def test_a_block_that_a_reader_has_pinned_meanwhile_stays() -> None:
     check_invariants(store)
 
 
-def test_a_block_that_is_removed_while_it_is_copied_frees_both_places() -> None:
-    writer = full(16 * KIB, 8 * MIB)
-    store = writer.store
-    clearing, moves = begin(writer)
-    digests = [move.entry.digest for move in moves]
-    free = store.allocator.free
-    assert all(store.remove(ONE, digests))
-    check_invariants(store)
-    for move in moves:
-        clearing.move_done(move, good=True)
-    assert store.allocator.free == free + 2 * len(moves) * 16 * KIB
-    check_invariants(store)
-
-
-def test_a_copy_that_failed_changes_nothing() -> None:
-    writer = full(16 * KIB, 8 * MIB)
-    clearing, moves = begin(writer)
-    before = [move.entry.offset for move in moves]
-    for move in moves:
-        clearing.move_done(move, good=False)
-    assert [move.entry.offset for move in moves] == before
-    check_invariants(writer.store)
-
-
 def test_others_do_not_get_what_was_made_free_for_a_block() -> None:
     writer = full(16 * KIB, 8 * MIB)
     store = writer.store

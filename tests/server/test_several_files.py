@@ -26,7 +26,7 @@ from kvpool.testing.invariants import check_invariants
 from kvpool.types import ROOT
 from kvpool_tiers.nvme.several import NvmeFiles
 from kvpool_tiers.nvme.tier import Nvme
-from tests.conftest import NAMESPACE, buffers, eventually, keys, values
+from tests.conftest import NAMESPACE, eventually, keys, read_back, values
 from tests.support.failing_disk import FailingDisk
 
 READ, WRITE = "EIO: Input/output error", "EROFS: Read-only file system"
@@ -56,14 +56,8 @@ class Scene:
         await eventually(lambda: not self.stack.front.extents.dirty, within_s=20)
 
     async def read(self, chain: Sequence[bytes]) -> list[ReadStatus]:
-        """One by one: what became of each block. Those that came have the right bytes."""
-        statuses = []
-        for digest, right in zip(chain, values(chain, BLOCK), strict=True):
-            (buffer,) = buffers(1, BLOCK)
-            (result,) = await self.pool.read(NAMESPACE, [digest], [buffer])
-            assert not result.status.hit or buffer == right
-            statuses.append(result.status)
-        return statuses
+        """One by one."""
+        return [one for d in chain for one in await read_back(self.pool, [d], BLOCK)]
 
     def in_file(self, number: int) -> list[bytes]:
         """Blocks that the file has and memory has not."""

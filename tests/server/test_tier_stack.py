@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -27,7 +26,16 @@ from kvpool.tools.subprocesses import Child, process_of, servers_up
 from kvpool.types import Reservation
 from kvpool_tiers.dram import Dram
 from kvpool_tiers.nvme.tier import Nvme
-from tests.conftest import NAMESPACE, TRANSPORTS, buffers, eventually, key, keys, listening, values
+from tests.conftest import (
+    NAMESPACE,
+    TRANSPORTS,
+    eventually,
+    key,
+    keys,
+    listening,
+    read_back,
+    values,
+)
 from tests.support.failing_disk import FailingDisk
 from tests.support.moves import masters_know
 
@@ -62,12 +70,7 @@ async def write(pool: Pool, chain: Sequence[bytes]) -> None:
 
 
 async def read(pool: Pool, chain: Sequence[bytes]) -> list[ReadStatus]:
-    """What became of each block; those that came have the right bytes."""
-    got = buffers(len(chain), BLOCK)
-    results = await pool.read(NAMESPACE, chain, got)
-    for result, buffer, right in zip(results, got, values(chain, BLOCK), strict=True):
-        assert not result.status.hit or buffer == right
-    return [result.status for result in results]
+    return await read_back(pool, chain, BLOCK)
 
 
 async def saved(running: dev.Dev) -> None:
@@ -500,16 +503,6 @@ async def test_tiers_in_an_order_that_makes_no_sense(
         async with dev.serve(tiers=[text.format(file=file) for text in tiers]):
             pass
     assert not file.exists()  # noqa: ASYNC240
-
-
-def test_status_as_json_names_the_fields_of_a_tier() -> None:
-    from kvpool.ops.tables import as_json_object
-    from kvpool.types import Member, ServerStats, TierUsage
-
-    usage = TierUsage("dram")
-    member = Member("s", 1, "h", (), ("dram",), True, 0.0, 0, ServerStats(usage=[usage]))
-    found = json.loads(json.dumps(as_json_object(member)))
-    assert found["usage"][0]["name"] == "dram"
 
 
 async def test_a_file_of_another_cluster_is_refused_and_left_as_it_is(file: Path) -> None:

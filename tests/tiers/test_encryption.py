@@ -21,7 +21,7 @@ from kvpool.server.tier_keys import storage_key
 from kvpool.types import ROOT
 from kvpool_tiers.nvme.format import GROUP_SIZE, PAGE, SEALED_HEADER_SIZE, Geometry
 from kvpool_tiers.nvme.tier import Nvme
-from tests.conftest import NAMESPACE, buffers, eventually, key, keys, values
+from tests.conftest import NAMESPACE, eventually, key, keys, read_back, values
 
 pytest.importorskip("cryptography", reason="needs cryptography")
 from kvpool_tiers.nvme import encryption
@@ -275,13 +275,8 @@ async def server(path: Path, cluster: Cluster, encrypt: str = "yes") -> Any:
 
 
 async def statuses(running: dev.Dev, chain: list[bytes]) -> set[ReadStatus]:
-    """Of reads of it; a hit has the right bytes."""
     async with running.pool() as pool:
-        got = buffers(len(chain))
-        results = await pool.read(NAMESPACE, chain, got)
-        for result, has, right in zip(results, got, values(chain), strict=True):
-            assert not result.status.hit or has == right
-        return {result.status for result in results}
+        return {*await read_back(pool, chain)}
 
 
 async def test_blocks_of_a_server_survive_a_restart_and_alterations_are_misses(
