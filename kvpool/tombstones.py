@@ -133,6 +133,8 @@ class Tombstones:
     def reasons(self, namespace: Namespace, digests: Sequence[bytes]) -> list[ReadStatus]:
         """The same for each of several blocks."""
         name, parts = namespace.name, namespace.parts
+        if "" not in self._lines and tenant_of(name) not in self._lines:  # none of it has left
+            return [ReadStatus.NEVER_WRITTEN] * len(digests)
         values = self._reasons.get_all([(name, parts, digest) for digest in digests])
         return [
             ReadStatus.NEVER_WRITTEN if value is None else _STATUSES[value & _STATUS_MASK]

@@ -24,7 +24,7 @@ from kvpool.protocols import Link
 from kvpool.runtime import task_group
 from kvpool.server.outbox import Outbox, loop_time, pieces
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.entry import MissedBlock, Stretch
+from kvpool.server.state.entry import MissedBlocks, Stretch
 from kvpool.supervision import Supervisor, stop
 from kvpool.types import ServerStats
 from kvpool.wire import messages as wire
@@ -256,10 +256,12 @@ class Announcer:
         if registered and not self.outbox.add(changes, held):
             self._unregister()
 
-    def correct(self, missed: Sequence[MissedBlock]) -> None:
+    def correct(self, missed: Sequence[MissedBlocks]) -> None:
         """Tell the master, after all changes, that these are not here, if that is so then."""
         if self._state is not AnnouncerState.UNREGISTERED:
-            self.outbox.correct(missed)
+            for one in missed:
+                self.outbox.missed.add(*one)
+            self.outbox.wake.set()
 
     def heartbeat_soon(self) -> asyncio.Future[None]:
         """Send a heartbeat at once. Done when the master has answered one that was sent after this

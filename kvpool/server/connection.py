@@ -166,11 +166,8 @@ class ServerConnection:
         pins = self._pin(*asked)
         for on_read in self._extensions.on_read:
             on_read(namespace, part, digests, self.peer.name)
-        later = [
-            digest
-            for digest, pin in zip(digests, pins, strict=True)
-            if pin.status is ReadStatus.NOT_YET
-        ]
+        slow = ReadStatus.NOT_YET
+        later = [digest for digest, pin in zip(digests, pins, strict=True) if pin.status is slow]
         mover = self._context.mover
         if later and any(pin.extent is not None for pin in pins):
             mover.promote(namespace, part, later)  # while the reader is busy with the others
@@ -194,19 +191,12 @@ class ServerConnection:
         digests: Sequence[bytes],
         buffer_sizes: Sequence[int],
         view: bool = False,
-        in_place_above: int | None = None,
+        above: int | None = None,
     ) -> list[Pin]:
         """What is in reach now. Between this and the answer nothing is awaited."""
         now = self._loop.time()
         pins = self._store.pin(
-            self._id,
-            namespace,
-            part,
-            digests,
-            now,
-            buffer_sizes,
-            view=view,
-            in_place_above=in_place_above,
+            self._id, namespace, part, digests, now, buffer_sizes, view=view, in_place_above=above
         )
         hits = [pin.extent.size for pin in pins if pin.extent is not None]
         counters = self._context.counters
@@ -266,7 +256,7 @@ class ServerConnection:
         bad: dict[int, dict[bytes, Entry | None]] = {}  # by tier
         for position, digest in enumerate(digests):
             # One at a time: a batch could pin more than a connection may.
-            pins = self._pin(namespace, part, [digest], [1 << 62], in_place_above=-1)
+            pins = self._pin(namespace, part, [digest], [1 << 62], above=-1)
             try:
                 for pin in pins:
                     tier = self._store.front_tier if pin.tier is None else pin.tier

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kvpool.fingerprint import MapFingerprint
 from kvpool.server.state.blocks import Blocks
-from kvpool.server.state.entry import Missed, MissedBlock, Stretch
+from kvpool.server.state.entry import Missed, Stretch
 from kvpool.types import ReadStatus
 from kvpool.wire import messages as wire
 
@@ -96,12 +96,6 @@ class Outbox:
         waiting = self.enqueued - self.acknowledged
         return waiting <= _PENDING_MAX or waiting <= self._store.stored * _PENDING_SHARE
 
-    def correct(self, missed: Sequence[MissedBlock]) -> None:
-        """These are not here, if that is so when all changes have been told."""
-        for (namespace, part), group in itertools.groupby(missed, key=lambda one: one[:2]):
-            self.missed.add(namespace, part, [digest for _, _, digest in group])
-        self.wake.set()
-
     def is_flushed(self, future: asyncio.Future[bool]) -> bool:
         """The master has all that is queued now. Else `future` is done when it has: with True, if
         it says that no other server has any of these blocks."""
@@ -145,14 +139,16 @@ class Outbox:
         if loop_time() < self.missed_due or not self.missed.blocks:
             return []
         self.missed_due = loop_time() + _MISSED_GAP_S
-        if self.pending or self._store.change_log.changes or len(self.missed.blocks) > room:
+        if self.pending or self._store.change_log.changes or self.missed.shares.used > room:
             return []
-        reason = self._store.change_log.tombstones.reason
-        return [
-            Stretch(namespace, part, [digest], reason(namespace, digest))
-            for namespace, part, digest in self.missed.take()
-            if self._store.peek(namespace, part, digest) is None
-        ]
+        reasons, found = self._store.change_log.tombstones.reasons, list[Stretch]()
+        for namespace, part, missed in self.missed.take():
+            gone = [one for one in missed if self._store.peek(namespace, part, one) is None]
+            alike = dict[tuple[ReadStatus, int], list[bytes]]()  # digests of one size
+            for digest, reason in zip(gone, reasons(namespace, gone), strict=True):
+                alike.setdefault((reason, len(digest)), []).append(digest)
+            found += [Stretch(namespace, part, same, why) for (why, _), same in alike.items()]
+        return found
 
     def acknowledge(self, position: int, *, alone: bool = False) -> None:
         """The master has applied the first `position` changes: release the callers that wait.

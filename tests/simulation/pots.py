@@ -78,9 +78,9 @@ class Pots:
                 session = f"@{holder}/{chance.random()}"
                 return self.hints.add(session, 1.0, self.now) is True
             case "missed":
-                before = len(self.missed.blocks)
+                before = self.missed.shares.used
                 self.missed.add(namespace, 0, [_key(chance)])
-                return len(self.missed.blocks) > before
+                return self.missed.shares.used > before
             case _:
                 blocks = deque([_key(chance)])
                 return self.prefetches.add(Chain(namespace, 0, blocks), self.now + 5.0)

@@ -191,8 +191,8 @@ class Stretch(NamedTuple):
     tier: int = 0
 
 
-#: Namespace, part and digest.
-MissedBlock: TypeAlias = tuple[Namespace, int, bytes]
+#: Namespace and part, and of that the digests.
+MissedBlocks: TypeAlias = tuple[Namespace, int, list[bytes]]
 
 
 class Missed:
@@ -205,21 +205,23 @@ class Missed:
 
     def __init__(self, limit: int = MISSED_MAX) -> None:
         self.shares = Shares(limit)
-        #: In the order in which they came.
-        self.blocks: dict[MissedBlock, None] = {}
+        #: By namespace and part; no tuple for each block, as whole prompts are missed.
+        self.blocks: dict[tuple[Namespace, int], dict[bytes, None]] = {}
 
     def add(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> None:
         """Keep these, too. Those beyond the share of their tenant are dropped, and counted."""
-        tenant, before = tenant_of(namespace.name), len(self.blocks)
-        kept = digests[: self.shares.room(tenant)]
-        self.blocks.update(dict.fromkeys([(namespace, part, digest) for digest in kept]))
-        self.shares.take(tenant, len(self.blocks) - before)
+        tenant = tenant_of(namespace.name)
+        if kept := digests[: self.shares.room(tenant)]:
+            blocks = self.blocks.setdefault((namespace, part), {})
+            before = len(blocks)
+            blocks.update(dict.fromkeys(kept))
+            self.shares.take(tenant, len(blocks) - before)
         if len(kept) < len(digests):
             self.shares.refuse(tenant, len(digests) - len(kept))
 
-    def take(self) -> list[MissedBlock]:
-        """All that wait, oldest first; none is left."""
-        blocks = list(self.blocks)
+    def take(self) -> list[MissedBlocks]:
+        """All that wait; none is left."""
+        blocks = [(*of, list(digests)) for of, digests in self.blocks.items()]
         self.blocks.clear()
         self.shares.clear()
         return blocks

@@ -227,6 +227,8 @@ class Store:
         (design: budgets).
         """
         found = self.index.blocks(namespace, part).get_all(digests)
+        if not any(found):
+            return self._missed(namespace, part, digests)
         holder = self.held.owner(owner)
         pins = holder.pins
         if not pins:
@@ -264,12 +266,10 @@ class Store:
                 answers.append(Pin(ReadStatus.HIT, id, extent, entry.checksum))
         self.held.last_id = id
         self.held.count_pins(holder, first_left - left)
-        if missed:  # a master that has sent the reader here is outdated
-            absent = [digests[position] for position in missed]
-            log = self.index.change_log
-            log.missed.add(namespace, part, absent)
-            for at, reason in zip(missed, log.tombstones.reasons(namespace, absent), strict=True):
-                answers[at] = _MISSES[reason]
+        if missed:
+            absent = self._missed(namespace, part, [digests[position] for position in missed])
+            for at, pin in zip(missed, absent, strict=True):
+                answers[at] = pin
         if used:
             order = self.extents.policy.order_of(used[-1].index)
             touch = order.touch
@@ -277,6 +277,12 @@ class Store:
                 touch(entry, now)
             order.answered(used[-1], now)
         return answers
+
+    def _missed(self, namespace: Namespace, part: int, digests: Sequence[bytes]) -> list[Pin]:
+        """Why each is not here. A master that has sent the reader here is outdated."""
+        log = self.index.change_log
+        log.missed.add(namespace, part, digests)
+        return [_MISSES[reason] for reason in log.tombstones.reasons(namespace, digests)]
 
     def unpin(self, owner: int, id: int) -> None:
         """Release one pin. Raises BadMessage when the owner does not hold it."""

@@ -32,14 +32,29 @@ class TierIndex:
 
     def below(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:
         """The sealed block in another tier, if the front tier does not have it sealed."""
-        if self.front.index.peek(namespace, part, digest) is not None:
-            return None
-        for tier, store in enumerate(self.stores):
-            if tier != self.front_tier and tier not in self.offline:
-                entry = store.index.peek(namespace, part, digest)
-                if entry is not None:
-                    return entry
-        return None
+        return self.all_below(namespace, part, (digest,))[0]
+
+    def all_below(
+        self, namespace: Namespace, part: int, digests: Sequence[bytes]
+    ) -> list[Entry | None]:
+        """The same for each of several blocks, in little more time than for one."""
+        found: list[Entry | None] = [None] * len(digests)
+        others = [
+            blocks
+            for tier, store in enumerate(self.stores)
+            if tier != self.front_tier and tier not in self.offline
+            if (blocks := store.index.blocks(namespace, part))
+        ]
+        if not others:
+            return found
+        for at, here in enumerate(self.front.index.blocks(namespace, part).get_all(digests)):
+            if here is None or here.state is not State.STORED:
+                for blocks in others:
+                    entry = blocks.get(digests[at])
+                    if entry is not None and entry.state is State.STORED:
+                        found[at] = entry
+                        break
+        return found
 
     def has_copy(self, entry: Entry) -> bool:
         """Whether another tier than the front tier has the block, too."""

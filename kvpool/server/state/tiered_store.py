@@ -117,8 +117,7 @@ class TieredStore(Blocks):
     def reserve(self, owner: int, request: ReserveRequest, now: float) -> list[Reservation]:
         front = self.front
         namespace, part, digests, *_ = request
-        below_of = self.index.below
-        below = [below_of(namespace, part, digest) for digest in digests]
+        below = self.index.all_below(namespace, part, digests)
         if request.last_used is not None and not self._has_room_below(request, now):
             return [Reservation(WriteStatus.NO_SPACE)] * len(digests)
         if not any(below):
@@ -192,8 +191,7 @@ class TieredStore(Blocks):
     ) -> list[Pin]:
         """NOT_YET for a block of a slower tier, which `transfers` brings up."""
         front = self.front
-        below_of = self.index.below
-        below = [below_of(namespace, part, digest) for digest in digests]
+        below = self.index.all_below(namespace, part, digests)
         if any(below):
             here = [position for position, entry in enumerate(below) if entry is None]
             found = iter(
