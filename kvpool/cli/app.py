@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import sys
 from typing import Annotated, Any, Final
 
@@ -119,8 +120,10 @@ def _output_fails() -> bool:
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. SIGTERM ends it as a default does, also where it is process 1."""
     open_standard_streams()
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         try:
             app()

@@ -104,10 +104,10 @@ def events(
     stream = StreamAddress(publish, replay, topic, http or "", public)
     if engine:
         source = EngineAddress(engine, engine_replay, cast("EventForm", form))
-        run(_engine_events(settings, name, stream, source), log_level)
+        run(process.until_stopped(_engine_events(settings, name, stream, source)), log_level)
         return
     width = cast(Literal["short", "full"], hashes)
-    run(_events(settings, name, stream, width), log_level)
+    run(process.until_stopped(_events(settings, name, stream, width)), log_level)
 
 
 async def _events(

@@ -55,19 +55,10 @@ def top(
     Keys: arrows select a server, enter looks at it, s sorts, ? shows all keys, q quits. Without a
     terminal the same is printed at each refresh. NO_COLOR=1 leaves colours out.
     """
-    import asyncio
-
     settings = query_settings(config, masters, cluster, secret_file, local_only)
 
     async def main() -> None:
-        watching = asyncio.create_task(_watch(settings, _pause_of(every), refreshes))
-        stopped = asyncio.create_task(process.wait_for_signal())
-        await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for task in (watching, stopped):
-            task.cancel()
-        await asyncio.wait([watching, stopped])
-        if not watching.cancelled():
-            watching.result()
+        await process.until_stopped(_watch(settings, _pause_of(every), refreshes))
 
     run(main(), "error")  # the view shows when no master answers; a log line would spoil it
 

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,10 +21,16 @@ T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _ASKED = (signal.SIGINT, signal.SIGTERM)
+#: Of a child's environment: the process that it is to die with.
+PARENT = "_KVPOOL_PARENT"
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on uvloop where it is installed."""
+    """`asyncio.run` on uvloop where it is installed.
+
+    SIGTERM cancels `main`, if that does not wait for signals itself, and then it is SystemExit: so
+    a command leaves no children, and ends as process 1, too, which the kernel spares otherwise.
+    """
     import asyncio  # here: `kvpool --help` needs no loop (design: layout)
 
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
@@ -31,8 +38,42 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         import uvloop
 
         factory = uvloop.new_event_loop
+    asked: list[signal.Signals] = []
+
+    async def until_asked() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            asked.append(signal.SIGTERM)
+            task.cancel()
+
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        return await main
+
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(main)
+        try:
+            return runner.run(until_asked())
+        except asyncio.CancelledError:
+            if not asked:
+                raise
+    raise SystemExit(128 + asked[0])
+
+
+async def until_stopped(endless: Coroutine[Any, Any, None]) -> None:
+    """Run it until this process is asked to end, which is its right end."""
+    import asyncio
+
+    tasks = [asyncio.ensure_future(endless), asyncio.ensure_future(wait_for_signal())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    if not tasks[0].cancelled():
+        tasks[0].result()
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -68,9 +109,10 @@ def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
     import ctypes
 
-    parent = os.getppid()
+    told = os.environ.pop(PARENT, "")  # may be process 1, which else adopts orphans
+    parent = int(told or os.getppid())
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent or parent == 1:  # it ended before we could ask
+    if os.getppid() != parent or (parent == 1 and not told):  # it ended before we could ask
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -13,6 +13,7 @@ from typing import IO, Final
 from kvpool.client.opening import connect
 from kvpool.config import ClientConfig
 from kvpool.errors import ServerLost
+from kvpool.ops.process import PARENT
 from kvpool.types import Member
 
 _END_S = 0.8
@@ -91,7 +92,7 @@ async def process_of(
         stdout=asyncio.subprocess.PIPE,
         stderr=stderr,
         limit=1 << 24,
-        env={**inherited, **(environment or {})},
+        env={**inherited, **(environment or {}), PARENT: str(os.getpid())},
         start_new_session=True,  # Ctrl-C is for us; we end them in order
     )
     try:

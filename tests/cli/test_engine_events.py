@@ -96,7 +96,7 @@ async def test_it_reads_an_engine_and_publishes_where_the_pool_has_its_blocks() 
             ready = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{url}/ready").status)
             assert ready == 200
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 10) in (0, -signal.SIGTERM, 143)
+            assert await asyncio.wait_for(process.wait(), 10) == 0
         finally:
             if process.returncode is None:
                 os.kill(process.pid, signal.SIGKILL)

@@ -50,6 +50,24 @@ async def test_kill_9_leaves_nothing_behind() -> None:
         assert not open_sockets(running.servers.values())
 
 
+@pytest.mark.parametrize("options", ["", "--dry --sessions 9 --capacity 0.1ws,0.2ws,0.5ws"])
+def test_process_1_of_a_container_ends_when_it_is_asked_to(options: str) -> None:
+    """The kernel spares it what ends others; and its children are no orphans."""
+    new = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+    if subprocess.run([*new, "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces here")
+    command = [*new, sys.executable, "-m", "kvpool", "replay", "--json"]
+    with subprocess.Popen([*command, *options.split()], stderr=subprocess.PIPE) as outer:
+        assert outer.stderr is not None
+        try:
+            assert outer.stderr.read(1), "it has ended"
+            (inner,) = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+            os.kill(int(inner), signal.SIGTERM)
+            assert outer.wait(20) == 143
+        finally:
+            outer.kill()
+
+
 # --- the command line -------------------------------------------------------------------
 
 
